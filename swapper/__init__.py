@@ -1,0 +1,29 @@
+"""A store for large blobs on local SSDs: preallocated extents, one arena of buffers, a ticket for each transfer."""
+
+from swapper.arena import PAGE_BYTES, Arena, Lease, Pool, align
+from swapper.errors import (
+    OffloadError,
+    StorageFull,
+    StorageIOError,
+    StorageTimeout,
+    StoreLocked,
+    StoreUnsafe,
+)
+from swapper.store import Extent, Store, Ticket
+
+__all__ = [
+    "PAGE_BYTES",
+    "Arena",
+    "Extent",
+    "Lease",
+    "OffloadError",
+    "Pool",
+    "StorageFull",
+    "StorageIOError",
+    "StorageTimeout",
+    "Store",
+    "StoreLocked",
+    "StoreUnsafe",
+    "Ticket",
+    "align",
+]
