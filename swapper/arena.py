@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import aio_ext
-
 from swapper.errors import OffloadError
 
 PAGE_BYTES = 4096
