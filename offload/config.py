@@ -1,0 +1,130 @@
+"""Every option of the engine: its unit, its default, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from offload.errors import ConfigError
+
+Bytes = int | Literal["auto"]
+
+_SUFFIXES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SUFFIXES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_SUFFIXES |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def parse_bytes(value: int | str, option: str) -> Bytes:
+    """A number of bytes, from a number or a text such as ``"12GiB"``; ``"auto"`` stays. Raises ``ConfigError``."""
+    if value == "auto":
+        return "auto"
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        if match is None or match[2].upper() not in _SUFFIXES:
+            raise ConfigError(f'{option}: expected bytes such as 1073741824, "12GiB" or "auto", got {value!r}')
+        value = int(float(match[1]) * _SUFFIXES[match[2].upper()])
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+        raise ConfigError(f"{option}: expected a number of bytes from 0 to 2^63, got {value!r}")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """The settings of one engine, checked when built. Raises ``ConfigError`` naming the option and the value."""
+
+    nvme_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = ()
+    """Directories on local SSDs for the swap store; extents are spread over several. Empty: nothing goes to NVMe."""
+    device: str = "cpu"
+    """Where the model computes."""
+    host_memory: int | str = "auto"
+    """Bytes of host memory that the engine may hold, staging included. "auto": most of what is free now."""
+    nvme_capacity: int | str = "auto"
+    """Bytes of NVMe that the store may reserve. "auto": what is free on the paths."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """dtype of weights and gradients. "bf16" keeps an fp32 master, as weight and 16-bit remainder; moments are fp32."""
+    optimizer: Literal["adamw"] | None = "adamw"
+    """What updates the weights. None: no training, no gradients, no states."""
+    lr: float = 1e-3
+    """Learning rate of the first parameter group; a scheduler on ``engine.optimizer`` changes it."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the first and second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay, as in ``torch.optim.AdamW``."""
+    gradient_clipping: float = 0.0
+    """Upper bound of the global gradient norm. 0: no clipping."""
+    gradient_accumulation_steps: int = 1
+    """``backward`` calls that make one step; each loss is divided by it. ``step`` does nothing until the last."""
+    tile_bytes: int | str = "auto"
+    """Bytes of optimizer state read, updated and written in one go. "auto": 8 MiB, less if memory is short."""
+    io_backend: Literal["auto", "io_uring", "threads"] = "auto"
+    """What moves bytes to and from NVMe."""
+    prefetch: bool = True
+    """Read weights before they are asked for. False: on demand only, to measure what prefetching gains."""
+
+    def __post_init__(self) -> None:
+        paths = [self.nvme_path] if isinstance(self.nvme_path, (str, os.PathLike)) else list(self.nvme_path)
+        object.__setattr__(self, "nvme_path", tuple(Path(path) for path in paths))
+        for name in ("host_memory", "nvme_capacity", "tile_bytes"):
+            object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
+        if torch.device(self.device).type != "cpu":
+            raise ConfigError(f'device: only "cpu" is supported so far, got {self.device!r}')
+        self._check_choice("precision", ("bf16", "fp32"))
+        self._check_choice("optimizer", ("adamw", None))
+        self._check_choice("io_backend", ("auto", "io_uring", "threads"))
+        for name, low, high in (("lr", 0, None), ("eps", 0, None), ("weight_decay", 0, None)):
+            self._check_number(name, getattr(self, name), low, high)
+        self._check_number("gradient_clipping", self.gradient_clipping, 0, None)
+        if len(self.betas) != 2:
+            raise ConfigError(f"betas: expected two numbers, got {self.betas!r}")
+        for beta in self.betas:
+            self._check_number("betas", beta, 0, 1)
+        if not isinstance(self.gradient_accumulation_steps, int) or self.gradient_accumulation_steps < 1:
+            raise ConfigError(f"gradient_accumulation_steps must be >= 1, got {self.gradient_accumulation_steps!r}")
+        if self.tile_bytes != "auto" and int(self.tile_bytes) < 64 * 1024:
+            raise ConfigError(f"tile_bytes must be at least 65536, got {self.tile_bytes}")
+
+    @classmethod
+    def of(cls, config: OffloadConfig | None, options: dict[str, Any]) -> OffloadConfig:
+        """``config`` with ``options`` laid over it. An unknown option is an error that names the nearest known one."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; known are: {', '.join(known)}"
+                raise ConfigError(f"unknown option {name!r}{hint}")
+        return cls(**options) if config is None else dataclasses.replace(config, **options)
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """``nvme_path`` as it is once checked."""
+        return self.nvme_path  # type: ignore[return-value]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """dtype of the weights that the model computes with."""
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """dtype in which gradients rest: that of the weights, and fp32 when several are added up."""
+        return self.dtype if self.gradient_accumulation_steps == 1 else torch.float32
+
+    def _check_choice(self, name: str, allowed: tuple[Any, ...]) -> None:
+        if getattr(self, name) not in allowed:
+            raise ConfigError(f"{name}: expected one of {', '.join(map(repr, allowed))}, got {getattr(self, name)!r}")
+
+    def _check_number(self, name: str, value: object, low: float, high: float | None) -> None:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not low <= value < (float("inf") if high is None else high):  # type: ignore[operator]
+            bound = f">= {low}" if high is None else f"from {low} to less than {high}"
+            raise ConfigError(f"{name} must be a number {bound}, got {value!r}")

@@ -1,0 +1,21 @@
+"""The engine's own errors, beside those of the store. All of them are ``OffloadError``."""
+
+from __future__ import annotations
+
+from swapper.errors import OffloadError
+
+
+class ConfigError(OffloadError, ValueError):
+    """An option or a model that cannot work. Nothing was allocated."""
+
+
+class BudgetError(ConfigError):
+    """The budgets are too small for the model. ``needed_bytes`` is the least that works. Nothing was allocated."""
+
+    def __init__(self, message: str, needed_bytes: int) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+
+
+class NonFiniteGradient(OffloadError):
+    """A gradient holds NaN or infinity. The step was not taken: weights and states are what they were before it."""

@@ -1,0 +1,196 @@
+"""The handle: what stands in the model for a parameter that is not in use.
+
+It has the parameter's shape, dtype and device but no memory. An operation that reads it brings the value in; one that
+mutates it writes the result back; a view of it is a handle on the same value. Inside a unit's forward the model holds
+ordinary parameters instead, so nothing there pays for it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from offload.errors import ConfigError
+from swapper import OffloadError
+
+
+class Link(Protocol):
+    """Where a handle's value comes from, and where a changed one goes. ``read`` gives a tensor of its own."""
+
+    name: str
+
+    def read(self) -> torch.Tensor: ...
+
+    def write(self, value: torch.Tensor) -> None: ...
+
+
+class _View:
+    """A view of another link's value: one output of ``function`` applied to it."""
+
+    def __init__(self, base: Link, function: Callable[[torch.Tensor], Any], position: int | None) -> None:
+        self.name = base.name
+        self._base = base
+        self._function = function
+        self._position = position
+
+    def _of(self, value: torch.Tensor) -> torch.Tensor:
+        view = self._function(value)
+        return view if self._position is None else view[self._position]  # type: ignore[no-any-return]
+
+    def read(self) -> torch.Tensor:
+        return self._of(self._base.read())
+
+    def write(self, value: torch.Tensor) -> None:
+        whole = self._base.read()
+        self._of(whole).copy_(value)
+        self._base.write(whole)
+
+
+class Handle(torch.Tensor):
+    """A tensor whose value rests in the engine. See the module's docstring; made by ``make_handle``."""
+
+    _link: Link
+    _meta: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, link: Link, meta: torch.Tensor, device: torch.device) -> Handle:
+        handle = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            meta.shape,
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            device=device,
+        )
+        handle._link = link
+        handle._meta = meta
+        return handle  # type: ignore[no-any-return]
+
+    def value(self) -> torch.Tensor:
+        """The value now, as an ordinary tensor of the caller's own."""
+        return self._link.read()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _ON_VALUE:
+            with torch.no_grad():
+                return func(*tree_map(_value_of, args), **tree_map(_value_of, kwargs))
+        if func in _ADDRESS:
+            _no_address(args[0])
+        if func is torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+            return _set_data(*args)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        returns = func._schema.returns
+        aliases = bool(returns) and returns[0].alias_info is not None
+        if aliases and not returns[0].alias_info.is_write:
+            return _view(func, args, kwargs)
+        values: dict[int, torch.Tensor] = {}
+
+        def value_of(item: Any) -> Any:
+            if not isinstance(item, Handle):
+                return item
+            return values.setdefault(id(item), item._link.read()) if id(item) not in values else values[id(item)]
+
+        result = func(*tree_map(value_of, args), **tree_map(value_of, kwargs))
+        written = [
+            args[position] if position < len(args) else kwargs.get(argument.name)
+            for position, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        handles = {id(item): item for item in _flatten(written) if isinstance(item, Handle)}
+        for key, handle in handles.items():
+            handle._link.write(values[key])
+        of_value = {id(values[key]): handle for key, handle in handles.items()}
+        return tree_map(lambda item: of_value.get(id(item), item), result)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """An ordinary tensor (a ``Parameter`` if this is one): the copy is not the engine's."""
+        if id(self) not in memo:
+            memo[id(self)] = self._ordinary()
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return copy.copy(self._ordinary()).__reduce_ex__(protocol)
+
+    def _ordinary(self) -> torch.Tensor:
+        value = self.value()
+        if isinstance(self, nn.Parameter):
+            return nn.Parameter(value, requires_grad=self.requires_grad)
+        return value
+
+
+def make_handle(
+    link: Link, shape: torch.Size, dtype: torch.dtype, device: torch.device, requires_grad: bool
+) -> nn.Parameter:
+    """A parameter that rests in the engine."""
+    meta = torch.empty(shape, dtype=dtype, device="meta")
+    return nn.Parameter(Handle(link, meta, device), requires_grad=requires_grad)  # type: ignore[arg-type]
+
+
+_ON_VALUE = {
+    torch.Tensor.numpy,
+    torch.Tensor.tolist,
+    torch.Tensor.__array__,
+    torch.Tensor.__repr__,
+    torch.Tensor.__format__,
+    torch.Tensor.__dlpack__,
+}
+_ADDRESS = {torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.share_memory_}
+
+
+def _value_of(item: Any) -> Any:
+    return item.value() if isinstance(item, Handle) else item
+
+
+def _no_address(handle: Handle) -> NoReturn:
+    raise OffloadError(
+        f"parameter {handle._link.name} has no address: it rests in the engine between uses. "
+        "Take a copy: parameter.detach().clone()"
+    )
+
+
+def _set_data(handle: Handle, value: torch.Tensor) -> None:
+    """``parameter.data = value``: the value is taken over; another dtype or shape would be another parameter."""
+    if value.dtype != handle.dtype or value.shape != handle.shape:
+        raise ConfigError(
+            f"parameter {handle._link.name} is {handle.dtype} {tuple(handle.shape)} and rests in the engine: it cannot "
+            f"become {value.dtype} {tuple(value.shape)}. Convert the model before it is wrapped, or set precision=."
+        )
+    if value is not handle:
+        handle._link.write(_value_of(value.detach()))
+
+
+def _view(func: Any, args: Any, kwargs: Any) -> Any:
+    """A view of a handle is a handle: what is written to it reaches the parameter."""
+    base, *rest = args
+    if not isinstance(base, Handle):
+        return func(*tree_map(_value_of, args), **tree_map(_value_of, kwargs))
+    if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+        return Handle(base._link, base._meta, base.device)
+
+    def function(value: torch.Tensor) -> Any:
+        return func(value, *rest, **kwargs)
+
+    outputs = function(base._meta)
+    if isinstance(outputs, torch.Tensor):
+        return Handle(_View(base._link, function, None), outputs, base.device)
+    views = [Handle(_View(base._link, function, i), output, base.device) for i, output in enumerate(outputs)]
+    return type(outputs)(views)
+
+
+def _flatten(items: Any) -> list[Any]:
+    flat: list[Any] = []
+    for item in items:
+        flat.extend(_flatten(item) if isinstance(item, (list, tuple)) else [item])
+    return flat

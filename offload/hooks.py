@@ -1,0 +1,161 @@
+"""Hooks translate what PyTorch does into uses of units. They decide nothing.
+
+[Note: When a unit's backward is over] Autograd runs nodes in the reverse order of their creation. When the gradient of
+a call's output arrives, every node that was created after that call has run: units whose calls began later are done.
+What is still open when the backward ends is closed then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from offload.unit import Unit
+from offload.units import ParameterSpec
+
+
+class Schedule(Protocol):
+    """What the hooks tell: a unit is needed, is no longer needed, got a gradient, has all its gradients."""
+
+    def begin_use(self, unit: Unit) -> None: ...
+
+    def end_use(self, unit: Unit) -> None: ...
+
+    def take_gradient(self, unit: Unit, spec: ParameterSpec, gradient: torch.Tensor) -> None: ...
+
+    def end_backward(self, unit: Unit) -> None: ...
+
+
+class _Hook:
+    """A hook that stays with its model: in a ``deepcopy`` of the module it does nothing."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
+
+    def __deepcopy__(self, memo: Any) -> _Hook:
+        return _Hook(_nothing)
+
+    def __reduce__(self) -> Any:
+        return _Hook, (_nothing,)
+
+
+def _nothing(*args: Any) -> None:
+    return None
+
+
+class Hooks:
+    """Puts a unit's parameters into the model around its forward and backward, and handles outside of them."""
+
+    def __init__(self, units: Sequence[Unit], handles: dict[ParameterSpec, nn.Parameter], schedule: Schedule) -> None:
+        self._units = units
+        self._schedule = schedule
+        self._handles = handles
+        self._serial = 0
+        self._open: list[tuple[Unit, int, int]] = []
+        """Units in backward: with the serial number at which the call began, and the graph task that opened it."""
+        self._tasks: set[int] = set()
+        self._installed: list[Any] = []
+        for unit in units:
+            self._install(unit)
+
+    def close_backward(self, task: int | None = None) -> None:
+        """Close the units that graph task ``task`` opened; all of them if it is None (an exception ended it)."""
+        self._tasks = set() if task is None else self._tasks - {task}
+        for entry in [entry for entry in self._open if task is None or entry[2] == task]:
+            self._leave_backward(entry)
+
+    def reset(self) -> None:
+        """No forward and no backward is running: close what an exception or an interrupt has left open."""
+        self.close_backward()
+        for unit in self._units:
+            if unit.forward_depth:
+                unit.forward_depth = 0
+                self._leave_forward(unit)
+
+    def remove(self) -> None:
+        """Take the hooks out of the model."""
+        for hook in self._installed:
+            hook.remove()
+        self._installed.clear()
+
+    def _install(self, unit: Unit) -> None:
+        for module in unit.spec.modules:
+            self._installed += [
+                module.register_forward_pre_hook(_Hook(partial(self._pre_forward, unit))),
+                module.register_forward_hook(_Hook(partial(self._post_forward, unit)), always_call=True),
+            ]
+        for parameter, spec in zip(unit.parameters, unit.spec.parameters, strict=True):
+            handle = self._handles[spec]
+            for holder in (parameter, handle) if spec.trainable else ():
+                self._installed.append(
+                    holder.register_post_accumulate_grad_hook(_Hook(partial(self._post_accumulate, unit, spec)))
+                )
+
+    def _put(self, spec: ParameterSpec, parameter: nn.Parameter) -> None:
+        for module, name in spec.sites:
+            module._parameters[name] = parameter
+
+    def _pre_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        if unit.forward_depth == 0:
+            if not unit.in_backward:
+                self._schedule.begin_use(unit)
+            self._serial += 1
+            unit.forward_start = self._serial
+            for parameter, spec in zip(unit.parameters, unit.spec.parameters, strict=True):
+                self._put(spec, parameter)
+        unit.forward_depth += 1
+
+    def _post_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        if unit.forward_depth == 0:
+            return  # the pre-hook of this call raised: there is nothing to undo
+        unit.forward_depth -= 1
+        if unit.forward_depth == 0:
+            self._leave_forward(unit)
+        if torch.is_grad_enabled() and unit.forward_depth == 0:
+            for tensor in tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(partial(self._pre_backward, unit, unit.forward_start, self._serial))
+
+    def _leave_forward(self, unit: Unit) -> None:
+        self._serial += 1
+        for spec in unit.spec.parameters:
+            self._put(spec, self._handles[spec])
+        if not unit.in_backward:
+            self._schedule.end_use(unit)
+
+    def _pre_backward(self, unit: Unit, start: int, end: int, gradient: torch.Tensor) -> None:
+        """A gradient has reached the output of the call that ran from serial number ``start`` to ``end``."""
+        task = torch._C._current_graph_task_id()
+        if task not in self._tasks:
+            self._tasks.add(task)
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self.close_backward, task))
+        for entry in [entry for entry in self._open if entry[1] > end]:
+            self._leave_backward(entry)
+        if not unit.in_backward:
+            if unit.forward_depth == 0:
+                self._schedule.begin_use(unit)
+            unit.in_backward = True
+            self._open.append((unit, start, task))
+
+    def _leave_backward(self, entry: tuple[Unit, int, int]) -> None:
+        unit = entry[0]
+        self._open.remove(entry)
+        unit.in_backward = False
+        if unit.forward_depth == 0:
+            self._schedule.end_use(unit)
+        self._schedule.end_backward(unit)
+
+    def _post_accumulate(self, unit: Unit, spec: ParameterSpec, parameter: torch.Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None:
+            self._schedule.take_gradient(unit, spec, gradient)
+            if not unit.in_backward:
+                self._schedule.end_backward(unit)

@@ -1,0 +1,137 @@
+"""Taking a model over: each parameter's value goes to its home, one unit at a time; moments begin at zero."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import cycle
+
+import torch
+from torch import nn
+
+from offload import kernels
+from offload.errors import ConfigError
+from offload.layout import Formats
+from offload.memory import tensor_at
+from offload.unit import Slot, StateTile, Unit
+from offload.units import ParameterSpec
+from swapper import Lease, Store, Ticket
+
+
+class Loader:
+    """Moves values from the model into the tiers, through the slots and tile buffers of the plan."""
+
+    def __init__(
+        self, store: Store | None, formats: Formats, slots: Sequence[Slot], tile_buffers: Sequence[Lease]
+    ) -> None:
+        self._store = store
+        self._formats = formats
+        self._slots = _Ring([slot.lease for slot in slots])
+        self._tile_buffers = _Ring(list(tile_buffers))
+
+    def load(self, model: nn.Module, units: Sequence[Unit], handles: dict[ParameterSpec, nn.Parameter]) -> None:
+        """Put every parameter's value to its home and its handle into the model.
+
+        Parameters on the meta device are first made by their module's ``reset_parameters``, module by module in the
+        order of ``model.modules()``, and each unit is stored as soon as all of it is there: the whole model never
+        exists at once. Raises ``ConfigError`` for a module that has no ``reset_parameters``.
+        """
+        waiting = list(units)
+        for module in model.modules():
+            _make_real(module, units)
+            for unit in [unit for unit in waiting if not any(_current(spec).is_meta for spec in unit.spec.parameters)]:
+                waiting.remove(unit)
+                self._store_unit(unit)
+                for spec in unit.spec.parameters:
+                    for site in spec.sites:
+                        site.module._parameters[site.name] = handles[spec]
+        self._slots.drain()
+        self._tile_buffers.drain()
+
+    def _store_unit(self, unit: Unit) -> None:
+        lease = unit.weights_home or self._slots.take()
+        tensor_at(lease.address, unit.spec.numel, unit.dtype).zero_()
+        with torch.no_grad():
+            values = {spec: _current(spec).detach().cpu().float().contiguous() for spec in unit.spec.parameters}
+            for spec, value in values.items():
+                address = lease.address + spec.offset * self._formats.weights
+                tensor_at(address, spec.numel, unit.dtype).copy_(value.flatten())
+            for tile in unit.tiles:
+                self._store_tile(unit, tile, lease.address, values)
+        if unit.weights_extent is not None:
+            assert self._store is not None
+            self._slots.lend(lease, self._store.write(unit.weights_extent, lease.address, unit.weight_bytes))
+
+    def _store_tile(self, unit: Unit, tile: StateTile, weights: int, values: dict[ParameterSpec, torch.Tensor]) -> None:
+        """Zero the tile's moments; split each parameter's part of it into weight and master."""
+        numel = tile.stop - tile.start
+        lease = tile.home or self._tile_buffers.take()
+        tensor_at(lease.address, numel * self._formats.states, torch.uint8).zero_()
+        for spec, value in values.items() if self._formats.master else ():
+            start, stop = max(spec.offset, tile.start), min(spec.offset + spec.numel, tile.stop)
+            if start < stop and spec.trainable:
+                kernels.split_master(
+                    stop - start,
+                    value.data_ptr() + (start - spec.offset) * value.itemsize,
+                    weights + start * self._formats.weights,
+                    lease.address + (start - tile.start) * self._formats.master,
+                )
+        if tile.extent is not None:
+            assert self._store is not None
+            ticket = self._store.write(tile.extent, lease.address, numel * self._formats.states)
+            self._tile_buffers.lend(lease, ticket)
+
+
+class _Ring:
+    """Buffers used in turn; each is waited for before it is used again."""
+
+    def __init__(self, leases: list[Lease]) -> None:
+        self._tickets: dict[Lease, Ticket | None] = dict.fromkeys(leases)
+        self._turn: Iterator[Lease] = cycle(leases)
+
+    def take(self) -> Lease:
+        lease = next(self._turn)
+        ticket = self._tickets[lease]
+        if ticket is not None:
+            ticket.wait()
+        return lease
+
+    def lend(self, lease: Lease, ticket: Ticket) -> None:
+        self._tickets[lease] = ticket
+
+    def drain(self) -> None:
+        for ticket in self._tickets.values():
+            if ticket is not None:
+                ticket.wait()
+
+
+def _current(spec: ParameterSpec) -> torch.Tensor:
+    """The parameter as it stands in the model now."""
+    module, name = spec.sites[0]
+    parameter = module._parameters[name]
+    assert parameter is not None
+    return parameter
+
+
+def _make_real(module: nn.Module, units: Sequence[Unit]) -> None:
+    """Give a module whose own parameters are on the meta device real ones, initialised by ``reset_parameters``."""
+    names = [name for name, p in module._parameters.items() if p is not None and p.is_meta]
+    buffers = [name for name, b in module._buffers.items() if b is not None and b.is_meta]
+    if not names and not buffers:
+        return
+    reset = getattr(module, "reset_parameters", None)
+    if reset is None:
+        raise ConfigError(
+            f"{type(module).__name__} has {', '.join(names + buffers)} on the meta device and no reset_parameters() "
+            "to initialise them. Give it one, or build the model on the CPU."
+        )
+    shared = {spec.sites[0]: spec for unit in units for spec in unit.spec.parameters if len(spec.sites) > 1}
+    for name in names:
+        old = module._parameters[name]
+        assert old is not None
+        module._parameters[name] = nn.Parameter(torch.empty_like(old, device="cpu"), requires_grad=old.requires_grad)
+        spec = shared.get((module, name))  # type: ignore[call-overload]
+        for site in spec.sites if spec is not None else ():
+            site.module._parameters[site.name] = module._parameters[name]
+    for name in buffers:
+        module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")  # type: ignore[arg-type]
+    reset()

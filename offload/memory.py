@@ -1,0 +1,53 @@
+"""Raw memory as tensors, and the memory that is really free."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import torch
+
+
+def tensor_at(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """A flat tensor over memory that someone else owns. It must outlive the tensor."""
+    if numel == 0:
+        return torch.empty(0, dtype=dtype)
+    buffer = (ctypes.c_char * (numel * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(buffer, dtype=dtype)
+
+
+def available_bytes() -> int:
+    """Host memory that can be taken without swapping or meeting a cgroup limit."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    for limit, used in _cgroup_files():
+        try:
+            bound = limit.read_text().strip()
+            if bound != "max":
+                available = min(available, int(bound) - int(used.read_text()))
+        except OSError:
+            continue
+    return max(available, 0)
+
+
+def _cgroup_files() -> list[tuple[Path, Path]]:
+    """Files with the memory limit and the memory used, of this process's cgroup and those above it (v2 and v1)."""
+    files = []
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        root = Path("/sys/fs/cgroup") if controllers == "" else Path("/sys/fs/cgroup/memory")
+        names = ("memory.max", "memory.current")
+        if controllers != "":
+            if "memory" not in controllers.split(","):
+                continue
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        folder = root / path.lstrip("/")
+        for level in (folder, *folder.parents):
+            files.append((level / names[0], level / names[1]))
+            if level == root:
+                break
+    return files

@@ -1,0 +1,302 @@
+"""The placement: a pure function from units and budgets to a home for every byte, decided once, before step 1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from offload.errors import BudgetError
+from offload.layout import DEFAULT_TILE_BYTES, Formats, Tile, cut_tiles
+from offload.units import UnitSpec
+
+SMALLEST_TILE_BYTES = 64 << 10
+
+_GOLDEN = 0.6180339887498949
+
+
+class Tier(Enum):
+    """Where bytes rest between uses."""
+
+    HOST = "host"
+    NVME = "nvme"
+
+
+@dataclass(frozen=True)
+class Staging:
+    """How many buffers of each kind the units that are not at home in RAM pass through, and how large a tile is."""
+
+    num_slots: int
+    num_grad_buffers: int
+    num_tile_buffers: int
+    tile_bytes: int
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """The home of each kind of one unit. ``tiles`` are its optimizer states, each with its own home."""
+
+    unit: UnitSpec
+    weights: Tier
+    grads: Tier
+    tiles: tuple[tuple[Tile, Tier], ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where everything rests, what the staging is, and what a step must move. ``print`` it for the whole table."""
+
+    units: tuple[UnitPlan, ...]
+    formats: Formats
+    staging: Staging
+    host_budget_bytes: int
+    slot_bytes: int
+    grad_buffer_bytes: int
+    tile_buffer_bytes: int
+    resident_bytes: dict[str, int]
+    nvme_bytes: dict[str, int]
+    step_read_bytes: int
+    step_write_bytes: int
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model, each counted once, padding not counted."""
+        return sum(spec.numel for item in self.units for spec in item.unit.parameters)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory of the buffers that everything without a home in RAM passes through."""
+        staging = self.staging
+        return (
+            staging.num_slots * self.slot_bytes
+            + staging.num_grad_buffers * self.grad_buffer_bytes
+            + staging.num_tile_buffers * self.tile_buffer_bytes
+        )
+
+    @property
+    def host_bytes(self) -> int:
+        """All host memory that the engine takes: what is at home there, and staging."""
+        return sum(self.resident_bytes.values()) + self.staging_bytes
+
+    @property
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Bytes of each kind in each tier, staging included."""
+        kinds = {k: {"host": self.resident_bytes[k], "nvme": self.nvme_bytes[k]} for k in self.resident_bytes}
+        return {**kinds, "staging": {"host": self.staging_bytes, "nvme": 0}}
+
+    @property
+    def model_state_bytes(self) -> int:
+        """Weights, master, moments and gradients, wherever they rest."""
+        return sum(self.resident_bytes.values()) + sum(self.nvme_bytes.values())
+
+    def __str__(self) -> str:
+        mib = 1 << 20
+        lines = [
+            f"{len(self.units)} units, {self.num_parameters:,} parameters, "
+            f"{self.model_state_bytes / mib:,.1f} MiB of model state",
+            f"{'kind':<10}{'B/param':>8}{'host MiB':>12}{'nvme MiB':>12}",
+        ]
+        widths = {"weights": self.formats.weights, "grads": self.formats.grads, "states": self.formats.states}
+        for kind, width in widths.items():
+            host, nvme = self.resident_bytes[kind] / mib, self.nvme_bytes[kind] / mib
+            lines.append(f"{kind:<10}{width:>8}{host:>12,.1f}{nvme:>12,.1f}")
+        staging = self.staging
+        lines.append(
+            f"{'staging':<10}{'':>8}{self.staging_bytes / mib:>12,.1f}{'':>12}  "
+            f"{staging.num_slots} weight slots, {staging.num_grad_buffers} gradient buffers, "
+            f"{staging.num_tile_buffers} tiles of {staging.tile_bytes / mib:.2f} MiB"
+        )
+        lines.append(
+            f"host memory {self.host_bytes / mib:,.1f} of {self.host_budget_bytes / mib:,.1f} MiB; a step reads "
+            f"{self.step_read_bytes / mib:,.1f} and writes {self.step_write_bytes / mib:,.1f} MiB"
+        )
+        if self.nvme_bytes["grads"]:
+            lines.append("gradients are spilled to NVMe: the budget is below what would keep them all in RAM")
+        return "\n".join(lines)
+
+
+def make_plan(
+    units: Sequence[UnitSpec], formats: Formats, host_bytes: int, nvme_bytes: int, tile_bytes: int | None = None
+) -> Plan:
+    """Give every kind of every unit a home, within the budgets, by traffic saved per byte.
+
+    Weights save three transfers of themselves a step (read for the update, read for backward, written), states and
+    gradients two. Access is cyclic, so what is at home in RAM is fixed and spread evenly over the units, and the disk
+    always has something to do. ``tile_bytes=None`` lets the tile shrink when memory is short.
+
+    Raises ``BudgetError``, naming the least budget that works.
+    """
+    choice = _Choice(units, formats, Staging(0, 0, 0, tile_bytes or DEFAULT_TILE_BYTES))
+    everything = choice.with_all_at_home()
+    if everything.total_bytes <= host_bytes:
+        return everything.plan(host_bytes)
+    if nvme_bytes == 0:
+        raise BudgetError(
+            f"host_memory is too small to hold everything and there is no nvme_path: {everything.total_bytes:,} bytes "
+            f"are needed, {host_bytes:,} are given. Give an nvme_path, or a larger host_memory.",
+            everything.total_bytes,
+        )
+    for staging in _stagings(units, formats, tile_bytes):
+        choice = _Choice(units, formats, staging)
+        if choice.total_bytes <= host_bytes:
+            break
+    else:
+        raise BudgetError(
+            f"host_memory is too small: the least that works for this model is {choice.total_bytes:,} bytes, "
+            f"{host_bytes:,} are given. Raise host_memory to {choice.total_bytes}.",
+            choice.total_bytes,
+        )
+    choice.fill(host_bytes)
+    plan = choice.plan(host_bytes)
+    needed = sum(plan.nvme_bytes.values())
+    if needed > nvme_bytes:
+        raise BudgetError(
+            f"nvme_capacity is too small: {needed:,} bytes must rest on NVMe with host_memory={host_bytes}, "
+            f"{nvme_bytes:,} are given. Raise nvme_capacity, or host_memory.",
+            needed,
+        )
+    return plan
+
+
+def _stagings(units: Sequence[UnitSpec], formats: Formats, tile_bytes: int | None) -> Iterator[Staging]:
+    """From comfortable to the least that works.
+
+    Compute holds one slot for each unit around the one at work, the update holds one, and one more lets the next unit
+    arrive in time. Three gradient buffers let two be written while one is filled; four tiles let reads and writes
+    overlap with the update.
+    """
+    training = formats.states > 0
+    nested = max(unit.depth for unit in units) + 1
+    least_slots = nested + (1 if training else 0)
+    comfortable = [DEFAULT_TILE_BYTES >> shift for shift in range(3)]
+    least = [DEFAULT_TILE_BYTES >> shift for shift in range(3, 8)]
+    for size in [tile_bytes] if tile_bytes else comfortable:
+        yield Staging(least_slots + 2, 3, 4, size)
+    for size in [tile_bytes] if tile_bytes else comfortable[-1:]:
+        yield Staging(least_slots + 1, 2, 3, size)
+    for size in [tile_bytes] if tile_bytes else least:
+        yield Staging(least_slots, 2, 2, size)
+
+
+class _Choice:
+    """A placement in the making: what is at home in RAM, and what all of it costs."""
+
+    def __init__(self, units: Sequence[UnitSpec], formats: Formats, staging: Staging) -> None:
+        self.units = units
+        self.formats = formats
+        self.staging = staging
+        self.tiles = [cut_tiles(unit, formats, staging.tile_bytes) for unit in units]
+        self.weights_at_home = [False] * len(units)
+        self.grads_at_home = [unit.trainable_numel == 0 or formats.grads == 0 for unit in units]
+        self.tiles_at_home = [[False] * len(tiles) for tiles in self.tiles]
+
+    def with_all_at_home(self) -> _Choice:
+        choice = _Choice(self.units, self.formats, self.staging)
+        choice.weights_at_home = [True] * len(self.units)
+        choice.grads_at_home = [True] * len(self.units)
+        choice.tiles_at_home = [[True] * len(tiles) for tiles in self.tiles]
+        return choice
+
+    def fill(self, host_bytes: int) -> None:
+        """Bring home what saves most traffic per byte: of each kind as many, in the spread order, as fit."""
+        spread = sorted(range(len(self.units)), key=lambda index: index * _GOLDEN % 1)
+        most_tiles = max((len(tiles) for tiles in self.tiles), default=0)
+        self._bring_home([(self.weights_at_home, index) for index in spread], host_bytes)
+        self._bring_home([(self.grads_at_home, index) for index in spread], host_bytes)
+        tiles = [(self.tiles_at_home[i], n) for n in range(most_tiles) for i in spread if n < len(self.tiles[i])]
+        self._bring_home(tiles, host_bytes)
+
+    def _bring_home(self, candidates: list[tuple[list[bool], int]], host_bytes: int) -> None:
+        """Bring home the longest prefix of ``candidates`` that fits."""
+        candidates = [(homes, index) for homes, index in candidates if not homes[index]]
+
+        def bring(count: int) -> None:
+            for position, (homes, index) in enumerate(candidates):
+                homes[index] = position < count
+
+        fits, too_many = 0, len(candidates) + 1
+        while too_many - fits > 1:
+            count = (fits + too_many) // 2
+            bring(count)
+            if self.total_bytes <= host_bytes:
+                fits = count
+            else:
+                too_many = count
+        bring(fits)
+
+    def _weight_bytes(self, index: int) -> int:
+        return self.units[index].numel * self.formats.weights
+
+    def _grad_bytes(self, index: int) -> int:
+        return self.units[index].trainable_numel * self.formats.grads
+
+    def _resident_bytes(self) -> dict[str, int]:
+        everywhere = range(len(self.units))
+        return {
+            "weights": sum(self._weight_bytes(i) for i in everywhere if self.weights_at_home[i]),
+            "grads": sum(self._grad_bytes(i) for i in everywhere if self.grads_at_home[i]),
+            "states": sum(
+                tile.numel * self.formats.states
+                for i in everywhere
+                for tile, at_home in zip(self.tiles[i], self.tiles_at_home[i], strict=True)
+                if at_home
+            ),
+        }
+
+    def _buffers(self) -> tuple[Staging, int, int, int]:
+        """The staging cut down to what streams, and the bytes of a slot, a gradient buffer and a tile buffer."""
+        streamed = [self._weight_bytes(i) for i, at_home in enumerate(self.weights_at_home) if not at_home]
+        spilled = [self._grad_bytes(i) for i, at_home in enumerate(self.grads_at_home) if not at_home]
+        spilled_tile = any(spilled) * self.formats.grads
+        tiles = [
+            tile.numel * (self.formats.states * (not at_home) + spilled_tile * (not self.grads_at_home[i]))
+            for i in range(len(self.units))
+            for tile, at_home in zip(self.tiles[i], self.tiles_at_home[i], strict=True)
+        ]
+        staging = replace(
+            self.staging,
+            num_slots=min(self.staging.num_slots, len(streamed)),
+            num_grad_buffers=min(self.staging.num_grad_buffers, len(spilled)),
+            num_tile_buffers=min(self.staging.num_tile_buffers, sum(1 for nbytes in tiles if nbytes)),
+        )
+        return staging, max(streamed, default=0), max(spilled, default=0), max(tiles, default=0)
+
+    @property
+    def total_bytes(self) -> int:
+        staging, slot, grad_buffer, tile_buffer = self._buffers()
+        buffers = (
+            staging.num_slots * slot + staging.num_grad_buffers * grad_buffer + staging.num_tile_buffers * tile_buffer
+        )
+        return sum(self._resident_bytes().values()) + buffers
+
+    def plan(self, host_budget_bytes: int) -> Plan:
+        staging, slot, grad_buffer, tile_buffer = self._buffers()
+        resident = self._resident_bytes()
+        total = self.with_all_at_home()._resident_bytes()
+        nvme = {kind: total[kind] - resident[kind] for kind in total}
+        tiers = {True: Tier.HOST, False: Tier.NVME}
+        units = tuple(
+            UnitPlan(
+                unit,
+                tiers[self.weights_at_home[i]],
+                tiers[self.grads_at_home[i]],
+                tuple(
+                    (tile, tiers[at_home]) for tile, at_home in zip(self.tiles[i], self.tiles_at_home[i], strict=True)
+                ),
+            )
+            for i, unit in enumerate(self.units)
+        )
+        training = self.formats.states > 0
+        return Plan(
+            units=units,
+            formats=self.formats,
+            staging=staging,
+            host_budget_bytes=host_budget_bytes,
+            slot_bytes=slot,
+            grad_buffer_bytes=grad_buffer,
+            tile_buffer_bytes=tile_buffer,
+            resident_bytes=resident,
+            nvme_bytes=nvme,
+            step_read_bytes=nvme["weights"] * (2 if training else 1) + nvme["grads"] + nvme["states"],
+            step_write_bytes=(nvme["weights"] + nvme["grads"] + nvme["states"]) * training,
+        )

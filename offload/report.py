@@ -1,0 +1,79 @@
+"""What a step did: seconds, bytes, stalls, and how close it came to its bound."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Bandwidths:
+    """Measured rates of the store, bytes per second; ``q`` bends the mixed envelope (1: reads and writes add up)."""
+
+    read: float
+    write: float
+    q: float
+
+    def seconds(self, read_bytes: int, write_bytes: int) -> float:
+        """Least time for reading and writing this much: ``((R/Br)^q + (W/Bw)^q)^(1/q)``."""
+        reading, writing = read_bytes / self.read, write_bytes / self.write
+        if reading == 0 or writing == 0:
+            return reading + writing
+        return float((reading**self.q + writing**self.q) ** (1 / self.q))
+
+
+@dataclass(frozen=True)
+class Report:
+    """The last step, from the end of one ``step()`` to the end of the next.
+
+    Seconds are wall time. ``compute_seconds`` is what the training thread did not spend waiting for the engine;
+    ``bound_seconds`` the larger of it and the time that the bytes take at the measured bandwidth (``bound_by`` says
+    which); ``efficiency`` their share of the step. ``stall_seconds`` names what the training thread waited for.
+    """
+
+    step: int
+    seconds: float
+    bound_seconds: float
+    bound_by: str
+    compute_seconds: float
+    nvme_seconds: float
+    update_seconds: float
+    stall_seconds: dict[str, float]
+    nvme_read_bytes: int
+    nvme_write_bytes: int
+    host_memory_bytes: int
+    memory: dict[str, dict[str, int]]
+    io_backend: str | None
+    grad_norm: float | None
+
+    @property
+    def efficiency(self) -> float:
+        return self.bound_seconds / self.seconds if self.seconds else 1.0
+
+
+@dataclass
+class Meter:
+    """Counts what one step spends. Stalls are counted on the training thread alone, updates on the update thread."""
+
+    started: float = field(default_factory=time.perf_counter)
+    stalls: dict[str, float] = field(default_factory=dict)
+    update_seconds: float = 0.0
+
+    @contextlib.contextmanager
+    def stall(self, cause: str) -> Iterator[None]:
+        """Count the time of the block as waiting for ``cause``."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stalls[cause] = self.stalls.get(cause, 0.0) + time.perf_counter() - start
+
+    def restart(self) -> tuple[float, dict[str, float], float]:
+        """Seconds since the last restart, stalls by cause and update seconds in them."""
+        now = time.perf_counter()
+        seconds, self.started = now - self.started, now
+        stalls, self.stalls = self.stalls, {}
+        update_seconds, self.update_seconds = self.update_seconds, 0.0
+        return seconds, stalls, update_seconds

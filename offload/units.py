@@ -1,0 +1,176 @@
+"""Which parameters move together: the units of a model, found from its structure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from offload.errors import ConfigError
+from swapper import PAGE_BYTES
+
+GRAIN = PAGE_BYTES // 2
+"""Elements that a unit's length is a multiple of, so that 16-bit and 32-bit pieces of it both fill whole pages."""
+
+ALIGNMENT = 32
+"""Elements that each parameter's offset is a multiple of: a cache line of the widest vectors, in any dtype."""
+
+_UNIT_SHARE = 1 / 8
+"""A module with at most this share of the model's parameters is one unit."""
+
+_BLOCK_SHARE = 1 / 2
+"""A repeated block may have up to this share."""
+
+
+class Site(NamedTuple):
+    """One place in the model where a parameter stands."""
+
+    module: nn.Module
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterSpec:
+    """One parameter of a unit. ``offset`` counts elements from the unit's start; tied ones have several sites."""
+
+    name: str
+    shape: torch.Size
+    numel: int
+    offset: int
+    trainable: bool
+    sites: tuple[Site, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class UnitSpec:
+    """Parameters stored flat, one after the other: the trainable ones first.
+
+    ``numel`` and ``trainable_numel`` count elements up to the end of the padding, whole multiples of ``GRAIN``.
+    ``modules`` are those around whose forward the unit must be resident; ``depth`` counts the units that are
+    resident around this one because their module calls this one's.
+    """
+
+    index: int
+    name: str
+    modules: tuple[nn.Module, ...]
+    parameters: tuple[ParameterSpec, ...]
+    trainable_numel: int
+    numel: int
+    depth: int
+
+
+def find_units(model: nn.Module) -> list[UnitSpec]:
+    """Cut ``model`` into units, in the order of ``model.named_parameters()``.
+
+    Repeated blocks (children of one class in a ``ModuleList`` or ``Sequential``) are units; so is every other module
+    that is small against the model; what a larger module owns itself is a unit of its own.
+    Raises ``ConfigError`` for a trainable parameter that is not a real floating-point tensor.
+    """
+    total = sum(p.numel() for p in model.parameters())
+    owners = dict(_owners(model, total))
+    sites: dict[int, list[Site]] = {}
+    groups: dict[nn.Module, dict[str, nn.Parameter]] = {}
+    claimed: dict[int, nn.Module] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            full_name = f"{prefix}.{name}" if prefix else name
+            if not _managed(parameter, full_name):
+                continue
+            sites.setdefault(id(parameter), []).append(Site(module, name))
+            if claimed.setdefault(id(parameter), owners[module]) is owners[module]:
+                groups.setdefault(owners[module], {}).setdefault(full_name, parameter)
+    names = {module: name for name, module in model.named_modules()}
+    num_around = _num_around(names, {names[owner] for owner in groups})
+    return [
+        _unit(index, names[owner], owner, _distinct(parameters), sites, num_around)
+        for index, (owner, parameters) in enumerate(groups.items())
+    ]
+
+
+def _num_around(names: dict[nn.Module, str], unit_names: set[str]) -> dict[nn.Module, int]:
+    """For each module, how many units' modules contain it, itself not counted."""
+    num_around = {}
+    for module, name in names.items():
+        parts = name.split(".") if name else []
+        outer = {".".join(parts[:length]) for length in range(len(parts))}
+        num_around[module] = len(outer & unit_names)
+    return num_around
+
+
+def _owners(model: nn.Module, total: int) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Each module with the module that stands for its unit."""
+
+    def assign(module: nn.Module, unit: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+        yield module, unit
+        for child in module.children():
+            yield from assign(child, unit)
+
+    def descend(module: nn.Module, repeated: bool) -> Iterator[tuple[nn.Module, nn.Module]]:
+        numel = sum(p.numel() for p in module.parameters())
+        container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
+        share = _BLOCK_SHARE if repeated else _UNIT_SHARE
+        if not container and numel <= share * total:
+            yield from assign(module, module)
+            return
+        yield module, module
+        children = list(module.children())
+        classes = [type(child) for child in children]
+        for child in children:
+            blocks = isinstance(module, (nn.ModuleList, nn.Sequential)) and classes.count(type(child)) > 1
+            yield from descend(child, blocks and any(True for _ in child.children()))
+
+    yield from descend(model, False)
+
+
+def _managed(parameter: nn.Parameter, name: str) -> bool:
+    """Only floating-point parameters move; others stay where they are, unless they would have to be trained."""
+    if parameter.is_floating_point():
+        if parameter.layout is not torch.strided:
+            raise ConfigError(f"parameter {name} is {parameter.layout}; only dense parameters are supported")
+        return True
+    if parameter.requires_grad:
+        raise ConfigError(f"parameter {name} is {parameter.dtype}; only floating-point parameters can be trained")
+    return False
+
+
+def _distinct(parameters: dict[str, nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+    """Each parameter once, under its first name."""
+    seen: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        seen.setdefault(id(parameter), (name, parameter))
+    return list(seen.values())
+
+
+def _unit(
+    index: int,
+    name: str,
+    owner: nn.Module,
+    parameters: list[tuple[str, nn.Parameter]],
+    sites: dict[int, list[Site]],
+    num_around: dict[nn.Module, int],
+) -> UnitSpec:
+    specs: list[ParameterSpec] = []
+
+    def lay_out(trainable: bool, start: int) -> int:
+        """Place the parameters that are trainable, or those that are not; the end, rounded up to whole pages."""
+        offset = start
+        for full_name, p in parameters:
+            if p.requires_grad is trainable:
+                specs.append(ParameterSpec(full_name, p.shape, p.numel(), offset, trainable, tuple(sites[id(p)])))
+                offset += _round_up(p.numel(), ALIGNMENT)
+        return _round_up(offset, GRAIN)
+
+    trainable_numel = lay_out(True, 0)
+    numel = lay_out(False, trainable_numel)
+    modules = tuple(dict.fromkeys([owner, *(site.module for spec in specs for site in spec.sites)]))
+    depth = max(num_around[module] for module in modules)
+    return UnitSpec(index, name or "(root)", modules, tuple(specs), trainable_numel, numel, depth)
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

@@ -1,0 +1,253 @@
+"""The update: one background thread runs the optimizer over tiles, unit by unit, in forward order.
+
+[Note: Order of the update] Forward order, so that the next forward waits for each unit's own update and no longer than
+that. Everything a step depends on (clip factor, learning rates, step numbers) is frozen before the first tile is
+touched, so running under the next forward changes nothing in the result.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from offload import kernels
+from offload.dtypes import kernel_dtype
+from offload.failure import Failure
+from offload.gradients import Gradients
+from offload.layout import Formats
+from offload.report import Meter
+from offload.residency import Weights
+from offload.unit import StateTile, Unit
+from swapper import Lease, OffloadError, Store, Ticket
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Elements ``[start, stop)`` of a unit that take the same step: one parameter group, one step number."""
+
+    start: int
+    stop: int
+    coef: kernels.AdamCoef
+
+
+@dataclass(frozen=True)
+class UnitUpdate:
+    """What the step does to one unit."""
+
+    unit: Unit
+    segments: tuple[Segment, ...]
+
+
+@dataclass
+class _Piece:
+    """One tile of one unit on its way through a buffer. ``buffer`` is None when all of it is at home in RAM."""
+
+    update: UnitUpdate
+    tile: StateTile
+    first_of_unit: bool
+    last_of_unit: bool
+    buffer: Lease | None = None
+    reads: list[Ticket] = field(default_factory=list)
+    states: int = 0
+    grads: int = 0
+
+
+class Updater:
+    """Owns the update thread and the tile buffers. ``start`` hands it a step; ``stop`` ends the thread."""
+
+    def __init__(
+        self,
+        buffers: Sequence[Lease],
+        store: Store | None,
+        formats: Formats,
+        weights: Weights,
+        gradients: Gradients,
+        failure: Failure,
+        meter: Meter,
+        *,
+        grad_dtype: kernels.Dtype,
+    ) -> None:
+        self._free = list(buffers)
+        self._num_buffers = len(self._free)
+        self._writes: deque[tuple[Ticket, Lease]] = deque()
+        self._store = store
+        self._formats = formats
+        self._weights = weights
+        self._gradients = gradients
+        self._failure = failure
+        self._meter = meter
+        self._grad_dtype = grad_dtype
+        self._steps: deque[list[UnitUpdate]] = deque()
+        self._wanted = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="offload-update", daemon=True)
+        self._thread.start()
+
+    def start(self, updates: list[UnitUpdate]) -> None:
+        """Begin a step's update. Returns at once; each unit is usable again when its own update is done."""
+        with self._wanted:
+            self._steps.append(updates)
+            self._wanted.notify()
+
+    def stop(self) -> None:
+        """End the thread after the tile at hand. What was not updated stays as it was."""
+        with self._wanted:
+            self._stopping = True
+            self._wanted.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._wanted:
+                self._wanted.wait_for(lambda: self._steps or self._stopping)
+                if self._stopping:
+                    return
+                step = self._steps.popleft()
+            try:
+                self._update(step)
+            except BaseException as error:
+                self._failure.record(error)
+                self._weights.wake()
+                return
+
+    def _update(self, step: list[UnitUpdate]) -> None:
+        coming = self._pieces(step)
+        reading: deque[_Piece] = deque()
+        try:
+            self._read_ahead(coming, reading)
+            while reading and not self._stopping:
+                piece = reading[0]
+                unit = piece.update.unit
+                if piece.first_of_unit:
+                    self._weights.acquire_for_update(unit)
+                for ticket in piece.reads:
+                    ticket.wait()
+                start = time.perf_counter()
+                self._apply(piece)
+                self._meter.update_seconds += time.perf_counter() - start
+                reading.popleft()
+                self._write(piece)
+                if piece.last_of_unit:
+                    self._weights.end_update(unit)
+                self._read_ahead(coming, reading)
+        finally:
+            self._drain(reading)
+
+    def _pieces(self, step: list[UnitUpdate]) -> Iterator[_Piece]:
+        for update in step:
+            tiles = self._touched(update)
+            for tile in tiles:
+                yield _Piece(update, tile, first_of_unit=tile is tiles[0], last_of_unit=tile is tiles[-1])
+
+    def _touched(self, update: UnitUpdate) -> list[StateTile]:
+        """The unit's tiles that some segment lies in."""
+        return [
+            tile
+            for tile in update.unit.tiles
+            if any(segment.start < tile.stop and tile.start < segment.stop for segment in update.segments)
+        ]
+
+    def _read_ahead(self, coming: Iterator[_Piece], reading: deque[_Piece]) -> None:
+        """Start reading as many pieces as there are free buffers; wait for a buffer only if nothing is on its way."""
+        while len(reading) < max(self._num_buffers, 1):
+            self._reap(wait=not self._free and not reading)
+            if self._num_buffers and not self._free:
+                return
+            piece = next(coming, None)
+            if piece is None:
+                return
+            self._begin(piece)
+            reading.append(piece)
+
+    def _begin(self, piece: _Piece) -> None:
+        """Find the piece's states and gradients, or start reading them."""
+        unit, tile = piece.update.unit, piece.tile
+        numel = tile.stop - tile.start
+        if tile.home is None or unit.grads_home is None:
+            piece.buffer = self._free.pop()
+        if tile.home is not None:
+            piece.states = tile.home.address
+        else:
+            assert piece.buffer is not None and self._store is not None and tile.extent is not None
+            piece.states = piece.buffer.address
+            piece.reads.append(self._store.read(tile.extent, piece.states, numel * self._formats.states))
+        if unit.grads_home is not None:
+            piece.grads = unit.grads_home.address + tile.start * self._formats.grads
+        else:
+            assert piece.buffer is not None and self._store is not None and unit.grads_extent is not None
+            self._gradients.wait_until_spilled(unit)
+            piece.grads = piece.buffer.address + (numel * self._formats.states if tile.home is None else 0)
+            offset = tile.start * self._formats.grads
+            piece.reads.append(
+                self._store.read(unit.grads_extent, piece.grads, numel * self._formats.grads, offset=offset)
+            )
+        self._weights.try_fetch(unit)
+
+    def _apply(self, piece: _Piece) -> None:
+        """Run the kernel over the parts of the tile that take a step."""
+        unit, tile, formats = piece.update.unit, piece.tile, self._formats
+        numel = tile.stop - tile.start
+        exp_avg = piece.states + numel * formats.master
+        exp_avg_sq = exp_avg + numel * (formats.moments // 2)
+        for segment in piece.update.segments:
+            start, stop = max(segment.start, tile.start), min(segment.stop, tile.stop)
+            if start >= stop:
+                continue
+            into = start - tile.start
+            kernels.adam(
+                segment.coef,
+                stop - start,
+                grad=piece.grads + into * formats.grads,
+                grad_dtype=self._grad_dtype,
+                weight=unit.address + start * formats.weights,
+                weight_dtype=kernel_dtype(unit.dtype),
+                rest=piece.states + into * formats.master if formats.master else 0,
+                exp_avg=exp_avg + into * (formats.moments // 2),
+                exp_avg_sq=exp_avg_sq + into * (formats.moments // 2),
+            )
+
+    def _write(self, piece: _Piece) -> None:
+        """Send the new states back; the buffer is free once they have arrived."""
+        if piece.buffer is None:
+            return
+        if piece.tile.home is not None:
+            self._free.append(piece.buffer)
+            return
+        assert self._store is not None and piece.tile.extent is not None
+        nbytes = (piece.tile.stop - piece.tile.start) * self._formats.states
+        self._writes.append((self._store.write(piece.tile.extent, piece.states, nbytes), piece.buffer))
+
+    def _reap(self, *, wait: bool) -> None:
+        """Take back the buffers of writes that are done, in order; ``wait`` for the first one."""
+        while self._writes and (wait or self._writes[0][0].done()):
+            ticket, buffer = self._writes[0]
+            ticket.wait()
+            self._writes.popleft()
+            self._free.append(buffer)
+            wait = False
+
+    def _drain(self, reading: deque[_Piece]) -> None:
+        """On every way out: no transfer is left in flight in our buffers."""
+        first: OffloadError | None = None
+        for piece in reading:
+            for ticket in piece.reads:
+                first = _outcome(ticket) or first
+            if piece.buffer is not None:
+                self._free.append(piece.buffer)
+        for ticket, buffer in self._writes:
+            first = _outcome(ticket) or first
+            self._free.append(buffer)
+        self._writes.clear()
+        if first is not None:
+            raise first
+
+
+def _outcome(ticket: Ticket) -> OffloadError | None:
+    try:
+        ticket.wait()
+    except OffloadError as error:
+        return error
+    return None

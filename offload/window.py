@@ -1,0 +1,75 @@
+"""The window: what lies under a unit's parameters. Real weights while the unit is in use, poison otherwise.
+
+[Note: Why storages are swapped] Autograd saves views of a weight (``weight.t()``), not the parameter. They keep the
+storage, so re-pointing ``parameter.data`` between forward and backward leaves them on the old memory and the input's
+gradient is silently wrong. A window therefore keeps one storage for the unit's whole life and changes what is under it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+import aio_ext
+from offload.memory import tensor_at
+
+POISON = 0x7FFF
+"""NaN in bf16, fp16, fp32 and fp64, whatever the alignment."""
+
+
+class Window(Protocol):
+    """``flat`` is the tensor whose storage the window changes; ``open`` puts ``address`` under it, ``close`` poison."""
+
+    flat: torch.Tensor
+
+    def open(self, address: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class SwapWindow:
+    """Exchanges the pointer of the storage: no copy, nothing freed, a stray read of a closed window gives NaN."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, poison: aio_ext.Pattern) -> None:
+        self.flat = tensor_at(poison.address, numel, dtype)
+        self._poison = poison  # mapped as long as anything may look at it
+        self._under: torch.UntypedStorage | None = None
+
+    def open(self, address: int) -> None:
+        self._under = tensor_at(address, self.flat.numel(), self.flat.dtype).untyped_storage()
+        self.flat.untyped_storage()._swap_data_ptr_(self._under)  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        self.flat.untyped_storage()._swap_data_ptr_(self._under)  # type: ignore[attr-defined]
+        self._under = None
+
+
+class CopyWindow:
+    """Frees the storage by resizing and fills it again by copying: for a torch that cannot exchange pointers."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, poison: aio_ext.Pattern) -> None:
+        self.flat = torch.empty(numel, dtype=dtype)
+        self._nbytes = self.flat.untyped_storage().nbytes()
+        self.close()
+
+    def open(self, address: int) -> None:
+        self.flat.untyped_storage().resize_(self._nbytes)
+        with torch.no_grad(), _unsafe_preserve_version_counter(self.flat):
+            self.flat.copy_(tensor_at(address, self.flat.numel(), self.flat.dtype))
+
+    def close(self) -> None:
+        self.flat.untyped_storage().resize_(0)
+
+
+def window_class() -> type[SwapWindow] | type[CopyWindow]:
+    """The best window that this torch supports: ``_swap_data_ptr_`` is private, so it is tried before it is trusted."""
+    try:
+        left, right = torch.zeros(4), torch.ones(4)
+        view = left.view(2, 2).t()
+        left.untyped_storage()._swap_data_ptr_(right.untyped_storage())  # type: ignore[attr-defined]
+        works = bool((view == 1).all()) and bool((right == 0).all())
+    except (AttributeError, RuntimeError):
+        works = False
+    return SwapWindow if works else CopyWindow

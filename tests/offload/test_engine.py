@@ -1,0 +1,66 @@
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import Tiny, batches, least_budget, loss_of, train
+
+from offload import OffloadEngine
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("clipping", [0.0, 0.05])
+def test_result_does_not_depend_on_where_the_state_rests(make_model, tmp_path: Path, precision, clipping):
+    options = {"precision": precision, "gradient_clipping": clipping, "lr": 1e-2}
+    with OffloadEngine(make_model(), host_memory="1GiB", **options) as engine:
+        assert sum(engine.plan.nvme_bytes.values()) == 0
+        expected_losses, expected = train(engine)
+    least = least_budget(make_model(), tmp_path, **options)
+    for budget in (least, 2 * least):
+        with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory=budget, **options) as engine:
+            assert engine.plan.host_bytes <= budget
+            assert sum(engine.plan.nvme_bytes.values()) > 0
+            losses, weights = train(engine)
+        assert losses == expected_losses
+        for name, value in expected.items():
+            assert torch.equal(weights[name], value), name
+    assert all(not torch.equal(expected[name], p.to(expected[name])) for name, p in make_model().named_parameters())
+
+
+def test_fp32_training_matches_torch_adamw(make_model):
+    model, plain = make_model(), make_model()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.01)
+    losses = []
+    for tokens, targets in batches(5):
+        loss = loss_of(plain(tokens), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+        losses.append(loss.item())
+    with OffloadEngine(model, precision="fp32", lr=1e-2, gradient_clipping=0.5) as engine:
+        got, weights = train(engine, 5)
+    assert got == pytest.approx(losses, rel=1e-5)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(weights[name], parameter.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_everything_on_nvme_moves_the_bytes_that_the_plan_says(make_model, tmp_path: Path):
+    budget = least_budget(make_model(), tmp_path, precision="fp32")
+    with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory=budget, precision="fp32") as engine:
+        train(engine, 4)
+        report = engine.report()
+        assert report.nvme_write_bytes == engine.plan.step_write_bytes
+        assert 0.6 * engine.plan.step_read_bytes < report.nvme_read_bytes <= engine.plan.step_read_bytes
+
+
+def test_meta_model_trains_like_one_that_was_built_in_memory(tmp_path: Path):
+    torch.manual_seed(3)
+    real = Tiny()
+    with torch.device("meta"):
+        meta = Tiny()
+    with OffloadEngine(real, host_memory="1GiB", precision="bf16") as engine:
+        expected, _ = train(engine)
+    torch.manual_seed(3)
+    with OffloadEngine(meta, nvme_path=tmp_path, host_memory="4MiB", precision="bf16") as engine:
+        losses, _ = train(engine)
+    assert losses == expected
