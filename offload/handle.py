@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -75,18 +75,7 @@ class Handle(torch.Tensor):
         """The value now, as an ordinary tensor of the caller's own."""
         return self._link.read()
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _ON_VALUE:
-            with torch.no_grad():
-                return func(*tree_map(_value_of, args), **tree_map(_value_of, kwargs))
-        if func in _ADDRESS:
-            _no_address(args[0])
-        if func is torch.Tensor.data.__set__:  # type: ignore[attr-defined]
-            return _set_data(*args)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -114,6 +103,61 @@ class Handle(torch.Tensor):
         of_value = {id(values[key]): handle for key, handle in handles.items()}
         return tree_map(lambda item: of_value.get(id(item), item), result)
 
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """The handle without its gradient's history, as for any tensor."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """The value is taken over; another dtype or shape would be another parameter, and is refused."""
+        if value.dtype != self.dtype or value.shape != self.shape:
+            raise ConfigError(
+                f"parameter {self._link.name} is {self.dtype} {tuple(self.shape)} and rests in the engine: it cannot "
+                f"become {value.dtype} {tuple(value.shape)}. Convert the model before it is wrapped, or set precision=."
+            )
+        if value is not self:
+            self._link.write(_value_of(value.detach()))
+
+    # What works on memory, not through operations.
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return (self.value() if force else self._differentiable()).numpy()
+
+    def tolist(self) -> Any:
+        return self.value().tolist()
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return self._differentiable().__array__(dtype)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._differentiable().__dlpack__(**options)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self._ordinary())
+
+    def __format__(self, spec: str) -> str:
+        return format(self._differentiable(), spec)
+
+    def data_ptr(self) -> int:
+        raise self._no_address()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        raise self._no_address()
+
+    def share_memory_(self) -> Any:
+        raise self._no_address()
+
+    def _no_address(self) -> OffloadError:
+        return OffloadError(
+            f"parameter {self._link.name} has no address: it rests in the engine between uses. "
+            "Take a copy: parameter.detach().clone()"
+        )
+
+    def _differentiable(self) -> torch.Tensor:
+        """The value, refusing what a tensor that requires grad refuses."""
+        return self.value().requires_grad_(self.requires_grad)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """An ordinary tensor (a ``Parameter`` if this is one): the copy is not the engine's."""
         if id(self) not in memo:
@@ -138,37 +182,8 @@ def make_handle(
     return nn.Parameter(Handle(link, meta, device), requires_grad=requires_grad)  # type: ignore[arg-type]
 
 
-_ON_VALUE = {
-    torch.Tensor.numpy,
-    torch.Tensor.tolist,
-    torch.Tensor.__array__,
-    torch.Tensor.__repr__,
-    torch.Tensor.__format__,
-    torch.Tensor.__dlpack__,
-}
-_ADDRESS = {torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.share_memory_}
-
-
 def _value_of(item: Any) -> Any:
     return item.value() if isinstance(item, Handle) else item
-
-
-def _no_address(handle: Handle) -> NoReturn:
-    raise OffloadError(
-        f"parameter {handle._link.name} has no address: it rests in the engine between uses. "
-        "Take a copy: parameter.detach().clone()"
-    )
-
-
-def _set_data(handle: Handle, value: torch.Tensor) -> None:
-    """``parameter.data = value``: the value is taken over; another dtype or shape would be another parameter."""
-    if value.dtype != handle.dtype or value.shape != handle.shape:
-        raise ConfigError(
-            f"parameter {handle._link.name} is {handle.dtype} {tuple(handle.shape)} and rests in the engine: it cannot "
-            f"become {value.dtype} {tuple(value.shape)}. Convert the model before it is wrapped, or set precision=."
-        )
-    if value is not handle:
-        handle._link.write(_value_of(value.detach()))
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:

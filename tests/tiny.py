@@ -49,6 +49,14 @@ def batches(count: int, vocab: int = 256, seed: int = 1) -> list[tuple[torch.Ten
     return [(t[:, :-1], t[:, 1:]) for t in tokens]
 
 
+def as_weight(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What the engine holds for an fp32 ``value``: bf16 is rounded to nearest, ties away from zero."""
+    if dtype == torch.float32:
+        return value.detach()
+    bits = value.detach().view(torch.int32)
+    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
 def train(engine: OffloadEngine, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and final weights of a few steps."""
     losses = []

@@ -1,0 +1,145 @@
+"""Outside of its module's forward a parameter is a handle: everything that people do with parameters works on it."""
+
+import copy
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import Tiny, as_weight, batches, loss_of, train
+from torch import nn
+
+from offload import ConfigError, OffloadEngine, OffloadError
+
+
+@pytest.fixture(params=["fp32", "bf16"])
+def engine(request, make_model, tmp_path: Path):
+    with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory="4MiB", precision=request.param) as engine:
+        yield engine
+
+
+def test_reading_a_weight_gives_its_value(engine, make_model):
+    for name, parameter in make_model().named_parameters():
+        handle = engine.module.get_parameter(name)
+        expected = as_weight(parameter, handle.dtype)
+        assert isinstance(handle, nn.Parameter)
+        assert handle.shape == expected.shape and handle.device.type == "cpu" and handle.requires_grad
+        assert torch.equal(handle.detach().clone(), expected)
+        assert torch.equal(handle[0].clone(), expected[0])
+    assert engine.module.head.weight.norm().item() == pytest.approx(
+        make_model().head.weight.to(engine.config.dtype).norm().item(), rel=1e-2
+    )
+    assert engine.module.norm.weight.tolist() == [1.0] * 128
+    assert "[1., 1., 1.," in repr(engine.module.norm.weight)
+
+
+def test_writing_a_weight_is_seen_by_the_next_forward_and_the_next_step(engine):
+    train(engine, 2)
+    model = engine.module
+    with torch.no_grad():
+        model.head.weight.zero_()
+        model.head.bias.copy_(torch.arange(256))
+        model.norm.bias[3] = 7.0
+        model.norm.bias[5:7].fill_(2.0)
+        model.embed.weight.data.mul_(0.5)
+    assert model.head.weight.abs().max() == 0
+    assert model.norm.bias.tolist()[3:8] == [7.0, model.norm.bias[4].item(), 2.0, 2.0, model.norm.bias[7].item()]
+    logits = engine(batches(1)[0][0])
+    assert torch.equal(logits[0, 0].float(), torch.arange(256).to(logits.dtype).float())
+    for _ in range(2):
+        loss = loss_of(engine(batches(1)[0][0]), batches(1)[0][1])
+        engine.backward(loss)
+        engine.step()
+    assert 0 < model.head.weight.abs().max() < 0.01
+
+
+def test_a_written_bf16_weight_is_the_whole_master(make_model, tmp_path: Path):
+    """The remainder of the old master must not come back with the next update."""
+    with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory="4MiB", lr=0.0, weight_decay=0.0) as engine:
+        value = torch.full((256, 128), 0.3).bfloat16()
+        with torch.no_grad():
+            engine.module.head.weight.copy_(value)
+        train(engine, 1)
+        assert torch.equal(engine.module.head.weight.detach().clone(), value)
+        for unit in engine._units:
+            assert unit.name != "head" or all(tile.extent is not None for tile in unit.tiles)
+
+
+def test_state_dict_round_trip_and_deepcopy_give_ordinary_tensors(engine, make_model):
+    train(engine, 1)
+    state = engine.module.state_dict()
+    assert all(type(value) is torch.Tensor for value in state.values())
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=True)
+    twin = copy.deepcopy(engine.module)
+    assert all(type(p) is nn.Parameter for p in twin.parameters())
+    plain = Tiny().to(engine.config.dtype)
+    plain.load_state_dict(loaded)
+    tokens = batches(1)[0][0]
+    with torch.no_grad():
+        expected = engine(tokens)
+        assert torch.equal(plain(tokens), expected)
+        assert torch.equal(twin(tokens), expected)
+    engine.module.load_state_dict(make_model().state_dict())
+    expected = make_model().head.weight.detach().to(engine.config.dtype)
+    assert torch.equal(engine.module.head.weight.detach().clone(), expected)
+
+
+def test_averaged_model_and_loggers_work(engine):
+    average = torch.optim.swa_utils.AveragedModel(engine.module)
+    train(engine, 1)
+    average.update_parameters(engine.module)
+    norms = {name: p.norm().item() for name, p in engine.module.named_parameters()}
+    assert all(value >= 0 for value in norms.values())
+    assert torch.nn.utils.parameters_to_vector(engine.module.parameters()).numel() == engine.plan.num_parameters
+
+
+def test_a_weight_used_outside_of_its_module_gets_its_gradient(make_model, tmp_path: Path):
+    class Outside(Tiny):
+        def forward(self, tokens):
+            return super().forward(tokens) * self.blocks[0].norm.weight.sum() + self.norm.weight.square().sum()
+
+    torch.manual_seed(0)
+    plain = Outside()
+    torch.manual_seed(0)
+    wrapped = Outside()
+    tokens = batches(1)[0][0]
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.01)
+    plain(tokens).square().mean().backward()
+    optimizer.step()
+    with OffloadEngine(wrapped, nvme_path=tmp_path, host_memory="8MiB", precision="fp32", lr=1e-2) as engine:
+        engine.backward(engine(tokens).square().mean())
+        engine.step()
+        for name, parameter in plain.named_parameters():
+            got = wrapped.get_parameter(name).detach().clone()
+            torch.testing.assert_close(got, parameter.detach(), rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_what_cannot_work_is_refused(engine):
+    weight = engine.module.head.weight
+    with pytest.raises(ConfigError, match=r"head\.weight is .* cannot become"):
+        weight.data = torch.zeros(3)
+    with pytest.raises(ConfigError, match="cannot become torch.float64"):
+        engine.module.double()
+    with pytest.raises(OffloadError, match="has no address"):
+        weight.data_ptr()
+    with pytest.raises(ConfigError, match="wrapped already"):
+        OffloadEngine(engine.module)
+
+
+def test_assigning_data_of_the_same_kind_sets_the_value(engine):
+    weight = engine.module.norm.weight
+    weight.data = torch.full((128,), 3.0, dtype=weight.dtype)
+    assert engine.module.norm.weight.sum().item() == 384.0
+
+
+def test_after_close_a_weight_says_that_the_engine_is_closed(make_model):
+    engine = OffloadEngine(make_model())
+    engine.close()
+    with pytest.raises(OffloadError, match="closed"):
+        engine.module.head.weight.norm()
+    with pytest.raises(OffloadError, match="closed"):
+        engine(batches(1)[0][0])
+    engine.close()
