@@ -211,7 +211,7 @@ class OffloadEngine:
         by_name = {spec.name: spec for spec in handles}
         self._named_order = [by_name[name] for name, _ in self.module.named_parameters() if name in by_name]
         Loader(self._store, formats, slots, tile_buffers).load(self.module, self._units, handles)
-        self._bandwidths = self._measure(slots, tile_buffers)
+        self.bandwidths = self._measure(slots, tile_buffers)
         self._gradients = Gradients(grad_buffers, self._store, config.gradient_dtype, self._meter)
         self._closed.callback(self._gradients.drain)
         self._hooks = Hooks(self._units, handles, self)
@@ -382,7 +382,7 @@ class OffloadEngine:
         read_bytes, write_bytes = self._moved_bytes()
         moved, self._moved = (read_bytes - self._moved[0], write_bytes - self._moved[1]), (read_bytes, write_bytes)
         compute_seconds = max(seconds - sum(stalls.values()), 0.0)
-        nvme_seconds = self._bandwidths.seconds(*moved) if self._bandwidths is not None else 0.0
+        nvme_seconds = self.bandwidths.seconds(*moved) if self.bandwidths is not None else 0.0
         return Report(
             step=self.global_step,
             seconds=seconds,

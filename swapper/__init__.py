@@ -1,6 +1,6 @@
 """A store for large blobs on local SSDs: preallocated extents, one arena of buffers, a ticket for each transfer."""
 
-from swapper.arena import PAGE_BYTES, Arena, Lease, Pool, align
+from swapper.arena import PAGE_BYTES, Arena, Lease, align
 from swapper.errors import (
     OffloadError,
     StorageFull,
@@ -17,7 +17,6 @@ __all__ = [
     "Extent",
     "Lease",
     "OffloadError",
-    "Pool",
     "StorageFull",
     "StorageIOError",
     "StorageTimeout",

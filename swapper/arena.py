@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import aio_ext
 from swapper.errors import OffloadError
 
@@ -29,8 +27,8 @@ class Lease:
 class Arena:
     """``nbytes`` of page-aligned memory, reserved at once and leased from front to back.
 
-    Leases are never returned: what shares memory over time does so in a ``Pool`` of equal buffers, so the
-    arena cannot fragment and its size is exactly the sum of what was planned.
+    Leases are never returned: what shares memory over time passes through buffers of equal size, so the arena cannot
+    fragment and its size is exactly the sum of what was planned.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -60,30 +58,3 @@ class Arena:
     def close(self) -> None:
         """Give the memory back. No I/O may be in flight in it: close the store first."""
         self._memory.close()
-
-
-class Pool:
-    """Equal buffers, lent one at a time by one thread; when none is free, ``reclaim`` must bring one back.
-
-    ``reclaim`` is called with no argument, blocks until some buffer has been given back, and raises if none
-    ever can be: pressure is felt by the caller, never by the RAM.
-    """
-
-    def __init__(self, arena: Arena, nbytes: int, count: int, reclaim: Callable[[], None]) -> None:
-        self.nbytes = align(nbytes)
-        self._free = [arena.lease(self.nbytes) for _ in range(count)]
-        self._reclaim = reclaim
-
-    def __len__(self) -> int:
-        """Number of buffers that are free now."""
-        return len(self._free)
-
-    def take(self) -> Lease:
-        """Lend a buffer, waiting for one if need be."""
-        while not self._free:
-            self._reclaim()
-        return self._free.pop()
-
-    def give(self, lease: Lease) -> None:
-        """Take a buffer back."""
-        self._free.append(lease)

@@ -174,6 +174,12 @@ class Store:
 
     def _reserve(self, path: Path, directory: int, size: int) -> int:
         """Create the nameless file and take ``size`` bytes of the disk for it."""
+        try:
+            descriptor = _open_nameless(path, directory)
+        except OSError as error:
+            raise StoreUnsafe(f"cannot create a file in nvme_path {path}: {error.strerror}") from None
+        self._closers.callback(_close_once(descriptor))
+        os.fchmod(descriptor, stat.S_IRUSR | stat.S_IWUSR)
         available = os.fstatvfs(directory)
         free_bytes = available.f_bavail * available.f_frsize
         if size > free_bytes:
@@ -181,12 +187,6 @@ class Store:
                 f"{path} has too little room: {size} bytes are needed, {free_bytes} are free. "
                 "Free some, give another nvme_path, or raise host_memory so that less goes there."
             )
-        try:
-            descriptor = _open_nameless(path, directory)
-        except OSError as error:
-            raise StoreUnsafe(f"cannot create a file in nvme_path {path}: {error.strerror}") from None
-        self._closers.callback(_close_once(descriptor))
-        os.fchmod(descriptor, stat.S_IRUSR | stat.S_IWUSR)
         try:
             os.posix_fallocate(descriptor, 0, max(size, 1))
         except OSError as error:
