@@ -68,9 +68,9 @@ def test_nothing_has_a_name_and_the_file_is_private(tmp_path: Path):
     finally:
         os.umask(mask)
     assert list(tmp_path.iterdir()) == []
-    descriptors = [Path(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
-    ours = [d for d in descriptors if d.exists() or d.is_symlink() if str(tmp_path) in os.readlink(d)]
-    files = [os.stat(d) for d in ours if stat.S_ISREG(os.stat(d).st_mode)]
+    descriptors = [fd for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
+    ours = [fd.stat() for fd in descriptors if str(fd.readlink()).startswith(str(tmp_path))]
+    files = [info for info in ours if stat.S_ISREG(info.st_mode)]
     assert files and all(stat.S_IMODE(info.st_mode) == 0o600 and info.st_nlink == 0 for info in files)
     store.close()
 
