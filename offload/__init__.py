@@ -5,7 +5,7 @@ from offload.engine import OffloadEngine
 from offload.errors import BudgetError, ConfigError, NonFiniteGradient
 from offload.plan import Plan
 from offload.report import Report
-from swapper import OffloadError, StorageFull, StorageIOError, StorageTimeout, StoreLocked, StoreUnsafe
+from swapper import OffloadError, StorageError, StorageFull, StorageIOError, StorageTimeout, StoreLocked, StoreUnsafe
 
 __all__ = [
     "BudgetError",
@@ -16,6 +16,7 @@ __all__ = [
     "OffloadError",
     "Plan",
     "Report",
+    "StorageError",
     "StorageFull",
     "StorageIOError",
     "StorageTimeout",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import weakref
 from types import TracebackType
 from typing import Any
 
@@ -109,8 +108,8 @@ class OffloadEngine:
 
     def synchronize(self) -> None:
         """Wait until the last step's update is done everywhere. Training never needs it."""
-        self._failure.check()
-        self._weights.wait_for_updates()
+        with self._failure.guard():
+            self._weights.wait_for_updates()
 
     def report(self) -> Report:
         """What the last step did. Raises ``OffloadError`` before the first one."""
@@ -137,6 +136,10 @@ class OffloadEngine:
         self._hooks.remove()
         self._closed.close()
 
+    def __del__(self) -> None:
+        if hasattr(self, "_hooks"):
+            self.close()
+
     def __enter__(self) -> OffloadEngine:
         return self
 
@@ -149,8 +152,8 @@ class OffloadEngine:
 
     def begin_use(self, unit: Unit) -> None:
         """Compute needs the unit: wait for its weights and put them under its parameters."""
-        self._failure.check()
-        unit.window.open(self._weights.acquire(unit))
+        with self._failure.guard():
+            unit.window.open(self._weights.acquire(unit))
 
     def end_use(self, unit: Unit) -> None:
         """Compute is done with the unit for now."""
@@ -161,8 +164,9 @@ class OffloadEngine:
         """A gradient is complete: bring it home."""
         if self.config.optimizer is None:
             return
-        self._weights.wait_for_update(unit)
-        self._gradients.add(unit, spec, gradient)
+        with self._failure.guard():
+            self._weights.wait_for_update(unit)
+            self._gradients.add(unit, spec, gradient)
 
     def end_backward(self, unit: Unit) -> None:
         """The unit has all the gradients of this backward."""
@@ -230,7 +234,6 @@ class OffloadEngine:
             self._closed.callback(self._updater.stop)
         self.optimizer = self._make_optimizer(handles) if training else None
         self._moved = self._moved_bytes()
-        weakref.finalize(self, self._closed.close)  # nothing in there refers to the engine: it may be collected
 
     def _make_units(self, arena: Arena, poison: aio_ext.Pattern) -> list[Unit]:
         """Each unit with its window, its homes in RAM and its extents in the store."""

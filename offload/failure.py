@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
+
+from swapper import StorageError
 
 
 class Failure:
@@ -22,3 +26,13 @@ class Failure:
         """Raise the first error, if there was one."""
         if self._error is not None:
             raise self._error
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Around whatever waits for the store on the training thread: a fault there is fatal. Raises the first one."""
+        self.check()
+        try:
+            yield
+        except StorageError as error:
+            self.record(error)
+            self.check()

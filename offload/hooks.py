@@ -7,6 +7,7 @@ What is still open when the backward ends is closed then.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -51,6 +52,14 @@ def _nothing(*args: Any) -> None:
     return None
 
 
+def _call_weakly(
+    take: weakref.WeakMethod[Callable[..., None]], unit: weakref.ref[Unit], index: int, parameter: torch.Tensor
+) -> None:
+    method, owner = take(), unit()
+    if method is not None and owner is not None:
+        method(owner, owner.spec.parameters[index], parameter)
+
+
 class Hooks:
     """Puts a unit's parameters into the model around its forward and backward, and handles outside of them."""
 
@@ -92,12 +101,11 @@ class Hooks:
                 module.register_forward_pre_hook(_Hook(partial(self._pre_forward, unit))),
                 module.register_forward_hook(_Hook(partial(self._post_forward, unit)), always_call=True),
             ]
-        for parameter, spec in zip(unit.parameters, unit.spec.parameters, strict=True):
-            handle = self._handles[spec]
-            for holder in (parameter, handle) if spec.trainable else ():
-                self._installed.append(
-                    holder.register_post_accumulate_grad_hook(_Hook(partial(self._post_accumulate, unit, spec)))
-                )
+        take = weakref.WeakMethod(self._post_accumulate)  # the collector does not see into hooks of tensors
+        for index, (parameter, spec) in enumerate(zip(unit.parameters, unit.spec.parameters, strict=True)):
+            hook = _Hook(partial(_call_weakly, take, weakref.ref(unit), index))
+            for holder in (parameter, self._handles[spec]) if spec.trainable else ():
+                self._installed.append(holder.register_post_accumulate_grad_hook(hook))
 
     def _put(self, spec: ParameterSpec, parameter: nn.Parameter) -> None:
         for module, name in spec.sites:

@@ -307,9 +307,7 @@ class Weights:
             else:
                 with self._meter.stall(cause):
                     fetch.wait()
-        except BaseException as error:
-            if isinstance(error, OffloadError):
-                self._failure.record(error)
+        except BaseException:
             with self._changed:
                 unit.pins -= 1
                 self._changed.notify_all()

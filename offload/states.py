@@ -36,14 +36,12 @@ class ParameterLink:
 
     def read(self) -> torch.Tensor:
         """A copy of the value, once the last step's update has reached it."""
-        self._failure.check()
-        with self._weights.borrowed(self._unit) as address:
+        with self._failure.guard(), self._weights.borrowed(self._unit) as address:
             return self._tensor(address).clone()
 
     def write(self, value: torch.Tensor) -> None:
         """Set the value. The fp32 master becomes exactly this; moments stay as they are."""
-        self._failure.check()
-        with self._weights.borrowed(self._unit, to_change=True) as address, torch.no_grad():
+        with self._failure.guard(), self._weights.borrowed(self._unit, to_change=True) as address, torch.no_grad():
             self._tensor(address).copy_(value)
             if self._formats.master and self._spec.trainable:
                 for tile in self._unit.tiles:

@@ -7,10 +7,10 @@ touched, so running under the next forward changes nothing in the result.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from offload import kernels
@@ -80,38 +80,26 @@ class Updater:
         self._failure = failure
         self._meter = meter
         self._grad_dtype = grad_dtype
-        self._steps: deque[list[UnitUpdate]] = deque()
-        self._wanted = threading.Condition()
         self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="offload-update", daemon=True)
-        self._thread.start()
+        # An idle executor's thread holds no reference to us: an engine that nobody refers to can be collected.
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="offload-update")
 
-    def start(self, updates: list[UnitUpdate]) -> None:
+    def start(self, step: list[UnitUpdate]) -> None:
         """Begin a step's update. Returns at once; each unit is usable again when its own update is done."""
-        with self._wanted:
-            self._steps.append(updates)
-            self._wanted.notify()
+        self._executor.submit(self._run, step)
 
     def stop(self) -> None:
         """End the thread after the tile at hand. What was not updated stays as it was."""
-        with self._wanted:
-            self._stopping = True
-            self._wanted.notify()
-        self._thread.join()
+        self._stopping = True
+        self._executor.shutdown(wait=True, cancel_futures=True)
 
-    def _run(self) -> None:
-        while True:
-            with self._wanted:
-                self._wanted.wait_for(lambda: self._steps or self._stopping)
-                if self._stopping:
-                    return
-                step = self._steps.popleft()
-            try:
-                self._update(step)
-            except BaseException as error:
-                self._failure.record(error)
-                self._weights.wake()
-                return
+    def _run(self, step: list[UnitUpdate]) -> None:
+        try:
+            self._failure.check()
+            self._update(step)
+        except BaseException as error:
+            self._failure.record(error)
+            self._weights.wake()
 
     def _update(self, step: list[UnitUpdate]) -> None:
         coming = self._pieces(step)

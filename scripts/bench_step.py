@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 BUDGETS = {"all in RAM": None, "a half": 1 / 2, "a quarter": 1 / 4, "the least": 0.0}
@@ -60,10 +61,10 @@ def _compare(size: str, arguments: argparse.Namespace, folder: str) -> list[dict
     common |= {"layers": layers, "width": width}
     workers = {"in memory": _Worker({**common, "system": "in_memory"})}
     for index, name in enumerate(arguments.budgets):
-        path = os.path.join(folder, f"{size}-{index}")
-        os.mkdir(path)
+        path = Path(folder, f"{size}-{index}")
+        path.mkdir()
         share = BUDGETS[name]
-        workers[name] = _Worker({**common, "system": "engine", "share": share, "nvme_path": path})
+        workers[name] = _Worker({**common, "system": "engine", "share": share, "nvme_path": str(path)})
     samples: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
     for _ in range(arguments.rounds):
         for name, worker in workers.items():
@@ -112,7 +113,7 @@ class _Worker:
     """A system in a process of its own, that takes steps when asked."""
 
     def __init__(self, request: dict[str, Any]) -> None:
-        command = [sys.executable, os.path.abspath(__file__), "--worker", json.dumps(request)]
+        command = [sys.executable, __file__, "--worker", json.dumps(request)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._answer()
 

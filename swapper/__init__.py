@@ -3,6 +3,7 @@
 from swapper.arena import PAGE_BYTES, Arena, Lease, align
 from swapper.errors import (
     OffloadError,
+    StorageError,
     StorageFull,
     StorageIOError,
     StorageTimeout,
@@ -17,6 +18,7 @@ __all__ = [
     "Extent",
     "Lease",
     "OffloadError",
+    "StorageError",
     "StorageFull",
     "StorageIOError",
     "StorageTimeout",

@@ -15,13 +15,17 @@ class StoreLocked(OffloadError):
     """Another owner holds the path. Nothing was created and nothing of the owner's was touched."""
 
 
-class StorageFull(OffloadError):
+class StorageError(OffloadError):
+    """The store could not do what it was asked: see the kinds below."""
+
+
+class StorageFull(StorageError):
     """The file system has no room for what must be reserved. Nothing is left behind."""
 
 
-class StorageIOError(OffloadError):
+class StorageIOError(StorageError):
     """The device failed a transfer. What the extent held is lost; everything in memory is intact."""
 
 
-class StorageTimeout(OffloadError):
+class StorageTimeout(StorageError):
     """A transfer did not complete within its deadline. Its buffer stays with the queue."""
