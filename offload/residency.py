@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 from offload.failure import Failure
 from offload.order import UseOrder
@@ -19,6 +20,9 @@ from swapper import OffloadError, Store, Ticket
 
 WAIT_TIMEOUT_S = 600.0
 """No wait for a slot or an update may take longer: something has died that did not say so."""
+
+_LOOK_AHEAD = 64
+"""Uses ahead of the present one that prefetching considers."""
 
 _IDLE_S = 0.05
 """So long the update leaves updated units in their slots for a forward that has not begun."""
@@ -253,7 +257,7 @@ class Weights:
         """Start reading the units that come next, into slots whose units are needed later."""
         if not self._prefetch:
             return
-        for index in self._order.upcoming():
+        for index in islice(self._order.upcoming(), _LOOK_AHEAD):
             unit = self._units[index]
             if unit.residency is not Residency.ABSENT or unit.weights_home is not None:
                 continue
@@ -264,9 +268,9 @@ class Weights:
                 return
             self._fetch(unit, slot)
 
-    def _wait_until(self, condition: object, what: str) -> None:
+    def _wait_until(self, condition: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + WAIT_TIMEOUT_S
-        while not condition():  # type: ignore[operator]
+        while not condition():
             self._failure.check()
             if time.monotonic() > deadline:
                 raise OffloadError(f"{what} is not done after {WAIT_TIMEOUT_S:.0f} s: {self._held()}")

@@ -85,21 +85,17 @@ def find_units(model: nn.Module) -> list[UnitSpec]:
             if claimed.setdefault(id(parameter), owners[module]) is owners[module]:
                 groups.setdefault(owners[module], {}).setdefault(full_name, parameter)
     names = {module: name for name, module in model.named_modules()}
-    num_around = _num_around(names, {names[owner] for owner in groups})
+    unit_names = {names[owner] for owner in groups}
     return [
-        _unit(index, names[owner], owner, _distinct(parameters), sites, num_around)
+        _unit(index, names[owner], owner, _distinct(parameters), sites, names, unit_names)
         for index, (owner, parameters) in enumerate(groups.items())
     ]
 
 
-def _num_around(names: dict[nn.Module, str], unit_names: set[str]) -> dict[nn.Module, int]:
-    """For each module, how many units' modules contain it, itself not counted."""
-    num_around = {}
-    for module, name in names.items():
-        parts = name.split(".") if name else []
-        outer = {".".join(parts[:length]) for length in range(len(parts))}
-        num_around[module] = len(outer & unit_names)
-    return num_around
+def _units_around(module_name: str, unit_names: set[str]) -> set[str]:
+    """The units whose module is or contains the module of this name."""
+    parts = module_name.split(".") if module_name else []
+    return unit_names & {".".join(parts[:length]) for length in range(len(parts) + 1)}
 
 
 def _owners(model: nn.Module, total: int) -> Iterator[tuple[nn.Module, nn.Module]]:
@@ -152,7 +148,8 @@ def _unit(
     owner: nn.Module,
     parameters: list[tuple[str, nn.Parameter]],
     sites: dict[int, list[Site]],
-    num_around: dict[nn.Module, int],
+    names: dict[nn.Module, str],
+    unit_names: set[str],
 ) -> UnitSpec:
     specs: list[ParameterSpec] = []
 
@@ -168,7 +165,7 @@ def _unit(
     trainable_numel = lay_out(True, 0)
     numel = lay_out(False, trainable_numel)
     modules = tuple(dict.fromkeys([owner, *(site.module for spec in specs for site in spec.sites)]))
-    depth = max(num_around[module] for module in modules)
+    depth = max(len(_units_around(names[module], unit_names) - {name}) for module in modules)
     return UnitSpec(index, name or "(root)", modules, tuple(specs), trainable_numel, numel, depth)
 
 

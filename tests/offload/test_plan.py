@@ -1,0 +1,118 @@
+from itertools import pairwise
+
+import pytest
+import torch
+from tiny import Tiny
+from torch import nn
+
+from offload import BudgetError, OffloadConfig
+from offload.layout import Formats
+from offload.order import NEVER, UseOrder
+from offload.plan import Tier, make_plan
+from offload.report import Bandwidths
+from offload.units import GRAIN, find_units
+
+FP32 = Formats.of(OffloadConfig(precision="fp32"))
+BF16 = Formats.of(OffloadConfig(precision="bf16"))
+
+
+def names(model: nn.Module) -> list[str]:
+    return [unit.name for unit in find_units(model)]
+
+
+def test_formats_say_what_each_parameter_costs():
+    assert (BF16.weights, BF16.master, BF16.moments, BF16.grads, BF16.states) == (2, 2, 8, 2, 10)
+    assert (FP32.weights, FP32.master, FP32.moments, FP32.grads, FP32.states) == (4, 0, 8, 4, 8)
+    assert Formats.of(OffloadConfig(gradient_accumulation_steps=2)).grads == 4
+    assert Formats.of(OffloadConfig(optimizer=None)).states == 0
+
+
+def test_units_cover_every_parameter_once_and_do_not_overlap():
+    model = Tiny()
+    model.blocks[0].requires_grad_(False)
+    model.blocks[1].norm.requires_grad_(False)
+    seen = {}
+    for unit in find_units(model):
+        assert unit.numel % GRAIN == 0 and unit.trainable_numel % GRAIN == 0
+        end = 0
+        for spec in unit.parameters:
+            assert spec.offset >= end
+            end = spec.offset + spec.numel
+            assert (end <= unit.trainable_numel) == spec.trainable
+            seen[spec.name] = spec.numel
+        assert end <= unit.numel
+    assert seen == {name: p.numel() for name, p in model.named_parameters()}
+
+
+def test_a_large_block_is_cut_further_and_a_leaf_is_a_unit():
+    assert names(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))) == ["0", "2"]
+    assert names(nn.Linear(8, 8)) == ["(root)"]
+    outer = nn.ModuleList([nn.Sequential(*(nn.Linear(32, 32) for _ in range(9))) for _ in range(1)])
+    assert names(outer) == [f"0.{index}" for index in range(9)]
+
+
+def test_nested_units_know_how_many_are_resident_around_them():
+    class Scaled(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+    depths = {unit.name: unit.depth for unit in find_units(Scaled())}
+    assert depths["(root)"] == 0 and depths["blocks.0"] == 1 and depths["embed"] == 1
+
+
+@pytest.mark.parametrize("formats", [FP32, BF16])
+def test_every_budget_from_the_least_up_is_obeyed_and_moves_no_more_than_a_smaller_one(formats):
+    units = find_units(Tiny(num_blocks=6))
+    with pytest.raises(BudgetError) as caught:
+        make_plan(units, formats, 1, 1 << 40)
+    least = caught.value.needed_bytes
+    everything = make_plan(units, formats, 1 << 40, 0).host_bytes
+    moved = []
+    for budget in range(least, everything + 40_000, 40_000):
+        plan = make_plan(units, formats, budget, 1 << 40, tile_bytes=65536)
+        assert plan.host_bytes <= budget
+        total = sum(unit.numel * formats.weights for unit in units)
+        assert plan.resident_bytes["weights"] + plan.nvme_bytes["weights"] == total
+        moved.append(plan.step_read_bytes + plan.step_write_bytes)
+    assert moved[-1] == 0 and moved[0] == max(moved)
+    slack = 2 * max(unit.numel for unit in units) * 16
+    assert all(later <= earlier + slack for earlier, later in pairwise(moved))
+
+
+def test_without_a_disk_the_plan_asks_for_what_everything_takes():
+    units = find_units(Tiny())
+    with pytest.raises(BudgetError) as caught:
+        make_plan(units, FP32, 1000, 0)
+    plan = make_plan(units, FP32, caught.value.needed_bytes, 0)
+    assert plan.host_bytes == caught.value.needed_bytes == sum(unit.numel * 16 for unit in units)
+    assert all(item.weights is Tier.HOST for item in plan.units)
+
+
+def test_the_printed_plan_says_where_things_rest_and_that_gradients_are_spilled():
+    units = find_units(Tiny())
+    text = str(make_plan(units, FP32, 4 << 20, 1 << 40))
+    assert "weights" in text and "nvme MiB" in text and "gradients are spilled to NVMe" in text
+    assert "spilled" not in str(make_plan(units, FP32, 1 << 40, 0))
+
+
+def test_the_order_of_the_last_step_predicts_the_next():
+    order = UseOrder(3)
+    assert list(order.upcoming()) == [0, 1, 2, 2, 1, 0]
+    for index in (0, 2, 2, 0):
+        order.use(index)
+    order.end_step()
+    assert list(order.upcoming()) == [0, 2, 2, 0]
+    assert order.distance(1) == NEVER
+    order.use(0)
+    assert order.distance(0) == 2 and order.distance(2) == 0
+    order.use(1)
+    assert order.distance(2) == 0
+    order.use(0)
+    assert list(order.upcoming()) == [0, 2, 2, 0]
+
+
+def test_the_mixed_envelope_adds_up_for_a_half_duplex_disk_and_overlaps_for_a_full_one():
+    assert Bandwidths(1e9, 2e9, 1.0).seconds(10**9, 10**9) == pytest.approx(1.5)
+    assert Bandwidths(1e9, 1e9, 8.0).seconds(10**9, 10**9) == pytest.approx(2 ** (1 / 8))
+    assert Bandwidths(1e9, 2e9, 4.0).seconds(0, 10**9) == pytest.approx(0.5)
