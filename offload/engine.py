@@ -30,7 +30,7 @@ from offload.states import ParameterLink
 from offload.unit import GradientBuffer, Residency, Slot, StateTile, Unit
 from offload.units import ALIGNMENT, ParameterSpec, UnitSpec, find_units
 from offload.update import Segment, UnitUpdate, Updater
-from offload.window import POISON, window_class
+from offload.window import POISON, CopyWindow, window_class
 from swapper import Arena, Lease, OffloadError, Store
 
 _AUTO_SHARE = 0.8
@@ -102,9 +102,9 @@ class OffloadEngine:
         Does nothing until ``gradient_accumulation_steps`` calls of ``backward`` have been made. Raises
         ``NonFiniteGradient`` if a gradient is NaN or infinite: the gradients are dropped and nothing else has changed.
         """
-        self._require_training()
+        optimizer = self._require_training()
         if self._micro_step >= self.config.gradient_accumulation_steps:
-            self._take_step()
+            optimizer.step()  # through the optimizer, so that schedulers see it
 
     def synchronize(self) -> None:
         """Wait until the last step's update is done everywhere. Training never needs it."""
@@ -181,7 +181,7 @@ class OffloadEngine:
         nvme = config.nvme_capacity
         nvme_bytes = (1 << 62 if nvme == "auto" else int(nvme)) if config.paths else 0
         tile_bytes = None if config.tile_bytes == "auto" else int(config.tile_bytes)
-        return make_plan(specs, formats, host_bytes, nvme_bytes, tile_bytes)
+        return make_plan(specs, formats, host_bytes, nvme_bytes, tile_bytes, copies=window_class() is CopyWindow)
 
     def _build(self) -> None:
         plan, config, formats = self.plan, self.config, self._formats
@@ -196,7 +196,7 @@ class OffloadEngine:
         self._store: Store | None = None
         if extent_sizes:
             self._store = Store(config.paths, extent_sizes, backend=config.io_backend)
-        arena = Arena(plan.host_bytes)
+        arena = Arena(plan.arena_bytes)
         self._closed.callback(arena.close)
         if self._store is not None:
             self._closed.callback(self._store.close)
@@ -247,6 +247,7 @@ class OffloadEngine:
                 nn.Parameter(window.flat[p.offset : p.offset + p.numel].view(p.shape), requires_grad=p.trainable)
                 for p in spec.parameters
             ]
+            window.close()
             unit = Unit(item, window, parameters)
             if item.weights is Tier.HOST:
                 unit.weights_home = arena.lease(spec.numel * self._formats.weights)
@@ -374,9 +375,10 @@ class OffloadEngine:
         for unit in self._units:
             self._gradients.forget(unit)
 
-    def _require_training(self) -> None:
+    def _require_training(self) -> OffloadAdamW:
         if self.optimizer is None:
             raise ConfigError("the engine was made with optimizer=None: it does not train")
+        return self.optimizer
 
     # What a step is reported as.
 

@@ -53,6 +53,8 @@ class Plan:
     slot_bytes: int
     grad_buffer_bytes: int
     tile_buffer_bytes: int
+    window_bytes: int
+    """Copies of the weights in use, where torch cannot use them where they are."""
     resident_bytes: dict[str, int]
     nvme_bytes: dict[str, int]
     step_read_bytes: int
@@ -74,15 +76,20 @@ class Plan:
         )
 
     @property
-    def host_bytes(self) -> int:
-        """All host memory that the engine takes: what is at home there, and staging."""
+    def arena_bytes(self) -> int:
+        """What is at home in host memory, and staging."""
         return sum(self.resident_bytes.values()) + self.staging_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """All host memory that the engine takes."""
+        return self.arena_bytes + self.window_bytes
 
     @property
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes of each kind in each tier, staging included."""
         kinds = {k: {"host": self.resident_bytes[k], "nvme": self.nvme_bytes[k]} for k in self.resident_bytes}
-        return {**kinds, "staging": {"host": self.staging_bytes, "nvme": 0}}
+        return {**kinds, "staging": {"host": self.staging_bytes + self.window_bytes, "nvme": 0}}
 
     @property
     def model_state_bytes(self) -> int:
@@ -116,17 +123,24 @@ class Plan:
 
 
 def make_plan(
-    units: Sequence[UnitSpec], formats: Formats, host_bytes: int, nvme_bytes: int, tile_bytes: int | None = None
+    units: Sequence[UnitSpec],
+    formats: Formats,
+    host_bytes: int,
+    nvme_bytes: int,
+    tile_bytes: int | None = None,
+    copies: bool = False,
 ) -> Plan:
     """Give every kind of every unit a home, within the budgets, by traffic saved per byte.
 
     Weights save three transfers of themselves a step (read for the update, read for backward, written), states and
     gradients two. Access is cyclic, so what is at home in RAM is fixed and spread evenly over the units, and the disk
-    always has something to do. ``tile_bytes=None`` lets the tile shrink when memory is short.
+    always has something to do. ``tile_bytes=None`` lets the tile shrink when memory is short. ``copies``: a unit in use
+    takes its weights once more, as windows of an older torch do.
 
     Raises ``BudgetError``, naming the least budget that works.
     """
-    choice = _Choice(units, formats, Staging(0, 0, 0, tile_bytes or DEFAULT_TILE_BYTES))
+    window_bytes = copies * _num_nested(units) * max(unit.numel for unit in units) * formats.weights
+    choice = _Choice(units, formats, Staging(0, 0, 0, tile_bytes or DEFAULT_TILE_BYTES), window_bytes)
     everything = choice.with_all_at_home()
     if everything.total_bytes <= host_bytes:
         return everything.plan(host_bytes)
@@ -137,7 +151,7 @@ def make_plan(
             everything.total_bytes,
         )
     for staging in _stagings(units, formats, tile_bytes):
-        choice = _Choice(units, formats, staging)
+        choice = _Choice(units, formats, staging, window_bytes)
         if choice.total_bytes <= host_bytes:
             break
     else:
@@ -158,6 +172,11 @@ def make_plan(
     return plan
 
 
+def _num_nested(units: Sequence[UnitSpec]) -> int:
+    """The most units that compute needs at a time: the one at work and those whose modules call it."""
+    return max(unit.depth for unit in units) + 1
+
+
 def _stagings(units: Sequence[UnitSpec], formats: Formats, tile_bytes: int | None) -> Iterator[Staging]:
     """From comfortable to the least that works.
 
@@ -166,8 +185,7 @@ def _stagings(units: Sequence[UnitSpec], formats: Formats, tile_bytes: int | Non
     overlap with the update.
     """
     training = formats.states > 0
-    nested = max(unit.depth for unit in units) + 1
-    least_slots = nested + (1 if training else 0)
+    least_slots = _num_nested(units) + (1 if training else 0)
     comfortable = [DEFAULT_TILE_BYTES >> shift for shift in range(3)]
     least = [DEFAULT_TILE_BYTES >> shift for shift in range(3, 8)]
     for size in [tile_bytes] if tile_bytes else comfortable:
@@ -181,7 +199,8 @@ def _stagings(units: Sequence[UnitSpec], formats: Formats, tile_bytes: int | Non
 class _Choice:
     """A placement in the making: what is at home in RAM, and what all of it costs."""
 
-    def __init__(self, units: Sequence[UnitSpec], formats: Formats, staging: Staging) -> None:
+    def __init__(self, units: Sequence[UnitSpec], formats: Formats, staging: Staging, window_bytes: int) -> None:
+        self.window_bytes = window_bytes
         self.units = units
         self.formats = formats
         self.staging = staging
@@ -191,7 +210,7 @@ class _Choice:
         self.tiles_at_home = [[False] * len(tiles) for tiles in self.tiles]
 
     def with_all_at_home(self) -> _Choice:
-        choice = _Choice(self.units, self.formats, self.staging)
+        choice = _Choice(self.units, self.formats, self.staging, self.window_bytes)
         choice.weights_at_home = [True] * len(self.units)
         choice.grads_at_home = [True] * len(self.units)
         choice.tiles_at_home = [[True] * len(tiles) for tiles in self.tiles]
@@ -267,7 +286,7 @@ class _Choice:
         buffers = (
             staging.num_slots * slot + staging.num_grad_buffers * grad_buffer + staging.num_tile_buffers * tile_buffer
         )
-        return sum(self._resident_bytes().values()) + buffers
+        return sum(self._resident_bytes().values()) + buffers + self.window_bytes
 
     def plan(self, host_budget_bytes: int) -> Plan:
         staging, slot, grad_buffer, tile_buffer = self._buffers()
@@ -295,6 +314,7 @@ class _Choice:
             slot_bytes=slot,
             grad_buffer_bytes=grad_buffer,
             tile_buffer_bytes=tile_buffer,
+            window_bytes=self.window_bytes,
             resident_bytes=resident,
             nvme_bytes=nvme,
             step_read_bytes=nvme["weights"] * (2 if training else 1) + nvme["grads"] + nvme["states"],

@@ -20,7 +20,10 @@ POISON = 0x7FFF
 
 
 class Window(Protocol):
-    """``flat`` is the tensor whose storage the window changes; ``open`` puts ``address`` under it, ``close`` poison."""
+    """``flat`` is the tensor whose storage the window changes; ``open`` puts ``address`` under it, ``close`` poison.
+
+    A new window is neither: take views of ``flat``, then close it.
+    """
 
     flat: torch.Tensor
 
@@ -42,8 +45,9 @@ class SwapWindow:
         self.flat.untyped_storage()._swap_data_ptr_(self._under)  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        self.flat.untyped_storage()._swap_data_ptr_(self._under)  # type: ignore[attr-defined]
-        self._under = None
+        if self._under is not None:
+            self.flat.untyped_storage()._swap_data_ptr_(self._under)  # type: ignore[attr-defined]
+            self._under = None
 
 
 class CopyWindow:
@@ -52,7 +56,6 @@ class CopyWindow:
     def __init__(self, numel: int, dtype: torch.dtype, poison: aio_ext.Pattern) -> None:
         self.flat = torch.empty(numel, dtype=dtype)
         self._nbytes = self.flat.untyped_storage().nbytes()
-        self.close()
 
     def open(self, address: int) -> None:
         self.flat.untyped_storage().resize_(self._nbytes)

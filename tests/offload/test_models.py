@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offload import OffloadEngine
+from offload.window import CopyWindow
 
 
 class Tied(Tiny):
@@ -311,3 +312,13 @@ def test_units_are_the_repeated_blocks():
         names = [item.unit.name for item in engine.plan.units]
     assert names == ["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "norm", "head"]
     assert isinstance(Block(8), nn.Module)
+
+
+@pytest.mark.parametrize("kind", [Tiny, Twice, Checkpointed])
+def test_a_torch_that_cannot_exchange_pointers_gives_the_same_bits(kind, tmp_path: Path, monkeypatch):
+    expected, expected_weights = offloaded(kind, precision="fp32")
+    monkeypatch.setattr("offload.engine.window_class", lambda: CopyWindow)
+    budget = least_budget(built(kind), tmp_path, precision="fp32")
+    losses, weights = offloaded(kind, precision="fp32", nvme_path=tmp_path, host_memory=budget)
+    assert losses == expected
+    assert all(torch.equal(weights[name], value) for name, value in expected_weights.items())
