@@ -10,6 +10,7 @@ from torch import nn
 
 from offload import kernels
 from offload.errors import ConfigError
+from swapper import OffloadError
 
 
 class OffloadAdamW(torch.optim.Optimizer):
@@ -41,6 +42,17 @@ class OffloadAdamW(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that no step has used."""
         self._drop_gradients()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Refused: the moments rest in the engine, and a state dict without them would lose them silently."""
+        raise OffloadError(
+            "optimizer.state_dict() is not supported yet: the moments rest in the engine. engine.state_dict() saves the "
+            "weights; a run that continues from them begins with new moments."
+        )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Refused, like ``state_dict``."""
+        raise OffloadError("optimizer.load_state_dict() is not supported yet: the moments rest in the engine")
 
     def coefficients(self, group: dict[str, Any], step: int, grad_scale: float) -> kernels.AdamCoef:
         """What the kernel needs for a parameter of ``group`` that takes its ``step``-th step."""
