@@ -84,10 +84,12 @@ class Gradients:
         return buffer.lease.address
 
     def _fill(self, unit: Unit, buffer: GradientBuffer) -> None:
-        """What was gathered before, or zeros: padding between parameters must not hold another unit's gradients."""
+        """What was gathered before, or a clean buffer: padding must not hold another unit's gradients."""
         nbytes = unit.spec.trainable_numel * self._dtype.itemsize
         if not unit.grads_spilled:
-            tensor_at(buffer.lease.address, unit.spec.trainable_numel, self._dtype).zero_()
+            flat = tensor_at(buffer.lease.address, unit.spec.trainable_numel, self._dtype)
+            for start, stop in unit.spec.gaps:
+                flat[start:stop] = 0
             return
         assert self._store is not None and unit.grads_extent is not None
         with self._meter.stall("read"):

@@ -46,8 +46,8 @@ class OffloadAdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Refused: the moments rest in the engine, and a state dict without them would lose them silently."""
         raise OffloadError(
-            "optimizer.state_dict() is not supported yet: the moments rest in the engine. engine.state_dict() saves the "
-            "weights; a run that continues from them begins with new moments."
+            "optimizer.state_dict() is not supported yet: the moments rest in the engine. engine.state_dict() saves "
+            "the weights; a run that continues from them begins with new moments."
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -10,7 +10,8 @@ from offload.errors import BudgetError
 from offload.layout import DEFAULT_TILE_BYTES, Formats, Tile, cut_tiles
 from offload.units import UnitSpec
 
-SMALLEST_TILE_BYTES = 64 << 10
+_TILES_A_UNIT = 16
+"""Tiles smaller than the largest unit's weights divided by this save no memory worth the speed they cost."""
 
 _GOLDEN = 0.6180339887498949
 
@@ -182,18 +183,21 @@ def _stagings(units: Sequence[UnitSpec], formats: Formats, tile_bytes: int | Non
 
     Compute holds one slot for each unit around the one at work, the update holds one, and one more lets the next unit
     arrive in time. Three gradient buffers let two be written while one is filled; four tiles let reads and writes
-    overlap with the update.
+    overlap with the update, three nearly so. Tiles that are small against a slot save no memory worth their cost.
     """
     training = formats.states > 0
+    smallest = max(unit.numel for unit in units) * formats.weights // _TILES_A_UNIT
     least_slots = _num_nested(units) + (1 if training else 0)
     comfortable = [DEFAULT_TILE_BYTES >> shift for shift in range(3)]
-    least = [DEFAULT_TILE_BYTES >> shift for shift in range(3, 8)]
+    least = [
+        DEFAULT_TILE_BYTES >> shift for shift in range(3, 8) if shift == 3 or DEFAULT_TILE_BYTES >> shift > smallest
+    ]
     for size in [tile_bytes] if tile_bytes else comfortable:
         yield Staging(least_slots + 2, 3, 4, size)
     for size in [tile_bytes] if tile_bytes else comfortable[-1:]:
         yield Staging(least_slots + 1, 2, 3, size)
     for size in [tile_bytes] if tile_bytes else least:
-        yield Staging(least_slots, 2, 2, size)
+        yield Staging(least_slots, 2, 3, size)
 
 
 class _Choice:

@@ -61,6 +61,18 @@ class UnitSpec:
     numel: int
     depth: int
 
+    @property
+    def gaps(self) -> Iterator[tuple[int, int]]:
+        """The padding among the trainable elements, as half-open ranges."""
+        end = 0
+        for spec in self.parameters:
+            if spec.trainable:
+                if spec.offset > end:
+                    yield end, spec.offset
+                end = spec.offset + spec.numel
+        if self.trainable_numel > end:
+            yield end, self.trainable_numel
+
 
 def find_units(model: nn.Module) -> list[UnitSpec]:
     """Cut ``model`` into units, in the order of ``model.named_parameters()``.
