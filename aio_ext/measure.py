@@ -1,0 +1,136 @@
+"""How fast a queue moves bytes, at a constant depth."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from .memory import Memory
+from .queue import Queue
+from .ticket import Ticket
+
+Mode = Literal["read", "write", "mixed"]
+
+READS, WRITES = 7, 6
+"""Bytes read to bytes written in "mixed": what the engine moves with everything on NVMe (14 and 12 a parameter)."""
+
+_REQUEST_BYTES_MIN = 4 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One measurement."""
+
+    read_bytes: int
+    write_bytes: int
+    seconds: float
+    cpu_seconds: float
+    """User and system time of the process while it ran."""
+    depth_mean: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        return (self.read_bytes + self.write_bytes) / self.seconds
+
+    @property
+    def gib_per_s(self) -> float:
+        return self.bytes_per_s / (1 << 30)
+
+    @property
+    def cpu_seconds_per_gib(self) -> float:
+        return self.cpu_seconds / ((self.read_bytes + self.write_bytes) / (1 << 30))
+
+
+class Range:
+    """A file of a queue and the memory that it is read to and written from."""
+
+    def __init__(self, queue: Queue, file: int, nbytes: int, memory: Memory, depth: int, block_bytes: int) -> None:
+        self._queue = queue
+        self._file = file
+        self._nbytes = nbytes
+        self._memory = memory
+        # Requests are big and there are always some waiting, so that the queue's depth is what limits.
+        self._request_bytes = max(_REQUEST_BYTES_MIN, block_bytes)
+        self._requests_in_flight = 2 + -(-depth * block_bytes // self._request_bytes)
+        if self._requests_in_flight * self._request_bytes > memory.nbytes:
+            raise ValueError(
+                f"depth {depth} of {block_bytes} bytes needs {self._requests_in_flight * self._request_bytes} bytes of "
+                f"memory, there are {memory.nbytes}"
+            )
+
+    def measure(self, mode: Mode, nbytes: int) -> Sample:
+        """Move about ``nbytes`` from the start of the file on, around its end if need be.
+
+        Effects: "write" and "mixed" overwrite the file with what the memory holds.
+        Raises:  :class:`QueueError` if a request fails.
+        """
+        in_flight: deque[Ticket] = deque()
+        moved = {"read": 0, "write": 0}
+        kinds = _kinds(mode)
+        at = {"read": 0, "write": 0 if mode == "write" else self._nbytes // 2}
+        before = self._queue.statistics()
+        cpu = _cpu_seconds()
+        start = time.perf_counter()
+        for number in range(-(-nbytes // self._request_bytes)):
+            if len(in_flight) == self._requests_in_flight:
+                in_flight.popleft().wait(300)
+            kind = next(kinds)
+            offset = at[kind] % (self._nbytes // self._request_bytes * self._request_bytes)
+            offset -= offset % self._request_bytes
+            address = self._memory.address + number % self._requests_in_flight * self._request_bytes
+            submit = self._queue.read if kind == "read" else self._queue.write
+            in_flight.append(submit(self._file, offset, address, self._request_bytes))
+            at[kind] += self._request_bytes
+            moved[kind] += self._request_bytes
+        while in_flight:
+            in_flight.popleft().wait(300)
+        seconds = time.perf_counter() - start
+        after = self._queue.statistics()
+        busy = after.busy_seconds - before.busy_seconds
+        depth = after.depth_mean * after.busy_seconds - before.depth_mean * before.busy_seconds
+        return Sample(
+            read_bytes=moved["read"],
+            write_bytes=moved["write"],
+            seconds=seconds,
+            cpu_seconds=_cpu_seconds() - cpu,
+            depth_mean=depth / busy if busy > 0 else 0.0,
+        )
+
+
+def mixed_q(read_seconds: float, write_seconds: float, both_seconds: float) -> float:
+    """The q at which ``(read^q + write^q)^(1/q) = both``, kept in [1, 16]: 1 for half duplex, large for full duplex."""
+    if read_seconds <= 0 or write_seconds <= 0:
+        return 1.0
+    low, high = 1.0, 16.0
+    for _ in range(40):
+        q = (low + high) / 2
+        longer, shorter = max(read_seconds, write_seconds), min(read_seconds, write_seconds)
+        if longer * (1 + (shorter / longer) ** q) ** (1 / q) > both_seconds:
+            low = q
+        else:
+            high = q
+    return (low + high) / 2
+
+
+def _kinds(mode: Mode) -> Iterator[Literal["read", "write"]]:
+    """Reads and writes, spread evenly."""
+    if mode != "mixed":
+        while True:
+            yield mode
+    due = 0
+    while True:
+        due += READS
+        if due >= READS + WRITES:
+            due -= READS + WRITES
+            yield "read"
+        else:
+            yield "write"
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime

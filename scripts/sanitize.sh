@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# Build the I/O core with sanitizers and run its own test program and the Python suite over it.
+#
+#   scripts/sanitize.sh [address] [thread] [-- PYTEST ARGUMENTS]      default: both, and all of tests/aio_ext
+#
+# PYTHON names the interpreter (default: python3 of the environment), with pybind11 and pytest. Exit status 0: all clean.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+python=${PYTHON:-python3}
+kinds=()
+while [[ $# -gt 0 && $1 != -- ]]; do kinds+=("$1"); shift; done
+[[ ${1:-} == -- ]] && shift
+[[ ${#kinds[@]} -gt 0 ]] || kinds=(address thread)
+pytest_arguments=("$@")
+[[ ${#pytest_arguments[@]} -gt 0 ]] || pytest_arguments=(tests/aio_ext)
+
+for kind in "${kinds[@]}"; do
+  case $kind in
+    address)
+      flags="-fsanitize=address,undefined -fno-sanitize-recover=undefined"; runtime=asan
+      except="slow_path"  # a matter of time, which sanitizers stretch
+      ;;
+    thread)
+      flags="-fsanitize=thread"; runtime=tsan
+      except="slow_path or child_cannot_use"  # TSan cannot follow threads that a forked child starts
+      ;;
+    *) echo "sanitize.sh: no such sanitizer: $kind (address, thread)" >&2; exit 2 ;;
+  esac
+  build=build/sanitize-$kind
+  cmake -S . -B "$build" -DCMAKE_BUILD_TYPE=Debug -DCMAKE_CXX_FLAGS="$flags -O1 -fno-omit-frame-pointer" \
+    -Dpybind11_DIR="$("$python" -m pybind11 --cmakedir)" -DPython_EXECUTABLE="$(command -v "$python")" >"$build.log" 2>&1 \
+    || { cat "$build.log"; exit 1; }
+  cmake --build "$build" --target _aio aio_core_test --parallel
+
+  # liburing maps and unmaps rings by bare system calls, which TSan does not see: a new ring at the addresses of an old
+  # one looks like a race between their threads. Each ring is touched by one thread only, in UringEngine.
+  printf 'race_top:liburing\nrace_top:io_uring_\n' >"$build/tsan-suppressions"
+  tsan_options="die_after_fork=0:suppressions=$PWD/$build/tsan-suppressions"
+
+  echo "== $kind: the core's test program"
+  # A Python process leaks on purpose at exit, so leaks are looked for here only. A child of fork goes on under TSan.
+  scratch=$(mktemp -d)
+  trap 'rm -rf "$scratch"' EXIT
+  ASAN_OPTIONS=detect_leaks=1 TSAN_OPTIONS=$tsan_options "$build/aio_ext/aio_core_test" "$scratch"
+
+  echo "== $kind: the Python suite"
+  site=$build/site
+  rm -rf "$site"
+  mkdir -p "$site/scripts" "$site/tests"
+  cp -r aio_ext pyproject.toml "$site/"
+  cp -r tests/aio_ext "$site/tests/"
+  cp scripts/aio_*.py "$site/scripts/"
+  rm -f "$site"/aio_ext/_aio*.so
+  cp "$build"/aio_ext/_aio*.so "$site/aio_ext/"
+  # The C++ library comes along, so that the sanitizer finds what throws exceptions when it starts.
+  libraries="$(${CXX:-c++} -print-file-name=lib$runtime.so) $(${CXX:-c++} -print-file-name=libstdc++.so.6)"
+  (
+    cd "$site"
+    # The tests look for SIGSEGV where there must be one, so it is not to be caught.
+    LD_PRELOAD=$libraries ASAN_OPTIONS=detect_leaks=0:handle_segv=0 \
+      TSAN_OPTIONS=$tsan_options:handle_segv=0 \
+      "$python" -m pytest -q -p no:cacheprovider -k "not ($except)" "${pytest_arguments[@]}"
+  )
+done

@@ -1,0 +1,138 @@
+"""One space over two paths: right bytes wherever they rest, and both paths busy though one is slow."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from aio_ext import Memory, Queue, QueueError, StripedFile, StripedTicket, StripePath
+from aio_ext.testing import FaultPlan, faulty_queue, load, store
+
+KIB = 1 << 10
+MIB = 1 << 20
+CHUNK = 256 * KIB
+
+
+class Paths:
+    """Two files, each with a queue of its own."""
+
+    def __init__(self, directory: Path, plans: list[FaultPlan], backend: str, stack: ExitStack) -> None:
+        self.queues: list[Queue] = []
+        self.files: list[int] = []
+        for i, plan in enumerate(plans):
+            queue = stack.enter_context(faulty_queue(plan, backend, depth=2, block_bytes=CHUNK, num_threads=2))
+            fd = os.open(directory / f"path{i}", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+            os.posix_fallocate(fd, 0, 64 * MIB)
+            self.files.append(queue.register_file(fd))
+            os.close(fd)
+            self.queues.append(queue)
+
+    def stripe(self, nbytes: int, capacities: tuple[int, int] = (16 * MIB, 16 * MIB)) -> StripedFile:
+        paths = [
+            StripePath(queue, file, capacity, 1e9)
+            for queue, file, capacity in zip(self.queues, self.files, capacities, strict=True)
+        ]
+        return StripedFile(paths, nbytes, chunk_bytes=CHUNK, chunks_in_flight=8)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def test_random_reads_and_writes_agree_with_a_model(
+    tmp_path: Path, backend: str, stack: ExitStack, noise: bytes
+) -> None:
+    for capacities in ((16 * MIB, 16 * MIB), (2 * MIB, 2 * MIB), (1 * MIB, 4 * MIB)):
+        paths = Paths(tmp_path, [FaultPlan(), FaultPlan()], backend, stack)
+        stripe = paths.stripe(4 * MIB - 512, capacities)  # the last chunk is not whole
+        memory = stack.enter_context(Memory(8 * MIB))
+        stripe.write(0, memory.address, stripe.nbytes).wait(10)
+        model = bytearray(stripe.nbytes)
+        choose = random.Random(5)
+        for _ in range(40):
+            offset = choose.randrange(0, stripe.nbytes // 512) * 512
+            nbytes = min(choose.choice((512, CHUNK, 3 * CHUNK + 512)), stripe.nbytes - offset, len(noise))
+            store(memory.address, noise[:nbytes])
+            model[offset : offset + nbytes] = noise[:nbytes]
+            stripe.write(offset, memory.address, nbytes).wait(10)
+            noise = noise[512:] + noise[:512]
+        stripe.sync().wait(10)
+        stripe.read(0, memory.address, stripe.nbytes).wait(10)
+        assert load(memory.address, stripe.nbytes) == model
+        assert len(set(stripe.table())) == 16, "two chunks in one slot"
+
+
+def test_a_failed_write_leaves_the_chunk_as_it_was(
+    tmp_path: Path, backend: str, stack: ExitStack, noise: bytes
+) -> None:
+    plans = [FaultPlan(), FaultPlan()]
+    stripe = Paths(tmp_path, plans, backend, stack).stripe(4 * CHUNK)
+    memory = stack.enter_context(Memory(2 * MIB))
+    store(memory.address, noise)
+    stripe.write(0, memory.address, 4 * CHUNK).wait(10)
+    table = stripe.table()
+    for plan in plans:
+        plan.strike_range(0, 1 << 40, error=errno.ENOSPC)
+    ticket = stripe.write(0, memory.address + CHUNK, CHUNK)
+    with pytest.raises(QueueError) as caught:
+        ticket.wait(10)
+    assert caught.value.errno == errno.ENOSPC
+    assert stripe.table() == table
+
+
+def test_a_request_can_be_awaited(tmp_path: Path, backend: str, stack: ExitStack) -> None:
+    stripe = Paths(tmp_path, [FaultPlan(), FaultPlan()], backend, stack).stripe(4 * MIB)
+    memory = stack.enter_context(Memory(4 * MIB))
+
+    async def story() -> int:
+        ticket = stripe.write(0, memory.address, 4 * MIB)
+        await ticket
+        await ticket
+        return ticket.bytes_done
+
+    assert asyncio.run(story()) == 4 * MIB
+
+
+def test_ranges_outside_and_paths_too_small_are_refused(tmp_path: Path, backend: str, stack: ExitStack) -> None:
+    paths = Paths(tmp_path, [FaultPlan(), FaultPlan()], backend, stack)
+    with pytest.raises(ValueError, match="are needed"):
+        paths.stripe(16 * MIB, (4 * MIB, 4 * MIB))
+    with pytest.raises(ValueError, match="not inside"):
+        paths.stripe(1 * MIB).read(1 * MIB - 512, 0, 1024)
+
+
+def test_a_slow_path_takes_fewer_writes_and_the_sum_is_reached(tmp_path: Path, stack: ExitStack) -> None:
+    # Each block takes at least so long, two at a time: 50 and 12 MiB/s, while both were expected to be equal.
+    plans = [FaultPlan(log=False).strike_range(0, 1 << 40, delay_us=us) for us in (10_000, 40_000)]
+    paths = Paths(tmp_path, plans, "auto", stack)
+    nbytes = 32 * MIB
+    memory = stack.enter_context(Memory(nbytes))
+    memory.populate()
+
+    def rate_alone(i: int, nbytes: int) -> float:
+        start = time.perf_counter()
+        paths.queues[i].write(paths.files[i], 0, memory.address, nbytes).wait(30)
+        return nbytes / (time.perf_counter() - start)
+
+    alone = [rate_alone(0, 8 * MIB), rate_alone(1, 2 * MIB)]
+    assert alone[0] > 2 * alone[1]
+    stripe = paths.stripe(nbytes, (64 * MIB, 64 * MIB))
+
+    def rate_striped(move: Callable[[int, int, int], StripedTicket]) -> float:
+        start = time.perf_counter()
+        move(0, memory.address, nbytes).wait(30)
+        return nbytes / (time.perf_counter() - start)
+
+    # The best of a few: other programs may take the processor for a while, none can make the paths faster.
+    assert any(rate_striped(stripe.write) > 0.9 * sum(alone) for _ in range(4))
+    assert any(rate_striped(stripe.read) > 0.9 * sum(alone) for _ in range(4))
