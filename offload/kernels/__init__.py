@@ -1,0 +1,33 @@
+"""The optimizer kernels: each byte moved once, and the same bits on every machine.
+
+All functions take addresses (``tensor.data_ptr()``) and a number of elements, so that they work on tensors, on arena
+buffers and on tiles of either. An address must be aligned to its element and its array must stay alive and untouched
+until the call returns; no array may overlap another, partly or wholly. Calls release the GIL.
+
+The scalar kernel is the definition; AVX2, AVX-512 and NEON agree with it bit for bit, for any length, alignment and
+number of threads. Denormals are kept, and every NaN that is written is the canonical one. ``OFFLOAD_ISA=scalar|avx2|
+avx512|neon`` chooses by hand what is otherwise chosen by what the processor reports.
+"""
+
+from ._companions import accumulate, convert, join_master, split_master, sum_squares
+from ._native import CODE_BLOCK, ISA, Dtype
+from ._optimizers import AdagradCoef, AdamCoef, LionCoef, SgdCoef, adagrad, adam, lion, sgd
+
+__all__ = [
+    "CODE_BLOCK",
+    "ISA",
+    "AdagradCoef",
+    "AdamCoef",
+    "Dtype",
+    "LionCoef",
+    "SgdCoef",
+    "accumulate",
+    "adagrad",
+    "adam",
+    "convert",
+    "join_master",
+    "lion",
+    "sgd",
+    "split_master",
+    "sum_squares",
+]

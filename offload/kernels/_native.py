@@ -1,0 +1,58 @@
+"""The native module, chosen and checked once, and the checks that every call shares."""
+
+from __future__ import annotations
+
+import os
+from enum import Enum
+
+try:
+    from . import _kernels
+except ImportError as error:
+    raise ImportError(
+        "offload.kernels: the native module _kernels is missing or does not load. Build it with `pip install -e .` in "
+        f"the project's root; after a plain `pip install .`, import from outside the source folder. ({error})"
+    ) from error
+
+_kernels.use_isa(os.environ.get("OFFLOAD_ISA") or _kernels.isas_supported()[0])
+
+ISA: str = _kernels.isa()
+"""The instruction set in use: ``scalar``, ``avx2``, ``avx512`` or ``neon``."""
+
+
+class Dtype(Enum):
+    """How the numbers of an array are written down. ``value`` is what the native module calls it."""
+
+    F32 = 0
+    BF16 = 1
+    F16 = 2
+    INT8 = 3
+    """Only for states of an optimizer: 8-bit codes, with an fp32 scale for each ``CODE_BLOCK`` elements. Inexact."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return {Dtype.F32: 4, Dtype.INT8: 1}.get(self, 2)
+
+
+CODE_BLOCK = 256
+"""Elements that share one scale where ``Dtype.INT8`` holds a state, counted from the address of the call."""
+
+
+def check_numel(numel: int, num_threads: int) -> None:
+    if numel < 0:
+        raise ValueError(f"numel must be >= 0, got {numel}")
+    if num_threads < 1:
+        raise ValueError(f"num_threads must be >= 1, got {num_threads}")
+
+
+def check_number(name: str, dtype: Dtype) -> None:
+    if dtype is Dtype.INT8:
+        raise ValueError(f"{name} must be F32, BF16 or F16: INT8 is for states of an optimizer")
+
+
+def check_address(name: str, address: int, itemsize: int, numel: int) -> None:
+    """A null address is an error unless there is nothing behind it."""
+    if address <= 0 and numel > 0:
+        raise ValueError(f"{name} must be an address, got {address}")
+    if address % itemsize:
+        raise ValueError(f"{name} must be aligned to its element, {itemsize} bytes; got {address:#x}")

@@ -1,0 +1,133 @@
+// The Python face: addresses and sizes in; arguments were checked in __init__.py. Every kernel runs without the GIL.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "dispatch.h"
+#include "pool.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using namespace offload;
+using Address = std::uintptr_t;
+using Addresses = std::array<Address, kStatesMax>;
+
+std::byte* pointer(Address address) { return reinterpret_cast<std::byte*>(address); }
+float* floats(Address address) { return reinterpret_cast<float*>(address); }
+
+// Calls body(begin, end) for every block of [0, numel).
+template <class Body>
+void for_blocks(std::size_t numel, std::size_t num_threads, const Body& body) {
+  const py::gil_scoped_release released;
+  parallel_for((numel + kBlock - 1) / kBlock, num_threads, [&](std::size_t block) {
+    body(block * kBlock, std::min(numel, (block + 1) * kBlock));
+  });
+}
+
+Arrays make_arrays(Address grad, int grad_dtype, Address weight, Address rest, Address master, int weight_format,
+                   const Addresses& states, const Addresses& scales, int state_dtype, std::uint32_t seed) {
+  return {
+      .grad = pointer(grad),
+      .weight = pointer(weight),
+      .rest = pointer(rest),
+      .master = pointer(master),
+      .states = {pointer(states[0]), pointer(states[1]), pointer(states[2])},
+      .scales = {floats(scales[0]), floats(scales[1]), floats(scales[2])},
+      .grad_dtype = static_cast<Dtype>(grad_dtype),
+      .weight_format = static_cast<WeightFormat>(weight_format),
+      .state_dtype = static_cast<Dtype>(state_dtype),
+      .seed = seed,
+  };
+}
+
+template <class Rule>
+void define_update(py::module_& m, const char* name, Update<Rule> Table::*kernel) {
+  using Constants = std::array<float, sizeof(Rule) / sizeof(float)>;
+  m.def(name, [kernel](const Constants& constants, std::size_t numel, Address grad, int grad_dtype, Address weight,
+                       Address rest, Address master, int weight_format,
+                       const Addresses& states, const Addresses& scales, int state_dtype, std::uint32_t seed,
+                       std::size_t num_threads) {
+    const Arrays arrays = make_arrays(grad, grad_dtype, weight, rest, master, weight_format, states, scales,
+                                      state_dtype, seed);
+    const auto rule = std::bit_cast<Rule>(constants);
+    const auto run = table_in_use().*kernel;
+    for_blocks(numel, num_threads, [&](std::size_t begin, std::size_t end) { run(rule, arrays, begin, end); });
+  });
+}
+
+void define_map(py::module_& m, const char* name, Map Table::*kernel) {
+  m.def(name, [kernel](std::size_t numel, Address destination, int destination_dtype, Address source, int source_dtype,
+                       std::size_t num_threads) {
+    const auto run = table_in_use().*kernel;
+    for_blocks(numel, num_threads, [&](std::size_t begin, std::size_t end) {
+      run(pointer(destination), static_cast<Dtype>(destination_dtype), pointer(source),
+          static_cast<Dtype>(source_dtype), begin, end);
+    });
+  });
+}
+
+void define_master(py::module_& m, const char* name, void (*Table::*kernel)(const Arrays&, std::size_t, std::size_t)) {
+  m.def(name, [kernel](std::size_t numel, Address master, Address weight, Address rest, std::size_t num_threads) {
+    Arrays arrays;
+    arrays.master = pointer(master);
+    arrays.weight = pointer(weight);
+    arrays.rest = pointer(rest);
+    const auto run = table_in_use().*kernel;
+    for_blocks(numel, num_threads, [&](std::size_t begin, std::size_t end) { run(arrays, begin, end); });
+  });
+}
+
+void stream(std::size_t numel, Address grad, int grad_dtype, Address weight, Address rest, Address master,
+            int weight_format, const Addresses& states, int state_dtype, std::size_t num_threads) {
+  const Arrays arrays = make_arrays(grad, grad_dtype, weight, rest, master, weight_format, states, {}, state_dtype, 0);
+  const auto run = table_in_use().stream;
+  for_blocks(numel, num_threads, [&](std::size_t begin, std::size_t end) { run(arrays, begin, end); });
+}
+
+double sum_squares(std::size_t numel, Address source, int dtype, std::size_t num_threads) {
+  std::vector<double> sums((numel + kBlock - 1) / kBlock);
+  const auto run = table_in_use().sum_squares;
+  for_blocks(numel, num_threads, [&](std::size_t begin, std::size_t end) {
+    sums[begin / kBlock] = run(pointer(source), static_cast<Dtype>(dtype), begin, end);
+  });
+  double total = 0;
+  for (const double sum : sums) total += sum;
+  return total;
+}
+
+std::vector<std::string> isas_supported() {
+  std::vector<std::string> names;
+  for (const Table* table : tables_supported()) names.emplace_back(table->name);
+  return names;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_kernels, m) {
+  define_update(m, "adamw", &Table::adamw);
+  define_update(m, "adamw_amsgrad", &Table::adamw_amsgrad);
+  define_update(m, "adam", &Table::adam);
+  define_update(m, "adam_amsgrad", &Table::adam_amsgrad);
+  define_update(m, "adagrad", &Table::adagrad);
+  define_update(m, "lion", &Table::lion);
+  define_update(m, "sgd", &Table::sgd);
+  define_update(m, "sgd_momentum", &Table::sgd_momentum);
+  define_update(m, "sgd_nesterov", &Table::sgd_nesterov);
+  define_map(m, "accumulate", &Table::accumulate);
+  define_map(m, "convert", &Table::convert);
+  define_master(m, "split_master", &Table::split);
+  define_master(m, "join_master", &Table::join);
+  m.def("sum_squares", &sum_squares);
+  m.def("stream", &stream);
+  m.def("isas_supported", &isas_supported);
+  m.def("isa", [] { return table_in_use().name; });
+  m.def("use_isa", &use_table);
+}

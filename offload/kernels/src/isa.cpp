@@ -1,0 +1,141 @@
+// Compiled once for each instruction set, OFFLOAD_ISA, with OFFLOAD_VEC naming its struct in vec_<isa>.h. Whatever depends on it lives in a namespace of that
+// name or in a template over its vector type, so the linker can never put one instruction set's code in another's place.
+#include "codes.h"
+#include "sweep.h"
+#include "table.h"
+
+#define OFFLOAD_TEXT(x) #x
+#define OFFLOAD_QUOTE(x) OFFLOAD_TEXT(x)
+#define OFFLOAD_PASTE(a, b) a##b
+#define OFFLOAD_JOIN(a, b) OFFLOAD_PASTE(a, b)
+#include OFFLOAD_QUOTE(OFFLOAD_JOIN(vec_, OFFLOAD_ISA).h)
+
+namespace offload {
+namespace OFFLOAD_ISA {
+namespace {
+
+using Vec = OFFLOAD_VEC;
+
+template <class Rule>
+void update(const Rule& rule, const Arrays& arrays, std::size_t begin, std::size_t end) {
+  if (arrays.state_dtype == Dtype::int8) return update_codes<Vec>(rule, arrays, begin, end);
+  with_formats(arrays, [&](auto grad_dtype, auto format, auto state_dtype) {
+    for_each<Vec>(begin, end, [=](auto v, std::size_t i) __attribute__((always_inline)) {
+      using V = decltype(v);
+      typename V::F32 states[kStatesMax];
+      for_states<Rule>([&](auto s) __attribute__((always_inline)) { states[s] = load<V, state_dtype()>(arrays.states[s], i); });
+      step<V, grad_dtype(), format()>(rule, arrays, i, states);
+      for_states<Rule>([&](auto s) __attribute__((always_inline)) { store<V, state_dtype()>(arrays.states[s], i, states[s]); });
+    });
+  });
+}
+
+void accumulate(std::byte* destination, Dtype destination_dtype, const std::byte* source, Dtype source_dtype,
+                std::size_t begin, std::size_t end) {
+  with_constant(destination_dtype, [&](auto to) {
+    with_constant(source_dtype, [&](auto from) {
+      for_each<Vec>(begin, end, [=](auto v, std::size_t i) __attribute__((always_inline)) {
+        using V = decltype(v);
+        store<V, to()>(destination, i, V::canonical(V::add(load<V, to()>(destination, i), load<V, from()>(source, i))));
+      });
+    });
+  });
+}
+
+void convert(std::byte* destination, Dtype destination_dtype, const std::byte* source, Dtype source_dtype,
+             std::size_t begin, std::size_t end) {
+  with_constant(destination_dtype, [&](auto to) {
+    with_constant(source_dtype, [&](auto from) {
+      for_each<Vec>(begin, end, [=](auto v, std::size_t i) __attribute__((always_inline)) {
+        using V = decltype(v);
+        store<V, to()>(destination, i, V::canonical(load<V, from()>(source, i)));
+      });
+    });
+  });
+}
+
+double sum_squares(const std::byte* source, Dtype dtype, std::size_t begin, std::size_t end) {
+  return with_constant(dtype, [&](auto from) {
+    typename Vec::F64 sums[kLanes / Vec::width];
+    for (auto& sum : sums) sum = Vec::zero_f64();
+    std::size_t i = begin;
+    for (; i + kLanes <= end; i += kLanes) {
+      std::size_t j = i;
+      for (auto& sum : sums) sum = Vec::add_square(sum, load<Vec, from()>(source, j)), j += Vec::width;
+    }
+    double lanes[kLanes];
+    for (std::size_t j = 0; j < kLanes; j += Vec::width) Vec::store_f64(lanes + j, sums[j / Vec::width]);
+    for (double& lane : lanes) {
+      if (i < end) lane = Scalar::add_square(lane, load<Scalar, from()>(source, i++));
+    }
+    for (std::size_t half = kLanes / 2; half > 0; half /= 2) {
+      for (std::size_t j = 0; j < half; ++j) lanes[j] += lanes[j + half];
+    }
+    return lanes[0];
+  });
+}
+
+void split(const Arrays& arrays, std::size_t begin, std::size_t end) {
+  for_each<Vec>(begin, end, [=](auto v, std::size_t i) __attribute__((always_inline)) {
+    using V = decltype(v);
+    V::store_split(arrays.weight, arrays.rest, i, V::canonical(V::load_f32(arrays.master, i)));
+  });
+}
+
+void join(const Arrays& arrays, std::size_t begin, std::size_t end) {
+  for_each<Vec>(begin, end, [=](auto v, std::size_t i) __attribute__((always_inline)) {
+    using V = decltype(v);
+    V::store_f32(arrays.master, i, V::canonical(V::load_split(arrays.weight, arrays.rest, i)));
+  });
+}
+
+// The bytes that an update with two states moves, by the widest loads and stores, and no arithmetic: the ceiling that benchmarks
+// compare with. An incomplete last pair of vectors is left out.
+void stream(const Arrays& arrays, std::size_t begin, std::size_t end) {
+  with_formats(arrays, [&](auto grad_dtype, auto format, auto state_dtype) {
+    using V = Vec;
+    const auto at = [](Dtype dtype, std::size_t i, std::size_t k) { return i * size_of(dtype) / 4 + k * V::width; };
+    const auto touch = [=](std::byte* base, Dtype dtype, std::size_t i, typename V::F32 grad) {
+      for (std::size_t k = 0; k < size_of(dtype) / 2; ++k) {
+        V::store_f32(base, at(dtype, i, k), V::either(V::load_f32(base, at(dtype, i, k)), grad));
+      }
+    };
+    const Arrays a = arrays;
+    for (std::size_t i = begin; i + 2 * V::width <= end; i += 2 * V::width) {
+      typename V::F32 grad = V::load_f32(a.grad, at(grad_dtype(), i, 0));
+      if constexpr (grad_dtype() == Dtype::f32) grad = V::either(grad, V::load_f32(a.grad, at(grad_dtype(), i, 1)));
+      if constexpr (format() == WeightFormat::split) {
+        touch(a.weight, Dtype::bf16, i, grad);
+        touch(a.rest, Dtype::bf16, i, grad);
+      } else {
+        touch(a.master, Dtype::f32, i, grad);
+      }
+      touch(a.states[0], state_dtype(), i, grad);
+      touch(a.states[1], state_dtype(), i, grad);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace OFFLOAD_ISA
+
+const Table OFFLOAD_JOIN(table_, OFFLOAD_ISA) = {
+    .name = OFFLOAD_QUOTE(OFFLOAD_ISA),
+    .adamw = OFFLOAD_ISA::update<Adam<false, true>>,
+    .adamw_amsgrad = OFFLOAD_ISA::update<Adam<true, true>>,
+    .adam = OFFLOAD_ISA::update<Adam<false, false>>,
+    .adam_amsgrad = OFFLOAD_ISA::update<Adam<true, false>>,
+    .adagrad = OFFLOAD_ISA::update<Adagrad>,
+    .lion = OFFLOAD_ISA::update<Lion>,
+    .sgd = OFFLOAD_ISA::update<Sgd>,
+    .sgd_momentum = OFFLOAD_ISA::update<SgdMomentum<false>>,
+    .sgd_nesterov = OFFLOAD_ISA::update<SgdMomentum<true>>,
+    .accumulate = OFFLOAD_ISA::accumulate,
+    .convert = OFFLOAD_ISA::convert,
+    .sum_squares = OFFLOAD_ISA::sum_squares,
+    .split = OFFLOAD_ISA::split,
+    .join = OFFLOAD_ISA::join,
+    .stream = OFFLOAD_ISA::stream,
+};
+
+}  // namespace offload

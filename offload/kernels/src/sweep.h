@@ -1,0 +1,110 @@
+// One pass over the arrays of a kernel: every number is read once and written once.
+#pragma once
+
+#include <cstddef>
+#include <type_traits>
+#include <utility>
+
+#include "arrays.h"
+#include "vec_scalar.h"
+
+namespace offload::OFFLOAD_ISA {
+
+// What a loop calls is marked always_inline: only then do states and constants stay in registers (without: half the speed).
+// Calls body(V{}, i) for whole vectors of [begin, end), then for single elements. Bodies capture by value: what is stored
+// cannot alias a copy, so constants and addresses stay in registers.
+template <class V, class Body>
+void for_each(std::size_t begin, std::size_t end, const Body body) {
+  std::size_t i = begin;
+  for (; i + V::width <= end; i += V::width) body(V{}, i);
+  for (; i < end; ++i) body(Scalar{}, i);
+}
+
+// Calls body with an enum value turned into a compile-time constant.
+template <class Body>
+decltype(auto) with_constant(Dtype dtype, Body body) {
+  switch (dtype) {
+    case Dtype::bf16: return body(std::integral_constant<Dtype, Dtype::bf16>{});
+    case Dtype::f16: return body(std::integral_constant<Dtype, Dtype::f16>{});
+    default: return body(std::integral_constant<Dtype, Dtype::f32>{});
+  }
+}
+
+template <class Body>
+decltype(auto) with_constant(WeightFormat format, Body body) {
+  switch (format) {
+    case WeightFormat::split: return body(std::integral_constant<WeightFormat, WeightFormat::split>{});
+    case WeightFormat::out_f32: return body(std::integral_constant<WeightFormat, WeightFormat::out_f32>{});
+    case WeightFormat::out_bf16: return body(std::integral_constant<WeightFormat, WeightFormat::out_bf16>{});
+    case WeightFormat::out_f16: return body(std::integral_constant<WeightFormat, WeightFormat::out_f16>{});
+    default: return body(std::integral_constant<WeightFormat, WeightFormat::f32>{});
+  }
+}
+
+// Calls body with each state's index as a compile-time constant.
+template <class Rule, class Body, std::size_t... s>
+[[gnu::always_inline]] inline void for_states([[maybe_unused]] Body body, std::index_sequence<s...>) {
+  (body(std::integral_constant<std::size_t, s>{}), ...);
+}
+template <class Rule, class Body>
+[[gnu::always_inline]] inline void for_states(Body body) {
+  for_states<Rule>(body, std::make_index_sequence<Rule::num_states>{});
+}
+
+template <class V, Dtype dtype>
+typename V::F32 load(const std::byte* base, std::size_t i) {
+  if constexpr (dtype == Dtype::f32) return V::load_f32(base, i);
+  else if constexpr (dtype == Dtype::bf16) return V::load_bf16(base, i);
+  else return V::load_f16(base, i);
+}
+
+template <class V, Dtype dtype>
+void store(std::byte* base, std::size_t i, typename V::F32 x) {
+  if constexpr (dtype == Dtype::f32) V::store_f32(base, i, x);
+  else if constexpr (dtype == Dtype::bf16) V::store_bf16(base, i, x);
+  else V::store_f16(base, i, x);
+}
+
+template <class V, WeightFormat format>
+typename V::F32 load_weight(const Arrays& a, std::size_t i) {
+  if constexpr (format == WeightFormat::split) return V::load_split(a.weight, a.rest, i);
+  else return V::load_f32(a.master, i);
+}
+
+template <class V, WeightFormat format>
+void store_weight(const Arrays& a, std::size_t i, typename V::F32 x) {
+  if constexpr (format == WeightFormat::split) return V::store_split(a.weight, a.rest, i, x);
+  V::store_f32(a.master, i, x);
+  if constexpr (format == WeightFormat::out_f32) V::store_f32(a.weight, i, x);
+  if constexpr (format == WeightFormat::out_bf16) V::store_bf16(a.weight, i, x);
+  if constexpr (format == WeightFormat::out_f16) V::store_f16(a.weight, i, x);
+}
+
+template <class Body>
+void with_weight_formats(const Arrays& arrays, Body body) {
+  with_constant(arrays.grad_dtype, [&](auto grad_dtype) {
+    with_constant(arrays.weight_format, [&](auto format) { body(grad_dtype, format); });
+  });
+}
+
+template <class Body>
+void with_formats(const Arrays& arrays, Body body) {
+  with_weight_formats(arrays, [&](auto grad_dtype, auto format) {
+    if (arrays.state_dtype == Dtype::bf16) body(grad_dtype, format, std::integral_constant<Dtype, Dtype::bf16>{});
+    else body(grad_dtype, format, std::integral_constant<Dtype, Dtype::f32>{});
+  });
+}
+
+// One step of elements i to i + V::width, but for the states, which the caller loads and stores.
+template <class V, Dtype grad_dtype, WeightFormat format, class Rule>
+[[gnu::always_inline]] inline void step(const Rule& rule, const Arrays& arrays, std::size_t i, typename V::F32 (&states)[kStatesMax]) {
+  const auto grad = load<V, grad_dtype>(arrays.grad, i);
+  auto weight = rule.template step<V>(load_weight<V, format>(arrays, i), grad, states);
+  if (V::has_nan(weight)) [[unlikely]] {  // only then can a state be NaN: see rules.h
+    weight = V::canonical(weight);
+    for_states<Rule>([&](auto s) __attribute__((always_inline)) { states[s] = V::canonical(states[s]); });
+  }
+  store_weight<V, format>(arrays, i, weight);
+}
+
+}  // namespace offload::OFFLOAD_ISA

@@ -1,0 +1,43 @@
+// The kernels of one instruction set. Each works on the elements [begin, end) of its arrays, on the calling thread.
+#pragma once
+
+#include <cstddef>
+
+#include "arrays.h"
+#include "rules.h"
+
+namespace offload {
+
+// Work is handed to threads in blocks of this many elements, and a sum of squares is the sum over blocks, each taken in
+// kLanes lanes (element i in lane i % kLanes): the same additions for every vector width and number of threads.
+constexpr std::size_t kBlock = 16384;
+constexpr std::size_t kLanes = 16;
+static_assert(kBlock % kCodeBlock == 0);
+
+template <class Rule>
+using Update = void (*)(const Rule&, const Arrays&, std::size_t begin, std::size_t end);
+using Map = void (*)(std::byte* destination, Dtype destination_dtype, const std::byte* source, Dtype source_dtype,
+                     std::size_t begin, std::size_t end);
+
+struct Table {
+  const char* name;
+  Update<Adam<false, true>> adamw;
+  Update<Adam<true, true>> adamw_amsgrad;
+  Update<Adam<false, false>> adam;
+  Update<Adam<true, false>> adam_amsgrad;
+  Update<Adagrad> adagrad;
+  Update<Lion> lion;
+  Update<Sgd> sgd;
+  Update<SgdMomentum<false>> sgd_momentum;
+  Update<SgdMomentum<true>> sgd_nesterov;
+  Map accumulate;
+  Map convert;
+  double (*sum_squares)(const std::byte* source, Dtype dtype, std::size_t begin, std::size_t end);
+  void (*split)(const Arrays& arrays, std::size_t begin, std::size_t end);  // master -> weight and rest
+  void (*join)(const Arrays& arrays, std::size_t begin, std::size_t end);   // weight and rest -> master
+  void (*stream)(const Arrays& arrays, std::size_t begin, std::size_t end);
+};
+
+extern const Table table_scalar, table_avx2, table_avx512, table_neon;  // those that this build has
+
+}  // namespace offload

@@ -1,0 +1,128 @@
+// One element at a time, in plain C++: the definition that every other vec_*.h agrees with, bit for bit.
+#pragma once
+
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "arrays.h"
+
+namespace offload::OFFLOAD_ISA {
+
+struct Scalar {
+  static constexpr std::size_t width = 1;
+  using F32 = float;
+  using F64 = double;
+
+  static F32 set(float x) { return x; }
+
+  // Memory. What is stored must hold no NaN but the canonical one, 0x7fc00000: processors disagree about payloads.
+
+  static F32 load_f32(const std::byte* base, std::size_t i) { return std::bit_cast<float>(bits32(base, i)); }
+  static void store_f32(std::byte* base, std::size_t i, F32 x) {
+    const std::uint32_t b = bits(x);
+    std::memcpy(base + 4 * i, &b, 4);
+  }
+
+  static F32 load_bf16(const std::byte* base, std::size_t i) { return value(std::uint32_t{bits16(base, i)} << 16); }
+  static void store_bf16(std::byte* base, std::size_t i, F32 x) {
+    const std::uint32_t b = bits(x);
+    put16(base, i, (b + 0x7fff + ((b >> 16) & 1)) >> 16);  // to nearest, ties to even
+  }
+
+  static F32 load_f16(const std::byte* base, std::size_t i) {
+    const std::uint32_t h = bits16(base, i), sign = (h & 0x8000) << 16, magnitude = h & 0x7fff;
+    if (magnitude >= 0x7c00) return value(sign | 0x7f800000 | (magnitude << 13));             // infinity, NaN
+    if (magnitude >= 0x0400) return value(sign | ((magnitude << 13) + (112u << 23)));         // normal
+    return value(sign | bits(static_cast<float>(magnitude) * 0x1p-24f));                      // subnormal, exact
+  }
+  static void store_f16(std::byte* base, std::size_t i, F32 x) {
+    const std::uint32_t b = bits(x), sign = (b >> 16) & 0x8000, magnitude = b & 0x7fffffff;
+    std::uint32_t h;
+    if (magnitude > 0x7f800000) h = 0x7e00;
+    else if (magnitude >= 0x477ff000) h = 0x7c00;                                              // 65520 and above
+    else if (magnitude >= 0x38800000) h = (magnitude - (112u << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+    else h = bits(value(magnitude) + 0.5f) - bits(0.5f);  // subnormal: an ulp of 0.5f is 2^-24, the add rounds
+    put16(base, i, sign | h);
+  }
+
+  // Split master: the upper half is the bf16 weight, rounded half away from zero; the lower half is kept as it is, and
+  // read as signed it is what the rounding moved the upper half by. Lossless but for NaN payloads.
+  static F32 load_split(const std::byte* weight, const std::byte* rest, std::size_t i) {
+    const auto low = static_cast<std::uint32_t>(static_cast<std::int16_t>(bits16(rest, i)));  // sign-extended
+    return value((std::uint32_t{bits16(weight, i)} << 16) + low);
+  }
+  static void store_split(std::byte* weight, std::byte* rest, std::size_t i, F32 x) {
+    const std::uint32_t b = bits(x);
+    put16(weight, i, (b + 0x8000) >> 16);
+    put16(rest, i, b & 0xffff);
+  }
+
+  // Codes: 8-bit logarithmic numbers in [-1.875, 1.875] or (0, 1.875], the upper bits of an fp32 number. Signed: sign, 4 bits of
+  // exponent, 3 of mantissa, minus 2^-15, so that they come to zero in even steps (the mu-law of telephony). Unsigned: 5 bits
+  // of exponent, 3 of mantissa, never zero. Storing rounds at random, up as often as the bits cut off say; the random bits
+  // come from the number and the step's seed, which is odd. `x * inverse` must be below 1.875 - 2^-15.
+
+  static F32 load_signed_code(const std::byte* base, std::size_t i) {
+    const auto code = static_cast<std::uint32_t>(base[i]);
+    const F32 magnitude = value(((code & 0x7f) << 20) + 0x38000000) - 0x1p-15f;
+    return value(bits(magnitude) | (code & 0x80) << 24);
+  }
+  static F32 load_unsigned_code(const std::byte* base, std::size_t i) {
+    return value((static_cast<std::uint32_t>(base[i]) << 20) + 0x30000000);
+  }
+  static void store_signed_code(std::byte* base, std::size_t i, F32 x, F32 inverse, std::uint32_t seed) {
+    const std::uint32_t b = bits(fma(magnitude_of(x), inverse, 0x1p-15f));
+    base[i] = static_cast<std::byte>(((b + noise(x, seed)) >> 20) - 0x380 + (bits(x) >> 31 << 7));
+  }
+  static void store_unsigned_code(std::byte* base, std::size_t i, F32 x, F32 inverse, std::uint32_t seed) {
+    const F32 unit = x * inverse;
+    const std::uint32_t b = bits(unit > 0x1p-31f ? unit : 0x1p-31f);
+    base[i] = static_cast<std::byte>(((b + noise(x, seed)) >> 20) - 0x300);
+  }
+
+  // Arithmetic, IEEE, to nearest.
+
+  static F32 add(F32 a, F32 b) { return a + b; }
+  static F32 sub(F32 a, F32 b) { return a - b; }
+  static F32 mul(F32 a, F32 b) { return a * b; }
+  static F32 div(F32 a, F32 b) { return a / b; }
+  static F32 fma(F32 a, F32 b, F32 c) { return __builtin_fmaf(a, b, c); }
+  static F32 sqrt(F32 x) { return __builtin_sqrtf(x); }
+  static F32 max(F32 a, F32 b) { return a > b || a != a ? a : b; }  // a NaN on either side comes through
+  static F32 sign(F32 x) { return x > 0 ? 1.0f : x < 0 ? -1.0f : x; }  // of a zero or a NaN: itself
+  // The larger of a magnitude and that of x, where a NaN counts as larger than any number.
+  static F32 max_magnitude(F32 so_far, F32 x) { return value(larger(bits(so_far), bits(x) & 0x7fffffff)); }
+  static F32 either(F32 a, F32 b) { return value(bits(a) | bits(b)); }
+
+  static F64 zero_f64() { return 0; }
+  static F64 add_square(F64 sum, F32 x) { return sum + static_cast<double>(x) * x; }  // the product is exact
+  static void store_f64(double* lanes, F64 sum) { *lanes = sum; }
+
+  static bool has_nan(F32 x) { return x != x; }
+  static F32 canonical(F32 x) { return x == x ? x : value(0x7fc00000); }
+
+ private:
+  static std::uint32_t bits(float x) { return std::bit_cast<std::uint32_t>(x); }
+  static float value(std::uint32_t b) { return std::bit_cast<float>(b); }
+  static F32 magnitude_of(F32 x) { return value(bits(x) & 0x7fffffff); }
+  static std::uint32_t larger(std::uint32_t a, std::uint32_t b) { return a > b ? a : b; }
+  static std::uint32_t noise(F32 x, std::uint32_t seed) { return (bits(x) * seed) >> 12; }
+  static std::uint32_t bits32(const std::byte* base, std::size_t i) {
+    std::uint32_t b;
+    std::memcpy(&b, base + 4 * i, 4);
+    return b;
+  }
+  static std::uint16_t bits16(const std::byte* base, std::size_t i) {
+    std::uint16_t b;
+    std::memcpy(&b, base + 2 * i, 2);
+    return b;
+  }
+  static void put16(std::byte* base, std::size_t i, std::uint32_t b) {
+    const auto low = static_cast<std::uint16_t>(b);
+    std::memcpy(base + 2 * i, &low, 2);
+  }
+};
+
+}  // namespace offload::OFFLOAD_ISA

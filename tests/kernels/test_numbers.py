@@ -1,0 +1,243 @@
+"""What the kernels compute: formats, non-finite numbers, denormals, and the edges of the coefficients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from offload.kernels import (
+    CODE_BLOCK,
+    AdamCoef,
+    Dtype,
+    LionCoef,
+    SgdCoef,
+    accumulate,
+    adam,
+    convert,
+    join_master,
+    split_master,
+    sum_squares,
+)
+
+TORCH_DTYPES = {Dtype.F32: torch.float32, Dtype.BF16: torch.bfloat16, Dtype.F16: torch.float16}
+CANONICAL_NAN = {Dtype.F32: 0x7FC00000, Dtype.BF16: 0x7FC0, Dtype.F16: 0x7E00}
+
+
+def bits_of(tensor: torch.Tensor) -> Any:
+    return tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16).numpy()
+
+
+@pytest.mark.parametrize("to", TORCH_DTYPES)
+@pytest.mark.parametrize("source_dtype", TORCH_DTYPES)
+def test_convert_rounds_as_torch_does_and_makes_nans_canonical(source_dtype: Dtype, to: Dtype, awkward: Any) -> None:
+    if source_dtype is Dtype.F32:
+        source = torch.from_numpy(awkward(100_000, 5).view(np.float32))
+    else:  # all there are
+        source = torch.from_numpy(np.arange(65_536, dtype=np.uint16).view(np.int16)).view(TORCH_DTYPES[source_dtype])
+    expected, ours = source.to(TORCH_DTYPES[to]), torch.empty(source.numel(), dtype=TORCH_DTYPES[to])
+    convert(source.numel(), ours.data_ptr(), to, source.data_ptr(), source_dtype)
+    finite = ~expected.isnan().numpy()
+    np.testing.assert_array_equal(bits_of(ours)[finite], bits_of(expected)[finite])
+    assert (bits_of(ours)[~finite] == CANONICAL_NAN[to]).all()
+    assert not finite.all()
+
+
+def test_accumulate_adds_in_fp32() -> None:
+    total, part = torch.randn(1000), torch.randn(1000).bfloat16()
+    expected = total + part.float()
+    accumulate(1000, total.data_ptr(), Dtype.F32, part.data_ptr(), Dtype.BF16)
+    assert torch.equal(total, expected)
+
+
+def test_split_master_is_lossless_but_for_nan_payloads(awkward: Any) -> None:
+    """A sample with all awkward kinds; scripts/prove_split_master.py goes through all 2^32 patterns."""
+    edges = np.array([high << 16 | low for high in range(0, 65_536, 17) for low in (0, 1, 0x7FFF, 0x8000, 0xFFFF)])
+    master = np.concatenate([awkward(200_000, 6), edges.astype(np.uint32)])
+    weight, rest, again = np.zeros(len(master), np.uint16), np.zeros(len(master), np.uint16), np.zeros_like(master)
+    split_master(len(master), master.ctypes.data, weight.ctypes.data, rest.ctypes.data)
+    join_master(len(master), again.ctypes.data, weight.ctypes.data, rest.ctypes.data)
+    nan = np.isnan(master.view(np.float32))
+    np.testing.assert_array_equal(again[~nan], master[~nan])
+    assert (again[nan] == CANONICAL_NAN[Dtype.F32]).all() and (weight[nan] == CANONICAL_NAN[Dtype.BF16]).all()
+    np.testing.assert_array_equal(weight[~nan], ((master[~nan].astype(np.uint64) + 0x8000) >> 16).astype(np.uint16))
+
+
+def test_sum_squares_is_exact_enough_and_finite_exactly_if_all_elements_are() -> None:
+    values = torch.randn(100_003)
+    total = sum_squares(values.data_ptr(), values.numel(), Dtype.F32)
+    assert total == pytest.approx(float((values.double() ** 2).sum()), rel=1e-13)
+    largest = torch.full((40_000,), torch.finfo(torch.float32).max)
+    assert np.isfinite(sum_squares(largest.data_ptr(), 40_000, Dtype.F32))
+    for index in (0, 7, 16_384, 100_002):
+        for bad in (float("inf"), float("-inf"), float("nan")):
+            spoilt = values.clone()
+            spoilt[index] = bad
+            assert not np.isfinite(sum_squares(spoilt.data_ptr(), spoilt.numel(), Dtype.F32, 2))
+
+
+def step_adam(coef: AdamCoef, grad: torch.Tensor, state: dict[str, torch.Tensor], **formats: Any) -> None:
+    adam(
+        coef,
+        grad.numel(),
+        grad=grad.data_ptr(),
+        grad_dtype=next(dtype for dtype, torch_dtype in TORCH_DTYPES.items() if torch_dtype == grad.dtype),
+        **{name: tensor.data_ptr() for name, tensor in state.items()},
+        **formats,
+    )
+
+
+def fresh(numel: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    weight = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+    return {"weight": weight, "exp_avg": torch.zeros(numel), "exp_avg_sq": torch.zeros(numel)}
+
+
+COEF = AdamCoef(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=1, grad_scale=0.25)
+
+
+def test_all_weight_formats_take_the_same_steps() -> None:
+    """The master has the same bits however it is kept, and the weight beside it is its rounding."""
+    numel = 1000
+    plain, split = fresh(numel), fresh(numel)
+    split_weight, rest = torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel, dtype=torch.int16)
+    split_master(numel, split["weight"].data_ptr(), split_weight.data_ptr(), rest.data_ptr())
+    split |= {"weight": split_weight, "rest": rest}
+    beside: dict[Dtype, dict[str, torch.Tensor]] = {}
+    for dtype, torch_dtype in TORCH_DTYPES.items():
+        beside[dtype] = fresh(numel)
+        beside[dtype] |= {"master": beside[dtype]["weight"], "weight": torch.zeros(numel, dtype=torch_dtype)}
+    for step in range(1, 6):
+        grad = torch.randn(numel).bfloat16()
+        coef = AdamCoef(**{**vars(COEF), "step": step})
+        step_adam(coef, grad, plain, weight_dtype=Dtype.F32)
+        step_adam(coef, grad, split, weight_dtype=Dtype.BF16)
+        for dtype, state in beside.items():
+            step_adam(coef, grad, state, weight_dtype=dtype)
+    joined = torch.empty(numel)
+    join_master(numel, joined.data_ptr(), split_weight.data_ptr(), rest.data_ptr())
+    assert torch.equal(joined, plain["weight"]) and torch.equal(split["exp_avg_sq"], plain["exp_avg_sq"])
+    for dtype, state in beside.items():
+        assert torch.equal(state["master"], plain["weight"])
+        assert torch.equal(state["weight"], plain["weight"].to(TORCH_DTYPES[dtype]))
+
+
+def test_the_gradient_scale_multiplies_each_element_once() -> None:
+    grad = torch.randn(100)
+    scaled, before = fresh(100), fresh(100)
+    step_adam(COEF, grad, scaled, weight_dtype=Dtype.F32)
+    step_adam(AdamCoef(**{**vars(COEF), "grad_scale": 1.0}), grad * 0.25, before, weight_dtype=Dtype.F32)
+    assert all(torch.equal(scaled[name], before[name]) for name in before)
+
+
+def test_a_zero_learning_rate_moves_the_moments_and_not_the_weight() -> None:
+    state = fresh(100)
+    weight = state["weight"].clone()
+    step_adam(AdamCoef(**{**vars(COEF), "lr": 0.0}), torch.randn(100), state, weight_dtype=Dtype.F32)
+    assert torch.equal(state["weight"], weight) and state["exp_avg"].all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_non_finite_gradient_shows_and_stays_in_its_element(bad: float) -> None:
+    grad, state, clean = torch.randn(100), fresh(100), fresh(100)
+    step_adam(COEF, grad, clean, weight_dtype=Dtype.F32)
+    grad[37] = bad
+    step_adam(COEF, grad, state, weight_dtype=Dtype.F32)
+    assert bits_of(state["weight"])[37] == CANONICAL_NAN[Dtype.F32]
+    others = torch.arange(100) != 37
+    assert all(torch.equal(state[name][others], clean[name][others]) for name in state)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_denormals_are_kept_even_where_the_caller_flushes_them(num_threads: int) -> None:
+    numel = 100_000
+    grad, state = torch.full((numel,), 1e-38), fresh(numel)
+    torch.set_flush_denormal(True)
+    try:
+        step_adam(COEF, grad, state, weight_dtype=Dtype.F32, num_threads=num_threads)
+    finally:
+        torch.set_flush_denormal(False)
+    expected = np.float32(np.float32(1e-38) * np.float32(0.25)) * np.float64(np.float32(1 - 0.9))
+    assert 0 < expected < np.finfo(np.float32).tiny
+    assert (state["exp_avg"] == float(np.float32(expected))).all()
+
+
+def test_step_one_million_has_no_bias_correction_left() -> None:
+    state, grad = fresh(100), torch.randn(100)
+    weight = state["weight"].clone()
+    step_adam(AdamCoef(1e-2, 0.9, 0.999, 1e-8, 0.0, 10**6), grad, state, weight_dtype=Dtype.F32)
+    expected = weight - 1e-2 * state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-8)
+    assert torch.allclose(state["weight"], expected, rtol=1e-6, atol=1e-6)
+
+
+def test_int8_moments_follow_fp32_ones_closely() -> None:
+    """Over 300 steps of a noisy quadratic: inexact, but the weights end where those with fp32 moments do."""
+    numel, steps = 4096, 300
+    exact, coded = fresh(numel), fresh(numel)
+    coded |= {"exp_avg": torch.zeros(numel, dtype=torch.uint8), "exp_avg_sq": torch.zeros(numel, dtype=torch.uint8)}
+    for name in ("exp_avg_scale", "exp_avg_sq_scale"):
+        coded[name] = torch.zeros(numel // CODE_BLOCK)
+    target, curvature = torch.randn(numel), torch.logspace(-3, 3, numel)
+    start = (exact["weight"] - target).abs().mean()
+    for step in range(1, steps + 1):
+        coef = AdamCoef(1e-2, 0.9, 0.999, 1e-8, 0.0, step)
+        noise = torch.randn(numel) * 0.1
+        for state, formats in ((exact, {}), (coded, {"moments_dtype": Dtype.INT8})):
+            grad = curvature * (state["weight"] - target + noise)
+            step_adam(coef, grad, state, weight_dtype=Dtype.F32, **formats)
+    error_exact, error_coded = ((state["weight"] - target).abs().mean() for state in (exact, coded))
+    assert error_exact < 0.1 * start
+    assert error_coded < 1.1 * error_exact
+
+
+def test_int8_blocks_of_zeros_stay_zero_and_non_finite_ones_become_nan() -> None:
+    numel = 2 * CODE_BLOCK
+    state = fresh(numel)
+    state |= {"exp_avg": torch.zeros(numel, dtype=torch.uint8), "exp_avg_sq": torch.zeros(numel, dtype=torch.uint8)}
+    state |= {"exp_avg_scale": torch.ones(2), "exp_avg_sq_scale": torch.zeros(2)}
+    grad = torch.zeros(numel)
+    weight = state["weight"].clone()
+    step_adam(AdamCoef(1e-2, 0.9, 0.999, 1e-8, 0.0, 1), grad, state, weight_dtype=Dtype.F32, moments_dtype=Dtype.INT8)
+    assert torch.equal(state["weight"], weight) and not state["exp_avg_scale"].any()
+    grad[300] = float("inf")
+    step_adam(AdamCoef(1e-2, 0.9, 0.999, 1e-8, 0.0, 2), grad, state, weight_dtype=Dtype.F32, moments_dtype=Dtype.INT8)
+    assert state["exp_avg_scale"].isnan().tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"numel": -1}, "numel must be >= 0"),
+        ({"num_threads": 0}, "num_threads must be >= 1"),
+        ({"grad": 0}, "grad must be an address"),
+        ({"weight": 4098}, "weight must be aligned"),
+        ({"weight_dtype": Dtype.BF16}, "needs its rest"),
+        ({"rest": 4096}, "rest is the lower half of a BF16 weight"),
+        ({"rest": 4096, "master": 4096}, "not both"),
+        ({"moments_dtype": Dtype.F16}, "too small"),
+        ({"moments_dtype": Dtype.INT8}, "exp_avg_scale must be an address"),
+        ({"grad_dtype": Dtype.INT8}, "grad_dtype must be"),
+    ],
+)
+def test_an_impossible_call_is_refused(change: dict[str, Any], message: str) -> None:
+    address = 4096  # nothing is there: reading it would crash
+    call: dict[str, Any] = {
+        "numel": 1,
+        "grad": address,
+        "grad_dtype": Dtype.F32,
+        "weight": address,
+        "weight_dtype": Dtype.F32,
+    }
+    call |= {"exp_avg": address, "exp_avg_sq": address}
+    with pytest.raises(ValueError, match=message):
+        adam(COEF, **{**call, **change})
+
+
+def test_impossible_coefficients_are_refused() -> None:
+    with pytest.raises(ValueError, match="step counts from 1"):
+        AdamCoef(1e-3, 0.9, 0.999, 1e-8, 0, step=0)
+    with pytest.raises(ValueError, match="beta2 must be in"):
+        LionCoef(1e-3, 0.9, 1.0, 0, step=1)
+    with pytest.raises(ValueError, match="nesterov"):
+        SgdCoef(1e-3, 0.9, 0.5, 0, step=1, nesterov=True)
