@@ -1,0 +1,275 @@
+"""``offload train`` as a user meets it: results, refusals, one line each, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from signal import SIGINT, SIGTERM
+
+import pytest
+import torch
+
+from offload import OffloadEngine
+from offload.cli import main
+from offload.train import command
+
+_TINY = ("--layers", "3", "--width", "64", "--heads", "4", "--context", "32", "--batch", "2", "--steps", "4")
+
+
+class Place:
+    """A folder for the text, the store and the results of one run, with the means to run it."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.nvme = folder / "nvme"
+        self.out = folder / "results" / "run"
+        self.text = folder / "text"
+        self.nvme.mkdir()
+        self.text.write_text("the quick brown fox jumps over the lazy dog\n" * 50)
+        self._capsys = capsys
+
+    def arguments(self, *options: object) -> list[str]:
+        places = ("--text", self.text, "--nvme-path", self.nvme, "--out", self.out, "--host-memory", "2MiB")
+        return ["train", *_TINY, *map(str, places), *map(str, options)]
+
+    def train(self, *options: object) -> tuple[int, str, str]:
+        """Run in this process. Returns exit status, stdout, stderr."""
+        self._capsys.readouterr()
+        try:
+            status = main(self.arguments(*options))
+        except SystemExit as left:  # argparse
+            status = int(left.code or 0)
+        out, err = self._capsys.readouterr()
+        return status, out, err
+
+    def start(self, *options: object) -> subprocess.Popen[str]:
+        """Run in a process of its own."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "offload", *self.arguments(*options)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def assert_nothing_left(self) -> None:
+        assert list(self.nvme.iterdir()) == []
+        assert not self.out.parent.exists()
+
+
+@pytest.fixture
+def place(tmp_path, capsys, monkeypatch):
+    """One thread: for models this small a second one gains nothing, and costs much where a core is busy."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield Place(tmp_path, capsys)
+    torch.set_num_threads(num_threads)
+
+
+# Results.
+
+
+def test_json_is_one_object_and_the_results_are_written(place):
+    status, out, err = place.train("--steps", "30", "--lr", "3e-3", "--verify", "2", "--json")
+    assert status == 0, err
+    figures = json.loads(out)
+    assert figures["parameters"] == 3 * (12 * 64**2 + 4 * 64) + 2 * 256 * 64 + 32 * 64 + 2 * 64
+    assert figures["model_state_bytes"] == figures["parameters"] * (16 if figures["precision"] == "fp32" else 14)
+    assert figures["host_memory_bytes"] == 2 << 20
+    assert figures["host_memory_used_bytes"] <= 2 << 20
+    assert figures["peak_rss_bytes"] > figures["rss_imports_bytes"] > 0
+    assert figures["steps"] == 30
+    assert figures["loss_last"] < figures["loss_first"] - 1
+    assert figures["step_seconds_median"] > 0
+    assert 0 < figures["bound_seconds"] <= figures["step_seconds_median"] * 1.1
+    assert figures["bound_by"] in ("compute", "nvme")
+    assert figures["nvme_read_bytes_per_step"] > 0
+    assert figures["nvme_write_bytes_per_step"] > 0
+    assert figures["io_backend"] in ("io_uring", "threads")
+    assert figures["verified"] is True
+
+    record = json.loads((place.out / "run.json").read_text())
+    assert {key: record[key] for key in figures} == figures
+    assert len(record["series"]["losses"]) == 30
+    for picture in ("loss.png", "memory.png"):
+        assert (place.out / picture).read_bytes().startswith(b"\x89PNG")
+    assert list(place.nvme.iterdir()) == []
+
+
+def test_the_table_is_for_people_and_goes_to_stdout(place):
+    status, out, _ = place.train()
+    assert status == 0
+    for word in ("parameters", "model state", "budget", "peak RSS", "bound", "endurance", "sample", "loss.png"):
+        assert word in out
+    assert "verified" not in out  # nobody asked
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--precision", "fp32", "--io-backend", "threads", "--host-memory", "1400KiB"),
+        ("--precision", "bf16", "--io-backend", "auto", "--tile-bytes", "128KiB"),
+        ("--precision", "bf16", "--io-backend", "threads", "--host-memory", "auto"),
+    ],
+)
+def test_every_way_to_run_gives_the_bits_of_the_run_in_memory(place, options):
+    status, out, err = place.train("--verify", "3", "--json", *options)
+    assert status == 0, err
+    assert json.loads(out)["verified"] is True
+
+
+def test_budgets_tiles_and_backends_change_no_loss(place):
+    def losses(*options):
+        assert place.train(*options)[0] == 0
+        return json.loads((place.out / "run.json").read_text())["series"]["losses"]
+
+    expected = losses()
+    assert losses("--host-memory", "64MiB") == expected
+    assert losses("--io-backend", "threads", "--tile-bytes", "64KiB") == expected
+    assert losses("--seed", "1") != expected
+
+
+@pytest.mark.parametrize("what", ["loss", "weights"])
+def test_one_wrong_bit_is_found_and_named(place, monkeypatch, what):
+    def wrong(*args, **kwargs):
+        training = real(*args, **kwargs)
+        if what == "loss":
+            loss = training.steps[1].loss
+            object.__setattr__(training.steps[1], "loss", torch.tensor(loss).nextafter(torch.tensor(9.0)).item())
+        else:
+            training.digests["head.weight"] = "0" * 32
+        return training
+
+    real = command.train
+    monkeypatch.setattr(command, "train", wrong)
+    status, out, _ = place.train("--verify", "3")
+    assert status == 1
+    assert ("verified     NO: the loss of step 2" if what == "loss" else "head.weight") in out
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--nvme-path", "{missing}"), "missing"),
+        (("--nvme-path", "{text}"), "not a directory"),
+        (("--host-memory", "100KiB"), "the least that works"),
+        (("--host-memory", "much"), "host_memory"),
+        (("--nvme-capacity", "10KiB"), "nvme_capacity"),
+        (("--text", "/dev/null"), "too short"),
+        (("--text", "{missing}"), "missing"),
+        (("--context", "100000"), "too short"),
+        (("--heads", "5"), "not divisible"),
+        (("--steps", "0"), "--steps"),
+        (("--layers", "many"), "--layers"),
+        (("--lr", "-1"), "--lr"),
+        (("--lr", "nan"), "--lr"),
+        (("--verify", "5"), "more than --steps"),
+        (("--precision", "int3"), "--precision"),
+        (("--out", "{text}"), "--out"),
+        (("--out", "{text}/below"), "--out"),
+        (("--out", "/proc/here"), "--out"),
+        (("--no-such-option",), "--no-such-option"),
+    ],
+)
+def test_what_cannot_work_is_one_line_and_leaves_nothing(place, tmp_path, options, said):
+    filled = [option.format(missing=tmp_path / "missing", text=place.text) for option in options]
+    status, _, err = place.train(*filled)
+    assert status == 2
+    assert err.count("\n") == 1 and err.startswith("offload train: error: ")
+    assert said in err
+    place.assert_nothing_left()
+
+
+def test_the_least_budget_that_the_error_names_works(place):
+    _, _, err = place.train("--host-memory", "1KiB")
+    least = int(err.rstrip(".\n").split()[-1])
+    assert place.train("--host-memory", least)[0] == 0
+    assert place.train("--host-memory", least - 1)[0] == 2
+
+
+def test_a_path_that_another_run_holds_is_refused(place):
+    with OffloadEngine(torch.nn.Linear(512, 512), nvme_path=place.nvme, host_memory="2500KiB", precision="fp32"):
+        status, _, err = place.train()
+    assert status == 2
+    assert err.count("\n") == 1 and "offload train: error: " in err
+    place.assert_nothing_left()
+
+
+@pytest.mark.parametrize("mount", ["ro", "size=512k"])
+def test_a_path_that_cannot_be_written_or_is_too_small_is_refused(place, mount):
+    def mounted(*command):
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+    if not mounted("mount", "-t", "tmpfs", "-o", mount, "tmpfs", str(place.nvme)):
+        pytest.skip("needs the right to mount")
+    try:
+        status, _, err = place.train()
+    finally:
+        subprocess.run(["umount", str(place.nvme)], check=True)
+    assert status == 2
+    assert err.count("\n") == 1 and str(place.nvme) in err
+    place.assert_nothing_left()
+
+
+@pytest.mark.parametrize("module", ["aio_ext._aio", "offload.kernels._kernels"])
+def test_a_missing_native_part_is_one_line(place, module):
+    hide = f"import sys; sys.modules[{module!r}] = None; from offload.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run([sys.executable, "-c", hide, *place.arguments()], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("offload train: error: "), done.stderr
+    assert "pip install" in done.stderr
+    place.assert_nothing_left()
+
+
+# Being stopped.
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "options", "line"),
+    [
+        (SIGINT, 130, ("--steps", "1000000"), ""),
+        (SIGINT, 130, ("--steps", "1000"), "training: step 100"),
+        (SIGTERM, 143, ("--steps", "100", "--verify", "100"), "verifying: step 10"),
+    ],
+    ids=["at the start", "in training", "in verifying"],
+)
+def test_a_signal_ends_it_within_two_seconds_and_leaves_nothing(place, number, status, options, line):
+    run = place.start(*options)
+    assert run.stdout is not None and run.stderr is not None
+    threading.Thread(target=run.stdout.read, daemon=True).start()
+    if line:
+        for said in run.stderr:
+            if said.startswith(line):
+                break
+        else:
+            pytest.fail(f"it never said {line!r}")
+    else:
+        time.sleep(0.3)  # in the middle of the imports
+    children = _children(run.pid)
+    sent = time.monotonic()
+    run.send_signal(number)
+    last = run.stderr.read().splitlines()[-1]
+    assert run.wait() == status
+    assert time.monotonic() - sent < 2
+    assert last == f"offload train: stopped by {number.name}"
+    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+    assert bool(children) == line.startswith("verifying")
+    place.assert_nothing_left()
+
+
+def _children(pid: int) -> list[int]:
+    """The processes that a process has started and that still run."""
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
+def test_help_and_mistakes_do_not_wait_for_torch():
+    code = "import sys, offload.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env={**os.environ}, check=False).returncode == 0
