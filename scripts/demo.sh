@@ -7,6 +7,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 mkdir -p "$root/runs"
 exec "$venv/bin/offload" train \
-  --layers 10 --width 512 --heads 8 --context 128 --batch 4 --steps 200 --lr 1e-3 \
+  --layers 10 --width 512 --heads 8 --context 128 --batch 4 --steps 160 --lr 1e-3 \
   --nvme-path "$root/runs" --host-memory 120MiB --verify 8 \
   --out "$root/runs/demo-$(date +%Y-%m-%d_%H-%M-%S)" "$@"
