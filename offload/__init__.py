@@ -1,25 +1,47 @@
 """Train models that do not fit: weights, gradients and optimizer states on GPU, host RAM and NVMe, bit for bit."""
 
-from offload.config import OffloadConfig
-from offload.engine import OffloadEngine
-from offload.errors import BudgetError, ConfigError, NonFiniteGradient
-from offload.plan import Plan
-from offload.report import Report
-from swapper import OffloadError, StorageError, StorageFull, StorageIOError, StorageTimeout, StoreLocked, StoreUnsafe
+from __future__ import annotations
 
-__all__ = [
-    "BudgetError",
-    "ConfigError",
-    "NonFiniteGradient",
-    "OffloadConfig",
-    "OffloadEngine",
-    "OffloadError",
-    "Plan",
-    "Report",
-    "StorageError",
-    "StorageFull",
-    "StorageIOError",
-    "StorageTimeout",
-    "StoreLocked",
-    "StoreUnsafe",
-]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from offload.config import OffloadConfig as OffloadConfig
+    from offload.engine import OffloadEngine as OffloadEngine
+    from offload.errors import BudgetError as BudgetError
+    from offload.errors import ConfigError as ConfigError
+    from offload.errors import NonFiniteGradient as NonFiniteGradient
+    from offload.plan import Plan as Plan
+    from offload.report import Report as Report
+    from swapper import OffloadError as OffloadError
+    from swapper import StorageError as StorageError
+    from swapper import StorageFull as StorageFull
+    from swapper import StorageIOError as StorageIOError
+    from swapper import StorageTimeout as StorageTimeout
+    from swapper import StoreLocked as StoreLocked
+    from swapper import StoreUnsafe as StoreUnsafe
+
+_HOMES = {
+    "OffloadConfig": "offload.config",
+    "OffloadEngine": "offload.engine",
+    "BudgetError": "offload.errors",
+    "ConfigError": "offload.errors",
+    "NonFiniteGradient": "offload.errors",
+    "Plan": "offload.plan",
+    "Report": "offload.report",
+    "OffloadError": "swapper",
+    "StorageError": "swapper",
+    "StorageFull": "swapper",
+    "StorageIOError": "swapper",
+    "StorageTimeout": "swapper",
+    "StoreLocked": "swapper",
+    "StoreUnsafe": "swapper",
+}
+__all__ = list(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported when first used: the command line must not wait for torch to print a mistake."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'offload' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -66,8 +66,8 @@ class OffloadConfig:
     """``backward`` calls that make one step; each loss is divided by it. ``step`` does nothing until the last."""
     tile_bytes: int | str = "auto"
     """Bytes of optimizer state read, updated and written in one go. "auto": 8 MiB, less if memory is short."""
-    io_backend: Literal["auto", "io_uring", "threads"] = "auto"
-    """What moves bytes to and from NVMe."""
+    io_backend: Literal["auto", "io_uring", "threads", "portable"] = "auto"
+    """What moves bytes to and from NVMe. "auto": io_uring, else threads. "portable" needs no extension, and is slow."""
     prefetch: bool = True
     """Read weights before they are asked for. False: on demand only, to measure what prefetching gains."""
 
@@ -80,7 +80,7 @@ class OffloadConfig:
             raise ConfigError(f'device: only "cpu" is supported so far, got {self.device!r}')
         self._check_choice("precision", ("bf16", "fp32"))
         self._check_choice("optimizer", ("adamw", None))
-        self._check_choice("io_backend", ("auto", "io_uring", "threads"))
+        self._check_choice("io_backend", ("auto", "io_uring", "threads", "portable"))
         for name, low, high in (("lr", 0, None), ("eps", 0, None), ("weight_decay", 0, None)):
             self._check_number(name, getattr(self, name), low, high)
         self._check_number("gradient_clipping", self.gradient_clipping, 0, None)

@@ -54,6 +54,7 @@ class OffloadEngine:
         self._closed = contextlib.ExitStack()
         if any(isinstance(p, Handle) for p in model.parameters()):
             raise ConfigError("the model is wrapped already; close its engine first")
+        _check_backend(self.config.io_backend)
         specs = find_units(model)
         if not specs:
             raise ConfigError("the model has no floating-point parameters: there is nothing to offload")
@@ -411,3 +412,12 @@ class OffloadEngine:
             return 0, 0
         statistics = self._store.statistics()
         return statistics.read.bytes, statistics.write.bytes
+
+
+def _check_backend(name: str) -> None:
+    """The slow portable backend is taken when it is asked for, never silently. Raises ``ConfigError``."""
+    missing = aio_ext.unavailable_backends()
+    if name == "auto" and "threads" in missing:
+        name = "threads"
+    if name in missing:
+        raise ConfigError(f"io_backend {name!r} does not work here: {missing[name]}")

@@ -9,6 +9,11 @@ number of threads. Denormals are kept, and every NaN that is written is the cano
 avx512|neon`` chooses by hand what is otherwise chosen by what the processor reports.
 """
 
+try:
+    from . import _kernels as _kernels
+except ImportError as error:
+    raise ImportError(f"the native kernels are missing ({error}): build them with `pip install -e .`") from error
+
 from ._companions import accumulate, convert, join_master, split_master, sum_squares
 from ._native import CODE_BLOCK, ISA, Dtype
 from ._optimizers import AdagradCoef, AdamCoef, LionCoef, SgdCoef, adagrad, adam, lion, sgd

@@ -25,8 +25,8 @@ def add_train(subparsers: Any) -> None:
                 "default: the source of the Python standard library)")
     option("--layers", type=_count, default=10, metavar="N", help="transformer blocks (default: %(default)s)")
     option("--width", type=_count, default=512, metavar="N", help="numbers a token carries (default: %(default)s)")
-    option("--heads", type=_count, default=8, metavar="N", help="attention heads, a divisor of the width "
-           "(default: %(default)s)")
+    option("--heads", type=_count, default=8, metavar="N",
+           help="attention heads; the width is a multiple of twice as many (default: %(default)s)")
     option("--context", type=_count, default=128, metavar="N", help="bytes the model looks at (default: %(default)s)")
     option("--batch", type=_count, default=4, metavar="N", help="windows of text a step (default: %(default)s)")
     option("--steps", type=_count, default=200, metavar="N", help="training steps (default: %(default)s)")
@@ -55,14 +55,18 @@ def add_train(subparsers: Any) -> None:
 
 def _run(arguments: argparse.Namespace, check: Callable[[], None]) -> int:
     """Check what argparse cannot, and train; returns the exit status. A missing native part is one line, status 1."""
-    if arguments.width % arguments.heads:
-        arguments.parser.error(f"--width {arguments.width} is not divisible by --heads {arguments.heads}")
+    if arguments.width % (2 * arguments.heads):
+        arguments.parser.error(
+            f"--width {arguments.width} is not divisible by twice the --heads, {2 * arguments.heads}"
+        )
     if arguments.verify is not None and arguments.verify > arguments.steps:
         arguments.parser.error(f"--verify {arguments.verify} is more than --steps {arguments.steps}")
     try:
         from offload.train.command import run
     except ImportError as error:
-        print(f"{arguments.program}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        message = " ".join(str(error).split())
+        hint = "" if "pip install" in message else "; run `pip install -e .` in the project's folder"
+        print(f"{arguments.program}: error: {message}{hint}", file=sys.stderr)
         return 1
     return run(arguments, check)
 

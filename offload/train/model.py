@@ -64,9 +64,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts the next byte. ``width`` must be divisible by ``heads``."""
+    """Predicts the next byte. ``width`` must be a multiple of ``2 * heads``."""
 
-    def __init__(self, *, layers: int, width: int, heads: int, context: int) -> None:
+    def __init__(self, *, layers: int, width: int, heads: int) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
@@ -76,8 +76,7 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """The mean cross-entropy in nats (FP32, a scalar) if there are targets, else the logits.
 
-        Shapes: ``tokens`` and ``targets`` are int64 ``(batch, length)``, ``length`` at most the context;
-        logits are ``(batch, length, 256)``.
+        Shapes: ``tokens`` and ``targets`` are int64 ``(batch, context)``; logits are ``(batch, context, 256)``.
         """
         x = self.tokens(tokens)
         for block in self.blocks:

@@ -79,7 +79,7 @@ def table(figures: dict[str, Any], settings: Settings, verification: Verificatio
     formula = " + ".join(f"{nbytes} {kind}" for kind, nbytes in state.items())
     budget, used = figures["host_memory_bytes"], figures["host_memory_used_bytes"]
     imports, activations = figures["rss_imports_bytes"], figures["activation_bytes"]
-    engine = figures["peak_rss_bytes"] - imports - activations
+    peak, expected = figures["peak_rss_bytes"], figures["rss_expected_bytes"]
     how = "measured in memory" if figures["activation_bytes_measured"] else "estimated from the model's shape"
     read, write = figures["nvme_read_bytes_per_step"], figures["nvme_write_bytes_per_step"]
     step_seconds, bound_seconds = figures["step_seconds_median"], figures["bound_seconds"]
@@ -88,8 +88,9 @@ def table(figures: dict[str, Any], settings: Settings, verification: Verificatio
         ("model state", f"{_mb(figures['model_state_bytes'])} = {sum(state.values())} bytes a parameter ({formula})"),
         ("budget", f"{_mb(budget)} of host memory, {budget / figures['model_state_bytes']:.0%} of the model state; "
                    f"{_mb(used)} of it used"),
-        ("peak RSS", f"{_mb(figures['peak_rss_bytes'])} = {_mb(imports)} imports + {_mb(activations)} activations "
-                     f"({how}) + {_mb(engine)} for the rest, {engine / budget:.0%} of the budget"),
+        ("peak RSS", f"{_mb(peak)}: {_mb(imports)} imports, {_mb(activations)} activations and working memory of torch "
+                     f"({how}), {_mb(peak - imports - activations)} engine; {peak / expected:.1%} of imports + "
+                     f"activations + budget"),
         ("NVMe", f"{_mb(read)} read and {_mb(write)} written a step: {read / numel:.1f} + {write / numel:.1f} bytes "
                  f"a parameter, by {figures['io_backend'] or 'nothing'}"),
         ("step", f"{step_seconds:.3f} s, {figures['tokens_per_step'] / step_seconds:,.0f} tokens/s; the bound is "

@@ -53,7 +53,7 @@ class Settings:
     def empty_model(self) -> GPT:
         """The model without memory: its parameters are on the ``meta`` device."""
         with torch.device("meta"):
-            return GPT(layers=self.layers, width=self.width, heads=self.heads, context=self.context)
+            return GPT(layers=self.layers, width=self.width, heads=self.heads)
 
     def open_text(self) -> Text:
         """The text to learn from. Raises ``InputError`` if there is none or too little."""
@@ -75,8 +75,8 @@ class Settings:
 
     @property
     def activation_bytes_estimated(self) -> int:
-        """What autograd keeps for backward: 16 numbers a width, block and token, plus five rows of 256 logits."""
-        numbers = 16 * self.width * self.layers + 5 * 256
+        """What autograd keeps for backward: 18 numbers a width, block and token, plus five rows of 256 logits."""
+        numbers = 18 * self.width * self.layers + 5 * 256
         return self.batch * self.context * numbers * torch.finfo(dtype_of(self.precision)).bits // 8
 
 

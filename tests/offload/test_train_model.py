@@ -6,7 +6,7 @@ import torch
 
 from offload.train.model import GPT, generate
 
-_SHAPE = {"layers": 2, "width": 32, "heads": 4, "context": 16}
+_SHAPE = {"layers": 2, "width": 32, "heads": 4}
 
 
 def test_the_untrained_model_guesses():

@@ -103,19 +103,22 @@ def test_a_killed_owner_leaves_nothing(tmp_path: Path):
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path):
     store = Store([tmp_path], [PAGE_BYTES])
     read_end, write_end = os.pipe()
+    started_read, started_write = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(write_end)
+        os.write(started_write, b"x")
         os.read(read_end, 1)
         os._exit(0)
+    os.read(started_read, 1)
     try:
         store.close()
         Store([tmp_path], [PAGE_BYTES]).close()
     finally:
         os.write(write_end, b"x")
         os.waitpid(child, 0)
-        os.close(read_end)
-        os.close(write_end)
+        for descriptor in (read_end, write_end, started_read, started_write):
+            os.close(descriptor)
 
 
 def test_paths_that_cannot_hold_a_store_are_refused(tmp_path: Path):
