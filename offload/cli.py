@@ -16,6 +16,9 @@ from typing import Any, NoReturn
 
 from offload.train.arguments import add_train
 
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Ctrl-C, a request of the system, and the terminal that goes away."""
+
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, told in the name of the subcommand they belong to."""
@@ -35,14 +38,14 @@ class Stopped(BaseException):
 
 
 class Signals:
-    """Within ``with``, turns Ctrl-C and SIGTERM into ``Stopped`` in the main thread. A second one ends the process."""
+    """Within ``with``, turns a signal to stop into ``Stopped`` in the main thread. A second one ends the process."""
 
     def __init__(self) -> None:
         self.received: int | None = None
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
-        self._handlers = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._handlers = {number: signal.signal(number, self._handle) for number in _STOPPING}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -94,7 +94,7 @@ def _settings(arguments: argparse.Namespace, say: Callable[[str], None]) -> Sett
 def _verify(settings: Settings, training: Training, num_steps: int) -> Verification:
     losses = [step.loss for step in training.steps[:num_steps]]
     with Progress("verifying", num_steps) as progress:
-        return verify(settings, losses, training.digests, lambda loss: progress.step(loss=f"{loss:.3f}"))
+        return verify(settings, losses, training.digests, lambda loss: progress.step({"loss": f"{loss:.3f}"}))
 
 
 def _write(out: Path, settings: Settings, figures: dict[str, Any], training: Training) -> None:

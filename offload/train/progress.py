@@ -17,7 +17,7 @@ class Progress:
         self._done = 0
         self._bar = tqdm(total=num_steps, desc=what, unit="step", disable=not sys.stderr.isatty(), dynamic_ncols=True)
 
-    def step(self, **values: str) -> None:
+    def step(self, values: dict[str, str]) -> None:
         """One more step is done; ``values`` are shown beside it."""
         self._done += 1
         self._bar.set_postfix(values, refresh=False)

@@ -107,9 +107,11 @@ def train(
                 if len(training.steps) == digest_after:
                     training.digests = digests(engine.module.named_parameters())
                 progress.step(
-                    loss=f"{value:.3f}",
-                    tokens_per_s=f"{tokens.numel() / seconds:,.0f}",
-                    of_bound=f"{report.efficiency:.0%}",
+                    {
+                        "loss": f"{value:.3f}",
+                        "tokens/s": f"{tokens.numel() / seconds:,.0f}",
+                        "of bound": f"{report.efficiency:.0%}",
+                    }
                 )
         training.num_parameters = engine.plan.num_parameters
         training.plan = str(engine.plan)
