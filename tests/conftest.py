@@ -1,4 +1,4 @@
-"""A shell starts background jobs with Ctrl-C ignored, and programs inherit that: the tests want it as it is by default."""
+"""Shells start background jobs with Ctrl-C ignored, and programs inherit that: the tests want the default."""
 
 import signal
 
