@@ -19,8 +19,9 @@ def measure(store: Store, extents: Sequence[Extent], buffers: Sequence[Lease]) -
 
     ``extents`` are of one kind, none larger than a buffer; there must be at least two buffers.
     """
-    kept, spare = list(buffers[: len(buffers) // 2]), list(buffers[len(buffers) // 2 :])
+    kept, spare = list(buffers[: len(buffers) // 2]), list(buffers[len(buffers) // 2 :][: len(extents)])
     own = list(zip(extents, kept, strict=False))
+    extents = extents[: len(extents) // len(spare) * len(spare)]  # so that no buffer is in two transfers at a time
 
     def read(extent: Extent, lease: Lease) -> Ticket:
         return store.read(extent, lease.address, extent.nbytes)

@@ -6,8 +6,8 @@ import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +16,9 @@ import torch
 from offload.errors import ConfigError
 
 Bytes = int | Literal["auto"]
+
+OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "sgd")
+"""Those that have a native kernel, by the names that ``optimizer=`` takes."""
 
 _SUFFIXES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SUFFIXES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -48,18 +51,24 @@ class OffloadConfig:
     """Bytes of host memory that the engine may hold, staging included. "auto": most of what is free now."""
     nvme_capacity: int | str = "auto"
     """Bytes of NVMe that the store may reserve. "auto": what is free on the paths."""
-    precision: Literal["bf16", "fp32"] = "bf16"
-    """dtype of weights and gradients. "bf16" keeps an fp32 master, as weight and 16-bit remainder; moments are fp32."""
-    optimizer: Literal["adamw"] | None = "adamw"
-    """What updates the weights. None: no training, no gradients, no states."""
-    lr: float = 1e-3
-    """Learning rate of the first parameter group; a scheduler on ``engine.optimizer`` changes it."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """dtype of weights and gradients. The 16-bit ones keep an fp32 master; "fp16" scales the loss, dynamically."""
+    optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer | None = "adamw"
+    """What updates the weights: "adam", "adamw", "adagrad", "lion" or "sgd"; a ``torch.optim.Optimizer`` class; or one
+    that is built already over the model's parameters, whose groups, settings and states are taken over. None: no
+    training, no gradients, no states."""
+    lr: float | None = None
+    """Learning rate; a scheduler on ``engine.optimizer`` changes it. None, here and below: the optimizer's default."""
+    betas: tuple[float, float] | None = None
     """Decay of the first and second moment."""
-    eps: float = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: float = 0.01
-    """Decoupled weight decay, as in ``torch.optim.AdamW``."""
+    eps: float | None = None
+    """Added to the denominator."""
+    weight_decay: float | None = None
+    """Weight decay, as the optimizer of this name in ``torch.optim`` has it."""
+    optimizer_options: Mapping[str, Any] = field(default_factory=dict)
+    """Further options of the optimizer, by the names of ``torch.optim``: ``{"momentum": 0.9, "nesterov": True}``."""
+    moments_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
+    """How kernels keep the optimizer's states. "bf16" and "int8" (blocks of 256) save bytes and are inexact."""
     gradient_clipping: float = 0.0
     """Upper bound of the global gradient norm. 0: no clipping."""
     gradient_accumulation_steps: int = 1
@@ -78,16 +87,19 @@ class OffloadConfig:
             object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
         if torch.device(self.device).type != "cpu":
             raise ConfigError(f'device: only "cpu" is supported so far, got {self.device!r}')
-        self._check_choice("precision", ("bf16", "fp32"))
-        self._check_choice("optimizer", ("adamw", None))
+        self._check_choice("precision", ("bf16", "fp16", "fp32"))
+        self._check_choice("moments_dtype", ("fp32", "bf16", "int8"))
+        self._check_optimizer()
         self._check_choice("io_backend", ("auto", "io_uring", "threads", "portable"))
-        for name, low, high in (("lr", 0, None), ("eps", 0, None), ("weight_decay", 0, None)):
-            self._check_number(name, getattr(self, name), low, high)
+        for name in ("lr", "eps", "weight_decay"):
+            if getattr(self, name) is not None:
+                self._check_number(name, getattr(self, name), 0, None)
         self._check_number("gradient_clipping", self.gradient_clipping, 0, None)
-        if len(self.betas) != 2:
-            raise ConfigError(f"betas: expected two numbers, got {self.betas!r}")
-        for beta in self.betas:
-            self._check_number("betas", beta, 0, 1)
+        if self.betas is not None:
+            if len(self.betas) != 2:
+                raise ConfigError(f"betas: expected two numbers, got {self.betas!r}")
+            for beta in self.betas:
+                self._check_number("betas", beta, 0, 1)
         if not isinstance(self.gradient_accumulation_steps, int) or self.gradient_accumulation_steps < 1:
             raise ConfigError(f"gradient_accumulation_steps must be >= 1, got {self.gradient_accumulation_steps!r}")
         if self.tile_bytes != "auto" and int(self.tile_bytes) < 64 * 1024:
@@ -96,7 +108,7 @@ class OffloadConfig:
     @classmethod
     def of(cls, config: OffloadConfig | None, options: dict[str, Any]) -> OffloadConfig:
         """``config`` with ``options`` laid over it. An unknown option is an error that names the nearest known one."""
-        known = [field.name for field in dataclasses.fields(cls)]
+        known = [item.name for item in dataclasses.fields(cls)]
         for name in options:
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1)
@@ -112,12 +124,31 @@ class OffloadConfig:
     @property
     def dtype(self) -> torch.dtype:
         """dtype of the weights that the model computes with."""
-        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+        return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.precision]
+
+    @property
+    def optimizer_settings(self) -> dict[str, Any]:
+        """The optimizer's options that were set, by their names in ``torch.optim``."""
+        named = {name: getattr(self, name) for name in ("lr", "betas", "eps", "weight_decay")}
+        return {**{name: value for name, value in named.items() if value is not None}, **self.optimizer_options}
 
     @property
     def gradient_dtype(self) -> torch.dtype:
         """dtype in which gradients rest: that of the weights, and fp32 when several are added up."""
         return self.dtype if self.gradient_accumulation_steps == 1 else torch.float32
+
+    def _check_optimizer(self) -> None:
+        optimizer = self.optimizer
+        if isinstance(optimizer, str):
+            self._check_choice("optimizer", OPTIMIZERS)
+        elif isinstance(optimizer, type):
+            if not issubclass(optimizer, torch.optim.Optimizer):
+                raise ConfigError(f"optimizer: {optimizer.__name__} is not a torch.optim.Optimizer")
+        elif optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                f"optimizer: expected one of {', '.join(map(repr, OPTIMIZERS))}, a torch.optim.Optimizer (class or "
+                f"built), or None; got {optimizer!r}"
+            )
 
     def _check_choice(self, name: str, allowed: tuple[Any, ...]) -> None:
         if getattr(self, name) not in allowed:

@@ -11,27 +11,24 @@ import torch
 from torch import nn
 
 import aio_ext
-from offload import bandwidth
+from offload.build import build
+from offload.choose import Choice, choose
 from offload.config import OffloadConfig
-from offload.dtypes import kernel_dtype
-from offload.errors import ConfigError, NonFiniteGradient
+from offload.errors import ConfigError
 from offload.failure import Failure
-from offload.gradients import Gradients
-from offload.handle import Handle, make_handle
+from offload.handle import Handle
 from offload.hooks import Hooks
 from offload.layout import Formats
-from offload.load import Loader
+from offload.loss_scale import LossScale
 from offload.memory import available_bytes
-from offload.optimizer import OffloadAdamW
-from offload.plan import Plan, Tier, make_plan
-from offload.report import Bandwidths, Meter, Report
-from offload.residency import Weights
-from offload.states import ParameterLink
-from offload.unit import GradientBuffer, Residency, Slot, StateTile, Unit
-from offload.units import ALIGNMENT, ParameterSpec, UnitSpec, find_units
-from offload.update import Segment, UnitUpdate, Updater
-from offload.window import POISON, CopyWindow, window_class
-from swapper import Arena, Lease, OffloadError, Store
+from offload.optimizer import OffloadOptimizer
+from offload.plan import Plan, make_plan
+from offload.report import Meter, Report
+from offload.unit import Unit
+from offload.units import ParameterSpec, UnitSpec, find_units
+from offload.verdict import Verdict
+from offload.window import CopyWindow, window_class
+from swapper import OffloadError
 
 _AUTO_SHARE = 0.8
 """Of what is free, "auto" takes this much: activations, the loader and others need room too."""
@@ -40,11 +37,12 @@ _AUTO_SHARE = 0.8
 class OffloadEngine:
     """Trains ``model`` with its state on host RAM and NVMe.
 
-    ``engine(*inputs)`` runs the model, ``engine.backward(loss)`` and ``engine.step()`` train it; ``engine.module is
-    model``, and any of its parameters can be read or written at any time. Options are the fields of ``OffloadConfig``.
+    ``engine(*inputs)`` runs the model, ``engine.backward(loss)`` and ``engine.step()`` train it; so does PyTorch's own
+    loop with ``engine.optimizer``. ``engine.module is model``, and any of its parameters can be read or written at any
+    time. Options are the fields of ``OffloadConfig``.
 
-    Everything is reserved here: raises ``ConfigError``, ``BudgetError`` (with ``needed_bytes``), ``StoreUnsafe``,
-    ``StoreLocked`` or ``StorageFull`` before the model is touched. Call ``close`` at the end, or use it in ``with``.
+    Everything is reserved here: raises ``ConfigError``, ``BudgetError`` (with ``needed_bytes``), ``StoreUnsafe``
+    or ``StorageFull`` before the model is touched. Call ``close`` at the end, or use it in ``with``.
     """
 
     def __init__(self, model: nn.Module, config: OffloadConfig | None = None, **options: Any) -> None:
@@ -58,17 +56,18 @@ class OffloadEngine:
         specs = find_units(model)
         if not specs:
             raise ConfigError("the model has no floating-point parameters: there is nothing to offload")
-        formats = Formats.of(self.config)
-        self.plan: Plan = self._make_plan(specs, formats)
-        self._formats = formats
+        choice = choose(self.config, specs)
+        self.plan: Plan = self._make_plan(specs, choice)
         self._failure = Failure()
         self._meter = Meter()
         self._micro_step = 0
-        self._num_steps: dict[ParameterSpec, int] = {}
+        self._loss_scale = LossScale() if self.config.precision == "fp16" else None
+        self._backward_scale = 1.0
+        self._step_scale = 1.0
         self._last_report: Report | None = None
         self._grad_norm: float | None = None
         try:
-            self._build()
+            self._build(choice)
         except BaseException:
             self._closed.close()
             raise
@@ -89,11 +88,15 @@ class OffloadEngine:
         """Compute the gradients of ``loss`` (divided by ``gradient_accumulation_steps``) and bring them home."""
         self._failure.check()
         self._require_training()
+        scale = self._loss_scale.value if self._loss_scale is not None else 1.0
+        self._backward_scale = 1 / scale
         try:
-            (loss / self.config.gradient_accumulation_steps).backward()  # type: ignore[no-untyped-call]
+            (loss.float() * scale / self.config.gradient_accumulation_steps).backward()  # type: ignore[no-untyped-call]
         except BaseException:
             self._hooks.close_backward()
             raise
+        finally:
+            self._backward_scale = 1.0
         self._failure.check()
         self._micro_step += 1
 
@@ -102,10 +105,23 @@ class OffloadEngine:
 
         Does nothing until ``gradient_accumulation_steps`` calls of ``backward`` have been made. Raises
         ``NonFiniteGradient`` if a gradient is NaN or infinite: the gradients are dropped and nothing else has changed.
+        With ``precision="fp16"`` that is part of training: the step is skipped and the loss scale halved.
         """
         optimizer = self._require_training()
         if self._micro_step >= self.config.gradient_accumulation_steps:
             optimizer.step()  # through the optimizer, so that schedulers see it
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale all gradients so that their global 2-norm is at most ``max_norm``; the norm before. Moves no bytes.
+
+        As ``torch.nn.utils.clip_grad_norm_``. A norm that is not finite scales nothing; ``step`` says so.
+        """
+        self._require_training()
+        self._failure.check()
+        norm = self._verdict.norm()
+        if math.isfinite(norm):
+            self._verdict.scale(min(max_norm / (norm + 1e-6), 1.0))
+        return torch.tensor(norm)
 
     def synchronize(self) -> None:
         """Wait until the last step's update is done everywhere. Training never needs it."""
@@ -167,128 +183,97 @@ class OffloadEngine:
             return
         with self._failure.guard():
             self._weights.wait_for_update(unit)
-            self._gradients.add(unit, spec, gradient)
+            self._gradients.add(unit, spec, gradient, self._backward_scale)
 
     def end_backward(self, unit: Unit) -> None:
         """The unit has all the gradients of this backward."""
         self._gradients.close(unit)
 
+    # What the optimizer asks.
+
+    def take_step(self) -> None:
+        """Freeze the step, and start its update."""
+        optimizer = self._require_training()
+        self._failure.check()
+        self._micro_step = 0
+        self._hooks.reset()
+        norm = self._verdict.norm()
+        if self._loss_scale is not None:
+            self._step_scale = self._loss_scale.value
+            self._loss_scale.update(math.isfinite(norm))
+        if not math.isfinite(norm):
+            error = self._verdict.non_finite(self.global_step + 1)
+            self.drop_gradients()
+            if self._loss_scale is None:
+                raise error
+            return
+        if self.config.gradient_clipping:
+            self._verdict.scale(min(self.config.gradient_clipping / (norm + 1e-6), 1.0))
+        updates = self._verdict.freeze(optimizer.param_groups)
+        for update in updates:
+            self._gradients.forget(update.unit)
+        self._grad_norm = norm
+        self.global_step += 1
+        self._last_report = self._make_report()
+        self._weights.begin_updates([update.unit for update in updates])
+        assert self._updater is not None
+        self._updater.start(updates)
+
+    def drop_gradients(self) -> None:
+        """Forget what was gathered for the coming step."""
+        for unit in self._units:
+            self._gradients.forget(unit)
+
+    def optimizer_states(self) -> dict[nn.Parameter, dict[str, Any]]:
+        """Copies of all optimizer states, once the update is done."""
+        self.synchronize()
+        assert self._tiles is not None
+        with self._failure.guard():
+            states = self._tiles.read_states(self._units, self._verdict.num_steps)
+        return {self._handles[spec]: values for spec, values in states.items()}
+
+    def set_optimizer_states(self, states: dict[nn.Parameter, dict[str, Any]]) -> None:
+        """Take over optimizer states by parameter."""
+        self.synchronize()
+        assert self._tiles is not None
+        specs = {id(handle): spec for spec, handle in self._handles.items()}
+        by_spec = {specs[id(handle)]: values for handle, values in states.items() if values}
+        with self._failure.guard():
+            self._verdict.num_steps = self._tiles.write_states(self._units, by_spec)
+
     # How it is built.
 
-    def _make_plan(self, specs: list[UnitSpec], formats: Formats) -> Plan:
+    def _make_plan(self, specs: list[UnitSpec], choice: Choice | None) -> Plan:
         config = self.config
         host = config.host_memory
         host_bytes = int(available_bytes() * _AUTO_SHARE) if host == "auto" else int(host)
         nvme = config.nvme_capacity
         nvme_bytes = (1 << 62 if nvme == "auto" else int(nvme)) if config.paths else 0
         tile_bytes = None if config.tile_bytes == "auto" else int(config.tile_bytes)
-        return make_plan(specs, formats, host_bytes, nvme_bytes, tile_bytes, copies=window_class() is CopyWindow)
+        cut = choice.rule.cut if choice is not None else None
+        copies = window_class() is CopyWindow
+        return make_plan(specs, Formats.of(config), cut, host_bytes, nvme_bytes, tile_bytes, copies)
 
-    def _build(self) -> None:
-        plan, config, formats = self.plan, self.config, self._formats
-        training = config.optimizer is not None
-        extent_sizes = []
-        for item in plan.units:
-            if item.weights is Tier.NVME:
-                extent_sizes.append(item.unit.numel * formats.weights)
-            if item.grads is Tier.NVME:
-                extent_sizes.append(item.unit.trainable_numel * formats.grads)
-            extent_sizes += [tile.numel * formats.states for tile, tier in item.tiles if tier is Tier.NVME]
-        self._store: Store | None = None
-        if extent_sizes:
-            self._store = Store(config.paths, extent_sizes, backend=config.io_backend)
-        arena = Arena(plan.arena_bytes)
-        self._closed.callback(arena.close)
-        if self._store is not None:
-            self._closed.callback(self._store.close)
-            self._store.register(arena)
-        largest = max(item.unit.numel for item in plan.units) * config.dtype.itemsize
-        self._units = self._make_units(arena, aio_ext.Pattern(largest, POISON))
-        slots = [Slot(arena.lease(plan.slot_bytes)) for _ in range(plan.staging.num_slots)]
-        grad_buffers = [
-            GradientBuffer(arena.lease(plan.grad_buffer_bytes)) for _ in range(plan.staging.num_grad_buffers)
-        ]
-        tile_buffers = [arena.lease(plan.tile_buffer_bytes) for _ in range(plan.staging.num_tile_buffers)]
-
-        self._weights = Weights(self._units, slots, self._store, self._failure, self._meter, config.prefetch)
-        self._closed.callback(self._weights.drain)
-        self._handles = handles = self._make_handles()
-        by_name = {spec.name: spec for spec in handles}
-        self._named_order = [by_name[name] for name, _ in self.module.named_parameters() if name in by_name]
-        Loader(self._store, formats, slots, tile_buffers).load(self.module, self._units, handles)
-        self.bandwidths = self._measure(slots, tile_buffers)
-        self._gradients = Gradients(grad_buffers, self._store, config.gradient_dtype, self._meter)
-        self._closed.callback(self._gradients.drain)
-        self._hooks = Hooks(self._units, handles, self)
+    def _build(self, choice: Choice | None) -> None:
+        rule = choice.rule if choice is not None else None
+        had_states = choice.states() if choice is not None else {}
+        parts = build(self.module, self.plan, self.config, rule, self._failure, self._meter, self._closed)
+        self._store, self._units, self._handles = parts.store, parts.units, parts.handles
+        self._weights, self._gradients, self._updater = parts.weights, parts.gradients, parts.updater
+        self._tiles, self.bandwidths = parts.tiles, parts.bandwidths
+        self._hooks = Hooks(self._units, self._handles, self)
         self._add_state_dict_hooks()
-        if training:
-            self._updater = Updater(
-                tile_buffers,
-                self._store,
-                formats,
-                self._weights,
-                self._gradients,
-                self._failure,
-                self._meter,
-                grad_dtype=kernel_dtype(config.gradient_dtype),
-            )
-            self._closed.callback(self._updater.stop)
-        self.optimizer = self._make_optimizer(handles) if training else None
+        self.optimizer: OffloadOptimizer | None = None
+        if choice is not None:
+            by_name = {spec.name: spec for spec in self._handles}
+            named_order = [by_name[name] for name, _ in self.module.named_parameters() if name in by_name]
+            self._verdict = Verdict(self._units, named_order, self._handles, choice.rule)
+            for group, specs in choice.groups:
+                group["params"] = [self._handles[spec] for spec in specs]
+            self.optimizer = OffloadOptimizer([group for group, _ in choice.groups], self, choice.source)
+            if had_states:
+                self.set_optimizer_states({self._handles[spec]: states for spec, states in had_states.items()})
         self._moved = self._moved_bytes()
-
-    def _make_units(self, arena: Arena, poison: aio_ext.Pattern) -> list[Unit]:
-        """Each unit with its window, its homes in RAM and its extents in the store."""
-        make_window = window_class()
-        extents = iter(self._store.extents if self._store is not None else ())
-        units = []
-        for item in self.plan.units:
-            spec = item.unit
-            window = make_window(spec.numel, self.config.dtype, poison)
-            parameters = [
-                nn.Parameter(window.flat[p.offset : p.offset + p.numel].view(p.shape), requires_grad=p.trainable)
-                for p in spec.parameters
-            ]
-            window.close()
-            unit = Unit(item, window, parameters)
-            if item.weights is Tier.HOST:
-                unit.weights_home = arena.lease(spec.numel * self._formats.weights)
-                unit.residency = Residency.RESIDENT
-            else:
-                unit.weights_extent = next(extents)
-            if item.grads is Tier.HOST:
-                unit.grads_home = arena.lease(spec.trainable_numel * self._formats.grads)
-            else:
-                unit.grads_extent = next(extents)
-            for tile, tier in item.tiles:
-                home = arena.lease(tile.numel * self._formats.states) if tier is Tier.HOST else None
-                unit.tiles.append(StateTile(tile.start, tile.stop, home, None if home else next(extents)))
-            units.append(unit)
-        return units
-
-    def _make_handles(self) -> dict[ParameterSpec, nn.Parameter]:
-        return {
-            spec: make_handle(
-                ParameterLink(unit, spec, self._weights, self._store, self._formats, self._failure),
-                spec.shape,
-                self.config.dtype,
-                torch.device("cpu"),
-                spec.trainable,
-            )
-            for unit in self._units
-            for spec in unit.spec.parameters
-        }
-
-    def _make_optimizer(self, handles: dict[ParameterSpec, nn.Parameter]) -> OffloadAdamW:
-        config = self.config
-        return OffloadAdamW(
-            [handle for spec, handle in handles.items() if spec.trainable],
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            take_step=self._take_step,
-            drop_gradients=self._drop_gradients,
-        )
 
     def _add_state_dict_hooks(self) -> None:
         """State dicts hold ordinary tensors, so that whoever saves them needs to know nothing of handles."""
@@ -303,80 +288,7 @@ class OffloadEngine:
             hook = module.register_state_dict_post_hook(replace)  # type: ignore[no-untyped-call]
             self._closed.callback(hook.remove)
 
-    def _measure(self, slots: list[Slot], tile_buffers: list[Lease]) -> Bandwidths | None:
-        """The store's bandwidth, on what is most of its bytes."""
-        tiles = [tile.extent for unit in self._units for tile in unit.tiles if tile.extent is not None]
-        weights = [unit.weights_extent for unit in self._units if unit.weights_extent is not None]
-        for extents, buffers in ((tiles, tile_buffers), (weights, [slot.lease for slot in slots])):
-            if extents and len(buffers) > 1:
-                assert self._store is not None
-                return bandwidth.measure(self._store, extents, buffers)
-        return None
-
-    # How a step is frozen.
-
-    def _take_step(self) -> None:
-        self._failure.check()
-        self._micro_step = 0
-        self._hooks.reset()
-        norm = self._global_norm()
-        clipping = self.config.gradient_clipping
-        clip_factor = min(clipping / (norm + 1e-6), 1.0) if clipping else 1.0
-        updates = self._freeze_updates(clip_factor)
-        for update in updates:
-            self._gradients.forget(update.unit)
-        self._grad_norm = norm
-        self.global_step += 1
-        self._last_report = self._make_report()
-        self._weights.begin_updates([update.unit for update in updates])
-        self._updater.start(updates)
-
-    def _global_norm(self) -> float:
-        """The norm of all gradients of the coming step. Raises ``NonFiniteGradient`` and drops them if it has none."""
-        by_spec = {spec: value for unit in self._units for spec, value in unit.sum_squares.items()}
-        total = sum(by_spec[spec] for spec in self._named_order if spec in by_spec)
-        if math.isfinite(total):
-            return math.sqrt(total)
-        bad = next(spec.name for spec in self._named_order if spec in by_spec and not math.isfinite(by_spec[spec]))
-        self._drop_gradients()
-        raise NonFiniteGradient(
-            f"step {self.global_step + 1}: the gradient of {bad} is not finite. The step was not taken: weights and "
-            "states are unchanged. Lower the learning rate, clip gradients, or look at this batch."
-        )
-
-    def _freeze_updates(self, grad_scale: float) -> list[UnitUpdate]:
-        """What the step does to each unit that has gradients, with the groups' settings as they are now."""
-        assert self.optimizer is not None
-        groups = {id(handle): group for group in self.optimizer.param_groups for handle in group["params"]}
-        updates = []
-        for unit in self._units:
-            segments = self._segments(unit, groups, grad_scale)
-            if segments:
-                updates.append(UnitUpdate(unit, tuple(segments)))
-        return updates
-
-    def _segments(self, unit: Unit, groups: dict[int, dict[str, Any]], grad_scale: float) -> list[Segment]:
-        """The unit's parameters that have a gradient and a group; neighbours that take the same step are one."""
-        assert self.optimizer is not None
-        segments: list[Segment] = []
-        for spec in unit.spec.parameters:
-            group = groups.get(id(self._handles[spec]))
-            if spec not in unit.sum_squares or spec.numel == 0 or group is None:
-                continue
-            self._num_steps[spec] = self._num_steps.get(spec, 0) + 1
-            coef = self.optimizer.coefficients(group, self._num_steps[spec], grad_scale)
-            last = segments[-1] if segments else None
-            if last is not None and last.coef == coef and spec.offset - last.stop < ALIGNMENT:
-                segments[-1] = Segment(last.start, spec.offset + spec.numel, coef)
-            else:
-                segments.append(Segment(spec.offset, spec.offset + spec.numel, coef))
-        return segments
-
-    def _drop_gradients(self) -> None:
-        for unit in self._units:
-            self._gradients.forget(unit)
-
-    def _require_training(self) -> OffloadAdamW:
+    def _require_training(self) -> OffloadOptimizer:
         if self.optimizer is None:
             raise ConfigError("the engine was made with optimizer=None: it does not train")
         return self.optimizer
@@ -404,6 +316,7 @@ class OffloadEngine:
             memory=self.plan.memory,
             io_backend=None if self._store is None else self._store.backend,
             grad_norm=self._grad_norm,
+            loss_scale=self._step_scale,
         )
 
     def _moved_bytes(self) -> tuple[int, int]:

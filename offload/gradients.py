@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -10,9 +11,9 @@ from offload import kernels
 from offload.dtypes import kernel_dtype
 from offload.memory import tensor_at
 from offload.report import Meter
-from offload.unit import GradientBuffer, Unit
+from offload.unit import Gradient, GradientBuffer, Unit
 from offload.units import ParameterSpec
-from swapper import OffloadError, Store
+from swapper import Extent, OffloadError, Store
 
 
 class Gradients:
@@ -26,45 +27,72 @@ class Gradients:
         self._dtype = dtype
         self._meter = meter
 
-    def add(self, unit: Unit, spec: ParameterSpec, gradient: torch.Tensor) -> None:
-        """Add ``gradient`` to what is there for the coming step; the first one is copied. Reads ``gradient`` only."""
-        address = self._writable(unit) + spec.offset * self._dtype.itemsize
+    def add(self, unit: Unit, spec: ParameterSpec, gradient: torch.Tensor, scale: float = 1.0) -> None:
+        """Add ``scale`` times ``gradient`` to what is there for the coming step; the first one is copied.
+
+        Reads ``gradient`` only. The scale is applied by the update, unless gradients with different ones meet.
+        """
+        total = self._tensor(unit, spec)
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        total = tensor_at(address, spec.numel, self._dtype).view(spec.shape)
+        before = unit.gradients.get(spec)
         with torch.no_grad():
-            if spec in unit.sum_squares:
+            if before is None:
+                total.copy_(gradient)
+            elif before.scale == scale:
                 total.add_(gradient)
             else:
-                total.copy_(gradient)
-        unit.sum_squares[spec] = kernels.sum_squares(address, spec.numel, kernel_dtype(self._dtype))
+                total.mul_(before.scale).add_(gradient, alpha=scale)
+                scale = 1.0
+        unit.gradients[spec] = Gradient(self._sum_squares(total), scale)
+
+    def read(self, unit: Unit, spec: ParameterSpec) -> torch.Tensor:
+        """A copy of the gradient, which must be there."""
+        gradient = self._tensor(unit, spec) * unit.gradients[spec].scale
+        self._close_outside(unit)
+        return gradient
+
+    def write(self, unit: Unit, spec: ParameterSpec, value: torch.Tensor) -> None:
+        """Put ``value`` in the place of the gradient, if there was one."""
+        unit.gradients.pop(spec, None)
+        self.add(unit, spec, value)
+        self._close_outside(unit)
+
+    def _close_outside(self, unit: Unit) -> None:
+        if not unit.in_backward:
+            self.close(unit)
 
     def close(self, unit: Unit) -> None:
         """The unit's backward is over: a spilled gradient goes to the store, its buffer becomes available."""
         buffer = unit.grad_buffer
-        if buffer is not None and buffer.write is None:
+        if buffer is not None and not buffer.writes:
             self._spill(unit, buffer)
 
     def wait_until_spilled(self, unit: Unit) -> None:
         """Block until the store holds what was gathered. Any thread."""
-        buffer = unit.grad_buffer
-        write = None if buffer is None else buffer.write
-        if write is not None:
+        for write in () if unit.grad_buffer is None else unit.grad_buffer.writes:
             write.wait()
 
     def forget(self, unit: Unit) -> None:
         """The gradients belong to a step now, or are not wanted: the next one begins a new sum."""
-        unit.sum_squares = {}
+        unit.gradients = {}
         unit.grads_spilled = False
 
     def drain(self) -> None:
         """Wait for every transfer in flight, whatever becomes of it."""
-        for buffer in self._buffers:
-            if buffer.write is not None:
-                try:
-                    buffer.write.wait()
-                except OffloadError:
-                    continue
+        for write in [write for buffer in self._buffers for write in buffer.writes]:
+            with contextlib.suppress(OffloadError):
+                write.wait()
+
+    def _tensor(self, unit: Unit, spec: ParameterSpec) -> torch.Tensor:
+        """Where the parameter's gradient may be changed now."""
+        address = self._writable(unit) + spec.offset * self._dtype.itemsize
+        return tensor_at(address, spec.numel, self._dtype).view(spec.shape)
+
+    def _sum_squares(self, gradient: torch.Tensor) -> float:
+        if gradient.numel() == 0:
+            return 0.0
+        return kernels.sum_squares(gradient.data_ptr(), gradient.numel(), kernel_dtype(self._dtype))
 
     def _writable(self, unit: Unit) -> int:
         """The address where the unit's gradients may be changed now."""
@@ -75,25 +103,27 @@ class Gradients:
             buffer = self._take_buffer()
             buffer.unit, unit.grad_buffer = unit, buffer
             self._fill(unit, buffer)
-        elif buffer.write is not None:
-            with self._meter.stall("write"):
-                buffer.write.wait()
-            buffer.write = None
-            if not unit.sum_squares:
+        elif buffer.writes:
+            self._wait_for_spill(buffer)
+            if not unit.gradients:
                 self._fill(unit, buffer)
         return buffer.lease.address
 
     def _fill(self, unit: Unit, buffer: GradientBuffer) -> None:
         """What was gathered before, or a clean buffer: padding must not hold another unit's gradients."""
-        nbytes = unit.spec.trainable_numel * self._dtype.itemsize
         if not unit.grads_spilled:
             flat = tensor_at(buffer.lease.address, unit.spec.trainable_numel, self._dtype)
             for start, stop in unit.spec.gaps:
                 flat[start:stop] = 0
             return
-        assert self._store is not None and unit.grads_extent is not None
+        assert self._store is not None
         with self._meter.stall("read"):
-            self._store.read(unit.grads_extent, buffer.lease.address, nbytes, urgent=True).wait()
+            reads = [
+                self._store.read(extent, address, extent.nbytes, urgent=True)
+                for extent, address in self._pieces(unit, buffer)
+            ]
+            for read in reads:
+                read.wait()
 
     def _take_buffer(self) -> GradientBuffer:
         """A buffer that may be overwritten: a free one, else the one whose spill began first.
@@ -103,21 +133,32 @@ class Gradients:
         idle = [b for b in self._buffers if b.unit is None]
         if idle:
             return idle[0]
-        buffer = next((b for b in self._buffers if b.write is not None), self._buffers[0])
+        buffer = next((b for b in self._buffers if b.writes), self._buffers[0])
         unit = buffer.unit
         assert unit is not None
-        if buffer.write is None:
+        if not buffer.writes:
             self._spill(unit, buffer)
-        assert buffer.write is not None
-        with self._meter.stall("write"):
-            buffer.write.wait()
-        unit.grad_buffer, buffer.unit, buffer.write = None, None, None
+        self._wait_for_spill(buffer)
+        unit.grad_buffer, buffer.unit = None, None
         self._buffers.remove(buffer)
         self._buffers.append(buffer)
         return buffer
 
     def _spill(self, unit: Unit, buffer: GradientBuffer) -> None:
-        assert self._store is not None and unit.grads_extent is not None
-        nbytes = unit.spec.trainable_numel * self._dtype.itemsize
-        buffer.write = self._store.write(unit.grads_extent, buffer.lease.address, nbytes)
+        assert self._store is not None
+        buffer.writes = tuple(
+            self._store.write(extent, address, extent.nbytes) for extent, address in self._pieces(unit, buffer)
+        )
         unit.grads_spilled = True
+
+    def _wait_for_spill(self, buffer: GradientBuffer) -> None:
+        with self._meter.stall("write"):
+            for write in buffer.writes:
+                write.wait()
+        buffer.writes = ()
+
+    def _pieces(self, unit: Unit, buffer: GradientBuffer) -> Iterator[tuple[Extent, int]]:
+        """The extents of the unit's gradients, one for each tile, and where each is in the buffer."""
+        for tile in unit.tiles:
+            assert tile.grads_extent is not None
+            yield tile.grads_extent, buffer.lease.address + tile.start * self._dtype.itemsize

@@ -18,11 +18,18 @@ from torch.utils._pytree import tree_map
 from offload.errors import ConfigError
 from swapper import OffloadError
 
+_GRAD: Any = torch.Tensor.grad
+"""Where autograd puts gradients, under the property of the same name."""
+
 
 class Link(Protocol):
-    """Where a handle's value comes from, and where a changed one goes. ``read`` gives a tensor of its own."""
+    """Where a handle's value comes from, and where a changed one goes. ``read`` gives a tensor of its own.
+
+    ``gradient`` is what ``parameter.grad`` gives and takes.
+    """
 
     name: str
+    gradient: torch.Tensor | None
 
     def read(self) -> torch.Tensor: ...
 
@@ -31,6 +38,8 @@ class Link(Protocol):
 
 class _View:
     """A view of another link's value: one output of ``function`` applied to it."""
+
+    gradient: torch.Tensor | None = None
 
     def __init__(self, base: Link, function: Callable[[torch.Tensor], Any], position: int | None) -> None:
         self.name = base.name
@@ -102,6 +111,21 @@ class Handle(torch.Tensor):
             handle._link.write(values[key])
         of_value = {id(values[key]): handle for key, handle in handles.items()}
         return tree_map(lambda item: of_value.get(id(item), item), result)
+
+    @property
+    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The gradient for the coming step, wherever it rests: a handle, or None."""
+        return self._link.gradient if isinstance(self, nn.Parameter) else None
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self._link.gradient = value
+
+    def take_autograd_gradient(self) -> torch.Tensor | None:
+        """What autograd has left here, which is here no longer."""
+        gradient = _GRAD.__get__(self)
+        _GRAD.__set__(self, None)
+        return gradient  # type: ignore[no-any-return]
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
@@ -192,7 +216,7 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(base, Handle):
         return func(*tree_map(_value_of, args), **tree_map(_value_of, kwargs))
     if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-        return Handle(base._link, base._meta, base.device)
+        return type(base)(base._link, base._meta, base.device)
 
     def function(value: torch.Tensor) -> Any:
         return func(value, *rest, **kwargs)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from offload.handle import Handle
 from offload.unit import Unit
 from offload.units import ParameterSpec
 
@@ -162,7 +163,10 @@ class Hooks:
         self._schedule.end_backward(unit)
 
     def _post_accumulate(self, unit: Unit, spec: ParameterSpec, parameter: torch.Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
+        if isinstance(parameter, Handle):
+            gradient = parameter.take_autograd_gradient()
+        else:
+            gradient, parameter.grad = parameter.grad, None
         if gradient is not None:
             self._schedule.take_gradient(unit, spec, gradient)
             if not unit.in_backward:

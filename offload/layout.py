@@ -1,4 +1,4 @@
-"""What a unit's bytes look like in each tier: flat weights, flat gradients, and state tiles."""
+"""What a unit's bytes look like in each tier: flat weights, flat gradients, and tiles of optimizer states."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from offload import kernels
 from offload.config import OffloadConfig
-from offload.units import GRAIN, UnitSpec
+from offload.memory import tensor_at
 
 DEFAULT_TILE_BYTES = 8 << 20
 """Measured: from 2 MiB up the disk does not care, below 8 MiB the training thread does (see docs/design.md)."""
@@ -15,58 +16,56 @@ DEFAULT_TILE_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class Formats:
-    """Bytes per parameter of each kind.
+    """Bytes per parameter of each kind; the moments are the optimizer's.
 
-    | kind    | bf16                                        | fp32                  |
-    |---------|---------------------------------------------|-----------------------|
-    | weights | 2: the upper half of the fp32 master        | 4: they are the master |
-    | master  | 2: the rest of the fp32 master              | 0                     |
-    | moments | 8: fp32                                     | 8                     |
-    | grads   | 2, or 4 when micro-batches are accumulated  | 4                     |
+    | kind    | bf16                                        | fp16                  | fp32                   |
+    |---------|---------------------------------------------|-----------------------|------------------------|
+    | weights | 2: the upper half of the fp32 master        | 2: the master rounded | 4: they are the master |
+    | master  | 2: the rest of the fp32 master              | 4                     | 0                      |
+    | grads   | 2, or 4 when micro-batches are accumulated  | 2 or 4                | 4                      |
     """
 
     weights: int
     master: int
-    moments: int
     grads: int
 
     @classmethod
     def of(cls, config: OffloadConfig) -> Formats:
         training = config.optimizer is not None
-        weights = config.dtype.itemsize
+        master = {torch.bfloat16: 2, torch.float16: 4, torch.float32: 0}[config.dtype]
         return cls(
-            weights=weights,
-            master=(torch.float32.itemsize - weights) if training else 0,
-            moments=8 if training else 0,
+            weights=config.dtype.itemsize,
+            master=master if training else 0,
             grads=config.gradient_dtype.itemsize if training else 0,
         )
 
-    @property
-    def states(self) -> int:
-        """Bytes per parameter of a tile ``[master | m | v]``."""
-        return self.master + self.moments
+    def get_master(self, numel: int, weight: int, master: int) -> torch.Tensor:
+        """The fp32 masters whose weights and masters are at these addresses: the memory itself, or else a copy."""
+        if self.master != 2:
+            return tensor_at(master if self.master else weight, numel, torch.float32)
+        value = torch.empty(numel)
+        kernels.join_master(numel, value.data_ptr(), weight, master)
+        return value
+
+    def put_master(self, value: torch.Tensor, weight: int, master: int) -> None:
+        """Write fp32 ``value`` (flat) as the weights and masters at these addresses. It may be what is there."""
+        value = value.contiguous()
+        if self.master == 2:
+            kernels.split_master(value.numel(), value.data_ptr(), weight, master)
+            return
+        tensor_at(master if self.master else weight, value.numel(), torch.float32).copy_(value)
+        if self.master:
+            tensor_at(weight, value.numel(), torch.float16).copy_(value)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tile:
-    """One piece of a unit's optimizer states, laid out ``[master | m | v]`` for the elements ``[start, stop)``."""
+    """The optimizer states, ``nbytes`` in all, of a unit's elements ``[start, stop)``. Its rule knows how they lie."""
 
     start: int
     stop: int
+    nbytes: int
 
     @property
     def numel(self) -> int:
         return self.stop - self.start
-
-    def addresses(self, base: int, formats: Formats) -> tuple[int, int, int]:
-        """Where master, first and second moment begin when the tile lies at ``base``."""
-        first = base + self.numel * formats.master
-        return base, first, first + self.numel * (formats.moments // 2)
-
-
-def cut_tiles(unit: UnitSpec, formats: Formats, tile_bytes: int) -> tuple[Tile, ...]:
-    """The unit's trainable elements in tiles of at most ``tile_bytes`` of states (at least one grain each)."""
-    if formats.states == 0:
-        return ()
-    step = max(tile_bytes // formats.states // GRAIN, 1) * GRAIN
-    return tuple(Tile(start, min(start + step, unit.trainable_numel)) for start in range(0, unit.trainable_numel, step))

@@ -8,10 +8,10 @@ from itertools import cycle
 import torch
 from torch import nn
 
-from offload import kernels
 from offload.errors import ConfigError
 from offload.layout import Formats
 from offload.memory import tensor_at
+from offload.rule import Rule
 from offload.unit import Slot, StateTile, Unit
 from offload.units import ParameterSpec
 from swapper import Lease, Store, Ticket
@@ -21,9 +21,15 @@ class Loader:
     """Moves values from the model into the tiers, through the slots and tile buffers of the plan."""
 
     def __init__(
-        self, store: Store | None, formats: Formats, slots: Sequence[Slot], tile_buffers: Sequence[Lease]
+        self,
+        store: Store | None,
+        rule: Rule | None,
+        formats: Formats,
+        slots: Sequence[Slot],
+        tile_buffers: Sequence[Lease],
     ) -> None:
         self._store = store
+        self._rule = rule
         self._formats = formats
         self._slots = _Ring([slot.lease for slot in slots])
         self._tile_buffers = _Ring(list(tile_buffers))
@@ -62,23 +68,19 @@ class Loader:
             self._slots.lend(lease, self._store.write(unit.weights_extent, lease.address, unit.weight_bytes))
 
     def _store_tile(self, unit: Unit, tile: StateTile, weights: int, values: dict[ParameterSpec, torch.Tensor]) -> None:
-        """Zero the tile's moments; split each parameter's part of it into weight and master."""
-        numel = tile.stop - tile.start
+        """States as before the first step; each parameter's part of the master."""
+        assert self._rule is not None
         lease = tile.home or self._tile_buffers.take()
-        tensor_at(lease.address, numel * self._formats.states, torch.uint8).zero_()
+        self._rule.begin(tile.tile, lease.address)
         for spec, value in values.items() if self._formats.master else ():
             start, stop = max(spec.offset, tile.start), min(spec.offset + spec.numel, tile.stop)
             if start < stop and spec.trainable:
-                kernels.split_master(
-                    stop - start,
-                    value.data_ptr() + (start - spec.offset) * value.itemsize,
-                    weights + start * self._formats.weights,
-                    lease.address + (start - tile.start) * self._formats.master,
-                )
+                part = value.flatten()[start - spec.offset : stop - spec.offset]
+                master = lease.address + self._rule.master_offset(tile.tile, start)
+                self._formats.put_master(part, weights + start * self._formats.weights, master)
         if tile.extent is not None:
             assert self._store is not None
-            ticket = self._store.write(tile.extent, lease.address, numel * self._formats.states)
-            self._tile_buffers.lend(lease, ticket)
+            self._tile_buffers.lend(lease, self._store.write(tile.extent, lease.address, tile.extent.nbytes))
 
 
 class _Ring:

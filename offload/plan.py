@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
 from offload.errors import BudgetError
-from offload.layout import DEFAULT_TILE_BYTES, Formats, Tile, cut_tiles
+from offload.layout import DEFAULT_TILE_BYTES, Formats, Tile
 from offload.units import UnitSpec
+from swapper import align
 
 _TILES_A_UNIT = 16
 """Tiles smaller than the largest unit's weights divided by this save no memory worth the speed they cost."""
 
 _GOLDEN = 0.6180339887498949
+
+Cut = Callable[[UnitSpec, int], tuple[Tile, ...]]
+"""How the optimizer cuts a unit's states into tiles of at most so many bytes (``Rule.cut``)."""
 
 
 class Tier(Enum):
@@ -104,10 +108,11 @@ class Plan:
             f"{self.model_state_bytes / mib:,.1f} MiB of model state",
             f"{'kind':<10}{'B/param':>8}{'host MiB':>12}{'nvme MiB':>12}",
         ]
-        widths = {"weights": self.formats.weights, "grads": self.formats.grads, "states": self.formats.states}
-        for kind, width in widths.items():
-            host, nvme = self.resident_bytes[kind] / mib, self.nvme_bytes[kind] / mib
-            lines.append(f"{kind:<10}{width:>8}{host:>12,.1f}{nvme:>12,.1f}")
+        numel = max(sum(item.unit.trainable_numel for item in self.units), 1)
+        for kind in self.resident_bytes:
+            host, nvme = self.resident_bytes[kind], self.nvme_bytes[kind]
+            width = self.formats.weights if kind == "weights" else (host + nvme) / numel
+            lines.append(f"{kind:<10}{width:>8.3g}{host / mib:>12,.1f}{nvme / mib:>12,.1f}")
         staging = self.staging
         lines.append(
             f"{'staging':<10}{'':>8}{self.staging_bytes / mib:>12,.1f}{'':>12}  "
@@ -126,6 +131,7 @@ class Plan:
 def make_plan(
     units: Sequence[UnitSpec],
     formats: Formats,
+    cut: Cut | None,
     host_bytes: int,
     nvme_bytes: int,
     tile_bytes: int | None = None,
@@ -135,13 +141,13 @@ def make_plan(
 
     Weights save three transfers of themselves a step (read for the update, read for backward, written), states and
     gradients two. Access is cyclic, so what is at home in RAM is fixed and spread evenly over the units, and the disk
-    always has something to do. ``tile_bytes=None`` lets the tile shrink when memory is short. ``copies``: a unit in use
-    takes its weights once more, as windows of an older torch do.
+    always has something to do. ``cut`` is None where nothing is trained. ``tile_bytes=None`` lets the tile shrink when
+    memory is short. ``copies``: a unit in use takes its weights once more, as windows of an older torch do.
 
     Raises ``BudgetError``, naming the least budget that works.
     """
     window_bytes = copies * _num_nested(units) * max(unit.numel for unit in units) * formats.weights
-    choice = _Choice(units, formats, Staging(0, 0, 0, tile_bytes or DEFAULT_TILE_BYTES), window_bytes)
+    choice = _Choice(units, formats, cut, Staging(0, 0, 0, tile_bytes or DEFAULT_TILE_BYTES), window_bytes)
     everything = choice.with_all_at_home()
     if everything.total_bytes <= host_bytes:
         return everything.plan(host_bytes)
@@ -151,8 +157,8 @@ def make_plan(
             f"are needed, {host_bytes:,} are given. Give an nvme_path, or a larger host_memory.",
             everything.total_bytes,
         )
-    for staging in _stagings(units, formats, tile_bytes):
-        choice = _Choice(units, formats, staging, window_bytes)
+    for staging in _stagings(units, formats, tile_bytes, training=cut is not None):
+        choice = _Choice(units, formats, cut, staging, window_bytes)
         if choice.total_bytes <= host_bytes:
             break
     else:
@@ -178,14 +184,15 @@ def _num_nested(units: Sequence[UnitSpec]) -> int:
     return max(unit.depth for unit in units) + 1
 
 
-def _stagings(units: Sequence[UnitSpec], formats: Formats, tile_bytes: int | None) -> Iterator[Staging]:
+def _stagings(
+    units: Sequence[UnitSpec], formats: Formats, tile_bytes: int | None, *, training: bool
+) -> Iterator[Staging]:
     """From comfortable to the least that works.
 
     Compute holds one slot for each unit around the one at work, the update holds one, and one more lets the next unit
     arrive in time. Three gradient buffers let two be written while one is filled; four tiles let reads and writes
     overlap with the update, three nearly so. Tiles that are small against a slot save no memory worth their cost.
     """
-    training = formats.states > 0
     smallest = max(unit.numel for unit in units) * formats.weights // _TILES_A_UNIT
     least_slots = _num_nested(units) + (1 if training else 0)
     comfortable = [DEFAULT_TILE_BYTES >> shift for shift in range(3)]
@@ -203,18 +210,21 @@ def _stagings(units: Sequence[UnitSpec], formats: Formats, tile_bytes: int | Non
 class _Choice:
     """A placement in the making: what is at home in RAM, and what all of it costs."""
 
-    def __init__(self, units: Sequence[UnitSpec], formats: Formats, staging: Staging, window_bytes: int) -> None:
+    def __init__(
+        self, units: Sequence[UnitSpec], formats: Formats, cut: Cut | None, staging: Staging, window_bytes: int
+    ) -> None:
+        self.cut = cut
         self.window_bytes = window_bytes
         self.units = units
         self.formats = formats
         self.staging = staging
-        self.tiles = [cut_tiles(unit, formats, staging.tile_bytes) for unit in units]
+        self.tiles = [cut(unit, staging.tile_bytes) if cut is not None else () for unit in units]
         self.weights_at_home = [False] * len(units)
-        self.grads_at_home = [unit.trainable_numel == 0 or formats.grads == 0 for unit in units]
-        self.tiles_at_home = [[False] * len(tiles) for tiles in self.tiles]
+        self.grads_at_home = [unit.trainable_numel * formats.grads == 0 for unit in units]
+        self.tiles_at_home = [[tile.nbytes == 0 for tile in tiles] for tiles in self.tiles]
 
     def with_all_at_home(self) -> _Choice:
-        choice = _Choice(self.units, self.formats, self.staging, self.window_bytes)
+        choice = _Choice(self.units, self.formats, self.cut, self.staging, self.window_bytes)
         choice.weights_at_home = [True] * len(self.units)
         choice.grads_at_home = [True] * len(self.units)
         choice.tiles_at_home = [[True] * len(tiles) for tiles in self.tiles]
@@ -259,7 +269,7 @@ class _Choice:
             "weights": sum(self._weight_bytes(i) for i in everywhere if self.weights_at_home[i]),
             "grads": sum(self._grad_bytes(i) for i in everywhere if self.grads_at_home[i]),
             "states": sum(
-                tile.numel * self.formats.states
+                align(tile.nbytes)
                 for i in everywhere
                 for tile, at_home in zip(self.tiles[i], self.tiles_at_home[i], strict=True)
                 if at_home
@@ -272,7 +282,7 @@ class _Choice:
         spilled = [self._grad_bytes(i) for i, at_home in enumerate(self.grads_at_home) if not at_home]
         spilled_tile = any(spilled) * self.formats.grads
         tiles = [
-            tile.numel * (self.formats.states * (not at_home) + spilled_tile * (not self.grads_at_home[i]))
+            align(tile.nbytes) * (not at_home) + tile.numel * spilled_tile * (not self.grads_at_home[i])
             for i in range(len(self.units))
             for tile, at_home in zip(self.tiles[i], self.tiles_at_home[i], strict=True)
         ]
@@ -309,7 +319,7 @@ class _Choice:
             )
             for i, unit in enumerate(self.units)
         )
-        training = self.formats.states > 0
+        training = self.cut is not None
         return Plan(
             units=units,
             formats=self.formats,

@@ -47,6 +47,9 @@ class Report:
     memory: dict[str, dict[str, int]]
     io_backend: str | None
     grad_norm: float | None
+    """Before clipping."""
+    loss_scale: float
+    """What the loss was multiplied by: 1 unless ``precision="fp16"``."""
 
     @property
     def efficiency(self) -> float:

@@ -1,70 +1,126 @@
-"""Reading and changing a parameter's value from outside of the model's own order."""
+"""Reading and changing a parameter's value and gradient from outside of the model's own order."""
 
 from __future__ import annotations
 
 import torch
 
-import aio_ext
 from offload.failure import Failure
+from offload.gradient_handle import GradientHandle
+from offload.gradients import Gradients
 from offload.layout import Formats
 from offload.memory import tensor_at
 from offload.residency import Weights
-from offload.unit import StateTile, Unit
+from offload.rule import Rule
+from offload.tiles import Tiles
+from offload.unit import Unit
 from offload.units import ParameterSpec
-from swapper import Store
+
+
+class Access:
+    """What links share: the way to weights, masters and gradients. ``rule`` and ``tiles`` are None without training."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        gradients: Gradients,
+        rule: Rule | None,
+        tiles: Tiles | None,
+        formats: Formats,
+        failure: Failure,
+    ) -> None:
+        self.weights = weights
+        self.gradients = gradients
+        self.rule = rule
+        self.tiles = tiles
+        self.formats = formats
+        self.failure = failure
 
 
 class ParameterLink:
     """Reads and writes one parameter for its handle."""
 
-    def __init__(
-        self,
-        unit: Unit,
-        spec: ParameterSpec,
-        weights: Weights,
-        store: Store | None,
-        formats: Formats,
-        failure: Failure,
-    ) -> None:
+    def __init__(self, unit: Unit, spec: ParameterSpec, access: Access) -> None:
         self.name = spec.name
         self._unit = unit
         self._spec = spec
-        self._weights = weights
-        self._store = store
-        self._formats = formats
-        self._failure = failure
+        self._access = access
 
     def read(self) -> torch.Tensor:
         """A copy of the value, once the last step's update has reached it."""
-        with self._failure.guard(), self._weights.borrowed(self._unit) as address:
+        access = self._access
+        with access.failure.guard(), access.weights.borrowed(self._unit) as address:
             return self._tensor(address).clone()
 
     def write(self, value: torch.Tensor) -> None:
         """Set the value. The fp32 master becomes exactly this; moments stay as they are."""
-        with self._failure.guard(), self._weights.borrowed(self._unit, to_change=True) as address, torch.no_grad():
+        access = self._access
+        with access.failure.guard(), access.weights.borrowed(self._unit, to_change=True) as address, torch.no_grad():
             self._tensor(address).copy_(value)
-            if self._formats.master and self._spec.trainable:
-                for tile in self._unit.tiles:
-                    self._clear_master(tile)
+            if access.formats.master and self._spec.trainable:
+                self._write_master(address)
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """A handle on the gradient for the coming step, or None if there is none."""
+        if self._spec not in self._unit.gradients:
+            return None
+        meta = torch.empty(self._spec.shape, dtype=self._unit.dtype, device="meta")
+        return GradientHandle(GradientLink(self._unit, self._spec, self._access), meta, torch.device("cpu"))
+
+    @gradient.setter
+    def gradient(self, value: torch.Tensor | None) -> None:
+        if value is None:
+            self._unit.gradients.pop(self._spec, None)
+        elif not (isinstance(value, GradientHandle) and value.is_of(self._spec)):
+            with self._access.failure.guard():
+                self._access.weights.wait_for_update(self._unit)
+                self._access.gradients.write(self._unit, self._spec, value.detach())
 
     def _tensor(self, address: int) -> torch.Tensor:
-        start = address + self._spec.offset * self._formats.weights
+        start = address + self._spec.offset * self._access.formats.weights
         return tensor_at(start, self._spec.numel, self._unit.dtype).view(self._spec.shape)
 
-    def _clear_master(self, tile: StateTile) -> None:
-        """Set to zero what the tile holds of this parameter's master beyond the weight."""
-        start = max(self._spec.offset, tile.start) - tile.start
-        stop = min(self._spec.offset + self._spec.numel, tile.stop) - tile.start
-        if start >= stop:
-            return
-        numel = tile.stop - tile.start
-        if tile.home is not None:
-            tensor_at(tile.home.address, numel, torch.int16)[start:stop] = 0
-            return
-        assert self._store is not None and tile.extent is not None
-        nbytes = numel * self._formats.master
-        memory = aio_ext.Memory(nbytes)
-        self._store.read(tile.extent, memory.address, nbytes, urgent=True).wait()
-        tensor_at(memory.address, numel, torch.int16)[start:stop] = 0
-        self._store.write(tile.extent, memory.address, nbytes, urgent=True).wait()
-        memory.close()
+    def _write_master(self, weights: int) -> None:
+        """Make the master what the weights at this address are."""
+        spec, formats, rule, tiles = self._spec, self._access.formats, self._access.rule, self._access.tiles
+        assert rule is not None and tiles is not None
+        value = self._tensor(weights).float().flatten()
+        for tile in self._unit.tiles:
+            start, stop = max(spec.offset, tile.start), min(spec.offset + spec.numel, tile.stop)
+            if start < stop:
+                with tiles.opened(tile, to_change=True) as address:
+                    formats.put_master(
+                        value[start - spec.offset : stop - spec.offset],
+                        weights + start * formats.weights,
+                        address + rule.master_offset(tile.tile, start),
+                    )
+
+
+class GradientLink:
+    """Reads and changes one gradient for its handle, ``parameter.grad``."""
+
+    gradient: torch.Tensor | None = None
+
+    def __init__(self, unit: Unit, spec: ParameterSpec, access: Access) -> None:
+        self.name = f"the gradient of {spec.name}"
+        self.spec = spec
+        self._unit = unit
+        self._access = access
+
+    def read(self) -> torch.Tensor:
+        with self._access.failure.guard():
+            return self._access.gradients.read(self._unit, self.spec).to(self._unit.dtype)
+
+    def write(self, value: torch.Tensor) -> None:
+        with self._access.failure.guard():
+            self._access.gradients.write(self._unit, self.spec, value)
+
+    # What clip_grad_norm_ asks of each gradient, without bringing it in.
+
+    def norm(self) -> float:
+        """Its 2-norm, from the sum that was added up while it came."""
+        return float(self._unit.gradients[self.spec].norm_squared ** 0.5)
+
+    def multiply(self, factor: float) -> None:
+        """Multiply it, when the update reads it."""
+        self._unit.gradients[self.spec].scale *= factor

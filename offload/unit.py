@@ -8,6 +8,7 @@ from enum import Enum, auto
 import torch
 from torch import nn
 
+from offload.layout import Tile
 from offload.plan import UnitPlan
 from offload.units import ParameterSpec, UnitSpec
 from offload.window import Window
@@ -38,21 +39,48 @@ class Slot:
 
 @dataclass
 class GradientBuffer:
-    """One buffer that spilled gradients pass through. ``write`` is the spill in flight, if any."""
+    """One buffer that spilled gradients pass through. ``writes`` are those of the spill under way, if any."""
 
     lease: Lease
     unit: Unit | None = None
-    write: Ticket | None = None
+    writes: tuple[Ticket, ...] = ()
 
 
 @dataclass
 class StateTile:
-    """One tile of optimizer states: at ``home`` in RAM, or in ``extent``."""
+    """One tile of optimizer states: at ``home`` in RAM, or in ``extent``.
 
-    start: int
-    stop: int
+    ``grads_extent`` is for the gradients of the same elements, if they are spilled.
+    """
+
+    tile: Tile
     home: Lease | None
     extent: Extent | None
+    grads_extent: Extent | None
+    write: Ticket | None = None
+    """The last write of the states, which may be in flight: whoever reads them out of turn waits for it."""
+
+    @property
+    def start(self) -> int:
+        return self.tile.start
+
+    @property
+    def stop(self) -> int:
+        return self.tile.stop
+
+
+@dataclass
+class Gradient:
+    """What is known of a parameter's gradient for the coming step while its elements rest elsewhere."""
+
+    sum_squares: float
+    """Of the elements as they rest, before they are multiplied by ``scale``."""
+    scale: float
+    """What the elements are still to be multiplied by: loss scaling and clipping cost no pass over them."""
+
+    @property
+    def norm_squared(self) -> float:
+        return self.sum_squares * self.scale * self.scale
 
 
 @dataclass(eq=False)
@@ -67,7 +95,6 @@ class Unit:
     weights_home: Lease | None = None
     weights_extent: Extent | None = None
     grads_home: Lease | None = None
-    grads_extent: Extent | None = None
     tiles: list[StateTile] = field(default_factory=list)
 
     residency: Residency = Residency.ABSENT
@@ -84,8 +111,8 @@ class Unit:
     """Serial number of the moment when the outermost of them began."""
     in_backward: bool = False
 
-    sum_squares: dict[ParameterSpec, float] = field(default_factory=dict)
-    """Of each parameter that has a gradient for the coming step: the sum of its squares."""
+    gradients: dict[ParameterSpec, Gradient] = field(default_factory=dict)
+    """Of each parameter that has one for the coming step."""
     grad_buffer: GradientBuffer | None = None
     grads_spilled: bool = False
     """The store holds what was gathered so far for the coming step."""

@@ -15,8 +15,11 @@ from swapper import PAGE_BYTES
 GRAIN = PAGE_BYTES // 2
 """Elements that a unit's length is a multiple of, so that 16-bit and 32-bit pieces of it both fill whole pages."""
 
-ALIGNMENT = 32
-"""Elements that each parameter's offset is a multiple of: a cache line of the widest vectors, in any dtype."""
+ALIGNMENT = 256
+"""Elements that each parameter's offset is a multiple of: those that share one scale where moments are in 8 bits.
+
+One of a grain or more begins at a multiple of ``GRAIN``, so that tiles can hold whole parameters.
+"""
 
 _UNIT_SHARE = 1 / 8
 """A module with at most this share of the model's parameters is one unit."""
@@ -170,8 +173,9 @@ def _unit(
         offset = start
         for full_name, p in parameters:
             if p.requires_grad is trainable:
+                offset = _round_up(offset, GRAIN if p.numel() >= GRAIN else ALIGNMENT)
                 specs.append(ParameterSpec(full_name, p.shape, p.numel(), offset, trainable, tuple(sites[id(p)])))
-                offset += _round_up(p.numel(), ALIGNMENT)
+                offset += p.numel()
         return _round_up(offset, GRAIN)
 
     trainable_numel = lay_out(True, 0)

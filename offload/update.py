@@ -9,28 +9,27 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from offload import kernels
-from offload.dtypes import kernel_dtype
 from offload.failure import Failure
 from offload.gradients import Gradients
 from offload.layout import Formats
 from offload.report import Meter
 from offload.residency import Weights
+from offload.rule import Rule
 from offload.unit import StateTile, Unit
 from swapper import Lease, OffloadError, Store, Ticket
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements ``[start, stop)`` of a unit that take the same step: one parameter group, one step number."""
+    """Elements ``[start, stop)`` of a unit that take the same step, ``frozen`` by the rule."""
 
     start: int
     stop: int
-    coef: kernels.AdamCoef
+    frozen: Hashable
 
 
 @dataclass(frozen=True)
@@ -62,24 +61,23 @@ class Updater:
         self,
         buffers: Sequence[Lease],
         store: Store | None,
+        rule: Rule,
         formats: Formats,
         weights: Weights,
         gradients: Gradients,
         failure: Failure,
         meter: Meter,
-        *,
-        grad_dtype: kernels.Dtype,
     ) -> None:
         self._free = list(buffers)
         self._num_buffers = len(self._free)
         self._writes: deque[tuple[Ticket, Lease]] = deque()
         self._store = store
+        self._rule = rule
         self._formats = formats
         self._weights = weights
         self._gradients = gradients
         self._failure = failure
         self._meter = meter
-        self._grad_dtype = grad_dtype
         self._stopping = False
         # An idle executor's thread holds no reference to us: an engine that nobody refers to can be collected.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="offload-update")
@@ -153,7 +151,6 @@ class Updater:
     def _begin(self, piece: _Piece) -> None:
         """Find the piece's states and gradients, or start reading them."""
         unit, tile = piece.update.unit, piece.tile
-        numel = tile.stop - tile.start
         if tile.home is None or unit.grads_home is None:
             piece.buffer = self._free.pop()
         if tile.home is not None:
@@ -161,41 +158,31 @@ class Updater:
         else:
             assert piece.buffer is not None and self._store is not None and tile.extent is not None
             piece.states = piece.buffer.address
-            piece.reads.append(self._store.read(tile.extent, piece.states, numel * self._formats.states))
+            piece.reads.append(self._store.read(tile.extent, piece.states, tile.extent.nbytes))
         if unit.grads_home is not None:
             piece.grads = unit.grads_home.address + tile.start * self._formats.grads
         else:
-            assert piece.buffer is not None and self._store is not None and unit.grads_extent is not None
+            assert piece.buffer is not None and self._store is not None and tile.grads_extent is not None
             self._gradients.wait_until_spilled(unit)
-            piece.grads = piece.buffer.address + (numel * self._formats.states if tile.home is None else 0)
-            offset = tile.start * self._formats.grads
-            piece.reads.append(
-                self._store.read(unit.grads_extent, piece.grads, numel * self._formats.grads, offset=offset)
-            )
+            piece.grads = piece.buffer.address + (tile.extent.nbytes if tile.extent is not None else 0)
+            piece.reads.append(self._store.read(tile.grads_extent, piece.grads, tile.grads_extent.nbytes))
         self._weights.try_fetch(unit)
 
     def _apply(self, piece: _Piece) -> None:
         """Run the kernel over the parts of the tile that take a step."""
         unit, tile, formats = piece.update.unit, piece.tile, self._formats
-        numel = tile.stop - tile.start
-        exp_avg = piece.states + numel * formats.master
-        exp_avg_sq = exp_avg + numel * (formats.moments // 2)
         for segment in piece.update.segments:
             start, stop = max(segment.start, tile.start), min(segment.stop, tile.stop)
-            if start >= stop:
-                continue
-            into = start - tile.start
-            kernels.adam(
-                segment.coef,
-                stop - start,
-                grad=piece.grads + into * formats.grads,
-                grad_dtype=self._grad_dtype,
-                weight=unit.address + start * formats.weights,
-                weight_dtype=kernel_dtype(unit.dtype),
-                rest=piece.states + into * formats.master if formats.master else 0,
-                exp_avg=exp_avg + into * (formats.moments // 2),
-                exp_avg_sq=exp_avg_sq + into * (formats.moments // 2),
-            )
+            if start < stop:
+                self._rule.apply(
+                    segment.frozen,
+                    tile.tile,
+                    piece.states,
+                    start,
+                    stop,
+                    weight=unit.address + start * formats.weights,
+                    grad=piece.grads + (start - tile.start) * formats.grads,
+                )
 
     def _write(self, piece: _Piece) -> None:
         """Send the new states back; the buffer is free once they have arrived."""
@@ -205,8 +192,9 @@ class Updater:
             self._free.append(piece.buffer)
             return
         assert self._store is not None and piece.tile.extent is not None
-        nbytes = (piece.tile.stop - piece.tile.start) * self._formats.states
-        self._writes.append((self._store.write(piece.tile.extent, piece.states, nbytes), piece.buffer))
+        write = self._store.write(piece.tile.extent, piece.states, piece.tile.extent.nbytes)
+        piece.tile.write = write
+        self._writes.append((write, piece.buffer))
 
     def _reap(self, *, wait: bool) -> None:
         """Take back the buffers of writes that are done, in order; ``wait`` for the first one."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from offload import ConfigError, OffloadError, StorageFull, StoreLocked, StoreUnsafe
+from offload import ConfigError, OffloadError, StorageFull, StoreUnsafe
 from offload.train import process
 from offload.train.errors import InputError, RunError
 from offload.train.output import output_folder
@@ -20,7 +20,7 @@ from offload.train.settings import Settings, fastest_precision
 from offload.train.training import Training, train
 from offload.train.verify import Verification, check_fits_in_memory, verify
 
-_BAD_INPUT = (InputError, ConfigError, StoreUnsafe, StoreLocked, StorageFull)
+_BAD_INPUT = (InputError, ConfigError, StoreUnsafe, StorageFull)
 _FAULT = (RunError, OffloadError, OSError, MemoryError)
 
 
@@ -37,9 +37,10 @@ def run(arguments: argparse.Namespace, check: Callable[[], None]) -> int:
 
 
 def _run(arguments: argparse.Namespace, check: Callable[[], None]) -> int:
-    rss_imports_bytes = process.rss_bytes()
     say = _to_stderr if arguments.json else print
     settings = _settings(arguments, say)
+    settings.empty_model()  # for what torch imports when it is first asked for one, 80 MB
+    rss_imports_bytes = process.rss_bytes()
     out = Path(arguments.out or time.strftime("runs/%Y-%m-%d_%H-%M-%S"))
     with output_folder(out):
         training = train(

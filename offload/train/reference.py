@@ -111,6 +111,7 @@ def main() -> None:
     request = json.loads(sys.stdin.read())
     settings = Settings.from_json(request["settings"])
     torch.set_num_threads(request["num_threads"])
+    settings.empty_model()  # as the training does before it measures
     rss_imports_bytes = process.rss_bytes()
     batches = settings.batches()
     trainer = InMemoryTrainer(settings)

@@ -20,7 +20,6 @@ from offload import (
     NonFiniteGradient,
     OffloadEngine,
     StorageFull,
-    StoreLocked,
     StoreUnsafe,
 )
 
@@ -69,7 +68,7 @@ def test_nvme_capacity_is_obeyed(make_model, tmp_path: Path):
         ({"host_memory": "lots"}, "host_memory: expected bytes"),
         ({"host_memory": -1}, "host_memory: expected a number of bytes"),
         ({"hostmemory": "1GiB"}, "unknown option 'hostmemory'; did you mean 'host_memory'"),
-        ({"precision": "fp8"}, "precision: expected one of 'bf16', 'fp32', got 'fp8'"),
+        ({"precision": "fp8"}, "precision: expected one of 'bf16', 'fp16', 'fp32', got 'fp8'"),
         ({"lr": -1.0}, "lr must be a number >= 0"),
         ({"betas": (0.9, 1.0)}, "betas must be a number from 0 to less than 1"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be >= 1"),
@@ -107,8 +106,6 @@ def test_a_wrong_path_is_refused_before_the_model_is_touched(make_model, tmp_pat
     for path, error in ((tmp_path / "missing", StoreUnsafe), (tmp_path / "file", StoreUnsafe)):
         with pytest.raises(error):
             OffloadEngine(model, nvme_path=path, host_memory="4MiB")
-    with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory="4MiB"), pytest.raises(StoreLocked):
-        OffloadEngine(model, nvme_path=tmp_path, host_memory="4MiB")
     assert all(type(p) is torch.nn.Parameter for p in model.parameters())
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 

@@ -6,14 +6,22 @@ from tiny import Tiny
 from torch import nn
 
 from offload import BudgetError, OffloadConfig
+from offload.choose import choose
 from offload.layout import Formats
 from offload.order import NEVER, UseOrder
-from offload.plan import Tier, make_plan
+from offload.plan import Plan, Tier, make_plan
 from offload.report import Bandwidths
-from offload.units import GRAIN, find_units
+from offload.units import GRAIN, UnitSpec, find_units
 
 FP32 = Formats.of(OffloadConfig(precision="fp32"))
 BF16 = Formats.of(OffloadConfig(precision="bf16"))
+
+
+def plan_for(units: list[UnitSpec], formats: Formats, host_bytes: int, nvme_bytes: int, **options: int) -> Plan:
+    config = OffloadConfig(precision="fp32" if formats is FP32 else "bf16")
+    choice = choose(config, units)
+    assert choice is not None
+    return make_plan(units, formats, choice.rule.cut, host_bytes, nvme_bytes, **options)
 
 
 def names(model: nn.Module) -> list[str]:
@@ -21,10 +29,12 @@ def names(model: nn.Module) -> list[str]:
 
 
 def test_formats_say_what_each_parameter_costs():
-    assert (BF16.weights, BF16.master, BF16.moments, BF16.grads, BF16.states) == (2, 2, 8, 2, 10)
-    assert (FP32.weights, FP32.master, FP32.moments, FP32.grads, FP32.states) == (4, 0, 8, 4, 8)
+    assert (BF16.weights, BF16.master, BF16.grads) == (2, 2, 2)
+    assert (FP32.weights, FP32.master, FP32.grads) == (4, 0, 4)
+    fp16 = Formats.of(OffloadConfig(precision="fp16"))
+    assert (fp16.weights, fp16.master, fp16.grads) == (2, 4, 2)
     assert Formats.of(OffloadConfig(gradient_accumulation_steps=2)).grads == 4
-    assert Formats.of(OffloadConfig(optimizer=None)).states == 0
+    assert Formats.of(OffloadConfig(optimizer=None)).master == 0
 
 
 def test_units_cover_every_parameter_once_and_do_not_overlap():
@@ -65,12 +75,12 @@ def test_nested_units_know_how_many_are_resident_around_them():
 def test_every_budget_from_the_least_up_is_obeyed_and_moves_no_more_than_a_smaller_one(formats):
     units = find_units(Tiny(num_blocks=6))
     with pytest.raises(BudgetError) as caught:
-        make_plan(units, formats, 1, 1 << 40)
+        plan_for(units, formats, 1, 1 << 40)
     least = caught.value.needed_bytes
-    everything = make_plan(units, formats, 1 << 40, 0).host_bytes
+    everything = plan_for(units, formats, 1 << 40, 0).host_bytes
     moved = []
     for budget in range(least, everything + 40_000, 40_000):
-        plan = make_plan(units, formats, budget, 1 << 40, tile_bytes=65536)
+        plan = plan_for(units, formats, budget, 1 << 40, tile_bytes=65536)
         assert plan.host_bytes <= budget
         total = sum(unit.numel * formats.weights for unit in units)
         assert plan.resident_bytes["weights"] + plan.nvme_bytes["weights"] == total
@@ -83,17 +93,17 @@ def test_every_budget_from_the_least_up_is_obeyed_and_moves_no_more_than_a_small
 def test_without_a_disk_the_plan_asks_for_what_everything_takes():
     units = find_units(Tiny())
     with pytest.raises(BudgetError) as caught:
-        make_plan(units, FP32, 1000, 0)
-    plan = make_plan(units, FP32, caught.value.needed_bytes, 0)
+        plan_for(units, FP32, 1000, 0)
+    plan = plan_for(units, FP32, caught.value.needed_bytes, 0)
     assert plan.host_bytes == caught.value.needed_bytes == sum(unit.numel * 16 for unit in units)
     assert all(item.weights is Tier.HOST for item in plan.units)
 
 
 def test_the_printed_plan_says_where_things_rest_and_that_gradients_are_spilled():
     units = find_units(Tiny())
-    text = str(make_plan(units, FP32, 4 << 20, 1 << 40))
+    text = str(plan_for(units, FP32, 4 << 20, 1 << 40))
     assert "weights" in text and "nvme MiB" in text and "gradients are spilled to NVMe" in text
-    assert "spilled" not in str(make_plan(units, FP32, 1 << 40, 0))
+    assert "spilled" not in str(plan_for(units, FP32, 1 << 40, 0))
 
 
 def test_the_order_of_the_last_step_predicts_the_next():

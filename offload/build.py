@@ -1,0 +1,154 @@
+"""Building an engine: everything that the plan names is reserved, filled and tied together, or nothing is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import aio_ext
+from offload import bandwidth
+from offload.config import OffloadConfig
+from offload.failure import Failure
+from offload.gradients import Gradients
+from offload.handle import make_handle
+from offload.layout import Formats
+from offload.load import Loader
+from offload.plan import Plan, Tier, UnitPlan
+from offload.report import Bandwidths, Meter
+from offload.residency import Weights
+from offload.rule import Rule
+from offload.states import Access, ParameterLink
+from offload.tiles import Tiles
+from offload.unit import GradientBuffer, Residency, Slot, StateTile, Unit
+from offload.units import ParameterSpec
+from offload.update import Updater
+from offload.window import POISON, window_class
+from swapper import Arena, Extent, Lease, Store, align
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an engine is made of. Without training there is no ``updater`` and no ``tiles``."""
+
+    store: Store | None
+    units: list[Unit]
+    handles: dict[ParameterSpec, nn.Parameter]
+    weights: Weights
+    gradients: Gradients
+    updater: Updater | None
+    tiles: Tiles | None
+    bandwidths: Bandwidths | None
+
+
+def build(
+    model: nn.Module,
+    plan: Plan,
+    config: OffloadConfig,
+    rule: Rule | None,
+    failure: Failure,
+    meter: Meter,
+    closers: contextlib.ExitStack,
+) -> Parts:
+    """Reserve memory and disk, move the model's parameters to their homes, and put handles in their place.
+
+    What must be undone goes into ``closers``, also when this raises.
+    """
+    formats = plan.formats
+    sizes = [nbytes for item in plan.units for nbytes in _extent_sizes(item, formats)]
+    store = Store(config.paths, sizes, backend=config.io_backend) if sizes else None
+    arena = Arena(plan.arena_bytes)
+    closers.callback(arena.close)
+    if store is not None:
+        closers.callback(store.close)
+        store.register(arena)
+    units = _make_units(plan, config, arena, store)
+    slots = [Slot(arena.lease(plan.slot_bytes)) for _ in range(plan.staging.num_slots)]
+    grad_buffers = [GradientBuffer(arena.lease(plan.grad_buffer_bytes)) for _ in range(plan.staging.num_grad_buffers)]
+    tile_buffers = [arena.lease(plan.tile_buffer_bytes) for _ in range(plan.staging.num_tile_buffers)]
+
+    weights = Weights(units, slots, store, failure, meter, config.prefetch)
+    closers.callback(weights.drain)
+    gradients = Gradients(grad_buffers, store, config.gradient_dtype, meter)
+    closers.callback(gradients.drain)
+    tiles = Tiles(rule, store) if rule is not None else None
+    access = Access(weights, gradients, rule, tiles, formats, failure)
+    handles = {
+        spec: make_handle(
+            ParameterLink(unit, spec, access), spec.shape, config.dtype, torch.device("cpu"), spec.trainable
+        )
+        for unit in units
+        for spec in unit.spec.parameters
+    }
+    Loader(store, rule, formats, slots, tile_buffers).load(model, units, handles)
+    updater = None
+    if rule is not None:
+        updater = Updater(tile_buffers, store, rule, formats, weights, gradients, failure, meter)
+        closers.callback(updater.stop)
+    bandwidths = _bandwidths(config, store, units, slots, tile_buffers)
+    return Parts(store, units, handles, weights, gradients, updater, tiles, bandwidths)
+
+
+def _extent_sizes(item: UnitPlan, formats: Formats) -> Iterator[int]:
+    """The extents of one unit, in the order in which ``_make_units`` takes them."""
+    if item.weights is Tier.NVME:
+        yield item.unit.numel * formats.weights
+    for tile, tier in item.tiles:
+        if tier is Tier.NVME:
+            yield tile.nbytes
+        if item.grads is Tier.NVME:
+            yield tile.numel * formats.grads
+
+
+def _make_units(plan: Plan, config: OffloadConfig, arena: Arena, store: Store | None) -> list[Unit]:
+    """Each unit with its window, its homes in RAM and its extents in the store."""
+    formats = plan.formats
+    largest = max(item.unit.numel for item in plan.units) * formats.weights
+    poison = aio_ext.Pattern(largest, POISON)
+    make_window = window_class()
+    extents = iter(store.extents if store is not None else ())
+
+    def place(nbytes: int, tier: Tier) -> tuple[Lease | None, Extent | None]:
+        return (arena.lease(nbytes), None) if tier is Tier.HOST else (None, next(extents))
+
+    units = []
+    for item in plan.units:
+        spec = item.unit
+        window = make_window(spec.numel, config.dtype, poison)
+        parameters = [
+            nn.Parameter(window.flat[p.offset : p.offset + p.numel].view(p.shape), requires_grad=p.trainable)
+            for p in spec.parameters
+        ]
+        window.close()
+        unit = Unit(item, window, parameters)
+        unit.weights_home, unit.weights_extent = place(spec.numel * formats.weights, item.weights)
+        if unit.weights_home is not None:
+            unit.residency = Residency.RESIDENT
+        if item.grads is Tier.HOST:
+            unit.grads_home = arena.lease(spec.trainable_numel * formats.grads)
+        for tile, tier in item.tiles:
+            home, extent = place(align(tile.nbytes), tier)
+            grads_extent = next(extents) if item.grads is Tier.NVME else None
+            unit.tiles.append(StateTile(tile, home, extent, grads_extent))
+        units.append(unit)
+    return units
+
+
+def _bandwidths(
+    config: OffloadConfig,
+    store: Store | None,
+    units: Sequence[Unit],
+    slots: Sequence[Slot],
+    tile_buffers: Sequence[Lease],
+) -> Bandwidths | None:
+    """The store's bandwidth, measured on what is most of its bytes."""
+    tiles = [tile.extent for unit in units for tile in unit.tiles if tile.extent is not None]
+    weights = [unit.weights_extent for unit in units if unit.weights_extent is not None]
+    for extents, buffers in ((tiles, tile_buffers), (weights, [slot.lease for slot in slots])):
+        if extents and len(buffers) > 1:
+            assert store is not None
+            return bandwidth.measure(store, extents, buffers)
+    return None

@@ -1,0 +1,147 @@
+"""Which rule updates the weights, and in which parameter groups: from what ``optimizer=`` is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.config import OffloadConfig
+from offload.errors import ConfigError
+from offload.kernel_rule import KERNELS, Kernel, KernelRule
+from offload.layout import Formats
+from offload.rule import Group, Rule
+from offload.torch_rule import TorchRule
+from offload.units import ParameterSpec, UnitSpec
+
+_KERNEL_OF_CLASS = {
+    torch.optim.Adam: "adam",
+    torch.optim.AdamW: "adamw",
+    torch.optim.Adagrad: "adagrad",
+    torch.optim.SGD: "sgd",
+}
+"""Classes for which there is a kernel. A subclass may do something else: it runs as it is."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How the model is trained: ``groups`` are parameter groups without ``params``, each with its parameters.
+
+    ``source`` is the optimizer that the user had built, if that is where the groups come from.
+    """
+
+    rule: Rule
+    groups: list[tuple[Group, list[ParameterSpec]]]
+    source: torch.optim.Optimizer | None = None
+
+    def states(self) -> dict[ParameterSpec, dict[str, Any]]:
+        """The states that the user's optimizer has already."""
+        if self.source is None:
+            return {}
+        specs = [spec for _, specs in self.groups for spec in specs]
+        of_parameter = {spec: self.source.state.get(_parameter(spec), {}) for spec in specs}
+        return {spec: dict(states) for spec, states in of_parameter.items() if states}
+
+
+def choose(config: OffloadConfig, units: Sequence[UnitSpec]) -> Choice | None:
+    """The rule for ``config.optimizer``; None if nothing is trained.
+
+    Raises ``ConfigError`` for options that the optimizer does not have, a parameter that is not the model's, or an
+    optimizer that cannot run unit by unit.
+    """
+    optimizer = config.optimizer
+    if optimizer is None:
+        return None
+    trainable = [spec for unit in units for spec in unit.parameters if spec.trainable]
+    if isinstance(optimizer, str):
+        kernel = KERNELS[optimizer]
+        group = {**kernel.defaults, **_known_options(config.optimizer_settings, kernel.defaults, optimizer)}
+        return _native(config, kernel, [(group, trainable)])
+    if isinstance(optimizer, type):
+        built = _build(optimizer, config.optimizer_settings)
+        groups = [(_without_params(built.param_groups[0]), trainable)]
+    else:
+        built = optimizer
+        if config.optimizer_settings:
+            raise ConfigError(
+                f"{', '.join(config.optimizer_settings)}: the optimizer that was given is built already; set this there"
+            )
+        specs = {id(_parameter(spec)): spec for spec in trainable}
+        groups = [(group, _specs_of(group, specs)) for group in built.param_groups]
+    source = built if built is optimizer else None
+    if _kernel_name(built) is not None:
+        return _native(config, KERNELS[_kernel_name(built) or ""], groups, source)
+    if config.moments_dtype != "fp32":
+        raise ConfigError(
+            f"moments_dtype={config.moments_dtype!r} needs an optimizer with a kernel: {', '.join(KERNELS)}"
+        )
+    return Choice(TorchRule(built, groups, Formats.of(config), config.gradient_dtype), groups, source)
+
+
+def _native(
+    config: OffloadConfig,
+    kernel: Kernel,
+    groups: list[tuple[Group, list[ParameterSpec]]],
+    source: torch.optim.Optimizer | None = None,
+) -> Choice:
+    dtypes = config.dtype, config.gradient_dtype
+    rule = KernelRule(kernel, [group for group, _ in groups], Formats.of(config), dtypes, config.moments_dtype)
+    for group, specs in groups:
+        for spec in specs[:1]:
+            try:
+                rule.freeze(spec, group, 1, 1.0)
+            except (ValueError, TypeError) as error:
+                raise ConfigError(f"optimizer options cannot work: {error}") from None
+    return Choice(rule, groups, source)
+
+
+def _kernel_name(optimizer: torch.optim.Optimizer) -> str | None:
+    return _KERNEL_OF_CLASS.get(type(optimizer))
+
+
+def _known_options(settings: dict[str, Any], known: Any, name: str) -> dict[str, Any]:
+    for option in settings:
+        if option not in known:
+            raise ConfigError(f"optimizer {name!r} has no option {option!r}; it has: {', '.join(known)}")
+    return settings
+
+
+def _build(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> torch.optim.Optimizer:
+    """An optimizer of this class over a stand-in, for its groups' options and defaults."""
+    parameters = inspect.signature(kind).parameters
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        _known_options(settings, list(parameters)[1:], kind.__name__)
+    try:
+        return kind([nn.Parameter(torch.zeros(2, 2))], **settings)  # type: ignore[call-arg]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer {kind.__name__} cannot be built with {settings}: {error}") from error
+
+
+def _specs_of(group: Group, specs: dict[int, ParameterSpec]) -> list[ParameterSpec]:
+    found = []
+    for index, parameter in enumerate(group["params"]):
+        if not parameter.requires_grad:
+            continue
+        if id(parameter) not in specs:
+            raise ConfigError(
+                f"the optimizer's parameter {index}, {tuple(parameter.shape)}, is not one of the model's. Build the "
+                "optimizer over model.parameters() before the model is wrapped."
+            )
+        found.append(specs[id(parameter)])
+    return found
+
+
+def _parameter(spec: ParameterSpec) -> nn.Parameter:
+    """The parameter as it stands in the model, before it is wrapped."""
+    module, name = spec.sites[0]
+    parameter = module._parameters[name]
+    assert parameter is not None
+    return parameter
+
+
+def _without_params(group: Group) -> Group:
+    return {name: value for name, value in group.items() if name != "params"}

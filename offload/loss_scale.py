@@ -1,0 +1,24 @@
+"""Dynamic loss scaling for fp16: gradients that would vanish are made larger, until some are too large."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_GROWTH_INTERVAL = 2000
+
+
+@dataclass
+class LossScale:
+    """The factor that the loss is multiplied by, with the constants of ``torch.amp.GradScaler``."""
+
+    value: float = 2.0**16
+    num_good_steps: int = 0
+
+    def update(self, finite: bool) -> None:
+        """A step is over: halve the scale if a gradient was not finite, double it after many steps that were."""
+        if not finite:
+            self.value, self.num_good_steps = self.value / 2, 0
+            return
+        self.num_good_steps += 1
+        if self.num_good_steps == _GROWTH_INTERVAL:
+            self.value, self.num_good_steps = self.value * 2, 0

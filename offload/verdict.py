@@ -1,0 +1,83 @@
+"""The verdict: what a step will do to every unit, frozen before anything is touched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import nn
+
+from offload.errors import NonFiniteGradient
+from offload.rule import Group, Rule
+from offload.unit import Unit
+from offload.units import ALIGNMENT, ParameterSpec
+from offload.update import Segment, UnitUpdate
+
+
+class Verdict:
+    """Looks at the gradients of the coming step, and freezes it. ``named_order`` is that of ``named_parameters``."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        named_order: Sequence[ParameterSpec],
+        handles: dict[ParameterSpec, nn.Parameter],
+        rule: Rule,
+    ) -> None:
+        self._units = units
+        self._named_order = named_order
+        self._handles = handles
+        self._rule = rule
+        self.num_steps: dict[ParameterSpec, int] = {}
+        """Steps that each parameter has taken; one without a gradient takes none."""
+
+    def norm(self) -> float:
+        """The norm of all gradients of the coming step; not finite if one of them is not."""
+        by_spec = self._norms_squared()
+        return math.sqrt(sum(by_spec[spec] for spec in self._named_order if spec in by_spec))
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients of the coming step."""
+        for unit in self._units:
+            for gradient in unit.gradients.values():
+                gradient.scale *= factor
+
+    def non_finite(self, step: int) -> NonFiniteGradient:
+        """The error for gradients whose norm is not finite."""
+        by_spec = self._norms_squared()
+        bad = next(spec.name for spec in self._named_order if not math.isfinite(by_spec.get(spec, 0.0)))
+        return NonFiniteGradient(
+            f"step {step}: the gradient of {bad} is not finite. The step was not taken: weights and "
+            "states are unchanged. Lower the learning rate, clip gradients, or look at this batch."
+        )
+
+    def freeze(self, param_groups: Sequence[Group]) -> list[UnitUpdate]:
+        """What the step does to each unit that has gradients, with the groups' settings as they are now."""
+        groups = {id(handle): group for group in param_groups for handle in group["params"]}
+        taken: list[ParameterSpec] = []
+        updates = []
+        for unit in self._units:
+            segments: list[Segment] = []
+            for spec in unit.spec.parameters:
+                group = groups.get(id(self._handles[spec]))
+                if spec in unit.gradients and spec.numel > 0 and group is not None:
+                    self._append(segments, unit, spec, group)
+                    taken.append(spec)
+            if segments:
+                updates.append(UnitUpdate(unit, tuple(segments)))
+        for spec in taken:
+            self.num_steps[spec] = self.num_steps.get(spec, 0) + 1
+        return updates
+
+    def _append(self, segments: list[Segment], unit: Unit, spec: ParameterSpec, group: Group) -> None:
+        """The parameter's step; neighbours that take the same one are one segment."""
+        step = self.num_steps.get(spec, 0) + 1
+        frozen = self._rule.freeze(spec, group, step, unit.gradients[spec].scale)
+        last = segments[-1] if segments else None
+        if last is not None and last.frozen == frozen and spec.offset - last.stop < ALIGNMENT:
+            segments[-1] = Segment(last.start, spec.offset + spec.numel, frozen)
+        else:
+            segments.append(Segment(spec.offset, spec.offset + spec.numel, frozen))
+
+    def _norms_squared(self) -> dict[ParameterSpec, float]:
+        return {spec: g.norm_squared for unit in self._units for spec, g in unit.gradients.items()}
