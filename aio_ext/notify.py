@@ -7,8 +7,8 @@ import itertools
 import logging
 import os
 import select
-import threading
 import weakref
+from _thread import start_new_thread
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -34,12 +34,19 @@ class Notifier:
         return self._channel.fd
 
     def call_when_done(self, ticket: CoreTicket, call: Callable[[], object]) -> None:
-        """Have ``call`` made by whoever delivers; at once, by this thread, if the request is over already."""
+        """Have ``call`` made by whoever delivers, once the request is over."""
+        token = self._expect(call)
+        if not ticket.watch(self._channel, token):
+            self._channel.post(token)
+
+    def call_soon(self, call: Callable[[], object]) -> None:
+        """Have ``call`` made by whoever delivers, after those that are due already."""
+        self._channel.post(self._expect(call))
+
+    def _expect(self, call: Callable[[], object]) -> int:
         token = next(self._tokens)
         self._calls[token] = call
-        if not ticket.watch(self._channel, token):
-            del self._calls[token]
-            call()
+        return token
 
     def deliver(self) -> None:
         """Make the calls that are due. Never waits."""
@@ -52,8 +59,8 @@ class Notifier:
 
 
 _loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Notifier] = weakref.WeakKeyDictionary()
-_threaded: Notifier | None = None
-_lock = threading.Lock()
+_of_thread: dict[int, Notifier] = {}
+"""The one of this process, by its number."""
 
 
 def notifier_of_loop(loop: asyncio.AbstractEventLoop) -> Notifier:
@@ -67,12 +74,14 @@ def notifier_of_loop(loop: asyncio.AbstractEventLoop) -> Notifier:
 
 def notifier_of_thread() -> Notifier:
     """The notifier whose calls are made by one daemon thread of this process."""
-    global _threaded
-    with _lock:
-        if _threaded is None:
-            _threaded = Notifier()
-            threading.Thread(target=_deliver_forever, args=(_threaded,), name="aio-callbacks", daemon=True).start()
-        return _threaded
+    notifier = _of_thread.get(os.getpid())
+    if notifier is None:
+        # Without a lock, and with a bare thread, see [Note: Ctrl-C strikes anywhere]. Of several threads that come here
+        # at once, the first one sets the notifier for all; those of the others have nothing to do.
+        candidate = Notifier()
+        start_new_thread(_deliver_forever, (candidate,))
+        notifier = _of_thread.setdefault(os.getpid(), candidate)
+    return notifier
 
 
 def _deliver_forever(notifier: Notifier) -> None:
@@ -82,9 +91,8 @@ def _deliver_forever(notifier: Notifier) -> None:
 
 
 def _forget() -> None:
-    """In a forked child: the thread is gone and the descriptors are closed, so both are made anew when needed."""
-    global _threaded, _lock
-    _threaded, _lock = None, threading.Lock()
+    """In a forked child: threads are gone and descriptors are closed, so notifiers are made anew when needed."""
+    _of_thread.clear()
     _loops.clear()
 
 

@@ -1,7 +1,8 @@
 """The queue in Python alone, on aiofiles: slower than the native backends, the same in everything else.
 
-One asyncio loop in a thread owns all state, so nothing here needs a lock; the calls that can wait go to a pool of
-threads. Names and behaviour are those of the native core, which :class:`aio_ext.Queue` puts the public face on.
+One asyncio loop in a thread owns all state: callers hand it what they want done and wait for the outcome, see [Note:
+Ctrl-C strikes anywhere]. The calls of the kernel that can wait go to a pool of threads. Names and behaviour are those
+of the native core, which :class:`aio_ext.Queue` puts the public face on.
 """
 
 from __future__ import annotations
@@ -11,102 +12,31 @@ import ctypes
 import errno
 import fcntl
 import os
-import threading
 import time
 import weakref
+from _thread import start_new_thread
 from collections import deque
-from collections.abc import Coroutine
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiofiles.os import wrap
 
 from ._core import NATIVE, direct_io_alignment, lease_containing
+from .latch import Latch
 from .portable_counters import Counters
 from .portable_pool import DaemonPool
+from .portable_request import FORKED, Block, File, Ticket
 
 if TYPE_CHECKING:
-    from ._aio import Channel, FaultPlan, Lease
+    from ._aio import FaultPlan
 
 _ATTEMPTS_MAX = 16
 _REQUESTS_MAX = 16384
 _preadv, _pwritev, _fdatasync = wrap(os.preadv), wrap(os.pwritev), wrap(os.fdatasync)
-
-
-@dataclass(eq=False)
-class Ticket:
-    """A request and its outcome. Only the loop's thread writes to it until ``_over`` is set."""
-
-    operation: str
-    file: _File
-    offset: int
-    address: int
-    nbytes: int
-    urgent: bool
-    lease: Lease | None
-    issued_bytes: int = 0
-    blocks_in_flight: int = 0
-    waiting_for: set[Ticket] = field(default_factory=set)
-    """Of a sync: the earlier writes of the file that are not over yet."""
-    bytes_done: int = 0
-    error: int = 0
-    error_offset: int = 0
-    _watches: list[tuple[Channel, int]] = field(default_factory=list)
-    _over: threading.Event = field(default_factory=threading.Event)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def done(self) -> bool:
-        return self._over.is_set()
-
-    def wait(self, timeout: float | None) -> bool:
-        if self.file.pid != os.getpid():
-            raise RuntimeError(_FORKED)
-        if timeout is not None and not timeout >= 0:
-            raise ValueError("timeout must be >= 0 seconds")
-        return self._over.wait(timeout)
-
-    def watch(self, channel: Channel, token: int) -> bool:
-        with self._lock:
-            if self.done():
-                return False
-            self._watches.append((channel, token))
-            return True
-
-    def complete(self) -> None:
-        self.lease = None
-        with self._lock:
-            self._over.set()
-        for channel, token in self._watches:
-            channel.post(token)
-        self._watches.clear()
-
-
-@dataclass(eq=False)
-class _File:
-    index: int
-    fd: int
-    memory_alignment: int = 1
-    offset_alignment: int = 1
-    outstanding: int = 0
-    writes: set[Ticket] = field(default_factory=set)
-    """Accepted and not over."""
-    pid: int = field(default_factory=os.getpid)
-
-
-@dataclass(eq=False)
-class _Block:
-    ticket: Ticket
-    offset: int
-    address: int
-    remaining: int
-    total: int
-    attempts: int = 0
-    error: int = 0
-    started: float = field(default_factory=time.monotonic)
-
-
-_FORKED = "this queue belongs to the process that made it: a forked child must make its own"
 _queues: weakref.WeakSet[Queue] = weakref.WeakSet()
+_T = TypeVar("_T")
 
 
 class Queue:
@@ -124,19 +54,23 @@ class Queue:
         self._slots = min(depth, num_threads)
         self._plan = plan
         self._pid = os.getpid()
-        self._files: dict[int, _File] = {}
+        self._inbox: deque[Callable[[], object]] = deque()
+        self._closed = False
+        self._ended = Latch()
+        # From here on: the loop's thread's. Others only look.
+        self._files: dict[int, File] = {}
         self._lanes: tuple[tuple[deque[Ticket], deque[Ticket]], ...] = ((deque(), deque()), (deque(), deque()))
         self._waiting_syncs: list[Ticket] = []
         self._turn = 0
         self._in_flight: set[asyncio.Task[None]] = set()
         self._requests = 0
-        self._closed = False
-        self._ended = False
-        self._changed = threading.Condition()  # of _requests and _closed
+        self._waiting_for_room: list[Latch] = []
+        self._refusing = False
+        self._ending = False
         self._counters = Counters(self._slots)
         self._pool = DaemonPool(self._slots)
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=_run, args=(self._loop,), name="aio-portable", daemon=True).start()
+        start_new_thread(self._run, ())
         _queues.add(self)
 
     # --- callers: any thread ---
@@ -146,26 +80,20 @@ class Queue:
         return len(self._in_flight)
 
     def register_memory(self, address: int, nbytes: int) -> None:
-        pass
+        self._refuse()
 
     def register_file(self, fd: int) -> int:
-        self._refuse_in_child()
+        self._refuse()
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         alignment = direct_io_alignment(fd) if flags & os.O_DIRECT else (1, 1)
         if self._block_bytes % alignment[1]:
             raise ValueError(f"block_bytes must be a multiple of {alignment[1]} for this file")
-        with self._changed:
-            index = next(i for i in range(len(self._files) + 1) if i not in self._files)
-            own = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
-            self._files[index] = _File(index, own, *alignment)
-        return index
+        own = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)
+        return self._call(partial(self._add_file, File(own, *alignment)))
 
     def unregister_file(self, file: int) -> None:
-        self._refuse_in_child()
-        with self._changed:
-            if self._file(file).outstanding:
-                raise OSError(errno.EBUSY, "the file has requests outstanding")
-            os.close(self._files.pop(file).fd)
+        self._refuse()
+        self._call(partial(self._remove_file, file))
 
     def read(self, file: int, offset: int, address: int, nbytes: int, urgent: bool) -> Ticket:
         return self._submit("read", file, offset, address, nbytes, urgent)
@@ -178,67 +106,127 @@ class Queue:
 
     def counters(self) -> dict[str, Any]:
         self._refuse_in_child()
-        return self._counters.snapshot()
+        return self._call(self._counters.snapshot)
 
     def cancel(self) -> None:
         self._refuse_in_child()
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._call(self._cancel())
+        self._closed = True
+        self._call(self._cancel)
 
     def close(self, timeout: float) -> bool:
         if self._pid != os.getpid():
             return True
-        with self._changed:
-            was_closed, self._ended, self._closed = self._ended, True, True
-            self._changed.notify_all()
-            drained = self._changed.wait_for(lambda: self._requests == 0, 0 if was_closed else timeout)
-        if was_closed:
-            return drained
-        if not drained:
-            self._call(self._cancel())
-            return False
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._pool.shutdown()
-        for file in self._files.values():
-            os.close(file.fd)
-        self._files.clear()
-        return True
+        if not timeout >= 0:
+            raise ValueError("timeout must be >= 0 seconds")
+        self._closed = True
+        self._hand_over(self._end_when_idle)
+        ended = self._ended.wait(timeout)
+        if not ended:
+            self._call(self._cancel)
+        return ended
 
     def _submit(self, operation: str, index: int, offset: int, address: int, nbytes: int, urgent: bool) -> Ticket:
-        self._refuse_in_child()
-        with self._changed:
-            self._changed.wait_for(lambda: self._requests < _REQUESTS_MAX or self._closed)
-            if self._closed:
-                raise OSError(errno.ESHUTDOWN, "the queue is closed")
-            file = self._file(index)
-            if operation != "sync":
-                _check(file, offset, address, nbytes)
-            self._requests += 1
-            file.outstanding += 1
-            ticket = Ticket(operation, file, offset, address, nbytes, urgent, lease_containing(address, nbytes))
-            if nbytes > 0 or operation == "sync":
-                self._loop.call_soon_threadsafe(self._accept, ticket)  # in order: the lock is held
-                return ticket
-        self._complete(ticket)
+        self._refuse()
+        file = self._file(index)
+        if operation != "sync":
+            file.check(offset, address, nbytes)
+        while self._requests + len(self._inbox) >= _REQUESTS_MAX:
+            room = Latch()
+            self._hand_over(partial(self._tell_of_room, room))
+            room.wait()
+            self._refuse()
+        ticket = Ticket(operation, file, offset, address, nbytes, urgent, lease_containing(address, nbytes))
+        if nbytes == 0 and operation != "sync":
+            ticket.complete()  # at once; what follows only counts it
+        self._hand_over(partial(self._accept, ticket))
         return ticket
 
-    def _file(self, index: int) -> _File:
+    def _file(self, index: int) -> File:
         if index not in self._files:
             raise ValueError(f"file {index} is not registered with this queue")
         return self._files[index]
 
     def _refuse_in_child(self) -> None:
         if self._pid != os.getpid():
-            raise RuntimeError(_FORKED)
+            raise RuntimeError(FORKED)
 
-    def _call(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10)
+    def _refuse(self) -> None:
+        self._refuse_in_child()
+        if self._closed:
+            raise OSError(errno.ESHUTDOWN, "the queue is closed")
+
+    def _hand_over(self, call: Callable[[], object]) -> None:
+        """Have the loop's thread make ``call``, after those handed over before; once it has ended, make it here."""
+        self._inbox.append(call)
+        if not self._ended.is_set():
+            with suppress(RuntimeError):  # the loop is closed: the thread is about to end
+                self._loop.call_soon_threadsafe(self._work_off)
+                return
+            self._ended.wait()
+        self._work_off()
+
+    def _call(self, function: Callable[[], _T]) -> _T:
+        """What ``function`` gives or raises, made by the loop's thread."""
+        over = Latch()
+        outcome: list[_T | Exception] = []
+
+        def act() -> None:
+            try:
+                outcome.append(function())
+            except Exception as error:
+                outcome.append(error)
+            over.set()
+
+        self._hand_over(act)
+        over.wait()
+        result = outcome[0]
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     # --- the loop's thread ---
 
+    def _run(self) -> None:
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+            self._ended.set()
+            self._work_off()
+
+    def _work_off(self) -> None:
+        with suppress(IndexError):  # the inbox is empty
+            while True:
+                self._inbox.popleft()()
+
+    def _add_file(self, file: File) -> int:
+        if self._refusing:
+            os.close(file.fd)
+            raise OSError(errno.ESHUTDOWN, "the queue is closed")
+        file.index = next(i for i in range(len(self._files) + 1) if i not in self._files)
+        self._files[file.index] = file
+        return file.index
+
+    def _remove_file(self, index: int) -> None:
+        if self._file(index).outstanding:
+            raise OSError(errno.EBUSY, "the file has requests outstanding")
+        os.close(self._files.pop(index).fd)
+
+    def _tell_of_room(self, room: Latch) -> None:
+        if self._requests < _REQUESTS_MAX or self._refusing:
+            room.set()
+        else:
+            self._waiting_for_room.append(room)
+
     def _accept(self, ticket: Ticket) -> None:
+        self._requests += 1
+        ticket.file.outstanding += 1
+        if self._refusing or self._files.get(ticket.file.index) is not ticket.file:
+            # Closed, or given back, by another thread since the caller looked.
+            ticket.fail(errno.ECANCELED, ticket.offset)
+        if ticket.failure or (ticket.nbytes == 0 and ticket.operation != "sync"):
+            self._complete(ticket)
+            return
         if ticket.operation == "write":
             ticket.file.writes.add(ticket)
         if ticket.operation == "sync" and ticket.file.writes:
@@ -262,7 +250,7 @@ class Queue:
             task.add_done_callback(self._in_flight.discard)
         self._counters.depth_max = max(self._counters.depth_max, len(self._in_flight))
 
-    def _take(self) -> _Block | None:
+    def _take(self) -> Block | None:
         """The next block: urgent before background, reads and writes in turn."""
         for lanes in self._lanes:
             if lanes[self._turn]:
@@ -278,17 +266,17 @@ class Queue:
             ticket.blocks_in_flight += 1
             if ticket.issued_bytes == ticket.nbytes:
                 lane.popleft()
-            return _Block(ticket, ticket.offset + at, ticket.address + at, nbytes, nbytes)
+            return Block(ticket, ticket.offset + at, ticket.address + at, nbytes, nbytes)
         return None
 
-    async def _carry(self, block: _Block) -> None:
+    async def _carry(self, block: Block) -> None:
         while not self._finish(block, await self._attempt(block)):
             pass
         self._finish_block(block)
         self._in_flight.discard(asyncio.current_task())
         self._start_blocks()
 
-    async def _attempt(self, block: _Block) -> int:
+    async def _attempt(self, block: Block) -> int:
         """The kernel's result: bytes moved, or minus an errno."""
         ticket, nbytes, short_by = block.ticket, block.remaining, 0
         if self._plan is not None:
@@ -313,7 +301,7 @@ class Queue:
         except OSError as error_of_kernel:
             return -(error_of_kernel.errno or errno.EIO)
 
-    def _finish(self, block: _Block, result: int) -> bool:
+    def _finish(self, block: Block, result: int) -> bool:
         """Every result passes through here. True: the block is over (see its error). False: there is more to do."""
         if block.ticket.operation == "sync":
             block.error = -result
@@ -334,7 +322,7 @@ class Queue:
         block.attempts = 0
         return block.remaining == 0
 
-    def _give_up(self, block: _Block, error: int) -> bool:
+    def _give_up(self, block: Block, error: int) -> bool:
         block.attempts += 1
         if block.attempts < _ATTEMPTS_MAX:
             self._counters.retries += 1
@@ -342,31 +330,29 @@ class Queue:
         block.error = error
         return True
 
-    def _finish_block(self, block: _Block) -> None:
+    def _finish_block(self, block: Block) -> None:
         ticket = block.ticket
         moved = block.total - block.remaining
         if ticket.operation != "sync":
             self._counters.of(ticket.operation).add(moved, time.monotonic() - block.started)
         ticket.bytes_done += moved
-        if block.error and not ticket.error:
-            ticket.error, ticket.error_offset = block.error, block.offset
+        if block.error and not ticket.failure:
+            ticket.fail(block.error, block.offset)
             if ticket.issued_bytes < ticket.nbytes:
                 self._lane(ticket).remove(ticket)
         ticket.blocks_in_flight -= 1
-        if ticket.blocks_in_flight == 0 and (ticket.issued_bytes == ticket.nbytes or ticket.error):
+        if ticket.blocks_in_flight == 0 and (ticket.issued_bytes == ticket.nbytes or ticket.failure):
             self._complete(ticket)
 
     def _complete(self, ticket: Ticket) -> None:
         file = ticket.file
-        with self._changed:
-            file.outstanding -= 1
-            self._requests -= 1
-            self._counters.failed_requests += ticket.error != 0
-            if ticket.operation == "sync":
-                self._counters.syncs += 1
-            else:
-                self._counters.of(ticket.operation).requests += 1
-            self._changed.notify_all()
+        file.outstanding -= 1
+        self._requests -= 1
+        self._counters.failed_requests += ticket.failure != 0
+        if ticket.operation == "sync":
+            self._counters.syncs += 1
+        else:
+            self._counters.of(ticket.operation).requests += 1
         ticket.complete()
         if ticket in file.writes:
             file.writes.remove(ticket)
@@ -375,32 +361,41 @@ class Queue:
                 if not sync.waiting_for:
                     self._waiting_syncs.remove(sync)
                     self._lane(sync).append(sync)
+        if self._requests < _REQUESTS_MAX:
+            self._wake_for_room()
+        self._end_if_idle()
 
-    async def _cancel(self) -> None:
+    def _wake_for_room(self) -> None:
+        for room in self._waiting_for_room:
+            room.set()
+        self._waiting_for_room.clear()
+
+    def _cancel(self) -> None:
+        self._refusing = True
         pending = [*self._waiting_syncs, *(ticket for lanes in self._lanes for lane in lanes for ticket in lane)]
         self._waiting_syncs.clear()
         for lanes in self._lanes:
             for lane in lanes:
                 lane.clear()
         for ticket in pending:
-            ticket.error = ticket.error or errno.ECANCELED
+            ticket.fail(errno.ECANCELED, ticket.offset + ticket.issued_bytes)
             if ticket.blocks_in_flight == 0:
                 self._complete(ticket)
+        self._wake_for_room()
 
+    def _end_when_idle(self) -> None:
+        self._refusing = self._ending = True
+        self._wake_for_room()
+        self._end_if_idle()
 
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    loop.run_forever()
-    loop.close()
-
-
-def _check(file: _File, offset: int, address: int, nbytes: int) -> None:
-    if min(offset, nbytes) < 0 or offset + nbytes >= 1 << 63:
-        raise ValueError("offset + nbytes overflows")
-    if offset % file.offset_alignment or nbytes % file.offset_alignment or address % file.memory_alignment:
-        raise ValueError(
-            f"O_DIRECT on this file needs offset and nbytes in multiples of {file.offset_alignment} "
-            f"and address of {file.memory_alignment}"
-        )
+    def _end_if_idle(self) -> None:
+        if not self._ending or self._requests > 0:
+            return
+        for file in self._files.values():
+            os.close(file.fd)
+        self._files.clear()
+        self._pool.shutdown()
+        self._loop.stop()
 
 
 def _close_in_child() -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import threading
 import weakref
+from collections import deque
+from contextlib import suppress
 
 _HUGE_PAGE_BYTES = 2 << 20
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
@@ -114,22 +115,18 @@ class Channel:
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._tokens: list[int] = []
-        self._lock = threading.Lock()
+        self._tokens: deque[int] = deque()
         weakref.finalize(self, os.close, self.fd).atexit = False
 
     def post(self, token: int) -> None:
-        with self._lock:
-            self._tokens.append(token)
-            if len(self._tokens) == 1:
-                os.eventfd_write(self.fd, 1)
+        self._tokens.append(token)
+        os.eventfd_write(self.fd, 1)
 
     def drain(self) -> list[int]:
-        with self._lock:
-            tokens, self._tokens = self._tokens, []
-            if tokens:
-                os.eventfd_read(self.fd)
-            return tokens
+        with suppress(BlockingIOError):  # drained already
+            os.eventfd_read(self.fd)
+        # What is posted from here on makes it readable again.
+        return [self._tokens.popleft() for _ in range(len(self._tokens))]
 
 
 def direct_io_alignment(fd: int) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-import threading
+from _thread import start_new_thread
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any
@@ -13,13 +13,18 @@ _Call = tuple[Future[Any], Callable[[], Any]]
 
 class DaemonPool(Executor):
     """An executor of daemon threads. The one of the standard library refuses calls as soon as the program begins to
-    end, when a queue still has requests to finish."""
+    end, when a queue still has requests to finish. The threads are bare ones: the start of a ``threading.Thread``
+    waits for an event, see [Note: Ctrl-C strikes anywhere]."""
 
     def __init__(self, num_threads: int) -> None:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._num_threads = num_threads
-        for _ in range(num_threads):
-            threading.Thread(target=self._work, name="aio-portable-worker", daemon=True).start()
+        try:
+            for _ in range(num_threads):
+                start_new_thread(self._work, ())
+        except BaseException:  # no more threads, or Ctrl-C
+            self.shutdown()
+            raise
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()

@@ -129,9 +129,11 @@ class Queue:
 
         Raises: ``TimeoutError`` after ``timeout`` seconds. Requests that had not begun have then failed with
                 ``ECANCELED``; what is in flight keeps its memory, mapped and parked, as long as the kernel may use it.
+                After this, or Ctrl-C, no more requests are accepted; called again, it waits again.
         """
-        self._finalizer.detach()
-        if not self._core.close(timeout):
+        closed = self._core.close(timeout)
+        self._finalizer.detach()  # not before: Ctrl-C may have ended the wait
+        if not closed:
             count = self._core.blocks_in_flight
             raise TimeoutError(f"{count} blocks still in flight after {timeout} s; their memory stays parked")
 

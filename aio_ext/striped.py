@@ -9,20 +9,31 @@ chunk to the others if they would be through with everything before it were thro
 the bytes are; since writes spread them by the speed that paths really have, so do reads of what was rewritten.
 
 The old slot stays untouched until the write has succeeded: a failed write leaves the chunk as it was.
+
+The line, the table and the counts belong to the thread of the package that makes callbacks, and so do the tickets;
+callers hand their writes over to it, see [Note: Ctrl-C strikes anywhere].
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
+import errno
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
+from ._core import lease_containing
 from .errors import QueueError
+from .latch import Latch
+from .notify import notifier_of_thread
 from .queue import Queue
 from .ticket import Ticket
+
+if TYPE_CHECKING:
+    from ._aio import Lease
 
 
 @dataclass(frozen=True)
@@ -41,10 +52,8 @@ class StripedTicket:
     """The promise of a request on a striped space; see :class:`aio_ext.Ticket`."""
 
     def __init__(self, num_parts: int) -> None:
-        self._lock = threading.Lock()
-        self._over = threading.Event()
+        self._over = Latch()
         self._parts_left = num_parts
-        self._callbacks: list[Callable[[StripedTicket], object]] = []
         self.bytes_done = 0
         """Bytes transferred so far, in any order."""
         self.error: QueueError | None = None
@@ -64,12 +73,10 @@ class StripedTicket:
             raise self.error
 
     def add_done_callback(self, call: Callable[[StripedTicket], object]) -> None:
-        """Have ``call(ticket)`` made when the request is over: by a thread of the package, or at once if it is over."""
-        with self._lock:
-            if not self.done():
-                self._callbacks.append(call)
-                return
-        call(self)
+        """Have ``call(ticket)`` made by a thread of the package once the request is over, as by a plain ticket."""
+        call_soon = partial(notifier_of_thread().call_soon, partial(call, self))
+        if not self._over.call_when_set(call_soon):
+            call_soon()
 
     def __await__(self) -> Generator[object, None, None]:
         loop = asyncio.get_running_loop()
@@ -85,15 +92,15 @@ class StripedTicket:
             raise self.error
 
     def _part_over(self, ticket: Ticket) -> None:
-        with self._lock:
-            self.bytes_done += ticket.bytes_done
-            self.error = self.error or ticket.error
-            self._parts_left -= 1
-            if self._parts_left > 0:
-                return
+        self._settle(ticket.bytes_done, ticket.error)
+
+    def _settle(self, bytes_done: int, error: QueueError | None) -> None:
+        """One part is over. Told by the callback thread alone."""
+        self.bytes_done += bytes_done
+        self.error = self.error or error
+        self._parts_left -= 1
+        if self._parts_left == 0:
             self._over.set()
-        for call in self._callbacks:
-            call(self)
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,8 @@ class _ChunkWrite:
     address: int
     urgent: bool
     ticket: StripedTicket
+    lease: Lease | None
+    """Keeps the memory while the write stands in line: no queue knows of it yet."""
 
 
 class _Pace:
@@ -164,7 +173,6 @@ class StripedFile:
         self._free = [
             [i for i in reversed(range(count)) if _Slot(path, i) not in taken] for path, count in enumerate(num_slots)
         ]
-        self._lock = threading.Lock()
         self._line: deque[_ChunkWrite] = deque()
         self._paces = [_Pace(chunk_bytes / path.bytes_per_s) for path in self._paths]
 
@@ -184,8 +192,7 @@ class StripedFile:
 
     def table(self) -> list[tuple[int, int]]:
         """Path and slot of each chunk, as of the writes that are over."""
-        with self._lock:
-            return [(slot.path, slot.index) for slot in self._slot_of]
+        return [(slot.path, slot.index) for slot in self._slot_of]
 
     def read(self, offset: int, address: int, nbytes: int, urgent: bool = False) -> StripedTicket:
         """Start reading ``nbytes`` at ``offset`` into memory at ``address``. Wait for writes of the range first."""
@@ -203,16 +210,16 @@ class StripedFile:
         """
         pieces = self._pieces(offset, nbytes)
         ticket = StripedTicket(len(pieces))
+        whole = [
+            _ChunkWrite(chunk, address + at, urgent, ticket, lease_containing(address + at, length))
+            for chunk, _, length, at in pieces
+            if length == self.chunk_bytes
+        ]
+        notifier_of_thread().call_soon(partial(self._line_up, whole))
         for chunk, begin, length, at in pieces:
-            if length == self.chunk_bytes:
-                with self._lock:
-                    write = _ChunkWrite(chunk, address + at, urgent, ticket)
-                    self._line.appendleft(write) if urgent else self._line.append(write)
-            else:
+            if length < self.chunk_bytes:
                 path, place = self._place(chunk, begin)
                 path.queue.write(path.file, place, address + at, length, urgent).add_done_callback(ticket._part_over)
-        for path_index in range(len(self._paths)):
-            self._fill(path_index)
         return ticket
 
     def sync(self) -> StripedTicket:
@@ -236,18 +243,21 @@ class StripedFile:
         return pieces
 
     def _place(self, chunk: int, begin: int) -> tuple[StripePath, int]:
-        with self._lock:
-            slot = self._slot_of[chunk]
+        slot = self._slot_of[chunk]
         return self._paths[slot.path], slot.index * self.chunk_bytes + begin
 
-    def _fill(self, path_index: int) -> None:
-        """Have a path take chunk writes from the line while it has room for them."""
-        while True:
-            with self._lock:
-                taken = self._take(path_index)
-            if taken is None:
-                return
-            self._start(*taken)
+    # --- the callback thread ---
+
+    def _line_up(self, writes: Sequence[_ChunkWrite]) -> None:
+        for write in writes:
+            self._line.appendleft(write) if write.urgent else self._line.append(write)
+        self._fill()
+
+    def _fill(self) -> None:
+        """Have every path take chunk writes from the line while it has room for them."""
+        for path_index in range(len(self._paths)):
+            while (taken := self._take(path_index)) is not None:
+                self._start(*taken)
 
     def _take(self, path_index: int) -> tuple[_ChunkWrite, _Slot] | None:
         pace = self._paces[path_index]
@@ -276,19 +286,28 @@ class StripedFile:
 
     def _start(self, write: _ChunkWrite, slot: _Slot) -> None:
         path = self._paths[slot.path]
+        place = slot.index * self.chunk_bytes
 
         def over(ticket: Ticket) -> None:
-            with self._lock:
-                self._paces[slot.path].finish()
-                before = self._slot_of[write.chunk]
-                if ticket.error is None:
-                    self._slot_of[write.chunk] = slot
-                unused = before if ticket.error is None else slot
-                if before != slot:
-                    self._free[unused.path].append(unused.index)
-            write.ticket._part_over(ticket)
-            for path_index in range(len(self._paths)):
-                self._fill(path_index)
+            self._over(write, slot, ticket.bytes_done, ticket.error)
+            self._fill()
 
-        place = slot.index * self.chunk_bytes
-        path.queue.write(path.file, place, write.address, self.chunk_bytes, write.urgent).add_done_callback(over)
+        try:
+            ticket = path.queue.write(path.file, place, write.address, self.chunk_bytes, write.urgent)
+        except (OSError, ValueError) as refusal:
+            number = getattr(refusal, "errno", None) or errno.EINVAL
+            error = QueueError(number, "write", f"path {slot.path}", place, self.chunk_bytes, 0, place)
+            self._over(write, slot, 0, error)
+        else:
+            ticket.add_done_callback(over)
+
+    def _over(self, write: _ChunkWrite, slot: _Slot, bytes_done: int, error: QueueError | None) -> None:
+        """A chunk write is over: the chunk rests in its new slot, or still in the old one."""
+        self._paces[slot.path].finish()
+        before = self._slot_of[write.chunk]
+        if error is None:
+            self._slot_of[write.chunk] = slot
+        unused = before if error is None else slot
+        if before != slot:
+            self._free[unused.path].append(unused.index)
+        write.ticket._settle(bytes_done, error)

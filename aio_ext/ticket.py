@@ -62,7 +62,8 @@ class Ticket:
         )
 
     def add_done_callback(self, call: Callable[[Ticket], object]) -> None:
-        """Have ``call(ticket)`` made when the request is over: by a thread of the package, or at once if it is over."""
+        """Have ``call(ticket)`` made by a thread of the package once the request is over. It should not wait: one
+        thread makes all such calls, in order. What it raises is logged."""
         notifier_of_thread().call_when_done(self._core, lambda: call(self))
 
     def __await__(self) -> Generator[object, None, None]:

@@ -77,11 +77,18 @@ Ticket submit(Queue& queue, Operation operation, std::int32_t file, std::uint64_
   }
 }
 
+// Ctrl-C ends the wait; the queue then accepts nothing more, and can be closed again.
 bool close_queue(Queue& queue, double timeout) {
   if (queue.forked()) return true;
-  const auto nanoseconds = duration(timeout);
-  const py::gil_scoped_release release;
-  return queue.close(nanoseconds);
+  const auto deadline = aio::Clock::now() + duration(timeout);
+  for (;;) {
+    {
+      const py::gil_scoped_release release;
+      const auto left = deadline - aio::Clock::now();
+      if (left <= kSlice || queue.drain(kSlice)) return queue.close(std::max(left, std::chrono::nanoseconds::zero()));
+    }
+    check_signals();
+  }
 }
 
 py::dict direction(const aio::DirectionCounters& c) {

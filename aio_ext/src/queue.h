@@ -49,6 +49,8 @@ class Queue {
 
   // Ends what has not been started with ECANCELED; no more requests. Does not wait for what is in flight.
   void cancel() { scheduler_->cancel(ECANCELED); }
+  // Accepts no more requests; true when all of them are over in time.
+  [[nodiscard]] bool drain(std::chrono::nanoseconds timeout) { return scheduler_->drain(timeout); }
   // Waits until every request is over, then ends the threads. False: the time was up; what had not been started ended with
   // ECANCELED, and what is in flight keeps its memory and the threads that wait for it. No more requests either way.
   bool close(std::chrono::nanoseconds timeout);

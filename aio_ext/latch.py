@@ -1,0 +1,73 @@
+"""Waiting for what another thread does, in a way that Ctrl-C cannot break.
+
+[Note: Ctrl-C strikes anywhere]
+``KeyboardInterrupt`` is raised in the main thread between any two of its instructions, those inside
+``threading.Condition`` and ``Event`` included. A lock that was taken there is never given back, and a count that was
+raised there is never lowered: whoever needs it waits for ever. So a thread of the program holds no lock and keeps no
+count that a thread of ours depends on. What it wants done it hands over with one ``append`` to a deque, the thread
+that owns the state does it, and the caller sleeps on a lock of its own, which nobody else needs.
+"""
+
+from __future__ import annotations
+
+import time
+from _thread import allocate_lock
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+_SLICE_SECONDS = 0.1
+"""A sleep goes in slices, so that Ctrl-C is noticed even by a thread that the signal does not wake."""
+
+
+class Latch:
+    """Something that happens once. Any number of threads sleep until then, and calls can be left that are made then."""
+
+    __slots__ = ("_calls", "_is_set")
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._calls: deque[Callable[[], object]] = deque()
+
+    def is_set(self) -> bool:
+        """True from the moment on at which it happened."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Make it happen: wakes who sleeps and makes the calls that were left, in order. The calls must not raise."""
+        self._is_set = True
+        while True:
+            try:
+                call = self._calls.popleft()
+            except IndexError:
+                return
+            call()
+
+    def call_when_set(self, call: Callable[[], object]) -> bool:
+        """Have ``call`` made by the thread that sets this. False: that has happened, and the call will not be made."""
+        self._calls.append(call)
+        if not self._is_set:
+            return True
+        try:
+            self._calls.remove(call)
+        except ValueError:
+            return True  # set() found it after all
+        return False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Sleep until it happens, for ``timeout`` seconds at most (None: no limit). True: it has happened."""
+        if self._is_set or timeout == 0:
+            return self._is_set
+        alarm = allocate_lock()
+        alarm.acquire()
+        self._calls.append(alarm.release)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self._is_set:
+            left = _SLICE_SECONDS if deadline is None else min(_SLICE_SECONDS, deadline - time.monotonic())
+            if left <= 0:
+                with suppress(ValueError):  # set() took it
+                    self._calls.remove(alarm.release)
+                break
+            if alarm.acquire(timeout=left):
+                break
+        return self._is_set
