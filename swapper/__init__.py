@@ -1,30 +1,44 @@
 """A store for large blobs on local SSDs: preallocated extents, one arena of buffers, a ticket for each transfer."""
 
 from swapper.arena import PAGE_BYTES, Arena, Lease, align
+from swapper.durable import DurableStore
 from swapper.errors import (
     OffloadError,
+    StorageCorrupt,
     StorageError,
     StorageFull,
     StorageIOError,
     StorageTimeout,
+    StoreExists,
     StoreLocked,
+    StoreMissing,
+    StoreMisuse,
     StoreUnsafe,
 )
-from swapper.store import Extent, Store, Ticket
+from swapper.places import create_store, open_store
+from swapper.store import Extent, Store
+from swapper.ticket import Ticket
 
 __all__ = [
     "PAGE_BYTES",
     "Arena",
+    "DurableStore",
     "Extent",
     "Lease",
     "OffloadError",
+    "StorageCorrupt",
     "StorageError",
     "StorageFull",
     "StorageIOError",
     "StorageTimeout",
     "Store",
+    "StoreExists",
     "StoreLocked",
+    "StoreMissing",
+    "StoreMisuse",
     "StoreUnsafe",
     "Ticket",
     "align",
+    "create_store",
+    "open_store",
 ]

@@ -1,18 +1,79 @@
-"""The one tree of errors: whatever the engine, the store or the disk refuses is an ``OffloadError``."""
+"""The one tree of errors: whatever the engine, the store or the disk refuses is an ``OffloadError``.
+
+[Note: The table of errors] Each class says in four lines what happened, which numbers its message carries, what
+survives and what to do. The last two end every message, and all make the table in ``docs/reliability.md``.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 
 class OffloadError(RuntimeError):
     """Base of every error raised on purpose. The message says what, where, the numbers and the way out."""
 
+    happened = ""
+    numbers = ""
+    survives = ""
+    advice = ""
+
+    def __init__(self, what: str, *, survives: str | None = None, advice: str | None = None) -> None:
+        super().__init__(what)
+        if survives is not None:
+            self.survives = survives
+        if advice is not None:
+            self.advice = advice
+
+    def __str__(self) -> str:
+        way_out = " ".join(line for line in (self.survives, self.advice) if line)
+        return "\n  ".join(line for line in (super().__str__(), way_out) if line)
+
 
 class StoreUnsafe(OffloadError):
-    """The path cannot hold a store: missing, not a directory, or not writable. Nothing was created."""
+    """The path cannot hold a store: missing, not a directory, not writable, or not what this package made."""
+
+    happened = "The path is missing, not a directory, not writable, a symbolic link, or others may change it."
+    numbers = "the path, and what the system said of it"
+    survives = "Nothing was created or changed."
+    advice = "Give a directory of your own on a local SSD."
 
 
 class StoreLocked(OffloadError):
-    """Another owner holds the path. Nothing was created and nothing of the owner's was touched."""
+    """A durable store is open already, here or in another process."""
+
+    happened = "Another owner has the durable store open."
+    numbers = "process id, host and start time of the owner"
+    survives = "Nothing of the owner's was touched."
+    advice = "Wait for the owner to end, or give another name or directory. Scratch stores are never locked."
+
+
+class StoreMissing(OffloadError):
+    """There is no store, or no such generation, under this name."""
+
+    happened = "The store was never created under this name, its creation did not finish, or it has no such generation."
+    numbers = "the path, and the generations that are there"
+    survives = "Nothing was created or changed."
+    advice = "See what is there: `python -m swapper inspect PATH`."
+
+
+class StoreExists(OffloadError):
+    """A store that was to be created is there already."""
+
+    happened = "A durable store of this name is there already."
+    numbers = "the path"
+    survives = "It was not touched."
+    advice = "Open it, or give another name."
+
+
+class StoreMisuse(OffloadError, ValueError):
+    """The store was asked for what no store can do."""
+
+    happened = (
+        "A size that is not the extent's, an extent that was never written, a store that is closed or the parent's."
+    )
+    numbers = "the extent, and the sizes asked for and expected"
+    survives = "Nothing has changed."
+    advice = "This is a mistake in the calling program."
 
 
 class StorageError(OffloadError):
@@ -20,12 +81,60 @@ class StorageError(OffloadError):
 
 
 class StorageFull(StorageError):
-    """The file system has no room for what must be reserved. Nothing is left behind."""
+    """The file system has no room for what must be reserved or written."""
+
+    happened = "The file system or a quota has no room, at the start or (copy-on-write file systems) in the middle."
+    numbers = "the bytes needed and the bytes free, or the range that was written"
+    survives = "At the start nothing is left behind; later, what is in memory and the last committed generation."
+    advice = "Free some space, or give another path."
 
 
 class StorageIOError(StorageError):
-    """The device failed a transfer. What the extent held is lost; everything in memory is intact."""
+    """The device failed a transfer, a sync, or the publication of a generation."""
+
+    happened = "The device said no: a read (after a second try), a write, a sync, or a step of a commit."
+    numbers = "file, range, error of the system, bytes done"
+    survives = "What is in memory, and the last committed generation. What a scratch store held is lost."
+    advice = "Resume from the last commit or checkpoint. The device may be failing: see `dmesg`."
 
 
 class StorageTimeout(StorageError):
     """A transfer did not complete within its deadline. Its buffer stays with the queue."""
+
+    happened = "The device did not answer within the deadline."
+    numbers = "what was waited for, and how many seconds"
+    survives = "What is in memory, and the last committed generation. The buffers in flight stay parked."
+    advice = "The device may be hung: see `dmesg`. End the process; resume from the last commit or checkpoint."
+
+
+class StorageCorrupt(StorageError):
+    """The device returned bytes that are not the ones that were written there. They were not used.
+
+    ``expected`` and ``seen`` are checksums.
+    """
+
+    happened = "Bytes came back changed, stale, torn or from another place: the checksum is wrong, twice in a row."
+    numbers = "the extent, its range and generation, the checksum expected and the one seen"
+    survives = "Nothing wrong was used. Every other extent, and each generation that `scrub` finds whole."
+    advice = "Find out how much is affected: `python -m swapper scrub PATH`; go back to a generation that is whole."
+
+    def __init__(self, what: str, *, expected: int = 0, seen: int = 0) -> None:
+        super().__init__(what)
+        self.expected = expected
+        self.seen = seen
+
+
+def errors() -> Iterator[type[OffloadError]]:
+    """Every class of the table, in the order of this file."""
+    for kind in list(globals().values()):
+        if isinstance(kind, type) and issubclass(kind, OffloadError) and kind.happened:
+            yield kind
+
+
+def errors_markdown() -> str:
+    """The table as it stands in the documentation."""
+    lines = ["| error | what happened | numbers | what survives | what to do |", "|---|---|---|---|---|"]
+    for kind in errors():
+        cells = (f"`{kind.__name__}`", kind.happened, kind.numbers, kind.survives, kind.advice)
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"

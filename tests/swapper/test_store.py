@@ -1,3 +1,4 @@
+import asyncio
 import os
 import signal
 import stat
@@ -11,9 +12,10 @@ from swapper import (
     PAGE_BYTES,
     Arena,
     OffloadError,
+    StorageCorrupt,
     StorageFull,
     Store,
-    StoreLocked,
+    StoreMisuse,
     StoreUnsafe,
 )
 
@@ -45,20 +47,40 @@ def test_extents_keep_what_was_written_and_do_not_touch_each_other(tmp_path: Pat
         fill(with_room, 0)
         store.read(extent, with_room.address, extent.nbytes).wait()
         assert set(memory(with_room)[: extent.nbytes]) == {number + 1}
-    store.read(store.extents[2], with_room.address, PAGE_BYTES, offset=PAGE_BYTES).wait()
-    assert memory(with_room)[0] == 3
     assert store.statistics().write.bytes == sum(extent.nbytes for extent in store.extents)
     store.close()
     arena.close()
 
 
-def test_several_paths_carry_equal_shares(tmp_path: Path):
-    paths = [tmp_path / name for name in "abc"]
+def test_one_extent_is_spread_over_several_paths(tmp_path: Path):
+    paths = [tmp_path / name for name in "ab"]
     for path in paths:
         path.mkdir()
-    store = Store(paths, [1 << 20] * 9)
-    assert sorted(extent.path_index for extent in store.extents) == [0] * 3 + [1] * 3 + [2] * 3
+    arena = Arena(24 << 20)
+    lease = arena.lease(24 << 20)
+    store = Store(paths, [PAGE_BYTES, 24 << 20])
+    expected = bytes(range(256)) * (lease.nbytes // 256)
+    memory(lease)[:] = expected
+    store.write(store.extents[1], lease.address, lease.nbytes).wait()
+    fill(lease, 0)
+    store.read(store.extents[1], lease.address, lease.nbytes).wait()
+    assert memory(lease) == expected
+    assert store.statistics().write.bytes == lease.nbytes
+    written = [os.fstat(fd).st_size for fd in open_files_under(tmp_path)]
+    assert len(written) == 2 and min(written) >= 12 << 20
     store.close()
+    arena.close()
+
+
+def open_files_under(path: Path) -> list[int]:
+    """Descriptors of this process on regular files under ``path``, one for each file."""
+    found = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        if entry.is_symlink() and str(entry.readlink()).startswith(str(path)):
+            info = entry.stat()
+            if stat.S_ISREG(info.st_mode):
+                found[info.st_ino] = int(entry.name)
+    return list(found.values())
 
 
 def test_nothing_has_a_name_and_the_file_is_private(tmp_path: Path):
@@ -68,19 +90,23 @@ def test_nothing_has_a_name_and_the_file_is_private(tmp_path: Path):
     finally:
         os.umask(mask)
     assert list(tmp_path.iterdir()) == []
-    descriptors = [fd for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
-    ours = [fd.stat() for fd in descriptors if str(fd.readlink()).startswith(str(tmp_path))]
-    files = [info for info in ours if stat.S_ISREG(info.st_mode)]
+    files = [os.fstat(descriptor) for descriptor in open_files_under(tmp_path)]
     assert files and all(stat.S_IMODE(info.st_mode) == 0o600 and info.st_nlink == 0 for info in files)
     store.close()
 
 
-def test_a_second_owner_is_told_who_the_first_is(tmp_path: Path):
-    store = Store([tmp_path], [PAGE_BYTES])
-    with pytest.raises(StoreLocked, match=rf"in use by process {os.getpid()}"):
-        Store([tmp_path], [PAGE_BYTES])
-    store.close()
-    Store([tmp_path], [PAGE_BYTES]).close()
+def test_any_number_of_stores_share_a_path(tmp_path: Path):
+    arena = Arena(2 * PAGE_BYTES)
+    stores = [Store([tmp_path], [PAGE_BYTES]) for _ in range(3)]
+    leases = [arena.lease(PAGE_BYTES), arena.lease(PAGE_BYTES)]
+    for value, store in enumerate(stores):
+        fill(leases[0], value)
+        store.write(store.extents[0], leases[0].address, PAGE_BYTES).wait()
+    for value, store in enumerate(stores):
+        store.read(store.extents[0], leases[1].address, PAGE_BYTES).wait()
+        assert memory(leases[1])[0] == value
+        store.close()
+    arena.close()
 
 
 def test_a_killed_owner_leaves_nothing(tmp_path: Path):
@@ -92,33 +118,21 @@ def test_a_killed_owner_leaves_nothing(tmp_path: Path):
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None and child.stdout.readline() == "ready\n"
-    with pytest.raises(StoreLocked, match=rf"process {child.pid}\b"):
-        Store([tmp_path], [PAGE_BYTES])
     child.send_signal(signal.SIGKILL)
     child.communicate()
     assert list(tmp_path.iterdir()) == []
-    Store([tmp_path], [PAGE_BYTES]).close()
 
 
-def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path):
+def test_a_forked_child_keeps_nothing_of_the_store_open(tmp_path: Path):
     store = Store([tmp_path], [PAGE_BYTES])
-    read_end, write_end = os.pipe()
-    started_read, started_write = os.pipe()
     child = os.fork()
     if child == 0:
-        os.close(write_end)
-        os.write(started_write, b"x")
-        os.read(read_end, 1)
-        os._exit(0)
-    os.read(started_read, 1)
-    try:
-        store.close()
-        Store([tmp_path], [PAGE_BYTES]).close()
-    finally:
-        os.write(write_end, b"x")
-        os.waitpid(child, 0)
-        for descriptor in (read_end, write_end, started_read, started_write):
-            os.close(descriptor)
+        os._exit(len(open_files_under(tmp_path)))
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert len(open_files_under(tmp_path)) == 1
+    store.close()
+    assert open_files_under(tmp_path) == []
 
 
 def test_paths_that_cannot_hold_a_store_are_refused(tmp_path: Path):
@@ -129,7 +143,7 @@ def test_paths_that_cannot_hold_a_store_are_refused(tmp_path: Path):
         Store([tmp_path / "file"], [PAGE_BYTES])
     with pytest.raises(StorageFull, match="are needed"):
         Store([tmp_path], [1 << 60])
-    with pytest.raises(StoreUnsafe, match="cannot create a file"):
+    with pytest.raises(StoreUnsafe, match=r"cannot (be opened|create a file)"):
         Store(["/proc"], [PAGE_BYTES])
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file"]
     Store([tmp_path], [PAGE_BYTES]).close()
@@ -152,7 +166,71 @@ except swapper.StorageIOError as error:
 store.close()
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert "write of 8388608 bytes failed" in run.stdout and "File too large" in run.stdout, run.stdout + run.stderr
+    assert "write of extent 0 failed" in run.stdout and "File too large" in run.stdout, run.stdout + run.stderr
+
+
+def test_wrong_bytes_are_never_returned(tmp_path: Path):
+    """Whatever was changed, moved or left over on the disk: the read fails, and says which extent it was."""
+    arena = Arena(4 * PAGE_BYTES)
+    lease = arena.lease(4 * PAGE_BYTES)
+    store = Store([tmp_path], [4 * PAGE_BYTES] * 2)
+    first, second = store.extents
+    for value, extent in ((1, first), (2, second)):
+        fill(lease, value)
+        store.write(extent, lease.address, extent.nbytes).wait()
+    [descriptor] = open_files_under(tmp_path)
+    whole = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)  # without O_DIRECT
+    good = os.pread(whole, 2 * first.nbytes, 0)
+
+    def check(extent, data: bytes) -> None:
+        os.pwrite(whole, data, 0)
+        os.fsync(whole)
+        with pytest.raises(StorageCorrupt, match=rf"extent {extent.index}.* checksum [0-9a-f]+, expected") as caught:
+            store.read(extent, lease.address, extent.nbytes).wait()
+        assert caught.value.seen != caught.value.expected
+
+    check(first, good[:700] + bytes([good[700] ^ 4]) + good[701:])  # one bit
+    check(second, good[: first.nbytes] * 2)  # the bytes of another extent, good as they are
+    check(first, bytes(PAGE_BYTES) + good[PAGE_BYTES:])  # a page that was never written
+    check(second, good[:-512] + bytes(512))  # a torn sector
+    os.pwrite(whole, good, 0)
+    store.read(first, lease.address, first.nbytes).wait()
+    assert memory(lease)[0] == 1
+    os.close(whole)
+    store.close()
+    arena.close()
+
+
+def test_misuse_is_refused_before_anything_moves(tmp_path: Path):
+    arena = Arena(2 * PAGE_BYTES)
+    lease = arena.lease(2 * PAGE_BYTES)
+    store = Store([tmp_path], [PAGE_BYTES])
+    [extent] = store.extents
+    with pytest.raises(StoreMisuse, match="extent 0 was never written"):
+        store.read(extent, lease.address, extent.nbytes)
+    with pytest.raises(StoreMisuse, match="extent 0 has 4096 bytes, not 8192"):
+        store.write(extent, lease.address, 2 * PAGE_BYTES)
+    assert store.statistics().write.requests == store.statistics().read.requests == 0
+    store.close()
+    arena.close()
+
+
+def test_tickets_can_be_awaited(tmp_path: Path):
+    arena = Arena(1 << 20)
+    lease = arena.lease(1 << 20)
+    store = Store([tmp_path], [1 << 20])
+    [extent] = store.extents
+
+    async def there_and_back() -> None:
+        fill(lease, 7)
+        await store.write(extent, lease.address, extent.nbytes)
+        fill(lease, 0)
+        await store.read(extent, lease.address, extent.nbytes)
+
+    asyncio.run(there_and_back())
+    assert set(memory(lease)) == {7}
+    store.close()
+    arena.close()
 
 
 def test_the_arena_gives_exactly_what_it_has():

@@ -1,0 +1,95 @@
+"""Files and directories: by descriptor, never through a link, private whatever the umask, closed in children."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from swapper.errors import StorageFull, StoreUnsafe
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
+
+
+def open_directory(path: Path) -> int:
+    """The directory that a user gave, which may be a link. Raises ``StoreUnsafe``."""
+    try:
+        return os.open(path, _DIRECTORY)
+    except FileNotFoundError:
+        raise StoreUnsafe(f"{path} does not exist.", advice=f"Create it: mkdir -p {path}") from None
+    except NotADirectoryError:
+        raise StoreUnsafe(f"{path} is not a directory.") from None
+    except OSError as error:
+        raise StoreUnsafe(f"{path} cannot be opened: {error.strerror}.") from None
+
+
+def open_nameless(path: Path, directory: int) -> int:
+    """A new file without a directory entry, for direct I/O where the file system can. Raises ``StoreUnsafe``.
+
+    Not every file system can make one: there, it is created and unlinked at once.
+    """
+    try:
+        try:
+            descriptor = open_direct(path, os.O_TMPFILE)
+        except OSError as error:
+            if error.errno not in _NO_TMPFILE:
+                raise
+            name = f".offload-{os.getpid()}-{os.urandom(8).hex()}"
+            descriptor = open_direct(name, os.O_CREAT | os.O_EXCL, directory)
+            os.unlink(name, dir_fd=directory)
+    except OSError as error:
+        raise StoreUnsafe(f"cannot create a file in {path}: {error.strerror}.") from None
+    os.fchmod(descriptor, 0o600)
+    return descriptor
+
+
+def open_direct(path: str | Path, flags: int, directory: int | None = None) -> int:
+    """A descriptor for I/O past the page cache, or through it where the file system can do no better."""
+    flags |= os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o600, dir_fd=directory)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, flags, 0o600, dir_fd=directory)
+
+
+def reserve(descriptor: int, nbytes: int, where: Path | str) -> None:
+    """Make the file ``nbytes`` long, with all its space taken. Raises ``StorageFull``; the file may have grown then."""
+    needed = nbytes - os.fstat(descriptor).st_blocks * 512
+    available = os.fstatvfs(descriptor)
+    free_bytes = available.f_bavail * available.f_frsize
+    if needed > free_bytes:
+        raise StorageFull(
+            f"{where} has too little room: {needed} bytes are needed, {free_bytes} are free.",
+            advice="Free some, give another path, or raise host_memory so that less goes there.",
+        )
+    try:
+        os.posix_fallocate(descriptor, 0, max(nbytes, 1))
+    except OSError as error:
+        raise StorageFull(f"cannot reserve {nbytes} bytes in {where}: {error.strerror}.") from None
+
+
+class Descriptor:
+    """An open descriptor that is closed once: here, or in a forked child, which must not keep a lock or space alive."""
+
+    _open: set[Descriptor] = set()  # noqa: RUF012 - one set for the process
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        Descriptor._open.add(self)
+
+    def close(self) -> None:
+        """Close it, unless that has been done."""
+        if self in Descriptor._open:
+            Descriptor._open.discard(self)
+            os.close(self.number)
+
+
+def _close_in_child() -> None:
+    for descriptor in list(Descriptor._open):
+        descriptor.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
