@@ -1,0 +1,327 @@
+"""A durable store: what was committed is there after any crash, whole, under the number of its generation.
+
+[Note: Copies] There is room for several copies of every extent. A copy that a kept generation needs is never written:
+the first write of an extent after a commit goes to a free copy, later ones rewrite that. So until a commit is complete
+the last generation is untouched, whatever happens, and a retained generation costs no time, only its space.
+
+[Note: The commit] 1. All writes are over, and good. 2. The data is synced. 3. The manifest, which names the copy and
+the checksum of every extent, is written under a temporary name and synced. 4. It is renamed. 5. The directory is
+synced. A crash before 4 leaves the last generation, one after 5 the new one; in between it is one of the two, both whole.
+After a failure in 2, 4 or 5 nobody can say what the disk holds, so the store serves nothing more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import aio_ext
+from swapper.arena import Arena
+from swapper.checksum import seed
+from swapper.device import Device
+from swapper.directory import Directory
+from swapper.errors import OffloadError, StorageError, StorageFull, StorageIOError, StoreMissing, StoreMisuse
+from swapper.manifest import MANIFEST_BYTES_MAX, Manifest, Record
+from swapper.store import Extent, lay_out
+from swapper.ticket import Checksum, Ticket, Transfers
+
+_NEW = "new"
+_NAME = re.compile(r"(generation|retained)\.([0-9a-f]{16})")
+
+
+def last_name(generation: int) -> str:
+    """Under which a generation is published; it goes when the next one is."""
+    return f"generation.{generation:016x}"
+
+
+def retained_name(generation: int) -> str:
+    """Under which a generation stays until it is released."""
+    return f"retained.{generation:016x}"
+
+
+def published(names: Sequence[str]) -> dict[int, str]:
+    """The generations that count, oldest first, with the names of their manifests: those retained, and the last."""
+    found = sorted((int(match[2], 16), match[1] == "retained", name) for name in names if (match := _fits(name)))
+    return {number: name for number, kept, name in found if kept or number == found[-1][0]}
+
+
+def left_over(names: Sequence[str]) -> list[str]:
+    """Names that a dead owner left and nobody needs: a commit that was not finished, a generation that was replaced."""
+    needed = published(names).values()
+    return [name for name in names if name == _NEW or (_fits(name) and name not in needed)]
+
+
+def _fits(name: str) -> re.Match[str] | None:
+    return _NAME.fullmatch(name)
+
+
+def read_manifest(directory: Directory, name: str) -> Manifest:
+    """The manifest of this name. Raises ``StorageCorrupt`` or ``StorageIOError``: damaged, or not to be read."""
+    try:
+        data = directory.read(name, MANIFEST_BYTES_MAX)
+    except OSError as error:
+        raise StorageIOError(f"manifest {name} cannot be read: {error}.") from error
+    return Manifest.decode(data, f"manifest {name}")
+
+
+class Slot:
+    """One copy of one extent: the bytes of one generation, and how to know them."""
+
+    __slots__ = ("checksum", "copy", "generation")
+
+    def __init__(self, store: bytes, extent: Extent, generation: int, copy: int, value: int | None) -> None:
+        self.generation = generation
+        self.copy = copy
+        label = f"extent {extent.index}, generation {generation}"
+        self.checksum = Checksum(label, seed(store, extent.index, generation, extent.nbytes), value)
+
+
+class DurableStore:
+    """Extents that are read and written at will and committed as a whole; see ``create_store`` and ``open_store``.
+
+    What was written since the last ``commit`` is gone after a crash or a ``close``. ``generation`` and ``metadata`` are
+    those of what was last committed or opened; generation 0 is the empty store. Any thread may call any method.
+    """
+
+    def __init__(self, directory: Directory, device: Device, kept: dict[int, Manifest], base: int, where: str) -> None:
+        """Take up a store whose published manifests are ``kept``, at generation ``base``. Takes over ``device``."""
+        self._directory = directory
+        self._transfers = Transfers(device, where)
+        self._kept = dict(kept)
+        self._last = max(kept)
+        names = directory.names()
+        self._retained = {number for number in kept if retained_name(number) in names}
+        self._base = kept[base]
+        self._extents, self._copy_bytes = lay_out([record.nbytes for record in self._base.records])
+        records = zip(self._extents, self._base.records, strict=True)
+        self._slots = [self._slot(extent, record) for extent, record in records]
+        self._writes: dict[int, Ticket] = {}
+        self._failure: OffloadError | None = None
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._closers = contextlib.ExitStack()
+        self._closers.callback(self._transfers.close)
+
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        """The extents, in the order in which their sizes were given."""
+        return self._extents
+
+    @property
+    def generation(self) -> int:
+        """The number of the generation that the store was last committed as, or opened at."""
+        return self._base.generation
+
+    @property
+    def metadata(self) -> bytes:
+        """What was given to ``commit`` with that generation."""
+        return self._base.metadata
+
+    @property
+    def generations(self) -> tuple[int, ...]:
+        """The generations that can be opened, oldest first: those retained, and the last."""
+        return tuple(sorted(self._retained | {self._last}))
+
+    @property
+    def backend(self) -> str:
+        """What moves the bytes."""
+        return self._transfers.device.backend
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the queue had to do without, why, and the fix."""
+        return self._transfers.device.notes
+
+    def register(self, arena: Arena) -> None:
+        """Tell the queue where its buffers are, so that the kernel need not map them for each transfer."""
+        self._transfers.register(arena)
+
+    def read(self, extent: Extent, address: int, nbytes: int, *, urgent: bool = False) -> Ticket:
+        """Start reading ``extent``, as last written, into memory at ``address``. As ``Store.read``."""
+        with self._lock:
+            self._check(extent, nbytes)
+            slot = self._slots[extent.index]
+            if slot.checksum.value is None and extent.index not in self._writes:
+                raise StoreMisuse(f"extent {extent.index} was never written.")
+            offset = slot.copy * self._copy_bytes + extent.offset
+            return self._transfers.read(offset, address, nbytes, slot.checksum, urgent=urgent)
+
+    def write(self, extent: Extent, address: int, nbytes: int, *, urgent: bool = False) -> Ticket:
+        """Start writing ``extent`` from memory at ``address``: to a copy that no kept generation needs.
+
+        Waits while a commit is under way. A write that fails may be repeated; until then nothing can be committed.
+        """
+        with self._lock:
+            self._check(extent, nbytes)
+            slot = self._slots[extent.index]
+            if slot.generation <= self._last:
+                slot = Slot(self._base.store, extent, self._last + 1, self._free_copy(extent), None)
+                self._slots[extent.index] = slot
+            offset = slot.copy * self._copy_bytes + extent.offset
+            ticket = self._transfers.write(offset, address, nbytes, slot.checksum, urgent=urgent)
+            self._writes[extent.index] = ticket
+            return ticket
+
+    def commit(self, metadata: bytes = b"") -> int:
+        """Make everything written so far durable, as the next generation; returns its number.
+
+        The generation before it goes, unless it is retained. Raises what a write under way fails with, or
+        ``StorageFull`` or ``StorageIOError`` if the manifest cannot be written: nothing has changed then, and
+        ``commit`` may be called again. Any other failure is final: the store raises it from then on, and ``open_store``
+        finds the last generation or this one.
+        """
+        with self._lock:
+            self._check()
+            for ticket in self._writes.values():
+                ticket.wait()
+            generation = self._last + 1
+            with self._fatal(f"data of generation {generation}"):
+                self._transfers.sync()
+            manifest = self._describe(generation, metadata)
+            self._publish(manifest)
+            before = self._last
+            self._kept = {number: self._kept[number] for number in self._retained} | {generation: manifest}
+            self._base, self._last = manifest, generation
+            self._writes.clear()
+            if before not in self._retained:
+                with contextlib.suppress(OSError):  # whoever opens the store next removes it
+                    self._directory.remove(last_name(before))
+            return generation
+
+    def retain(self) -> int:
+        """Keep the last generation until it is released, through all commits to come; returns its number.
+
+        Raises ``StorageFull`` if the store has no room for one more: see ``retained_max`` of ``create_store``.
+        """
+        with self._lock:
+            self._check()
+            if self._last in self._retained:
+                return self._last
+            if len(self._retained) >= self._base.num_copies - 2:
+                raise StorageFull(
+                    f"generation {self._last} cannot be retained: {self._transfers.where} has room for "
+                    f"{self._base.num_copies - 2} retained generations, and holds {sorted(self._retained)}.",
+                    survives="Nothing has changed.",
+                    advice="Release one, or create the store with a larger retained_max.",
+                )
+            self._rename(last_name(self._last), retained_name(self._last))
+            self._retained.add(self._last)
+            return self._last
+
+    def release(self, generation: int) -> None:
+        """Let a retained generation go; its space is used again. Raises ``StoreMissing`` if it is not retained."""
+        with self._lock:
+            self._check()
+            if generation not in self._retained:
+                raise StoreMissing(f"generation {generation} is not retained; {sorted(self._retained)} are.")
+            if generation == self._last:
+                self._rename(retained_name(generation), last_name(generation))
+            else:
+                # The name must be gone for good before its copies are written again.
+                name = retained_name(generation)
+                self._finally(f"removal of {name}", lambda: self._directory.remove(name))
+                if generation != self._base.generation:
+                    del self._kept[generation]
+            self._retained.discard(generation)
+
+    def statistics(self) -> aio_ext.Statistics:
+        """What the queue has moved so far."""
+        return self._transfers.device.statistics()
+
+    def close(self) -> None:
+        """Wait for what is in flight, give files and lock back. Uncommitted writes are lost. May be called twice."""
+        with self._lock:
+            self._failure = self._failure or _closed(self._transfers.where)
+            self._closers.close()
+
+    def __enter__(self) -> DurableStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def publish_first(self) -> None:
+        """Make the empty store that was just laid out a store that can be opened."""
+        with self._lock:
+            self._publish(self._base)
+
+    def closing(self, call: Callable[[], object]) -> None:
+        """Have ``call`` made when the store is closed, after its last transfer."""
+        with contextlib.ExitStack() as order:
+            order.callback(call)
+            order.push(self._closers.pop_all())
+            self._closers = order.pop_all()
+
+    def _check(self, extent: Extent | None = None, nbytes: int = 0) -> None:
+        if os.getpid() != self._pid:
+            raise StoreMisuse(f"{self._transfers.where} belongs to process {self._pid}: a forked child opens its own.")
+        if self._failure is not None:
+            raise self._failure
+        if extent is not None and nbytes != extent.nbytes:
+            raise StoreMisuse(f"extent {extent.index} has {extent.nbytes} bytes, not {nbytes}.")
+
+    def _slot(self, extent: Extent, record: Record) -> Slot:
+        value = record.checksum if record.generation else None
+        return Slot(self._base.store, extent, record.generation, record.copy, value)
+
+    def _free_copy(self, extent: Extent) -> int:
+        records = [manifest.records[extent.index] for manifest in self._kept.values()]
+        needed = {record.copy for record in records if record.generation}
+        return next(copy for copy in range(self._base.num_copies) if copy not in needed)
+
+    def _describe(self, generation: int, metadata: bytes) -> Manifest:
+        records = tuple(
+            Record(extent.nbytes, slot.generation, slot.copy, slot.checksum.value or 0)
+            if slot.checksum.value is not None
+            else Record(extent.nbytes, 0, 0, 0)
+            for extent, slot in zip(self._extents, self._slots, strict=True)
+        )
+        chunks = tuple(self._transfers.device.table())
+        base = self._base
+        return Manifest(base.store, generation, base.num_copies, base.num_paths, records, chunks, bytes(metadata))
+
+    def _publish(self, manifest: Manifest) -> None:
+        data = manifest.encode()
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                self._directory.remove(_NEW)
+            self._directory.create(_NEW, data)
+            self._directory.sync_file(_NEW)
+        except OSError as error:
+            raise self._failed(f"manifest of generation {manifest.generation}", error) from error
+        self._rename(_NEW, last_name(manifest.generation))
+
+    def _rename(self, old: str, new: str) -> None:
+        self._finally(f"publication of {new}", lambda: self._directory.rename(old, new))
+
+    def _finally(self, what: str, change: Callable[[], None]) -> None:
+        """Change a name for good. If that fails, or is interrupted, nobody knows what the disk holds."""
+        with self._fatal(what):
+            try:
+                change()
+                self._directory.sync()
+            except OSError as error:
+                raise self._failed(what, error) from error
+
+    @contextlib.contextmanager
+    def _fatal(self, what: str) -> Iterator[None]:
+        """Whatever ends this early is the store's last word."""
+        self._failure = StorageIOError(f"{what} was interrupted on {self._transfers.where}.")
+        try:
+            yield
+        except StorageError as error:
+            self._failure = error
+            raise
+        self._failure = None
+
+    def _failed(self, what: str, error: OSError) -> StorageError:
+        kind = StorageFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageIOError
+        return kind(f"{what} failed on {self._transfers.where}: {error}.")
+
+
+def _closed(where: str) -> OffloadError:
+    return StoreMisuse(f"{where} is closed.")

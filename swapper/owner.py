@@ -1,0 +1,101 @@
+"""One owner a durable store: a lock on its data, and a file that says whose it is.
+
+[Note: What is locked] The lock is on the open data file itself. The kernel lets go of it when the last user of that
+open file is gone, and that includes transfers which a killed process has left in flight: whoever gets the lock can be
+sure that nothing is written behind his back any more. A forked child closes its copies at once, so it holds nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swapper.directory import open_file
+from swapper.errors import StoreLocked
+
+NAME = "owner"
+_BYTES_MAX = 4096
+_GRACE_S = 30.0
+"""How long the kernel may take to finish the transfers of a process that has died."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who has, or last had, a store open."""
+
+    pid: int
+    host: str
+    boot: str
+    started: str
+    ticks: int
+    """When the process started, in the kernel's clock: a process id alone can be that of another by now."""
+
+    @classmethod
+    def me(cls) -> Owner:
+        started = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        return cls(os.getpid(), socket.gethostname(), _boot(), started, _ticks(os.getpid()))
+
+    def is_dead(self) -> bool:
+        """True if this process is certainly gone. A process of another machine is never certain."""
+        return self.boot == _boot() and (self.pid <= 0 or _ticks(self.pid) != self.ticks)
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, which opened it at {self.started}"
+
+
+def lock(descriptor: int, directory: int, where: str) -> None:
+    """Become the owner, and write that down. Raises ``StoreLocked`` if somebody else is."""
+    deadline = time.monotonic() + _GRACE_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            owner = read_owner(directory)
+            if owner is None or not owner.is_dead() or time.monotonic() > deadline:
+                raise StoreLocked(f"{where} is in use by {owner or 'another process'}.") from None
+            time.sleep(0.005)  # its last transfers are still coming in: nothing tells when they are over
+    with open_file(directory, NAME, os.O_WRONLY | os.O_CREAT) as file:
+        os.ftruncate(file, 0)
+        os.pwrite(file, json.dumps(vars(Owner.me())).encode(), 0)
+
+
+def is_locked(descriptor: int) -> bool:
+    """True if somebody has the store open right now."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    return False
+
+
+def read_owner(directory: int) -> Owner | None:
+    """Who wrote himself down last; None if nobody did, or it cannot be made sense of."""
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        with open_file(directory, NAME, os.O_RDONLY | os.O_NONBLOCK) as file:
+            fields: dict[str, Any] = json.loads(os.pread(file, _BYTES_MAX, 0))
+        texts = {name: str(fields[name])[:100] for name in ("host", "boot", "started")}
+        return Owner(pid=int(fields["pid"]), ticks=int(fields["ticks"]), **texts)
+    return None
+
+
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _ticks(pid: int) -> int:
+    """When a process started; -1 if there is none."""
+    try:
+        line = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return -1
+    state, *fields = line.rpartition(")")[2].split()
+    return -1 if state in "ZX" else int(fields[18])

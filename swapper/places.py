@@ -1,0 +1,223 @@
+"""Durable stores by name: ``PATH/NAME.store``, created, opened, locked, and given back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+from swapper import owner
+from swapper.device import open_device
+from swapper.directory import RealDirectory
+from swapper.durable import DurableStore, left_over, published, read_manifest
+from swapper.errors import StorageCorrupt, StoreExists, StoreMissing, StoreMisuse, StoreUnsafe
+from swapper.files import Descriptor, open_direct, open_directory, reserve
+from swapper.manifest import Manifest, Record
+from swapper.store import lay_out
+
+SUFFIX = ".store"
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
+
+Paths = Sequence[str | os.PathLike[str]]
+
+
+def create_store(
+    paths: Paths,
+    name: str,
+    extent_sizes: Sequence[int],
+    *,
+    retained_max: int = 0,
+    metadata: bytes = b"",
+    backend: str = "auto",
+    queue_depth: int = 32,
+    block_bytes: int = 1 << 20,
+) -> DurableStore:
+    """Make an empty durable store, generation 0, with all its space reserved, and open it.
+
+    ``extent_sizes`` are bytes, rounded up to whole pages; the store takes ``2 + retained_max`` times their sum. The
+    manifests are under the first path; several paths share the data.
+
+    Raises ``StoreExists`` if it is there already, ``StoreLocked`` if somebody has it open or is making it,
+    ``StoreUnsafe`` for a path or a file that cannot be trusted, ``StorageFull``. A store whose creation was interrupted
+    is no store: it is made anew.
+    """
+    extents, copy_bytes = lay_out(extent_sizes)
+    records = tuple(Record(extent.nbytes, 0, 0, 0) for extent in extents)
+    identity = os.urandom(16)
+    with contextlib.ExitStack() as undo:
+        place = undo.enter_context(_Place(paths, name, create=True))
+        if published(place.directory.names()):
+            raise StoreExists(f"{place} is there already.")
+        for left in left_over(place.directory.names()):
+            place.directory.remove(left)
+
+        def make_room(index: int, nbytes: int) -> int:
+            reserve(place.files[index], nbytes, place.paths[index])
+            return place.files[index]
+
+        device = open_device(
+            place.paths,
+            copy_bytes * (2 + retained_max),
+            make_room,
+            backend=backend,
+            queue_depth=queue_depth,
+            block_bytes=block_bytes,
+        )
+        undo.callback(device.close)
+        first = Manifest(identity, 0, 2 + retained_max, len(place.paths), records, tuple(device.table()), metadata)
+        store = DurableStore(place.directory, device, {0: first}, 0, str(place))
+        store.publish_first()
+        undo.pop_all()
+        store.closing(place.close)
+        return store
+
+
+def open_store(
+    paths: Paths,
+    name: str,
+    *,
+    generation: int | None = None,
+    backend: str = "auto",
+    queue_depth: int = 32,
+    block_bytes: int = 1 << 20,
+) -> DurableStore:
+    """Open a durable store at its last generation, or at a retained one, and clear away what a crash left of it.
+
+    Going on from a retained generation gives the next commit a number above all that are there.
+
+    Raises ``StoreMissing`` if there is no such store or generation, ``StoreLocked`` if somebody has it open,
+    ``StorageCorrupt`` if a manifest is damaged or a file too short, ``StoreUnsafe``. Nothing has changed then.
+    """
+    with contextlib.ExitStack() as undo:
+        place = undo.enter_context(_Place(paths, name, create=False))
+        found = published(place.directory.names())
+        if not found:
+            raise StoreMissing(f"{place}: its creation was never finished.")
+        kept = {number: read_manifest(place.directory, file) for number, file in found.items()}
+        last = kept[max(kept)]
+        base = last.generation if generation is None else generation
+        if base not in kept:
+            raise StoreMissing(f"{place} has no generation {base}; there are {sorted(kept)}.")
+        _check_kept(kept, place)
+
+        def existing(index: int, nbytes: int) -> int:
+            size = os.fstat(place.files[index]).st_size
+            if len(place.files) == 1 and size < nbytes:
+                raise StorageCorrupt(f"{place}: its data has {size} bytes, {nbytes} were reserved.")
+            return place.files[index]
+
+        device = open_device(
+            place.paths,
+            last.copy_bytes * last.num_copies,
+            existing,
+            table=last.chunks,
+            backend=backend,
+            queue_depth=queue_depth,
+            block_bytes=block_bytes,
+        )
+        undo.callback(device.close)
+        store = DurableStore(place.directory, device, kept, base, str(place))
+        for left in left_over(place.directory.names()):
+            place.directory.remove(left)
+        undo.pop_all()
+        store.closing(place.close)
+        return store
+
+
+def _check_kept(kept: dict[int, Manifest], place: _Place) -> None:
+    last = kept[max(kept)]
+    for number, manifest in kept.items():
+        if manifest.generation != number or _shape(manifest) != _shape(last):
+            raise StorageCorrupt(
+                f"{place}: the manifest named generation {number} is that of another store or generation."
+            )
+    if last.num_paths != len(place.paths):
+        raise StoreMisuse(f"{place} lies on {last.num_paths} paths, {len(place.paths)} were given.")
+
+
+def _shape(manifest: Manifest) -> tuple[object, ...]:
+    return manifest.store, manifest.num_copies, manifest.num_paths, [record.nbytes for record in manifest.records]
+
+
+class _Place:
+    """The directories and data files of one store, open and locked. Closed by ``close``, or at the end of ``with``."""
+
+    def __init__(self, paths: Paths, name: str, *, create: bool) -> None:
+        if not _NAME.fullmatch(name):
+            raise StoreMisuse(f"{name!r} cannot be the name of a store: letters, digits, '.', '_' and '-', at most 64.")
+        if not paths:
+            raise StoreMisuse("a store needs at least one path.")
+        self.paths = tuple(Path(path) for path in paths)
+        self.files: list[int] = []
+        self._folder = name + SUFFIX
+        self._closers = contextlib.ExitStack()
+        try:
+            directories = [self._enter(path, create) for path in self.paths]
+            self.directory = RealDirectory(directories[0])
+            for index, directory in enumerate(directories):
+                self.files.append(self._open_data(directory, index, create))
+        except BaseException:
+            self.close()
+            raise
+
+    def __str__(self) -> str:
+        return ", ".join(str(path / self._folder) for path in self.paths)
+
+    def __enter__(self) -> _Place:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._closers.close()
+
+    def _keep(self, number: int) -> int:
+        self._closers.callback(Descriptor(number).close)
+        return number
+
+    def _enter(self, path: Path, create: bool) -> int:
+        """The store's own directory on a path: yours alone to write to, and no link. A new one is 0700, for good."""
+        parent = self._keep(open_directory(path))
+        where = path / self._folder
+        made = False
+        try:
+            if create:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(self._folder, 0o700, dir_fd=parent)
+                    made = True
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            directory = self._keep(os.open(self._folder, flags, dir_fd=parent))
+            if made:
+                os.fchmod(directory, 0o700)
+                os.fsync(parent)
+        except FileNotFoundError:
+            raise StoreMissing(f"there is no store {where}.") from None
+        except OSError as error:
+            raise StoreUnsafe(f"{where} cannot be opened: {error.strerror}.") from None
+        info = os.fstat(directory)
+        if info.st_uid != os.geteuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise StoreUnsafe(f"{where} belongs to user {info.st_uid}, mode {stat.S_IMODE(info.st_mode):o}.")
+        return directory
+
+    def _open_data(self, directory: int, index: int, create: bool) -> int:
+        """The data file of a path, locked."""
+        name = f"data.{index}"
+        try:
+            file = self._keep(open_direct(name, os.O_CREAT if create else 0, directory))
+        except FileNotFoundError:
+            raise StoreMissing(f"{self} has no {name}; are the paths in the order of its creation?") from None
+        except OSError as error:
+            raise StoreUnsafe(f"{name} of {self} cannot be opened: {error.strerror}.") from None
+        if create:
+            os.fchmod(file, 0o600)
+        info = os.fstat(file)
+        if not stat.S_ISREG(info.st_mode) or info.st_nlink > 1 or info.st_uid != os.geteuid():
+            raise StoreUnsafe(f"{name} of {self} is not a regular file of yours with one name.")
+        owner.lock(file, directory, str(self))
+        if os.fstat(file).st_nlink == 0:
+            raise StoreMissing(f"{self} was removed just now.")
+        return file
