@@ -202,10 +202,9 @@ def _check_table(table: Sequence[tuple[int, int]], sizes: Sequence[int], num_chu
 
 def bandwidth_shares(paths: Sequence[Path]) -> list[float]:
     """What part of the bytes each path should carry: by the profiles that `aio_bench` wrote, if all have one."""
-    profiles = [load_profile(path) for path in paths]
-    rates = [1.0 if profile is None else profile.mixed_bytes_per_s for profile in profiles]
-    if None in profiles:
-        rates = [1.0] * len(paths)
+    rates = [profile.mixed_bytes_per_s for path in paths if path.is_dir() and (profile := load_profile(path))]
+    if len(rates) < len(paths):
+        return [1 / len(paths)] * len(paths)
     return [rate / sum(rates) for rate in rates]
 
 

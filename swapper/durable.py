@@ -6,25 +6,36 @@ the last generation is untouched, whatever happens, and a retained generation co
 
 [Note: The commit] 1. All writes are over, and good. 2. The data is synced. 3. The manifest, which names the copy and
 the checksum of every extent, is written under a temporary name and synced. 4. It is renamed. 5. The directory is
-synced. A crash before 4 leaves the last generation, one after 5 the new one; in between it is one of the two, both whole.
+synced. A crash before 4 leaves the last generation, one after 5 the new one; in between it is one of the two, both
+whole.
 After a failure in 2, 4 or 5 nobody can say what the disk holds, so the store serves nothing more.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import aio_ext
 from swapper.arena import Arena
 from swapper.checksum import seed
 from swapper.device import Device
 from swapper.directory import Directory
-from swapper.errors import OffloadError, StorageError, StorageFull, StorageIOError, StoreMissing, StoreMisuse
+from swapper.errors import (
+    OffloadError,
+    StorageCorrupt,
+    StorageError,
+    StorageFull,
+    StorageIOError,
+    StoreExists,
+    StoreMissing,
+    StoreMisuse,
+    failed,
+)
 from swapper.manifest import MANIFEST_BYTES_MAX, Manifest, Record
 from swapper.store import Extent, lay_out
 from swapper.ticket import Checksum, Ticket, Transfers
@@ -64,8 +75,72 @@ def read_manifest(directory: Directory, name: str) -> Manifest:
     try:
         data = directory.read(name, MANIFEST_BYTES_MAX)
     except OSError as error:
-        raise StorageIOError(f"manifest {name} cannot be read: {error}.") from error
+        raise failed(f"read of manifest {name}", error) from error
     return Manifest.decode(data, f"manifest {name}")
+
+
+MakeDevice = Callable[[Manifest], Device]
+"""Gives the device that holds the data of a store, as its manifest describes it."""
+
+
+def begin(directory: Directory, make_device: MakeDevice, empty: Manifest, where: str) -> DurableStore:
+    """Publish ``empty`` as generation 0 of a new store. See ``create_store``."""
+    names = _names(directory, where)
+    if published(names):
+        raise StoreExists(f"{where} is there already.")
+    device = make_device(empty)
+    try:
+        _clear(directory, names)
+        first = replace(empty, chunks=tuple(device.table()))
+        store = DurableStore(directory, device, {0: first}, set(), 0, where)
+        store._publish(first)
+        return store
+    except BaseException:
+        device.close()
+        raise
+
+
+def take_up(directory: Directory, make_device: MakeDevice, where: str, generation: int | None = None) -> DurableStore:
+    """The store that ``directory`` tells of, at its last generation or at ``generation``. See ``open_store``."""
+    names = _names(directory, where)
+    found = published(names)
+    if not found:
+        raise StoreMissing(f"{where}: its creation was never finished.")
+    kept = {number: read_manifest(directory, name) for number, name in found.items()}
+    last = kept[max(kept)]
+    for number, manifest in kept.items():
+        if manifest.generation != number or _shape(manifest) != _shape(last):
+            raise StorageCorrupt(f"{where}: manifest {found[number]} is that of another store or generation.")
+    base = last.generation if generation is None else generation
+    if base not in kept:
+        raise StoreMissing(f"{where} has no generation {base}; there are {sorted(kept)}.")
+    device = make_device(last)
+    try:
+        _clear(directory, names)
+        retained = {number for number, name in found.items() if name == retained_name(number)}
+        return DurableStore(directory, device, kept, retained, base, where)
+    except BaseException:
+        device.close()
+        raise
+
+
+def _shape(manifest: Manifest) -> tuple[object, ...]:
+    return manifest.store, manifest.num_copies, manifest.num_paths, [record.nbytes for record in manifest.records]
+
+
+def _names(directory: Directory, where: str) -> list[str]:
+    try:
+        return directory.names()
+    except OSError as error:
+        raise failed(f"listing of {where}", error) from error
+
+
+def _clear(directory: Directory, names: Sequence[str]) -> None:
+    for name in left_over(names):
+        try:
+            directory.remove(name)
+        except OSError as error:
+            raise failed(f"removal of {name}, which a dead owner left", error) from error
 
 
 class Slot:
@@ -87,14 +162,21 @@ class DurableStore:
     those of what was last committed or opened; generation 0 is the empty store. Any thread may call any method.
     """
 
-    def __init__(self, directory: Directory, device: Device, kept: dict[int, Manifest], base: int, where: str) -> None:
-        """Take up a store whose published manifests are ``kept``, at generation ``base``. Takes over ``device``."""
+    def __init__(
+        self,
+        directory: Directory,
+        device: Device,
+        kept: dict[int, Manifest],
+        retained: set[int],
+        base: int,
+        where: str,
+    ) -> None:
+        """Start from the published manifests ``kept``, at generation ``base``. Takes over ``device``."""
         self._directory = directory
         self._transfers = Transfers(device, where)
         self._kept = dict(kept)
         self._last = max(kept)
-        names = directory.names()
-        self._retained = {number for number in kept if retained_name(number) in names}
+        self._retained = set(retained)
         self._base = kept[base]
         self._extents, self._copy_bytes = lay_out([record.nbytes for record in self._base.records])
         records = zip(self._extents, self._base.records, strict=True)
@@ -244,11 +326,6 @@ class DurableStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def publish_first(self) -> None:
-        """Make the empty store that was just laid out a store that can be opened."""
-        with self._lock:
-            self._publish(self._base)
-
     def closing(self, call: Callable[[], object]) -> None:
         """Have ``call`` made when the store is closed, after its last transfer."""
         with contextlib.ExitStack() as order:
@@ -292,7 +369,7 @@ class DurableStore:
             self._directory.create(_NEW, data)
             self._directory.sync_file(_NEW)
         except OSError as error:
-            raise self._failed(f"manifest of generation {manifest.generation}", error) from error
+            raise failed(f"manifest of generation {manifest.generation} of {self._transfers.where}", error) from error
         self._rename(_NEW, last_name(manifest.generation))
 
     def _rename(self, old: str, new: str) -> None:
@@ -305,7 +382,7 @@ class DurableStore:
                 change()
                 self._directory.sync()
             except OSError as error:
-                raise self._failed(what, error) from error
+                raise failed(f"{what} of {self._transfers.where}", error) from error
 
     @contextlib.contextmanager
     def _fatal(self, what: str) -> Iterator[None]:
@@ -317,10 +394,6 @@ class DurableStore:
             self._failure = error
             raise
         self._failure = None
-
-    def _failed(self, what: str, error: OSError) -> StorageError:
-        kind = StorageFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageIOError
-        return kind(f"{what} failed on {self._transfers.where}: {error}.")
 
 
 def _closed(where: str) -> OffloadError:

@@ -6,6 +6,7 @@ survives and what to do. The last two end every message, and all make the table 
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 
 
@@ -122,6 +123,12 @@ class StorageCorrupt(StorageError):
         super().__init__(what)
         self.expected = expected
         self.seen = seen
+
+
+def failed(what: str, error: OSError) -> StorageError:
+    """What the system said of an operation, as the error that the user gets."""
+    kind = StorageFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageIOError
+    return kind(f"{what} failed: {error}.")
 
 
 def errors() -> Iterator[type[OffloadError]]:

@@ -6,7 +6,7 @@ import errno
 import os
 from pathlib import Path
 
-from swapper.errors import StorageFull, StoreUnsafe
+from swapper.errors import StorageFull, StoreUnsafe, failed
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
@@ -40,25 +40,37 @@ def open_nameless(path: Path, directory: int) -> int:
             os.unlink(name, dir_fd=directory)
     except OSError as error:
         raise StoreUnsafe(f"cannot create a file in {path}: {error.strerror}.") from None
-    os.fchmod(descriptor, 0o600)
     return descriptor
 
 
 def open_direct(path: str | Path, flags: int, directory: int | None = None) -> int:
-    """A descriptor for I/O past the page cache, or through it where the file system can do no better."""
+    """A descriptor for I/O past the page cache, or through it where the file system can do no better.
+
+    A new file is 0600 whatever the umask.
+    """
     flags |= os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        return os.open(path, flags | os.O_DIRECT, 0o600, dir_fd=directory)
+        descriptor = os.open(path, flags | os.O_DIRECT, 0o600, dir_fd=directory)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        return os.open(path, flags, 0o600, dir_fd=directory)
+        descriptor = os.open(path, flags, 0o600, dir_fd=directory)
+    if flags & (os.O_CREAT | os.O_TMPFILE):
+        try:
+            os.fchmod(descriptor, 0o600)
+        except BaseException:
+            os.close(descriptor)
+            raise
+    return descriptor
 
 
 def reserve(descriptor: int, nbytes: int, where: Path | str) -> None:
     """Make the file ``nbytes`` long, with all its space taken. Raises ``StorageFull``; the file may have grown then."""
-    needed = nbytes - os.fstat(descriptor).st_blocks * 512
-    available = os.fstatvfs(descriptor)
+    try:
+        needed = nbytes - os.fstat(descriptor).st_blocks * 512
+        available = os.fstatvfs(descriptor)
+    except OSError as error:
+        raise failed(f"asking for the room in {where}", error) from error
     free_bytes = available.f_bavail * available.f_frsize
     if needed > free_bytes:
         raise StorageFull(
@@ -68,7 +80,7 @@ def reserve(descriptor: int, nbytes: int, where: Path | str) -> None:
     try:
         os.posix_fallocate(descriptor, 0, max(nbytes, 1))
     except OSError as error:
-        raise StorageFull(f"cannot reserve {nbytes} bytes in {where}: {error.strerror}.") from None
+        raise StorageFull(f"cannot reserve {nbytes} bytes in {where}: {error.strerror}.") from error
 
 
 class Descriptor:

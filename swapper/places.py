@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from swapper import owner
-from swapper.device import open_device
+from swapper.device import Device, open_device
 from swapper.directory import RealDirectory
-from swapper.durable import DurableStore, left_over, published, read_manifest
-from swapper.errors import StorageCorrupt, StoreExists, StoreMissing, StoreMisuse, StoreUnsafe
+from swapper.durable import DurableStore, begin, take_up
+from swapper.errors import StorageCorrupt, StoreMissing, StoreMisuse, StoreUnsafe, failed
 from swapper.files import Descriptor, open_direct, open_directory, reserve
 from swapper.manifest import Manifest, Record
 from swapper.store import lay_out
@@ -44,32 +44,22 @@ def create_store(
     ``StoreUnsafe`` for a path or a file that cannot be trusted, ``StorageFull``. A store whose creation was interrupted
     is no store: it is made anew.
     """
-    extents, copy_bytes = lay_out(extent_sizes)
-    records = tuple(Record(extent.nbytes, 0, 0, 0) for extent in extents)
-    identity = os.urandom(16)
+    records = tuple(Record(extent.nbytes, 0, 0, 0) for extent in lay_out(extent_sizes)[0])
+    empty = Manifest(os.urandom(16), 0, 2 + retained_max, len(paths), records, metadata=metadata)
     with contextlib.ExitStack() as undo:
         place = undo.enter_context(_Place(paths, name, create=True))
-        if published(place.directory.names()):
-            raise StoreExists(f"{place} is there already.")
-        for left in left_over(place.directory.names()):
-            place.directory.remove(left)
 
-        def make_room(index: int, nbytes: int) -> int:
+        def new_file(index: int, nbytes: int) -> int:
             reserve(place.files[index], nbytes, place.paths[index])
             return place.files[index]
 
-        device = open_device(
-            place.paths,
-            copy_bytes * (2 + retained_max),
-            make_room,
-            backend=backend,
-            queue_depth=queue_depth,
-            block_bytes=block_bytes,
-        )
-        undo.callback(device.close)
-        first = Manifest(identity, 0, 2 + retained_max, len(place.paths), records, tuple(device.table()), metadata)
-        store = DurableStore(place.directory, device, {0: first}, 0, str(place))
-        store.publish_first()
+        def make_device(manifest: Manifest) -> Device:
+            nbytes = manifest.copy_bytes * manifest.num_copies
+            return open_device(
+                place.paths, nbytes, new_file, backend=backend, queue_depth=queue_depth, block_bytes=block_bytes
+            )
+
+        store = begin(place.directory, make_device, empty, str(place))
         undo.pop_all()
         store.closing(place.close)
         return store
@@ -93,53 +83,25 @@ def open_store(
     """
     with contextlib.ExitStack() as undo:
         place = undo.enter_context(_Place(paths, name, create=False))
-        found = published(place.directory.names())
-        if not found:
-            raise StoreMissing(f"{place}: its creation was never finished.")
-        kept = {number: read_manifest(place.directory, file) for number, file in found.items()}
-        last = kept[max(kept)]
-        base = last.generation if generation is None else generation
-        if base not in kept:
-            raise StoreMissing(f"{place} has no generation {base}; there are {sorted(kept)}.")
-        _check_kept(kept, place)
 
-        def existing(index: int, nbytes: int) -> int:
-            size = os.fstat(place.files[index]).st_size
-            if len(place.files) == 1 and size < nbytes:
-                raise StorageCorrupt(f"{place}: its data has {size} bytes, {nbytes} were reserved.")
+        def old_file(index: int, nbytes: int) -> int:
+            if len(place.files) == 1 and place.sizes[index] < nbytes:
+                raise StorageCorrupt(f"{place}: its data has {place.sizes[index]} bytes, {nbytes} were reserved.")
             return place.files[index]
 
-        device = open_device(
-            place.paths,
-            last.copy_bytes * last.num_copies,
-            existing,
-            table=last.chunks,
-            backend=backend,
-            queue_depth=queue_depth,
-            block_bytes=block_bytes,
-        )
-        undo.callback(device.close)
-        store = DurableStore(place.directory, device, kept, base, str(place))
-        for left in left_over(place.directory.names()):
-            place.directory.remove(left)
+        def make_device(last: Manifest) -> Device:
+            if last.num_paths != len(place.paths):
+                raise StoreMisuse(f"{place} lies on {last.num_paths} paths, {len(place.paths)} were given.")
+            nbytes = last.copy_bytes * last.num_copies
+            return open_device(
+                place.paths, nbytes, old_file,
+                backend=backend, queue_depth=queue_depth, block_bytes=block_bytes, table=last.chunks,
+            )  # fmt: skip
+
+        store = take_up(place.directory, make_device, str(place), generation)
         undo.pop_all()
         store.closing(place.close)
         return store
-
-
-def _check_kept(kept: dict[int, Manifest], place: _Place) -> None:
-    last = kept[max(kept)]
-    for number, manifest in kept.items():
-        if manifest.generation != number or _shape(manifest) != _shape(last):
-            raise StorageCorrupt(
-                f"{place}: the manifest named generation {number} is that of another store or generation."
-            )
-    if last.num_paths != len(place.paths):
-        raise StoreMisuse(f"{place} lies on {last.num_paths} paths, {len(place.paths)} were given.")
-
-
-def _shape(manifest: Manifest) -> tuple[object, ...]:
-    return manifest.store, manifest.num_copies, manifest.num_paths, [record.nbytes for record in manifest.records]
 
 
 class _Place:
@@ -152,6 +114,7 @@ class _Place:
             raise StoreMisuse("a store needs at least one path.")
         self.paths = tuple(Path(path) for path in paths)
         self.files: list[int] = []
+        self.sizes: list[int] = []
         self._folder = name + SUFFIX
         self._closers = contextlib.ExitStack()
         try:
@@ -159,8 +122,10 @@ class _Place:
             self.directory = RealDirectory(directories[0])
             for index, directory in enumerate(directories):
                 self.files.append(self._open_data(directory, index, create))
-        except BaseException:
+        except BaseException as error:
             self.close()
+            if isinstance(error, OSError):
+                raise failed(f"opening {self}", error) from error
             raise
 
     def __str__(self) -> str:
@@ -197,7 +162,7 @@ class _Place:
         except FileNotFoundError:
             raise StoreMissing(f"there is no store {where}.") from None
         except OSError as error:
-            raise StoreUnsafe(f"{where} cannot be opened: {error.strerror}.") from None
+            raise StoreUnsafe(f"{where} cannot be opened: {error.strerror}.") from error
         info = os.fstat(directory)
         if info.st_uid != os.geteuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise StoreUnsafe(f"{where} belongs to user {info.st_uid}, mode {stat.S_IMODE(info.st_mode):o}.")
@@ -211,13 +176,12 @@ class _Place:
         except FileNotFoundError:
             raise StoreMissing(f"{self} has no {name}; are the paths in the order of its creation?") from None
         except OSError as error:
-            raise StoreUnsafe(f"{name} of {self} cannot be opened: {error.strerror}.") from None
-        if create:
-            os.fchmod(file, 0o600)
+            raise StoreUnsafe(f"{name} of {self} cannot be opened: {error.strerror}.") from error
         info = os.fstat(file)
         if not stat.S_ISREG(info.st_mode) or info.st_nlink > 1 or info.st_uid != os.geteuid():
             raise StoreUnsafe(f"{name} of {self} is not a regular file of yours with one name.")
         owner.lock(file, directory, str(self))
         if os.fstat(file).st_nlink == 0:
             raise StoreMissing(f"{self} was removed just now.")
+        self.sizes.append(info.st_size)
         return file

@@ -123,6 +123,12 @@ class Store:
         """Wait for what is in flight, then give the space back. Safe to call twice."""
         self._closers.close()
 
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def _checksum(self, extent: Extent, nbytes: int) -> Checksum:
         if nbytes != extent.nbytes:
             raise StoreMisuse(f"extent {extent.index} has {extent.nbytes} bytes, not {nbytes}.")

@@ -8,11 +8,10 @@ import errno
 import time
 from collections.abc import Generator
 
-import aio_ext
 from swapper.arena import Arena
 from swapper.checksum import Once, digest
 from swapper.device import IO_TIMEOUT_S, Device, Transfer
-from swapper.errors import StorageCorrupt, StorageError, StorageFull, StorageIOError, StorageTimeout
+from swapper.errors import StorageCorrupt, StorageError, StorageTimeout, failed
 
 _OVER = (errno.ECANCELED, errno.ESHUTDOWN)
 """What a request gets that a queue had no time for before it was closed: a second try is of no use."""
@@ -55,15 +54,22 @@ class Ticket:
         """
         deadline = time.monotonic() + timeout_s
         try:
-            with contextlib.suppress(aio_ext.QueueError):
-                self._transfer.wait(timeout_s)
+            self._wait_for_transfer(timeout_s)
             self._work.run(max(deadline - time.monotonic(), 0.0))
         except TimeoutError:
             raise StorageTimeout(f"{self._name}: no answer for {timeout_s:.0f} s.") from None
         self._raise()
 
+    def _wait_for_transfer(self, timeout_s: float) -> None:
+        try:
+            self._transfer.wait(timeout_s)
+        except TimeoutError:
+            raise
+        except OSError:
+            return  # judged once the work is done
+
     def __await__(self) -> Generator[object, None, None]:
-        with contextlib.suppress(aio_ext.QueueError):
+        with contextlib.suppress(OSError):
             yield from self._transfer.__await__()
         if not self._work.over():
             yield from asyncio.get_running_loop().run_in_executor(None, self._work.run)
@@ -177,9 +183,8 @@ class Transfers:
             )
 
     def failed(self, name: str, error: OSError) -> StorageError:
-        """Turn what the device saw into the error that the user gets."""
-        kind = StorageFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageIOError
-        return kind(f"{name} failed on {self.where}: {error}")
+        """What the device said, as the error that the user gets."""
+        return failed(f"{name} on {self.where}", error)
 
 
 def _hex(value: int | None) -> str:

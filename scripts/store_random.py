@@ -1,0 +1,136 @@
+#!/usr/bin/env python3
+"""Random operations on a durable store whose disk lies, against a dict: no silent corruption, no hang, no leak.
+
+Everything goes wrong at random: errors, short and torn and lost and misdirected transfers, flipped bits, refused syncs
+and renames. A read must give what the dict has, or an error; a store must open at a generation that was committed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import resource
+import threading
+from typing import Any
+
+from store_model import DISK_BYTES, Difference, close_quietly, content, get, make_store, put, reopen, run
+
+from swapper import OffloadError, StorageCorrupt, StoreMissing
+from swapper.testing import FaultPlan, Kind, RamDisk, RandomFaults
+
+KINDS: tuple[Kind, ...] = ("error", "short", "torn", "lost", "misdirected", "flip")
+
+
+class Twin:
+    """A store on a faulty disk, and what it should hold."""
+
+    def __init__(self, rng: random.Random, rate: float, counts: dict[str, int]) -> None:
+        self._rng = rng
+        self._rate = rate
+        self._counts = counts
+        self._start()
+
+    def step(self) -> None:
+        """One operation, checked."""
+        operation = self._rng.choices(
+            (self._write, self._read, self._commit, self._retain, self._release, self._reopen), (40, 45, 8, 2, 2, 3)
+        )[0]
+        self._counts["operations"] += 1
+        try:
+            operation()
+        except OffloadError as error:
+            self._counts[type(error).__name__] = self._counts.get(type(error).__name__, 0) + 1
+            if self._store._failure is not None:
+                self._reopen()
+
+    def close(self) -> None:
+        close_quietly(self._store)
+
+    def _start(self) -> None:
+        self._disk = RamDisk(bytearray(DISK_BYTES))
+        self._store = make_store(self._disk, identity=self._rng.randbytes(16))
+        self._now: dict[int, bytes | None] = {}
+        self._generations: dict[int, tuple[bytes, dict[int, bytes | None]]] = {0: (b"", {})}
+        self._possible = {0}
+        self._arm()
+
+    def _arm(self) -> None:
+        """From here on the disk goes wrong."""
+        plan = RandomFaults(self._rng.randrange(1 << 32), self._rate, KINDS)
+        self._plan: FaultPlan = plan
+        self._store._transfers.device._plan = plan  # type: ignore[attr-defined]
+        self._store._directory._plan = plan  # type: ignore[attr-defined]
+
+    def _write(self) -> None:
+        extent = self._rng.choice(self._store.extents)
+        data = content(extent, self._rng)
+        self._now[extent.index] = None  # anything, should it fail
+        put(self._store, extent, data)
+        self._now[extent.index] = data
+
+    def _read(self) -> None:
+        extent = self._rng.choice(self._store.extents)
+        data = get(self._store, extent)
+        if data != self._now.get(extent.index):
+            raise Difference(f"operation {self._counts['operations']}: extent {extent.index} has other bytes")
+        self._counts["reads_checked"] += 1
+
+    def _commit(self) -> None:
+        number, metadata = max(self._possible) + 1, self._rng.randbytes(20)
+        self._generations[number] = (metadata, dict(self._now))
+        self._possible.add(number)
+        committed = self._store.commit(metadata)
+        if committed != number:
+            self._generations[committed] = self._generations.pop(number)
+        self._possible = {committed}
+        self._counts["commits"] += 1
+
+    def _retain(self) -> None:
+        self._store.retain()
+
+    def _release(self) -> None:
+        for number in self._store.generations[:1]:
+            self._store.release(number)
+
+    def _reopen(self) -> None:
+        close_quietly(self._store)
+        self._counts["reopened"] += 1
+        try:
+            self._store = reopen(self._disk)
+        except StorageCorrupt:
+            self._counts["manifests_lost"] += 1
+            self._start()
+            return
+        except StoreMissing:
+            raise Difference("the store is gone") from None
+        if self._store.generation not in self._possible:
+            raise Difference(f"opened at generation {self._store.generation}, possible are {self._possible}")
+        metadata, now = self._generations[self._store.generation]
+        if self._store.metadata != metadata:
+            raise Difference(f"generation {self._store.generation} has other metadata")
+        self._now = dict(now)
+        self._possible = {self._store.generation}
+        self._arm()
+
+
+def campaign(arguments: argparse.Namespace) -> dict[str, Any]:
+    counts = {"operations": 0, "reads_checked": 0, "commits": 0, "reopened": 0, "manifests_lost": 0}
+    rng = random.Random(arguments.seed)
+    twin = Twin(rng, arguments.faults_per_thousand / 1000, counts)
+    memory = 0
+    while counts["operations"] < arguments.operations:
+        twin.step()
+        if counts["operations"] == min(50_000, arguments.operations // 2):
+            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    twin.close()
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory
+    if grown > 32 << 10:
+        raise Difference(f"the process has grown by {grown} KiB")
+    others = [thread.name for thread in threading.enumerate() if not thread.name.startswith("swapper-checksum")]
+    if len(others) > 1:
+        raise Difference(f"threads are left: {others}")
+    return {**counts, "grown_kib": grown}
+
+
+if __name__ == "__main__":
+    run(__doc__, campaign, operations=1_000_000, faults_per_thousand=20)

@@ -1,0 +1,53 @@
+"""A short slice of each campaign of ``scripts/``, and that the campaigns find what they are there to find."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import store_crash
+from store_model import Difference
+
+from swapper.testing import RamDevice, RamDirectory
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "count", "at_least"),
+    [
+        ("store_crash", ["--states", "2000"], "states", 2000),
+        ("store_faults", ["--every", "9"], "in_memory", 100),
+        ("store_random", ["--operations", "10000"], "reads_checked", 3000),
+        ("store_flips", ["--changes", "1500"], "found", 1000),
+        ("store_kill", ["--kills", "8"], "kills", 8),
+    ],
+)
+def test_a_slice_of_the_campaign(script: str, options: list[str], count: str, at_least: int):
+    command = [sys.executable, str(SCRIPTS / f"{script}.py"), "--seed", "11", "--json", *options]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout)[count] >= at_least
+
+
+@pytest.mark.parametrize(("owner", "step"), [(RamDevice, "sync"), (RamDirectory, "sync_file"), (RamDirectory, "sync")])
+def test_a_commit_that_forgets_to_sync_is_found(monkeypatch, owner, step):
+    """The check of the checker: each sync of the protocol is needed in some crash state."""
+    original = RamDevice.sync
+    if owner is RamDevice:
+        monkeypatch.setattr(RamDevice, "sync", lambda self: _unlogged(self, original))
+    else:
+        monkeypatch.setattr(owner, step, lambda self, *name: None)
+    arguments = type("Arguments", (), {"seed": 5, "states": 4000, "commits": 6, "per_point": 64})
+    with pytest.raises(Difference):
+        store_crash.campaign(arguments)
+
+
+def _unlogged(device: RamDevice, sync):
+    """Say that it was synced, and do nothing."""
+    log, device._disk.log = device._disk.log, lambda event: None
+    try:
+        return sync(device)
+    finally:
+        device._disk.log = log
