@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -134,6 +136,15 @@ class OffloadEngine:
             raise OffloadError("no step has been taken yet: there is nothing to report")
         return self._last_report
 
+    def timeline(self, path: str | os.PathLike[str]) -> None:
+        """Write what the last step did, and when, to the file ``path``: a trace that ui.perfetto.dev opens.
+
+        Tracks: the uses of units by compute, what the training thread waited for, updates, and each read and write.
+        Raises ``OffloadError`` before the first step.
+        """
+        self.report()
+        self._meter.trace.write(Path(path))
+
     def state_dict(self) -> dict[str, Any]:
         """The model's state dict, with ordinary tensors: it holds the whole model in memory."""
         return self.module.state_dict()
@@ -171,9 +182,12 @@ class OffloadEngine:
         """Compute needs the unit: wait for its weights and put them under its parameters."""
         with self._failure.guard():
             unit.window.open(self._weights.acquire(unit))
+        unit.use = self._meter.trace.begin("compute", unit.name)
 
     def end_use(self, unit: Unit) -> None:
         """Compute is done with the unit for now."""
+        if unit.use is not None:
+            self._meter.trace.end(unit.use)
         unit.window.close()
         self._weights.release(unit)
 

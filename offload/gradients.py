@@ -13,7 +13,7 @@ from offload.memory import tensor_at
 from offload.report import Meter
 from offload.unit import Gradient, GradientBuffer, Unit
 from offload.units import ParameterSpec
-from swapper import Extent, OffloadError, Store
+from swapper import Extent, OffloadError, Store, Ticket
 
 
 class Gradients:
@@ -119,7 +119,7 @@ class Gradients:
         assert self._store is not None
         with self._meter.stall("read"):
             reads = [
-                self._store.read(extent, address, extent.nbytes, urgent=True)
+                self._traced("read", unit, extent, self._store.read(extent, address, extent.nbytes, urgent=True))
                 for extent, address in self._pieces(unit, buffer)
             ]
             for read in reads:
@@ -147,9 +147,13 @@ class Gradients:
     def _spill(self, unit: Unit, buffer: GradientBuffer) -> None:
         assert self._store is not None
         buffer.writes = tuple(
-            self._store.write(extent, address, extent.nbytes) for extent, address in self._pieces(unit, buffer)
+            self._traced("write", unit, extent, self._store.write(extent, address, extent.nbytes))
+            for extent, address in self._pieces(unit, buffer)
         )
         unit.grads_spilled = True
+
+    def _traced(self, track: str, unit: Unit, extent: Extent, ticket: Ticket) -> Ticket:
+        return self._meter.trace.transfer(track, f"gradients of {unit.name}", extent.nbytes, ticket)
 
     def _wait_for_spill(self, buffer: GradientBuffer) -> None:
         with self._meter.stall("write"):

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from offload.handle import Handle
 from offload.unit import Unit
@@ -39,8 +39,8 @@ class _Hook:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
-    def __call__(self, *args: Any) -> None:
-        self._function(*args)
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
 
     def __deepcopy__(self, memo: Any) -> _Hook:
         return _Hook(_nothing)
@@ -51,6 +51,11 @@ class _Hook:
 
 def _nothing(*args: Any) -> None:
     return None
+
+
+def _own(unit: Unit, leaf: Any) -> Any:
+    """A module may return its parameter, or a view of it: what leaves the unit must stay when the unit goes."""
+    return leaf.clone() if isinstance(leaf, torch.Tensor) and unit.window.holds(leaf) else leaf
 
 
 def _call_weakly(
@@ -122,16 +127,22 @@ class Hooks:
                 self._put(spec, parameter)
         unit.forward_depth += 1
 
-    def _post_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+    def _post_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
         if unit.forward_depth == 0:
-            return  # the pre-hook of this call raised: there is nothing to undo
+            return output  # the pre-hook of this call raised: there is nothing to undo
         unit.forward_depth -= 1
-        if unit.forward_depth == 0:
-            self._leave_forward(unit)
-        if torch.is_grad_enabled() and unit.forward_depth == 0:
-            for tensor in tree_leaves(output):
-                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    tensor.register_hook(partial(self._pre_backward, unit, unit.forward_start, self._serial))
+        if unit.forward_depth > 0:
+            return output
+        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        if any(unit.window.holds(leaf) for leaf in leaves):
+            output = tree_map(lambda leaf: _own(unit, leaf), output)
+            leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        self._leave_forward(unit)
+        if torch.is_grad_enabled():
+            for leaf in leaves:
+                if leaf.requires_grad:
+                    leaf.register_hook(partial(self._pre_backward, unit, unit.forward_start, self._serial))
+        return output
 
     def _leave_forward(self, unit: Unit) -> None:
         self._serial += 1

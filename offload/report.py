@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from offload.trace import Span, Trace
+
 
 @dataclass(frozen=True)
 class Bandwidths:
@@ -60,6 +62,8 @@ class Report:
 class Meter:
     """Counts what one step spends. Stalls are counted on the training thread alone, updates on the update thread."""
 
+    trace: Trace = field(default_factory=Trace)
+
     started: float = field(default_factory=time.perf_counter)
     stalls: dict[str, float] = field(default_factory=dict)
     update_seconds: float = 0.0
@@ -67,11 +71,22 @@ class Meter:
     @contextlib.contextmanager
     def stall(self, cause: str) -> Iterator[None]:
         """Count the time of the block as waiting for ``cause``."""
-        start = time.perf_counter()
+        span = self.trace.begin("waiting", f"for {cause}")
         try:
             yield
         finally:
-            self.stalls[cause] = self.stalls.get(cause, 0.0) + time.perf_counter() - start
+            self.trace.end(span)
+            self.stalls[cause] = self.stalls.get(cause, 0.0) + _seconds(span)
+
+    @contextlib.contextmanager
+    def update(self, name: str) -> Iterator[None]:
+        """Count the time of the block as updating ``name``."""
+        span = self.trace.begin("update", name)
+        try:
+            yield
+        finally:
+            self.trace.end(span)
+            self.update_seconds += _seconds(span)
 
     def restart(self) -> tuple[float, dict[str, float], float]:
         """Seconds since the last restart, stalls by cause and update seconds in them."""
@@ -79,4 +94,10 @@ class Meter:
         seconds, self.started = now - self.started, now
         stalls, self.stalls = self.stalls, {}
         update_seconds, self.update_seconds = self.update_seconds, 0.0
+        self.trace.end_step()
         return seconds, stalls, update_seconds
+
+
+def _seconds(span: Span) -> float:
+    assert span.stop is not None
+    return span.stop - span.start

@@ -251,7 +251,8 @@ class Weights:
             slot.unit.fetch = None
         slot.unit, unit.slot = unit, slot
         unit.residency = Residency.FETCHING
-        unit.fetch = self._store.read(unit.weights_extent, slot.lease.address, unit.weight_bytes, urgent=True)
+        fetch = self._store.read(unit.weights_extent, slot.lease.address, unit.weight_bytes, urgent=True)
+        unit.fetch = self._traced("read", unit, fetch)
 
     def _fetch_ahead(self) -> None:
         """Start reading the units that come next, into slots whose units are needed later."""
@@ -293,7 +294,11 @@ class Weights:
         """The weights were changed: put them into the store too. Returns when the write is on its way."""
         if unit.weights_extent is not None:
             assert self._store is not None and unit.slot is not None
-            unit.slot.write = self._store.write(unit.weights_extent, unit.slot.lease.address, unit.weight_bytes)
+            write = self._store.write(unit.weights_extent, unit.slot.lease.address, unit.weight_bytes)
+            unit.slot.write = self._traced("write", unit, write)
+
+    def _traced(self, track: str, unit: Unit, ticket: Ticket) -> Ticket:
+        return self._meter.trace.transfer(track, f"weights of {unit.name}", unit.weight_bytes, ticket)
 
     def _wait_for_write(self, unit: Unit) -> None:
         """Bytes in flight must not change: wait for the last write-back before the weights are touched again."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from offload.layout import Tile
 from offload.plan import UnitPlan
+from offload.trace import Span
 from offload.units import ParameterSpec, UnitSpec
 from offload.window import Window
 from swapper import Extent, Lease, Ticket
@@ -105,6 +106,8 @@ class Unit:
     updating: bool = False
     """The last step's update is not done: the weights in the store are the old ones."""
 
+    use: Span | None = None
+    """The present use of it by compute."""
     forward_depth: int = 0
     """Modules of this unit whose forward is running."""
     forward_start: int = 0

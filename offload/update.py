@@ -7,7 +7,6 @@ touched, so running under the next forward changes nothing in the result.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ from offload.report import Meter
 from offload.residency import Weights
 from offload.rule import Rule
 from offload.unit import StateTile, Unit
-from swapper import Lease, OffloadError, Store, Ticket
+from swapper import Extent, Lease, OffloadError, Store, Ticket
 
 
 @dataclass(frozen=True)
@@ -111,9 +110,8 @@ class Updater:
                     self._weights.acquire_for_update(unit)
                 for ticket in piece.reads:
                     ticket.wait()
-                start = time.perf_counter()
-                self._apply(piece)
-                self._meter.update_seconds += time.perf_counter() - start
+                with self._meter.update(unit.name):
+                    self._apply(piece)
                 reading.popleft()
                 self._write(piece)
                 if piece.last_of_unit:
@@ -158,14 +156,14 @@ class Updater:
         else:
             assert piece.buffer is not None and self._store is not None and tile.extent is not None
             piece.states = piece.buffer.address
-            piece.reads.append(self._store.read(tile.extent, piece.states, tile.extent.nbytes))
+            piece.reads.append(self._read(f"states of {unit.name}", tile.extent, piece.states))
         if unit.grads_home is not None:
             piece.grads = unit.grads_home.address + tile.start * self._formats.grads
         else:
             assert piece.buffer is not None and self._store is not None and tile.grads_extent is not None
             self._gradients.wait_until_spilled(unit)
             piece.grads = piece.buffer.address + (tile.extent.nbytes if tile.extent is not None else 0)
-            piece.reads.append(self._store.read(tile.grads_extent, piece.grads, tile.grads_extent.nbytes))
+            piece.reads.append(self._read(f"gradients of {unit.name}", tile.grads_extent, piece.grads))
         self._weights.try_fetch(unit)
 
     def _apply(self, piece: _Piece) -> None:
@@ -192,9 +190,16 @@ class Updater:
             self._free.append(piece.buffer)
             return
         assert self._store is not None and piece.tile.extent is not None
-        write = self._store.write(piece.tile.extent, piece.states, piece.tile.extent.nbytes)
+        extent = piece.tile.extent
+        ticket = self._store.write(extent, piece.states, extent.nbytes)
+        write = self._meter.trace.transfer("write", f"states of {piece.update.unit.name}", extent.nbytes, ticket)
         piece.tile.write = write
         self._writes.append((write, piece.buffer))
+
+    def _read(self, name: str, extent: Extent, address: int) -> Ticket:
+        assert self._store is not None
+        ticket = self._store.read(extent, address, extent.nbytes)
+        return self._meter.trace.transfer("read", name, extent.nbytes, ticket)
 
     def _reap(self, *, wait: bool) -> None:
         """Take back the buffers of writes that are done, in order; ``wait`` for the first one."""

@@ -13,6 +13,7 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 import aio_ext
+from offload.handle import Handle
 from offload.memory import tensor_at
 
 POISON = 0x7FFF
@@ -21,18 +22,35 @@ POISON = 0x7FFF
 
 class Window(Protocol):
     """``flat`` is the tensor whose storage the window changes; ``open`` puts ``address`` under it, ``close`` poison.
+    ``holds`` tells tensors that look into that storage.
 
     A new window is neither: take views of ``flat``, then close it.
     """
 
     flat: torch.Tensor
 
+    def holds(self, tensor: torch.Tensor) -> bool: ...
+
     def open(self, address: int) -> None: ...
 
     def close(self) -> None: ...
 
 
-class SwapWindow:
+class _Holds:
+    """What both kinds of window know."""
+
+    flat: torch.Tensor
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        own = self.flat.untyped_storage()
+        return (
+            tensor.layout is torch.strided
+            and not isinstance(tensor, Handle)
+            and tensor.untyped_storage()._cdata == own._cdata
+        )
+
+
+class SwapWindow(_Holds):
     """Exchanges the pointer of the storage: no copy, nothing freed, a stray read of a closed window gives NaN."""
 
     def __init__(self, numel: int, dtype: torch.dtype, poison: aio_ext.Pattern) -> None:
@@ -50,7 +68,7 @@ class SwapWindow:
             self._under = None
 
 
-class CopyWindow:
+class CopyWindow(_Holds):
     """Frees the storage by resizing and fills it again by copying: for a torch that cannot exchange pointers."""
 
     def __init__(self, numel: int, dtype: torch.dtype, poison: aio_ext.Pattern) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import errno
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 from swapper.arena import Arena
 from swapper.checksum import Once, digest
@@ -45,6 +45,10 @@ class Ticket:
     def done(self) -> bool:
         """True when ``wait`` would not block: the bytes are there, and verified."""
         return self._transfer.done() and self._work.over()
+
+    def add_done_callback(self, function: Callable[[], None]) -> None:
+        """Call ``function`` from another thread when the device has answered; it must be quick, and not raise."""
+        self._transfer.add_done_callback(lambda _: function())
 
     def wait(self, timeout_s: float = IO_TIMEOUT_S) -> None:
         """Block until the transfer is complete and its checksum worked out.

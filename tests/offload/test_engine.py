@@ -1,10 +1,11 @@
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from tiny import Tiny, batches, least_budget, loss_of, train
 
-from offload import OffloadEngine
+from offload import OffloadEngine, OffloadError
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -72,3 +73,20 @@ def test_meta_model_trains_like_one_that_was_built_in_memory(tmp_path: Path):
     with OffloadEngine(meta, nvme_path=tmp_path, host_memory="4MiB", precision="bf16") as engine:
         losses, _ = train(engine)
     assert losses == expected
+
+
+def test_the_timeline_of_a_step_has_every_kind_of_work_on_its_own_track(make_model, tmp_path: Path):
+    with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory="4MiB", precision="fp32") as engine:
+        with pytest.raises(OffloadError, match="no step"):
+            engine.timeline(tmp_path / "trace.json")
+        train(engine, 3)
+        engine.timeline(tmp_path / "trace.json")
+        report = engine.report()
+    events = [e for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    assert {e["cat"] for e in events} >= {"compute", "update", "read", "write"}
+    computed = [e["name"] for e in events if e["cat"] == "compute"]
+    assert computed[:7] == ["embed", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "norm", "head"]
+    assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in events)
+    read_bytes = sum(e["args"]["bytes"] for e in events if e["cat"] == "read")
+    assert read_bytes == pytest.approx(report.nvme_read_bytes, rel=0.5)
+    assert max(e["ts"] + e["dur"] for e in events if e["cat"] == "compute") < report.seconds * 1e6
