@@ -18,7 +18,8 @@ Mode = Literal["read", "write", "mixed"]
 READS, WRITES = 7, 6
 """Bytes read to bytes written in "mixed": what the engine moves with everything on NVMe (14 and 12 a parameter)."""
 
-_REQUEST_BYTES_MIN = 4 << 20
+REQUEST_BYTES = 16 << 20
+"""What is asked for at a time, a tile of the engine: a Python thread must be woken for each request."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ class Range:
         self._nbytes = nbytes
         self._memory = memory
         # Requests are big and there are always some waiting, so that the queue's depth is what limits.
-        self._request_bytes = max(_REQUEST_BYTES_MIN, block_bytes)
+        self._request_bytes = max(min(REQUEST_BYTES, nbytes) // block_bytes, 1) * block_bytes
         self._requests_in_flight = 2 + -(-depth * block_bytes // self._request_bytes)
         if self._requests_in_flight * self._request_bytes > memory.nbytes:
             raise ValueError(
@@ -73,7 +74,7 @@ class Range:
         kinds = _kinds(mode)
         at = {"read": 0, "write": 0 if mode == "write" else self._nbytes // 2}
         before = self._queue.statistics()
-        cpu = _cpu_seconds()
+        cpu = cpu_seconds()
         start = time.perf_counter()
         for number in range(-(-nbytes // self._request_bytes)):
             if len(in_flight) == self._requests_in_flight:
@@ -96,7 +97,7 @@ class Range:
             read_bytes=moved["read"],
             write_bytes=moved["write"],
             seconds=seconds,
-            cpu_seconds=_cpu_seconds() - cpu,
+            cpu_seconds=cpu_seconds() - cpu,
             depth_mean=depth / busy if busy > 0 else 0.0,
         )
 
@@ -131,6 +132,7 @@ def _kinds(mode: Mode) -> Iterator[Literal["read", "write"]]:
             yield "write"
 
 
-def _cpu_seconds() -> float:
+def cpu_seconds() -> float:
+    """User and system time of this process so far, all threads together."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime

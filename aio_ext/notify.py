@@ -54,7 +54,7 @@ class Notifier:
             call = self._calls.pop(token)
             try:
                 call()
-            except Exception:
+            except (Exception, SystemExit):  # the calls after it are made all the same
                 _log.exception("a done-callback of a ticket raised")
 
 

@@ -157,13 +157,17 @@ class Queue:
 
     def _hand_over(self, call: Callable[[], object]) -> None:
         """Have the loop's thread make ``call``, after those handed over before; once it has ended, make it here."""
+        if self._ended.is_set():
+            call()
+            return
         self._inbox.append(call)
-        if not self._ended.is_set():
-            with suppress(RuntimeError):  # the loop is closed: the thread is about to end
-                self._loop.call_soon_threadsafe(self._work_off)
-                return
-            self._ended.wait()
-        self._work_off()
+        try:
+            self._loop.call_soon_threadsafe(self._work_off)
+        except RuntimeError:
+            # The loop has been closed since. Its thread looks into the inbox once more, or has done so.
+            with suppress(ValueError):
+                self._inbox.remove(call)
+                call()
 
     def _call(self, function: Callable[[], _T]) -> _T:
         """What ``function`` gives or raises, made by the loop's thread."""
@@ -195,9 +199,12 @@ class Queue:
             self._work_off()
 
     def _work_off(self) -> None:
-        with suppress(IndexError):  # the inbox is empty
-            while True:
-                self._inbox.popleft()()
+        while True:
+            try:
+                call = self._inbox.popleft()
+            except IndexError:
+                return
+            call()
 
     def _add_file(self, file: File) -> int:
         if self._refusing:

@@ -1,17 +1,25 @@
-"""The I/O profile: what was measured on a device, kept for the programs that use it.
+"""The I/O profile: what was measured on a file system, kept for the programs that use it.
 
-One JSON file for all devices, ``$XDG_CONFIG_HOME/offload/io_profiles.json`` (``~/.config`` without the variable).
+One JSON file for all of them, ``$XDG_CONFIG_HOME/offload/io_profiles.json`` (``~/.config`` without the variable). A
+profile is filed under the identity of its file system, so it is not found on another drive, though that may have the
+old one's name; and it counts only under the Linux version that it was measured under, with a backend that works.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import platform
 import tempfile
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
-_VERSION = 1
+from .queue import available_backends
+
+_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +53,13 @@ def profiles_path() -> Path:
     return Path(home) / "offload" / "io_profiles.json"
 
 
-def device_key(path: str | Path) -> str:
-    """What the profile of ``path`` is filed under: ``major:minor`` of its device and the file system's type."""
-    device = os.stat(path).st_dev  # noqa: PTH116 - a path or a string
-    return f"{os.major(device)}:{os.minor(device)} {file_system(path)}"
+def file_system_key(path: str | Path) -> str:
+    """What the profile of ``path`` is filed under: type, identity and size of its file system.
+
+    The identity (``f_fsid``) comes from the UUID on most file systems, and from the device's number on the others.
+    """
+    status = os.statvfs(path)
+    return f"{file_system(path)} {status.f_fsid:x} {status.f_blocks * status.f_frsize}"
 
 
 def file_system(path: str | Path) -> str:
@@ -73,30 +84,82 @@ def file_system(path: str | Path) -> str:
     return best[1]
 
 
-def load_profile(path: str | Path) -> IoProfile | None:
-    """The profile of the device that ``path`` is on; None if there is none, or it cannot be read or made sense of."""
-    try:
-        stored = json.loads(profiles_path().read_text())["profiles"][device_key(path)]
-        return IoProfile(**{field.name: stored[field.name] for field in fields(IoProfile)})
-    except (OSError, ValueError, KeyError, TypeError):
+def load_profile(*paths: str | Path) -> IoProfile | None:
+    """The profile of the drives under these directories together; None if one of them has none that holds here.
+
+    Directories of one file system count once. Of several drives, bandwidths are the sums, which a
+    :class:`aio_ext.StripedFile` reaches; ``mixed_q`` is the least; the settings are those of the fastest, for each
+    queue. See :func:`missing_profile` for the reason of a None. Raises ``OSError`` for a path that is not there.
+    """
+    stored = _stored()
+    found = {file_system_key(path): _find(path, stored) for path in paths}
+    profiles = [profile for profile in found.values() if isinstance(profile, IoProfile)]
+    if not profiles or len(profiles) < len(found):
         return None
+    return replace(
+        max(profiles, key=lambda profile: profile.read_bytes_per_s),
+        read_bytes_per_s=sum(profile.read_bytes_per_s for profile in profiles),
+        write_bytes_per_s=sum(profile.write_bytes_per_s for profile in profiles),
+        mixed_bytes_per_s=sum(profile.mixed_bytes_per_s for profile in profiles),
+        mixed_q=min(profile.mixed_q for profile in profiles),
+    )
+
+
+def missing_profile(path: str | Path) -> str:
+    """Why :func:`load_profile` finds nothing for ``path``, and the fix, in a sentence; empty if it finds something."""
+    found = _find(path, _stored())
+    return "" if isinstance(found, IoProfile) else f"{found}; `aio_bench.py {path}` measures it"
 
 
 def save_profile(path: str | Path, profile: IoProfile) -> Path:
-    """Keep the profile of the device that ``path`` is on; others stay. Returns the file. Raises ``OSError``."""
+    """Keep the profile of the file system that ``path`` is on; others stay. Returns the file. Raises ``OSError``."""
     file = profiles_path()
     file.parent.mkdir(parents=True, exist_ok=True)
+    profiles = _stored()
+    profiles[file_system_key(path)] = {"linux": _linux(), "path": str(path), **asdict(profile)}
+    with _replacing(file) as descriptor, os.fdopen(descriptor, "w") as stream:
+        json.dump({"version": _VERSION, "profiles": profiles}, stream, indent=2)
+    return file
+
+
+def _find(path: str | Path, stored: dict[str, Any]) -> IoProfile | str:
+    """The profile, or why there is none."""
+    entry = stored.get(file_system_key(path))
+    if entry is None:
+        return f"{path} has no I/O profile"
     try:
-        profiles = dict(json.loads(file.read_text())["profiles"])
+        profile = IoProfile(**{field.name: entry[field.name] for field in fields(IoProfile)})
+        linux = entry["linux"]
+    except (KeyError, TypeError):
+        return f"the I/O profile of {path} is damaged"
+    if linux != _linux():
+        return f"the I/O profile of {path} was measured under Linux {linux}, this is {_linux()}"
+    if profile.backend not in available_backends():
+        return f"the I/O profile of {path} is for the backend {profile.backend}, which does not work here"
+    return profile
+
+
+def _stored() -> dict[str, Any]:
+    """All that is in the file; nothing if it is not there, or damaged, or of another version."""
+    try:
+        content = json.loads(profiles_path().read_text())
+        return dict(content["profiles"]) if content["version"] == _VERSION else {}
     except (OSError, ValueError, KeyError, TypeError):
-        profiles = {}
-    profiles[device_key(path)] = asdict(profile)
+        return {}
+
+
+def _linux() -> str:
+    """Version and patch level; what distributions append does not change how fast a drive is."""
+    return ".".join(platform.release().split(".")[:2])
+
+
+@contextmanager
+def _replacing(file: Path) -> Iterator[int]:
+    """A descriptor of a new file that takes the place of ``file`` at the end, or vanishes after an exception."""
     descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=file.name)
     try:
-        with os.fdopen(descriptor, "w") as stream:
-            json.dump({"version": _VERSION, "profiles": profiles}, stream, indent=2)
+        yield descriptor
         Path(temporary).replace(file)
     except BaseException:
         Path(temporary).unlink()
         raise
-    return file

@@ -33,9 +33,10 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MODES: tuple[Mode, ...] = get_args(Mode)
 NOT_LOCAL = {"tmpfs", "ramfs", "nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "glusterfs", "afs", "beegfs"}
 BLOCKS = (256 * KIB, 512 * KIB, 1 * MIB, 2 * MIB, 4 * MIB)
-DEPTHS = (4, 8, 16, 32, 64)
+DEPTHS = (4, 8, 16, 32, 64, 128)
 THREADS = (2, 4, 8)
 MEMORY_BYTES = 288 * MIB
+IN_FLIGHT_BYTES_MAX = 256 * MIB
 PROBE_SECONDS, PAIR_SECONDS = 0.25, 0.5
 SAME = 0.97
 """A setting that reaches so much of the best counts as equal; of equals the one with the least in flight is taken."""
@@ -116,6 +117,13 @@ def subject(path: Path, size: int | None, any_file_system: bool) -> Iterator[Sub
         os.close(fd)
 
 
+def grid(backend: str, blocks: Sequence[int] = BLOCKS, depths: Sequence[int] = ()) -> list[Setting]:
+    """The settings of a backend with these blocks and depths (none: all that are tried) that fit into the memory."""
+    depths = depths or (DEPTHS if backend == "io_uring" else THREADS)
+    settings = [Setting(backend, block, depth) for block in blocks for depth in depths]
+    return [setting for setting in settings if setting.block_bytes * setting.depth <= IN_FLIGHT_BYTES_MAX]
+
+
 def search(it: Subject, bar: tqdm[None], backends: Sequence[str], full: bool) -> Setting:
     """The setting to use. Adaptive: the block size at a depth of 32, the depth at the best block size, the threads."""
 
@@ -130,14 +138,13 @@ def search(it: Subject, bar: tqdm[None], backends: Sequence[str], full: bool) ->
 
     winners = []
     for backend in backends:
-        depths = DEPTHS if backend == "io_uring" else THREADS
         if full:
-            winners.append(best([Setting(backend, block, depth) for block in BLOCKS for depth in depths]))
+            winners.append(best(grid(backend)))
             continue
-        start = 32 if backend == "io_uring" else 4
-        block = best([Setting(backend, block, start) for block in BLOCKS]).block_bytes
-        winners.append(best([Setting(backend, block, depth) for depth in depths]))
-    return max(winners, key=it.probe)
+        block = best(grid(backend, depths=[32 if backend == "io_uring" else 4])).block_bytes
+        winners.append(best(grid(backend, blocks=[block])))
+    fastest = max(it.probe(setting) for setting in winners)
+    return next(setting for setting in winners if it.probe(setting) >= SAME * fastest)
 
 
 class Fio:
@@ -324,31 +331,30 @@ def plot(it: Subject, target: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(MODES), figsize=(12, 4), sharey=True, constrained_layout=True)
+    figure, axes = pyplot.subplots(1, len(MODES), figsize=(13, 4), sharey=True, constrained_layout=True)
     for axis, mode in zip(axes, MODES, strict=True):
         for backend, block in sorted({(s.backend, s.block_bytes) for s in it.tried}):
             points = sorted(
                 (s.depth, v[mode]) for s, v in it.tried.items() if (s.backend, s.block_bytes) == (backend, block)
             )
-            axis.plot(*zip(*points, strict=True), "o-", label=f"{backend}, {block // KIB} KiB")
+            axis.plot(
+                *zip(*points, strict=True),
+                "o-" if backend == "io_uring" else "s--",
+                color=f"C{BLOCKS.index(block)}",
+                label=f"{backend}, {block // KIB} KiB",
+            )
         axis.set(title=mode, xlabel="blocks in flight", xscale="log")
-        axis.set_xticks(DEPTHS, [str(depth) for depth in DEPTHS])
+        axis.set_xticks((2, *DEPTHS), [str(depth) for depth in (2, *DEPTHS)])
         axis.minorticks_off()
-        axis.set_ylim(bottom=0)
-    axes[0].set_ylabel("GiB/s")
-    axes[-1].legend(fontsize="small")
+    axes[0].set(ylabel="GiB/s", ylim=(0, None))  # once all is drawn: the axes share their scale
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize="small")
     figure.savefig(target, dpi=120)
 
 
 def bench(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     backends = options.backend or [name for name in available_backends() if name != "portable"] or ["portable"]
     with subject(path, options.size, options.any_file_system) as it:
-        points = sum(
-            len(BLOCKS) * len(DEPTHS if b == "io_uring" else THREADS)
-            if options.full
-            else len(BLOCKS) + len(DEPTHS if b == "io_uring" else THREADS)
-            for b in backends
-        )
+        points = sum(len(grid(b)) if options.full else len(BLOCKS) + len(grid(b, blocks=[MIB])) for b in backends)
         with tqdm(
             total=points + options.pairs * len(MODES),
             disable=True if options.json else None,

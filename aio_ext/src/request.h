@@ -49,7 +49,7 @@ struct Request {
 };
 
 struct Block {
-  Request* request = nullptr;
+  Request* request = nullptr;         // null: the block is free
   Operation operation{};
   int fd = -1;
   std::int32_t file = -1;

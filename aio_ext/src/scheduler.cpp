@@ -205,6 +205,21 @@ void Scheduler::cancel(int error) {
   room_.notify_all();
 }
 
+void Scheduler::abandon(int error) {
+  cancel(error);
+  static auto* const kept = new std::vector<std::shared_ptr<Mapping>>;
+  static std::mutex kept_mutex;
+  const std::lock_guard lock(mutex_);
+  const std::lock_guard keeping(kept_mutex);
+  again_.clear();
+  for (Block& block : blocks_) {
+    if (block.request == nullptr) continue;
+    kept->push_back(block.request->lease);
+    block.error = error;
+    finish_block(block, Clock::now());
+  }
+}
+
 void Scheduler::stop() {
   {
     const std::lock_guard lock(mutex_);
@@ -383,6 +398,7 @@ void Scheduler::finish_block(Block& block, Clock::time_point now) {
     if (r.issued_bytes < r.nbytes) lane_of(r).remove(&r);  // What was not handed out is not tried.
   }
   const bool all_handed_out = r.issued_bytes == r.nbytes || r.error != 0;
+  block.request = nullptr;
   if (--r.blocks_in_flight == 0 && all_handed_out) complete(r);
   free_blocks_.push_back(&block);
 }

@@ -80,6 +80,9 @@ class Scheduler : public std::enable_shared_from_this<Scheduler> {
   [[nodiscard]] bool drain(std::chrono::nanoseconds timeout);
   // Ends what was not handed out yet with `error`, and refuses requests from now on.
   void cancel(int error);
+  // For an engine that has lost the kernel: everything ends with `error`, what was handed out included. The kernel may still
+  // use the memory of that, so it is kept for ever. Results that came in before go to `exchange` first.
+  void abandon(int error);
   // Lets `exchange` return 0 once nothing is pending or in flight.
   void stop();
 

@@ -23,6 +23,7 @@ namespace {
 
 constexpr std::size_t kRegionBytesMax = std::size_t{1} << 30;  // of one registered buffer, by the kernel's rule
 constexpr unsigned kFixedFiles = 64;
+constexpr unsigned kBusyTimesMax = 10'000;  // a millisecond each
 
 // What a completion is about: the low bit of user_data; the rest is the address of a block. The wake-up has no block.
 constexpr std::uint64_t kDelayOver = 1;
@@ -51,6 +52,7 @@ class UringEngine final : public Engine {
   void delay(Block& block);
   void prepare_transfer(io_uring_sqe* sqe, const Block& block, std::uint32_t nbytes) const;
   int submit_and_wait();
+  void lose(int error);
   void reap();
   void close();
   void wake();
@@ -69,8 +71,9 @@ class UringEngine final : public Engine {
   std::vector<Region> regions_;
   std::array<bool, kFixedFiles> fixed_file_{};
   bool fixed_files_ = false;
-  std::uint64_t wake_count_ = 0;  // the kernel writes here
+  std::unique_ptr<std::uint64_t> wake_count_ = std::make_unique<std::uint64_t>();  // the kernel writes here
   bool wake_armed_ = false;
+  unsigned busy_times_ = 0;  // in a row
 
   // Shared with the threads that wake it.
   OwnedFd wake_fd_;
@@ -190,9 +193,18 @@ void UringEngine::serve() {
     if (!finished_.empty()) continue;  // Injected results: hand them in before sleeping.
     if (num_started == 0 && scheduler_->stopped()) return;
     arm_wake();
-    if (const int error = submit_and_wait(); error != 0) return scheduler_->cancel(error);
+    if (const int error = submit_and_wait(); error != 0) return lose(error);
     reap();
   }
+}
+
+// The ring can no longer be entered. What is in flight may finish or not, and nobody will tell.
+void UringEngine::lose(int error) {
+  scheduler_->exchange(finished_, {}, Wait::no);
+  finished_.clear();
+  scheduler_->abandon(error);
+  wake_count_.release();  // The kernel may still write there.
+  wake_armed_ = false;
 }
 
 void UringEngine::start(Block& block) {
@@ -244,7 +256,7 @@ void UringEngine::prepare_transfer(io_uring_sqe* sqe, const Block& block, std::u
 void UringEngine::arm_wake() {
   if (wake_armed_) return;
   io_uring_sqe* const sqe = io_uring_get_sqe(&ring_.raw);
-  io_uring_prep_read(sqe, wake_fd_.get(), &wake_count_, sizeof wake_count_, 0);
+  io_uring_prep_read(sqe, wake_fd_.get(), wake_count_.get(), sizeof *wake_count_, 0);
   sqe->user_data = kWakeUp;
   wake_armed_ = true;
 }
@@ -252,8 +264,9 @@ void UringEngine::arm_wake() {
 // 0, or the errno that ended the ring.
 int UringEngine::submit_and_wait() {
   const int rc = io_uring_submit_and_wait(&ring_.raw, 1);
+  if (rc >= 0) busy_times_ = 0;
   if (rc >= 0 || rc == -EINTR || rc == -EBUSY) return 0;
-  if (rc != -EAGAIN && rc != -ENOMEM) return -rc;
+  if ((rc != -EAGAIN && rc != -ENOMEM) || ++busy_times_ > kBusyTimesMax) return -rc;
   std::this_thread::sleep_for(std::chrono::milliseconds(1));  // The kernel is short of memory; what is queued stays queued.
   return 0;
 }

@@ -9,12 +9,14 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import platform
 import resource
 import struct
 import sys
 
-_PR_CAPBSET_DROP, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 24, 22, 38
-_SECCOMP_MODE_FILTER, _CAP_IPC_LOCK = 2, 14
+_PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _CAP_IPC_LOCK = 24, 38, 14
+_SECCOMP = {"x86_64": 317, "aarch64": 277}
+_SECCOMP_SET_MODE_FILTER, _TSYNC = 1, 1
 _IO_URING_SETUP, _IO_URING_ENTER = 425, 426  # on every architecture
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -25,14 +27,14 @@ class _Program(ctypes.Structure):
 
 
 def deny(number: int, error: int) -> None:
-    """From now on the system call ``number`` fails with ``error``, in this process and what it executes."""
+    """From now on the system call ``number`` fails with ``error``, in all threads and what they execute."""
     load_number = struct.pack("HBBI", 0x20, 0, 0, 0)
     if_equal = struct.pack("HBBI", 0x15, 0, 1, number)
     fail = struct.pack("HBBI", 0x06, 0, 0, 0x00050000 | error)
     allow = struct.pack("HBBI", 0x06, 0, 0, 0x7FFF0000)
     program = _Program(4, load_number + if_equal + fail + allow)
     _call(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-    _call(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program)))
+    _call(_libc.syscall(_SECCOMP[platform.machine()], _SECCOMP_SET_MODE_FILTER, _TSYNC, ctypes.byref(program)))
 
 
 def limit_locked_memory(nbytes: int) -> None:

@@ -84,6 +84,32 @@ def test_memory_that_may_not_be_locked_is_used_by_its_address(tmp_path: Path) ->
         assert "ulimit -l" in notes
 
 
+def test_requests_fail_when_the_ring_is_taken_away_under_way(tmp_path: Path) -> None:
+    output = python(
+        "",
+        f"""
+        import os, sys, aio_ext
+        sys.path.insert(0, {str(HERE)!r})
+        import restrict
+        if "io_uring" in aio_ext.available_backends():
+            fd = os.open({str(tmp_path / "data")!r}, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+            with aio_ext.Memory(8 << 20) as memory, aio_ext.Queue("io_uring", block_bytes=64 << 10) as queue:
+                file = queue.register_file(fd)
+                queue.write(file, 0, memory.address, 1 << 20).wait(10)
+                restrict.deny(426, 1)  # io_uring_enter, EPERM
+                try:
+                    queue.write(file, 0, memory.address, 8 << 20).wait(10)
+                except aio_ext.QueueError as error:
+                    print(error.strerror)
+                try:
+                    queue.write(file, 0, memory.address, 8 << 20)
+                except OSError as error:
+                    print(error)
+        """,
+    )
+    assert output in ("", "Operation not permitted\n[Errno 1] the queue is closed: Operation not permitted\n")
+
+
 def test_without_the_extension_the_portable_queue_does_the_work(tmp_path: Path) -> None:
     output = python(
         "",

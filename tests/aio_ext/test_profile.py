@@ -6,19 +6,28 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from aio_ext import Memory, Queue
 from aio_ext.measure import Range, mixed_q
-from aio_ext.profile import IoProfile, device_key, file_system, load_profile, profiles_path, save_profile
+from aio_ext.profile import (
+    IoProfile,
+    file_system,
+    file_system_key,
+    load_profile,
+    missing_profile,
+    profiles_path,
+    save_profile,
+)
 
 MIB = 1 << 20
 SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "aio_bench.py"
 
 PROFILE = IoProfile(
-    backend="io_uring",
+    backend="portable",
     block_bytes=MIB,
     queue_depth=16,
     num_threads=4,
@@ -39,9 +48,38 @@ def test_a_profile_is_found_again_for_every_path_of_its_device(tmp_path: Path) -
     assert save_profile(tmp_path, PROFILE) == profiles_path()
     (tmp_path / "deeper").mkdir()
     assert load_profile(tmp_path / "deeper") == PROFILE
-    assert load_profile("/proc") is None
+    assert load_profile("/proc") is None and "no I/O profile" in missing_profile("/proc")
     save_profile("/proc", PROFILE)
-    assert load_profile(tmp_path) == PROFILE, "other devices keep theirs"
+    assert load_profile(tmp_path) == PROFILE, "other drives keep theirs"
+    assert missing_profile(tmp_path) == ""
+
+
+def test_several_directories_have_the_sum_of_their_drives(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    save_profile(tmp_path, PROFILE)
+    assert load_profile(tmp_path, tmp_path / "other") == PROFILE, "one drive counts once"
+    assert load_profile(tmp_path, "/proc") is None
+    slower = replace(PROFILE, read_bytes_per_s=1e9, write_bytes_per_s=1e9, block_bytes=2 * MIB, mixed_q=3.0)
+    save_profile("/proc", slower)
+    both = load_profile(tmp_path, "/proc")
+    assert both == replace(PROFILE, read_bytes_per_s=5e9, write_bytes_per_s=3e9, mixed_bytes_per_s=6e9)
+
+
+def test_a_profile_of_another_linux_another_drive_or_a_backend_that_is_gone_does_not_hold(tmp_path: Path) -> None:
+    save_profile(tmp_path, PROFILE)
+    written = json.loads(profiles_path().read_text())
+    key = file_system_key(tmp_path)
+
+    def stored_as(**change: object) -> str:
+        entry = {**written["profiles"][key], **change}
+        profiles_path().write_text(json.dumps({**written, "profiles": {key: entry}}))
+        assert load_profile(tmp_path) is None
+        return missing_profile(tmp_path)
+
+    assert "measured under Linux 5.10" in stored_as(linux="5.10")
+    assert "which does not work here" in stored_as(backend="windows")
+    profiles_path().write_text(json.dumps({**written, "profiles": {key + "0": written["profiles"][key]}}))
+    assert load_profile(tmp_path) is None
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"profiles": {}}', '{"profiles": 3}'])
@@ -56,9 +94,9 @@ def test_a_damaged_file_counts_as_no_profile_and_can_be_replaced(tmp_path: Path,
 def test_a_profile_with_a_field_missing_counts_as_none(tmp_path: Path) -> None:
     save_profile(tmp_path, PROFILE)
     stored = json.loads(profiles_path().read_text())
-    del stored["profiles"][device_key(tmp_path)]["mixed_q"]
+    del stored["profiles"][file_system_key(tmp_path)]["mixed_q"]
     profiles_path().write_text(json.dumps(stored))
-    assert load_profile(tmp_path) is None
+    assert load_profile(tmp_path) is None and "damaged" in missing_profile(tmp_path)
 
 
 def test_file_systems_are_told_apart() -> None:
@@ -69,7 +107,7 @@ def test_file_systems_are_told_apart() -> None:
 
 @pytest.mark.parametrize("q", [1.0, 1.5, 3.0])
 def test_q_is_found_again_from_the_times_that_it_predicts(q: float) -> None:
-    profile = IoProfile(**{**PROFILE.__dict__, "mixed_q": q})
+    profile = replace(PROFILE, mixed_q=q)
     both = profile.seconds(4e9, 1e9)
     assert mixed_q(profile.seconds(4e9, 0), profile.seconds(0, 1e9), both) == pytest.approx(q, abs=0.01)
     assert profile.seconds(0, 0) == 0
@@ -85,11 +123,11 @@ def test_q_is_kept_in_bounds_when_the_measurement_is_not() -> None:
 def test_a_measurement_counts_what_the_queue_moved(fd: int, mode: str) -> None:
     with Memory(32 * MIB) as memory, Queue(depth=4, block_bytes=MIB) as queue:
         range_ = Range(queue, queue.register_file(fd), 8 * MIB, memory, 4, MIB)
-        sample = range_.measure(mode, 52 * MIB)  # type: ignore[arg-type]
+        sample = range_.measure(mode, 104 * MIB)  # type: ignore[arg-type]
         statistics = queue.statistics()
         assert (sample.read_bytes, sample.write_bytes) == (statistics.read.bytes, statistics.write.bytes)
-        assert sample.read_bytes + sample.write_bytes == 52 * MIB
-        assert sample.read_bytes == {"read": 52 * MIB, "write": 0, "mixed": 28 * MIB}[mode]
+        assert sample.read_bytes + sample.write_bytes == 104 * MIB
+        assert sample.read_bytes == {"read": 104 * MIB, "write": 0, "mixed": 56 * MIB}[mode]
         assert 0 < sample.depth_mean <= 4 and sample.bytes_per_s > 0
 
 
