@@ -4,15 +4,18 @@
 
 The stream reads and writes the same arrays and does no arithmetic: it is what memory allows. States come from I/O and
 are used once a step, so they are cold: a small size is measured over as many sets of arrays as fill ``--cold-bytes``,
-several times the last-level cache. Peers: ``torch.optim.AdamW(fused=True)``; DeepSpeed's CPU Adam where installed.
+several times the last-level cache. Peers: ``torch.optim.AdamW(fused=True)``, and where they are installed DeepSpeed's
+CPU Adam and torchao's 8-bit AdamW.
 
-A job is the whole update: gradient in bf16, unscaled and clipped, fp32 AdamW, weight out in bf16. Torch needs three
-passes for it (upcast, fused step with ``grad_scale``, downcast) and is charged for all; ours is one kernel call.
+A job is the whole update: gradient in bf16, unscaled and clipped, fp32 AdamW, weight out in bf16; ours is one kernel
+call. Peers need further passes and are charged for them: torch three (upcast, fused step with ``grad_scale``,
+downcast), DeepSpeed, whose step takes no scale, four (upcast, scale, step, downcast).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import mmap
@@ -120,23 +123,45 @@ def torch_job(arrays: dict[str, torch.Tensor]) -> None:
     arrays["weight16"].view(torch.bfloat16).copy_(arrays["weight"].view(torch.float32))
 
 
-def deepspeed_of(sets: list[dict[str, torch.Tensor]]) -> Any:
-    """DeepSpeed's CPU Adam over every set, one optimizer each."""
-    from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found]
-
+def peer_of(make: Callable[[torch.nn.Parameter], Any], sets: list[dict[str, torch.Tensor]]) -> Any:
+    """A peer's bare fp32 step: an optimizer of its own for every set of arrays."""
     optimizers = {}
     for arrays in sets:
         parameter = torch.nn.Parameter(arrays["weight"].view(torch.float32))
         parameter.grad = arrays["grad"].view(torch.float32)
-        optimizers[arrays["weight"].data_ptr()] = DeepSpeedCPUAdam([parameter], lr=COEF.lr, weight_decay=0.01)
+        optimizers[arrays["weight"].data_ptr()] = make(parameter)
     return lambda arrays: optimizers[arrays["weight"].data_ptr()].step()
+
+
+def deepspeed_of(sets: list[dict[str, torch.Tensor]]) -> Any:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found]
+
+    return peer_of(lambda parameter: DeepSpeedCPUAdam([parameter], lr=COEF.lr, weight_decay=COEF.weight_decay), sets)
+
+
+def torchao_of(sets: list[dict[str, torch.Tensor]]) -> Any:
+    from torchao.optim import AdamW8bit  # type: ignore[import-not-found]
+
+    return peer_of(lambda parameter: AdamW8bit([parameter], lr=COEF.lr, weight_decay=COEF.weight_decay), sets)
+
+
+def deepspeed_job_of(step: Callable[[dict[str, torch.Tensor]], None]) -> Any:
+    def run(arrays: dict[str, torch.Tensor]) -> None:
+        arrays["grad"].view(torch.float32).copy_(arrays["grad16"].view(torch.bfloat16))
+        arrays["grad"].view(torch.float32).mul_(COEF.grad_scale)
+        step(arrays)
+        arrays["weight16"].view(torch.bfloat16).copy_(arrays["weight"].view(torch.float32))
+
+    return run
 
 
 def measure(numel: int, num_threads: int, rounds: int, cold_bytes: int, memory_bytes: int) -> dict[str, Any]:
     """Nanoseconds per parameter, median, least and most of the rounds, for every case that fits the memory."""
     blocks = -(-numel // CODE_BLOCK)
     layout = dict.fromkeys(("weight", "grad", "exp_avg", "exp_avg_sq"), 4 * numel)
-    jobs = 20 * numel <= memory_bytes
+    layout |= dict.fromkeys(("exp_avg_code", "exp_avg_sq_code"), numel)
+    layout |= dict.fromkeys(("exp_avg_scale", "exp_avg_sq_scale"), 4 * blocks)
+    jobs = 23 * numel <= memory_bytes
     if jobs:  # the bf16 arrays of their own; else in place of others, which split master does not use
         layout |= {"weight16": 2 * numel, "grad16": 2 * numel}
     num_sets = max(1, cold_bytes // sum(layout.values()))
@@ -145,8 +170,6 @@ def measure(numel: int, num_threads: int, rounds: int, cold_bytes: int, memory_b
         arrays.setdefault("weight16", arrays["weight"][: 2 * numel])
         arrays.setdefault("grad16", arrays["grad"][: 2 * numel])
         arrays["rest"] = arrays["weight"][2 * numel :]
-        for name in ("exp_avg", "exp_avg_sq"):
-            arrays[f"{name}_code"], arrays[f"{name}_scale"] = torch.zeros(numel, dtype=torch.uint8), torch.zeros(blocks)
 
     torch.set_num_threads(num_threads)
     moments = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
@@ -171,7 +194,12 @@ def measure(numel: int, num_threads: int, rounds: int, cold_bytes: int, memory_b
     if jobs:
         cases += [Case("adamw_job", ours("grad16", split, beside | moments)), Case("torch_job", torch_job)]
     if importlib.util.find_spec("deepspeed") is not None:
-        cases.append(Case("deepspeed", deepspeed_of(sets)))
+        step = deepspeed_of(sets)
+        cases.append(Case("deepspeed", step))
+        if jobs:
+            cases.append(Case("deepspeed_job", deepspeed_job_of(step)))
+    if importlib.util.find_spec("torchao") is not None:
+        cases.append(Case("torchao_int8", torchao_of(sets)))
 
     for round_index in range(rounds + 1):  # the first warms up
         for case in cases:
@@ -181,7 +209,8 @@ def measure(numel: int, num_threads: int, rounds: int, cold_bytes: int, memory_b
             if round_index > 0:
                 case.seconds.append(time.perf_counter() - start)
     result: dict[str, Any] = {"numel": numel, "threads": num_threads, "isa": ISA, "sets": num_sets}
-    for name in (*(case.name for case in cases), "adamw_job", "torch_job", "deepspeed"):
+    peers = ("deepspeed", "deepspeed_job", "torchao_int8")
+    for name in (*(case.name for case in cases), "adamw_job", "torch_job", *peers):
         result.setdefault(f"{name}_ns_per_param", None)
     for case in cases:
         samples = [seconds / num_sets / numel * 1e9 for seconds in case.seconds]
@@ -211,6 +240,9 @@ def show(result: dict[str, Any]) -> None:
     print(f"  times as fast as fp32: int8 {int8}, split int8 {split_int8}")
     step, job = ratio(result, "torch_fused", "adamw"), ratio(result, "torch_job", "adamw_job")
     print(f"  times as fast as torch fused: step {step}, job {job}")
+    step, job = ratio(result, "deepspeed", "adamw"), ratio(result, "deepspeed_job", "adamw_job")
+    print(f"  times as fast as DeepSpeed: step {step}, job {job}")
+    print(f"  int8 times as fast as torchao: {ratio(result, 'torchao_int8', 'adamw_int8')}")
 
 
 def main() -> int:
@@ -231,7 +263,8 @@ def main() -> int:
     results = []
     for numel in arguments.numel:
         for num_threads in arguments.threads:
-            result = measure(numel, num_threads, arguments.rounds, arguments.cold_bytes, arguments.memory_bytes)
+            with contextlib.redirect_stdout(sys.stderr):  # a peer's log must not end up in the JSON
+                result = measure(numel, num_threads, arguments.rounds, arguments.cold_bytes, arguments.memory_bytes)
             results.append(result)
             if not arguments.json:
                 show(result)

@@ -191,6 +191,42 @@ def test_int8_moments_follow_fp32_ones_closely() -> None:
     assert error_coded < 1.1 * error_exact
 
 
+def test_int8_codes_are_within_an_eighth_and_right_on_average() -> None:
+    """With both betas zero the moments are the gradient and its square: what codes make of them, over many steps."""
+    numel, steps = 2 * CODE_BLOCK + 77, 400
+    grad = torch.randn(numel) * torch.logspace(-3, 1, numel)
+    state = fresh(numel)
+    codes = {"exp_avg": torch.zeros(numel, dtype=torch.uint8), "exp_avg_sq": torch.zeros(numel, dtype=torch.uint8)}
+    scales = {"exp_avg_scale": torch.zeros(3), "exp_avg_sq_scale": torch.zeros(3)}
+    sums = {"exp_avg": torch.zeros(numel), "exp_avg_sq": torch.zeros(numel)}
+    block = torch.arange(numel) // CODE_BLOCK
+    for step in range(1, steps + 1):
+        coef = AdamCoef(1e-3, 0.0, 0.0, 1e-8, 0.0, step)
+        step_adam(coef, grad, state | codes | scales, weight_dtype=Dtype.F32, moments_dtype=Dtype.INT8)
+        code, scale = codes["exp_avg"].int(), scales["exp_avg_scale"][block]
+        magnitude = torch.ldexp(1 + (code % 8) / 8, (code & 0x7F) // 8 - 14) - 2.0**-14
+        signed = torch.where(code < 128, magnitude, -magnitude) * scale
+        assert ((signed - grad).abs() <= grad.abs() / 8 + scale * 2.0**-17).all()
+        code, scale = codes["exp_avg_sq"].int(), scales["exp_avg_sq_scale"][block]
+        unsigned = torch.ldexp(1 + (code % 8) / 8, code // 8 - 30) * scale
+        assert ((unsigned - grad**2).abs() <= grad**2 / 8 + scale * 2.0**-30).all()
+        sums["exp_avg"] += signed / steps
+        sums["exp_avg_sq"] += unsigned / steps
+    for name, exact in (("exp_avg", grad), ("exp_avg_sq", grad**2)):
+        large = grad.abs() > 1e-3 * grad.abs().max()
+        error = (sums[name] / exact - 1)[large]
+        assert error.abs().max() < 0.02 and error.mean().abs() < 0.002
+
+
+def test_bf16_moments_are_the_fp32_ones_rounded() -> None:
+    exact, rounded, grad = fresh(1000), fresh(1000), torch.randn(1000)
+    rounded |= {name: torch.zeros(1000, dtype=torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")}
+    step_adam(COEF, grad, exact, weight_dtype=Dtype.F32)
+    step_adam(COEF, grad, rounded, weight_dtype=Dtype.F32, moments_dtype=Dtype.BF16)
+    assert torch.equal(rounded["weight"], exact["weight"])
+    assert all(torch.equal(rounded[name], exact[name].bfloat16()) for name in ("exp_avg", "exp_avg_sq"))
+
+
 def test_int8_blocks_of_zeros_stay_zero_and_non_finite_ones_become_nan() -> None:
     numel = 2 * CODE_BLOCK
     state = fresh(numel)

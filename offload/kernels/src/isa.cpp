@@ -20,13 +20,24 @@ template <class Rule>
 void update(const Rule& rule, const Arrays& arrays, std::size_t begin, std::size_t end) {
   if (arrays.state_dtype == Dtype::int8) return update_codes<Vec>(rule, arrays, begin, end);
   with_formats(arrays, [&](auto grad_dtype, auto format, auto state_dtype) {
-    for_each<Vec>(begin, end, [=](auto v, std::size_t i) __attribute__((always_inline)) {
+    const auto first = [=](auto v, std::size_t i) __attribute__((always_inline)) {
       using V = decltype(v);
-      typename V::F32 states[kStatesMax];
-      for_states<Rule>([&](auto s) __attribute__((always_inline)) { states[s] = load<V, state_dtype()>(arrays.states[s], i); });
-      step<V, grad_dtype(), format()>(rule, arrays, i, states);
-      for_states<Rule>([&](auto s) __attribute__((always_inline)) { store<V, state_dtype()>(arrays.states[s], i, states[s]); });
-    });
+      Operands<V> x;
+      for_states<Rule>([&](auto s) __attribute__((always_inline)) { x.states[s] = load<V, state_dtype()>(arrays.states[s], i); });
+      load_and_advance<V, grad_dtype(), format()>(rule, arrays, i, x);
+      return x;
+    };
+    const auto second = [=](auto v, std::size_t i, auto& x) __attribute__((always_inline)) {
+      using V = decltype(v);
+      auto weight = rule.template apply<V>(x);
+      if (V::has_nan(weight)) [[unlikely]] {  // only then can a state be NaN: see rules.h
+        weight = V::canonical(weight);
+        for_states<Rule>([&](auto s) __attribute__((always_inline)) { x.states[s] = V::canonical(x.states[s]); });
+      }
+      store_weight<V, format()>(arrays, i, weight);
+      for_states<Rule>([&](auto s) __attribute__((always_inline)) { store<V, state_dtype()>(arrays.states[s], i, x.states[s]); });
+    };
+    for_each_overlapped<Vec>(begin, end, first, second);
   });
 }
 

@@ -1,5 +1,7 @@
 // The optimizers: what happens to one weight, given its gradient and its states. A rule is the constants of one step, worked
-// out once, and `step`, which is written once for all vector widths: V is one of vec_*.h. In every rule a NaN in a new state makes the new weight NaN.
+// out once, and two halves, written once for all vector widths: V is one of vec_*.h. `advance` brings states, gradient and
+// weight as far as they come without square root and division; `apply` returns the new weight. (Both take long: sweeps overlap
+// one vector's `apply` with the next one's `advance`.) In every rule a NaN in a new state makes the new weight NaN.
 #pragma once
 
 #include <cstddef>
@@ -7,6 +9,11 @@
 #include "arrays.h"
 
 namespace offload {
+
+template <class V>
+struct Operands {
+  typename V::F32 weight, grad, states[kStatesMax];
+};
 
 // Kingma & Ba, arXiv:1412.6980; decoupled decay: Loshchilov & Hutter, arXiv:1711.05101; amsgrad: Reddi et al.,
 // arXiv:1904.09237. States: exp_avg, exp_avg_sq, and with amsgrad max_exp_avg_sq.
@@ -24,17 +31,20 @@ struct Adam {
   float eps;
   float minus_step_size;   // -lr / (1 - beta1^step)
 
-  template <class V, class F32 = typename V::F32>
-  [[gnu::always_inline]] F32 step(F32 weight, F32 grad, F32 (&states)[kStatesMax]) const {
-    grad = V::mul(grad, V::set(grad_scale));
-    if constexpr (!decoupled) grad = V::fma(V::set(decay), weight, grad);
-    states[0] = V::fma(V::set(one_minus_beta1), V::sub(grad, states[0]), states[0]);
-    states[1] = V::fma(V::set(beta2), states[1], V::mul(V::mul(V::set(one_minus_beta2), grad), grad));
-    F32 second = states[1];
-    if constexpr (amsgrad) second = states[2] = V::max(states[2], second);
-    const F32 denominator = V::fma(V::sqrt(second), V::set(root_correction2), V::set(eps));
-    if constexpr (decoupled) weight = V::mul(V::set(decay), weight);
-    return V::fma(V::set(minus_step_size), V::div(states[0], denominator), weight);
+  template <class V>
+  [[gnu::always_inline]] void advance(Operands<V>& x) const {
+    auto grad = V::mul(x.grad, V::set(grad_scale));
+    if constexpr (!decoupled) grad = V::fma(V::set(decay), x.weight, grad);
+    x.states[0] = V::fma(V::set(one_minus_beta1), V::sub(grad, x.states[0]), x.states[0]);
+    x.states[1] = V::fma(V::set(beta2), x.states[1], V::mul(V::mul(V::set(one_minus_beta2), grad), grad));
+    if constexpr (amsgrad) x.states[2] = V::max(x.states[2], x.states[1]);
+    if constexpr (decoupled) x.weight = V::mul(V::set(decay), x.weight);
+  }
+
+  template <class V>
+  [[gnu::always_inline]] auto apply(const Operands<V>& x) const {
+    const auto denominator = V::fma(V::sqrt(x.states[amsgrad ? 2 : 1]), V::set(root_correction2), V::set(eps));
+    return V::fma(V::set(minus_step_size), V::div(x.states[0], denominator), x.weight);
   }
 };
 
@@ -48,12 +58,16 @@ struct Adagrad {
   float eps;
   float minus_step_size;  // -lr / (1 + (step - 1) * lr_decay)
 
-  template <class V, class F32 = typename V::F32>
-  [[gnu::always_inline]] F32 step(F32 weight, F32 grad, F32 (&states)[kStatesMax]) const {
-    grad = V::fma(V::set(decay), weight, V::mul(grad, V::set(grad_scale)));
-    states[0] = V::fma(grad, grad, states[0]);
-    const F32 denominator = V::add(V::sqrt(states[0]), V::set(eps));
-    return V::fma(V::set(minus_step_size), V::div(grad, denominator), weight);
+  template <class V>
+  [[gnu::always_inline]] void advance(Operands<V>& x) const {
+    x.grad = V::fma(V::set(decay), x.weight, V::mul(x.grad, V::set(grad_scale)));
+    x.states[0] = V::fma(x.grad, x.grad, x.states[0]);
+  }
+
+  template <class V>
+  [[gnu::always_inline]] auto apply(const Operands<V>& x) const {
+    const auto denominator = V::add(V::sqrt(x.states[0]), V::set(eps));
+    return V::fma(V::set(minus_step_size), V::div(x.grad, denominator), x.weight);
   }
 };
 
@@ -68,12 +82,16 @@ struct Lion {
   float one_minus_beta2;
   float minus_lr;
 
-  template <class V, class F32 = typename V::F32>
-  [[gnu::always_inline]] F32 step(F32 weight, F32 grad, F32 (&states)[kStatesMax]) const {
-    const F32 change = V::sub(V::mul(grad, V::set(grad_scale)), states[0]);
-    const F32 direction = V::sign(V::fma(V::set(one_minus_beta1), change, states[0]));
-    states[0] = V::fma(V::set(one_minus_beta2), change, states[0]);
-    return V::fma(V::set(minus_lr), direction, V::mul(V::set(decay), weight));
+  template <class V>
+  [[gnu::always_inline]] void advance(Operands<V>& x) const {
+    const auto change = V::sub(V::mul(x.grad, V::set(grad_scale)), x.states[0]);
+    x.grad = V::sign(V::fma(V::set(one_minus_beta1), change, x.states[0]));
+    x.states[0] = V::fma(V::set(one_minus_beta2), change, x.states[0]);
+  }
+
+  template <class V>
+  [[gnu::always_inline]] auto apply(const Operands<V>& x) const {
+    return V::fma(V::set(minus_lr), x.grad, V::mul(V::set(decay), x.weight));
   }
 };
 
@@ -86,10 +104,14 @@ struct Sgd {
   float decay;  // weight_decay, added to the gradient
   float minus_lr;
 
-  template <class V, class F32 = typename V::F32>
-  [[gnu::always_inline]] F32 step(F32 weight, F32 grad, F32 (&)[kStatesMax]) const {
-    grad = V::fma(V::set(decay), weight, V::mul(grad, V::set(grad_scale)));
-    return V::fma(V::set(minus_lr), grad, weight);
+  template <class V>
+  [[gnu::always_inline]] void advance(Operands<V>& x) const {
+    x.grad = V::fma(V::set(decay), x.weight, V::mul(x.grad, V::set(grad_scale)));
+  }
+
+  template <class V>
+  [[gnu::always_inline]] auto apply(const Operands<V>& x) const {
+    return V::fma(V::set(minus_lr), x.grad, x.weight);
   }
 };
 
@@ -105,12 +127,16 @@ struct SgdMomentum {
   float gain;  // 1 - dampening; 1 in step 1
   float minus_lr;
 
-  template <class V, class F32 = typename V::F32>
-  [[gnu::always_inline]] F32 step(F32 weight, F32 grad, F32 (&states)[kStatesMax]) const {
-    grad = V::fma(V::set(decay), weight, V::mul(grad, V::set(grad_scale)));
-    states[0] = V::fma(V::set(momentum), states[0], V::mul(V::set(gain), grad));
-    const F32 direction = nesterov ? V::fma(V::set(momentum), states[0], grad) : states[0];
-    return V::fma(V::set(minus_lr), direction, weight);
+  template <class V>
+  [[gnu::always_inline]] void advance(Operands<V>& x) const {
+    const auto grad = V::fma(V::set(decay), x.weight, V::mul(x.grad, V::set(grad_scale)));
+    x.states[0] = V::fma(V::set(momentum), x.states[0], V::mul(V::set(gain), grad));
+    x.grad = nesterov ? V::fma(V::set(momentum), x.states[0], grad) : x.states[0];
+  }
+
+  template <class V>
+  [[gnu::always_inline]] auto apply(const Operands<V>& x) const {
+    return V::fma(V::set(minus_lr), x.grad, x.weight);
   }
 };
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "arrays.h"
+#include "rules.h"
 #include "vec_scalar.h"
 
 namespace offload::OFFLOAD_ISA {
@@ -18,6 +19,28 @@ void for_each(std::size_t begin, std::size_t end, const Body body) {
   std::size_t i = begin;
   for (; i + V::width <= end; i += V::width) body(V{}, i);
   for (; i < end; ++i) body(Scalar{}, i);
+}
+
+// The same for work in two halves: second(V{}, i, x) finishes what x = first(V{}, i) began, after first has begun the next
+// vector. A processor looks ahead a few vectors at most, so without this the latency of a long calculation shows.
+template <class V, class First, class Second>
+[[gnu::always_inline]] inline void for_each_overlapped(std::size_t begin, std::size_t end, const First first,
+                                                       const Second second) {
+  std::size_t i = begin;
+  if (i + V::width <= end) {
+    auto x = first(V{}, i);
+    for (; i + 2 * V::width <= end; i += V::width) {
+      auto next = first(V{}, i + V::width);
+      second(V{}, i, x);
+      x = next;
+    }
+    second(V{}, i, x);
+    i += V::width;
+  }
+  for (; i < end; ++i) {
+    auto x = first(Scalar{}, i);
+    second(Scalar{}, i, x);
+  }
 }
 
 // Calls body with an enum value turned into a compile-time constant.
@@ -95,16 +118,12 @@ void with_formats(const Arrays& arrays, Body body) {
   });
 }
 
-// One step of elements i to i + V::width, but for the states, which the caller loads and stores.
+// Loads all but the states, which are in place, and advances.
 template <class V, Dtype grad_dtype, WeightFormat format, class Rule>
-[[gnu::always_inline]] inline void step(const Rule& rule, const Arrays& arrays, std::size_t i, typename V::F32 (&states)[kStatesMax]) {
-  const auto grad = load<V, grad_dtype>(arrays.grad, i);
-  auto weight = rule.template step<V>(load_weight<V, format>(arrays, i), grad, states);
-  if (V::has_nan(weight)) [[unlikely]] {  // only then can a state be NaN: see rules.h
-    weight = V::canonical(weight);
-    for_states<Rule>([&](auto s) __attribute__((always_inline)) { states[s] = V::canonical(states[s]); });
-  }
-  store_weight<V, format>(arrays, i, weight);
+[[gnu::always_inline]] inline void load_and_advance(const Rule& rule, const Arrays& arrays, std::size_t i, Operands<V>& x) {
+  x.grad = load<V, grad_dtype>(arrays.grad, i);
+  x.weight = load_weight<V, format>(arrays, i);
+  rule.template advance<V>(x);
 }
 
 }  // namespace offload::OFFLOAD_ISA

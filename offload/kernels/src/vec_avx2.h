@@ -13,6 +13,7 @@ namespace offload::OFFLOAD_ISA {
 struct Avx2 {
   static constexpr std::size_t width = 8;
   using F32 = __m256;
+  using U32 = __m256i;
   struct F64 {
     __m256d low, high;
   };
@@ -55,26 +56,38 @@ struct Avx2 {
 
   // Codes.
 
-  static F32 load_signed_code(const std::byte* base, std::size_t i) {
+  static F32 load_signed_code(const std::byte* base, std::size_t i, F32 scale, F32 least) {
     const __m256i code = _mm256_cvtepi8_epi32(load_8x8(base, i));
-    const __m256i shifted = _mm256_and_si256(_mm256_slli_epi32(code, 20), _mm256_set1_epi32(0x07f00000));
-    const __m256i b = _mm256_add_epi32(shifted, _mm256_set1_epi32(0x38000000));
-    const F32 magnitude = sub(_mm256_castsi256_ps(b), set(0x1p-15f));
-    return _mm256_or_ps(magnitude, _mm256_and_ps(_mm256_castsi256_ps(code), set(-0.0f)));
+    const __m256i b = _mm256_and_si256(_mm256_slli_epi32(code, 20), _mm256_set1_epi32(static_cast<int>(0x87f00000)));
+    const F32 offset = _mm256_blendv_ps(sub(set(0), least), least, _mm256_castsi256_ps(code));
+    return fma(_mm256_castsi256_ps(_mm256_add_epi32(b, _mm256_set1_epi32(0x38800000))), scale, offset);
   }
-  static F32 load_unsigned_code(const std::byte* base, std::size_t i) {
+  static F32 load_unsigned_code(const std::byte* base, std::size_t i, F32 scale) {
     const __m256i shifted = _mm256_slli_epi32(_mm256_cvtepu8_epi32(load_8x8(base, i)), 20);
-    return _mm256_castsi256_ps(_mm256_add_epi32(shifted, _mm256_set1_epi32(0x30000000)));
+    return mul(_mm256_castsi256_ps(_mm256_add_epi32(shifted, _mm256_set1_epi32(0x30800000))), scale);
   }
-  static void store_signed_code(std::byte* base, std::size_t i, F32 x, F32 inverse, std::uint32_t seed) {
-    const __m256i b = bits(fma(magnitude_of(x), inverse, set(0x1p-15f)));
-    const __m256i code = _mm256_srli_epi32(_mm256_add_epi32(b, noise(x, seed)), 20);
-    const __m256i sign = _mm256_andnot_si256(_mm256_srai_epi32(bits(x), 31), _mm256_set1_epi32(0x80));
-    store_8x8(base, i, _mm256_xor_si256(code, sign));  // see the scalar code: 0x380 is 0x80 in the lowest byte
+  static U32 load_u32(const std::uint32_t* base, std::size_t i) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(base + i));
   }
-  static void store_unsigned_code(std::byte* base, std::size_t i, F32 x, F32 inverse, std::uint32_t seed) {
-    const __m256i b = bits(_mm256_max_ps(mul(x, inverse), set(0x1p-31f)));
-    store_8x8(base, i, _mm256_srli_epi32(_mm256_add_epi32(b, noise(x, seed)), 20));  // 0x300 is 0 in the lowest byte
+  // In [-128, 127], negative where x is: what is added to a negative number fills the bits above its code with ones.
+  static U32 signed_code(F32 x, F32 inverse, U32 random) {
+    const __m256i b = bits(fma(x, inverse, _mm256_blendv_ps(set(0x1p-14f), set(-0x1p-14f), x)));
+    const __m256i minus_least = _mm256_sub_epi32(random, _mm256_set1_epi32(0x38800000));
+    const __m256i and_ones = _mm256_add_epi32(minus_least, _mm256_set1_epi32(0x78000000));
+    const __m256i to_add = _mm256_castps_si256(
+        _mm256_blendv_ps(_mm256_castsi256_ps(minus_least), _mm256_castsi256_ps(and_ones), x));
+    return _mm256_srai_epi32(_mm256_add_epi32(b, to_add), 20);
+  }
+  // May be out of range: store_unsigned_codes clamps.
+  static U32 unsigned_code(F32 x, F32 inverse, U32 random) {
+    const __m256i minus_least = _mm256_sub_epi32(random, _mm256_set1_epi32(0x30800000));
+    return _mm256_srai_epi32(_mm256_add_epi32(bits(mul(x, inverse)), minus_least), 20);
+  }
+  static void store_signed_codes(std::byte* base, std::size_t i, const U32 (&codes)[4]) {
+    store_8x32(base, i, _mm256_packs_epi16(_mm256_packs_epi32(codes[0], codes[1]), _mm256_packs_epi32(codes[2], codes[3])));
+  }
+  static void store_unsigned_codes(std::byte* base, std::size_t i, const U32 (&codes)[4]) {
+    store_8x32(base, i, _mm256_packus_epi16(_mm256_packs_epi32(codes[0], codes[1]), _mm256_packs_epi32(codes[2], codes[3])));
   }
 
   // Arithmetic.
@@ -91,8 +104,14 @@ struct Avx2 {
     const __m256 positive = _mm256_cmp_ps(x, zero, _CMP_GT_OQ), negative = _mm256_cmp_ps(x, zero, _CMP_LT_OQ);
     return _mm256_blendv_ps(_mm256_blendv_ps(x, set(1.0f), positive), set(-1.0f), negative);
   }
-  static F32 max_magnitude(F32 so_far, F32 x) {
+  static F32 larger_magnitude(F32 so_far, F32 x) {
     return _mm256_castsi256_ps(_mm256_max_epi32(bits(so_far), bits(magnitude_of(x))));
+  }
+  static float largest_lane(F32 magnitudes) {
+    __m128i most = _mm_max_epi32(_mm256_castsi256_si128(bits(magnitudes)), _mm256_extracti128_si256(bits(magnitudes), 1));
+    most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0b01001110));
+    most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0b10110001));
+    return _mm_cvtss_f32(_mm_castsi128_ps(most));
   }
   static F32 either(F32 a, F32 b) { return _mm256_or_ps(a, b); }
 
@@ -115,18 +134,13 @@ struct Avx2 {
   static __m256i bits(F32 x) { return _mm256_castps_si256(x); }
   static F32 is_nan(F32 x) { return _mm256_cmp_ps(x, x, _CMP_UNORD_Q); }
   static F32 magnitude_of(F32 x) { return _mm256_andnot_ps(set(-0.0f), x); }
-  static __m256i noise(F32 x, std::uint32_t seed) {
-    return _mm256_srli_epi32(_mm256_mullo_epi32(bits(x), _mm256_set1_epi32(static_cast<int>(seed))), 12);
-  }
   static __m128i load_8x8(const std::byte* base, std::size_t i) {
     return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(base + i));
   }
-  // The lowest byte of each 32 bits.
-  static void store_8x8(std::byte* base, std::size_t i, __m256i x) {
-    const __m256i where = _mm256_set1_epi32(0x0c080400);
-    const __m256i bytes = _mm256_shuffle_epi8(x, where);
-    const __m128i both = _mm_unpacklo_epi32(_mm256_castsi256_si128(bytes), _mm256_extracti128_si256(bytes, 1));
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(base + i), both);
+  // Packing works on each half of a register by itself: this brings the groups of four into order.
+  static void store_8x32(std::byte* base, std::size_t i, __m256i packed) {
+    const __m256i where = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(base + i), _mm256_permutevar8x32_epi32(packed, where));
   }
   static __m128i load_16x8(const std::byte* base, std::size_t i) {
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(base + 2 * i));

@@ -13,6 +13,7 @@ namespace offload::OFFLOAD_ISA {
 struct Avx512 {
   static constexpr std::size_t width = 16;
   using F32 = __m512;
+  using U32 = __m512i;
   struct F64 {
     __m512d low, high;
   };
@@ -50,26 +51,37 @@ struct Avx512 {
 
   // Codes.
 
-  static F32 load_signed_code(const std::byte* base, std::size_t i) {
+  static F32 load_signed_code(const std::byte* base, std::size_t i, F32 scale, F32 least) {
     const __m512i code = _mm512_cvtepi8_epi32(load_8x16(base, i));
-    const __m512i shifted = _mm512_and_si512(_mm512_slli_epi32(code, 20), _mm512_set1_epi32(0x07f00000));
-    const __m512i b = _mm512_add_epi32(shifted, _mm512_set1_epi32(0x38000000));
-    const F32 magnitude = sub(_mm512_castsi512_ps(b), set(0x1p-15f));
-    return _mm512_or_ps(magnitude, _mm512_and_ps(_mm512_castsi512_ps(code), set(-0.0f)));
+    const __m512i b = _mm512_and_si512(_mm512_slli_epi32(code, 20), _mm512_set1_epi32(static_cast<int>(0x87f00000)));
+    const F32 offset = _mm512_mask_mov_ps(sub(set(0), least), _mm512_movepi32_mask(code), least);
+    return fma(_mm512_castsi512_ps(_mm512_add_epi32(b, _mm512_set1_epi32(0x38800000))), scale, offset);
   }
-  static F32 load_unsigned_code(const std::byte* base, std::size_t i) {
+  static F32 load_unsigned_code(const std::byte* base, std::size_t i, F32 scale) {
     const __m512i shifted = _mm512_slli_epi32(_mm512_cvtepu8_epi32(load_8x16(base, i)), 20);
-    return _mm512_castsi512_ps(_mm512_add_epi32(shifted, _mm512_set1_epi32(0x30000000)));
+    return mul(_mm512_castsi512_ps(_mm512_add_epi32(shifted, _mm512_set1_epi32(0x30800000))), scale);
   }
-  static void store_signed_code(std::byte* base, std::size_t i, F32 x, F32 inverse, std::uint32_t seed) {
-    const __m512i b = bits(fma(magnitude_of(x), inverse, set(0x1p-15f)));
-    const __m512i code = _mm512_srli_epi32(_mm512_add_epi32(b, noise(x, seed)), 20);
-    const __m512i sign = _mm512_andnot_si512(_mm512_srai_epi32(bits(x), 31), _mm512_set1_epi32(0x80));
-    store_8x16(base, i, _mm512_xor_si512(code, sign));  // see the scalar code: 0x380 is 0x80 in the lowest byte
+  static U32 load_u32(const std::uint32_t* base, std::size_t i) { return _mm512_loadu_si512(base + i); }
+  // In [-128, 127], negative where x is: what is added to a negative number fills the bits above its code with ones.
+  static U32 signed_code(F32 x, F32 inverse, U32 random) {
+    const __mmask16 negative = _mm512_movepi32_mask(bits(x));
+    const __m512i b = bits(fma(x, inverse, _mm512_mask_mov_ps(set(0x1p-14f), negative, set(-0x1p-14f))));
+    const __m512i minus_least = _mm512_sub_epi32(random, _mm512_set1_epi32(0x38800000));
+    const __m512i to_add = _mm512_mask_add_epi32(minus_least, negative, minus_least, _mm512_set1_epi32(0x78000000));
+    return _mm512_srai_epi32(_mm512_add_epi32(b, to_add), 20);
   }
-  static void store_unsigned_code(std::byte* base, std::size_t i, F32 x, F32 inverse, std::uint32_t seed) {
-    const __m512i b = bits(_mm512_max_ps(mul(x, inverse), set(0x1p-31f)));
-    store_8x16(base, i, _mm512_srli_epi32(_mm512_add_epi32(b, noise(x, seed)), 20));  // 0x300 is 0 in the lowest byte
+  // May be out of range: store_unsigned_codes clamps.
+  static U32 unsigned_code(F32 x, F32 inverse, U32 random) {
+    const __m512i minus_least = _mm512_sub_epi32(random, _mm512_set1_epi32(0x30800000));
+    return _mm512_srai_epi32(_mm512_add_epi32(bits(mul(x, inverse)), minus_least), 20);
+  }
+  static void store_signed_codes(std::byte* base, std::size_t i, const U32 (&codes)[4]) {
+    for (std::size_t k = 0; k < 4; ++k) store_8x16(base, i + 16 * k, _mm512_cvtepi32_epi8(codes[k]));
+  }
+  static void store_unsigned_codes(std::byte* base, std::size_t i, const U32 (&codes)[4]) {
+    for (std::size_t k = 0; k < 4; ++k) {
+      store_8x16(base, i + 16 * k, _mm512_cvtusepi32_epi8(_mm512_max_epi32(codes[k], _mm512_setzero_si512())));
+    }
   }
 
   // Arithmetic.
@@ -86,8 +98,11 @@ struct Avx512 {
     const __mmask16 positive = _mm512_cmp_ps_mask(x, zero, _CMP_GT_OQ), negative = _mm512_cmp_ps_mask(x, zero, _CMP_LT_OQ);
     return _mm512_mask_mov_ps(_mm512_mask_mov_ps(x, positive, set(1.0f)), negative, set(-1.0f));
   }
-  static F32 max_magnitude(F32 so_far, F32 x) {
+  static F32 larger_magnitude(F32 so_far, F32 x) {
     return _mm512_castsi512_ps(_mm512_max_epi32(bits(so_far), bits(magnitude_of(x))));
+  }
+  static float largest_lane(F32 magnitudes) {
+    return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(_mm512_reduce_max_epi32(bits(magnitudes)))));
   }
   static F32 either(F32 a, F32 b) { return _mm512_or_ps(a, b); }
 
@@ -110,15 +125,11 @@ struct Avx512 {
   static __m512i bits(F32 x) { return _mm512_castps_si512(x); }
   static __mmask16 is_nan(F32 x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q); }
   static F32 magnitude_of(F32 x) { return _mm512_andnot_ps(set(-0.0f), x); }
-  static __m512i noise(F32 x, std::uint32_t seed) {
-    return _mm512_srli_epi32(_mm512_mullo_epi32(bits(x), _mm512_set1_epi32(static_cast<int>(seed))), 12);
-  }
   static __m128i load_8x16(const std::byte* base, std::size_t i) {
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(base + i));
   }
-  // The lowest byte of each 32 bits.
-  static void store_8x16(std::byte* base, std::size_t i, __m512i x) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(base + i), _mm512_cvtepi32_epi8(x));
+  static void store_8x16(std::byte* base, std::size_t i, __m128i x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(base + i), x);
   }
   static __m256i load_16x16(const std::byte* base, std::size_t i) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(base + 2 * i));

@@ -14,6 +14,7 @@ namespace offload::OFFLOAD_ISA {
 struct Neon {
   static constexpr std::size_t width = 4;
   using F32 = float32x4_t;
+  using U32 = uint32x4_t;
   struct F64 {
     float64x2_t low, high;
   };
@@ -53,25 +54,36 @@ struct Neon {
 
   // Codes.
 
-  static F32 load_signed_code(const std::byte* base, std::size_t i) {
-    const uint32x4_t code = load_8x4(base, i);
-    const uint32x4_t shifted = vshlq_n_u32(vandq_u32(code, vdupq_n_u32(0x7f)), 20);
-    const F32 magnitude = sub(value(vaddq_u32(shifted, vdupq_n_u32(0x38000000))), set(0x1p-15f));
-    return value(vorrq_u32(bits(magnitude), vshlq_n_u32(vandq_u32(code, vdupq_n_u32(0x80)), 24)));
+  static F32 load_signed_code(const std::byte* base, std::size_t i, F32 scale, F32 least) {
+    const uint32x4_t code = load_8x4(base, i), sign = vshlq_n_u32(vandq_u32(code, vdupq_n_u32(0x80)), 24);
+    const uint32x4_t b = vaddq_u32(vshlq_n_u32(vandq_u32(code, vdupq_n_u32(0x7f)), 20), vdupq_n_u32(0x38800000));
+    const F32 offset = value(veorq_u32(bits(least), veorq_u32(sign, vdupq_n_u32(0x80000000))));
+    return fma(value(vorrq_u32(b, sign)), scale, offset);
   }
-  static F32 load_unsigned_code(const std::byte* base, std::size_t i) {
-    return value(vaddq_u32(vshlq_n_u32(load_8x4(base, i), 20), vdupq_n_u32(0x30000000)));
+  static F32 load_unsigned_code(const std::byte* base, std::size_t i, F32 scale) {
+    return mul(value(vaddq_u32(vshlq_n_u32(load_8x4(base, i), 20), vdupq_n_u32(0x30800000))), scale);
   }
-  static void store_signed_code(std::byte* base, std::size_t i, F32 x, F32 inverse, std::uint32_t seed) {
-    const uint32x4_t b = bits(fma(vabsq_f32(x), inverse, set(0x1p-15f)));
-    const uint32x4_t code = vshrq_n_u32(vaddq_u32(b, noise(x, seed)), 20);
-    const uint32x4_t sign = vbicq_u32(vdupq_n_u32(0x80), vcltzq_s32(vreinterpretq_s32_u32(bits(x))));
-    store_8x4(base, i, veorq_u32(code, sign));  // see the scalar code: 0x380 is 0x80 in the lowest byte
+  static U32 load_u32(const std::uint32_t* base, std::size_t i) { return vld1q_u32(base + i); }
+  static U32 signed_code(F32 x, F32 inverse, U32 random) {
+    const uint32x4_t b = bits(fma(vabsq_f32(x), inverse, set(0x1p-14f)));
+    const uint32x4_t minus_least = vsubq_u32(random, vdupq_n_u32(0x38800000));
+    return vsliq_n_u32(vshrq_n_u32(vaddq_u32(b, minus_least), 20), vshrq_n_u32(bits(x), 31), 7);
   }
-  static void store_unsigned_code(std::byte* base, std::size_t i, F32 x, F32 inverse, std::uint32_t seed) {
-    const F32 unit = mul(x, inverse), least = set(0x1p-31f);
-    const uint32x4_t b = bits(vbslq_f32(vcgtq_f32(unit, least), unit, least));
-    store_8x4(base, i, vshrq_n_u32(vaddq_u32(b, noise(x, seed)), 20));  // 0x300 is 0 in the lowest byte
+  // May be out of range: store_unsigned_codes clamps.
+  static U32 unsigned_code(F32 x, F32 inverse, U32 random) {
+    const uint32x4_t minus_least = vsubq_u32(random, vdupq_n_u32(0x30800000));
+    return vreinterpretq_u32_s32(vshrq_n_s32(vreinterpretq_s32_u32(vaddq_u32(bits(mul(x, inverse)), minus_least)), 20));
+  }
+  static void store_signed_codes(std::byte* base, std::size_t i, const U32 (&codes)[4]) {
+    const uint16x8_t low = vcombine_u16(vmovn_u32(codes[0]), vmovn_u32(codes[1]));
+    const uint16x8_t high = vcombine_u16(vmovn_u32(codes[2]), vmovn_u32(codes[3]));
+    vst1q_u8(reinterpret_cast<std::uint8_t*>(base + i), vcombine_u8(vmovn_u16(low), vmovn_u16(high)));
+  }
+  static void store_unsigned_codes(std::byte* base, std::size_t i, const U32 (&codes)[4]) {
+    int16x4_t narrow[4];
+    for (std::size_t k = 0; k < 4; ++k) narrow[k] = vqmovn_s32(vreinterpretq_s32_u32(codes[k]));
+    const uint8x8_t low = vqmovun_s16(vcombine_s16(narrow[0], narrow[1]));
+    vst1q_u8(reinterpret_cast<std::uint8_t*>(base + i), vcombine_u8(low, vqmovun_s16(vcombine_s16(narrow[2], narrow[3]))));
   }
 
   // Arithmetic.
@@ -84,7 +96,8 @@ struct Neon {
   static F32 sqrt(F32 x) { return vsqrtq_f32(x); }
   static F32 max(F32 a, F32 b) { return vbslq_f32(vorrq_u32(vcgtq_f32(a, b), is_nan(a)), a, b); }
   static F32 sign(F32 x) { return vbslq_f32(vcgtzq_f32(x), set(1.0f), vbslq_f32(vcltzq_f32(x), set(-1.0f), x)); }
-  static F32 max_magnitude(F32 so_far, F32 x) { return value(vmaxq_u32(bits(so_far), bits(vabsq_f32(x)))); }
+  static F32 larger_magnitude(F32 so_far, F32 x) { return value(vmaxq_u32(bits(so_far), bits(vabsq_f32(x)))); }
+  static float largest_lane(F32 magnitudes) { return vgetq_lane_f32(value(vdupq_n_u32(vmaxvq_u32(bits(magnitudes)))), 0); }
   static F32 either(F32 a, F32 b) { return value(vorrq_u32(bits(a), bits(b))); }
 
   static F64 zero_f64() { return {vdupq_n_f64(0), vdupq_n_f64(0)}; }
@@ -104,19 +117,10 @@ struct Neon {
   static uint32x4_t bits(F32 x) { return vreinterpretq_u32_f32(x); }
   static F32 value(uint32x4_t b) { return vreinterpretq_f32_u32(b); }
   static uint32x4_t is_nan(F32 x) { return vmvnq_u32(vceqq_f32(x, x)); }
-  static uint32x4_t noise(F32 x, std::uint32_t seed) {
-    return vshrq_n_u32(vmulq_u32(bits(x), vdupq_n_u32(seed)), 12);
-  }
   static uint32x4_t load_8x4(const std::byte* base, std::size_t i) {
     std::uint32_t four;
     std::memcpy(&four, base + i, 4);
     return vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four))));
-  }
-  // The lowest byte of each 32 bits.
-  static void store_8x4(std::byte* base, std::size_t i, uint32x4_t x) {
-    const uint16x4_t halves = vmovn_u32(x);
-    const std::uint32_t four = vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(halves, halves))), 0);
-    std::memcpy(base + i, &four, 4);
   }
   static uint16x4_t load_16x4(const std::byte* base, std::size_t i) {
     return vld1_u16(reinterpret_cast<const std::uint16_t*>(base + 2 * i));

@@ -13,6 +13,7 @@ namespace offload::OFFLOAD_ISA {
 struct Scalar {
   static constexpr std::size_t width = 1;
   using F32 = float;
+  using U32 = std::uint32_t;
   using F64 = double;
 
   static F32 set(float x) { return x; }
@@ -59,27 +60,33 @@ struct Scalar {
     put16(rest, i, b & 0xffff);
   }
 
-  // Codes: 8-bit logarithmic numbers in [-1.875, 1.875] or (0, 1.875], the upper bits of an fp32 number. Signed: sign, 4 bits of
-  // exponent, 3 of mantissa, minus 2^-15, so that they come to zero in even steps (the mu-law of telephony). Unsigned: 5 bits
-  // of exponent, 3 of mantissa, never zero. Storing rounds at random, up as often as the bits cut off say; the random bits
-  // come from the number and the step's seed, which is odd. `x * inverse` must be below 1.875 - 2^-15.
+  // Codes: 8-bit logarithmic numbers, the upper bits of an fp32 number, times a scale that is a power of two. Signed: sign, 4
+  // bits of exponent, 3 of mantissa, minus 2^-14, so that they come to zero in even steps (the mu-law of telephony), up to
+  // 3.75. Unsigned: 5 bits of exponent, 3 of mantissa, from 2^-30 to 3.75. Encoding rounds at random: up as often as the 20
+  // bits cut off say.
 
-  static F32 load_signed_code(const std::byte* base, std::size_t i) {
-    const auto code = static_cast<std::uint32_t>(base[i]);
-    const F32 magnitude = value(((code & 0x7f) << 20) + 0x38000000) - 0x1p-15f;
-    return value(bits(magnitude) | (code & 0x80) << 24);
+  static F32 load_signed_code(const std::byte* base, std::size_t i, F32 scale, F32 least) {  // least: 2^-14 * scale
+    const auto code = static_cast<std::uint32_t>(base[i]), sign = (code & 0x80) << 24;
+    return fma(value((sign | (code & 0x7f) << 20) + 0x38800000), scale, sign ? least : -least);
   }
-  static F32 load_unsigned_code(const std::byte* base, std::size_t i) {
-    return value((static_cast<std::uint32_t>(base[i]) << 20) + 0x30000000);
+  static F32 load_unsigned_code(const std::byte* base, std::size_t i, F32 scale) {
+    return value((static_cast<std::uint32_t>(base[i]) << 20) + 0x30800000) * scale;
   }
-  static void store_signed_code(std::byte* base, std::size_t i, F32 x, F32 inverse, std::uint32_t seed) {
-    const std::uint32_t b = bits(fma(magnitude_of(x), inverse, 0x1p-15f));
-    base[i] = static_cast<std::byte>(((b + noise(x, seed)) >> 20) - 0x380 + (bits(x) >> 31 << 7));
+  static U32 load_u32(const std::uint32_t* base, std::size_t i) { return base[i]; }
+  // `inverse` is 1 / scale, `random` has 20 bits. Codes are in the lowest byte of the result.
+  static U32 signed_code(F32 x, F32 inverse, U32 random) {
+    return ((bits(fma(magnitude_of(x), inverse, 0x1p-14f)) - 0x38800000 + random) >> 20) | bits(x) >> 31 << 7;
   }
-  static void store_unsigned_code(std::byte* base, std::size_t i, F32 x, F32 inverse, std::uint32_t seed) {
-    const F32 unit = x * inverse;
-    const std::uint32_t b = bits(unit > 0x1p-31f ? unit : 0x1p-31f);
-    base[i] = static_cast<std::byte>(((b + noise(x, seed)) >> 20) - 0x300);
+  static U32 unsigned_code(F32 x, F32 inverse, U32 random) {
+    const std::int32_t code = static_cast<std::int32_t>(bits(x * inverse) - 0x30800000 + random) >> 20;
+    return static_cast<U32>(code < 0 ? 0 : code > 255 ? 255 : code);
+  }
+  static void store_code(std::byte* base, std::size_t i, U32 code) { base[i] = static_cast<std::byte>(code); }
+  static void store_signed_codes(std::byte* base, std::size_t i, const U32 (&codes)[4]) {
+    for (std::size_t k = 0; k < 4; ++k) store_code(base, i + k, codes[k]);
+  }
+  static void store_unsigned_codes(std::byte* base, std::size_t i, const U32 (&codes)[4]) {
+    store_signed_codes(base, i, codes);
   }
 
   // Arithmetic, IEEE, to nearest.
@@ -93,7 +100,8 @@ struct Scalar {
   static F32 max(F32 a, F32 b) { return a > b || a != a ? a : b; }  // a NaN on either side comes through
   static F32 sign(F32 x) { return x > 0 ? 1.0f : x < 0 ? -1.0f : x; }  // of a zero or a NaN: itself
   // The larger of a magnitude and that of x, where a NaN counts as larger than any number.
-  static F32 max_magnitude(F32 so_far, F32 x) { return value(larger(bits(so_far), bits(x) & 0x7fffffff)); }
+  static F32 larger_magnitude(F32 so_far, F32 x) { return value(larger(bits(so_far), bits(x) & 0x7fffffff)); }
+  static float largest_lane(F32 magnitudes) { return magnitudes; }
   static F32 either(F32 a, F32 b) { return value(bits(a) | bits(b)); }
 
   static F64 zero_f64() { return 0; }
@@ -108,7 +116,6 @@ struct Scalar {
   static float value(std::uint32_t b) { return std::bit_cast<float>(b); }
   static F32 magnitude_of(F32 x) { return value(bits(x) & 0x7fffffff); }
   static std::uint32_t larger(std::uint32_t a, std::uint32_t b) { return a > b ? a : b; }
-  static std::uint32_t noise(F32 x, std::uint32_t seed) { return (bits(x) * seed) >> 12; }
   static std::uint32_t bits32(const std::byte* base, std::size_t i) {
     std::uint32_t b;
     std::memcpy(&b, base + 4 * i, 4);
