@@ -61,7 +61,7 @@ class Ticket:
             self._wait_for_transfer(timeout_s)
             self._work.run(max(deadline - time.monotonic(), 0.0))
         except TimeoutError:
-            raise StorageTimeout(f"{self._name}: no answer for {timeout_s:.0f} s.") from None
+            raise StorageTimeout(f"{self._name}: no answer for {timeout_s:g} s.") from None
         self._raise()
 
     def _wait_for_transfer(self, timeout_s: float) -> None:
