@@ -17,7 +17,7 @@ from offload.gradients import Gradients
 from offload.handle import make_handle
 from offload.layout import Formats
 from offload.load import Loader
-from offload.plan import Plan, Tier, UnitPlan
+from offload.plan import Plan, Tier, UnitPlan, num_nested
 from offload.report import Bandwidths, Meter
 from offload.residency import Weights
 from offload.rule import Rule
@@ -58,7 +58,7 @@ def build(
     What must be undone goes into ``closers``, also when this raises.
     """
     formats = plan.formats
-    sizes = [nbytes for item in plan.units for nbytes in _extent_sizes(item, formats)]
+    sizes = [nbytes for item in plan.units for nbytes in _extent_sizes(item, formats, plan.shadows)]
     store = Store(config.paths, sizes, backend=config.io_backend) if sizes else None
     arena = Arena(plan.arena_bytes)
     closers.callback(arena.close)
@@ -75,7 +75,12 @@ def build(
     gradients = Gradients(grad_buffers, store, config.gradient_dtype, meter)
     closers.callback(gradients.drain)
     tiles = Tiles(rule, store) if rule is not None else None
-    access = Access(weights, gradients, rule, tiles, formats, failure)
+    updater = None
+    if rule is not None:
+        max_early = plan.staging.num_slots - num_nested([item.unit for item in plan.units]) - 1
+        updater = Updater(tile_buffers, store, rule, formats, weights, gradients, failure, meter, max_early)
+        closers.callback(updater.stop)
+    access = Access(weights, gradients, rule, tiles, updater, formats, failure)
     handles = {
         spec: make_handle(
             ParameterLink(unit, spec, access), spec.shape, config.dtype, torch.device("cpu"), spec.trainable
@@ -84,21 +89,18 @@ def build(
         for spec in unit.spec.parameters
     }
     Loader(store, rule, formats, slots, tile_buffers).load(model, units, handles)
-    updater = None
-    if rule is not None:
-        updater = Updater(tile_buffers, store, rule, formats, weights, gradients, failure, meter)
-        closers.callback(updater.stop)
     bandwidths = _bandwidths(config, store, units, slots, tile_buffers)
     return Parts(store, units, handles, weights, gradients, updater, tiles, bandwidths)
 
 
-def _extent_sizes(item: UnitPlan, formats: Formats) -> Iterator[int]:
+def _extent_sizes(item: UnitPlan, formats: Formats, shadows: bool) -> Iterator[int]:
     """The extents of one unit, in the order in which ``_make_units`` takes them."""
+    copies = 2 if shadows and item.on_nvme else 1
     if item.weights is Tier.NVME:
-        yield item.unit.numel * formats.weights
+        yield from [item.unit.numel * formats.weights] * copies
     for tile, tier in item.tiles:
         if tier is Tier.NVME:
-            yield tile.nbytes
+            yield from [tile.nbytes] * copies
         if item.grads is Tier.NVME:
             yield tile.numel * formats.grads
 
@@ -127,12 +129,16 @@ def _make_units(plan: Plan, config: OffloadConfig, arena: Arena, store: Store | 
         unit.weights_home, unit.weights_extent = place(spec.numel * formats.weights, item.weights)
         if unit.weights_home is not None:
             unit.residency = Residency.RESIDENT
+        shadowed = plan.shadows and item.on_nvme
+        if shadowed:
+            unit.weights_shadow = next(extents)
         if item.grads is Tier.HOST:
             unit.grads_home = arena.lease(spec.trainable_numel * formats.grads)
         for tile, tier in item.tiles:
             home, extent = place(align(tile.nbytes), tier)
+            shadow = next(extents) if shadowed else None
             grads_extent = next(extents) if item.grads is Tier.NVME else None
-            unit.tiles.append(StateTile(tile, home, extent, grads_extent))
+            unit.tiles.append(StateTile(tile, home, extent, grads_extent, shadow))
         units.append(unit)
     return units
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,9 +28,11 @@ from offload.memory import available_bytes
 from offload.optimizer import OffloadOptimizer
 from offload.plan import Plan, make_plan
 from offload.report import Meter, Report
+from offload.rule import Group
 from offload.unit import Unit
 from offload.units import ParameterSpec, UnitSpec, find_units
-from offload.verdict import Verdict
+from offload.update import Updater
+from offload.verdict import Verdict, groups_by_parameter
 from offload.window import CopyWindow, window_class
 from swapper import OffloadError
 
@@ -66,6 +70,8 @@ class OffloadEngine:
         self._loss_scale = LossScale() if self.config.precision == "fp16" else None
         self._backward_scale = 1.0
         self._step_scale = 1.0
+        self._groups: dict[int, Group] | None = None
+        """Of the step that the present backward is the last one of; None at any other time."""
         self._last_report: Report | None = None
         self._grad_norm: float | None = None
         try:
@@ -92,6 +98,7 @@ class OffloadEngine:
         self._require_training()
         scale = self._loss_scale.value if self._loss_scale is not None else 1.0
         self._backward_scale = 1 / scale
+        self._begin_speculating()
         try:
             (loss.float() * scale / self.config.gradient_accumulation_steps).backward()  # type: ignore[no-untyped-call]
         except BaseException:
@@ -99,6 +106,7 @@ class OffloadEngine:
             raise
         finally:
             self._backward_scale = 1.0
+            self._groups = None
         self._failure.check()
         self._micro_step += 1
 
@@ -181,6 +189,8 @@ class OffloadEngine:
     def begin_use(self, unit: Unit) -> None:
         """Compute needs the unit: wait for its weights and put them under its parameters."""
         with self._failure.guard():
+            if unit.speculation is not None:
+                self._updater_of_training.drop(unit)
             unit.window.open(self._weights.acquire(unit))
         unit.use = self._meter.trace.begin("compute", unit.name)
 
@@ -196,12 +206,18 @@ class OffloadEngine:
         if self.config.optimizer is None:
             return
         with self._failure.guard():
+            self._updater_of_training.drop(unit)
             self._weights.wait_for_update(unit)
             self._gradients.add(unit, spec, gradient, self._backward_scale)
+        unit.num_arrived += 1
+        if self._groups is not None:
+            self._promise_early_update(unit)
 
     def end_backward(self, unit: Unit) -> None:
         """The unit has all the gradients of this backward."""
         self._gradients.close(unit)
+        if unit.promised:
+            self._begin_early_update(unit)
 
     # What the optimizer asks.
 
@@ -224,18 +240,21 @@ class OffloadEngine:
         if self.config.gradient_clipping:
             self._verdict.scale(min(self.config.gradient_clipping / (norm + 1e-6), 1.0))
         updates = self._verdict.freeze(optimizer.param_groups)
+        self._weights.begin_updates([update.unit for update in updates])
+        remaining = self._updater_of_training.settle(updates)
         for update in updates:
             self._gradients.forget(update.unit)
+        for unit in self._units:
+            self._updater_of_training.drop(unit)  # one that takes no part in the step after all
         self._grad_norm = norm
         self.global_step += 1
         self._last_report = self._make_report()
-        self._weights.begin_updates([update.unit for update in updates])
-        assert self._updater is not None
-        self._updater.start(updates)
+        self._updater_of_training.start(remaining)
 
     def drop_gradients(self) -> None:
         """Forget what was gathered for the coming step."""
         for unit in self._units:
+            self._updater_of_training.drop(unit)
             self._gradients.forget(unit)
 
     def optimizer_states(self) -> dict[nn.Parameter, dict[str, Any]]:
@@ -252,6 +271,8 @@ class OffloadEngine:
         assert self._tiles is not None
         specs = {id(handle): spec for spec, handle in self._handles.items()}
         by_spec = {specs[id(handle)]: values for handle, values in states.items() if values}
+        for unit in self._units:
+            self._updater_of_training.drop(unit)
         with self._failure.guard():
             self._verdict.num_steps = self._tiles.write_states(self._units, by_spec)
 
@@ -266,7 +287,41 @@ class OffloadEngine:
         tile_bytes = None if config.tile_bytes == "auto" else int(config.tile_bytes)
         cut = choice.rule.cut if choice is not None else None
         copies = window_class() is CopyWindow
-        return make_plan(specs, Formats.of(config), cut, host_bytes, nvme_bytes, tile_bytes, copies)
+        plan = make_plan(specs, Formats.of(config), cut, host_bytes, nvme_bytes, tile_bytes, copies)
+        may_speculate = choice is not None and choice.rule.repeatable
+        may_speculate = may_speculate and not config.gradient_clipping and config.precision != "fp16"
+        spare_bytes = _free_bytes(config.paths) * _AUTO_SHARE if nvme == "auto" else nvme_bytes
+        fits = sum(plan.nvme_bytes.values()) + plan.shadow_bytes <= spare_bytes
+        return dataclasses.replace(plan, shadows=may_speculate and fits and plan.shadow_bytes > 0)
+
+    # How updates begin during backward.
+
+    def _begin_speculating(self) -> None:
+        """The coming backward may be the last of the step: see [Note: Why an early update harms nothing]."""
+        for unit in self._units:
+            unit.num_arrived = 0
+        last = self._micro_step + 1 >= self.config.gradient_accumulation_steps
+        self._groups = groups_by_parameter(self._require_training().param_groups) if last else None
+
+    def _promise_early_update(self, unit: Unit) -> None:
+        """All gradients of a unit have come while compute still holds its weights: its update may be next."""
+        if (
+            unit.weights_shadow is not None
+            and unit.in_backward
+            and not unit.promised
+            and unit.num_arrived == sum(1 for spec in unit.spec.parameters if spec.trainable)
+        ):
+            unit.promised = self._updater_of_training.promise(unit)
+
+    def _begin_early_update(self, unit: Unit) -> None:
+        unit.promised = False
+        update = None
+        if self._groups is not None and all(math.isfinite(g.sum_squares) for g in unit.gradients.values()):
+            update = self._verdict.freeze_unit(unit, self._groups)
+        if update is not None:
+            self._updater_of_training.speculate(update)
+        else:
+            self._updater_of_training.renounce(unit)
 
     def _build(self, choice: Choice | None) -> None:
         rule = choice.rule if choice is not None else None
@@ -301,6 +356,11 @@ class OffloadEngine:
         for module in {module for unit in self._units for module in unit.spec.modules}:
             hook = module.register_state_dict_post_hook(replace)  # type: ignore[no-untyped-call]
             self._closed.callback(hook.remove)
+
+    @property
+    def _updater_of_training(self) -> Updater:
+        assert self._updater is not None
+        return self._updater
 
     def _require_training(self) -> OffloadOptimizer:
         if self.optimizer is None:
@@ -348,3 +408,13 @@ def _check_backend(name: str) -> None:
         name = "threads"
     if name in missing:
         raise ConfigError(f"io_backend {name!r} does not work here: {missing[name]}")
+
+
+def _free_bytes(paths: Sequence[Path]) -> float:
+    """What is free on the paths; on one file system it is counted once."""
+    free = {}
+    for path in paths:
+        with contextlib.suppress(OSError):  # the store refuses the path, and says why
+            found = os.statvfs(path)
+            free[path.stat().st_dev] = found.f_bavail * found.f_frsize
+    return float(sum(free.values()))

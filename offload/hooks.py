@@ -139,9 +139,10 @@ class Hooks:
             leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         self._leave_forward(unit)
         if torch.is_grad_enabled():
-            for leaf in leaves:
-                if leaf.requires_grad:
-                    leaf.register_hook(partial(self._pre_backward, unit, unit.forward_start, self._serial))
+            # A view that the caller changes in place gets a new history, which goes through its base alone.
+            for tensor in [*leaves, *(leaf._base for leaf in leaves if leaf._base is not None)]:
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._pre_backward, unit, unit.forward_start, self._serial))
         return output
 
     def _leave_forward(self, unit: Unit) -> None:

@@ -122,6 +122,8 @@ class _Step:
 class KernelRule:
     """A native kernel over tiles of any length. See ``Rule``."""
 
+    repeatable = True
+
     def __init__(
         self,
         kernel: Kernel,

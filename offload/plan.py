@@ -46,6 +46,11 @@ class UnitPlan:
     grads: Tier
     tiles: tuple[tuple[Tile, Tier], ...]
 
+    @property
+    def on_nvme(self) -> bool:
+        """Weights and all states rest on NVMe."""
+        return bool(self.tiles) and all(tier is Tier.NVME for tier in (self.weights, *(t for _, t in self.tiles)))
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -64,6 +69,17 @@ class Plan:
     nvme_bytes: dict[str, int]
     step_read_bytes: int
     step_write_bytes: int
+    shadows: bool = False
+    """Units that rest on NVMe altogether have room for a second copy there, for updates that begin during backward."""
+
+    @property
+    def shadow_bytes(self) -> int:
+        """NVMe that ``shadows`` take, or would take."""
+        return sum(
+            item.unit.numel * self.formats.weights + sum(align(tile.nbytes) for tile, _ in item.tiles)
+            for item in self.units
+            if item.on_nvme
+        )
 
     @property
     def num_parameters(self) -> int:
@@ -94,7 +110,12 @@ class Plan:
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes of each kind in each tier, staging included."""
         kinds = {k: {"host": self.resident_bytes[k], "nvme": self.nvme_bytes[k]} for k in self.resident_bytes}
-        return {**kinds, "staging": {"host": self.staging_bytes + self.window_bytes, "nvme": 0}}
+        shadows = self.shadow_bytes if self.shadows else 0
+        return {
+            **kinds,
+            "staging": {"host": self.staging_bytes + self.window_bytes, "nvme": 0},
+            "shadows": {"host": 0, "nvme": shadows},
+        }
 
     @property
     def model_state_bytes(self) -> int:
@@ -146,7 +167,7 @@ def make_plan(
 
     Raises ``BudgetError``, naming the least budget that works.
     """
-    window_bytes = copies * _num_nested(units) * max(unit.numel for unit in units) * formats.weights
+    window_bytes = copies * num_nested(units) * max(unit.numel for unit in units) * formats.weights
     choice = _Choice(units, formats, cut, Staging(0, 0, 0, tile_bytes or DEFAULT_TILE_BYTES), window_bytes)
     everything = choice.with_all_at_home()
     if everything.total_bytes <= host_bytes:
@@ -179,7 +200,7 @@ def make_plan(
     return plan
 
 
-def _num_nested(units: Sequence[UnitSpec]) -> int:
+def num_nested(units: Sequence[UnitSpec]) -> int:
     """The most units that compute needs at a time: the one at work and those whose modules call it."""
     return max(unit.depth for unit in units) + 1
 
@@ -194,7 +215,7 @@ def _stagings(
     overlap with the update, three nearly so. Tiles that are small against a slot save no memory worth their cost.
     """
     smallest = max(unit.numel for unit in units) * formats.weights // _TILES_A_UNIT
-    least_slots = _num_nested(units) + (1 if training else 0)
+    least_slots = num_nested(units) + (1 if training else 0)
     comfortable = [DEFAULT_TILE_BYTES >> shift for shift in range(3)]
     least = [
         DEFAULT_TILE_BYTES >> shift for shift in range(3, 8) if shift == 3 or DEFAULT_TILE_BYTES >> shift > smallest

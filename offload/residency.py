@@ -95,6 +95,18 @@ class Weights:
         finally:
             self.release(unit, computing=False)
 
+    def hold(self, unit: Unit) -> None:
+        """Keep the weights of a unit in use where they are, for an early update."""
+        with self._changed:
+            assert unit.pins > 0
+            unit.pins += 1
+
+    def let_go(self, unit: Unit) -> None:
+        """No early update will come."""
+        with self._changed:
+            unit.pins -= 1
+            self._changed.notify_all()
+
     def begin_updates(self, units: Sequence[Unit]) -> None:
         """From now on these units may only be used once their update is done. Ends the step for the order."""
         with self._changed:
@@ -137,6 +149,42 @@ class Weights:
         with self._changed:
             unit.updating = False
             unit.pins -= 1
+            self._changed.notify_all()
+
+    def take_slot(self, unit: Unit) -> Slot:
+        """The slot of a unit that is held, for an early update alone. The unit itself is absent from now on."""
+        with self._changed:
+            self._wait_until(lambda: unit.pins == 1, f"the use of unit {unit.name}")
+        self._wait_for_write(unit)
+        with self._changed:
+            slot = unit.slot
+            assert slot is not None and unit.pins == 1
+            unit.pins = 0
+            self._empty(slot)
+            slot.taken = True
+            return slot
+
+    def return_slot(self, slot: Slot, unit: Unit) -> Ticket:
+        """Send what is in the slot to the unit's shadow; the slot is free when it has arrived."""
+        assert self._store is not None and unit.weights_shadow is not None
+        write = self._store.write(unit.weights_shadow, slot.lease.address, unit.weight_bytes)
+        with self._changed:
+            slot.write, slot.taken = self._traced("write", unit, write), False
+            self._changed.notify_all()
+            return write
+
+    def exchange(self, unit: Unit, write: Ticket) -> None:
+        """The unit's shadow, where ``write`` goes, holds its weights now; its update is done."""
+        with self._changed:
+            assert unit.pins == 0
+            if unit.fetch is not None:
+                with contextlib.suppress(OffloadError):
+                    unit.fetch.wait()
+            if unit.slot is not None:
+                self._empty(unit.slot)
+            unit.weights_extent, unit.weights_shadow = unit.weights_shadow, unit.weights_extent
+            unit.weights_write = write
+            unit.updating = False
             self._changed.notify_all()
 
     def wake(self) -> None:
@@ -225,11 +273,14 @@ class Weights:
         return [
             slot
             for slot in self._slots
-            if slot.unit is None
-            or (
-                slot.unit.pins == 0
-                and (slot.unit.residency is Residency.RESIDENT or self._fetch_is_over(slot.unit))
-                and (must or self._slot_distance(slot) > own_distance)
+            if not slot.taken
+            and (
+                slot.unit is None
+                or (
+                    slot.unit.pins == 0
+                    and (slot.unit.residency is Residency.RESIDENT or self._fetch_is_over(slot.unit))
+                    and (must or self._slot_distance(slot) > own_distance)
+                )
             )
         ]
 
@@ -245,14 +296,22 @@ class Weights:
         if slot.write is not None:
             slot.write.wait()
             slot.write = None
-        if slot.unit is not None:
-            slot.unit.residency = Residency.ABSENT
-            slot.unit.slot = None
-            slot.unit.fetch = None
+        self._empty(slot)
+        if unit.weights_write is not None:
+            unit.weights_write.wait()
+            unit.weights_write = None
         slot.unit, unit.slot = unit, slot
         unit.residency = Residency.FETCHING
         fetch = self._store.read(unit.weights_extent, slot.lease.address, unit.weight_bytes, urgent=True)
         unit.fetch = self._traced("read", unit, fetch)
+
+    def _empty(self, slot: Slot) -> None:
+        """Whatever unit is in the slot is absent from now on."""
+        if slot.unit is not None:
+            slot.unit.residency = Residency.ABSENT
+            slot.unit.slot = None
+            slot.unit.fetch = None
+            slot.unit = None
 
     def _fetch_ahead(self) -> None:
         """Start reading the units that come next, into slots whose units are needed later."""
@@ -264,6 +323,8 @@ class Weights:
                 continue
             if unit.updating:
                 return
+            if unit.speculation is not None:  # what is in the store now is not what will be asked for
+                continue
             slot = self._victim(unit, must=False)
             if slot is None:
                 return

@@ -17,6 +17,9 @@ Group = dict[str, Any]
 class Rule(Protocol):
     """An optimizer that runs over tiles. Addresses are of memory that holds a whole tile, in RAM."""
 
+    repeatable: bool
+    """``apply`` leaves nothing behind but what it writes to the addresses: what it did can be forgotten."""
+
     def cut(self, unit: UnitSpec, tile_bytes: int) -> tuple[Tile, ...]:
         """The unit's trainable elements in tiles of at most ``tile_bytes``, or as little more as works."""
 

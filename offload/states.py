@@ -14,10 +14,14 @@ from offload.rule import Rule
 from offload.tiles import Tiles
 from offload.unit import Unit
 from offload.units import ParameterSpec
+from offload.update import Updater
 
 
 class Access:
-    """What links share: the way to weights, masters and gradients. ``rule`` and ``tiles`` are None without training."""
+    """What links share: the way to weights, masters and gradients.
+
+    ``rule``, ``tiles`` and ``updater`` are None without training.
+    """
 
     def __init__(
         self,
@@ -25,6 +29,7 @@ class Access:
         gradients: Gradients,
         rule: Rule | None,
         tiles: Tiles | None,
+        updater: Updater | None,
         formats: Formats,
         failure: Failure,
     ) -> None:
@@ -32,8 +37,14 @@ class Access:
         self.gradients = gradients
         self.rule = rule
         self.tiles = tiles
+        self.updater = updater
         self.formats = formats
         self.failure = failure
+
+    def begin_change(self, unit: Unit) -> None:
+        """Weights or gradients of the unit are about to change: what was worked out from them is void."""
+        if self.updater is not None:
+            self.updater.drop(unit)
 
 
 class ParameterLink:
@@ -54,6 +65,7 @@ class ParameterLink:
     def write(self, value: torch.Tensor) -> None:
         """Set the value. The fp32 master becomes exactly this; moments stay as they are."""
         access = self._access
+        access.begin_change(self._unit)
         with access.failure.guard(), access.weights.borrowed(self._unit, to_change=True) as address, torch.no_grad():
             self._tensor(address).copy_(value)
             if access.formats.master and self._spec.trainable:
@@ -73,6 +85,7 @@ class ParameterLink:
             self._unit.gradients.pop(self._spec, None)
         elif not (isinstance(value, GradientHandle) and value.is_of(self._spec)):
             with self._access.failure.guard():
+                self._access.begin_change(self._unit)
                 self._access.weights.wait_for_update(self._unit)
                 self._access.gradients.write(self._unit, self._spec, value.detach())
 
@@ -113,6 +126,7 @@ class GradientLink:
 
     def write(self, value: torch.Tensor) -> None:
         with self._access.failure.guard():
+            self._access.begin_change(self._unit)
             self._access.gradients.write(self._unit, self.spec, value)
 
     # What clip_grad_norm_ asks of each gradient, without bringing it in.

@@ -60,6 +60,8 @@ class TorchRule:
     gradients, whatever the precision. Its temporaries, a few copies of one parameter, are outside of the budget.
     """
 
+    repeatable = False
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,

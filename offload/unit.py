@@ -10,6 +10,7 @@ from torch import nn
 
 from offload.layout import Tile
 from offload.plan import UnitPlan
+from offload.speculation import Speculation
 from offload.trace import Span
 from offload.units import ParameterSpec, UnitSpec
 from offload.window import Window
@@ -36,6 +37,8 @@ class Slot:
     lease: Lease
     unit: Unit | None = None
     write: Ticket | None = None
+    taken: bool = False
+    """An early update works in it: it is nobody's."""
 
 
 @dataclass
@@ -58,6 +61,8 @@ class StateTile:
     home: Lease | None
     extent: Extent | None
     grads_extent: Extent | None
+    shadow: Extent | None = None
+    """Where an early update puts the new states, if there may be one."""
     write: Ticket | None = None
     """The last write of the states, which may be in flight: whoever reads them out of turn waits for it."""
 
@@ -95,6 +100,10 @@ class Unit:
 
     weights_home: Lease | None = None
     weights_extent: Extent | None = None
+    weights_shadow: Extent | None = None
+    """Where an early update puts the new weights. None: the unit has no early updates."""
+    weights_write: Ticket | None = None
+    """The write of the weights by an early update: a fetch waits for it."""
     grads_home: Lease | None = None
     tiles: list[StateTile] = field(default_factory=list)
 
@@ -116,6 +125,12 @@ class Unit:
 
     gradients: dict[ParameterSpec, Gradient] = field(default_factory=dict)
     """Of each parameter that has one for the coming step."""
+    num_arrived: int = 0
+    """Gradients that have come in the present backward."""
+    promised: bool = False
+    """Its slot is held for an early update, which begins when backward is done with it."""
+    speculation: Speculation | None = None
+    """The early update for the coming step, if one has been asked for."""
     grad_buffer: GradientBuffer | None = None
     grads_spilled: bool = False
     """The store holds what was gathered so far for the coming step."""

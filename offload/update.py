@@ -7,6 +7,7 @@ touched, so running under the next forward changes nothing in the result.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,8 @@ from offload.layout import Formats
 from offload.report import Meter
 from offload.residency import Weights
 from offload.rule import Rule
-from offload.unit import StateTile, Unit
+from offload.speculation import Progress, Speculation
+from offload.unit import Slot, StateTile, Unit
 from swapper import Extent, Lease, OffloadError, Store, Ticket
 
 
@@ -47,6 +49,7 @@ class _Piece:
     tile: StateTile
     first_of_unit: bool
     last_of_unit: bool
+    early: Speculation | None = None
     buffer: Lease | None = None
     reads: list[Ticket] = field(default_factory=list)
     states: int = 0
@@ -66,7 +69,10 @@ class Updater:
         gradients: Gradients,
         failure: Failure,
         meter: Meter,
+        max_early: int,
     ) -> None:
+        """``max_early`` slots can be spared for early updates."""
+        self._max_early = max_early
         self._free = list(buffers)
         self._num_buffers = len(self._free)
         self._writes: deque[tuple[Ticket, Lease]] = deque()
@@ -78,28 +84,106 @@ class Updater:
         self._failure = failure
         self._meter = meter
         self._stopping = False
+        self._weight_address = 0
+        """Of the unit at hand."""
+        self._early: deque[Speculation] = deque()
+        self._slot: Slot | None = None
+        """That of the early update at hand."""
+        self._num_early = 0
+        """Early updates promised, and not over."""
+        self._early_runs = False
+        """Somebody will look at ``_early`` again."""
+        self._progress = threading.Condition()
+        """Guards speculations and the three above."""
         # An idle executor's thread holds no reference to us: an engine that nobody refers to can be collected.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="offload-update")
 
     def start(self, step: list[UnitUpdate]) -> None:
         """Begin a step's update. Returns at once; each unit is usable again when its own update is done."""
-        self._executor.submit(self._run, step)
+        self._executor.submit(self._run, self._pieces(step))
+
+    def promise(self, unit: Unit) -> bool:
+        """Hold the weights of ``unit``, in use now, for an early update; False if that would leave compute no slot.
+
+        What is promised is either ``speculate`` or ``renounce``.
+        """
+        with self._progress:
+            if self._num_early >= self._max_early:
+                return False
+            self._num_early += 1
+        self._weights.hold(unit)
+        return True
+
+    def renounce(self, unit: Unit) -> None:
+        """The promised early update will not come."""
+        self._weights.let_go(unit)
+        with self._progress:
+            self._num_early -= 1
+
+    def speculate(self, update: UnitUpdate) -> None:
+        """Begin a unit's update before the step is certain. See [Note: Why an early update harms nothing]."""
+        update.unit.speculation = speculation = Speculation(update, self._touched(update))
+        with self._progress:
+            self._early.append(speculation)
+            if not self._early_runs:
+                self._early_runs = True
+                self._executor.submit(self._run, self._early_pieces())
+
+    def drop(self, unit: Unit) -> None:
+        """Forget the unit's early update, whose premises are no longer true. It reads nothing of the unit any more."""
+        speculation, unit.speculation = unit.speculation, None
+        if speculation is None:
+            return
+        with self._progress:
+            if self._take_back(speculation):
+                return
+            while speculation.progress is Progress.RUNNING:
+                self._failure.check()
+                self._progress.wait(1.0)
+
+    def settle(self, step: list[UnitUpdate]) -> list[UnitUpdate]:
+        """Confirm the early updates that are what the step is to be, and forget the others; the updates still to do."""
+        remaining = []
+        for update in step:
+            speculation, update.unit.speculation = update.unit.speculation, None
+            if speculation is None or not self._confirm(speculation, update):
+                remaining.append(update)
+        return remaining
+
+    def _take_back(self, speculation: Speculation) -> bool:
+        """True if it had not begun; it never will."""
+        if speculation not in self._early:
+            return False
+        self._early.remove(speculation)
+        self._num_early -= 1
+        self._weights.let_go(speculation.update.unit)
+        return True
+
+    def _confirm(self, speculation: Speculation, update: UnitUpdate) -> bool:
+        with self._progress:
+            if self._take_back(speculation):
+                return False
+            if speculation.update.segments != update.segments:
+                return False
+            speculation.accepted = True
+            if speculation.progress is Progress.DONE:
+                self._exchange(speculation)
+            return True
 
     def stop(self) -> None:
         """End the thread after the tile at hand. What was not updated stays as it was."""
         self._stopping = True
         self._executor.shutdown(wait=True, cancel_futures=True)
 
-    def _run(self, step: list[UnitUpdate]) -> None:
+    def _run(self, coming: Iterator[_Piece]) -> None:
         try:
             self._failure.check()
-            self._update(step)
+            self._update(coming)
         except BaseException as error:
             self._failure.record(error)
             self._weights.wake()
 
-    def _update(self, step: list[UnitUpdate]) -> None:
-        coming = self._pieces(step)
+    def _update(self, coming: Iterator[_Piece]) -> None:
         reading: deque[_Piece] = deque()
         try:
             self._read_ahead(coming, reading)
@@ -107,7 +191,7 @@ class Updater:
                 piece = reading[0]
                 unit = piece.update.unit
                 if piece.first_of_unit:
-                    self._weights.acquire_for_update(unit)
+                    self._take_weights(piece)
                 for ticket in piece.reads:
                     ticket.wait()
                 with self._meter.update(unit.name):
@@ -115,7 +199,7 @@ class Updater:
                 reading.popleft()
                 self._write(piece)
                 if piece.last_of_unit:
-                    self._weights.end_update(unit)
+                    self._give_weights_back(piece)
                 self._read_ahead(coming, reading)
         finally:
             self._drain(reading)
@@ -125,6 +209,46 @@ class Updater:
             tiles = self._touched(update)
             for tile in tiles:
                 yield _Piece(update, tile, first_of_unit=tile is tiles[0], last_of_unit=tile is tiles[-1])
+
+    def _early_pieces(self) -> Iterator[_Piece]:
+        while True:
+            with self._progress:
+                if not self._early:
+                    self._early_runs = False
+                    return
+                early = self._early.popleft()
+                early.progress = Progress.RUNNING
+            for tile in early.tiles:
+                yield _Piece(early.update, tile, tile is early.tiles[0], tile is early.tiles[-1], early)
+
+    def _take_weights(self, piece: _Piece) -> None:
+        unit = piece.update.unit
+        if piece.early is not None:
+            self._slot = self._weights.take_slot(unit)
+            self._weight_address = self._slot.lease.address
+        else:
+            self._weight_address = self._weights.acquire_for_update(unit)
+
+    def _give_weights_back(self, piece: _Piece) -> None:
+        unit, early = piece.update.unit, piece.early
+        if early is None:
+            self._weights.end_update(unit)
+            return
+        assert self._slot is not None
+        slot, self._slot = self._slot, None
+        with self._progress:
+            early.weights_write = self._weights.return_slot(slot, unit)
+            early.progress = Progress.DONE
+            self._num_early -= 1
+            if early.accepted:
+                self._exchange(early)
+            self._progress.notify_all()
+
+    def _exchange(self, early: Speculation) -> None:
+        for tile in early.tiles:
+            tile.extent, tile.shadow = tile.shadow, tile.extent
+        assert early.weights_write is not None
+        self._weights.exchange(early.update.unit, early.weights_write)
 
     def _touched(self, update: UnitUpdate) -> list[StateTile]:
         """The unit's tiles that some segment lies in."""
@@ -164,11 +288,12 @@ class Updater:
             self._gradients.wait_until_spilled(unit)
             piece.grads = piece.buffer.address + (tile.extent.nbytes if tile.extent is not None else 0)
             piece.reads.append(self._read(f"gradients of {unit.name}", tile.grads_extent, piece.grads))
-        self._weights.try_fetch(unit)
+        if piece.early is None:
+            self._weights.try_fetch(unit)
 
     def _apply(self, piece: _Piece) -> None:
         """Run the kernel over the parts of the tile that take a step."""
-        unit, tile, formats = piece.update.unit, piece.tile, self._formats
+        tile, formats = piece.tile, self._formats
         for segment in piece.update.segments:
             start, stop = max(segment.start, tile.start), min(segment.stop, tile.stop)
             if start < stop:
@@ -178,7 +303,7 @@ class Updater:
                     piece.states,
                     start,
                     stop,
-                    weight=unit.address + start * formats.weights,
+                    weight=self._weight_address + start * formats.weights,
                     grad=piece.grads + (start - tile.start) * formats.grads,
                 )
 
@@ -190,7 +315,8 @@ class Updater:
             self._free.append(piece.buffer)
             return
         assert self._store is not None and piece.tile.extent is not None
-        extent = piece.tile.extent
+        extent = piece.tile.extent if piece.early is None else piece.tile.shadow
+        assert extent is not None
         ticket = self._store.write(extent, piece.states, extent.nbytes)
         write = self._meter.trace.transfer("write", f"states of {piece.update.unit.name}", extent.nbytes, ticket)
         piece.tile.write = write

@@ -53,21 +53,31 @@ class Verdict:
 
     def freeze(self, param_groups: Sequence[Group]) -> list[UnitUpdate]:
         """What the step does to each unit that has gradients, with the groups' settings as they are now."""
-        groups = {id(handle): group for group in param_groups for handle in group["params"]}
-        taken: list[ParameterSpec] = []
+        groups = groups_by_parameter(param_groups)
         updates = []
         for unit in self._units:
-            segments: list[Segment] = []
-            for spec in unit.spec.parameters:
-                group = groups.get(id(self._handles[spec]))
-                if spec in unit.gradients and spec.numel > 0 and group is not None:
-                    self._append(segments, unit, spec, group)
-                    taken.append(spec)
-            if segments:
-                updates.append(UnitUpdate(unit, tuple(segments)))
-        for spec in taken:
+            update = self.freeze_unit(unit, groups)
+            if update is not None:
+                updates.append(update)
+        for spec in [spec for update in updates for spec in self._taking_part(update.unit, groups)]:
             self.num_steps[spec] = self.num_steps.get(spec, 0) + 1
         return updates
+
+    def freeze_unit(self, unit: Unit, groups: dict[int, Group]) -> UnitUpdate | None:
+        """What the coming step would do to the unit, as things stand now. ``groups`` by ``id`` of their parameters."""
+        segments: list[Segment] = []
+        for spec, group in self._taking_part(unit, groups).items():
+            self._append(segments, unit, spec, group)
+        return UnitUpdate(unit, tuple(segments)) if segments else None
+
+    def _taking_part(self, unit: Unit, groups: dict[int, Group]) -> dict[ParameterSpec, Group]:
+        """The unit's parameters that have a gradient and a group."""
+        found = {}
+        for spec in unit.spec.parameters:
+            group = groups.get(id(self._handles[spec]))
+            if spec in unit.gradients and spec.numel > 0 and group is not None:
+                found[spec] = group
+        return found
 
     def _append(self, segments: list[Segment], unit: Unit, spec: ParameterSpec, group: Group) -> None:
         """The parameter's step; neighbours that take the same one are one segment."""
@@ -81,3 +91,8 @@ class Verdict:
 
     def _norms_squared(self) -> dict[ParameterSpec, float]:
         return {spec: g.norm_squared for unit in self._units for spec, g in unit.gradients.items()}
+
+
+def groups_by_parameter(param_groups: Sequence[Group]) -> dict[int, Group]:
+    """The group of each parameter, by its ``id``: tensors do not compare."""
+    return {id(handle): group for group in param_groups for handle in group["params"]}

@@ -155,6 +155,39 @@ class ManyEmbeddings(Tiny):
         return self.head(self.norm(x))
 
 
+class OwnOutput(Tiny):
+    """Modules that return their parameter, a view of it, and a view that the caller changes in place."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(16, 128))
+
+        def forward(self, length: int) -> torch.Tensor:
+            return self.table[:length]
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(128))
+
+        def forward(self) -> torch.Tensor:
+            return self.scale
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = self.Table()
+        self.whole = self.Whole()
+        self.mask = nn.Parameter(torch.randn(128))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) * self.whole() + self.positions(tokens.shape[1])
+        for block in self.blocks:
+            x = block.down(torch.nn.functional.gelu(block.up(block.norm(x))))
+            x[:, 1:3] = self.mask
+        return self.head(self.norm(x))
+
+
 class Buffers(nn.Module):
     """Batch norm: buffers that forward changes."""
 
@@ -182,6 +215,7 @@ MODELS = [
     OneModule,
     Structured,
     ManyEmbeddings,
+    OwnOutput,
     Buffers,
 ]
 

@@ -1,0 +1,119 @@
+"""Updates that begin during backward: the same bits as those that begin after it, whatever happens in between."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import Tiny, batches, least_budget, loss_of
+
+from offload import NonFiniteGradient, OffloadEngine
+
+OPTIONS = {"precision": "bf16", "lr": 1e-2, "tile_bytes": 65536}
+
+
+def built() -> Tiny:
+    torch.manual_seed(0)
+    return Tiny(num_blocks=8)
+
+
+def nothing(engine: OffloadEngine) -> None:
+    pass
+
+
+def change_lr(engine: OffloadEngine) -> None:
+    engine.optimizer.param_groups[0]["lr"] = 3e-3
+
+
+def clip(engine: OffloadEngine) -> None:
+    engine.clip_grad_norm_(0.01)
+
+
+def change_a_gradient(engine: OffloadEngine) -> None:
+    engine.module.blocks[7].up.weight.grad.clamp_(-1e-3, 1e-3)
+
+
+def drop_a_gradient(engine: OffloadEngine) -> None:
+    engine.module.blocks[7].up.weight.grad = None
+
+
+def write_a_weight(engine: OffloadEngine) -> None:
+    with torch.no_grad():
+        engine.module.blocks[7].down.bias.fill_(0.5)
+
+
+def evaluate(engine: OffloadEngine) -> None:
+    with torch.no_grad():
+        engine(batches(1)[0][0])
+
+
+def load_states(engine: OffloadEngine) -> None:
+    engine.optimizer.load_state_dict(engine.optimizer.state_dict())
+
+
+def run(between, **options) -> tuple[list[float], dict[str, torch.Tensor], int]:
+    """Losses, weights, and how many early updates were begun in six steps with ``between`` before every second one."""
+    model = built()
+    with OffloadEngine(model, **OPTIONS, **options) as engine:
+        begun = []
+        speculate = engine._updater.speculate
+        engine._updater.speculate = lambda update: (begun.append(update.unit.name), speculate(update))
+        losses = []
+        for index, (tokens, targets) in enumerate(batches(6)):
+            loss = loss_of(engine(tokens), targets)
+            engine.backward(loss)
+            if index % 2:
+                between(engine)
+            engine.step()
+            losses.append(loss.item())
+        return losses, {name: p.detach().clone() for name, p in model.named_parameters()}, len(begun)
+
+
+@pytest.mark.parametrize(
+    "between",
+    [nothing, change_lr, clip, change_a_gradient, drop_a_gradient, write_a_weight, evaluate, load_states],
+)
+def test_nothing_between_backward_and_step_is_lost(between, tmp_path: Path):
+    budget = 2 * least_budget(built(), tmp_path, **OPTIONS)
+    expected_losses, expected, none = run(between)
+    losses, weights, begun = run(between, nvme_path=tmp_path, host_memory=budget)
+    assert none == 0 and begun > 6
+    assert losses == expected_losses
+    for name, value in expected.items():
+        assert torch.equal(weights[name], value), name
+
+
+def test_a_gradient_that_is_not_finite_takes_back_what_has_begun(tmp_path: Path):
+    model = built()
+    budget = 2 * least_budget(built(), tmp_path, **OPTIONS)
+    with OffloadEngine(model, nvme_path=tmp_path, host_memory=budget, **OPTIONS) as engine:
+        (tokens, targets), (more, more_targets), *_ = batches(3)
+        engine.backward(loss_of(engine(tokens), targets))
+        engine.step()
+        weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+        states = engine.optimizer.state_dict()["state"]
+        begun = []
+        speculate = engine._updater.speculate
+        engine._updater.speculate = lambda update: (begun.append(update.unit.name), speculate(update))
+        poisoned = model.blocks[0].register_full_backward_hook(lambda m, i, o: (torch.full_like(i[0], float("nan")),))
+        engine.backward(loss_of(engine(more), more_targets))
+        poisoned.remove()
+        assert begun
+        with pytest.raises(NonFiniteGradient, match=r"embed\.weight"):
+            engine.step()
+        for name, value in weights.items():
+            assert torch.equal(model.get_parameter(name).detach().clone(), value), name
+        for index, values in engine.optimizer.state_dict()["state"].items():
+            assert all(torch.equal(value, states[index][name]) for name, value in values.items())
+        engine.backward(loss_of(engine(more), more_targets))
+        engine.step()
+        assert engine.global_step == 2
+
+
+def test_clipping_and_small_disks_leave_it_out(tmp_path: Path):
+    budget = 2 * least_budget(built(), tmp_path, **OPTIONS)
+    with OffloadEngine(built(), nvme_path=tmp_path, host_memory=budget, **OPTIONS) as engine:
+        assert engine.plan.shadows and engine.plan.memory["shadows"]["nvme"] == engine.plan.shadow_bytes > 0
+        needed = sum(engine.plan.nvme_bytes.values())
+    for options in ({"gradient_clipping": 1.0}, {"nvme_capacity": needed}, {"precision": "fp16"}):
+        with OffloadEngine(built(), nvme_path=tmp_path, host_memory=budget, **{**OPTIONS, **options}) as engine:
+            assert not engine.plan.shadows
