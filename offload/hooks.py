@@ -58,6 +58,12 @@ def _own(unit: Unit, leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) and unit.window.holds(leaf) else leaf
 
 
+def _made_since(sequence: int, tensor: torch.Tensor) -> bool:
+    """False for what a unit has merely passed through: its gradient tells nothing of the unit's backward."""
+    node = tensor.grad_fn
+    return node is not None and node._sequence_nr() >= sequence
+
+
 def _call_weakly(
     take: weakref.WeakMethod[Callable[..., None]], unit: weakref.ref[Unit], index: int, parameter: torch.Tensor
 ) -> None:
@@ -113,9 +119,11 @@ class Hooks:
             for holder in (parameter, self._handles[spec]) if spec.trainable else ():
                 self._installed.append(holder.register_post_accumulate_grad_hook(hook))
 
-    def _put(self, spec: ParameterSpec, parameter: nn.Parameter) -> None:
+    def _replace(self, spec: ParameterSpec, present: nn.Parameter, parameter: nn.Parameter) -> None:
+        """Where ``present`` stands in the model, put ``parameter``; what somebody else has put there stays."""
         for module, name in spec.sites:
-            module._parameters[name] = parameter
+            if module._parameters.get(name) is present:
+                module._parameters[name] = parameter
 
     def _pre_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
         if unit.forward_depth == 0:
@@ -123,8 +131,9 @@ class Hooks:
                 self._schedule.begin_use(unit)
             self._serial += 1
             unit.forward_start = self._serial
+            unit.forward_sequence = torch._C._autograd._get_sequence_nr()
             for parameter, spec in zip(unit.parameters, unit.spec.parameters, strict=True):
-                self._put(spec, parameter)
+                self._replace(spec, self._handles[spec], parameter)
         unit.forward_depth += 1
 
     def _post_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
@@ -141,14 +150,14 @@ class Hooks:
         if torch.is_grad_enabled():
             # A view that the caller changes in place gets a new history, which goes through its base alone.
             for tensor in [*leaves, *(leaf._base for leaf in leaves if leaf._base is not None)]:
-                if tensor.requires_grad:
+                if _made_since(unit.forward_sequence, tensor):
                     tensor.register_hook(partial(self._pre_backward, unit, unit.forward_start, self._serial))
         return output
 
     def _leave_forward(self, unit: Unit) -> None:
         self._serial += 1
-        for spec in unit.spec.parameters:
-            self._put(spec, self._handles[spec])
+        for parameter, spec in zip(unit.parameters, unit.spec.parameters, strict=True):
+            self._replace(spec, parameter, self._handles[spec])
         if not unit.in_backward:
             self._schedule.end_use(unit)
 

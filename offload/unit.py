@@ -121,6 +121,8 @@ class Unit:
     """Modules of this unit whose forward is running."""
     forward_start: int = 0
     """Serial number of the moment when the outermost of them began."""
+    forward_sequence: int = 0
+    """Autograd's number of the first node that it may have made."""
     in_backward: bool = False
 
     gradients: dict[ParameterSpec, Gradient] = field(default_factory=dict)

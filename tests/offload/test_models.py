@@ -188,6 +188,41 @@ class OwnOutput(Tiny):
         return self.head(self.norm(x))
 
 
+class PassedThrough(Tiny):
+    """Blocks hand on a tensor that the first of them has made, as T5 does with its position bias."""
+
+    class Biased(nn.Module):
+        def __init__(self, block: nn.Module, first: bool) -> None:
+            super().__init__()
+            self.block = block
+            self.bias = nn.Parameter(torch.randn(128)) if first else None
+
+        def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+            bias = self.bias * 2 if bias is None else bias
+            return self.block(x + bias), bias
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Biased(block, i == 0) for i, block in enumerate(self.blocks))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, bias = self.embed(tokens), None
+        for block in self.blocks:
+            x, bias = block(x, bias)
+        return self.head(self.norm(x))
+
+
+class Generated(Tiny):
+    """A weight that is computed from a parameter and takes its place for one call."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        weight = self.head.weight * 1.5
+        return torch.func.functional_call(self.head, {"weight": weight}, (self.norm(x),))
+
+
 class Buffers(nn.Module):
     """Batch norm: buffers that forward changes."""
 
@@ -216,6 +251,8 @@ MODELS = [
     Structured,
     ManyEmbeddings,
     OwnOutput,
+    PassedThrough,
+    Generated,
     Buffers,
 ]
 
