@@ -10,9 +10,9 @@ The fp32 master weight is kept in one of three ways:
 - ``master``, an fp32 array: ``weight``, of any dtype, is only written, with the new master rounded to it.
 
 States are F32, BF16 (rounded to nearest, even) or INT8 (codes; pass the address of the scales, fp32, one for each
-``CODE_BLOCK`` elements from the start of the call, as ``<state>_scale``). INT8 is inexact, and rounds at random, by the
-number and the step: the same bits everywhere, and for any tiles whose sizes are multiples of ``CODE_BLOCK``. All
-states, scales included, are zero before step 1.
+``CODE_BLOCK`` elements from the start of the call, as ``<state>_scale``). INT8 is inexact, and rounds at random, by
+what a block holds and the step: the same bits everywhere, for any tiles whose sizes are multiples of ``CODE_BLOCK``.
+All states, scales included, are zero before step 1.
 
 Bytes of memory traffic per element (read + write), gradients in BF16:
 

@@ -78,7 +78,7 @@ def update(
         [state.address for state in states] + unused,
         [state.scale for state in states] + unused,
         state_dtype.value,
-        step * 0x9E3779B1 % 2**32 | 1,  # of the random rounding of codes: odd, another for every step
+        step * 0x9E3779B1 % 2**32,  # the seed of the random rounding of codes
         num_threads,
     )
 

@@ -36,7 +36,7 @@ struct Arrays {
   Dtype grad_dtype = Dtype::f32;
   WeightFormat weight_format = WeightFormat::f32;
   Dtype state_dtype = Dtype::f32;  // f32, bf16 or int8
-  std::uint32_t seed = 0;          // of the random rounding of codes, odd
+  std::uint32_t seed = 0;          // of the random rounding of codes
 };
 
 }  // namespace offload
