@@ -1,4 +1,7 @@
-"""Ctrl-C between any two instructions of the calling thread: whatever it strikes, the queue goes on for the others."""
+"""Ctrl-C between any two instructions of the calling thread: whatever it strikes, the queue goes on for the others.
+
+What is struck are writes: a read whose ticket was lost could still fill memory that the next one is read to.
+"""
 
 from __future__ import annotations
 
@@ -61,12 +64,12 @@ def test_requests_struck_anywhere_leave_a_queue_that_works(backend: str, memory:
         file = queue.register_file(fd)
         for strike in strikes(1):
             with contextlib.suppress(KeyboardInterrupt), strike:
-                queue.read(file, 0, memory.address, 128 * KIB).wait(10)
+                queue.write(file, 0, memory.address, 128 * KIB).wait(10)
                 queue.unregister_file(queue.register_file(fd))
                 ticket = queue.write(file, 0, memory.address, 4 * KIB)
-                ticket.add_done_callback(print)
+                ticket.add_done_callback(str)
                 queue.sync(file).wait(10)
-            queue.read(file, 0, memory.address, 128 * KIB).wait(10)
+            queue.read(file, 0, memory.address + 1 * MIB, 128 * KIB).wait(10)
             count += 1
         queue.close(10)
     assert count > 50, "the strikes did not hit the code under test"
@@ -93,6 +96,8 @@ def test_striped_requests_struck_anywhere_leave_a_space_that_works(
         space = StripedFile(paths, 1 * MIB, chunk_bytes=128 * KIB, chunks_in_flight=1)
         for strike in strikes(7):
             with contextlib.suppress(KeyboardInterrupt), strike:
-                space.write(0, memory.address, 640 * KIB + 512).wait(10)
-                space.read(512, memory.address, 256 * KIB).wait(10)
+                ticket = space.write(0, memory.address, 640 * KIB + 512)
+                ticket.add_done_callback(str)
+                ticket.wait(10)
             space.write(0, memory.address, 640 * KIB + 512).wait(10)
+            space.read(512, memory.address + 1 * MIB, 256 * KIB).wait(10)
