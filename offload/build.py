@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import aio_ext
+from aio_ext.profile import IoProfile, load_profile
 from offload import bandwidth
 from offload.config import OffloadConfig
 from offload.failure import Failure
@@ -59,7 +60,8 @@ def build(
     """
     formats = plan.formats
     sizes = [nbytes for item in plan.units for nbytes in _extent_sizes(item, formats, plan.shadows)]
-    store = Store(config.paths, sizes, backend=config.io_backend) if sizes else None
+    profile = _profile(config)
+    store = _open_store(config, profile, sizes) if sizes else None
     arena = Arena(plan.arena_bytes)
     closers.callback(arena.close)
     if store is not None:
@@ -89,7 +91,11 @@ def build(
         for spec in unit.spec.parameters
     }
     Loader(store, rule, formats, slots, tile_buffers).load(model, units, handles)
-    bandwidths = _bandwidths(config, store, units, slots, tile_buffers)
+    bandwidths = None
+    if store is not None and profile is not None:
+        bandwidths = Bandwidths(profile.read_bytes_per_s, profile.write_bytes_per_s, profile.mixed_q)
+    elif store is not None:
+        bandwidths = _measure(store, units, slots, tile_buffers)
     return Parts(store, units, handles, weights, gradients, updater, tiles, bandwidths)
 
 
@@ -143,9 +149,29 @@ def _make_units(plan: Plan, config: OffloadConfig, arena: Arena, store: Store | 
     return units
 
 
-def _bandwidths(
-    config: OffloadConfig,
-    store: Store | None,
+def _profile(config: OffloadConfig) -> IoProfile | None:
+    """What ``aio_bench.py`` has measured on the paths, if it has, and with the backend that is asked for."""
+    with contextlib.suppress(OSError):  # the store refuses a path that is not there, and says so
+        profile = load_profile(*config.paths) if config.paths else None
+        if profile is not None and config.io_backend in ("auto", profile.backend):
+            return profile
+    return None
+
+
+def _open_store(config: OffloadConfig, profile: IoProfile | None, sizes: Sequence[int]) -> Store:
+    if profile is None:
+        return Store(config.paths, sizes, backend=config.io_backend)
+    return Store(
+        config.paths,
+        sizes,
+        backend=profile.backend,
+        queue_depth=profile.queue_depth,
+        block_bytes=profile.block_bytes,
+    )
+
+
+def _measure(
+    store: Store,
     units: Sequence[Unit],
     slots: Sequence[Slot],
     tile_buffers: Sequence[Lease],
@@ -155,6 +181,5 @@ def _bandwidths(
     weights = [unit.weights_extent for unit in units if unit.weights_extent is not None]
     for extents, buffers in ((tiles, tile_buffers), (weights, [slot.lease for slot in slots])):
         if extents and len(buffers) > 1:
-            assert store is not None
             return bandwidth.measure(store, extents, buffers)
     return None

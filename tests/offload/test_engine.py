@@ -5,6 +5,7 @@ import pytest
 import torch
 from tiny import Tiny, batches, least_budget, loss_of, train
 
+from aio_ext.profile import IoProfile, save_profile
 from offload import OffloadEngine, OffloadError
 
 
@@ -90,3 +91,26 @@ def test_the_timeline_of_a_step_has_every_kind_of_work_on_its_own_track(make_mod
     read_bytes = sum(e["args"]["bytes"] for e in events if e["cat"] == "read")
     assert read_bytes == pytest.approx(report.nvme_read_bytes, rel=0.5)
     assert max(e["ts"] + e["dur"] for e in events if e["cat"] == "compute") < report.seconds * 1e6
+
+
+def test_the_io_profile_of_the_path_is_used_if_there_is_one(make_model, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    profile = IoProfile(
+        backend="threads",
+        block_bytes=256 << 10,
+        queue_depth=8,
+        num_threads=4,
+        read_bytes_per_s=3e9,
+        write_bytes_per_s=2e9,
+        mixed_bytes_per_s=2.4e9,
+        mixed_q=1.5,
+    )
+    save_profile(tmp_path, profile)
+    with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory="4MiB") as engine:
+        train(engine, 2)
+        assert engine.report().io_backend == "threads"
+        assert (engine.bandwidths.read, engine.bandwidths.write, engine.bandwidths.q) == (3e9, 2e9, 1.5)
+    with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory="4MiB", io_backend="portable") as engine:
+        train(engine, 1)
+        assert engine.report().io_backend == "portable"
+        assert engine.bandwidths.read != 3e9
