@@ -164,26 +164,28 @@ class Weights:
             slot.taken = True
             return slot
 
-    def return_slot(self, slot: Slot, unit: Unit) -> Ticket:
+    def return_slot(self, slot: Slot, unit: Unit) -> None:
         """Send what is in the slot to the unit's shadow; the slot is free when it has arrived."""
         assert self._store is not None and unit.weights_shadow is not None
+        if unit.shadow_write is not None:
+            unit.shadow_write.wait()
         write = self._store.write(unit.weights_shadow, slot.lease.address, unit.weight_bytes)
         with self._changed:
-            slot.write, slot.taken = self._traced("write", unit, write), False
+            slot.write = unit.shadow_write = self._traced("write", unit, write)
+            slot.taken = False
             self._changed.notify_all()
-            return write
 
-    def exchange(self, unit: Unit, write: Ticket) -> None:
-        """The unit's shadow, where ``write`` goes, holds its weights now; its update is done."""
+    def exchange(self, unit: Unit) -> None:
+        """The unit's shadow holds its weights from now on; its update is done."""
         with self._changed:
-            assert unit.pins == 0
+            self._wait_until(lambda: unit.pins == 0, f"the use of unit {unit.name}")
             if unit.fetch is not None:
                 with contextlib.suppress(OffloadError):
                     unit.fetch.wait()
             if unit.slot is not None:
                 self._empty(unit.slot)
             unit.weights_extent, unit.weights_shadow = unit.weights_shadow, unit.weights_extent
-            unit.weights_write = write
+            unit.weights_write, unit.shadow_write = unit.shadow_write, None
             unit.updating = False
             self._changed.notify_all()
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from swapper import Ticket
-
 if TYPE_CHECKING:
     from offload.unit import StateTile
     from offload.update import UnitUpdate
@@ -43,4 +41,3 @@ class Speculation:
     progress: Progress = Progress.WAITING
     accepted: bool = False
     """The verdict has confirmed it."""
-    weights_write: Ticket | None = None

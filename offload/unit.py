@@ -102,8 +102,10 @@ class Unit:
     weights_extent: Extent | None = None
     weights_shadow: Extent | None = None
     """Where an early update puts the new weights. None: the unit has no early updates."""
+    shadow_write: Ticket | None = None
+    """The last write to ``weights_shadow``."""
     weights_write: Ticket | None = None
-    """The write of the weights by an early update: a fetch waits for it."""
+    """The write that ``weights_extent`` got while it was the shadow: a fetch waits for it."""
     grads_home: Lease | None = None
     tiles: list[StateTile] = field(default_factory=list)
 

@@ -237,7 +237,7 @@ class Updater:
         assert self._slot is not None
         slot, self._slot = self._slot, None
         with self._progress:
-            early.weights_write = self._weights.return_slot(slot, unit)
+            self._weights.return_slot(slot, unit)
             early.progress = Progress.DONE
             self._num_early -= 1
             if early.accepted:
@@ -247,8 +247,7 @@ class Updater:
     def _exchange(self, early: Speculation) -> None:
         for tile in early.tiles:
             tile.extent, tile.shadow = tile.shadow, tile.extent
-        assert early.weights_write is not None
-        self._weights.exchange(early.update.unit, early.weights_write)
+        self._weights.exchange(early.update.unit)
 
     def _touched(self, update: UnitUpdate) -> list[StateTile]:
         """The unit's tiles that some segment lies in."""
