@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -70,34 +70,66 @@ class Range:
         Raises:  :class:`QueueError` if a request fails.
         """
         in_flight: deque[Ticket] = deque()
-        moved = {"read": 0, "write": 0}
         kinds = _kinds(mode)
         at = {"read": 0, "write": 0 if mode == "write" else self._nbytes // 2}
-        before = self._queue.statistics()
-        cpu = cpu_seconds()
-        start = time.perf_counter()
-        for number in range(-(-nbytes // self._request_bytes)):
-            if len(in_flight) == self._requests_in_flight:
+        with _Clock(self._queue) as clock:
+            for number in range(-(-nbytes // self._request_bytes)):
+                if len(in_flight) == self._requests_in_flight:
+                    in_flight.popleft().wait(300)
+                kind = next(kinds)
+                offset = at[kind] % (self._nbytes // self._request_bytes * self._request_bytes)
+                offset -= offset % self._request_bytes
+                address = self._memory.address + number % self._requests_in_flight * self._request_bytes
+                in_flight.append(self._submit(kind, offset, address, self._request_bytes))
+                at[kind] += self._request_bytes
+            while in_flight:
                 in_flight.popleft().wait(300)
-            kind = next(kinds)
-            offset = at[kind] % (self._nbytes // self._request_bytes * self._request_bytes)
-            offset -= offset % self._request_bytes
-            address = self._memory.address + number % self._requests_in_flight * self._request_bytes
-            submit = self._queue.read if kind == "read" else self._queue.write
-            in_flight.append(submit(self._file, offset, address, self._request_bytes))
-            at[kind] += self._request_bytes
-            moved[kind] += self._request_bytes
-        while in_flight:
-            in_flight.popleft().wait(300)
-        seconds = time.perf_counter() - start
-        after = self._queue.statistics()
+        return clock.sample
+
+    def move(self, kind: Literal["read", "write"], sizes: Sequence[int]) -> Sample:
+        """Ask for requests of these sizes at once, one behind the other, around the ends of the file and the memory."""
+        offset = place = 0
+        in_flight = []
+        with _Clock(self._queue) as clock:
+            for size in sizes:
+                offset = 0 if offset + size > self._nbytes else offset
+                place = 0 if place + size > self._memory.nbytes else place
+                in_flight.append(self._submit(kind, offset, self._memory.address + place, size))
+                offset, place = offset + size, place + size
+            for ticket in in_flight:
+                ticket.wait(300)
+        return clock.sample
+
+    def _submit(self, kind: Literal["read", "write"], offset: int, address: int, nbytes: int) -> Ticket:
+        submit = self._queue.read if kind == "read" else self._queue.write
+        return submit(self._file, offset, address, nbytes)
+
+
+class _Clock:
+    """What a queue does under ``with``."""
+
+    sample: Sample
+
+    def __init__(self, queue: Queue) -> None:
+        self._queue = queue
+
+    def __enter__(self) -> _Clock:
+        self._before = self._queue.statistics()
+        self._cpu = cpu_seconds()
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        seconds = time.perf_counter() - self._start
+        cpu = cpu_seconds() - self._cpu
+        before, after = self._before, self._queue.statistics()
         busy = after.busy_seconds - before.busy_seconds
         depth = after.depth_mean * after.busy_seconds - before.depth_mean * before.busy_seconds
-        return Sample(
-            read_bytes=moved["read"],
-            write_bytes=moved["write"],
+        self.sample = Sample(
+            read_bytes=after.read.bytes - before.read.bytes,
+            write_bytes=after.write.bytes - before.write.bytes,
             seconds=seconds,
-            cpu_seconds=cpu_seconds() - cpu,
+            cpu_seconds=cpu,
             depth_mean=depth / busy if busy > 0 else 0.0,
         )
 

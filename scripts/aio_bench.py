@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import shutil
 import statistics
 import subprocess
@@ -236,6 +237,29 @@ def sustained(it: Subject, setting: Setting, gib: float, bar: tqdm[None]) -> dic
     return {"first_gib_per_s": rates[0], "last_gib_per_s": statistics.median(last), "written_gib": gib}
 
 
+def tensors(it: Subject, setting: Setting, count: int, bar: tqdm[None]) -> dict[str, Any]:
+    """``count`` tensors of 64 KiB to 1 MiB, asked for at once, against the same bytes in requests of 256 MiB."""
+    draw = random.Random(1)
+    small = [draw.randrange(64 * KIB, MIB + 1, 4 * KIB) for _ in range(count)]
+    large = [256 * MIB] * (sum(small) // (256 * MIB)) or [sum(small)]
+    result: dict[str, Any] = {"count": count, "bytes": sum(small)}
+    with it.range(setting) as range_:
+        for kind in ("read", "write"):
+            samples: dict[str, list[Sample]] = {"small": [], "large": []}
+            for turn in range(5):
+                bar.set_description(f"{count} tensors, {kind} {turn + 1} of 5")
+                sizes = {"small": small, "large": large}
+                for name in sizes if turn % 2 == 0 else reversed(sizes):
+                    samples[name].append(range_.move(kind, sizes[name]))
+            rates = {name: median_rate(samples[name]) for name in samples}
+            result[kind] = {
+                **{f"{name}_gib_per_s": round(rate, 3) for name, rate in rates.items()},
+                "ratio": round(rates["small"] / rates["large"], 3),
+                "samples_gib_per_s": {name: [round(s.gib_per_s, 3) for s in samples[name]] for name in samples},
+            }
+    return result
+
+
 def median_rate(samples: Sequence[Sample]) -> float:
     return statistics.median(sample.gib_per_s for sample in samples)
 
@@ -321,6 +345,10 @@ def print_table(result: dict[str, Any]) -> None:
         s = result["sustained"]
         after = f"{s['last_gib_per_s']:.2f} GiB/s after {s['written_gib']} GiB"
         print(f"sustained writes: {s['first_gib_per_s']:.2f} at first, {after}")
+    for kind in ("read", "write") if "tensors" in result else ():
+        t = result["tensors"][kind]
+        rates = f"{t['small_gib_per_s']:.2f} GiB/s, {t['ratio']:.2f} of {t['large_gib_per_s']:.2f} in large requests"
+        print(f"{result['tensors']['count']} small tensors, {kind}: {rates}")
     for reason in result["unavailable"].values():
         print(reason)
 
@@ -372,6 +400,8 @@ def bench(path: Path, options: argparse.Namespace) -> dict[str, Any]:
             result = result_of(it, setting, ours, theirs, fio)
             if options.sustained:
                 result["sustained"] = sustained(it, setting, options.sustained, bar)
+            if options.tensors:
+                result["tensors"] = tensors(it, setting, options.tensors, bar)
         if options.plot:
             plot(it, options.plot)
         result["tried"] = [{**asdict(s), **{m: round(v, 3) for m, v in rates.items()}} for s, rates in it.tried.items()]
@@ -385,12 +415,9 @@ def main() -> int:
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="a directory on the drive to measure")
     parser.add_argument("--full", action="store_true", help="try every combination, not only the promising ones")
     parser.add_argument("--backend", action="append", choices=("io_uring", "threads", "portable"), help="only these")
-    parser.add_argument(
-        "--sustained", type=float, metavar="GiB", help="also write so much, for drives with a fast cache"
-    )
-    parser.add_argument(
-        "--pairs", type=int, default=5, help="measurements of the result, in turns with fio (default 5)"
-    )
+    parser.add_argument("--sustained", type=float, metavar="GiB", help="also write so much, to fill a fast cache")
+    parser.add_argument("--tensors", type=int, metavar="N", help="also move N tensors of 64 KiB to 1 MiB")
+    parser.add_argument("--pairs", type=int, default=5, help="measurements, in turns with fio (default 5)")
     parser.add_argument("--size", type=lambda text: int(text) * MIB, metavar="MiB", help="of the file (default 1024)")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="draw bandwidth over depth and block size")
     parser.add_argument("--json", action="store_true", help="print one object for programs")

@@ -6,12 +6,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-_ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(_ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from swapper.errors import errors_markdown
 
-PAGE = _ROOT / "docs" / "reliability.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "reliability.md"
 BEGIN = "<!-- errors: made by scripts/store_docs.py from swapper/errors.py -->\n"
 END = "<!-- end of errors -->\n"
 

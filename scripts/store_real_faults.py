@@ -47,7 +47,7 @@ class Skipped(Exception):
 def campaign(arguments: argparse.Namespace) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for backend in ("io_uring", "threads"):
-        for case in (full, limited, read_only, remounted_read_only, removed, failing, slow):
+        for case in (full, limited, read_only, remounted_read_only, removed, failing, slow, killed_in_flight):
             name = f"{case.__name__} ({backend})"
             try:
                 results[name] = case(backend)
@@ -141,6 +141,45 @@ def slow(backend: str) -> str:
         seconds = time.monotonic() - start
         store.commit(b"1")
         return f"{error}; over after {seconds:.1f} s, and committed"
+
+
+def killed_in_flight(backend: str) -> str:
+    """An owner is killed with a write of one second in flight: who gets the lock sees nothing written after that."""
+    with _mounted(image_bytes=200 * MIB) as path, _throttled(path, 8 * MIB):
+        with _store(path, backend, 2) as store:
+            store.commit(b"1")
+        child = os.fork()
+        if child == 0:
+            _write_and_die(path, backend)
+        start = time.monotonic()
+        _, status = os.waitpid(child, 0)
+        dead = time.monotonic() - start
+        if os.waitstatus_to_exitcode(status) != -signal.SIGKILL:
+            raise Difference(f"the owner was not killed: status {status}")
+        with open_store([path], "s", backend="threads"):
+            owned = time.monotonic() - start
+            before = _sectors_written(path)
+            time.sleep(2)
+            if _sectors_written(path) != before:
+                raise Difference("something was written after the lock was had")
+            return f"dead after {dead:.2f} s, its lock had after {owned:.2f} s, nothing written after that"
+
+
+def _write_and_die(path: Path, backend: str) -> None:
+    try:
+        arena = Arena(EXTENT_BYTES)
+        store = open_store([path], "s", backend=backend)
+        with contextlib.suppress(StorageTimeout):
+            store.write(store.extents[0], arena.lease(EXTENT_BYTES).address, EXTENT_BYTES).wait(0.3)
+            os._exit(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    finally:
+        os._exit(2)
+
+
+def _sectors_written(path: Path) -> int:
+    number = os.stat(path).st_dev  # noqa: PTH116 - beside os.major
+    return int(Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}/stat").read_text().split()[6])
 
 
 def _store(path: Path, backend: str, num_extents: int) -> DurableStore:

@@ -20,8 +20,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-import aio_ext
-from swapper.arena import Arena
 from swapper.checksum import seed
 from swapper.device import Device
 from swapper.directory import Directory
@@ -37,7 +35,7 @@ from swapper.errors import (
     failed,
 )
 from swapper.manifest import MANIFEST_BYTES_MAX, Manifest, Record
-from swapper.store import Extent, lay_out
+from swapper.store import AnyStore, Extent, lay_out
 from swapper.ticket import Checksum, Ticket, Transfers
 
 _NEW = "new"
@@ -93,8 +91,8 @@ def begin(directory: Directory, make_device: MakeDevice, empty: Manifest, where:
         _clear(directory, names)
         first = replace(empty, chunks=tuple(device.table()))
         store = DurableStore(directory, device, {0: first}, set(), 0, where)
-        store._publish(first)
-        return store
+        with store._published(first):
+            return store
     except BaseException:
         device.close()
         raise
@@ -155,7 +153,7 @@ class Slot:
         self.checksum = Checksum(label, seed(store, extent.index, generation, extent.nbytes), value)
 
 
-class DurableStore:
+class DurableStore(AnyStore):
     """Extents that are read and written at will and committed as a whole; see ``create_store`` and ``open_store``.
 
     What was written since the last ``commit`` is gone after a crash or a ``close``. ``generation`` and ``metadata`` are
@@ -181,17 +179,12 @@ class DurableStore:
         self._extents, self._copy_bytes = lay_out([record.nbytes for record in self._base.records])
         records = zip(self._extents, self._base.records, strict=True)
         self._slots = [self._slot(extent, record) for extent, record in records]
-        self._writes: dict[int, Ticket] = {}
+        self._writes: dict[int, Ticket | None] = {}
         self._failure: OffloadError | None = None
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._closers = contextlib.ExitStack()
         self._closers.callback(self._transfers.close)
-
-    @property
-    def extents(self) -> tuple[Extent, ...]:
-        """The extents, in the order in which their sizes were given."""
-        return self._extents
 
     @property
     def generation(self) -> int:
@@ -207,20 +200,6 @@ class DurableStore:
     def generations(self) -> tuple[int, ...]:
         """The generations that can be opened, oldest first: those retained, and the last."""
         return tuple(sorted(self._retained | {self._last}))
-
-    @property
-    def backend(self) -> str:
-        """What moves the bytes."""
-        return self._transfers.device.backend
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What the queue had to do without, why, and the fix."""
-        return self._transfers.device.notes
-
-    def register(self, arena: Arena) -> None:
-        """Tell the queue where its buffers are, so that the kernel need not map them for each transfer."""
-        self._transfers.register(arena)
 
     def read(self, extent: Extent, address: int, nbytes: int, *, urgent: bool = False) -> Ticket:
         """Start reading ``extent``, as last written, into memory at ``address``. As ``Store.read``."""
@@ -244,6 +223,7 @@ class DurableStore:
                 slot = Slot(self._base.store, extent, self._last + 1, self._free_copy(extent), None)
                 self._slots[extent.index] = slot
             offset = slot.copy * self._copy_bytes + extent.offset
+            self._writes[extent.index] = None  # should Ctrl-C strike before there is a ticket
             ticket = self._transfers.write(offset, address, nbytes, slot.checksum, urgent=urgent)
             self._writes[extent.index] = ticket
             return ticket
@@ -258,17 +238,18 @@ class DurableStore:
         """
         with self._lock:
             self._check()
-            for ticket in self._writes.values():
+            for index, ticket in self._writes.items():
+                if ticket is None:
+                    raise StorageIOError(f"write of extent {index} was interrupted.", advice="Repeat it.")
                 ticket.wait()
-            generation = self._last + 1
-            with self._fatal(f"data of generation {generation}"):
+            before, generation = self._last, self._last + 1
+            with self._fatal(f"sync of the data of generation {generation}"):
                 self._transfers.sync()
             manifest = self._describe(generation, metadata)
-            self._publish(manifest)
-            before = self._last
-            self._kept = {number: self._kept[number] for number in self._retained} | {generation: manifest}
-            self._base, self._last = manifest, generation
-            self._writes.clear()
+            with self._published(manifest):
+                self._kept = {number: self._kept[number] for number in self._retained} | {generation: manifest}
+                self._base, self._last = manifest, generation
+                self._writes.clear()
             if before not in self._retained:
                 with contextlib.suppress(OSError):  # whoever opens the store next removes it
                     self._directory.remove(last_name(before))
@@ -290,8 +271,8 @@ class DurableStore:
                     survives="Nothing has changed.",
                     advice="Release one, or create the store with a larger retained_max.",
                 )
-            self._rename(last_name(self._last), retained_name(self._last))
-            self._retained.add(self._last)
+            with self._renamed(last_name(self._last), retained_name(self._last)):
+                self._retained.add(self._last)
             return self._last
 
     def release(self, generation: int) -> None:
@@ -300,31 +281,22 @@ class DurableStore:
             self._check()
             if generation not in self._retained:
                 raise StoreMissing(f"generation {generation} is not retained; {sorted(self._retained)} are.")
+            name = retained_name(generation)
             if generation == self._last:
-                self._rename(retained_name(generation), last_name(generation))
-            else:
-                # The name must be gone for good before its copies are written again.
-                name = retained_name(generation)
-                self._finally(f"removal of {name}", lambda: self._directory.remove(name))
+                with self._renamed(name, last_name(generation)):
+                    self._retained.discard(generation)
+                return
+            # The name must be gone for good before its copies are written again.
+            with self._for_good(f"removal of {name}", lambda: self._directory.remove(name)):
+                self._retained.discard(generation)
                 if generation != self._base.generation:
                     del self._kept[generation]
-            self._retained.discard(generation)
-
-    def statistics(self) -> aio_ext.Statistics:
-        """What the queue has moved so far."""
-        return self._transfers.device.statistics()
 
     def close(self) -> None:
         """Wait for what is in flight, give files and lock back. Uncommitted writes are lost. May be called twice."""
         with self._lock:
             self._failure = self._failure or _closed(self._transfers.where)
             self._closers.close()
-
-    def __enter__(self) -> DurableStore:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def closing(self, call: Callable[[], object]) -> None:
         """Have ``call`` made when the store is closed, after its last transfer."""
@@ -361,7 +333,9 @@ class DurableStore:
         base = self._base
         return Manifest(base.store, generation, base.num_copies, base.num_paths, records, chunks, bytes(metadata))
 
-    def _publish(self, manifest: Manifest) -> None:
+    @contextlib.contextmanager
+    def _published(self, manifest: Manifest) -> Iterator[None]:
+        """Make it the last generation on disk, and then, in the body, in memory."""
         data = manifest.encode()
         try:
             with contextlib.suppress(FileNotFoundError):
@@ -370,19 +344,28 @@ class DurableStore:
             self._directory.sync_file(_NEW)
         except OSError as error:
             raise failed(f"manifest of generation {manifest.generation} of {self._transfers.where}", error) from error
-        self._rename(_NEW, last_name(manifest.generation))
+        with self._renamed(_NEW, last_name(manifest.generation)):
+            yield
 
-    def _rename(self, old: str, new: str) -> None:
-        self._finally(f"publication of {new}", lambda: self._directory.rename(old, new))
+    @contextlib.contextmanager
+    def _renamed(self, old: str, new: str) -> Iterator[None]:
+        with self._for_good(f"publication of {new}", lambda: self._directory.rename(old, new)):
+            yield
 
-    def _finally(self, what: str, change: Callable[[], None]) -> None:
-        """Change a name for good. If that fails, or is interrupted, nobody knows what the disk holds."""
+    @contextlib.contextmanager
+    def _for_good(self, what: str, change: Callable[[], None]) -> Iterator[None]:
+        """Change a name on disk; what it means in memory is done in the body.
+
+        If that fails or is interrupted before both are done, the store may believe what the disk does not hold: it
+        serves nothing more.
+        """
         with self._fatal(what):
             try:
                 change()
                 self._directory.sync()
             except OSError as error:
                 raise failed(f"{what} of {self._transfers.where}", error) from error
+            yield
 
     @contextlib.contextmanager
     def _fatal(self, what: str) -> Iterator[None]:

@@ -88,7 +88,10 @@ def read_owner(directory: int) -> Owner | None:
 
 
 def _boot() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def _ticks(pid: int) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import aio_ext
 from swapper.arena import Arena, align
@@ -15,6 +17,9 @@ from swapper.device import open_device
 from swapper.errors import StoreMisuse
 from swapper.files import Descriptor, open_directory, open_nameless, reserve
 from swapper.ticket import Checksum, Ticket, Transfers
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,52 @@ def lay_out(sizes: Sequence[int]) -> tuple[tuple[Extent, ...], int]:
     return tuple(extents), offset
 
 
-class Store:
+class AnyStore(abc.ABC):
+    """What scratch and durable stores have in common."""
+
+    _transfers: Transfers
+    _extents: tuple[Extent, ...]
+
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        """The extents, in the order in which their sizes were given."""
+        return self._extents
+
+    @property
+    def backend(self) -> str:
+        """What moves the bytes: ``io_uring``, ``threads`` or ``portable``."""
+        return self._transfers.device.backend
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the queue had to do without, why, and the fix."""
+        return self._transfers.device.notes
+
+    @property
+    def num_second_reads(self) -> int:
+        """Reads that went wrong and were done once more. More than a few: look after the device."""
+        return self._transfers.num_second_reads
+
+    def register(self, arena: Arena) -> None:
+        """Tell the queue where its buffers are, so that the kernel need not map them for each transfer."""
+        self._transfers.register(arena)
+
+    def statistics(self) -> aio_ext.Statistics:
+        """What the queue has moved so far."""
+        return self._transfers.device.statistics()
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Wait for what is in flight, then give everything back. Safe to call twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Store(AnyStore):
     """Preallocated extents on one or more directories, moved with O_DIRECT, verified on every read.
 
     The files have no name: they are created 0600 without a directory entry, so that a normal end, an exception and a
@@ -81,25 +131,6 @@ class Store:
             for extent in self._extents
         ]
 
-    @property
-    def extents(self) -> tuple[Extent, ...]:
-        """The extents, in the order of ``extent_sizes``."""
-        return self._extents
-
-    @property
-    def backend(self) -> str:
-        """What moves the bytes: ``io_uring``, ``threads`` or ``portable``."""
-        return self._transfers.device.backend
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What the queue had to do without, why, and the fix."""
-        return self._transfers.device.notes
-
-    def register(self, arena: Arena) -> None:
-        """Tell the queue where its buffers are, so that the kernel need not map them for each transfer."""
-        self._transfers.register(arena)
-
     def read(self, extent: Extent, address: int, nbytes: int, *, urgent: bool = False) -> Ticket:
         """Start reading ``extent`` into memory at ``address``. ``urgent`` overtakes background transfers.
 
@@ -115,19 +146,9 @@ class Store:
         """Start writing ``extent`` from memory at ``address``. See ``read``."""
         return self._transfers.write(extent.offset, address, nbytes, self._checksum(extent, nbytes), urgent=urgent)
 
-    def statistics(self) -> aio_ext.Statistics:
-        """What the queue has moved so far."""
-        return self._transfers.device.statistics()
-
     def close(self) -> None:
         """Wait for what is in flight, then give the space back. Safe to call twice."""
         self._closers.close()
-
-    def __enter__(self) -> Store:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _checksum(self, extent: Extent, nbytes: int) -> Checksum:
         if nbytes != extent.nbytes:

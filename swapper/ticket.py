@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator
 from swapper.arena import Arena
 from swapper.checksum import Once, digest
 from swapper.device import IO_TIMEOUT_S, Device, Transfer
-from swapper.errors import StorageCorrupt, StorageError, StorageTimeout, failed
+from swapper.errors import StorageCorrupt, StorageError, StorageTimeout, StoreMisuse, failed
 
 _OVER = (errno.ECANCELED, errno.ESHUTDOWN)
 """What a request gets that a queue had no time for before it was closed: a second try is of no use."""
@@ -109,6 +109,7 @@ class Transfers:
         """Reads that went wrong and were tried again."""
         self._arenas: list[Arena] = []
         self._under_way: set[Once] = set()
+        self._abandoned: StorageTimeout | None = None
 
     def register(self, arena: Arena) -> None:
         """Tell the device where its buffers are; keeps the arena alive."""
@@ -118,10 +119,12 @@ class Transfers:
     def read(self, offset: int, address: int, nbytes: int, expected: Checksum, *, urgent: bool) -> Ticket:
         """Start reading; the ticket is done when the bytes are there and are the ones that ``expected`` tells of."""
         name = f"read of {expected.label}"
-        transfer = self.device.read(offset, address, nbytes, urgent=urgent)
+        transfer = self._start(name, self.device.read, offset, address, nbytes, urgent=urgent)
 
         def verify() -> None:
             try:
+                if self._abandoned is not None:
+                    raise self._abandoned
                 if transfer.error is None and digest(address, nbytes, expected.seed) == expected.value:
                     return
                 if transfer.error is not None and transfer.error.errno in _OVER:
@@ -138,7 +141,7 @@ class Transfers:
     def write(self, offset: int, address: int, nbytes: int, checksum: Checksum, *, urgent: bool) -> Ticket:
         """Start writing; ``checksum`` is sealed meanwhile."""
         name = f"write of {checksum.label}"
-        transfer = self.device.write(offset, address, nbytes, urgent=urgent)
+        transfer = self._start(name, self.device.write, offset, address, nbytes, urgent=urgent)
 
         def seal() -> None:
             try:
@@ -162,15 +165,27 @@ class Transfers:
 
     def close(self) -> None:
         """Wait for what is in flight. Raises ``StorageTimeout`` if it does not come back."""
-        self.device.close()
+        try:
+            self.device.close()
+        except StorageTimeout as error:
+            self._abandoned = error  # should it come back after all, its memory may be gone: nobody must look at it
+            raise
         for work in tuple(self._under_way):
             work.run()
+
+    def _start(self, name: str, submit: Callable[..., Transfer], *request: int, urgent: bool) -> Transfer:
+        try:
+            return submit(*request, urgent=urgent)
+        except OSError as error:
+            if error.errno == errno.ESHUTDOWN:
+                raise StoreMisuse(f"{name}: {self.where} is closed.") from None
+            raise self.failed(name, error) from error
 
     def _read_again(self, name: str, offset: int, address: int, nbytes: int, expected: Checksum) -> None:
         """[Note: The second try] A transfer that went wrong on its way can be had right; what is wrong at rest cannot.
         One more read tells them apart, costs nothing when all is well, and is counted."""
         self.num_second_reads += 1
-        transfer = self.device.read(offset, address, nbytes, urgent=True)
+        transfer = self._start(name, self.device.read, offset, address, nbytes, urgent=True)
         try:
             transfer.wait(IO_TIMEOUT_S)
         except TimeoutError:

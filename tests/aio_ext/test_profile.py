@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -131,6 +132,14 @@ def test_a_measurement_counts_what_the_queue_moved(fd: int, mode: str) -> None:
         assert 0 < sample.depth_mean <= 4 and sample.bytes_per_s > 0
 
 
+def test_requests_of_given_sizes_go_around_the_ends_of_file_and_memory(fd: int) -> None:
+    with Memory(24 * MIB) as memory, Queue(depth=4, block_bytes=MIB) as queue:
+        range_ = Range(queue, queue.register_file(fd), 8 * MIB, memory, 1, MIB)
+        sample = range_.move("write", [7 * MIB, 512, 5 * MIB] * 3)
+        assert (sample.read_bytes, sample.write_bytes) == (0, 36 * MIB + 3 * 512)
+        assert queue.statistics().write.requests == 9
+
+
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=120)
 
@@ -159,3 +168,10 @@ def test_the_tool_refuses_what_is_not_a_local_directory(tmp_path: Path) -> None:
         result = bench(path)
         assert (result.returncode, result.stdout) == (1, "")
         assert reason in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="DeepSpeed is installed")
+def test_without_deepspeed_the_comparison_says_null(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT.with_name("aio_peers.py")), str(tmp_path), "--json"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(result.stdout) == {"deepspeed": None}

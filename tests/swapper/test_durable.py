@@ -260,6 +260,40 @@ def test_after_a_failure_that_leaves_doubt_the_store_serves_nothing_more(ram, le
         assert again.value is first.value
 
 
+@pytest.mark.parametrize("moment", ["rename", "sync"])
+def test_ctrl_c_in_the_middle_of_a_commit_leaves_a_store_that_does_no_harm(ram, lease, monkeypatch, moment):
+    """What was published must never be written over, though the program may not know that it was."""
+    store = ram(FaultPlan())
+    put(store, 0, 1, lease)
+    change = getattr(store._directory, moment)
+
+    def interrupted(*names: str) -> None:
+        change(*names)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store._directory, moment, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        store.commit()
+    with pytest.raises(StorageIOError, match=r"publication of generation\.0+1 was interrupted"):
+        put(store, 0, 2, lease)
+
+
+def test_ctrl_c_in_the_middle_of_a_write_is_noticed_by_commit(ram, lease, monkeypatch):
+    store = ram(FaultPlan())
+    put(store, 0, 1, lease)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(store._transfers, "write", _interrupt)
+        put(store, 1, 1, lease)
+    with pytest.raises(StorageIOError, match="write of extent 1 was interrupted"):
+        store.commit()
+    put(store, 1, 2, lease)
+    assert store.commit() == 1 and get(store, 1, lease) == {2}
+
+
+def _interrupt(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_read_that_went_wrong_once_is_tried_again_and_twice_is_an_error(ram, lease):
     for kind in ("error", "flip", "misdirected"):
         plan = FaultPlan(Fault(kind, 0, ("read",)), seed=3)
@@ -267,7 +301,7 @@ def test_a_read_that_went_wrong_once_is_tried_again_and_twice_is_an_error(ram, l
         put(store, 1, 7, lease)
         put(store, 0, 8, lease)
         assert get(store, 1, lease) == {7}
-        assert store._transfers.num_second_reads == 1
+        assert store.num_second_reads == 1
         plan.faults.append(Fault(kind, plan.counts["read"], ("read",), for_good=True))
         with pytest.raises(StorageIOError if kind == "error" else StorageCorrupt):
             get(store, 1, lease)

@@ -191,7 +191,11 @@ def test_misuse_is_refused_before_anything_moves(tmp_path: Path):
     with pytest.raises(StoreMisuse, match="extent 0 has 4096 bytes, not 8192"):
         store.write(extent, lease.address, 2 * PAGE_BYTES)
     assert store.statistics().write.requests == store.statistics().read.requests == 0
+    store.write(extent, lease.address, extent.nbytes).wait()
     store.close()
+    for transfer in (store.read, store.write):
+        with pytest.raises(StoreMisuse, match=r"of extent 0: .* is closed"):
+            transfer(extent, lease.address, extent.nbytes)
     arena.close()
 
 
