@@ -183,10 +183,11 @@ def make_plan(
         if choice.total_bytes <= host_bytes:
             break
     else:
+        least = min(choice.total_bytes, everything.total_bytes)  # staging can take more than all of a small model
         raise BudgetError(
-            f"host_memory is too small: the least that works for this model is {choice.total_bytes:,} bytes, "
-            f"{host_bytes:,} are given. Raise host_memory to {choice.total_bytes}.",
-            choice.total_bytes,
+            f"host_memory is too small: the least that works for this model is {least:,} bytes, "
+            f"{host_bytes:,} are given. Raise host_memory to {least}.",
+            least,
         )
     choice.fill(host_bytes)
     plan = choice.plan(host_bytes)

@@ -99,6 +99,16 @@ def test_without_a_disk_the_plan_asks_for_what_everything_takes():
     assert all(item.weights is Tier.HOST for item in plan.units)
 
 
+def test_the_least_budget_of_a_small_model_is_what_it_takes_itself():
+    units = find_units(nn.Sequential(nn.Linear(768, 32), nn.ReLU(), nn.Linear(32, 10)))
+    with pytest.raises(BudgetError) as caught:
+        plan_for(units, FP32, 1, 1 << 40)
+    plan = plan_for(units, FP32, caught.value.needed_bytes, 1 << 40)
+    assert plan.host_bytes <= caught.value.needed_bytes
+    with pytest.raises(BudgetError):
+        plan_for(units, FP32, caught.value.needed_bytes - 1, 1 << 40)
+
+
 def test_the_printed_plan_says_where_things_rest_and_that_gradients_are_spilled():
     units = find_units(Tiny())
     text = str(plan_for(units, FP32, 4 << 20, 1 << 40))
