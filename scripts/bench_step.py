@@ -1,265 +1,276 @@
 #!/usr/bin/env python
-"""What a training step costs: everything in memory, and under the engine at budgets from ample to the least.
+"""What a training step costs: everything in memory, under the engine at budgets from ample to the least, and under
+DeepSpeed ZeRO-3 where it is installed.
 
-Every system is a process of its own, built once; they take turns of a few steps each, so that a slow minute of the
-machine hits all of them. The bound of a step is the larger of the in-memory step and of the time that the bytes it
-moved take at the bandwidth that the engine measured on the same path in the same run.
+    python scripts/bench_step.py --sizes 12x768 24x1024 --plot step.png
+    python scripts/bench_step.py --sizes chain:1000x16 --systems in_memory engine      # overhead of a unit
+    python scripts/bench_step.py --sizes 12x768 48x1600 --systems engine --budgets 600MiB
+
+Every turn of a system is a process of its own; the systems take turns, so that a slow minute of the machine hits all.
+Steps before the timed ones warm it up. Bytes are counted by the kernel (``/proc/self/io``), and so is the peak of
+memory (``VmHWM``). The bound of a step is the larger of the in-memory step and of the time that the bytes it moved take
+at the bandwidths that the engine measured on the same path in the same run. DeepSpeed competes with the fastest of the
+settings in ``_step_deepspeed.TRIALS``, tried first, at every size.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-BUDGETS = {"all in RAM": None, "a half": 1 / 2, "a quarter": 1 / 4, "the least": 0.0}
-"""Shares of the model state that the engine may hold; None: all of it, 0: the least that works."""
+import _step_output as output
+import torch
+from _step_deepspeed import TRIALS, Settings
+from _step_model import Shape
+from _step_process import Limit, Turns, WorkerFailed
+
+from offload.config import parse_bytes
+from offload.report import Bandwidths
+
+STATE_BYTES = {"fp32": 16, "bf16": 14}
+"""Bytes of weights, masters, moments and gradients for one parameter."""
+
+ALL = 1 << 40
+"""More memory than any model here needs."""
+
+
+@dataclass
+class Contender:
+    """One row of the comparison: a system with its settings, and what its turns gave."""
+
+    system: str
+    budget: str
+    request: dict[str, Any]
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    failure: str | None = None
+
+    @property
+    def seconds(self) -> list[float]:
+        return [seconds for turn in self.turns for seconds in turn["seconds"]]
+
+    def median(self, name: str) -> float:
+        return statistics.median(turn[name] for turn in self.turns)
 
 
 def main() -> None:
     arguments = _arguments()
-    if arguments.worker:
-        _work(json.loads(arguments.worker))
-        return
+    runs: list[dict[str, Any]] = []
+    trials: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="bench-step-", dir=arguments.nvme_path) as folder:
-        runs = [run for size in arguments.sizes for run in _compare(size, arguments, folder)]
-    result = {"machine": _machine(), "date": str(date.today()), "config": vars(arguments), "runs": runs}
+        for size in arguments.sizes:
+            comparison = _Comparison(size, arguments, folder)
+            runs += comparison.run()
+            trials += comparison.trials
+    result = {"machine": _machine(), "date": str(date.today()), "config": _plain(arguments), "runs": runs}
+    result["deepspeed_trials"] = trials
     if arguments.json:
         print(json.dumps(result))
     else:
-        _print_table(result)
+        output.print_table(result)
+    if arguments.plot:
+        output.plot(result, arguments.plot)
+
+
+def _plain(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", default=["12x512"], help="models, as LAYERSxWIDTH (default: 12x512)")
-    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=4, help="turns of each system (default: 4)")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps a turn, after one that is not (default: 3)")
-    parser.add_argument("--budgets", nargs="+", choices=list(BUDGETS), default=list(BUDGETS))
+    parser.add_argument("--sizes", nargs="+", default=["12x768"], help="LAYERSxWIDTH of GPT-2, or chain:LAYERSxWIDTH")
+    parser.add_argument("--precision", choices=list(STATE_BYTES), default="fp32")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=2, help="turns of each system (default: 2)")
+    parser.add_argument("--warm-up", type=int, default=3, help="steps of a turn that are not counted (default: 3)")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps of a turn (default: 4)")
+    systems = ["in_memory", "engine", *TRIALS]
+    parser.add_argument("--systems", nargs="+", choices=systems, help="default: all that are installed")
+    parser.add_argument(
+        "--budgets",
+        nargs="+",
+        default=["all", "1/2", "1/4", "1/8", "least"],
+        help='host memory of the engine: "all", "least", a share of the model state, bytes such as 600MiB, or "peer": '
+        "the peak RSS of DeepSpeed with NVMe",
+    )
     parser.add_argument("--nvme-path", default=tempfile.gettempdir(), help="a directory on the SSD to measure")
     parser.add_argument("--io-backend", default="auto")
+    parser.add_argument("--limit", action="store_true", help="run the engine in a memory cgroup of its budget, imports "
+                        "and activations (as the in-memory turn shows them)")  # fmt: skip
+    parser.add_argument(
+        "--trials",
+        type=Path,
+        help="an earlier --json: DeepSpeed's settings are chosen from its trials, not tried again",
+    )
+    parser.add_argument("--lock", help="hold this file's lock while steps are taken, so that other jobs keep still")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    parser.add_argument("--plot", help="write efficiency over budget, and time over size, to this image")
+    arguments = parser.parse_args()
+    if arguments.systems is None:
+        installed = importlib.util.find_spec("deepspeed") is not None
+        arguments.systems = [name for name in systems if installed or name not in TRIALS]
+    return arguments
 
 
-def _compare(size: str, arguments: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
-    layers, width = (int(part) for part in size.split("x"))
-    common = {name: getattr(arguments, name) for name in ("precision", "batch", "context", "io_backend")}
-    common |= {"layers": layers, "width": width}
-    workers = {"in memory": _Worker({**common, "system": "in_memory"})}
-    for index, name in enumerate(arguments.budgets):
-        path = Path(folder, f"{size}-{index}")
-        path.mkdir()
-        share = BUDGETS[name]
-        workers[name] = _Worker({**common, "system": "engine", "share": share, "nvme_path": str(path)})
-    samples: dict[str, list[dict[str, Any]]] = {name: [] for name in workers}
-    for _ in range(arguments.rounds):
-        for name, worker in workers.items():
-            samples[name] += worker.ask({"steps": arguments.steps})["steps"]
-    finals = {name: worker.ask({"steps": 0}) for name, worker in workers.items()}
-    for worker in workers.values():
-        worker.close()
-    in_memory = statistics.median(step["seconds"] for step in samples["in memory"])
-    return [_summary(name, size, samples[name], finals[name], in_memory) for name in workers]
+class _Comparison:
+    """All systems at one size."""
 
+    def __init__(self, size: str, arguments: argparse.Namespace, folder: str) -> None:
+        self._size = size
+        self._arguments = arguments
+        self._shape = Shape.parse(size, arguments.batch, arguments.context)
+        with torch.device("meta"):
+            model = self._shape.model()
+        self._state_bytes = STATE_BYTES[arguments.precision] * sum(p.numel() for p in model.parameters())
+        self._turns = Turns(arguments.lock)
+        self._common = {"shape": asdict(self._shape), "precision": arguments.precision, "nvme_path": folder}
+        self.trials: list[dict[str, Any]] = []
 
-def _summary(
-    name: str, size: str, steps: list[dict[str, Any]], final: dict[str, Any], in_memory: float
-) -> dict[str, Any]:
-    seconds = [step["seconds"] for step in steps]
-    median = statistics.median(seconds)
-    nvme = statistics.median(step["nvme_seconds"] for step in steps)
-    bound = max(in_memory, nvme)
-    return {
-        "system": final["system"],
-        "budget": name,
-        "size": size,
-        "parameters": final["parameters"],
-        "host_memory_bytes": final["host_memory_bytes"],
-        "step_seconds_median": median,
-        "step_seconds_min": min(seconds),
-        "step_seconds_max": max(seconds),
-        "step_seconds": seconds,
-        "bound_seconds": bound,
-        "bound_by": "nvme" if nvme > in_memory else "compute",
-        "of_bound": bound / median,
-        "nvme_read_bytes_per_step": statistics.median(step["read_bytes"] for step in steps),
-        "nvme_write_bytes_per_step": statistics.median(step["write_bytes"] for step in steps),
-        "peak_rss_bytes": final["peak_rss_bytes"],
-        "bandwidths": final["bandwidths"],
-        "stalls": _mean_stalls(steps),
-    }
+    def run(self) -> list[dict[str, Any]]:
+        contenders = list(self._contenders())
+        for _ in range(self._arguments.rounds):
+            for contender in contenders:
+                self._take_turn(contender, contenders)
+        rows = [contender for contender in contenders if contender.turns]
+        for failed in (contender for contender in contenders if contender.failure):
+            print(f"{self._size} {failed.system} {failed.budget}: {failed.failure}", file=sys.stderr)
+        return [self._summary(contender, rows) for contender in rows]
 
+    def _contenders(self) -> Iterator[Contender]:
+        for system in self._arguments.systems:
+            request = {**self._common, "system": system}
+            if system in TRIALS:
+                settings = self._fastest(request, TRIALS[system])
+                if settings is not None:
+                    yield Contender(system, output.brief(settings), {**request, "settings": settings})
+            elif system == "engine":
+                for budget in self._arguments.budgets:
+                    host_memory = self._host_memory(budget)
+                    if host_memory is not None:
+                        extra = {"host_memory": host_memory, "io_backend": self._arguments.io_backend}
+                        yield Contender(system, budget, {**request, **extra})
+            else:
+                yield Contender(system, "", request)
 
-def _mean_stalls(steps: list[dict[str, Any]]) -> dict[str, float]:
-    causes = {cause for step in steps for cause in step["stalls"]}
-    return {cause: statistics.mean(step["stalls"].get(cause, 0.0) for step in steps) for cause in sorted(causes)}
+    def _fastest(self, request: dict[str, Any], choices: list[Settings]) -> Settings | None:
+        """The settings with the fastest step; those that abort are out, None if all do."""
+        rows = self._earlier(request["system"]) or [self._try(request, settings) for settings in choices]
+        self.trials += rows
+        finished = [row for row in rows if row["failure"] is None]
+        return min(finished, key=lambda row: row["step_seconds_median"])["settings"] if finished else None
 
+    def _earlier(self, system: str) -> list[dict[str, Any]]:
+        if self._arguments.trials is None:
+            return []
+        rows = json.loads(self._arguments.trials.read_text())["deepspeed_trials"]
+        return [row for row in rows if (row["size"], row["system"]) == (self._size, system)]
 
-class _Worker:
-    """A system in a process of its own, that takes steps when asked."""
+    def _try(self, request: dict[str, Any], settings: Settings) -> dict[str, Any]:
+        contender = Contender(request["system"], output.brief(settings), {**request, "settings": settings})
+        self._take_turn(contender, [])
+        row = {"size": self._size, "system": contender.system, "settings": settings, "failure": contender.failure}
+        if contender.turns:
+            row["step_seconds_median"] = statistics.median(contender.seconds)
+            row["peak_rss_bytes"] = contender.median("peak_rss_bytes")
+        return row
 
-    def __init__(self, request: dict[str, Any]) -> None:
-        command = [sys.executable, __file__, "--worker", json.dumps(request)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._answer()
+    def _host_memory(self, budget: str) -> int | None:
+        """Bytes; 0 stands for the least. None: there is no peer to take its peak from."""
+        if budget == "peer":
+            peaks = [trial["peak_rss_bytes"] for trial in self.trials if trial["system"] == "deepspeed_nvme"
+                     and "peak_rss_bytes" in trial]  # fmt: skip
+            return int(min(peaks)) if peaks else None
+        if budget in ("all", "least"):
+            return ALL if budget == "all" else 0
+        if "/" in budget:
+            part, whole = (int(number) for number in budget.split("/"))
+            return self._state_bytes * part // whole
+        return int(parse_bytes(budget, "--budgets"))
 
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            sys.exit(f"a worker ended with status {self._process.wait()}")
-        return dict(json.loads(line))
-
-
-def _work(request: dict[str, Any]) -> None:
-    """The worker: builds its system, then takes as many steps as each line of stdin asks for."""
-    import torch
-
-    from offload.train import process
-    from offload.train.settings import Settings
-
-    settings = Settings(
-        text=(), layers=request["layers"], width=request["width"], heads=request["width"] // 64, lr=1e-4, seed=0,
-        context=request["context"], batch=request["batch"], steps=100, precision=request["precision"],
-    )  # fmt: skip
-    system = (_InMemory if request["system"] == "in_memory" else _Engine)(settings, request)
-    generator = torch.Generator().manual_seed(0)
-    print("{}", flush=True)
-    for line in sys.stdin:
-        steps = json.loads(line)["steps"]
-        results = []
-        for index in range(steps + 1 if steps else 0):
-            tokens = torch.randint(0, 256, (settings.batch, settings.context + 1), generator=generator)
-            start = time.perf_counter()
-            system.step(tokens[:, :-1], tokens[:, 1:])
-            seconds = time.perf_counter() - start
-            if index:
-                results.append({"seconds": seconds, **system.last_step()})
-        system.rest()
-        answer = {"steps": results, "system": request["system"], "peak_rss_bytes": process.peak_rss_bytes()}
-        print(json.dumps({**answer, **system.facts()}), flush=True)
-    system.close()
-
-
-class _InMemory:
-    def __init__(self, settings: Any, request: dict[str, Any]) -> None:
-        from offload.train.reference import InMemoryTrainer
-
-        self._trainer = InMemoryTrainer(settings)
-
-    def step(self, tokens: Any, targets: Any) -> None:
-        self._trainer.step(tokens, targets)
-
-    def last_step(self) -> dict[str, Any]:
-        return {"nvme_seconds": 0.0, "read_bytes": 0, "write_bytes": 0, "stalls": {}}
-
-    def rest(self) -> None:
-        pass
-
-    def facts(self) -> dict[str, Any]:
-        numel = sum(p.numel() for p in self._trainer.model.parameters())
-        return {"parameters": numel, "host_memory_bytes": None, "bandwidths": None}
-
-    def close(self) -> None:
-        pass
-
-
-class _Engine:
-    def __init__(self, settings: Any, request: dict[str, Any]) -> None:
-        import torch
-
-        from offload import BudgetError, OffloadEngine
-
-        options = {"precision": settings.precision, "lr": settings.lr, "gradient_clipping": 1.0}
-        options |= {"nvme_path": request["nvme_path"], "io_backend": request["io_backend"]}
-
-        def make(host_memory: int) -> OffloadEngine:
-            torch.manual_seed(0)
-            return OffloadEngine(settings.empty_model(), host_memory=host_memory, **options)
-
-        numel = sum(p.numel() for p in settings.empty_model().parameters())
-        state_bytes = numel * (16 if settings.precision == "fp32" else 14)
-        share = request["share"]
-        budget = 1 << 40 if share is None else int(share * state_bytes)
+    def _take_turn(self, contender: Contender, contenders: list[Contender]) -> None:
+        limit = self._limit(contender, contenders)
+        if contender.failure is not None:
+            return
         try:
-            self._engine = make(max(budget, 1))
-        except BudgetError as error:
-            self._engine = make(error.needed_bytes)
+            turn = self._turns.take(contender.request, self._arguments.warm_up, self._arguments.steps, limit)
+            contender.turns.append(turn)
+        except WorkerFailed as failure:
+            contender.failure = str(failure)
 
-    def step(self, tokens: Any, targets: Any) -> None:
-        self._engine.backward(self._engine(tokens, targets))
-        self._engine.step()
+    def _limit(self, contender: Contender, contenders: list[Contender]) -> Limit | None:
+        if not self._arguments.limit or contender.system != "engine":
+            return None
+        memory = next((turn for other in contenders if other.system == "in_memory" for turn in other.turns), None)
+        if memory is None:
+            sys.exit("--limit takes the activations from an in-memory turn: name in_memory before engine in --systems")
+        return Limit(memory["peak_rss_bytes"] - memory["imports_bytes"] - self._state_bytes)
 
-    def last_step(self) -> dict[str, Any]:
-        report = self._engine.report()
+    def _summary(self, contender: Contender, rows: list[Contender]) -> dict[str, Any]:
+        seconds = contender.seconds
+        median = statistics.median(seconds)
+        in_memory = [row for row in rows if row.system == "in_memory"]
+        compute = statistics.median(in_memory[0].seconds) if in_memory else None
+        read_bytes, write_bytes = contender.median("nvme_read_bytes"), contender.median("nvme_write_bytes")
+        rates = _bandwidths(rows)
+        nvme = rates.seconds(int(read_bytes), int(write_bytes)) if rates else 0.0
+        last = contender.turns[-1]
         return {
-            "nvme_seconds": report.nvme_seconds,
-            "read_bytes": report.nvme_read_bytes,
-            "write_bytes": report.nvme_write_bytes,
-            "stalls": {**report.stall_seconds, "(updating)": report.update_seconds},
+            "size": self._size,
+            "system": contender.system,
+            "budget": contender.budget,
+            "parameters": last["parameters"],
+            "num_units": last.get("num_units"),
+            "model_state_bytes": self._state_bytes,
+            "host_memory_bytes": last.get("host_memory_bytes"),
+            "step_seconds_median": median,
+            "step_seconds": seconds,
+            "bound_seconds": max(compute or 0.0, nvme) if compute or nvme else None,
+            "bound_by": "nvme" if nvme > (compute or 0.0) else "compute",
+            "nvme_seconds": nvme,
+            "nvme_read_bytes_per_step": read_bytes,
+            "nvme_write_bytes_per_step": write_bytes,
+            "planned_read_bytes": last.get("planned_read_bytes"),
+            "planned_write_bytes": last.get("planned_write_bytes"),
+            "peak_rss_bytes": max(turn["peak_rss_bytes"] for turn in contender.turns),
+            "limit_bytes": last.get("limit_bytes"),
+            "imports_bytes": last["imports_bytes"],
+            "bandwidths": None if rates is None else vars(rates),
+            "stalls": last.get("stalls"),
+            "settings": contender.request.get("settings"),
+            "losses": last["losses"],
         }
 
-    def rest(self) -> None:
-        self._engine.synchronize()
 
-    def facts(self) -> dict[str, Any]:
-        bandwidths = self._engine.bandwidths
-        return {
-            "parameters": self._engine.plan.num_parameters,
-            "host_memory_bytes": self._engine.plan.host_bytes,
-            "bandwidths": None if bandwidths is None else vars(bandwidths),
-        }
-
-    def close(self) -> None:
-        self._engine.close()
+def _bandwidths(rows: list[Contender]) -> Bandwidths | None:
+    """The medians of what the engine measured in the turns that used NVMe."""
+    measured = [turn["bandwidths"] for row in rows for turn in row.turns if turn.get("bandwidths")]
+    if not measured:
+        return None
+    return Bandwidths(**{name: statistics.median(one[name] for one in measured) for name in ("read", "write", "q")})
 
 
 def _machine() -> dict[str, Any]:
-    return {"cores": os.cpu_count(), "kernel": platform.release(), "python": platform.python_version()}
-
-
-def _print_table(result: dict[str, Any]) -> None:
-    print(f"{result['date']}  {result['machine']}")
-    head = f"{'model':>9} {'system':<12}{'params':>12}{'host MiB':>10}{'RSS MiB':>9}{'read MB':>9}{'write MB':>9}"
-    print(head + f"{'step s (min med max)':>24}{'bound s':>9} {'by':<8}{'of bound':>9}")
-    for run in result["runs"]:
-        host = f"{run['host_memory_bytes'] / 2**20:,.0f}" if run["host_memory_bytes"] else "-"
-        times = " ".join(f"{run['step_seconds_' + key]:.3f}" for key in ("min", "median", "max"))
-        print(
-            f"{run['size']:>9} {run['budget']:<12}{run['parameters']:>12,}{host:>10}"
-            f"{run['peak_rss_bytes'] / 2**20:>9,.0f}{run['nvme_read_bytes_per_step'] / 1e6:>9,.0f}"
-            f"{run['nvme_write_bytes_per_step'] / 1e6:>9,.0f}{times:>24}{run['bound_seconds']:>9.3f} "
-            f"{run['bound_by']:<8}{run['of_bound']:>9.2f}"
-        )
-        if run["bandwidths"]:
-            read, write, q = (run["bandwidths"][key] for key in ("read", "write", "q"))
-            stalls = ", ".join(f"{cause} {seconds:.3f}" for cause, seconds in run["stalls"].items())
-            print(f"{'':>10}read {read / 1e9:.2f} GB/s, write {write / 1e9:.2f} GB/s, q {q:.2f}; waiting: {stalls}")
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "cpu": next(iter(names), platform.machine()),
+    }
 
 
 if __name__ == "__main__":

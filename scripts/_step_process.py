@@ -1,0 +1,118 @@
+"""The processes of ``bench_step.py``: one for each turn of a system, in a memory cgroup if asked."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+_WORKER = Path(__file__).with_name("_step_worker.py")
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+class WorkerFailed(Exception):
+    """A system ended before its answer: the last line that it wrote."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Memory for a turn of the engine beyond its budget and what imports take: that of the activations."""
+
+    activation_bytes: int
+
+
+class Turns:
+    """Takes turns; ``lock`` names a file whose lock is held while steps run."""
+
+    def __init__(self, lock: str | None) -> None:
+        self._lock = lock
+
+    def take(self, request: dict[str, Any], warm_up: int, steps: int, limit: Limit | None = None) -> dict[str, Any]:
+        """Start a process for ``request``, let it take its steps, and end it. Raises ``WorkerFailed``."""
+        with tempfile.TemporaryFile("w+") as errors, _worker(request, errors) as (ask, pid):
+            try:
+                imports_bytes = ask(None)["imports_bytes"]
+                with contextlib.ExitStack() as after:
+                    limit_bytes = None
+                    if limit is not None:
+                        limit_bytes = request["host_memory"] + imports_bytes + limit.activation_bytes
+                        after.enter_context(_memory_cgroup(pid, limit_bytes))
+                    ask({})
+                    with _held(self._lock):
+                        answer = ask({"warm_up": warm_up, "steps": steps})
+                    return {**answer, "imports_bytes": imports_bytes, "limit_bytes": limit_bytes}
+            except (BrokenPipeError, EOFError) as error:
+                raise WorkerFailed(_last_line(errors)) from error
+
+
+@contextlib.contextmanager
+def _worker(request: dict[str, Any], errors: IO[str]) -> Iterator[tuple[Any, int]]:
+    """A worker as a function that sends it a message (none: only listens) and returns its answer, and its pid."""
+    command = [sys.executable, str(_WORKER), json.dumps(request)]
+    pipe = subprocess.PIPE
+    # An interpreter that belongs to an environment finds that environment's tools (ninja) beside itself.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "DS_ACCELERATOR": "cpu"}
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, text=True, env=environment) as process:
+        assert process.stdin is not None and process.stdout is not None
+        stdin, stdout = process.stdin, process.stdout
+
+        def ask(message: dict[str, Any] | None) -> dict[str, Any]:
+            if message is not None:
+                stdin.write(json.dumps(message) + "\n")
+                stdin.flush()
+            line = stdout.readline()
+            if not line:
+                raise EOFError
+            return dict(json.loads(line))
+
+        try:
+            yield ask, process.pid
+        finally:
+            with contextlib.suppress(BrokenPipeError):
+                stdin.close()
+            process.wait()
+
+
+@contextlib.contextmanager
+def _held(lock: str | None) -> Iterator[None]:
+    if lock is None:
+        yield
+        return
+    with Path(lock).open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def _memory_cgroup(pid: int, limit_bytes: int) -> Iterator[None]:
+    """A cgroup of its own for the process, with this limit. Exits if this user may not make one."""
+    first, name = (_CGROUPS / "memory", "memory.limit_in_bytes")
+    if not first.exists():
+        first, name = (_CGROUPS, "memory.max")
+    group = first / f"bench-step-{pid}"
+    try:
+        group.mkdir()
+        (group / name).write_text(str(limit_bytes))
+        (group / "cgroup.procs").write_text(str(pid))
+    except OSError as error:
+        sys.exit(f"--limit: cannot make a memory cgroup: {error}")
+    try:
+        yield
+    finally:
+        (first / "cgroup.procs").write_text(str(pid))
+        group.rmdir()
+
+
+def _last_line(errors: IO[str]) -> str:
+    errors.seek(0)
+    lines = [line for line in errors.read().splitlines() if line.strip()]
+    return lines[-1] if lines else "it ended without a word (out of memory?)"

@@ -1,0 +1,165 @@
+"""One system of ``bench_step.py`` in a process of its own: builds it, then takes steps when a line of stdin asks.
+
+The first line out tells what imports take; the second, after a line in, that it is built; then an answer a line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from _step_deepspeed import DeepSpeed
+from _step_model import Shape
+from torch import Tensor, nn
+
+from offload import BudgetError, OffloadEngine
+
+CLIPPING = 1.0
+ADAMW = {"lr": 1e-4, "weight_decay": 0.01}
+
+
+class InMemory:
+    """Plain PyTorch with its fused AdamW. In bf16, masters in fp32 beside the weights, copied over after each step."""
+
+    def __init__(self, shape: Shape, request: dict[str, Any]) -> None:
+        torch.manual_seed(0)
+        self._model = shape.model()
+        self._weights = list(self._model.parameters())
+        self._masters = self._weights
+        if request["precision"] == "bf16":
+            self._masters = [nn.Parameter(weight.detach().clone()) for weight in self._weights]
+            self._model.to(torch.bfloat16)
+        self._optimizer = torch.optim.AdamW(self._masters, fused=True, **ADAMW)
+
+    def step(self, tokens: Tensor, targets: Tensor) -> float:
+        loss = self._model(tokens, targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._weights, CLIPPING)
+        if self._masters is not self._weights:
+            for master, weight in zip(self._masters, self._weights, strict=True):
+                assert weight.grad is not None
+                master.grad, weight.grad = weight.grad.float(), None
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        if self._masters is not self._weights:
+            with torch.no_grad():
+                torch._foreach_copy_(self._weights, self._masters)
+        return float(loss.item())
+
+    def settle(self) -> None:
+        """Nothing runs behind a step."""
+
+    def facts(self) -> dict[str, Any]:
+        return {"parameters": sum(weight.numel() for weight in self._weights)}
+
+    def close(self) -> None:
+        pass
+
+
+class Engine:
+    """This project's engine; ``host_memory`` 0 stands for the least budget that works."""
+
+    def __init__(self, shape: Shape, request: dict[str, Any]) -> None:
+        with torch.device("meta"):
+            model = shape.model()
+        options = {name: request[name] for name in ("precision", "nvme_path", "io_backend")}
+        options |= {"gradient_clipping": CLIPPING, **ADAMW}
+        try:
+            self._engine = OffloadEngine(model, host_memory=max(request["host_memory"], 1), **options)
+        except BudgetError as error:
+            if request["host_memory"]:
+                raise
+            self._engine = OffloadEngine(model, host_memory=error.needed_bytes, **options)
+
+    def step(self, tokens: Tensor, targets: Tensor) -> float:
+        loss = self._engine(tokens, targets)
+        self._engine.backward(loss)
+        self._engine.step()
+        return float(loss.item())
+
+    def settle(self) -> None:
+        self._engine.synchronize()
+
+    def facts(self) -> dict[str, Any]:
+        plan, bandwidths = self._engine.plan, self._engine.bandwidths
+        return {
+            "parameters": plan.num_parameters,
+            "num_units": len(plan.units),
+            "host_memory_bytes": plan.host_bytes,
+            "nvme_bytes": plan.nvme_bytes,
+            "planned_read_bytes": plan.step_read_bytes,
+            "planned_write_bytes": plan.step_write_bytes,
+            "bandwidths": None if bandwidths is None else vars(bandwidths),
+            "stalls": self._engine.report().stall_seconds,
+        }
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+SYSTEMS = {"in_memory": InMemory, "engine": Engine, "deepspeed_cpu": DeepSpeed, "deepspeed_nvme": DeepSpeed}
+
+
+def main() -> None:
+    request = json.loads(sys.argv[1])
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print goes to stderr: stdout is for answers alone
+
+    def answer(message: dict[str, Any]) -> None:
+        print(json.dumps(message), file=answers, flush=True)
+
+    shape = Shape(**request["shape"])
+    answer({"imports_bytes": _status("VmRSS")})
+    sys.stdin.readline()
+    system = SYSTEMS[request["system"]](shape, request)
+    generator = torch.Generator().manual_seed(0)
+    answer({})
+    for line in sys.stdin:
+        answer(_turn(system, shape, generator, **json.loads(line)))
+    system.close()
+
+
+def _turn(system: Any, shape: Shape, generator: torch.Generator, warm_up: int, steps: int) -> dict[str, Any]:
+    """Some steps that do not count, one that counts for the bytes alone, and those that are timed."""
+    for _ in range(warm_up):
+        system.step(*shape.tokens(generator))
+    system.settle()
+    before = _moved_bytes()
+    seconds, losses = [], []
+    for index in range(steps + 1):
+        tokens, targets = shape.tokens(generator)
+        start = time.perf_counter()
+        losses.append(system.step(tokens, targets))
+        if index:
+            seconds.append(time.perf_counter() - start)
+    system.settle()
+    read_bytes, write_bytes = ((now - then) / (steps + 1) for now, then in zip(_moved_bytes(), before, strict=True))
+    return {
+        "seconds": seconds,
+        "losses": losses,
+        "nvme_read_bytes": read_bytes,
+        "nvme_write_bytes": write_bytes,
+        "peak_rss_bytes": _status("VmHWM") + _status("HugetlbPages"),
+        **system.facts(),
+    }
+
+
+def _moved_bytes() -> tuple[int, int]:
+    """What this process has read from and written to storage, as the kernel counts it: caches do not."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["read_bytes"]), int(fields["write_bytes"])
+
+
+def _status(name: str) -> int:
+    """A field of the kernel's account of this process's memory, in bytes."""
+    lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
+    return next((int(line[1]) * 1024 for line in lines if line[0] == f"{name}:"), 0)
+
+
+if __name__ == "__main__":
+    main()
