@@ -80,7 +80,7 @@ def _config(shape: Shape, request: dict[str, Any]) -> dict[str, Any]:
     return {
         "train_batch_size": shape.batch,
         "train_micro_batch_size_per_gpu": shape.batch,
-        "gradient_clipping": 1.0,
+        "gradient_clipping": request["clipping"],
         "bf16": {"enabled": request["precision"] == "bf16"},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
         "aio": {"block_size": 1 << 20, "queue_depth": 32, "intra_op_parallelism": settings.get("io_threads", 1)},

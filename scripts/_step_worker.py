@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from offload import BudgetError, OffloadEngine
 
-CLIPPING = 1.0
 ADAMW = {"lr": 1e-4, "weight_decay": 0.01}
 
 
@@ -28,6 +27,7 @@ class InMemory:
 
     def __init__(self, shape: Shape, request: dict[str, Any]) -> None:
         torch.manual_seed(0)
+        self._clipping = request["clipping"]
         self._model = shape.model()
         self._weights = list(self._model.parameters())
         self._masters = self._weights
@@ -39,7 +39,8 @@ class InMemory:
     def step(self, tokens: Tensor, targets: Tensor) -> float:
         loss = self._model(tokens, targets)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self._weights, CLIPPING)
+        if self._clipping:
+            torch.nn.utils.clip_grad_norm_(self._weights, self._clipping)
         if self._masters is not self._weights:
             for master, weight in zip(self._masters, self._weights, strict=True):
                 assert weight.grad is not None
@@ -68,7 +69,8 @@ class Engine:
         with torch.device("meta"):
             model = shape.model()
         options = {name: request[name] for name in ("precision", "nvme_path", "io_backend")}
-        options |= {"gradient_clipping": CLIPPING, **ADAMW}
+        options |= {"gradient_clipping": request["clipping"], **ADAMW}
+        torch.manual_seed(0)  # the engine initialises the model
         try:
             self._engine = OffloadEngine(model, host_memory=max(request["host_memory"], 1), **options)
         except BudgetError as error:

@@ -90,6 +90,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", default=["12x768"], help="LAYERSxWIDTH of GPT-2, or chain:LAYERSxWIDTH")
     parser.add_argument("--precision", choices=list(STATE_BYTES), default="fp32")
+    parser.add_argument("--clipping", type=float, default=1.0, help="bound of the gradient norm; 0: none (default: 1)")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=2, help="turns of each system (default: 2)")
@@ -135,6 +136,7 @@ class _Comparison:
         self._state_bytes = STATE_BYTES[arguments.precision] * sum(p.numel() for p in model.parameters())
         self._turns = Turns(arguments.lock)
         self._common = {"shape": asdict(self._shape), "precision": arguments.precision, "nvme_path": folder}
+        self._common["clipping"] = arguments.clipping
         self.trials: list[dict[str, Any]] = []
 
     def run(self) -> list[dict[str, Any]]:

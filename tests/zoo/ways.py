@@ -1,0 +1,14 @@
+"""Ways to use NVMe that must not change a bit: options of the engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+WAYS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "threads": {"io_backend": "threads"},
+    "small tiles": {"tile_bytes": 65536},
+    "large tiles": {"tile_bytes": 1 << 20},
+    "no prefetch": {"prefetch": False},
+    "some at home": {"host_memory": "1MiB"},
+}
