@@ -41,11 +41,17 @@ class Loader:
         order of ``model.modules()``, and each unit is stored as soon as all of it is there: the whole model never
         exists at once. Raises ``ConfigError`` for a module that has no ``reset_parameters``.
         """
-        waiting = list(units)
+        units_of: dict[nn.Module, list[Unit]] = {}
+        for unit in units:
+            for module in dict.fromkeys(site.module for spec in unit.spec.parameters for site in spec.sites):
+                units_of.setdefault(module, []).append(unit)
+        stored: set[str] = set()
         for module in model.modules():
             _make_real(module, units)
-            for unit in [unit for unit in waiting if not any(_current(spec).is_meta for spec in unit.spec.parameters)]:
-                waiting.remove(unit)
+            for unit in units_of.get(module, ()):
+                if unit.name in stored or any(_current(spec).is_meta for spec in unit.spec.parameters):
+                    continue
+                stored.add(unit.name)
                 self._store_unit(unit)
                 for spec in unit.spec.parameters:
                     for site in spec.sites:

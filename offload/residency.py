@@ -319,9 +319,14 @@ class Weights:
         """Start reading the units that come next, into slots whose units are needed later."""
         if not self._prefetch:
             return
+        present: set[int] = set()
         for index in islice(self._order.upcoming(), _LOOK_AHEAD):
+            if len(present) == len(self._slots):  # what comes still later finds no slot
+                return
             unit = self._units[index]
             if unit.residency is not Residency.ABSENT or unit.weights_home is not None:
+                if unit.weights_home is None:
+                    present.add(index)
                 continue
             if unit.updating:
                 return
