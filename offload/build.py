@@ -12,22 +12,26 @@ from torch import nn
 import aio_ext
 from aio_ext.profile import IoProfile, load_profile
 from offload import bandwidth
+from offload.compute import Compute, DeviceCompute, HostCompute
 from offload.config import OffloadConfig
+from offload.device import Device
+from offload.device_gradients import NUM_LANDINGS, DeviceGradients
+from offload.device_weights import DeviceWeights
 from offload.failure import Failure
 from offload.gradients import Gradients
-from offload.handle import make_handle
+from offload.handle import Handle, make_handle
 from offload.layout import Formats
 from offload.load import Loader
-from offload.plan import Plan, Tier, UnitPlan, num_nested
+from offload.plan import Plan, Tier, UnitPlan
 from offload.report import Bandwidths, Meter
 from offload.residency import Weights
 from offload.rule import Rule
 from offload.states import Access, ParameterLink
 from offload.tiles import Tiles
 from offload.unit import GradientBuffer, Residency, Slot, StateTile, Unit
-from offload.units import ParameterSpec
+from offload.units import ParameterSpec, num_nested
 from offload.update import Updater
-from offload.window import POISON, window_class
+from offload.window import POISON, DeviceWindow, Window, window_class
 from swapper import Arena, Extent, Lease, Store, align
 
 
@@ -40,6 +44,7 @@ class Parts:
     handles: dict[ParameterSpec, nn.Parameter]
     weights: Weights
     gradients: Gradients
+    compute: Compute
     updater: Updater | None
     tiles: Tiles | None
     bandwidths: Bandwidths | None
@@ -50,6 +55,7 @@ def build(
     plan: Plan,
     config: OffloadConfig,
     rule: Rule | None,
+    device: Device | None,
     failure: Failure,
     meter: Meter,
     closers: contextlib.ExitStack,
@@ -62,19 +68,24 @@ def build(
     sizes = [nbytes for item in plan.units for nbytes in _extent_sizes(item, formats, plan.shadows)]
     profile = _profile(config)
     store = _open_store(config, profile, sizes) if sizes else None
-    arena = Arena(plan.arena_bytes)
+    landing_bytes = [plan.compute_bytes // NUM_LANDINGS] * NUM_LANDINGS if device is not None else []
+    arena = Arena(plan.arena_bytes + sum(landing_bytes))
     closers.callback(arena.close)
+    if device is not None:
+        device.pin(arena.address, arena.nbytes)
+        closers.callback(device.unpin, arena.address)
     if store is not None:
         closers.callback(store.close)
         store.register(arena)
-    units = _make_units(plan, config, arena, store)
+    units = _make_units(plan, config, arena, store, device)
     slots = [Slot(arena.lease(plan.slot_bytes)) for _ in range(plan.staging.num_slots)]
     grad_buffers = [GradientBuffer(arena.lease(plan.grad_buffer_bytes)) for _ in range(plan.staging.num_grad_buffers)]
     tile_buffers = [arena.lease(plan.tile_buffer_bytes) for _ in range(plan.staging.num_tile_buffers)]
 
-    weights = Weights(units, slots, store, failure, meter, config.prefetch)
+    background = Meter(meter.trace, track="waiting for weights")
+    weights = Weights(units, slots, store, failure, meter if device is None else background, config.prefetch)
     closers.callback(weights.drain)
-    gradients = Gradients(grad_buffers, store, config.gradient_dtype, meter)
+    gradients = Gradients(grad_buffers, store, config.gradient_dtype, meter if device is None else background)
     closers.callback(gradients.drain)
     tiles = Tiles(rule, store) if rule is not None else None
     updater = None
@@ -82,21 +93,32 @@ def build(
         max_early = plan.staging.num_slots - num_nested([item.unit for item in plan.units]) - 1
         updater = Updater(tile_buffers, store, rule, formats, weights, gradients, failure, meter, max_early)
         closers.callback(updater.stop)
-    access = Access(weights, gradients, rule, tiles, updater, formats, failure)
-    handles = {
-        spec: make_handle(
-            ParameterLink(unit, spec, access), spec.shape, config.dtype, torch.device("cpu"), spec.trainable
+    compute: Compute = HostCompute(weights, gradients)
+    if device is not None and plan.device is not None:
+        landings = [arena.lease(nbytes) for nbytes in landing_bytes if nbytes]
+        to_device = DeviceWeights(units, weights, device, plan.device.weights_bytes, failure, meter, config.prefetch)
+        to_host = DeviceGradients(
+            device, gradients, landings, config.dtype, plan.device.gradients_bytes, failure, meter
         )
+        compute = DeviceCompute(device, to_device, gradients, to_host)
+        closers.callback(to_host.stop)
+        closers.callback(to_device.close)
+    torch_device = torch.device("cpu") if device is None else device.torch_device
+    access = Access(weights, gradients, rule, tiles, updater, compute, formats, failure, torch_device)
+    handles = {
+        spec: make_handle(ParameterLink(unit, spec, access), spec.shape, config.dtype, torch_device, spec.trainable)
         for unit in units
         for spec in unit.spec.parameters
     }
     Loader(store, rule, formats, slots, tile_buffers).load(model, units, handles)
+    if device is not None:
+        _move_rest(model, torch_device)
     bandwidths = None
     if store is not None and profile is not None:
         bandwidths = Bandwidths(profile.read_bytes_per_s, profile.write_bytes_per_s, profile.mixed_q)
     elif store is not None:
         bandwidths = _measure(store, units, slots, tile_buffers)
-    return Parts(store, units, handles, weights, gradients, updater, tiles, bandwidths)
+    return Parts(store, units, handles, weights, gradients, compute, updater, tiles, bandwidths)
 
 
 def _extent_sizes(item: UnitPlan, formats: Formats, shadows: bool) -> Iterator[int]:
@@ -111,12 +133,31 @@ def _extent_sizes(item: UnitPlan, formats: Formats, shadows: bool) -> Iterator[i
             yield tile.numel * formats.grads
 
 
-def _make_units(plan: Plan, config: OffloadConfig, arena: Arena, store: Store | None) -> list[Unit]:
+def _move_rest(model: nn.Module, device: torch.device) -> None:
+    """Buffers, and parameters that the engine does not manage, compute where the model does."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not isinstance(parameter, Handle):
+                module._parameters[name] = nn.Parameter(parameter.to(device), requires_grad=parameter.requires_grad)
+
+
+def _make_units(
+    plan: Plan, config: OffloadConfig, arena: Arena, store: Store | None, device: Device | None
+) -> list[Unit]:
     """Each unit with its window, its homes in RAM and its extents in the store."""
     formats = plan.formats
     largest = max(item.unit.numel for item in plan.units) * formats.weights
     poison = aio_ext.Pattern(largest, POISON)
-    make_window = window_class()
+    make_host_window = window_class()
+
+    def make_window(numel: int) -> Window:
+        if device is not None:
+            return DeviceWindow(numel, config.dtype, device)
+        return make_host_window(numel, config.dtype, poison)
+
     extents = iter(store.extents if store is not None else ())
 
     def place(nbytes: int, tier: Tier) -> tuple[Lease | None, Extent | None]:
@@ -125,7 +166,7 @@ def _make_units(plan: Plan, config: OffloadConfig, arena: Arena, store: Store | 
     units = []
     for item in plan.units:
         spec = item.unit
-        window = make_window(spec.numel, config.dtype, poison)
+        window = make_window(spec.numel)
         parameters = [
             nn.Parameter(window.flat[p.offset : p.offset + p.numel].view(p.shape), requires_grad=p.trainable)
             for p in spec.parameters

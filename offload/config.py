@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from offload.device import Device
 from offload.errors import ConfigError
 
 Bytes = int | Literal["auto"]
@@ -45,8 +46,11 @@ class OffloadConfig:
 
     nvme_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = ()
     """Directories on local SSDs for the swap store; extents are spread over several. Empty: nothing goes to NVMe."""
-    device: str = "cpu"
-    """Where the model computes."""
+    device: str | torch.device | Device = "cpu"
+    """Where the model computes: "cpu", "cuda", "cuda:1", or a ``Device`` of one's own (``offload.device``)."""
+    device_memory: int | str = "auto"
+    """Bytes of a GPU's memory that the engine may hold; activations are the model's. "auto": what the first step has
+    left free. On the CPU there is one memory, and ``host_memory`` bounds it."""
     host_memory: int | str = "auto"
     """Bytes of host memory that the engine may hold, staging included. "auto": most of what is free now."""
     nvme_capacity: int | str = "auto"
@@ -83,10 +87,9 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         paths = [self.nvme_path] if isinstance(self.nvme_path, (str, os.PathLike)) else list(self.nvme_path)
         object.__setattr__(self, "nvme_path", tuple(Path(path) for path in paths))
-        for name in ("host_memory", "nvme_capacity", "tile_bytes"):
+        for name in ("device_memory", "host_memory", "nvme_capacity", "tile_bytes"):
             object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
-        if torch.device(self.device).type != "cpu":
-            raise ConfigError(f'device: only "cpu" is supported so far, got {self.device!r}')
+        self._check_device()
         self._check_choice("precision", ("bf16", "fp16", "fp32"))
         self._check_choice("moments_dtype", ("fp32", "bf16", "int8"))
         self._check_optimizer()
@@ -136,6 +139,15 @@ class OffloadConfig:
     def gradient_dtype(self) -> torch.dtype:
         """dtype in which gradients rest: that of the weights, and fp32 when several are added up."""
         return self.dtype if self.gradient_accumulation_steps == 1 else torch.float32
+
+    def _check_device(self) -> None:
+        if isinstance(self.device, (str, torch.device)):
+            try:
+                kind = torch.device(self.device).type
+            except RuntimeError as error:
+                raise ConfigError(f"device: {error}") from None
+            if kind not in ("cpu", "cuda"):
+                raise ConfigError(f'device: expected "cpu" or "cuda", got {self.device!r}')
 
     def _check_optimizer(self) -> None:
         optimizer = self.optimizer

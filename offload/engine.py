@@ -17,7 +17,11 @@ from torch import nn
 import aio_ext
 from offload.build import build
 from offload.choose import Choice, choose
+from offload.compute import DeviceCompute
 from offload.config import OffloadConfig
+from offload.device import Device
+from offload.device_gradients import NUM_LANDINGS
+from offload.device_plan import DevicePlan, plan_device
 from offload.errors import ConfigError
 from offload.failure import Failure
 from offload.handle import Handle
@@ -30,11 +34,11 @@ from offload.plan import Plan, make_plan
 from offload.report import Meter, Report
 from offload.rule import Group
 from offload.unit import Unit
-from offload.units import ParameterSpec, UnitSpec, find_units
+from offload.units import ParameterSpec, UnitSpec, find_units, num_nested
 from offload.update import Updater
 from offload.verdict import Verdict, groups_by_parameter
 from offload.window import CopyWindow, window_class
-from swapper import OffloadError
+from swapper import OffloadError, align
 
 _AUTO_SHARE = 0.8
 """Of what is free, "auto" takes this much: activations, the loader and others need room too."""
@@ -63,6 +67,7 @@ class OffloadEngine:
         if not specs:
             raise ConfigError("the model has no floating-point parameters: there is nothing to offload")
         choice = choose(self.config, specs)
+        self._device = open_device(self.config.device)
         self.plan: Plan = self._make_plan(specs, choice)
         self._failure = Failure()
         self._meter = Meter()
@@ -86,10 +91,7 @@ class OffloadEngine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. Floating-point inputs are cast to the weights' dtype."""
         self._failure.check()
-        cast = lambda item: (  # noqa: E731
-            item.to(self.config.dtype) if isinstance(item, torch.Tensor) and item.is_floating_point() else item
-        )
-        args, kwargs = torch.utils._pytree.tree_map(cast, (args, kwargs))
+        args, kwargs = torch.utils._pytree.tree_map(self._as_input, (args, kwargs))
         return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -128,10 +130,11 @@ class OffloadEngine:
         """
         self._require_training()
         self._failure.check()
+        self._compute.settle()
         norm = self._verdict.norm()
         if math.isfinite(norm):
             self._verdict.scale(min(max_norm / (norm + 1e-6), 1.0))
-        return torch.tensor(norm)
+        return torch.tensor(norm, device=self._torch_device)
 
     def synchronize(self) -> None:
         """Wait until the last step's update is done everywhere. Training never needs it."""
@@ -191,15 +194,14 @@ class OffloadEngine:
         with self._failure.guard():
             if unit.speculation is not None:
                 self._updater_of_training.drop(unit)
-            unit.window.open(self._weights.acquire(unit))
+            self._compute.begin(unit, training=self._in_training())
         unit.use = self._meter.trace.begin("compute", unit.name)
 
     def end_use(self, unit: Unit) -> None:
         """Compute is done with the unit for now."""
         if unit.use is not None:
             self._meter.trace.end(unit.use)
-        unit.window.close()
-        self._weights.release(unit)
+        self._compute.end(unit)
 
     def take_gradient(self, unit: Unit, spec: ParameterSpec, gradient: torch.Tensor) -> None:
         """A gradient is complete: bring it home."""
@@ -208,14 +210,14 @@ class OffloadEngine:
         with self._failure.guard():
             self._updater_of_training.drop(unit)
             self._weights.wait_for_update(unit)
-            self._gradients.add(unit, spec, gradient, self._backward_scale)
+            self._compute.take_gradient(unit, spec, gradient, self._backward_scale)
         unit.num_arrived += 1
         if self._groups is not None:
             self._promise_early_update(unit)
 
     def end_backward(self, unit: Unit) -> None:
         """The unit has all the gradients of this backward."""
-        self._gradients.close(unit)
+        self._compute.end_backward(unit)
         if unit.promised:
             self._begin_early_update(unit)
 
@@ -227,6 +229,7 @@ class OffloadEngine:
         self._failure.check()
         self._micro_step = 0
         self._hooks.reset()
+        self._compute.settle()
         norm = self._verdict.norm()
         if self._loss_scale is not None:
             self._step_scale = self._loss_scale.value
@@ -240,22 +243,26 @@ class OffloadEngine:
         if self.config.gradient_clipping:
             self._verdict.scale(min(self.config.gradient_clipping / (norm + 1e-6), 1.0))
         updates = self._verdict.freeze(optimizer.param_groups)
+        self._compute.outdate([update.unit for update in updates])
         self._weights.begin_updates([update.unit for update in updates])
         remaining = self._updater_of_training.settle(updates)
         for update in updates:
-            self._gradients.forget(update.unit)
+            self._compute.forget_gradients(update.unit)
         for unit in self._units:
             self._updater_of_training.drop(unit)  # one that takes no part in the step after all
         self._grad_norm = norm
         self.global_step += 1
         self._last_report = self._make_report()
+        self._grow_into_device()
         self._updater_of_training.start(remaining)
+        self._compute.end_step()
 
     def drop_gradients(self) -> None:
         """Forget what was gathered for the coming step."""
+        self._compute.settle()
         for unit in self._units:
             self._updater_of_training.drop(unit)
-            self._gradients.forget(unit)
+            self._compute.forget_gradients(unit)
 
     def optimizer_states(self) -> dict[nn.Parameter, dict[str, Any]]:
         """Copies of all optimizer states, once the update is done."""
@@ -286,13 +293,59 @@ class OffloadEngine:
         nvme_bytes = (1 << 62 if nvme == "auto" else int(nvme)) if config.paths else 0
         tile_bytes = None if config.tile_bytes == "auto" else int(config.tile_bytes)
         cut = choice.rule.cut if choice is not None else None
-        copies = window_class() is CopyWindow
-        plan = make_plan(specs, Formats.of(config), cut, host_bytes, nvme_bytes, tile_bytes, copies)
-        may_speculate = choice is not None and choice.rule.repeatable
+        device = self._plan_device(specs)
+        compute_bytes = self._compute_host_bytes(specs)
+        plan = make_plan(specs, Formats.of(config), cut, host_bytes, nvme_bytes, tile_bytes, compute_bytes)
+        may_speculate = self._device is None and choice is not None and choice.rule.repeatable
         may_speculate = may_speculate and not config.gradient_clipping and config.precision != "fp16"
         spare_bytes = _free_bytes(config.paths) * _AUTO_SHARE if nvme == "auto" else nvme_bytes
         fits = sum(plan.nvme_bytes.values()) + plan.shadow_bytes <= spare_bytes
-        return dataclasses.replace(plan, shadows=may_speculate and fits and plan.shadow_bytes > 0)
+        return dataclasses.replace(plan, shadows=may_speculate and fits and plan.shadow_bytes > 0, device=device)
+
+    def _plan_device(self, specs: list[UnitSpec]) -> DevicePlan | None:
+        """How much of a device's memory the engine takes; None on the CPU."""
+        if self._device is None:
+            return None
+        given = self.config.device_memory
+        training = self.config.optimizer is not None
+        return plan_device(specs, self.config.dtype.itemsize, training, None if given == "auto" else int(given))
+
+    def _compute_host_bytes(self, specs: list[UnitSpec]) -> int:
+        """Host memory that compute takes beside the plan's."""
+        width = self.config.dtype.itemsize
+        if self._device is None:
+            copies = num_nested(specs) if window_class() is CopyWindow else 0
+            return copies * max(unit.numel for unit in specs) * width
+        trainable = [spec.numel for unit in specs for spec in unit.parameters if spec.trainable]
+        return NUM_LANDINGS * align(max(trainable, default=0) * width) if self.config.optimizer is not None else 0
+
+    # How the device takes part.
+
+    @property
+    def _torch_device(self) -> torch.device:
+        return torch.device("cpu") if self._device is None else self._device.torch_device
+
+    def _as_input(self, item: Any) -> Any:
+        """A tensor as the model wants it: on its device, and in the weights' dtype if it is floating-point."""
+        if not isinstance(item, torch.Tensor):
+            return item
+        dtype = self.config.dtype if item.is_floating_point() else item.dtype
+        return item.to(self._torch_device, dtype, non_blocking=True)
+
+    def _in_training(self) -> bool:
+        """The present use of a unit belongs to a step that will change it."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        return self.config.optimizer is not None and (in_backward or torch.is_grad_enabled())
+
+    def _grow_into_device(self) -> None:
+        """After the first step it is known what activations take: weights may have the rest."""
+        device, compute = self._device, self._compute
+        if device is None or self.plan.device is None or not isinstance(compute, DeviceCompute):
+            return
+        if self.global_step == 1 and self.config.device_memory == "auto":
+            grown = self.plan.device.grown(self._device_free_bytes - device.peak_bytes())
+            self.plan = dataclasses.replace(self.plan, device=grown)
+            compute.weights.max_bytes = grown.weights_bytes
 
     # How updates begin during backward.
 
@@ -326,9 +379,19 @@ class OffloadEngine:
     def _build(self, choice: Choice | None) -> None:
         rule = choice.rule if choice is not None else None
         had_states = choice.states() if choice is not None else {}
-        parts = build(self.module, self.plan, self.config, rule, self._failure, self._meter, self._closed)
+        self._device_free_bytes = 0 if self._device is None else self._device.free_bytes()
+        parts = build(
+            self.module,
+            self.plan,
+            self.config,
+            rule,
+            self._device,
+            self._failure,
+            self._meter,
+            self._closed,
+        )
         self._store, self._units, self._handles = parts.store, parts.units, parts.handles
-        self._weights, self._gradients, self._updater = parts.weights, parts.gradients, parts.updater
+        self._weights, self._compute, self._updater = parts.weights, parts.compute, parts.updater
         self._tiles, self.bandwidths = parts.tiles, parts.bandwidths
         self._hooks = Hooks(self._units, self._handles, self)
         self._add_state_dict_hooks()
@@ -343,6 +406,7 @@ class OffloadEngine:
             if had_states:
                 self.set_optimizer_states({self._handles[spec]: states for spec, states in had_states.items()})
         self._moved = self._moved_bytes()
+        self._copied = self._compute.moved_bytes()
 
     def _add_state_dict_hooks(self) -> None:
         """State dicts hold ordinary tensors, so that whoever saves them needs to know nothing of handles."""
@@ -373,7 +437,12 @@ class OffloadEngine:
         seconds, stalls, update_seconds = self._meter.restart()
         read_bytes, write_bytes = self._moved_bytes()
         moved, self._moved = (read_bytes - self._moved[0], write_bytes - self._moved[1]), (read_bytes, write_bytes)
-        compute_seconds = max(seconds - sum(stalls.values()), 0.0)
+        copied = self._compute.moved_bytes()
+        to_device_bytes, to_host_bytes = (now - before for now, before in zip(copied, self._copied, strict=True))
+        self._copied = copied
+        compute_seconds = self._compute.busy_seconds()
+        if compute_seconds is None:
+            compute_seconds = max(seconds - sum(stalls.values()), 0.0)
         nvme_seconds = self.bandwidths.seconds(*moved) if self.bandwidths is not None else 0.0
         return Report(
             step=self.global_step,
@@ -386,7 +455,10 @@ class OffloadEngine:
             stall_seconds=stalls,
             nvme_read_bytes=moved[0],
             nvme_write_bytes=moved[1],
+            to_device_bytes=to_device_bytes,
+            to_host_bytes=to_host_bytes,
             host_memory_bytes=self.plan.host_bytes,
+            device_memory_bytes=0 if self.plan.device is None else self.plan.device.total_bytes,
             memory=self.plan.memory,
             io_backend=None if self._store is None else self._store.backend,
             grad_norm=self._grad_norm,
@@ -399,6 +471,18 @@ class OffloadEngine:
             return 0, 0
         statistics = self._store.statistics()
         return statistics.read.bytes, statistics.write.bytes
+
+
+def open_device(device: str | torch.device | Device) -> Device | None:
+    """What the model computes on; None is the CPU. Raises ``ConfigError`` if it is not there."""
+    if not isinstance(device, (str, torch.device)):
+        return device
+    found = torch.device(device)
+    if found.type == "cpu":
+        return None
+    from offload.cuda import CudaDevice
+
+    return CudaDevice(found)
 
 
 def _check_backend(name: str) -> None:

@@ -19,3 +19,7 @@ class BudgetError(ConfigError):
 
 class NonFiniteGradient(OffloadError):
     """A gradient holds NaN or infinity. The step was not taken: weights and states are what they were before it."""
+
+
+class DeviceMemoryError(OffloadError):
+    """The device has no room for weights that compute needs. What rests in host memory and on NVMe is whole."""

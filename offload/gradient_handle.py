@@ -39,7 +39,8 @@ class GradientHandle(Handle):
         handle = args[0] if args else None
         if isinstance(handle, GradientHandle):
             if func is torch.ops.aten.linalg_vector_norm.default and _is_2_norm(*args[1:], **kwargs):
-                return torch.tensor(handle._link.norm(), dtype=kwargs.get("dtype") or handle.dtype)
+                norm = handle._link.norm()
+                return torch.tensor(norm, dtype=kwargs.get("dtype") or handle.dtype, device=handle.device)
             if func in (torch.ops.aten.mul_.Tensor, torch.ops.aten.mul_.Scalar) and _is_number(args[1]):
                 handle._link.multiply(float(args[1]))
                 return handle

@@ -46,6 +46,19 @@ class Gradients:
                 scale = 1.0
         unit.gradients[spec] = Gradient(self._sum_squares(total), scale)
 
+    def home(self, unit: Unit, spec: ParameterSpec, dtype: torch.dtype) -> torch.Tensor | None:
+        """Where the first gradient of a step may be put by others, flat: its home in RAM. None if it has to be added.
+
+        Who puts it there says so: ``arrived``.
+        """
+        if unit.grads_home is None or dtype != self._dtype or spec in unit.gradients:
+            return None
+        return self._tensor(unit, spec).view(-1)
+
+    def arrived(self, unit: Unit, spec: ParameterSpec, scale: float) -> None:
+        """``home`` holds the gradient, to be multiplied by ``scale``."""
+        unit.gradients[spec] = Gradient(self._sum_squares(self._tensor(unit, spec)), scale)
+
     def read(self, unit: Unit, spec: ParameterSpec) -> torch.Tensor:
         """A copy of the gradient, which must be there."""
         gradient = self._tensor(unit, spec) * unit.gradients[spec].scale

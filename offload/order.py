@@ -41,9 +41,9 @@ class UseOrder:
         position = self._next_position(index)
         return NEVER if position is None else (position - self._cursor) % len(self._order)
 
-    def upcoming(self) -> Iterator[int]:
-        """The units of the coming uses, one step's worth."""
-        for position in range(len(self._order)):
+    def upcoming(self, *, wrap: bool = True) -> Iterator[int]:
+        """The units of the coming uses, one step's worth; without ``wrap`` no further than the step's end."""
+        for position in range(len(self._order) if wrap else len(self._order) - self._cursor):
             yield self._order[(self._cursor + position) % len(self._order)]
 
     def _learn(self, order: Sequence[int]) -> None:

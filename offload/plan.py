@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from offload.device_plan import DevicePlan
 from offload.errors import BudgetError
 from offload.layout import DEFAULT_TILE_BYTES, Formats, Tile
-from offload.units import UnitSpec
+from offload.units import UnitSpec, num_nested
 from swapper import align
 
 _TILES_A_UNIT = 16
@@ -63,14 +64,17 @@ class Plan:
     slot_bytes: int
     grad_buffer_bytes: int
     tile_buffer_bytes: int
-    window_bytes: int
-    """Copies of the weights in use, where torch cannot use them where they are."""
+    compute_bytes: int
+    """What compute takes beside: copies of the weights in use where torch cannot use them where they are, buffers that
+    gradients come to from a device."""
     resident_bytes: dict[str, int]
     nvme_bytes: dict[str, int]
     step_read_bytes: int
     step_write_bytes: int
     shadows: bool = False
     """Units that rest on NVMe altogether have room for a second copy there, for updates that begin during backward."""
+    device: DevicePlan | None = None
+    """What the engine may hold in a device's memory; None where the CPU computes."""
 
     @property
     def shadow_bytes(self) -> int:
@@ -104,7 +108,7 @@ class Plan:
     @property
     def host_bytes(self) -> int:
         """All host memory that the engine takes."""
-        return self.arena_bytes + self.window_bytes
+        return self.arena_bytes + self.compute_bytes
 
     @property
     def memory(self) -> dict[str, dict[str, int]]:
@@ -113,7 +117,7 @@ class Plan:
         shadows = self.shadow_bytes if self.shadows else 0
         return {
             **kinds,
-            "staging": {"host": self.staging_bytes + self.window_bytes, "nvme": 0},
+            "staging": {"host": self.staging_bytes + self.compute_bytes, "nvme": 0},
             "shadows": {"host": 0, "nvme": shadows},
         }
 
@@ -146,6 +150,8 @@ class Plan:
         )
         if self.nvme_bytes["grads"]:
             lines.append("gradients are spilled to NVMe: the budget is below what would keep them all in RAM")
+        if self.device is not None:
+            lines.append(str(self.device))
         return "\n".join(lines)
 
 
@@ -156,19 +162,18 @@ def make_plan(
     host_bytes: int,
     nvme_bytes: int,
     tile_bytes: int | None = None,
-    copies: bool = False,
+    compute_bytes: int = 0,
 ) -> Plan:
     """Give every kind of every unit a home, within the budgets, by traffic saved per byte.
 
     Weights save three transfers of themselves a step (read for the update, read for backward, written), states and
     gradients two. Access is cyclic, so what is at home in RAM is fixed and spread evenly over the units, and the disk
     always has something to do. ``cut`` is None where nothing is trained. ``tile_bytes=None`` lets the tile shrink when
-    memory is short. ``copies``: a unit in use takes its weights once more, as windows of an older torch do.
+    memory is short. ``compute_bytes`` are taken beside all that.
 
     Raises ``BudgetError``, naming the least budget that works.
     """
-    window_bytes = copies * num_nested(units) * max(unit.numel for unit in units) * formats.weights
-    choice = _Choice(units, formats, cut, Staging(0, 0, 0, tile_bytes or DEFAULT_TILE_BYTES), window_bytes)
+    choice = _Choice(units, formats, cut, Staging(0, 0, 0, tile_bytes or DEFAULT_TILE_BYTES), compute_bytes)
     everything = choice.with_all_at_home()
     if everything.total_bytes <= host_bytes:
         return everything.plan(host_bytes)
@@ -179,7 +184,7 @@ def make_plan(
             everything.total_bytes,
         )
     for staging in _stagings(units, formats, tile_bytes, training=cut is not None):
-        choice = _Choice(units, formats, cut, staging, window_bytes)
+        choice = _Choice(units, formats, cut, staging, compute_bytes)
         if choice.total_bytes <= host_bytes:
             break
     else:
@@ -199,11 +204,6 @@ def make_plan(
             needed,
         )
     return plan
-
-
-def num_nested(units: Sequence[UnitSpec]) -> int:
-    """The most units that compute needs at a time: the one at work and those whose modules call it."""
-    return max(unit.depth for unit in units) + 1
 
 
 def _stagings(
@@ -233,10 +233,10 @@ class _Choice:
     """A placement in the making: what is at home in RAM, and what all of it costs."""
 
     def __init__(
-        self, units: Sequence[UnitSpec], formats: Formats, cut: Cut | None, staging: Staging, window_bytes: int
+        self, units: Sequence[UnitSpec], formats: Formats, cut: Cut | None, staging: Staging, compute_bytes: int
     ) -> None:
         self.cut = cut
-        self.window_bytes = window_bytes
+        self.compute_bytes = compute_bytes
         self.units = units
         self.formats = formats
         self.staging = staging
@@ -246,7 +246,7 @@ class _Choice:
         self.tiles_at_home = [[tile.nbytes == 0 for tile in tiles] for tiles in self.tiles]
 
     def with_all_at_home(self) -> _Choice:
-        choice = _Choice(self.units, self.formats, self.cut, self.staging, self.window_bytes)
+        choice = _Choice(self.units, self.formats, self.cut, self.staging, self.compute_bytes)
         choice.weights_at_home = [True] * len(self.units)
         choice.grads_at_home = [True] * len(self.units)
         choice.tiles_at_home = [[True] * len(tiles) for tiles in self.tiles]
@@ -322,7 +322,7 @@ class _Choice:
         buffers = (
             staging.num_slots * slot + staging.num_grad_buffers * grad_buffer + staging.num_tile_buffers * tile_buffer
         )
-        return sum(self._resident_bytes().values()) + buffers + self.window_bytes
+        return sum(self._resident_bytes().values()) + buffers + self.compute_bytes
 
     def plan(self, host_budget_bytes: int) -> Plan:
         staging, slot, grad_buffer, tile_buffer = self._buffers()
@@ -350,7 +350,7 @@ class _Choice:
             slot_bytes=slot,
             grad_buffer_bytes=grad_buffer,
             tile_buffer_bytes=tile_buffer,
-            window_bytes=self.window_bytes,
+            compute_bytes=self.compute_bytes,
             resident_bytes=resident,
             nvme_bytes=nvme,
             step_read_bytes=nvme["weights"] * (2 if training else 1) + nvme["grads"] + nvme["states"],

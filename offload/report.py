@@ -45,7 +45,10 @@ class Report:
     stall_seconds: dict[str, float]
     nvme_read_bytes: int
     nvme_write_bytes: int
+    to_device_bytes: int
+    to_host_bytes: int
     host_memory_bytes: int
+    device_memory_bytes: int
     memory: dict[str, dict[str, int]]
     io_backend: str | None
     grad_norm: float | None
@@ -63,6 +66,7 @@ class Meter:
     """Counts what one step spends. Stalls are counted on the training thread alone, updates on the update thread."""
 
     trace: Trace = field(default_factory=Trace)
+    track: str = "waiting"
 
     started: float = field(default_factory=time.perf_counter)
     stalls: dict[str, float] = field(default_factory=dict)
@@ -71,7 +75,7 @@ class Meter:
     @contextlib.contextmanager
     def stall(self, cause: str) -> Iterator[None]:
         """Count the time of the block as waiting for ``cause``."""
-        span = self.trace.begin("waiting", f"for {cause}")
+        span = self.trace.begin(self.track, f"for {cause}")
         try:
             yield
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from offload.compute import Compute
 from offload.failure import Failure
 from offload.gradient_handle import GradientHandle
 from offload.gradients import Gradients
@@ -30,19 +31,24 @@ class Access:
         rule: Rule | None,
         tiles: Tiles | None,
         updater: Updater | None,
+        compute: Compute,
         formats: Formats,
         failure: Failure,
+        device: torch.device,
     ) -> None:
         self.weights = weights
         self.gradients = gradients
         self.rule = rule
         self.tiles = tiles
         self.updater = updater
+        self.compute = compute
         self.formats = formats
         self.failure = failure
+        self.device = device
 
     def begin_change(self, unit: Unit) -> None:
         """Weights or gradients of the unit are about to change: what was worked out from them is void."""
+        self.compute.settle()
         if self.updater is not None:
             self.updater.drop(unit)
 
@@ -60,12 +66,13 @@ class ParameterLink:
         """A copy of the value, once the last step's update has reached it."""
         access = self._access
         with access.failure.guard(), access.weights.borrowed(self._unit) as address:
-            return self._tensor(address).clone()
+            return self._tensor(address).to(access.device, copy=True)
 
     def write(self, value: torch.Tensor) -> None:
         """Set the value. The fp32 master becomes exactly this; moments stay as they are."""
         access = self._access
         access.begin_change(self._unit)
+        access.compute.outdate([self._unit])
         with access.failure.guard(), access.weights.borrowed(self._unit, to_change=True) as address, torch.no_grad():
             self._tensor(address).copy_(value)
             if access.formats.master and self._spec.trainable:
@@ -74,14 +81,16 @@ class ParameterLink:
     @property
     def gradient(self) -> torch.Tensor | None:
         """A handle on the gradient for the coming step, or None if there is none."""
+        self._access.compute.settle()
         if self._spec not in self._unit.gradients:
             return None
         meta = torch.empty(self._spec.shape, dtype=self._unit.dtype, device="meta")
-        return GradientHandle(GradientLink(self._unit, self._spec, self._access), meta, torch.device("cpu"))
+        return GradientHandle(GradientLink(self._unit, self._spec, self._access), meta, self._access.device)
 
     @gradient.setter
     def gradient(self, value: torch.Tensor | None) -> None:
         if value is None:
+            self._access.compute.settle()
             self._unit.gradients.pop(self._spec, None)
         elif not (isinstance(value, GradientHandle) and value.is_of(self._spec)):
             with self._access.failure.guard():
@@ -122,7 +131,9 @@ class GradientLink:
 
     def read(self) -> torch.Tensor:
         with self._access.failure.guard():
-            return self._access.gradients.read(self._unit, self.spec).to(self._unit.dtype)
+            self._access.compute.settle()
+            gradient = self._access.gradients.read(self._unit, self.spec)
+            return gradient.to(self._access.device, self._unit.dtype)
 
     def write(self, value: torch.Tensor) -> None:
         with self._access.failure.guard():
@@ -133,8 +144,10 @@ class GradientLink:
 
     def norm(self) -> float:
         """Its 2-norm, from the sum that was added up while it came."""
+        self._access.compute.settle()
         return float(self._unit.gradients[self.spec].norm_squared ** 0.5)
 
     def multiply(self, factor: float) -> None:
         """Multiply it, when the update reads it."""
+        self._access.compute.settle()
         self._unit.gradients[self.spec].scale *= factor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -105,6 +105,11 @@ def find_units(model: nn.Module) -> list[UnitSpec]:
         _unit(index, names[owner], owner, _distinct(parameters), sites, names, unit_names)
         for index, (owner, parameters) in enumerate(groups.items())
     ]
+
+
+def num_nested(units: Sequence[UnitSpec]) -> int:
+    """The most units that compute needs at a time: the one at work and those whose modules call it."""
+    return max(unit.depth for unit in units) + 1
 
 
 def _units_around(module_name: str, unit_names: set[str]) -> set[str]:

@@ -13,6 +13,7 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 import aio_ext
+from offload.device import Device
 from offload.handle import Handle
 from offload.memory import tensor_at
 
@@ -21,19 +22,23 @@ POISON = 0x7FFF
 
 
 class Window(Protocol):
-    """``flat`` is the tensor whose storage the window changes; ``open`` puts ``address`` under it, ``close`` poison.
+    """``flat`` is the tensor whose storage the window changes; ``close`` puts poison, or nothing, under it.
     ``holds`` tells tensors that look into that storage.
 
-    A new window is neither: take views of ``flat``, then close it.
+    A new window is neither open nor closed: take views of ``flat``, then close it.
     """
 
     flat: torch.Tensor
 
     def holds(self, tensor: torch.Tensor) -> bool: ...
 
-    def open(self, address: int) -> None: ...
-
     def close(self) -> None: ...
+
+
+class HostWindow(Window, Protocol):
+    """Can be opened on host memory, where it is."""
+
+    def open(self, address: int) -> None: ...
 
 
 class _Holds:
@@ -82,6 +87,26 @@ class CopyWindow(_Holds):
 
     def close(self) -> None:
         self.flat.untyped_storage().resize_(0)
+
+
+class DeviceWindow(_Holds):
+    """Memory on a device, from ``allocate`` to ``close``. ``target`` is the same memory, for copies that autograd must
+    not count as changes."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: Device) -> None:
+        self.numel = numel
+        self.dtype = dtype
+        self._device = device
+        self._storage = torch.UntypedStorage(0, device=device.torch_device)
+        self.allocate()
+        self.flat = torch.empty(0, dtype=dtype, device=device.torch_device).set_(self._storage, 0, (numel,))  # type: ignore[call-overload]
+        self.target = torch.empty(0, dtype=dtype, device=device.torch_device).set_(self._storage, 0, (numel,))  # type: ignore[call-overload]
+
+    def allocate(self) -> None:
+        self._device.allocate(self._storage, self.numel * self.dtype.itemsize)
+
+    def close(self) -> None:
+        self._device.free(self._storage)
 
 
 def window_class() -> type[SwapWindow] | type[CopyWindow]:

@@ -1,0 +1,145 @@
+"""Where the model computes: on weights as they lie in host memory, or on copies of them in a device's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol, cast
+
+import torch
+
+from offload.device import Device, Event
+from offload.device_gradients import DeviceGradients
+from offload.device_weights import DeviceWeights
+from offload.gradients import Gradients
+from offload.residency import Weights
+from offload.unit import Unit
+from offload.units import ParameterSpec
+from offload.window import HostWindow
+
+
+class Compute(Protocol):
+    """What the engine asks of it. ``begin`` and ``end`` bracket each use of a unit by the model."""
+
+    def begin(self, unit: Unit, *, training: bool) -> None:
+        """Put the unit's weights under its parameters, for what the model does next."""
+
+    def end(self, unit: Unit) -> None:
+        """The use is over."""
+
+    def take_gradient(self, unit: Unit, spec: ParameterSpec, gradient: torch.Tensor, scale: float) -> None:
+        """Bring a complete gradient home."""
+
+    def end_backward(self, unit: Unit) -> None:
+        """The unit has all its gradients of this backward."""
+
+    def settle(self) -> None:
+        """Return when all gradients that were taken are home."""
+
+    def forget_gradients(self, unit: Unit) -> None:
+        """They belong to a step now, or are not wanted."""
+
+    def outdate(self, units: Iterable[Unit]) -> None:
+        """The weights of these units are about to change in host memory: nobody copies them any more."""
+
+    def end_step(self) -> None:
+        """A step was frozen, and its updates have been announced."""
+
+    def moved_bytes(self) -> tuple[int, int]:
+        """To the device and to the host, since the engine was made."""
+
+    def busy_seconds(self) -> float | None:
+        """How long the device has worked on units since this was asked last. None: it is the training thread's time."""
+
+
+class HostCompute:
+    """The CPU computes: weights are used where they are, gradients are added where they rest."""
+
+    def __init__(self, weights: Weights, gradients: Gradients) -> None:
+        self._weights = weights
+        self._gradients = gradients
+
+    def begin(self, unit: Unit, *, training: bool) -> None:
+        cast(HostWindow, unit.window).open(self._weights.acquire(unit))
+
+    def end(self, unit: Unit) -> None:
+        unit.window.close()
+        self._weights.release(unit)
+
+    def take_gradient(self, unit: Unit, spec: ParameterSpec, gradient: torch.Tensor, scale: float) -> None:
+        self._gradients.add(unit, spec, gradient, scale)
+
+    def end_backward(self, unit: Unit) -> None:
+        self._gradients.close(unit)
+
+    def settle(self) -> None:
+        pass
+
+    def forget_gradients(self, unit: Unit) -> None:
+        self._gradients.forget(unit)
+
+    def outdate(self, units: Iterable[Unit]) -> None:
+        pass
+
+    def end_step(self) -> None:
+        pass
+
+    def moved_bytes(self) -> tuple[int, int]:
+        return 0, 0
+
+    def busy_seconds(self) -> float | None:
+        return None
+
+
+class DeviceCompute:
+    """A device computes: copies of weights go in, gradients come out, each on a stream of its own."""
+
+    def __init__(
+        self, device: Device, weights: DeviceWeights, gradients: Gradients, device_gradients: DeviceGradients
+    ) -> None:
+        self.weights = weights
+        self._device = device
+        self._depth = 0
+        self._began: Event | None = None
+        self._uses: list[tuple[Event, Event]] = []
+        self._gradients = gradients
+        self._device_gradients = device_gradients
+
+    def begin(self, unit: Unit, *, training: bool) -> None:
+        self.weights.acquire(unit, training=training)
+        if self._depth == 0:
+            self._began = self._device.compute.record()
+        self._depth += 1
+
+    def end(self, unit: Unit) -> None:
+        self.weights.release(unit)
+        self._depth -= 1
+        if self._depth == 0 and self._began is not None:
+            self._uses.append((self._began, self._device.compute.record()))
+
+    def take_gradient(self, unit: Unit, spec: ParameterSpec, gradient: torch.Tensor, scale: float) -> None:
+        self._device_gradients.take(unit, spec, gradient, scale)
+
+    def end_backward(self, unit: Unit) -> None:
+        self._device_gradients.close(unit)
+
+    def settle(self) -> None:
+        self._device_gradients.settle()
+
+    def forget_gradients(self, unit: Unit) -> None:
+        self._device_gradients.forget(unit)
+        self._gradients.forget(unit)
+
+    def outdate(self, units: Iterable[Unit]) -> None:
+        self.weights.outdate(units)
+
+    def end_step(self) -> None:
+        self.weights.end_step()
+
+    def moved_bytes(self) -> tuple[int, int]:
+        return self.weights.copied_bytes, self._device_gradients.copied_bytes
+
+    def busy_seconds(self) -> float | None:
+        uses, self._uses = self._uses, []
+        for _, end in uses[-1:]:
+            end.wait()
+        return sum(end.seconds_since(begin) for begin, end in uses)

@@ -1,0 +1,95 @@
+"""CUDA as the device: torch's streams, events and caching allocator, and host memory that is registered as it is.
+
+[Note: Why memory is ordered by the compute stream] torch lends freed memory to whoever asks next on the same stream.
+All memory of weights is allocated and freed on the stream that computes, so compute may go on using what is freed later
+in its own order; a copy into new memory waits for an event that compute recorded after the allocation.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from offload.device import Event
+from offload.errors import ConfigError, DeviceMemoryError
+from swapper import OffloadError
+
+
+class _Event:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, _Event)
+        return float(earlier.event.elapsed_time(self.event)) / 1000
+
+
+class _Stream:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+
+    def record(self) -> _Event:
+        event = torch.cuda.Event(enable_timing=True, blocking=True)
+        event.record(self.stream)
+        return _Event(event)
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, _Event)
+        self.stream.wait_event(event.event)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.cuda.stream(self.stream), torch.no_grad():
+            target.copy_(source, non_blocking=True)
+
+
+class CudaDevice:
+    """One GPU. Raises ``ConfigError`` if it is not there."""
+
+    def __init__(self, device: torch.device) -> None:
+        if not torch.cuda.is_available():
+            raise ConfigError(f'device="{device}": torch.cuda.is_available() says no. Use device="cpu".')
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if index >= torch.cuda.device_count():
+            raise ConfigError(f'device="cuda:{index}": there are {torch.cuda.device_count()} GPUs')
+        self.torch_device = torch.device("cuda", index)
+        self.to_device = _Stream(torch.cuda.Stream(self.torch_device))
+        self.to_host = _Stream(torch.cuda.Stream(self.torch_device))
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    @property
+    def compute(self) -> _Stream:
+        return _Stream(torch.cuda.current_stream(self.torch_device))
+
+    def free_bytes(self) -> int:
+        cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
+        return int(torch.cuda.mem_get_info(self.torch_device)[0]) + cached
+
+    def peak_bytes(self) -> int:
+        return int(torch.cuda.max_memory_allocated(self.torch_device))
+
+    def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        try:
+            storage.resize_(nbytes)
+        except torch.OutOfMemoryError as error:
+            raise DeviceMemoryError(
+                f"no room for {nbytes:,} bytes of weights on {self.torch_device}, {self.free_bytes():,} are free. "
+                "The step was not taken. Lower device_memory, or use fewer activations (batch size, checkpointing)."
+            ) from error
+
+    def free(self, storage: torch.UntypedStorage) -> None:
+        storage.resize_(0)
+
+    def pin(self, address: int, nbytes: int) -> None:
+        with torch.cuda.device(self.torch_device):
+            code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+        if code != 0:
+            raise OffloadError(
+                f"{nbytes:,} bytes of host memory cannot be registered with CUDA (cudaHostRegister gave {code}). "
+                "Raise the limit of locked memory (ulimit -l unlimited), or lower host_memory."
+            )
+
+    def unpin(self, address: int) -> None:
+        torch.cuda.synchronize(self.torch_device)
+        torch.cuda.cudart().cudaHostUnregister(address)

@@ -1,0 +1,72 @@
+"""What the engine asks of a device that the model computes on: memory, streams of work, and events in them.
+
+There are two: ``offload.cuda`` for GPUs, and ``offload.simulated``, which runs everything as late as it may and reports
+what was not ordered. The schedule is written against this page, once.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Event(Protocol):
+    """A point in the work of a stream."""
+
+    def wait(self) -> None:
+        """Block the calling thread until the stream has come to it."""
+
+    def seconds_since(self, earlier: Event) -> float:
+        """Seconds between two events of one stream, both of which it has come to."""
+
+
+class Stream(Protocol):
+    """Work that a device does in order, beside the work of other streams. All calls return at once."""
+
+    def record(self) -> Event:
+        """The point after all work that the stream was given so far."""
+
+    def wait(self, event: Event) -> None:
+        """What the stream is given from now on begins after ``event``."""
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy ``source`` into ``target``: the same dtype, as many elements. Both must live until it is done."""
+
+
+class Device(Protocol):
+    """A device, its memory and its streams.
+
+    ``compute`` is where the model's own operations go: the stream that is current where it is asked for. Memory is
+    ordered by it: what was allocated is for work that comes after it there, what was freed for whoever is next there.
+    """
+
+    @property
+    def torch_device(self) -> torch.device: ...
+
+    @property
+    def compute(self) -> Stream: ...
+
+    @property
+    def to_device(self) -> Stream: ...
+
+    @property
+    def to_host(self) -> Stream: ...
+
+    def free_bytes(self) -> int:
+        """Memory that can be had now."""
+
+    def peak_bytes(self) -> int:
+        """The most memory that was taken at a time by tensors, the engine's and the model's."""
+
+    def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Put memory under an empty storage. Raises ``DeviceMemoryError`` if there is none."""
+
+    def free(self, storage: torch.UntypedStorage) -> None:
+        """Empty a storage."""
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Let the device copy from and to this host memory by itself. Raises ``OffloadError`` if it cannot."""
+
+    def unpin(self, address: int) -> None:
+        """Undo ``pin``, when nothing is in flight any more."""
