@@ -176,10 +176,10 @@ class SimulatedDevice:
             clock["host"] = clock.get("host", 0) + 1
             self.access("host", clock, address, nbytes, writes=writes)
 
-    def compute_access(self, tensor: torch.Tensor) -> None:
-        """An operation of the model reads ``tensor`` now."""
+    def compute_access(self, tensor: torch.Tensor, *, writes: bool) -> None:
+        """An operation of the model reads or writes ``tensor`` now."""
         with self.lock:
-            self.access("compute", self.compute._tick(), tensor.data_ptr(), tensor.nbytes, writes=False)
+            self.access("compute", self.compute._tick(), tensor.data_ptr(), tensor.nbytes, writes=writes)
 
     def report(self, violation: str) -> None:
         self.violations.append(violation)

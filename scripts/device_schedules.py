@@ -1,0 +1,253 @@
+#!/usr/bin/env python3
+"""Random training programs on a simulated device: the same bits as on the CPU, and every access ordered.
+
+Each program draws a model (nested units, checkpointing, tied weights, frozen parts), budgets from the least to plenty,
+a precision, and what happens between steps (evaluation, writes through handles, accumulation, clipping). It runs on the
+CPU, and on a device whose streams run as late as they may: losses, weights and states must be equal to the last bit, no
+buffer may be read before its copy is over nor changed before its readers are done, device memory must stay within the
+plan, and all of it must be free at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from offload import BudgetError, OffloadEngine
+from offload.device_gradients import DeviceGradients
+from offload.kernel_rule import KernelRule
+from offload.simulated import SimulatedDevice
+from swapper import Store
+
+WIDTH = 32
+VOCAB = 64
+
+
+class Block(nn.Module):
+    def __init__(self, hidden: int, recompute: str | None) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, hidden)
+        self.down = nn.Linear(hidden, WIDTH)
+        self._recompute = recompute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._recompute is None:
+            return self._body(x)
+        return checkpoint(self._body, x, use_reentrant=self._recompute == "reentrant")
+
+    def _body(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """An embedding, blocks (one may be called twice), a gain that the model itself owns, and a head (maybe tied)."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        recompute = rng.choice((None, None, "reentrant", "other"))
+        self.blocks = nn.ModuleList(Block(rng.choice((32, 64, 128)), recompute) for _ in range(rng.randint(2, 6)))
+        self.twice = rng.choice((None, rng.randrange(len(self.blocks))))
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("shift", torch.randn(WIDTH))
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        if rng.random() < 0.3:
+            self.head.weight = self.embed.weight
+        if rng.random() < 0.3:
+            self.blocks[rng.randrange(len(self.blocks))].requires_grad_(False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            if index == self.twice:
+                x = block(x)
+        return self.head(x * self.gain + self.shift.to(x.dtype))
+
+
+@dataclass(frozen=True)
+class Program:
+    """One training program, all of it from one seed."""
+
+    seed: int
+
+    def options(self) -> dict[str, Any]:
+        rng = random.Random(self.seed)
+        return {
+            "precision": rng.choice(("bf16", "fp32", "fp16")),
+            "gradient_accumulation_steps": rng.choice((1, 1, 3)),
+            "gradient_clipping": rng.choice((0.0, 0.5)),
+            "optimizer": rng.choice(("adamw", "adamw", "sgd", torch.optim.NAdam)),
+            "prefetch": rng.random() < 0.8,
+            "tile_bytes": 64 * 1024,
+            "lr": 1e-2,
+        }
+
+    def model(self) -> Model:
+        torch.manual_seed(self.seed)
+        return Model(random.Random(self.seed + 1))
+
+    def run(self, engine: OffloadEngine) -> tuple[list[Any], dict[str, Any]]:
+        """Losses and what was read on the way; the model's and the optimizer's state at the end."""
+        rng = random.Random(self.seed + 2)
+        generator = torch.Generator().manual_seed(self.seed)
+        seen: list[Any] = []
+        for _ in range(rng.randint(2, 4)):
+            for _ in range(engine.config.gradient_accumulation_steps):
+                tokens = torch.randint(0, VOCAB, (2, 8), generator=generator)
+                logits = engine(tokens)
+                loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+                engine.backward(loss)
+                seen.append(loss.item())
+            if rng.random() < 0.3:
+                seen.append(engine.module.blocks[0].up.weight.grad.float().norm().item()) if _trains(engine) else None
+            if rng.random() < 0.3:
+                seen.append(float(torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0)))
+            if rng.random() < 0.1:
+                engine.optimizer.zero_grad()
+            else:
+                engine.step()
+            if rng.random() < 0.4:
+                with torch.no_grad():
+                    seen += [engine(tokens).float().sum().item() for _ in range(rng.randint(1, 3))]
+            if rng.random() < 0.3:
+                with torch.no_grad():
+                    engine.module.blocks[-1].down.weight.mul_(0.5)
+            if rng.random() < 0.3:
+                seen.append(engine.module.gain.detach().float().sum().item())
+        weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+        return seen, {"weights": weights, "states": engine.optimizer.state_dict()["state"]}
+
+
+def _trains(engine: OffloadEngine) -> bool:
+    return engine.module.blocks[0].up.weight.grad is not None
+
+
+@contextlib.contextmanager
+def watched(device: SimulatedDevice, model: nn.Module) -> Iterator[None]:
+    """Tell the device of what the disk, the optimizer and the model do."""
+    read, write, apply, take = Store.read, Store.write, KernelRule.apply, DeviceGradients.take
+
+    def watch_read(store: Any, extent: Any, address: int, nbytes: int, **options: Any) -> Any:
+        device.host_access(address, nbytes, writes=True)
+        return read(store, extent, address, nbytes, **options)
+
+    def watch_write(store: Any, extent: Any, address: int, nbytes: int, **options: Any) -> Any:
+        device.host_access(address, nbytes, writes=False)
+        return write(store, extent, address, nbytes, **options)
+
+    def watch_apply(
+        rule: Any, frozen: Any, tile: Any, address: int, start: int, stop: int, *, weight: int, grad: int
+    ) -> None:
+        formats = rule._formats
+        device.host_access(weight, (stop - start) * formats.weights, writes=True)
+        device.host_access(grad, (stop - start) * formats.grads, writes=False)
+        apply(rule, frozen, tile, address, start, stop, weight=weight, grad=grad)
+
+    def watch_take(gradients: Any, unit: Any, spec: Any, gradient: torch.Tensor, scale: float) -> None:
+        device.compute_access(gradient, writes=True)
+        take(gradients, unit, spec, gradient, scale)
+
+    def compute(module: nn.Module, args: Any) -> None:
+        for parameter in module._parameters.values():
+            if parameter is not None and type(parameter) is nn.Parameter:
+                device.compute_access(parameter, writes=False)
+
+    hooks = [module.register_forward_pre_hook(compute) for module in model.modules()]
+    with (
+        mock.patch.object(Store, "read", watch_read),
+        mock.patch.object(Store, "write", watch_write),
+        mock.patch.object(KernelRule, "apply", watch_apply),
+        mock.patch.object(DeviceGradients, "take", watch_take),
+    ):
+        yield
+    for hook in hooks:
+        hook.remove()
+
+
+def least(make: Any, option: str) -> int:
+    """The least budget, as the engine says."""
+    try:
+        make(**{option: 1}).close()
+    except BudgetError as error:
+        return error.needed_bytes
+    return 1
+
+
+def check(seed: int, folder: Path) -> list[str]:
+    """Run one program on the CPU and on the device; what was wrong."""
+    program = Program(seed)
+    rng = random.Random(seed + 3)
+    with OffloadEngine(program.model(), nvme_path=folder, **program.options()) as engine:
+        expected = program.run(engine)
+    device = SimulatedDevice(seed, eagerness=rng.choice((0.0, 0.3, 0.9)))
+    model = program.model()
+
+    def make(**budgets: int) -> OffloadEngine:
+        return OffloadEngine(model, nvme_path=folder, device=device, **program.options(), **budgets)
+
+    budgets: dict[str, Any] = {}
+    if rng.random() < 0.8:
+        budgets["host_memory"] = int(least(make, "host_memory") * rng.choice((1, 1, 1.3, 2)))
+    if rng.random() < 0.8:
+        budgets["device_memory"] = int(least(make, "device_memory") * rng.choice((1, 1, 1.3, 2)))
+    wrong = []
+    engine = make(**budgets)
+    with watched(device, model):
+        try:
+            found = program.run(engine)
+            allowed = engine.plan.device.weights_bytes
+        finally:
+            engine.close()
+    if not _equal(found, expected):
+        wrong.append("other bits than on the CPU")
+    if device.most_allocated_bytes > allowed:
+        wrong.append(f"{device.most_allocated_bytes} bytes of weights on the device, {allowed} were planned")
+    if device.allocated_bytes or device.pinned:
+        wrong.append(f"{device.allocated_bytes} bytes and {len(device.pinned)} pinned ranges are left")
+    return wrong + device.violations[:5]
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        return torch.equal(left.nan_to_num(), right.nan_to_num())
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(_equal(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(_equal(a, b) for a, b in zip(left, right, strict=True))
+    return bool(left == right or (left != left and right != right))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0, help="of the first program; the next ones count up")
+    parser.add_argument("--seconds", type=float, default=60, help="how long to go on")
+    parser.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()), help="a folder for the swap store")
+    options = parser.parse_args()
+    deadline, seed, failed = time.monotonic() + options.seconds, options.seed, 0
+    while time.monotonic() < deadline:
+        wrong = check(seed, options.path)
+        failed += bool(wrong)
+        for line in wrong:
+            print(f"seed {seed}: {line}")
+        seed += 1
+    print(f"{seed - options.seed} programs from seed {options.seed}: {failed} went wrong")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
