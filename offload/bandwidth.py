@@ -1,4 +1,4 @@
-"""What the store's paths can do, measured on the store itself in the moments before training starts."""
+"""What the store's paths and a device's link can do, measured in the moments before training starts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import cycle, islice
 
-from offload.report import Bandwidths
+from offload.device import Device
+from offload.memory import tensor_at
+from offload.report import Bandwidths, Link
+from offload.window import DeviceWindow
 from swapper import Extent, Lease, Store, Ticket
 
 _SECONDS = 0.2
@@ -38,6 +41,24 @@ def measure(store: Store, extents: Sequence[Extent], buffers: Sequence[Lease]) -
     mixed = [job for pair in zip(cycle(reads), islice(cycle(writes), len(reads)), strict=False) for job in pair]
     both_rate = _rate(mixed, 2 * len(own))
     return Bandwidths(read_rate, write_rate, _envelope(read_rate, write_rate, both_rate))
+
+
+def measure_link(device: Device, window: DeviceWindow, address: int) -> Link:
+    """Copy to the device and back, for a moment each. The host memory at ``address`` holds afterwards what it held."""
+    host = tensor_at(address, window.numel, window.dtype)
+    window.allocate()
+    device.to_device.wait(device.compute.record())
+    rates = []
+    for stream, target, source in ((device.to_device, window.target, host), (device.to_host, host, window.target)):
+        copied = 0
+        start = time.perf_counter()
+        while time.perf_counter() - start < _SECONDS / 2:
+            stream.copy(target, source)
+            stream.record().wait()
+            copied += source.nbytes
+        rates.append(copied / (time.perf_counter() - start))
+    window.close()
+    return Link(*rates)
 
 
 def _rate(jobs: Sequence[tuple[Callable[[Extent, Lease], Ticket], Extent, Lease]], depth: int) -> float:

@@ -23,7 +23,7 @@ from offload.handle import Handle, make_handle
 from offload.layout import Formats
 from offload.load import Loader
 from offload.plan import Plan, Tier, UnitPlan
-from offload.report import Bandwidths, Meter
+from offload.report import Bandwidths, Link, Meter
 from offload.residency import Weights
 from offload.rule import Rule
 from offload.states import Access, ParameterLink
@@ -48,6 +48,7 @@ class Parts:
     updater: Updater | None
     tiles: Tiles | None
     bandwidths: Bandwidths | None
+    link: Link | None
 
 
 def build(
@@ -113,12 +114,13 @@ def build(
     Loader(store, rule, formats, slots, tile_buffers).load(model, units, handles)
     if device is not None:
         _move_rest(model, torch_device)
+    link = None if device is None else _measure_link(device, units, slots)
     bandwidths = None
     if store is not None and profile is not None:
         bandwidths = Bandwidths(profile.read_bytes_per_s, profile.write_bytes_per_s, profile.mixed_q)
     elif store is not None:
         bandwidths = _measure(store, units, slots, tile_buffers)
-    return Parts(store, units, handles, weights, gradients, compute, updater, tiles, bandwidths)
+    return Parts(store, units, handles, weights, gradients, compute, updater, tiles, bandwidths, link)
 
 
 def _extent_sizes(item: UnitPlan, formats: Formats, shadows: bool) -> Iterator[int]:
@@ -209,6 +211,14 @@ def _open_store(config: OffloadConfig, profile: IoProfile | None, sizes: Sequenc
         queue_depth=profile.queue_depth,
         block_bytes=profile.block_bytes,
     )
+
+
+def _measure_link(device: Device, units: Sequence[Unit], slots: Sequence[Slot]) -> Link:
+    """The bandwidth between host memory and the device, on the largest unit's own memory."""
+    unit = max(units, key=lambda unit: unit.weight_bytes)
+    lease = unit.weights_home or slots[0].lease
+    assert isinstance(unit.window, DeviceWindow)
+    return bandwidth.measure_link(device, unit.window, lease.address)
 
 
 def _measure(

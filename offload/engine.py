@@ -392,7 +392,7 @@ class OffloadEngine:
         )
         self._store, self._units, self._handles = parts.store, parts.units, parts.handles
         self._weights, self._compute, self._updater = parts.weights, parts.compute, parts.updater
-        self._tiles, self.bandwidths = parts.tiles, parts.bandwidths
+        self._tiles, self.bandwidths, self._link = parts.tiles, parts.bandwidths, parts.link
         self._hooks = Hooks(self._units, self._handles, self)
         self._add_state_dict_hooks()
         self.optimizer: OffloadOptimizer | None = None
@@ -444,13 +444,24 @@ class OffloadEngine:
         if compute_seconds is None:
             compute_seconds = max(seconds - sum(stalls.values()), 0.0)
         nvme_seconds = self.bandwidths.seconds(*moved) if self.bandwidths is not None else 0.0
+        to_device_seconds = to_device_bytes / self._link.to_device if self._link is not None else 0.0
+        to_host_seconds = to_host_bytes / self._link.to_host if self._link is not None else 0.0
+        bounds = {
+            "compute": compute_seconds,
+            "nvme": nvme_seconds,
+            "to_device": to_device_seconds,
+            "to_host": to_host_seconds,
+        }
+        bound_by = max(bounds, key=lambda name: bounds[name])
         return Report(
             step=self.global_step,
             seconds=seconds,
-            bound_seconds=max(compute_seconds, nvme_seconds),
-            bound_by="compute" if compute_seconds >= nvme_seconds else "nvme",
+            bound_seconds=bounds[bound_by],
+            bound_by=bound_by,
             compute_seconds=compute_seconds,
             nvme_seconds=nvme_seconds,
+            to_device_seconds=to_device_seconds,
+            to_host_seconds=to_host_seconds,
             update_seconds=update_seconds,
             stall_seconds=stalls,
             nvme_read_bytes=moved[0],

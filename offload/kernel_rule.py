@@ -212,7 +212,7 @@ class KernelRule:
 
     def names(self, spec: ParameterSpec) -> tuple[str, ...]:
         scales = [f"{name}_scale" for name in self._names] if self._dtype is kernels.Dtype.INT8 else []
-        return (*self._names, *scales) if spec.numel else ()
+        return (*self._names, *scales)
 
     def shape(self, spec: ParameterSpec, name: str) -> torch.Size:
         if name.endswith("_scale"):

@@ -27,12 +27,21 @@ class Bandwidths:
 
 
 @dataclass(frozen=True)
+class Link:
+    """Measured rates of the way between host memory and a device, bytes per second."""
+
+    to_device: float
+    to_host: float
+
+
+@dataclass(frozen=True)
 class Report:
     """The last step, from the end of one ``step()`` to the end of the next.
 
-    Seconds are wall time. ``compute_seconds`` is what the training thread did not spend waiting for the engine;
-    ``bound_seconds`` the larger of it and the time that the bytes take at the measured bandwidth (``bound_by`` says
-    which); ``efficiency`` their share of the step. ``stall_seconds`` names what the training thread waited for.
+    Seconds are wall time. ``compute_seconds`` is what the training thread did not spend waiting for the engine, or on
+    a device, how long it worked on units; ``nvme_seconds``, ``to_device_seconds`` and ``to_host_seconds`` are what the
+    bytes take at the measured bandwidths. ``bound_seconds`` is the largest of them (``bound_by`` says which),
+    ``efficiency`` its share of the step. ``stall_seconds`` names what the training thread waited for.
     """
 
     step: int
@@ -41,6 +50,8 @@ class Report:
     bound_by: str
     compute_seconds: float
     nvme_seconds: float
+    to_device_seconds: float
+    to_host_seconds: float
     update_seconds: float
     stall_seconds: dict[str, float]
     nvme_read_bytes: int

@@ -54,10 +54,14 @@ class Tiles:
         return {
             spec: {
                 **self._rule.loose_states(spec, steps[spec]),
-                **{name: torch.cat(views).view(self._rule.shape(spec, name)) for name, views in states.items()},
+                **{name: self._whole(spec, name, states.get(name, [])) for name in self._rule.names(spec)},
             }
             for spec, states in pieces.items()
         }
+
+    def _whole(self, spec: ParameterSpec, name: str, views: list[torch.Tensor]) -> torch.Tensor:
+        shape = self._rule.shape(spec, name)
+        return torch.cat(views).view(shape) if views else torch.empty(shape)
 
     def write_states(
         self, units: Sequence[Unit], states: dict[ParameterSpec, dict[str, Any]]

@@ -59,7 +59,7 @@ class Verdict:
             update = self.freeze_unit(unit, groups)
             if update is not None:
                 updates.append(update)
-        for spec in [spec for update in updates for spec in self._taking_part(update.unit, groups)]:
+        for spec in [spec for unit in self._units for spec in self._taking_part(unit, groups)]:
             self.num_steps[spec] = self.num_steps.get(spec, 0) + 1
         return updates
 
@@ -67,7 +67,8 @@ class Verdict:
         """What the coming step would do to the unit, as things stand now. ``groups`` by ``id`` of their parameters."""
         segments: list[Segment] = []
         for spec, group in self._taking_part(unit, groups).items():
-            self._append(segments, unit, spec, group)
+            if spec.numel:
+                self._append(segments, unit, spec, group)
         return UnitUpdate(unit, tuple(segments)) if segments else None
 
     def _taking_part(self, unit: Unit, groups: dict[int, Group]) -> dict[ParameterSpec, Group]:
@@ -75,7 +76,7 @@ class Verdict:
         found = {}
         for spec in unit.spec.parameters:
             group = groups.get(id(self._handles[spec]))
-            if spec in unit.gradients and spec.numel > 0 and group is not None:
+            if spec in unit.gradients and group is not None:
                 found[spec] = group
         return found
 

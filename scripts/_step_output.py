@@ -44,10 +44,11 @@ def _row(run: dict[str, Any]) -> str:
     share = f"{bound:>9.3f} {run['bound_by']:<8}{bound / run['step_seconds_median']:>8.2f}" if bound else ""
     budget = "" if run["settings"] else run["budget"]
     limit = f"  limit {run['limit_bytes'] / _MIB:,.0f} MiB" if run["limit_bytes"] else ""
+    device = f"  device {run['peak_device_bytes'] / _MIB:,.0f} MiB" if run["peak_device_bytes"] else ""
     return (
         f"{run['size']:<14}{run['system']:<15}{budget:<8}{numel / 1e6:>9.1f}{host:>9}"
         f"{run['peak_rss_bytes'] / _MIB:>9,.0f}{run['nvme_read_bytes_per_step'] / numel:>9.2f}"
-        f"{run['nvme_write_bytes_per_step'] / numel:>10.2f}{times:>23}{share}{limit}"
+        f"{run['nvme_write_bytes_per_step'] / numel:>10.2f}{times:>23}{share}{limit}{device}"
     )
 
 

@@ -28,7 +28,8 @@ class InMemory:
     def __init__(self, shape: Shape, request: dict[str, Any]) -> None:
         torch.manual_seed(0)
         self._clipping = request["clipping"]
-        self._model = shape.model()
+        with torch.device(request["device"]):
+            self._model = shape.model()
         self._weights = list(self._model.parameters())
         self._masters = self._weights
         if request["precision"] == "bf16":
@@ -69,7 +70,8 @@ class Engine:
         with torch.device("meta"):
             model = shape.model()
         options = {name: request[name] for name in ("precision", "nvme_path", "io_backend")}
-        options |= {"gradient_clipping": request["clipping"], **ADAMW}
+        options |= {"gradient_clipping": request["clipping"], "device": request["device"], **ADAMW}
+        options["device_memory"] = request["device_memory"]
         torch.manual_seed(0)  # the engine initialises the model
         try:
             self._engine = OffloadEngine(model, host_memory=max(request["host_memory"], 1), **options)
@@ -88,16 +90,20 @@ class Engine:
         self._engine.synchronize()
 
     def facts(self) -> dict[str, Any]:
-        plan, bandwidths = self._engine.plan, self._engine.bandwidths
+        plan, bandwidths, report = self._engine.plan, self._engine.bandwidths, self._engine.report()
         return {
             "parameters": plan.num_parameters,
             "num_units": len(plan.units),
             "host_memory_bytes": plan.host_bytes,
+            "device_memory_bytes": None if plan.device is None else plan.device.total_bytes,
+            "engine_efficiency": report.efficiency,
+            "engine_bound_by": report.bound_by,
+            "link_seconds": {"to_device": report.to_device_seconds, "to_host": report.to_host_seconds},
             "nvme_bytes": plan.nvme_bytes,
             "planned_read_bytes": plan.step_read_bytes,
             "planned_write_bytes": plan.step_write_bytes,
             "bandwidths": None if bandwidths is None else vars(bandwidths),
-            "stalls": self._engine.report().stall_seconds,
+            "stalls": report.stall_seconds,
         }
 
     def close(self) -> None:
@@ -122,19 +128,21 @@ def main() -> None:
     generator = torch.Generator().manual_seed(0)
     answer({})
     for line in sys.stdin:
-        answer(_turn(system, shape, generator, **json.loads(line)))
+        answer(_turn(system, shape, generator, request["device"], **json.loads(line)))
     system.close()
 
 
-def _turn(system: Any, shape: Shape, generator: torch.Generator, warm_up: int, steps: int) -> dict[str, Any]:
+def _turn(
+    system: Any, shape: Shape, generator: torch.Generator, device: str, warm_up: int, steps: int
+) -> dict[str, Any]:
     """Some steps that do not count, one that counts for the bytes alone, and those that are timed."""
     for _ in range(warm_up):
-        system.step(*shape.tokens(generator))
+        system.step(*(tensor.to(device) for tensor in shape.tokens(generator)))
     system.settle()
     before = _moved_bytes()
     seconds, losses = [], []
     for index in range(steps + 1):
-        tokens, targets = shape.tokens(generator)
+        tokens, targets = (tensor.to(device) for tensor in shape.tokens(generator))
         start = time.perf_counter()
         losses.append(system.step(tokens, targets))
         if index:
@@ -147,6 +155,7 @@ def _turn(system: Any, shape: Shape, generator: torch.Generator, warm_up: int, s
         "nvme_read_bytes": read_bytes,
         "nvme_write_bytes": write_bytes,
         "peak_rss_bytes": _status("VmHWM") + _status("HugetlbPages"),
+        "peak_device_bytes": torch.cuda.max_memory_allocated() if device.startswith("cuda") else None,
         **system.facts(),
     }
 

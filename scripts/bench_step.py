@@ -9,8 +9,8 @@ DeepSpeed ZeRO-3 where it is installed.
 Every turn of a system is a process of its own; the systems take turns, so that a slow minute of the machine hits all.
 Steps before the timed ones warm it up. Bytes are counted by the kernel (``/proc/self/io``), and so is the peak of
 memory (``VmHWM``). The bound of a step is the larger of the in-memory step and of the time that the bytes it moved take
-at the bandwidths that the engine measured on the same path in the same run. DeepSpeed competes with the fastest of the
-settings in ``_step_deepspeed.TRIALS``, tried first, at every size.
+at the bandwidths that the engine measured on the same path (and between host and device) in the same run. DeepSpeed
+competes with the fastest of the settings in ``_step_deepspeed.TRIALS``, tried first, at every size.
 """
 
 from __future__ import annotations
@@ -88,7 +88,12 @@ def _plain(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", default=["12x768"], help="LAYERSxWIDTH of GPT-2, or chain:LAYERSxWIDTH")
+    parser.add_argument(
+        "--sizes", nargs="+", default=["12x768"], help="LAYERSxWIDTH of GPT-2, llama:LAYERSxWIDTH or chain:LAYERSxWIDTH"
+    )
+    parser.add_argument("--device", default="cpu", help="where the model computes: cpu (default), cuda")
+    parser.add_argument("--device-memory", default="auto", help="what the engine may hold of a GPU's memory")
+    parser.add_argument("--checkpointing", action="store_true", help="keep the inputs of blocks only, for backward")
     parser.add_argument("--precision", choices=list(STATE_BYTES), default="fp32")
     parser.add_argument("--clipping", type=float, default=1.0, help="bound of the gradient norm; 0: none (default: 1)")
     parser.add_argument("--batch", type=int, default=1)
@@ -130,13 +135,13 @@ class _Comparison:
     def __init__(self, size: str, arguments: argparse.Namespace, folder: str) -> None:
         self._size = size
         self._arguments = arguments
-        self._shape = Shape.parse(size, arguments.batch, arguments.context)
+        self._shape = Shape.parse(size, arguments.batch, arguments.context, arguments.checkpointing)
         with torch.device("meta"):
             model = self._shape.model()
         self._state_bytes = STATE_BYTES[arguments.precision] * sum(p.numel() for p in model.parameters())
         self._turns = Turns(arguments.lock)
         self._common = {"shape": asdict(self._shape), "precision": arguments.precision, "nvme_path": folder}
-        self._common["clipping"] = arguments.clipping
+        self._common |= {name: getattr(arguments, name) for name in ("clipping", "device", "device_memory")}
         self.trials: list[dict[str, Any]] = []
 
     def run(self) -> list[dict[str, Any]]:
@@ -227,6 +232,9 @@ class _Comparison:
         rates = _bandwidths(rows)
         nvme = rates.seconds(int(read_bytes), int(write_bytes)) if rates else 0.0
         last = contender.turns[-1]
+        link = last.get("link_seconds") or {}
+        bounds = {"compute": compute or 0.0, "nvme": nvme, **link}
+        bound_by = max(bounds, key=lambda name: bounds[name])
         return {
             "size": self._size,
             "system": contender.system,
@@ -237,14 +245,18 @@ class _Comparison:
             "host_memory_bytes": last.get("host_memory_bytes"),
             "step_seconds_median": median,
             "step_seconds": seconds,
-            "bound_seconds": max(compute or 0.0, nvme) if compute or nvme else None,
-            "bound_by": "nvme" if nvme > (compute or 0.0) else "compute",
+            "bound_seconds": bounds[bound_by] or None,
+            "bound_by": bound_by,
             "nvme_seconds": nvme,
             "nvme_read_bytes_per_step": read_bytes,
             "nvme_write_bytes_per_step": write_bytes,
             "planned_read_bytes": last.get("planned_read_bytes"),
             "planned_write_bytes": last.get("planned_write_bytes"),
             "peak_rss_bytes": max(turn["peak_rss_bytes"] for turn in contender.turns),
+            "peak_device_bytes": last.get("peak_device_bytes"),
+            "device_memory_bytes": last.get("device_memory_bytes"),
+            "engine_efficiency": last.get("engine_efficiency"),
+            "engine_bound_by": last.get("engine_bound_by"),
             "limit_bytes": last.get("limit_bytes"),
             "imports_bytes": last["imports_bytes"],
             "bandwidths": None if rates is None else vars(rates),

@@ -1,5 +1,6 @@
 """PyTorch's own loop, untouched: gradients are seen, clipped, changed and dropped through ``parameter.grad``."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -128,3 +129,19 @@ def test_a_gradient_that_is_not_finite_changes_nothing(engine):
     with pytest.raises(NonFiniteGradient, match=r"blocks\.0\.up\.bias"):
         engine.optimizer.step()
     assert all(torch.equal(model.get_parameter(name).detach().clone(), value) for name, value in weights.items())
+
+
+def test_a_parameter_without_elements_takes_its_steps(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    model.nothing = torch.nn.Parameter(torch.zeros(0, 4))
+    reference = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(reference.parameters())
+    with OffloadEngine(model, precision="fp32", nvme_path=tmp_path) as engine:
+        for module, stepper in ((reference, optimizer), (engine.module, engine.optimizer)):
+            (module(torch.ones(2, 4)).sum() + module.nothing.sum()).backward()
+            stepper.step()
+        expected, found = (opt.state_dict()["state"] for opt in (optimizer, engine.optimizer))
+        assert found.keys() == expected.keys()
+        for index, states in expected.items():
+            for name, value in states.items():
+                assert found[index][name].shape == value.shape, (index, name)

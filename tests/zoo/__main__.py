@@ -26,12 +26,12 @@ _SECONDS_MAX = 180
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="specimens (default: all)")
-    parser.add_argument("--ways", choices=["default", "all"], default="default", help="how NVMe is used")
+    parser.add_argument("--ways", choices=["all", *WAYS], default="default", help="how NVMe or a device is used")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGALRM, _too_long)
     chosen = [SPECIMENS[name] for name in arguments.names] or list(SPECIMENS.values())
-    ways = WAYS if arguments.ways == "all" else {"default": WAYS["default"]}
+    ways = WAYS if arguments.ways == "all" else {arguments.ways: WAYS[arguments.ways]}
     print(f"{'family':<16}{'specimen':<32}{'of the tolerance':>17}{'seconds':>9}  verdict", flush=True)
     failed = 0
     for specimen in chosen:

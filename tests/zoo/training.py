@@ -64,9 +64,10 @@ def in_torch(specimen: Specimen, disturb: Callable[[Tensor], None] | None = None
 
 
 def in_engine(specimen: Specimen, **options: Any) -> Outcome:
-    """The engine. With ``nvme_path`` and no ``host_memory`` it gets the least budget that works."""
-    if "nvme_path" in options and "host_memory" not in options:
-        options["host_memory"] = _least_budget(specimen, options)
+    """The engine. With ``nvme_path`` and no ``host_memory`` it gets the least budget that works, so with a device."""
+    for place, budget in (("device", "device_memory"), ("nvme_path", "host_memory")):
+        if place in options and budget not in options:
+            options[budget] = _least_budget(specimen, options, budget)
     model = built(specimen)
     with _engine(model, options) as engine:
         schedule = _schedule(engine.optimizer)
@@ -91,9 +92,9 @@ def _engine(model: nn.Module, options: dict[str, Any]) -> OffloadEngine:
     )
 
 
-def _least_budget(specimen: Specimen, options: dict[str, Any]) -> int:
+def _least_budget(specimen: Specimen, options: dict[str, Any], budget: str) -> int:
     try:
-        _engine(built(specimen), {**options, "host_memory": 1}).close()
+        _engine(built(specimen), {**options, budget: 1}).close()
     except BudgetError as error:
         return error.needed_bytes
     raise AssertionError("one byte of memory was enough")

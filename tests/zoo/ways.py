@@ -1,8 +1,10 @@
-"""Ways to use NVMe that must not change a bit: options of the engine."""
+"""Ways to use NVMe, and a device, that must not change a bit: options of the engine."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from offload.simulated import SimulatedDevice
 
 WAYS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -11,4 +13,5 @@ WAYS: dict[str, dict[str, Any]] = {
     "large tiles": {"tile_bytes": 1 << 20},
     "no prefetch": {"prefetch": False},
     "some at home": {"host_memory": "1MiB"},
+    "on a device": {"device": SimulatedDevice()},
 }

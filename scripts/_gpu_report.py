@@ -1,0 +1,75 @@
+"""What ``gpu_check.sh`` has found: one table, and one JSON object, which is also left in the folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import aio_ext
+
+_MIB = 1 << 20
+
+
+def main() -> int:
+    folder = Path(sys.argv[1])
+    parts = [_part(folder, *line.split("\t")) for line in (folder / "parts.tsv").read_text().splitlines()]
+    runs = [run for path in sorted(folder.glob("bench-*.json")) for run in _runs(path)]
+    result = {"date": str(date.today()), "machine": _machine(), "parts": parts, "runs": runs}
+    machine = result["machine"]
+    print(f"{result['date']}  {machine['gpu']}, {machine['cores']} cores, Linux {machine['kernel']}, "
+          f"torch {machine['torch']}, I/O by {machine['io_backend']}")  # fmt: skip
+    for part in parts:
+        verdict = "ok" if part["code"] == 0 else part["verdict"]
+        print(f"{part['name']:<10}{verdict:<12}{part['seconds']:>5} s  {part['last']}")
+    if runs:
+        print(f"{'model':<16}{'system':<12}{'budget':<8}{'params M':>9}{'host MiB':>10}{'device MiB':>12}{'step s':>9}"
+              f"{'bound s':>9} {'by':<10}{'of bound':>9}")  # fmt: skip
+    for run in runs:
+        bound = run["bound_seconds"] or 0.0
+        print(
+            f"{run['size']:<16}{run['system']:<12}{run['budget']:<8}{run['parameters'] / 1e6:>9.1f}"
+            f"{(run['host_memory_bytes'] or 0) / _MIB:>10,.0f}{(run['peak_device_bytes'] or 0) / _MIB:>12,.0f}"
+            f"{run['step_seconds_median']:>9.3f}{bound:>9.3f} {run['bound_by']:<10}"
+            f"{bound / run['step_seconds_median']:>9.2f}"
+        )
+    text = json.dumps(result)
+    (folder / "gpu_check.json").write_text(text)
+    print(text)
+    return max((part["code"] != 0 for part in parts), default=0)
+
+
+def _part(folder: Path, name: str, code: str, seconds: str) -> dict[str, Any]:
+    lines = (folder / f"{name}.log").read_text(errors="replace").strip().splitlines()
+    verdict = {"124": "too slow", "127": "not found"}.get(code, f"failed: {code}")
+    last = lines[-1][:200] if lines else ""
+    return {"name": name, "code": int(code), "verdict": verdict, "seconds": int(seconds), "last": last}
+
+
+def _runs(path: Path) -> list[dict[str, Any]]:
+    try:
+        found: list[dict[str, Any]] = json.loads(path.read_text())["runs"]
+    except (ValueError, KeyError):
+        return []
+    return found
+
+
+def _machine() -> dict[str, Any]:
+    missing = aio_ext.unavailable_backends()
+    return {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU",
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "torch": torch.__version__,
+        "io_backend": next(name for name in ("io_uring", "threads", "portable") if name not in missing),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""The device tier on a GPU, skipped where there is none. ``test_device.py`` tries its logic anywhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA is first used
+
+import pytest
+import torch
+from tiny import Tiny, batches, loss_of
+from torch import nn
+from torch.utils.checkpoint import checkpoint_sequential
+
+from offload import BudgetError, OffloadEngine
+from offload.handle import Handle
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.is_available() says there is no GPU")
+
+
+@pytest.fixture(autouse=True)
+def _deterministic() -> Any:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.cuda.empty_cache()
+
+
+def train(engine: OffloadEngine, steps: int = 4) -> tuple[list[float], dict[str, torch.Tensor]]:
+    losses = []
+    for tokens, targets in batches(steps):
+        loss = loss_of(engine(tokens), targets.cuda())
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses, {name: p.detach().cpu() for name, p in engine.module.named_parameters()}
+
+
+def least(make: Callable[..., OffloadEngine], budget: str) -> int:
+    with pytest.raises(BudgetError) as caught:
+        make(**{budget: 1})
+    return caught.value.needed_bytes
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_same_bits_over_all_budgets(
+    make_model: Callable[..., Tiny], tmp_path: Path, precision: str, micro_batches: int
+) -> None:
+    def make(**budgets: int) -> OffloadEngine:
+        return OffloadEngine(
+            make_model(),
+            device="cuda",
+            nvme_path=tmp_path,
+            precision=precision,
+            gradient_accumulation_steps=micro_batches,
+            gradient_clipping=1.0,
+            lr=1e-3,
+            **budgets,
+        )
+
+    budgets = {name: least(make, name) for name in ("host_memory", "device_memory")}
+    outcomes = []
+    for chosen in ({}, {"device_memory": 1 << 30}, *({name: n} for name, n in budgets.items()), budgets):
+        with make(**chosen) as engine:
+            outcomes.append(train(engine))
+    for losses, weights in outcomes[1:]:
+        assert losses == outcomes[0][0]
+        assert all(torch.equal(weights[name], value) for name, value in outcomes[0][1].items())
+
+
+def test_near_plain_pytorch_in_fp32(make_model: Callable[..., Tiny], tmp_path: Path) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model = make_model().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    expected = []
+    for tokens, targets in batches(4):
+        loss = loss_of(model(tokens.cuda()), targets.cuda())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    with OffloadEngine(make_model(), device="cuda", nvme_path=tmp_path, precision="fp32", lr=1e-3) as engine:
+        losses, weights = train(engine)
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(weights[name], value.detach().cpu(), rtol=1e-4, atol=1e-5)
+
+
+def test_device_memory_is_kept_and_does_not_grow(make_model: Callable[..., Tiny], tmp_path: Path) -> None:
+    def make(**budgets: int) -> OffloadEngine:
+        return OffloadEngine(make_model(width=512, num_blocks=12), device="cuda", nvme_path=tmp_path, **budgets)
+
+    budget = least(make, "device_memory")
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    with make(device_memory=budget) as engine:
+        train(engine, 3)
+        torch.cuda.synchronize()
+        settled = torch.cuda.memory_allocated()
+        peaks = []
+        for _ in range(5):
+            torch.cuda.reset_peak_memory_stats()
+            train(engine, 2)
+            peaks.append(torch.cuda.max_memory_allocated())
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() <= settled
+        assert max(peaks) == min(peaks) or max(peaks) - min(peaks) < budget // 10
+        assert settled - before <= budget
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= before + (1 << 20)
+
+
+def test_between_uses_parameters_are_handles_on_the_device(make_model: Callable[..., Tiny], tmp_path: Path) -> None:
+    with OffloadEngine(make_model(), device="cuda", nvme_path=tmp_path, precision="fp32") as engine:
+        weight = engine.module.head.weight
+        assert isinstance(weight, Handle) and weight.is_cuda
+        with torch.no_grad():
+            weight.mul_(2)
+        assert weight.detach().clone().is_cuda
+        tokens, targets = batches(1)[0]
+        engine.backward(loss_of(engine(tokens), targets.cuda()))
+        assert weight.grad is not None and weight.grad.is_cuda
+        torch.testing.assert_close(
+            torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 1e9),
+            torch.stack([p.grad.value().norm() for p in engine.module.parameters()]).norm(),
+        )
+        engine.step()
+        assert all(not value.is_meta for value in engine.state_dict().values())
+
+
+def test_autocast_checkpointing_compile_and_evaluation(make_model: Callable[..., Tiny], tmp_path: Path) -> None:
+    class Sequence(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = make_model()
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.inner.embed(tokens)
+            x = checkpoint_sequential(list(self.inner.blocks), 2, x, use_reentrant=False)
+            return self.inner.head(self.inner.norm(x))
+
+    tokens, targets = batches(1)[0]
+    with OffloadEngine(Sequence(), device="cuda", nvme_path=tmp_path, precision="fp32", lr=1e-3) as engine:
+        losses = []
+        for _ in range(8):
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = loss_of(engine(tokens), targets.cuda())
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+            with torch.no_grad():
+                assert engine(tokens).isfinite().all()
+        assert losses[-1] < losses[0]
+
+
+def test_a_report_names_bytes_and_bounds(make_model: Callable[..., Tiny], tmp_path: Path) -> None:
+    with OffloadEngine(make_model(width=512), device="cuda", nvme_path=tmp_path) as engine:
+        train(engine, 3)
+        report = engine.report()
+        assert report.to_host_bytes == 2 * engine.plan.num_parameters
+        assert report.to_device_bytes >= engine.plan.device.all_bytes
+        assert 0 < report.compute_seconds < report.seconds
+        assert report.to_device_seconds > 0 and report.to_host_seconds > 0
+        engine.timeline(tmp_path / "trace.json")
+        text = (tmp_path / "trace.json").read_text()
+        assert "to device" in text and "to host" in text
