@@ -44,7 +44,9 @@ def add_train(subparsers: Any) -> None:
            help='optimizer state moved in one go (default: "auto", 8MiB or less)')
     option("--io-backend", choices=("auto", "io_uring", "threads"), default="auto",
            help="what moves bytes to and from the SSD (default: %(default)s)")
-    option("--device", choices=("cpu",), default="cpu", help="where the model computes (default: %(default)s)")
+    option("--device", choices=("cpu", "cuda"), default="cpu", help="where the model computes (default: %(default)s)")
+    option("--device-memory", default="auto", metavar="BYTES",
+           help='what the engine may hold of a GPU\'s memory (default: "auto", what the first step has left free)')
     option("--out", metavar="DIR", help="folder for the results (default: runs/DATE_TIME)")
     option("--verify", type=_count, metavar="N",
            help="repeat the first N steps with everything in memory, and compare all bits")
@@ -61,6 +63,8 @@ def _run(arguments: argparse.Namespace, check: Callable[[], None]) -> int:
         )
     if arguments.verify is not None and arguments.verify > arguments.steps:
         arguments.parser.error(f"--verify {arguments.verify} is more than --steps {arguments.steps}")
+    if arguments.verify is not None and arguments.device != "cpu":
+        arguments.parser.error("--verify repeats the steps on the CPU, whose products have other bits than a GPU's")
     try:
         from offload.train.command import run
     except ImportError as error:

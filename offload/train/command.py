@@ -52,6 +52,7 @@ def _run(arguments: argparse.Namespace, check: Callable[[], None]) -> int:
                 "tile_bytes": arguments.tile_bytes,
                 "io_backend": arguments.io_backend,
                 "device": arguments.device,
+                "device_memory": arguments.device_memory,
             },
             rss_imports_bytes=rss_imports_bytes,
             digest_after=arguments.verify or 0,

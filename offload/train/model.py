@@ -107,7 +107,7 @@ def generate(
     tokens = torch.tensor([list(prompt)])
     deadline = time.monotonic() + seconds_max
     for _ in range(length):
-        logits = model(tokens[:, -context:])[:, -1].float()
+        logits = model(tokens[:, -context:])[:, -1].float().cpu()
         following = torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator)
         tokens = torch.cat((tokens, following), dim=1)
         if time.monotonic() > deadline:
