@@ -91,7 +91,8 @@ def build(
     tiles = Tiles(rule, store) if rule is not None else None
     updater = None
     if rule is not None:
-        max_early = plan.staging.num_slots - num_nested([item.unit for item in plan.units]) - 1
+        spare_slots = plan.staging.num_slots - num_nested([item.unit for item in plan.units])
+        max_early = max(spare_slots - 1, min(spare_slots, 1))  # work for the disk goes before fetching ahead
         updater = Updater(tile_buffers, store, rule, formats, weights, gradients, failure, meter, max_early)
         closers.callback(updater.stop)
     compute: Compute = HostCompute(weights, gradients)

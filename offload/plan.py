@@ -12,8 +12,13 @@ from offload.layout import DEFAULT_TILE_BYTES, Formats, Tile
 from offload.units import UnitSpec, num_nested
 from swapper import align
 
-_TILES_A_UNIT = 16
+_TILES_A_UNIT = 24
 """Tiles smaller than the largest unit's weights divided by this save no memory worth the speed they cost."""
+
+_LEAST_TILE_BYTES = 64 << 10
+
+_NUM_TILE_BUFFERS = 6
+"""Enough for the disk to read, the kernel to work and the disk to write at the same time, and some to even out."""
 
 _GOLDEN = 0.6180339887498949
 
@@ -185,6 +190,7 @@ def make_plan(
         )
     for staging in _stagings(units, formats, tile_bytes, training=cut is not None):
         choice = _Choice(units, formats, cut, staging, compute_bytes)
+        choice.bring_giants_home()
         if choice.total_bytes <= host_bytes:
             break
     else:
@@ -212,21 +218,16 @@ def _stagings(
     """From comfortable to the least that works.
 
     Compute holds one slot for each unit around the one at work, the update holds one, and one more lets the next unit
-    arrive in time. Three gradient buffers let two be written while one is filled; four tiles let reads and writes
-    overlap with the update, three nearly so. Tiles that are small against a slot save no memory worth their cost.
+    arrive in time. Three gradient buffers let two be written while one is filled. Tiles that are small against a slot
+    save no memory worth their cost.
     """
-    smallest = max(unit.numel for unit in units) * formats.weights // _TILES_A_UNIT
+    largest = max(unit.numel for unit in units) * formats.weights
+    small = max(min(largest // _TILES_A_UNIT, DEFAULT_TILE_BYTES) // _LEAST_TILE_BYTES, 1) * _LEAST_TILE_BYTES
     least_slots = num_nested(units) + (1 if training else 0)
-    comfortable = [DEFAULT_TILE_BYTES >> shift for shift in range(3)]
-    least = [
-        DEFAULT_TILE_BYTES >> shift for shift in range(3, 8) if shift == 3 or DEFAULT_TILE_BYTES >> shift > smallest
-    ]
-    for size in [tile_bytes] if tile_bytes else comfortable:
-        yield Staging(least_slots + 2, 3, 4, size)
-    for size in [tile_bytes] if tile_bytes else comfortable[-1:]:
-        yield Staging(least_slots + 1, 2, 3, size)
-    for size in [tile_bytes] if tile_bytes else least:
-        yield Staging(least_slots, 2, 3, size)
+    for slots, grad_buffers in ((least_slots + 2, 3), (least_slots + 1, 3), (least_slots, 2)):
+        sizes = [size for size in (DEFAULT_TILE_BYTES >> shift for shift in range(3)) if size > small]
+        for size in [tile_bytes] if tile_bytes else [*sizes, small]:
+            yield Staging(slots, grad_buffers, _NUM_TILE_BUFFERS, size)
 
 
 class _Choice:
@@ -251,6 +252,16 @@ class _Choice:
         choice.grads_at_home = [True] * len(self.units)
         choice.tiles_at_home = [[True] * len(tiles) for tiles in self.tiles]
         return choice
+
+    def bring_giants_home(self) -> None:
+        """Bring home the units that make every buffer so large that without them all of it takes less memory."""
+        for size in sorted({unit.numel for unit in self.units}, reverse=True):
+            before, weights, grads = self.total_bytes, self.weights_at_home, self.grads_at_home
+            self.weights_at_home = [home or unit.numel == size for home, unit in zip(weights, self.units, strict=True)]
+            self.grads_at_home = [home or unit.numel == size for home, unit in zip(grads, self.units, strict=True)]
+            if self.total_bytes >= before:
+                self.weights_at_home, self.grads_at_home = weights, grads
+                return
 
     def fill(self, host_bytes: int) -> None:
         """Bring home what saves most traffic per byte: of each kind as many, in the spread order, as fit."""

@@ -99,6 +99,17 @@ def test_without_a_disk_the_plan_asks_for_what_everything_takes():
     assert all(item.weights is Tier.HOST for item in plan.units)
 
 
+def test_a_unit_that_would_make_every_buffer_as_large_as_itself_stays_at_home():
+    model = nn.Sequential(nn.Embedding(512, 64), *(nn.Sequential(nn.Linear(64, 64)) for _ in range(20)))
+    units = find_units(model)
+    with pytest.raises(BudgetError) as caught:
+        plan_for(units, FP32, 1, 1 << 40)
+    plan = plan_for(units, FP32, caught.value.needed_bytes, 1 << 40)
+    homes = {item.unit.name: item.weights for item in plan.units}
+    assert homes == {"0": Tier.HOST, **{f"{index}": Tier.NVME for index in range(1, 21)}}
+    assert plan.slot_bytes < units[0].numel * FP32.weights
+
+
 def test_the_least_budget_of_a_small_model_is_what_it_takes_itself():
     units = find_units(nn.Sequential(nn.Linear(768, 32), nn.ReLU(), nn.Linear(32, 10)))
     with pytest.raises(BudgetError) as caught:

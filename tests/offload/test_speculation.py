@@ -82,6 +82,14 @@ def test_nothing_between_backward_and_step_is_lost(between, tmp_path: Path):
         assert torch.equal(weights[name], value), name
 
 
+def test_at_the_least_budget_too_some_updates_begin_during_backward(tmp_path: Path):
+    losses, weights, begun = run(clip, nvme_path=tmp_path, host_memory=least_budget(built(), tmp_path, **OPTIONS))
+    expected_losses, expected, _ = run(clip)
+    assert begun > 6
+    assert losses == expected_losses
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
 def test_a_gradient_that_is_not_finite_takes_back_what_has_begun(tmp_path: Path):
     model = built()
     budget = 2 * least_budget(built(), tmp_path, **OPTIONS)
