@@ -62,9 +62,8 @@ class CudaDevice:
     def compute(self) -> _Stream:
         return _Stream(torch.cuda.current_stream(self.torch_device))
 
-    def free_bytes(self) -> int:
-        cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
-        return int(torch.cuda.mem_get_info(self.torch_device)[0]) + cached
+    def memory_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self.torch_device)[0]) + torch.cuda.memory_reserved(self.torch_device)
 
     def peak_bytes(self) -> int:
         return int(torch.cuda.max_memory_allocated(self.torch_device))
@@ -73,9 +72,10 @@ class CudaDevice:
         try:
             storage.resize_(nbytes)
         except torch.OutOfMemoryError as error:
+            free = self.memory_bytes() - torch.cuda.memory_allocated(self.torch_device)
             raise DeviceMemoryError(
-                f"no room for {nbytes:,} bytes of weights on {self.torch_device}, {self.free_bytes():,} are free. "
-                "The step was not taken. Lower device_memory, or use fewer activations (batch size, checkpointing)."
+                f"no room for {nbytes:,} bytes of weights on {self.torch_device}, {free:,} are free, in pieces. The "
+                "step was not taken. Lower device_memory, or make less activations (batch size, checkpointing)."
             ) from error
 
     def free(self, storage: torch.UntypedStorage) -> None:

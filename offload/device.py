@@ -53,8 +53,8 @@ class Device(Protocol):
     @property
     def to_host(self) -> Stream: ...
 
-    def free_bytes(self) -> int:
-        """Memory that can be had now."""
+    def memory_bytes(self) -> int:
+        """Memory that tensors may take together, what they have now included."""
 
     def peak_bytes(self) -> int:
         """The most memory that was taken at a time by tensors, the engine's and the model's."""

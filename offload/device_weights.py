@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 from offload.device import Device, Event
+from offload.errors import DeviceMemoryError
 from offload.failure import Failure
 from offload.memory import tensor_at
 from offload.order import UseOrder
@@ -134,33 +135,36 @@ class DeviceWeights:
 
     def _fetch(self, unit: Unit, *, must: bool) -> _Copy | None:
         """Make room and ask for a copy. None if that would push out what is needed sooner, unless it ``must`` be."""
-        if not self._make_room(unit, must):
-            return None
-        copy = self._copies[unit] = _Copy(unit)
-        self._used_bytes += unit.weight_bytes
         window = unit.window
         assert isinstance(window, DeviceWindow)
-        try:
-            window.allocate()
-        except BaseException:
-            del self._copies[unit]
-            self._used_bytes -= unit.weight_bytes
-            raise
+        while self._used_bytes + unit.weight_bytes > self.max_bytes:
+            if not self._evict_for(unit, must):
+                if must:
+                    in_use = ", ".join(other.name for other in self._copies)
+                    raise OffloadError(f"no room for unit {unit.name} in device memory: {in_use} are all in use")
+                return None
+        while True:
+            try:
+                window.allocate()
+                break
+            except DeviceMemoryError:  # activations take more than they did when room was measured
+                if not self._evict_for(unit, must):
+                    if must:
+                        raise
+                    return None
+        copy = self._copies[unit] = _Copy(unit)
+        self._used_bytes += unit.weight_bytes
         self._starter.submit(self._start, copy, window, self._device.compute.record())
         return copy
 
-    def _make_room(self, unit: Unit, must: bool) -> bool:
-        own_distance = self._order.distance(unit.spec.index)
-        while self._used_bytes + unit.weight_bytes > self.max_bytes:
-            idle = [copy for copy in self._copies.values() if copy.pins == 0 and (must or copy.started.is_set())]
-            victim = max(idle, key=self._distance, default=None)
-            if victim is None and must:
-                pinned = ", ".join(other.name for other in self._copies)
-                raise OffloadError(f"no room for unit {unit.name} in device memory: {pinned} are all in use")
-            if victim is None or not (must or self._distance(victim) > own_distance):
-                return False
-            self._wait_until_started(victim)
-            self._drop(victim)
+    def _evict_for(self, unit: Unit, must: bool) -> bool:
+        """Drop the copy that is needed last. False if all are in use, or needed sooner than ``unit`` and it may wait."""
+        idle = [copy for copy in self._copies.values() if copy.pins == 0 and (must or copy.started.is_set())]
+        victim = max(idle, key=self._distance, default=None)
+        if victim is None or not (must or self._distance(victim) > self._order.distance(unit.spec.index)):
+            return False
+        self._wait_until_started(victim)
+        self._drop(victim)
         return True
 
     def _distance(self, copy: _Copy) -> float:

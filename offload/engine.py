@@ -343,7 +343,7 @@ class OffloadEngine:
         if device is None or self.plan.device is None or not isinstance(compute, DeviceCompute):
             return
         if self.global_step == 1 and self.config.device_memory == "auto":
-            grown = self.plan.device.grown(self._device_free_bytes - device.peak_bytes())
+            grown = self.plan.device.grown(device.memory_bytes() - device.peak_bytes())
             self.plan = dataclasses.replace(self.plan, device=grown)
             compute.weights.max_bytes = grown.weights_bytes
 
@@ -379,7 +379,6 @@ class OffloadEngine:
     def _build(self, choice: Choice | None) -> None:
         rule = choice.rule if choice is not None else None
         had_states = choice.states() if choice is not None else {}
-        self._device_free_bytes = 0 if self._device is None else self._device.free_bytes()
         parts = build(
             self.module,
             self.plan,

@@ -134,16 +134,17 @@ class SimulatedDevice:
         self.to_device = _Stream(self, "to_device")
         self.to_host = _Stream(self, "to_host")
 
-    def free_bytes(self) -> int:
-        return self._memory_bytes - self.allocated_bytes
+    def memory_bytes(self) -> int:
+        return self._memory_bytes
 
     def peak_bytes(self) -> int:
         return self.most_allocated_bytes
 
     def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         with self.lock:
-            if nbytes > self.free_bytes():
-                raise DeviceMemoryError(f"no room for {nbytes:,} bytes, {self.free_bytes():,} are free")
+            free = self._memory_bytes - self.allocated_bytes
+            if nbytes > free:
+                raise DeviceMemoryError(f"no room for {nbytes:,} bytes of weights, {free:,} are free")
             storage.resize_(nbytes)
             storage.fill_(0xFF)  # type: ignore[attr-defined]
             self.allocated_bytes += nbytes

@@ -14,6 +14,7 @@ from tiny import Tiny, batches, loss_of, train
 
 from offload import BudgetError, ConfigError, OffloadEngine
 from offload.device_weights import DeviceWeights
+from offload.errors import DeviceMemoryError
 from offload.gradients import Gradients
 from offload.simulated import SimulatedDevice, _Event, _Stream
 
@@ -128,6 +129,23 @@ def test_what_stays_from_forward_to_backward_is_copied_once(make_model: Callable
     assert 1.5 < copied(device_memory=caught.value.needed_bytes) < 2
 
 
+def test_copies_give_way_to_activations_that_grew(make_model: Callable[..., Tiny], tmp_path: Path) -> None:
+    with OffloadEngine(make_model(), nvme_path=tmp_path) as engine:
+        expected, _ = train(engine, 2)
+    device = SimulatedDevice(memory_bytes=64 << 20)
+    with OffloadEngine(make_model(), nvme_path=tmp_path, device=device, device_memory="auto") as engine:
+        losses, _ = train(engine, 1)
+        device._memory_bytes = max(unit.weight_bytes for unit in engine._units)
+        tokens, targets = batches(2)[1]
+        loss = loss_of(engine(tokens), targets)
+        engine.backward(loss)
+        engine.step()
+        assert [*losses, loss.item()] == expected
+        device._memory_bytes = 4096
+        with pytest.raises(DeviceMemoryError, match="no room"):
+            engine(tokens)
+
+
 def test_evaluation_with_room_for_everything_copies_nothing_again(
     make_model: Callable[..., Tiny], tmp_path: Path
 ) -> None:
@@ -139,6 +157,29 @@ def test_evaluation_with_room_for_everything_copies_nothing_again(
         copied = engine._compute.moved_bytes()[0]
         assert torch.equal(engine(tokens), first)
         assert engine._compute.moved_bytes()[0] == copied
+
+
+def test_autocast_compiled_blocks_and_generation(make_model: Callable[..., Tiny], tmp_path: Path) -> None:
+    def outcome(device: Any) -> list[float]:
+        torch.compiler.reset()
+        model = make_model()
+        for block in model.blocks[:2]:
+            block.compile(backend="eager")
+        seen = []
+        with OffloadEngine(model, nvme_path=tmp_path, device=device, precision="fp32", lr=1e-2) as engine:
+            for tokens, targets in batches(3):
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = loss_of(engine(tokens), targets)
+                engine.backward(loss)
+                engine.step()
+                seen.append(loss.item())
+                with torch.no_grad():
+                    for _ in range(4):
+                        tokens = torch.cat((tokens, engine(tokens)[:, -1:].argmax(-1)), dim=1)
+                seen += tokens[0, -4:].tolist()
+        return seen
+
+    assert outcome(SimulatedDevice()) == outcome("cpu")
 
 
 def test_handles_are_of_the_device_and_see_each_other(make_model: Callable[..., Tiny], tmp_path: Path) -> None:
