@@ -158,7 +158,7 @@ class DeviceWeights:
         return copy
 
     def _evict_for(self, unit: Unit, must: bool) -> bool:
-        """Drop the copy that is needed last. False if all are in use, or needed sooner than ``unit`` and it may wait."""
+        """Drop the copy that is needed last. False if all are in use, or needed sooner than ``unit`` is."""
         idle = [copy for copy in self._copies.values() if copy.pins == 0 and (must or copy.started.is_set())]
         victim = max(idle, key=self._distance, default=None)
         if victim is None or not (must or self._distance(victim) > self._order.distance(unit.spec.index)):
