@@ -85,11 +85,12 @@ class DeviceWeights:
             copy = self._fetch(unit, must=True)
             assert copy is not None
         copy.pins += 1
+        self._weights.count_computing(1)
         self._fetch_ahead(wrap=not training)
         try:
             self._wait_until_started(copy)
         except BaseException:
-            copy.pins -= 1
+            self.release(unit)
             raise
         assert copy.arrived is not None
         self._device.compute.wait(copy.arrived)
@@ -97,6 +98,7 @@ class DeviceWeights:
     def release(self, unit: Unit) -> None:
         """Compute was given all that uses the unit for now."""
         self._copies[unit].pins -= 1
+        self._weights.count_computing(-1)
 
     def outdate(self, units: Iterable[Unit]) -> None:
         """The weights of these units are about to change: their copies are over, and of no use any more."""

@@ -82,6 +82,11 @@ class Weights:
                 self._fetch_ahead()
             self._changed.notify_all()
 
+    def count_computing(self, change: int) -> None:
+        """A use of a copy elsewhere begins (1) or ends (-1): the update is not to overtake it by more than the slots."""
+        with self._changed:
+            self._num_computing += change
+
     @contextlib.contextmanager
     def borrowed(self, unit: Unit, *, to_change: bool = False) -> Iterator[int]:
         """The address of the unit's weights, to look at or (``to_change``) change outside of the model's order."""
