@@ -83,7 +83,7 @@ class Weights:
             self._changed.notify_all()
 
     def count_computing(self, change: int) -> None:
-        """A use of a copy elsewhere begins (1) or ends (-1): the update is not to overtake it by more than the slots."""
+        """A use of a copy begins (1) or ends (-1): the update does not overtake it by more than the slots."""
         with self._changed:
             self._num_computing += change
 
