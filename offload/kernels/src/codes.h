@@ -1,5 +1,6 @@
 // States in 8-bit codes, with a scale for each kCodeBlock elements: the power of two below the block's largest magnitude.
-// A block is decoded and updated into the first-level cache, and encoded from there once its largest magnitudes are known.
+// A block is updated in two passes: the first decodes and advances, into the first-level cache; the second applies and, as the
+// largest magnitudes are known by then, encodes. Each pass needs few enough constants that they stay in registers.
 #pragma once
 
 #include <bit>
@@ -13,116 +14,137 @@
 namespace offload::OFFLOAD_ISA {
 
 constexpr std::size_t kNoiseLanes = 16;  // elements with different random bits: as many as the widest vector has
+constexpr std::size_t kCodeVectors = 4;  // vectors that are encoded at once
 
-// What is known of a block between decoding and encoding.
+// A block between its two passes.
 struct CodeBlock {
-  alignas(64) float states[kStatesMax][kCodeBlock];
+  alignas(64) float states[kStatesMax][kCodeBlock], grad[kCodeBlock];
   float largest[kStatesMax] = {};  // magnitudes; a NaN counts as larger than any number
 };
 
-template <class V, bool is_signed>
-[[gnu::always_inline]] inline typename V::F32 load_code(const std::byte* codes, std::size_t i, float scale) {
-  if constexpr (is_signed) return V::load_signed_code(codes, i, V::set(scale), V::set(0x1p-14f * scale));
-  else return V::load_unsigned_code(codes, i, V::set(scale));
+inline std::byte* bytes_of(float* numbers) { return reinterpret_cast<std::byte*>(numbers); }
+
+// The number that code 0 stands for in a block of that scale; less itself where codes have signs. The bits of the number of
+// code c are c << 20 more: so it is all that decoding and encoding have to know.
+template <bool is_signed>
+float least_of(float scale) {
+  return scale * (is_signed ? 0x1p-14f : 0x1p-30f);
 }
 
-// Updates elements [begin, end) of the block that starts at element `start`; its new states go to `block`.
+// A block whose largest magnitude is not finite becomes NaN, so that it shows; one of zeros stays zero. Else the power of two
+// that is below the largest magnitude, but not so small that `least_of` would not be a normal number.
+template <bool is_signed>
+float scale_for(float largest) {
+  const auto bits = std::bit_cast<std::uint32_t>(largest);
+  if (bits >= 0x7f800000) return Scalar::canonical(largest - largest);
+  if (bits == 0) return 0;
+  // largest / scale is below 3.7499: with what is added to signed numbers it stays below 3.75, the largest code.
+  constexpr std::uint32_t smallest = is_signed ? 0x07800000 : 0x0f800000;
+  const std::uint32_t scale = ((bits + 0x00100200) & 0x7f800000) - 0x00800000;
+  return std::bit_cast<float>(bits < smallest + 0x00800000 ? smallest : scale);
+}
+
+template <class V, bool is_signed>
+[[gnu::always_inline]] inline typename V::F32 load_code(const std::byte* codes, std::size_t i, float scale) {
+  if constexpr (is_signed) return V::load_signed_code(codes, i, least_of<true>(scale));
+  else return V::load_unsigned_code(codes, i, least_of<false>(scale));
+}
+
+template <class V, bool is_signed>
+[[gnu::always_inline]] inline typename V::U32 code_of(typename V::F32 x, float scale, typename V::U32 random) {
+  if constexpr (is_signed) return V::signed_code(x, least_of<true>(scale), random);
+  else return V::unsigned_code(x, least_of<false>(scale), random);
+}
+
+// The first pass, over elements [begin, end) of the block that starts at element `start`: new states go to `block`.
 template <class V, Dtype grad_dtype, WeightFormat format, class Rule>
-[[gnu::always_inline]] inline void update_block(const Rule& rule, const Arrays& arrays, std::size_t start, std::size_t begin,
-                                                std::size_t end, CodeBlock& block) {
-  using F32 = typename V::F32;
-  const std::size_t b = start / kCodeBlock;
+[[gnu::always_inline]] inline void advance_block(const Rule rule, const Arrays arrays, std::size_t start, std::size_t begin,
+                                                 std::size_t end, CodeBlock& block) {
   float scales[kStatesMax];
-  for_states<Rule>([&](auto s) __attribute__((always_inline)) { scales[s] = arrays.scales[s][b]; });
-  F32 largest[kStatesMax] = {V::set(0), V::set(0), V::set(0)};
-  F32 poison = V::set(0);  // becomes NaN with the first weight that is not finite
-  const auto first = [=](auto, std::size_t i) __attribute__((always_inline)) {
+  for_states<Rule>([&](auto s) __attribute__((always_inline)) { scales[s] = arrays.scales[s][start / kCodeBlock]; });
+  typename V::F32 largest[kStatesMax] = {V::set(0), V::set(0), V::set(0)};
+  for (std::size_t i = begin; i < end; i += V::width) {
     Operands<V> x;
     for_states<Rule>([&](auto s) __attribute__((always_inline)) {
       x.states[s] = load_code<V, Rule::state_signed[s]>(arrays.states[s], start + i, scales[s]);
     });
     load_and_advance<V, grad_dtype, format>(rule, arrays, start + i, x);
-    return x;
-  };
-  const auto second = [=, &block, &largest, &poison](auto, std::size_t i, auto& x) __attribute__((always_inline)) {
-    const auto weight = rule.template apply<V>(x);
-    poison = V::fma(weight, V::set(0), poison);
-    store_weight<V, format>(arrays, start + i, weight);
+    V::store_f32(bytes_of(block.grad), i, x.grad);
     for_states<Rule>([&](auto s) __attribute__((always_inline)) {
       largest[s] = V::larger_magnitude(largest[s], x.states[s]);
-      V::store_f32(reinterpret_cast<std::byte*>(block.states[s]), i, x.states[s]);
+      V::store_f32(bytes_of(block.states[s]), i, x.states[s]);
     });
-  };
-  for_each_overlapped<V>(begin, end, first, second);
-  if (V::has_nan(poison)) [[unlikely]] {
-    for (std::size_t i = start + begin; i < start + end; ++i) {
-      store_weight<Scalar, format>(arrays, i, Scalar::canonical(load_weight<Scalar, format>(arrays, i)));
-    }
   }
   for_states<Rule>([&](auto s) __attribute__((always_inline)) {
     block.largest[s] = Scalar::larger_magnitude(block.largest[s], V::largest_lane(largest[s]));
   });
 }
 
-// Encodes values[0, n). A block whose largest magnitude is not finite becomes NaN, so that it shows; one that is all but zero
-// (below 2^-125, where a scale would not be a normal number) becomes zero.
-template <class V, bool is_signed>
-[[gnu::always_inline]] inline void encode(const float* values, std::size_t n, float largest,
-                                          const std::uint32_t (&noise)[kNoiseLanes], std::byte* codes, float* scale) {
-  const auto largest_bits = std::bit_cast<std::uint32_t>(largest);
-  if (largest_bits >= 0x7f800000 || largest_bits < 0x01000000) [[unlikely]] {
-    *scale = largest_bits >= 0x7f800000 ? Scalar::canonical(largest - largest) : 0.0f;
-    std::memset(codes, 0, n);
-    return;
-  }
-  // largest / scale is in [1.87, 3.7499): with what is added to signed numbers it stays below 3.75, the largest code.
-  *scale = std::bit_cast<float>(((largest_bits + 0x00100200) & 0x7f800000) - 0x00800000);
-  const float inverse = 1.0f / *scale;
-  const auto* source = reinterpret_cast<const std::byte*>(values);
-  const auto code = [&](auto v, std::size_t i, std::size_t lane) __attribute__((always_inline)) {
-    using W = decltype(v);
-    const auto x = W::load_f32(source, i);
-    const auto random = W::load_u32(noise, lane);
-    if constexpr (is_signed) return W::signed_code(x, W::set(inverse), random);
-    else return W::unsigned_code(x, W::set(inverse), random);
-  };
-  std::size_t i = 0;
-  for (; i + 4 * V::width <= n; i += 4 * V::width) {
-    typename V::U32 four[4];
-    for (std::size_t k = 0; k < 4; ++k) {
-      // A constant for vectors, since 4 of them are a multiple of the lanes: random bits stay in registers.
-      const std::size_t lane = (V::width == 1 ? i + k : k * V::width) % kNoiseLanes;
-      four[k] = code(V{}, i + k * V::width, lane);
+// The second pass: weights, and the codes of the states in `block`; `vectors` at once. `random` seeds their rounding.
+template <class V, std::size_t vectors, WeightFormat format, class Rule>
+[[gnu::always_inline]] inline void apply_block(const Rule rule, const Arrays arrays, std::size_t start, std::size_t begin,
+                                               std::size_t end, CodeBlock& block, const float (&scales)[kStatesMax],
+                                               std::uint32_t random) {
+  typename V::F32 poison = V::set(0);  // becomes NaN with the first weight that is NaN
+  for (std::size_t i = begin; i < end; i += vectors * V::width) {
+    typename V::U32 codes[kStatesMax][vectors];
+#pragma GCC unroll 4
+    for (std::size_t k = 0; k < vectors; ++k) {
+      const std::size_t j = i + k * V::width;
+      // j % kNoiseLanes, but known when this is compiled wherever it can be.
+      const std::size_t lane = (vectors * V::width % kNoiseLanes == 0 ? j - i : j) % kNoiseLanes;
+      Operands<V> x;
+      x.weight = load_weight<V, format>(arrays, start + j);
+      x.grad = V::load_f32(bytes_of(block.grad), j);
+      for_states<Rule>([&](auto s) __attribute__((always_inline)) {
+        x.states[s] = V::load_f32(bytes_of(block.states[s]), j);
+        codes[s][k] = code_of<V, Rule::state_signed[s]>(x.states[s], scales[s], V::noise(random, lane));
+      });
+      const auto weight = rule.template apply<V>(x);
+      poison = V::add(poison, weight);
+      store_weight<V, format>(arrays, start + j, weight);
     }
-    if constexpr (is_signed) V::store_signed_codes(codes, i, four);
-    else V::store_unsigned_codes(codes, i, four);
+    for_states<Rule>([&](auto s) __attribute__((always_inline)) {
+      if constexpr (vectors == 1) V::store_code(arrays.states[s], start + i, codes[s][0]);
+      else if constexpr (Rule::state_signed[s]) V::store_signed_codes(arrays.states[s], start + i, codes[s]);
+      else V::store_unsigned_codes(arrays.states[s], start + i, codes[s]);
+    });
   }
-  for (; i < n; ++i) Scalar::store_code(codes, i, code(Scalar{}, i, i % kNoiseLanes));
+  if (V::has_nan(poison)) [[unlikely]] {
+    for (std::size_t i = start + begin; i < start + end; ++i) {
+      store_weight<Scalar, format>(arrays, i, Scalar::canonical(load_weight<Scalar, format>(arrays, i)));
+    }
+  }
 }
 
-// Random bits of a block, 20 for each lane: from what the block holds and from the step. Lanes are a golden section apart.
-inline void fill(std::uint32_t (&noise)[kNoiseLanes], const float (&largest)[kStatesMax], std::uint32_t seed) {
+// A block's random bits come from what it holds and from the step.
+inline std::uint32_t hash(const float (&largest)[kStatesMax], std::uint32_t seed) {
   std::uint32_t random = seed;
   for (const float x : largest) {
     random = (random ^ std::bit_cast<std::uint32_t>(x)) * 0x9e3779b1;
     random ^= random >> 15;
   }
-  for (std::uint32_t lane = 0; lane < kNoiseLanes; ++lane) noise[lane] = (random + lane * 0x9e3779b9) >> 12;
+  return random;
 }
 
 template <class V, class Rule>
 void update_codes(const Rule& rule, const Arrays& arrays, std::size_t begin, std::size_t end) {
   with_weight_formats(arrays, [&](auto grad_dtype, auto format) {
     for (std::size_t start = begin; start < end; start += kCodeBlock) {
-      const std::size_t n = end - start < kCodeBlock ? end - start : kCodeBlock, whole = n - n % V::width;
+      const std::size_t n = end - start < kCodeBlock ? end - start : kCodeBlock, whole = n - n % (kCodeVectors * V::width);
       CodeBlock block;
-      update_block<V, grad_dtype(), format()>(rule, arrays, start, 0, whole, block);
-      if (whole < n) update_block<Scalar, grad_dtype(), format()>(rule, arrays, start, whole, n, block);
-      std::uint32_t noise[kNoiseLanes];
-      fill(noise, block.largest, arrays.seed);
+      advance_block<V, grad_dtype(), format()>(rule, arrays, start, 0, whole, block);
+      if (whole < n) advance_block<Scalar, grad_dtype(), format()>(rule, arrays, start, whole, n, block);
+      float scales[kStatesMax];
       for_states<Rule>([&](auto s) __attribute__((always_inline)) {
-        encode<V, Rule::state_signed[s]>(block.states[s], n, block.largest[s], noise, arrays.states[s] + start,
-                                         &arrays.scales[s][start / kCodeBlock]);
+        scales[s] = scale_for<Rule::state_signed[s]>(block.largest[s]);
+      });
+      const std::uint32_t random = hash(block.largest, arrays.seed);
+      apply_block<V, kCodeVectors, format()>(rule, arrays, start, 0, whole, block, scales, random);
+      if (whole < n) apply_block<Scalar, 1, format()>(rule, arrays, start, whole, n, block, scales, random);
+      for_states<Rule>([&](auto s) __attribute__((always_inline)) {
+        arrays.scales[s][start / kCodeBlock] = scales[s];
+        if (!(scales[s] > 0)) [[unlikely]] std::memset(arrays.states[s] + start, 0, n);
       });
     }
   });

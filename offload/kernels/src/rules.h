@@ -38,13 +38,13 @@ struct Adam {
     x.states[0] = V::fma(V::set(one_minus_beta1), V::sub(grad, x.states[0]), x.states[0]);
     x.states[1] = V::fma(V::set(beta2), x.states[1], V::mul(V::mul(V::set(one_minus_beta2), grad), grad));
     if constexpr (amsgrad) x.states[2] = V::max(x.states[2], x.states[1]);
-    if constexpr (decoupled) x.weight = V::mul(V::set(decay), x.weight);
+    x.grad = V::fma(V::sqrt(x.states[amsgrad ? 2 : 1]), V::set(root_correction2), V::set(eps));  // the denominator
   }
 
   template <class V>
   [[gnu::always_inline]] auto apply(const Operands<V>& x) const {
-    const auto denominator = V::fma(V::sqrt(x.states[amsgrad ? 2 : 1]), V::set(root_correction2), V::set(eps));
-    return V::fma(V::set(minus_step_size), V::div(x.states[0], denominator), x.weight);
+    const auto weight = decoupled ? V::mul(V::set(decay), x.weight) : x.weight;
+    return V::fma(V::set(minus_step_size), V::div(x.states[0], x.grad), weight);
   }
 };
 

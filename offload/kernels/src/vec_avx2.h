@@ -56,32 +56,33 @@ struct Avx2 {
 
   // Codes.
 
-  static F32 load_signed_code(const std::byte* base, std::size_t i, F32 scale, F32 least) {
+  static F32 load_signed_code(const std::byte* base, std::size_t i, float least) {
     const __m256i code = _mm256_cvtepi8_epi32(load_8x8(base, i));
     const __m256i b = _mm256_and_si256(_mm256_slli_epi32(code, 20), _mm256_set1_epi32(static_cast<int>(0x87f00000)));
-    const F32 offset = _mm256_blendv_ps(sub(set(0), least), least, _mm256_castsi256_ps(code));
-    return fma(_mm256_castsi256_ps(_mm256_add_epi32(b, _mm256_set1_epi32(0x38800000))), scale, offset);
+    const F32 offset = _mm256_blendv_ps(set(-least), set(least), _mm256_castsi256_ps(code));
+    return add(_mm256_castsi256_ps(_mm256_add_epi32(b, bits(set(least)))), offset);
   }
-  static F32 load_unsigned_code(const std::byte* base, std::size_t i, F32 scale) {
+  static F32 load_unsigned_code(const std::byte* base, std::size_t i, float least) {
     const __m256i shifted = _mm256_slli_epi32(_mm256_cvtepu8_epi32(load_8x8(base, i)), 20);
-    return mul(_mm256_castsi256_ps(_mm256_add_epi32(shifted, _mm256_set1_epi32(0x30800000))), scale);
+    return _mm256_castsi256_ps(_mm256_add_epi32(shifted, bits(set(least))));
   }
-  static U32 load_u32(const std::uint32_t* base, std::size_t i) {
-    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(base + i));
+  static U32 noise(std::uint32_t random, std::size_t lane) {
+    const __m256i lanes = _mm256_add_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(static_cast<int>(lane)));
+    const __m256i apart = _mm256_mullo_epi32(lanes, _mm256_set1_epi32(static_cast<int>(0x9e3779b9)));
+    return _mm256_srli_epi32(_mm256_add_epi32(_mm256_set1_epi32(static_cast<int>(random)), apart), 12);
   }
   // In [-128, 127], negative where x is: what is added to a negative number fills the bits above its code with ones.
-  static U32 signed_code(F32 x, F32 inverse, U32 random) {
-    const __m256i b = bits(fma(x, inverse, _mm256_blendv_ps(set(0x1p-14f), set(-0x1p-14f), x)));
-    const __m256i minus_least = _mm256_sub_epi32(random, _mm256_set1_epi32(0x38800000));
+  static U32 signed_code(F32 x, float least, U32 random) {
+    const __m256i b = bits(add(x, _mm256_blendv_ps(set(least), set(-least), x)));
+    const __m256i minus_least = _mm256_sub_epi32(random, bits(set(least)));
     const __m256i and_ones = _mm256_add_epi32(minus_least, _mm256_set1_epi32(0x78000000));
     const __m256i to_add = _mm256_castps_si256(
         _mm256_blendv_ps(_mm256_castsi256_ps(minus_least), _mm256_castsi256_ps(and_ones), x));
     return _mm256_srai_epi32(_mm256_add_epi32(b, to_add), 20);
   }
   // May be out of range: store_unsigned_codes clamps.
-  static U32 unsigned_code(F32 x, F32 inverse, U32 random) {
-    const __m256i minus_least = _mm256_sub_epi32(random, _mm256_set1_epi32(0x30800000));
-    return _mm256_srai_epi32(_mm256_add_epi32(bits(mul(x, inverse)), minus_least), 20);
+  static U32 unsigned_code(F32 x, float least, U32 random) {
+    return _mm256_srai_epi32(_mm256_add_epi32(bits(x), _mm256_sub_epi32(random, bits(set(least)))), 20);
   }
   static void store_signed_codes(std::byte* base, std::size_t i, const U32 (&codes)[4]) {
     store_8x32(base, i, _mm256_packs_epi16(_mm256_packs_epi32(codes[0], codes[1]), _mm256_packs_epi32(codes[2], codes[3])));

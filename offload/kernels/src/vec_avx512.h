@@ -51,29 +51,33 @@ struct Avx512 {
 
   // Codes.
 
-  static F32 load_signed_code(const std::byte* base, std::size_t i, F32 scale, F32 least) {
+  static F32 load_signed_code(const std::byte* base, std::size_t i, float least) {
     const __m512i code = _mm512_cvtepi8_epi32(load_8x16(base, i));
     const __m512i b = _mm512_and_si512(_mm512_slli_epi32(code, 20), _mm512_set1_epi32(static_cast<int>(0x87f00000)));
-    const F32 offset = _mm512_mask_mov_ps(sub(set(0), least), _mm512_movepi32_mask(code), least);
-    return fma(_mm512_castsi512_ps(_mm512_add_epi32(b, _mm512_set1_epi32(0x38800000))), scale, offset);
+    const F32 offset = _mm512_mask_mov_ps(set(-least), _mm512_movepi32_mask(code), set(least));
+    return add(_mm512_castsi512_ps(_mm512_add_epi32(b, bits(set(least)))), offset);
   }
-  static F32 load_unsigned_code(const std::byte* base, std::size_t i, F32 scale) {
+  static F32 load_unsigned_code(const std::byte* base, std::size_t i, float least) {
     const __m512i shifted = _mm512_slli_epi32(_mm512_cvtepu8_epi32(load_8x16(base, i)), 20);
-    return mul(_mm512_castsi512_ps(_mm512_add_epi32(shifted, _mm512_set1_epi32(0x30800000))), scale);
+    return _mm512_castsi512_ps(_mm512_add_epi32(shifted, bits(set(least))));
   }
-  static U32 load_u32(const std::uint32_t* base, std::size_t i) { return _mm512_loadu_si512(base + i); }
+  static U32 noise(std::uint32_t random, std::size_t lane) {
+    const __m512i lanes = _mm512_add_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                                           _mm512_set1_epi32(static_cast<int>(lane)));
+    const __m512i apart = _mm512_mullo_epi32(lanes, _mm512_set1_epi32(static_cast<int>(0x9e3779b9)));
+    return _mm512_srli_epi32(_mm512_add_epi32(_mm512_set1_epi32(static_cast<int>(random)), apart), 12);
+  }
   // In [-128, 127], negative where x is: what is added to a negative number fills the bits above its code with ones.
-  static U32 signed_code(F32 x, F32 inverse, U32 random) {
+  static U32 signed_code(F32 x, float least, U32 random) {
     const __mmask16 negative = _mm512_movepi32_mask(bits(x));
-    const __m512i b = bits(fma(x, inverse, _mm512_mask_mov_ps(set(0x1p-14f), negative, set(-0x1p-14f))));
-    const __m512i minus_least = _mm512_sub_epi32(random, _mm512_set1_epi32(0x38800000));
+    const __m512i b = bits(add(x, _mm512_mask_mov_ps(set(least), negative, set(-least))));
+    const __m512i minus_least = _mm512_sub_epi32(random, bits(set(least)));
     const __m512i to_add = _mm512_mask_add_epi32(minus_least, negative, minus_least, _mm512_set1_epi32(0x78000000));
     return _mm512_srai_epi32(_mm512_add_epi32(b, to_add), 20);
   }
   // May be out of range: store_unsigned_codes clamps.
-  static U32 unsigned_code(F32 x, F32 inverse, U32 random) {
-    const __m512i minus_least = _mm512_sub_epi32(random, _mm512_set1_epi32(0x30800000));
-    return _mm512_srai_epi32(_mm512_add_epi32(bits(mul(x, inverse)), minus_least), 20);
+  static U32 unsigned_code(F32 x, float least, U32 random) {
+    return _mm512_srai_epi32(_mm512_add_epi32(bits(x), _mm512_sub_epi32(random, bits(set(least)))), 20);
   }
   static void store_signed_codes(std::byte* base, std::size_t i, const U32 (&codes)[4]) {
     for (std::size_t k = 0; k < 4; ++k) store_8x16(base, i + 16 * k, _mm512_cvtepi32_epi8(codes[k]));

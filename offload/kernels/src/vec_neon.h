@@ -54,25 +54,26 @@ struct Neon {
 
   // Codes.
 
-  static F32 load_signed_code(const std::byte* base, std::size_t i, F32 scale, F32 least) {
+  static F32 load_signed_code(const std::byte* base, std::size_t i, float least) {
     const uint32x4_t code = load_8x4(base, i), sign = vshlq_n_u32(vandq_u32(code, vdupq_n_u32(0x80)), 24);
-    const uint32x4_t b = vaddq_u32(vshlq_n_u32(vandq_u32(code, vdupq_n_u32(0x7f)), 20), vdupq_n_u32(0x38800000));
-    const F32 offset = value(veorq_u32(bits(least), veorq_u32(sign, vdupq_n_u32(0x80000000))));
-    return fma(value(vorrq_u32(b, sign)), scale, offset);
+    const uint32x4_t b = vaddq_u32(vshlq_n_u32(vandq_u32(code, vdupq_n_u32(0x7f)), 20), bits(set(least)));
+    return add(value(vorrq_u32(b, sign)), value(veorq_u32(bits(set(-least)), sign)));
   }
-  static F32 load_unsigned_code(const std::byte* base, std::size_t i, F32 scale) {
-    return mul(value(vaddq_u32(vshlq_n_u32(load_8x4(base, i), 20), vdupq_n_u32(0x30800000))), scale);
+  static F32 load_unsigned_code(const std::byte* base, std::size_t i, float least) {
+    return value(vaddq_u32(vshlq_n_u32(load_8x4(base, i), 20), bits(set(least))));
   }
-  static U32 load_u32(const std::uint32_t* base, std::size_t i) { return vld1q_u32(base + i); }
-  static U32 signed_code(F32 x, F32 inverse, U32 random) {
-    const uint32x4_t b = bits(fma(vabsq_f32(x), inverse, set(0x1p-14f)));
-    const uint32x4_t minus_least = vsubq_u32(random, vdupq_n_u32(0x38800000));
+  static U32 noise(std::uint32_t random, std::size_t lane) {
+    const uint32x4_t lanes = vaddq_u32(uint32x4_t{0, 1, 2, 3}, vdupq_n_u32(static_cast<std::uint32_t>(lane)));
+    return vshrq_n_u32(vmlaq_u32(vdupq_n_u32(random), lanes, vdupq_n_u32(0x9e3779b9)), 12);
+  }
+  static U32 signed_code(F32 x, float least, U32 random) {
+    const uint32x4_t b = bits(add(vabsq_f32(x), set(least))), minus_least = vsubq_u32(random, bits(set(least)));
     return vsliq_n_u32(vshrq_n_u32(vaddq_u32(b, minus_least), 20), vshrq_n_u32(bits(x), 31), 7);
   }
   // May be out of range: store_unsigned_codes clamps.
-  static U32 unsigned_code(F32 x, F32 inverse, U32 random) {
-    const uint32x4_t minus_least = vsubq_u32(random, vdupq_n_u32(0x30800000));
-    return vreinterpretq_u32_s32(vshrq_n_s32(vreinterpretq_s32_u32(vaddq_u32(bits(mul(x, inverse)), minus_least)), 20));
+  static U32 unsigned_code(F32 x, float least, U32 random) {
+    const uint32x4_t minus_least = vsubq_u32(random, bits(set(least)));
+    return vreinterpretq_u32_s32(vshrq_n_s32(vreinterpretq_s32_u32(vaddq_u32(bits(x), minus_least)), 20));
   }
   static void store_signed_codes(std::byte* base, std::size_t i, const U32 (&codes)[4]) {
     const uint16x8_t low = vcombine_u16(vmovn_u32(codes[0]), vmovn_u32(codes[1]));

@@ -63,22 +63,25 @@ struct Scalar {
   // Codes: 8-bit logarithmic numbers, the upper bits of an fp32 number, times a scale that is a power of two. Signed: sign, 4
   // bits of exponent, 3 of mantissa, minus 2^-14, so that they come to zero in even steps (the mu-law of telephony), up to
   // 3.75. Unsigned: 5 bits of exponent, 3 of mantissa, from 2^-30 to 3.75. Encoding rounds at random: up as often as the 20
-  // bits cut off say.
+  // bits cut off say. `least` is 2^-14 or 2^-30 times the scale: its bits are what is added to those of the code.
 
-  static F32 load_signed_code(const std::byte* base, std::size_t i, F32 scale, F32 least) {  // least: 2^-14 * scale
+  static F32 load_signed_code(const std::byte* base, std::size_t i, float least) {
     const auto code = static_cast<std::uint32_t>(base[i]), sign = (code & 0x80) << 24;
-    return fma(value((sign | (code & 0x7f) << 20) + 0x38800000), scale, sign ? least : -least);
+    return value((sign | (code & 0x7f) << 20) + bits(least)) + (sign ? least : -least);
   }
-  static F32 load_unsigned_code(const std::byte* base, std::size_t i, F32 scale) {
-    return value((static_cast<std::uint32_t>(base[i]) << 20) + 0x30800000) * scale;
+  static F32 load_unsigned_code(const std::byte* base, std::size_t i, float least) {
+    return value((static_cast<std::uint32_t>(base[i]) << 20) + bits(least));
   }
-  static U32 load_u32(const std::uint32_t* base, std::size_t i) { return base[i]; }
-  // `inverse` is 1 / scale, `random` has 20 bits. Codes are in the lowest byte of the result.
-  static U32 signed_code(F32 x, F32 inverse, U32 random) {
-    return ((bits(fma(magnitude_of(x), inverse, 0x1p-14f)) - 0x38800000 + random) >> 20) | bits(x) >> 31 << 7;
+  // 20 random bits; those of neighbouring lanes are a golden section apart.
+  static U32 noise(std::uint32_t random, std::size_t lane) {
+    return (random + static_cast<std::uint32_t>(lane) * 0x9e3779b9) >> 12;
   }
-  static U32 unsigned_code(F32 x, F32 inverse, U32 random) {
-    const std::int32_t code = static_cast<std::int32_t>(bits(x * inverse) - 0x30800000 + random) >> 20;
+  // `random` has 20 bits. Codes are in the lowest byte of the result.
+  static U32 signed_code(F32 x, float least, U32 random) {
+    return ((bits(magnitude_of(x) + least) - bits(least) + random) >> 20) | bits(x) >> 31 << 7;
+  }
+  static U32 unsigned_code(F32 x, float least, U32 random) {
+    const std::int32_t code = static_cast<std::int32_t>(bits(x) - bits(least) + random) >> 20;
     return static_cast<U32>(code < 0 ? 0 : code > 255 ? 255 : code);
   }
   static void store_code(std::byte* base, std::size_t i, U32 code) { base[i] = static_cast<std::byte>(code); }
