@@ -14,7 +14,7 @@ from offload.config import OffloadConfig
 from offload.errors import ConfigError
 from offload.kernel_rule import KERNELS, Kernel, KernelRule
 from offload.layout import Formats
-from offload.rule import Group, Rule
+from offload.rule import Group, Rule, options_of
 from offload.torch_rule import TorchRule
 from offload.units import ParameterSpec, UnitSpec
 
@@ -63,7 +63,7 @@ def choose(config: OffloadConfig, units: Sequence[UnitSpec]) -> Choice | None:
         return _native(config, kernel, [(group, trainable)])
     if isinstance(optimizer, type):
         built = _build(optimizer, config.optimizer_settings)
-        groups = [(_without_params(built.param_groups[0]), trainable)]
+        groups = [(options_of(built.param_groups[0]), trainable)]
     else:
         built = optimizer
         if config.optimizer_settings:
@@ -141,7 +141,3 @@ def _parameter(spec: ParameterSpec) -> nn.Parameter:
     parameter = module._parameters[name]
     assert parameter is not None
     return parameter
-
-
-def _without_params(group: Group) -> Group:
-    return {name: value for name, value in group.items() if name != "params"}

@@ -14,6 +14,11 @@ Group = dict[str, Any]
 """A parameter group of ``torch.optim``: its options by name, and ``params``."""
 
 
+def options_of(group: Group) -> Group:
+    """The group without its ``params``."""
+    return {name: value for name, value in group.items() if name != "params"}
+
+
 class Rule(Protocol):
     """An optimizer that runs over tiles. Addresses are of memory that holds a whole tile, in RAM."""
 

@@ -18,7 +18,7 @@ from torch import nn
 from offload.errors import ConfigError
 from offload.layout import Formats, Tile
 from offload.memory import tensor_at
-from offload.rule import Group
+from offload.rule import Group, options_of
 from offload.units import GRAIN, ParameterSpec, UnitSpec
 from swapper import OffloadError
 
@@ -73,7 +73,7 @@ class TorchRule:
         self._name = type(optimizer).__name__
         self._formats = formats
         self._grad_dtype = grad_dtype
-        self._groups = [_options(group) for group, _ in groups]
+        self._groups = [options_of(group) for group, _ in groups]
         self._group_of = {spec: index for index, (_, specs) in enumerate(groups) for spec in specs}
         self._records: dict[Tile, dict[ParameterSpec, _Record]] = {}
         self._schemas: dict[tuple[torch.Size, int], dict[str, tuple[torch.Size, torch.dtype]]] = {}
@@ -117,7 +117,7 @@ class TorchRule:
         return record.master + (element - record.spec.offset) * self._formats.master
 
     def freeze(self, spec: ParameterSpec, group: Group, step: int, grad_scale: float) -> Hashable:
-        return _Step(spec, _options(group), grad_scale)
+        return _Step(spec, options_of(group), grad_scale)
 
     def apply(
         self, frozen: Hashable, tile: Tile, address: int, start: int, stop: int, *, weight: int, grad: int
@@ -218,10 +218,6 @@ class TorchRule:
             if states[name].data_ptr() != tensor.data_ptr():
                 tensor.copy_(states[name].detach().reshape(-1))
         self._loose[spec] = {name: value for name, value in states.items() if name not in kept}
-
-
-def _options(group: Group) -> Group:
-    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _rests_in_tile(value: Any) -> bool:
