@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator
+from types import TracebackType
 
 from swapper import StorageError
 
 
 class Failure:
-    """Holds the first fatal error of any thread."""
+    """Holds the first fatal error of any thread.
+
+    ``with failure:`` is for whatever waits for the store on the training thread: a fault there is fatal. Raises the
+    first one. It is entered several times for each unit and step, so it is no generator.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -27,12 +30,16 @@ class Failure:
         if self._error is not None:
             raise self._error
 
-    @contextlib.contextmanager
-    def guard(self) -> Iterator[None]:
-        """Around whatever waits for the store on the training thread: a fault there is fatal. Raises the first one."""
+    def guard(self) -> Failure:
+        """This, for ``with``."""
+        return self
+
+    def __enter__(self) -> None:
         self.check()
-        try:
-            yield
-        except StorageError as error:
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, StorageError):
             self.record(error)
             self.check()

@@ -25,6 +25,7 @@ class Gradients:
         self._buffers = list(buffers)
         self._store = store
         self._dtype = dtype
+        self._kernel_dtype = kernel_dtype(dtype)
         self._meter = meter
 
     def add(self, unit: Unit, spec: ParameterSpec, gradient: torch.Tensor, scale: float = 1.0) -> None:
@@ -33,17 +34,18 @@ class Gradients:
         Reads ``gradient`` only. The scale is applied by the update, unless gradients with different ones meet.
         """
         total = self._tensor(unit, spec)
+        if gradient.requires_grad:
+            gradient = gradient.detach()
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         before = unit.gradients.get(spec)
-        with torch.no_grad():
-            if before is None:
-                total.copy_(gradient)
-            elif before.scale == scale:
-                total.add_(gradient)
-            else:
-                total.mul_(before.scale).add_(gradient, alpha=scale)
-                scale = 1.0
+        if before is None:
+            total.copy_(gradient)
+        elif before.scale == scale:
+            total.add_(gradient)
+        else:
+            total.mul_(before.scale).add_(gradient, alpha=scale)
+            scale = 1.0
         unit.gradients[spec] = Gradient(self._sum_squares(total), scale)
 
     def home(self, unit: Unit, spec: ParameterSpec, dtype: torch.dtype) -> torch.Tensor | None:
@@ -99,13 +101,18 @@ class Gradients:
 
     def _tensor(self, unit: Unit, spec: ParameterSpec) -> torch.Tensor:
         """Where the parameter's gradient may be changed now."""
-        address = self._writable(unit) + spec.offset * self._dtype.itemsize
-        return tensor_at(address, spec.numel, self._dtype).view(spec.shape)
+        view = unit.grad_views.get(spec)
+        if view is None:
+            address = self._writable(unit) + spec.offset * self._dtype.itemsize
+            view = tensor_at(address, spec.numel, self._dtype).view(spec.shape)
+            if unit.grads_home is not None:
+                unit.grad_views[spec] = view
+        return view
 
     def _sum_squares(self, gradient: torch.Tensor) -> float:
         if gradient.numel() == 0:
             return 0.0
-        return kernels.sum_squares(gradient.data_ptr(), gradient.numel(), kernel_dtype(self._dtype))
+        return kernels.sum_squares(gradient.data_ptr(), gradient.numel(), self._kernel_dtype)
 
     def _writable(self, unit: Unit) -> int:
         """The address where the unit's gradients may be changed now."""

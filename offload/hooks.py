@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves, tree_map
 
 from offload.handle import Handle
@@ -33,14 +34,8 @@ class Schedule(Protocol):
     def end_backward(self, unit: Unit) -> None: ...
 
 
-class _Hook:
+class _Hook(partial[Any]):
     """A hook that stays with its model: in a ``deepcopy`` of the module it does nothing."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any) -> Any:
-        return self._function(*args)
 
     def __deepcopy__(self, memo: Any) -> _Hook:
         return _Hook(_nothing)
@@ -53,15 +48,28 @@ def _nothing(*args: Any) -> None:
     return None
 
 
+def _tensors(output: Any) -> list[torch.Tensor]:
+    """The tensors in what a module returned."""
+    leaves = [output] if isinstance(output, torch.Tensor) else tree_leaves(output)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
 def _own(unit: Unit, leaf: Any) -> Any:
     """A module may return its parameter, or a view of it: what leaves the unit must stay when the unit goes."""
     return leaf.clone() if isinstance(leaf, torch.Tensor) and unit.window.holds(leaf) else leaf
 
 
-def _made_since(sequence: int, tensor: torch.Tensor) -> bool:
-    """False for what a unit has merely passed through: its gradient tells nothing of the unit's backward."""
-    node = tensor.grad_fn
-    return node is not None and node._sequence_nr() >= sequence
+def _first_node(sequence: int, output: torch.Tensor) -> Node | None:
+    """The node through which gradients of ``output`` reach those that the unit has made since ``sequence``.
+
+    None for what a unit has merely passed through: its gradient tells nothing of the unit's backward. A view that the
+    caller changes in place gets a new history, which goes through its base alone: the base's node is the one.
+    """
+    for tensor in (output._base, output):
+        node = None if tensor is None else tensor.grad_fn
+        if node is not None and node._sequence_nr() >= sequence:
+            return node
+    return None
 
 
 def _call_weakly(
@@ -110,12 +118,12 @@ class Hooks:
     def _install(self, unit: Unit) -> None:
         for module in unit.spec.modules:
             self._installed += [
-                module.register_forward_pre_hook(_Hook(partial(self._pre_forward, unit))),
-                module.register_forward_hook(_Hook(partial(self._post_forward, unit)), always_call=True),
+                module.register_forward_pre_hook(_Hook(self._pre_forward, unit)),
+                module.register_forward_hook(_Hook(self._post_forward, unit), always_call=True),
             ]
         take = weakref.WeakMethod(self._post_accumulate)  # the collector does not see into hooks of tensors
         for index, (parameter, spec) in enumerate(zip(unit.parameters, unit.spec.parameters, strict=True)):
-            hook = _Hook(partial(_call_weakly, take, weakref.ref(unit), index))
+            hook = _Hook(_call_weakly, take, weakref.ref(unit), index)
             for holder in (parameter, self._handles[spec]) if spec.trainable else ():
                 self._installed.append(holder.register_post_accumulate_grad_hook(hook))
 
@@ -142,16 +150,17 @@ class Hooks:
         unit.forward_depth -= 1
         if unit.forward_depth > 0:
             return output
-        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        leaves = _tensors(output)
         if any(unit.window.holds(leaf) for leaf in leaves):
             output = tree_map(lambda leaf: _own(unit, leaf), output)
-            leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+            leaves = _tensors(output)
         self._leave_forward(unit)
         if torch.is_grad_enabled():
-            # A view that the caller changes in place gets a new history, which goes through its base alone.
-            for tensor in [*leaves, *(leaf._base for leaf in leaves if leaf._base is not None)]:
-                if _made_since(unit.forward_sequence, tensor):
-                    tensor.register_hook(partial(self._pre_backward, unit, unit.forward_start, self._serial))
+            arrived = partial(self._pre_backward, unit, unit.forward_start, self._serial)
+            for leaf in leaves:
+                node = _first_node(unit.forward_sequence, leaf)
+                if node is not None:
+                    node.register_prehook(arrived)
         return output
 
     def _leave_forward(self, unit: Unit) -> None:
@@ -161,7 +170,7 @@ class Hooks:
         if not unit.in_backward:
             self._schedule.end_use(unit)
 
-    def _pre_backward(self, unit: Unit, start: int, end: int, gradient: torch.Tensor) -> None:
+    def _pre_backward(self, unit: Unit, start: int, end: int, gradients: Any) -> None:
         """A gradient has reached the output of the call that ran from serial number ``start`` to ``end``."""
         task = torch._C._current_graph_task_id()
         if task not in self._tasks:

@@ -123,6 +123,7 @@ class KernelRule:
     """A native kernel over tiles of any length. See ``Rule``."""
 
     repeatable = True
+    uniform = True
 
     def __init__(
         self,

@@ -93,15 +93,14 @@ class Meter:
             self.trace.end(span)
             self.stalls[cause] = self.stalls.get(cause, 0.0) + _seconds(span)
 
-    @contextlib.contextmanager
-    def update(self, name: str) -> Iterator[None]:
-        """Count the time of the block as updating ``name``."""
-        span = self.trace.begin("update", name)
-        try:
-            yield
-        finally:
-            self.trace.end(span)
-            self.update_seconds += _seconds(span)
+    def begin_update(self, name: str) -> Span:
+        """Count the time from now on as updating ``name``."""
+        return self.trace.begin("update", name)
+
+    def end_update(self, span: Span) -> None:
+        """Until now."""
+        self.trace.end(span)
+        self.update_seconds += _seconds(span)
 
     def restart(self) -> tuple[float, dict[str, float], float]:
         """Seconds since the last restart, stalls by cause and update seconds in them."""

@@ -61,7 +61,12 @@ class Weights:
         """Wait until the unit's weights are in RAM and up to date, pin them, and return their address.
 
         ``computing`` marks a use that belongs to the model's order: it is learnt, and the next ones are prefetched.
+        Where all weights are at home there is nothing to learn, to pin or to fetch.
         """
+        if unit.weights_home is not None and not self._slots:
+            if unit.updating:
+                self.wait_for_update(unit)
+            return unit.weights_home.address
         with self._changed:
             if computing:
                 self._order.use(unit.spec.index)
@@ -75,6 +80,8 @@ class Weights:
 
     def release(self, unit: Unit, *, computing: bool = True) -> None:
         """Say that a use is over."""
+        if unit.weights_home is not None and not self._slots:
+            return
         with self._changed:
             unit.pins -= 1
             self._num_computing -= computing
@@ -121,8 +128,9 @@ class Weights:
 
     def wait_for_update(self, unit: Unit) -> None:
         """Block until the last step's update has reached the unit."""
-        with self._changed:
-            self._wait_for_update(unit)
+        if unit.updating:
+            with self._changed:
+                self._wait_for_update(unit)
 
     def wait_for_updates(self) -> None:
         """Block until no unit waits for its update."""
@@ -134,6 +142,8 @@ class Weights:
 
     def acquire_for_update(self, unit: Unit) -> int:
         """Like ``acquire``, for the unit whose update comes next."""
+        if unit.weights_home is not None:
+            return unit.weights_home.address
         with self._changed:
             self._pin(unit, for_update=True)
         self._wait_for_fetch(unit, None)
@@ -142,6 +152,8 @@ class Weights:
 
     def try_fetch(self, unit: Unit) -> None:
         """Start reading the unit if a slot is to be had at once."""
+        if unit.residency is not Residency.ABSENT:
+            return
         with self._changed:
             if unit.residency is Residency.ABSENT:
                 slot = self._victim(unit, must=False)
@@ -150,6 +162,11 @@ class Weights:
 
     def end_update(self, unit: Unit) -> None:
         """The pinned weights are the new ones. They go back to the store, and whoever waits for them may go on."""
+        if unit.weights_home is not None:
+            unit.updating = False
+            if self._num_waiting_for_update:
+                self.wake()
+            return
         self._write_back(unit)
         with self._changed:
             unit.updating = False

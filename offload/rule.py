@@ -24,6 +24,8 @@ class Rule(Protocol):
 
     repeatable: bool
     """``apply`` leaves nothing behind but what it writes to the addresses: what it did can be forgotten."""
+    uniform: bool
+    """What ``freeze`` gives is the same for all parameters of a group with the same step and scale."""
 
     def cut(self, unit: UnitSpec, tile_bytes: int) -> tuple[Tile, ...]:
         """The unit's trainable elements in tiles of at most ``tile_bytes``, or as little more as works."""

@@ -61,6 +61,7 @@ class TorchRule:
     """
 
     repeatable = False
+    uniform = False
 
     def __init__(
         self,

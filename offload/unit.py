@@ -129,6 +129,8 @@ class Unit:
 
     gradients: dict[ParameterSpec, Gradient] = field(default_factory=dict)
     """Of each parameter that has one for the coming step."""
+    grad_views: dict[ParameterSpec, torch.Tensor] = field(default_factory=dict)
+    """Each parameter's part of ``grads_home``, made when first needed."""
     num_arrived: int = 0
     """Gradients that have come in the present backward."""
     promised: bool = False

@@ -194,8 +194,9 @@ class Updater:
                     self._take_weights(piece)
                 for ticket in piece.reads:
                     ticket.wait()
-                with self._meter.update(unit.name):
-                    self._apply(piece)
+                span = self._meter.begin_update(unit.name)
+                self._apply(piece)
+                self._meter.end_update(span)
                 reading.popleft()
                 self._write(piece)
                 if piece.last_of_unit:
@@ -251,6 +252,8 @@ class Updater:
 
     def _touched(self, update: UnitUpdate) -> list[StateTile]:
         """The unit's tiles that some segment lies in."""
+        if len(update.unit.tiles) == 1:
+            return update.unit.tiles
         return [
             tile
             for tile in update.unit.tiles

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from torch import nn
 
@@ -12,6 +12,9 @@ from offload.rule import Group, Rule
 from offload.unit import Unit
 from offload.units import ALIGNMENT, ParameterSpec
 from offload.update import Segment, UnitUpdate
+
+_Common = dict[tuple[int, int, float], Hashable]
+"""What is frozen, by the ``id`` of the group, the step and the scale."""
 
 
 class Verdict:
@@ -54,21 +57,28 @@ class Verdict:
     def freeze(self, param_groups: Sequence[Group]) -> list[UnitUpdate]:
         """What the step does to each unit that has gradients, with the groups' settings as they are now."""
         groups = groups_by_parameter(param_groups)
+        common: _Common = {}
         updates = []
+        stepping: list[ParameterSpec] = []
         for unit in self._units:
-            update = self.freeze_unit(unit, groups)
+            taking_part = self._taking_part(unit, groups)
+            stepping += taking_part
+            update = self._update(unit, taking_part, common)
             if update is not None:
                 updates.append(update)
-        for spec in [spec for unit in self._units for spec in self._taking_part(unit, groups)]:
+        for spec in stepping:
             self.num_steps[spec] = self.num_steps.get(spec, 0) + 1
         return updates
 
     def freeze_unit(self, unit: Unit, groups: dict[int, Group]) -> UnitUpdate | None:
         """What the coming step would do to the unit, as things stand now. ``groups`` by ``id`` of their parameters."""
+        return self._update(unit, self._taking_part(unit, groups), {})
+
+    def _update(self, unit: Unit, taking_part: dict[ParameterSpec, Group], common: _Common) -> UnitUpdate | None:
         segments: list[Segment] = []
-        for spec, group in self._taking_part(unit, groups).items():
+        for spec, group in taking_part.items():
             if spec.numel:
-                self._append(segments, unit, spec, group)
+                self._append(segments, spec, self._frozen(unit, spec, group, common))
         return UnitUpdate(unit, tuple(segments)) if segments else None
 
     def _taking_part(self, unit: Unit, groups: dict[int, Group]) -> dict[ParameterSpec, Group]:
@@ -80,12 +90,21 @@ class Verdict:
                 found[spec] = group
         return found
 
-    def _append(self, segments: list[Segment], unit: Unit, spec: ParameterSpec, group: Group) -> None:
-        """The parameter's step; neighbours that take the same one are one segment."""
-        step = self.num_steps.get(spec, 0) + 1
-        frozen = self._rule.freeze(spec, group, step, unit.gradients[spec].scale)
+    def _frozen(self, unit: Unit, spec: ParameterSpec, group: Group, common: _Common) -> Hashable:
+        """The parameter's step. ``common`` holds those that others of the same moment may share."""
+        step, scale = self.num_steps.get(spec, 0) + 1, unit.gradients[spec].scale
+        if not self._rule.uniform:
+            return self._rule.freeze(spec, group, step, scale)
+        key = (id(group), step, scale)
+        if key not in common:
+            common[key] = self._rule.freeze(spec, group, step, scale)
+        return common[key]
+
+    def _append(self, segments: list[Segment], spec: ParameterSpec, frozen: Hashable) -> None:
+        """Neighbours that take the same step are one segment."""
         last = segments[-1] if segments else None
-        if last is not None and last.frozen == frozen and spec.offset - last.stop < ALIGNMENT:
+        same = last is not None and (last.frozen is frozen or last.frozen == frozen)
+        if last is not None and same and spec.offset - last.stop < ALIGNMENT:
             segments[-1] = Segment(last.start, spec.offset + spec.numel, frozen)
         else:
             segments.append(Segment(spec.offset, spec.offset + spec.numel, frozen))

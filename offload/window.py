@@ -61,16 +61,23 @@ class SwapWindow(_Holds):
     def __init__(self, numel: int, dtype: torch.dtype, poison: aio_ext.Pattern) -> None:
         self.flat = tensor_at(poison.address, numel, dtype)
         self._poison = poison  # mapped as long as anything may look at it
+        self._storage = self.flat.untyped_storage()
         self._under: torch.UntypedStorage | None = None
+        """What the window last looked out on, or does now: made once for a unit that is at home in RAM."""
+        self._address = 0
+        self._is_open = False
 
     def open(self, address: int) -> None:
-        self._under = tensor_at(address, self.flat.numel(), self.flat.dtype).untyped_storage()
-        self.flat.untyped_storage()._swap_data_ptr_(self._under)  # type: ignore[attr-defined]
+        if self._under is None or self._address != address:
+            self._under = tensor_at(address, self.flat.numel(), self.flat.dtype).untyped_storage()
+            self._address = address
+        self._storage._swap_data_ptr_(self._under)  # type: ignore[attr-defined]
+        self._is_open = True
 
     def close(self) -> None:
-        if self._under is not None:
-            self.flat.untyped_storage()._swap_data_ptr_(self._under)  # type: ignore[attr-defined]
-            self._under = None
+        if self._is_open:
+            self._storage._swap_data_ptr_(self._under)  # type: ignore[attr-defined]
+            self._is_open = False
 
 
 class CopyWindow(_Holds):

@@ -31,7 +31,7 @@ class Dtype(Enum):
     @property
     def itemsize(self) -> int:
         """Bytes of one element."""
-        return {Dtype.F32: 4, Dtype.INT8: 1}.get(self, 2)
+        return 4 if self is Dtype.F32 else 1 if self is Dtype.INT8 else 2
 
 
 CODE_BLOCK = 256

@@ -19,7 +19,7 @@ def built() -> Tiny:
 
 @pytest.fixture
 def engine(tmp_path: Path):
-    with OffloadEngine(built(), precision="fp32", nvme_path=tmp_path, host_memory="6MiB", **ADAMW) as engine:
+    with OffloadEngine(built(), precision="fp32", nvme_path=tmp_path, host_memory="5MiB", **ADAMW) as engine:
         assert engine.plan.nvme_bytes["grads"] > 0
         yield engine
 
