@@ -77,4 +77,4 @@ def _share(distance: float, allowed: float) -> float:
 
 
 def _bits(value: Tensor) -> bytes:
-    return value.contiguous().numpy().tobytes()
+    return value.contiguous().flatten().view(torch.uint8).numpy().tobytes()  # numpy has no bf16
