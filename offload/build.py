@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -115,6 +116,7 @@ def build(
     Loader(store, rule, formats, slots, tile_buffers).load(model, units, handles)
     if device is not None:
         _move_rest(model, torch_device)
+        closers.callback(_leave_alone(model))
     link = None if device is None else _measure_link(device, units, slots)
     bandwidths = None
     if store is not None and profile is not None:
@@ -137,14 +139,36 @@ def _extent_sizes(item: UnitPlan, formats: Formats, shadows: bool) -> Iterator[i
 
 
 def _move_rest(model: nn.Module, device: torch.device) -> None:
-    """Buffers, and parameters that the engine does not manage, compute where the model does."""
+    """Buffers, and parameters that the engine does not manage, go where the model computes. What is shared stays so."""
+    moved: dict[int, Any] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = buffer.to(device)
+                module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
         for name, parameter in module._parameters.items():
             if parameter is not None and not isinstance(parameter, Handle):
-                module._parameters[name] = nn.Parameter(parameter.to(device), requires_grad=parameter.requires_grad)
+                copy = nn.Parameter(parameter.to(device), requires_grad=parameter.requires_grad)
+                module._parameters[name] = moved.setdefault(id(parameter), copy)
+
+
+def _leave_alone(model: nn.Module) -> Callable[[], None]:
+    """Keep recurrent modules from gathering their weights in memory of their own; what undoes that.
+
+    cuDNN likes them in one piece, and torch would point the parameters there: the engine would fill the old place.
+    """
+    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    for module in recurrent:
+        module.__dict__["flatten_parameters"] = _nothing
+
+    def undo() -> None:
+        for module in recurrent:
+            del module.__dict__["flatten_parameters"]
+
+    return undo
+
+
+def _nothing() -> None:
+    return None
 
 
 def _make_units(

@@ -15,6 +15,7 @@ from offload.residency import Weights
 from offload.unit import Unit
 from offload.units import ParameterSpec
 from offload.window import HostWindow
+from swapper import OffloadError
 
 
 class Compute(Protocol):
@@ -107,10 +108,12 @@ class DeviceCompute:
     def begin(self, unit: Unit, *, training: bool) -> None:
         self.weights.acquire(unit, training=training)
         if self._depth == 0:
-            self._began = self._device.compute.record()
+            self._began = self._device.compute.record() if training else None
         self._depth += 1
 
     def end(self, unit: Unit) -> None:
+        if not all(unit.window.holds(parameter) for parameter in unit.parameters):
+            raise OffloadError(f"unit {unit.name}: its forward has moved its parameters to other memory of its own")
         self.weights.release(unit)
         self._depth -= 1
         if self._depth == 0 and self._began is not None:
@@ -140,6 +143,6 @@ class DeviceCompute:
 
     def busy_seconds(self) -> float | None:
         uses, self._uses = self._uses, []
-        for _, end in uses[-1:]:
+        for _, end in uses:
             end.wait()
         return sum(end.seconds_since(begin) for begin, end in uses)

@@ -13,6 +13,9 @@ from offload.device import Event
 from offload.errors import ConfigError, DeviceMemoryError
 from swapper import OffloadError
 
+_PORTABLE = 1
+"""``cudaHostRegisterPortable``: pinned for every GPU, whichever is current in the thread that asks."""
+
 
 class _Event:
     def __init__(self, event: torch.cuda.Event) -> None:
@@ -66,7 +69,7 @@ class CudaDevice:
         return int(torch.cuda.mem_get_info(self.torch_device)[0]) + torch.cuda.memory_reserved(self.torch_device)
 
     def peak_bytes(self) -> int:
-        return int(torch.cuda.max_memory_allocated(self.torch_device))
+        return int(torch.cuda.max_memory_reserved(self.torch_device))
 
     def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         try:
@@ -82,8 +85,7 @@ class CudaDevice:
         storage.resize_(0)
 
     def pin(self, address: int, nbytes: int) -> None:
-        with torch.cuda.device(self.torch_device):
-            code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))
+        code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
         if code != 0:
             raise OffloadError(
                 f"{nbytes:,} bytes of host memory cannot be registered with CUDA (cudaHostRegister gave {code}). "
@@ -91,5 +93,7 @@ class CudaDevice:
             )
 
     def unpin(self, address: int) -> None:
-        torch.cuda.synchronize(self.torch_device)
-        torch.cuda.cudart().cudaHostUnregister(address)
+        try:
+            torch.cuda.synchronize(self.torch_device)
+        finally:
+            torch.cuda.cudart().cudaHostUnregister(address)

@@ -31,7 +31,7 @@ class Stream(Protocol):
         """What the stream is given from now on begins after ``event``."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy ``source`` into ``target``: the same dtype, as many elements. Both must live until it is done."""
+        """Copy ``source`` into ``target``, of the same dtype and shape. Both must live until it is done."""
 
 
 class Device(Protocol):

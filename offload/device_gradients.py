@@ -63,20 +63,23 @@ class DeviceGradients:
     def take(self, unit: Unit, spec: ParameterSpec, gradient: torch.Tensor, scale: float) -> None:
         """Send a complete gradient home. It must not change any more."""
         gradient = gradient.detach()
-        gradient = (gradient.to_dense() if gradient.is_sparse else gradient).to(self._dtype).contiguous()
+        gradient = (gradient.to_dense() if gradient.is_sparse else gradient).to(self._dtype).contiguous().view(-1)
         home = None if spec in self._begun else self._gradients.home(unit, spec, gradient.dtype)
         self._begun.add(spec)
         landing = self._take_room(gradient.nbytes, land=home is None)
-        target = home if landing is None else tensor_at(landing.address, gradient.numel(), gradient.dtype)
-        assert target is not None
-        span = self._meter.trace.begin("to host", f"gradient of {spec.name}", gradient.nbytes)
-        stream = self._device.to_host
-        stream.wait(self._device.compute.record())
-        stream.copy(target, gradient)
-        arrived = stream.record()
-        self.copied_bytes += gradient.nbytes
-
-        self._then(lambda: self._land(unit, spec, scale, target, landing), arrived, span, gradient)
+        try:
+            target = home if landing is None else tensor_at(landing.address, gradient.numel(), gradient.dtype)
+            assert target is not None
+            span = self._meter.trace.begin("to host", f"gradient of {spec.name}", gradient.nbytes)
+            stream = self._device.to_host
+            stream.wait(self._device.compute.record())
+            stream.copy(target, gradient)
+            arrived = stream.record()
+            self.copied_bytes += gradient.nbytes
+            self._then(lambda: self._land(unit, spec, scale, target, landing), arrived, span, gradient)
+        except BaseException as error:  # its room is never given back: nobody may wait for it
+            self._failure.record(error)
+            raise
 
     def close(self, unit: Unit) -> None:
         """The unit has all its gradients of this backward."""

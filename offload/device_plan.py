@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from offload.errors import BudgetError
 from offload.units import UnitSpec, num_nested
 
-_MARGIN = 0.9
-"""Of what activations leave free, "auto" takes this much: they are not the same in every step."""
+_MARGIN = 0.75
+"""Of what the first step has left free, "auto" takes this much: activations are not the same in every step, and an
+allocator cannot use every gap."""
 
 
 @dataclass(frozen=True)

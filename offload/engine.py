@@ -171,9 +171,11 @@ class OffloadEngine:
         """
         self._failure.record(OffloadError("the engine is closed"))
         self._weights.wake()
-        self._hooks.reset()
-        self._hooks.remove()
-        self._closed.close()
+        try:
+            self._hooks.reset()
+        finally:
+            self._hooks.remove()
+            self._closed.close()
 
     def __del__(self) -> None:
         if hasattr(self, "_hooks"):
@@ -330,7 +332,7 @@ class OffloadEngine:
         if not isinstance(item, torch.Tensor):
             return item
         dtype = self.config.dtype if item.is_floating_point() else item.dtype
-        return item.to(self._torch_device, dtype, non_blocking=True)
+        return item.to(self._torch_device, dtype, non_blocking=self._device is not None)
 
     def _in_training(self) -> bool:
         """The present use of a unit belongs to a step that will change it."""
@@ -414,7 +416,7 @@ class OffloadEngine:
             for name in module._parameters:
                 value = state_dict.get(prefix + name)
                 if isinstance(value, Handle):
-                    state_dict[prefix + name] = value.value()
+                    state_dict[prefix + name] = value.value_on_host()
 
         for module in {module for unit in self._units for module in unit.spec.modules}:
             hook = module.register_state_dict_post_hook(replace)  # type: ignore[no-untyped-call]

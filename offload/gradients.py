@@ -85,7 +85,8 @@ class Gradients:
 
     def wait_until_spilled(self, unit: Unit) -> None:
         """Block until the store holds what was gathered. Any thread."""
-        for write in () if unit.grad_buffer is None else unit.grad_buffer.writes:
+        buffer = unit.grad_buffer  # which another unit may take meanwhile
+        for write in () if buffer is None else buffer.writes:
             write.wait()
 
     def forget(self, unit: Unit) -> None:

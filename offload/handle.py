@@ -7,7 +7,6 @@ ordinary parameters instead, so nothing there pays for it.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -23,7 +22,7 @@ _GRAD: Any = torch.Tensor.grad
 
 
 class Link(Protocol):
-    """Where a handle's value comes from, and where a changed one goes. ``read`` gives a tensor of its own.
+    """Where a handle's value comes from, and where a changed one goes. ``read`` gives a host tensor of its own.
 
     ``gradient`` is what ``parameter.grad`` gives and takes.
     """
@@ -82,6 +81,10 @@ class Handle(torch.Tensor):
 
     def value(self) -> torch.Tensor:
         """The value now, as an ordinary tensor of the caller's own."""
+        return self._link.read().to(self.device)
+
+    def value_on_host(self) -> torch.Tensor:
+        """The same in host memory: what is larger than a device can be looked at there."""
         return self._link.read()
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -98,7 +101,7 @@ class Handle(torch.Tensor):
         def value_of(item: Any) -> Any:
             if not isinstance(item, Handle):
                 return item
-            return values.setdefault(id(item), item._link.read()) if id(item) not in values else values[id(item)]
+            return values.setdefault(id(item), item.value()) if id(item) not in values else values[id(item)]
 
         result = func(*tree_map(value_of, args), **tree_map(value_of, kwargs))
         written = [
@@ -149,7 +152,7 @@ class Handle(torch.Tensor):
         return (self.value() if force else self._differentiable()).numpy()
 
     def tolist(self) -> Any:
-        return self.value().tolist()
+        return self.value_on_host().tolist()
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
         return self._differentiable().__array__(dtype)
@@ -189,7 +192,10 @@ class Handle(torch.Tensor):
         return memo[id(self)]  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return copy.copy(self._ordinary()).__reduce_ex__(protocol)
+        value = self.value_on_host()
+        return (nn.Parameter(value, self.requires_grad) if isinstance(self, nn.Parameter) else value).__reduce_ex__(
+            protocol
+        )
 
     def _ordinary(self) -> torch.Tensor:
         value = self.value()

@@ -64,6 +64,8 @@ class _Stream:
             self.device.progress()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if (target.shape, target.dtype) != (source.shape, source.dtype):
+            raise ValueError(f"copy of {source.dtype} {source.shape} to {target.dtype} {target.shape}")
         with self.device.lock:
             clock = self._tick()
             self.device.access(self.name, clock, source.data_ptr(), source.nbytes, writes=False)
@@ -94,7 +96,7 @@ class _Stream:
             self.device.report(f"{self.name}: a copy's {'source' if source is None else 'target'} was freed before it")
             return
         with torch.no_grad():
-            target.copy_(source.view(target.shape))
+            target.copy_(source)
 
     def _tick(self) -> Clock:
         """A new moment of this stream, after everything that the host has done so far."""

@@ -66,7 +66,7 @@ class ParameterLink:
         """A copy of the value, once the last step's update has reached it."""
         access = self._access
         with access.failure.guard(), access.weights.borrowed(self._unit) as address:
-            return self._tensor(address).to(access.device, copy=True)
+            return self._tensor(address).clone()
 
     def write(self, value: torch.Tensor) -> None:
         """Set the value. The fp32 master becomes exactly this; moments stay as they are."""
@@ -132,8 +132,7 @@ class GradientLink:
     def read(self) -> torch.Tensor:
         with self._access.failure.guard():
             self._access.compute.settle()
-            gradient = self._access.gradients.read(self._unit, self.spec)
-            return gradient.to(self._access.device, self._unit.dtype)
+            return self._access.gradients.read(self._unit, self.spec).to(self._unit.dtype)
 
     def write(self, value: torch.Tensor) -> None:
         with self._access.failure.guard():

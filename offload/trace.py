@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from swapper import Ticket
+
+_SPANS_MAX = 100_000
+"""The latest ones are kept: evaluation without end has no step that ends."""
 
 
 @dataclass(slots=True)
@@ -26,8 +30,8 @@ class Trace:
     """Collects the spans of the present step; keeps those of the last one. Spans may end in any thread."""
 
     def __init__(self) -> None:
-        self._present: list[Span] = []
-        self._last: list[Span] = []
+        self._present: deque[Span] = deque(maxlen=_SPANS_MAX)
+        self._last: deque[Span] = deque()
 
     def begin(self, track: str, name: str, nbytes: int = 0) -> Span:
         """Something begins now."""
@@ -47,7 +51,7 @@ class Trace:
 
     def end_step(self) -> None:
         """What comes now belongs to the next step."""
-        self._last, self._present = self._present, []
+        self._last, self._present = self._present, deque(maxlen=_SPANS_MAX)
 
     def write(self, path: Path) -> None:
         """Write the last step as a Chrome trace. What goes on still is drawn up to now."""

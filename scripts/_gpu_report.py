@@ -1,4 +1,4 @@
-"""What ``gpu_check.sh`` has found: one table, and one JSON object, which is also left in the folder."""
+"""What ``gpu_check.sh`` has found: one table, and one JSON object, which is also written to a file."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from typing import Any
 
 import torch
 
-import aio_ext
-
 _MIB = 1 << 20
 
 
 def main() -> int:
-    folder = Path(sys.argv[1])
+    folder, written = Path(sys.argv[1]), Path(sys.argv[2])
     parts = [_part(folder, *line.split("\t")) for line in (folder / "parts.tsv").read_text().splitlines()]
-    runs = [run for path in sorted(folder.glob("bench-*.json")) for run in _runs(path)]
+    runs = [run for path in sorted(folder.glob("bench-*.log")) for run in _runs(path)]
     result = {"date": str(date.today()), "machine": _machine(), "parts": parts, "runs": runs}
     machine = result["machine"]
     print(f"{result['date']}  {machine['gpu']}, {machine['cores']} cores, Linux {machine['kernel']}, "
@@ -40,7 +38,7 @@ def main() -> int:
             f"{bound / run['step_seconds_median']:>9.2f}"
         )
     text = json.dumps(result)
-    (folder / "gpu_check.json").write_text(text)
+    written.write_text(text)
     print(text)
     return max((part["code"] != 0 for part in parts), default=0)
 
@@ -53,21 +51,27 @@ def _part(folder: Path, name: str, code: str, seconds: str) -> dict[str, Any]:
 
 
 def _runs(path: Path) -> list[dict[str, Any]]:
+    """The runs in a log whose last line is the benchmark's JSON object."""
     try:
-        found: list[dict[str, Any]] = json.loads(path.read_text())["runs"]
-    except (ValueError, KeyError):
+        found: list[dict[str, Any]] = json.loads(path.read_text().strip().splitlines()[-1])["runs"]
+    except (ValueError, KeyError, IndexError, TypeError):
         return []
     return found
 
 
 def _machine() -> dict[str, Any]:
-    missing = aio_ext.unavailable_backends()
+    try:
+        from aio_ext import unavailable_backends
+
+        backends = [name for name in ("io_uring", "threads", "portable") if name not in unavailable_backends()]
+    except ImportError as error:
+        backends = [f"nothing: {error}"]
     return {
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU",
         "cores": os.cpu_count(),
         "kernel": platform.release(),
         "torch": torch.__version__,
-        "io_backend": next(name for name in ("io_uring", "threads", "portable") if name not in missing),
+        "io_backend": backends[0],
     }
 
 

@@ -94,6 +94,7 @@ def test_device_memory_is_kept_and_does_not_grow(make_model: Callable[..., Tiny]
     def make(**budgets: int) -> OffloadEngine:
         return OffloadEngine(make_model(width=512, num_blocks=12), device="cuda", nvme_path=tmp_path, **budgets)
 
+    torch.nn.Linear(8, 8).cuda()(torch.ones(8, 8, device="cuda")).sum().backward()  # cuBLAS takes its workspaces
     budget = least(make, "device_memory")
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -107,9 +108,9 @@ def test_device_memory_is_kept_and_does_not_grow(make_model: Callable[..., Tiny]
             train(engine, 2)
             peaks.append(torch.cuda.max_memory_allocated())
         torch.cuda.synchronize()
-        assert torch.cuda.memory_allocated() <= settled
-        assert max(peaks) == min(peaks) or max(peaks) - min(peaks) < budget // 10
-        assert settled - before <= budget
+        assert torch.cuda.memory_allocated() <= settled + (2 << 20)
+        assert peaks[-1] - peaks[0] <= engine.plan.device.gradients_bytes  # so much may be on its way, or not yet
+        assert settled - before <= budget + (2 << 20)
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() <= before + (1 << 20)
 
@@ -137,6 +138,7 @@ def test_autocast_checkpointing_compile_and_evaluation(make_model: Callable[...,
         def __init__(self) -> None:
             super().__init__()
             self.inner = make_model()
+            self.inner.head.compile()
 
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             x = self.inner.embed(tokens)
@@ -155,6 +157,19 @@ def test_autocast_checkpointing_compile_and_evaluation(make_model: Callable[...,
             with torch.no_grad():
                 assert engine(tokens).isfinite().all()
         assert losses[-1] < losses[0]
+
+
+def test_recurrent_weights_are_trained(tmp_path: Path) -> None:
+    """cuDNN would gather them in memory of its own, where updates do not reach."""
+    model = nn.LSTM(16, 16, num_layers=2)
+    with OffloadEngine(model, device="cuda", nvme_path=tmp_path, precision="fp32", lr=0.1) as engine:
+        losses = []
+        for _ in range(5):
+            loss = engine(torch.ones(3, 2, 16))[0].square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] / 2
 
 
 def test_a_report_names_bytes_and_bounds(make_model: Callable[..., Tiny], tmp_path: Path) -> None:

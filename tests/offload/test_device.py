@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny import Tiny, batches, loss_of, train
 
-from offload import BudgetError, ConfigError, OffloadEngine
+from offload import BudgetError, ConfigError, OffloadEngine, OffloadError
 from offload.device_weights import DeviceWeights
 from offload.errors import DeviceMemoryError
 from offload.gradients import Gradients
@@ -194,6 +194,37 @@ def test_handles_are_of_the_device_and_see_each_other(make_model: Callable[..., 
         gradient = engine.module.head.weight.grad
         assert gradient is not None and gradient.device == engine.module.head.weight.device
         torch.testing.assert_close(gradient.norm(), gradient.value().norm())
+
+
+def test_what_moves_its_parameters_elsewhere_is_refused(tmp_path: Path) -> None:
+    class Mover(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.weight.data = self.weight.data.clone()
+            return super().forward(x)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(4, 4), Mover(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x))
+
+    with (
+        OffloadEngine(Model(), nvme_path=tmp_path, device=SimulatedDevice(), precision="fp32") as engine,
+        pytest.raises(OffloadError, match="moved its parameters"),
+    ):
+        engine(torch.ones(2, 4))
+
+
+def test_state_dicts_are_in_host_memory(make_model: Callable[..., Tiny], tmp_path: Path) -> None:
+    device = SimulatedDevice()
+    with OffloadEngine(make_model(), nvme_path=tmp_path, device=device) as engine:
+        train(engine, 1)
+        before = device.most_allocated_bytes
+        state = engine.state_dict()
+        assert all(type(value) is torch.Tensor and value.device.type == "cpu" for value in state.values())
+        assert device.most_allocated_bytes == before
 
 
 def test_a_fault_of_the_store_reaches_the_training_thread(
