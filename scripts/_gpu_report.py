@@ -25,7 +25,7 @@ def main() -> int:
           f"torch {machine['torch']}, I/O by {machine['io_backend']}")  # fmt: skip
     for part in parts:
         verdict = "ok" if part["code"] == 0 else part["verdict"]
-        print(f"{part['name']:<10}{verdict:<12}{part['seconds']:>5} s  {part['last']}")
+        print(f"{part['name']:<24}{verdict:<12}{part['seconds']:>5} s  {part['last']}")
     if runs:
         print(f"{'model':<16}{'system':<12}{'budget':<8}{'params M':>9}{'host MiB':>10}{'device MiB':>12}{'step s':>9}"
               f"{'bound s':>9} {'by':<10}{'of bound':>9}")  # fmt: skip
@@ -46,7 +46,7 @@ def main() -> int:
 def _part(folder: Path, name: str, code: str, seconds: str) -> dict[str, Any]:
     lines = (folder / f"{name}.log").read_text(errors="replace").strip().splitlines()
     verdict = {"124": "too slow", "127": "not found"}.get(code, f"failed: {code}")
-    last = lines[-1][:200] if lines else ""
+    last = next((line[:200] for line in reversed(lines) if not line.startswith("{")), "")
     return {"name": name, "code": int(code), "verdict": verdict, "seconds": int(seconds), "last": last}
 
 

@@ -80,6 +80,8 @@ def main() -> None:
         output.print_table(result)
     if arguments.plot:
         output.plot(result, arguments.plot)
+    if not runs:
+        sys.exit("nothing ran to its end")
 
 
 def _plain(arguments: argparse.Namespace) -> dict[str, Any]:
