@@ -83,8 +83,16 @@ def _call_weakly(
 class Hooks:
     """Puts a unit's parameters into the model around its forward and backward, and handles outside of them."""
 
-    def __init__(self, units: Sequence[Unit], handles: dict[ParameterSpec, nn.Parameter], schedule: Schedule) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        handles: dict[ParameterSpec, nn.Parameter],
+        schedule: Schedule,
+        outside_of_graphs: Callable[[Callable[..., Any]], Callable[..., Any]],
+    ) -> None:
+        """``outside_of_graphs`` keeps a function out of what ``torch.compile`` makes of a module."""
         self._units = units
+        self._outside_of_graphs = outside_of_graphs
         self._schedule = schedule
         self._handles = handles
         self._serial = 0
@@ -116,10 +124,11 @@ class Hooks:
         self._installed.clear()
 
     def _install(self, unit: Unit) -> None:
+        before, after = self._outside_of_graphs(self._pre_forward), self._outside_of_graphs(self._post_forward)
         for module in unit.spec.modules:
             self._installed += [
-                module.register_forward_pre_hook(_Hook(self._pre_forward, unit)),
-                module.register_forward_hook(_Hook(self._post_forward, unit), always_call=True),
+                module.register_forward_pre_hook(_Hook(before, unit)),
+                module.register_forward_hook(_Hook(after, unit), always_call=True),
             ]
         take = weakref.WeakMethod(self._post_accumulate)  # the collector does not see into hooks of tensors
         for index, (parameter, spec) in enumerate(zip(unit.parameters, unit.spec.parameters, strict=True)):
