@@ -73,7 +73,7 @@ def test_nvme_capacity_is_obeyed(make_model, tmp_path: Path):
         ({"betas": (0.9, 1.0)}, "betas must be a number from 0 to less than 1"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be >= 1"),
         ({"tile_bytes": 17}, "tile_bytes must be at least 65536"),
-        ({"device": "cuda"}, 'only "cpu" is supported so far'),
+        ({"device": "mps"}, 'device: expected "cpu" or "cuda"'),
         ({"optimizer": "lamb"}, "optimizer: expected one of"),
     ],
 )

