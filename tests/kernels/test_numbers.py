@@ -14,6 +14,7 @@ from offload.kernels import (
     Dtype,
     LionCoef,
     SgdCoef,
+    _kernels,
     accumulate,
     adam,
     convert,
@@ -239,6 +240,25 @@ def test_int8_blocks_of_zeros_stay_zero_and_non_finite_ones_become_nan() -> None
     grad[300] = float("inf")
     step_adam(AdamCoef(1e-2, 0.9, 0.999, 1e-8, 0.0, 2), grad, state, weight_dtype=Dtype.F32, moments_dtype=Dtype.INT8)
     assert state["exp_avg_scale"].isnan().tolist() == [False, True]
+
+
+def test_int8_scales_end_where_code_0_is_a_normal_number(use_isa: Any) -> None:
+    numel = CODE_BLOCK + 40
+    for size, name, smallest in ((1e-18, "exp_avg_sq", 2.0**-96), (1e-36, "exp_avg", 2.0**-112)):
+        written = []
+        for isa in _kernels.isas_supported():
+            use_isa(isa)
+            state = fresh(numel)
+            state |= {key: torch.zeros(numel, dtype=torch.uint8) for key in ("exp_avg", "exp_avg_sq")}
+            state |= {f"{key}_scale": torch.zeros(2) for key in ("exp_avg", "exp_avg_sq")}
+            for step in (1, 2):
+                grad = torch.full((numel,), size) * torch.logspace(-1, 1, numel)
+                coef = AdamCoef(1e-2, 0.9, 0.999, 1e-8, 0.0, step)
+                step_adam(coef, grad, state, weight_dtype=Dtype.F32, moments_dtype=Dtype.INT8)
+            assert (state[f"{name}_scale"] == smallest).all() and state["weight"].isfinite().all()
+            written.append(state)
+        for other in written[1:]:
+            assert all(torch.equal(other[key], written[0][key]) for key in other)
 
 
 @pytest.mark.parametrize(
