@@ -3,6 +3,8 @@
 All constants of a step are worked out in double and rounded to fp32 once; the kernels then work in fp32, in the order
 of src/rules.h. What the functions have in common:
 
+``native`` says who runs the kernel: the CPU, at once, or a GPU, whose memory all addresses are then of (``gpu.py``).
+
 The fp32 master weight is kept in one of three ways:
 
 - ``weight_dtype=F32`` alone: the weight is its own master.
@@ -32,9 +34,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from . import _kernels
 from ._native import Dtype
-from ._update import State, update
+from ._update import Native, State, on_host, update
 
 
 def _check_step(step: int) -> None:
@@ -105,6 +106,7 @@ def adam(
     max_exp_avg_sq_scale: int = 0,
     moments_dtype: Dtype = Dtype.F32,
     num_threads: int = 1,
+    native: Native = on_host,
 ) -> None:
     """Advance ``numel`` weights by one Adam or AdamW step, in place, in one pass.
 
@@ -116,12 +118,12 @@ def adam(
     Source:  Kingma & Ba, arXiv:1412.6980; Loshchilov & Hutter, arXiv:1711.05101; Reddi et al., arXiv:1904.09237.
     """
     states = [State("exp_avg", exp_avg, exp_avg_scale), State("exp_avg_sq", exp_avg_sq, exp_avg_sq_scale)]
-    kernel = _kernels.adamw if coef.decoupled else _kernels.adam
+    name = "adamw" if coef.decoupled else "adam"
     if max_exp_avg_sq:
         states.append(State("max_exp_avg_sq", max_exp_avg_sq, max_exp_avg_sq_scale))
-        kernel = _kernels.adamw_amsgrad if coef.decoupled else _kernels.adam_amsgrad
+        name += "_amsgrad"
     update(
-        kernel,
+        native(name),
         coef.constants(),
         coef.step,
         numel,
@@ -178,6 +180,7 @@ def adagrad(
     sum_scale: int = 0,
     moments_dtype: Dtype = Dtype.F32,
     num_threads: int = 1,
+    native: Native = on_host,
 ) -> None:
     """Advance ``numel`` weights by one Adagrad step, in place, in one pass.
 
@@ -187,7 +190,7 @@ def adagrad(
     Source:  Duchi et al. 2011, JMLR 12; ``torch.optim.Adagrad``.
     """
     update(
-        _kernels.adagrad,
+        native("adagrad"),
         coef.constants(),
         coef.step,
         numel,
@@ -246,6 +249,7 @@ def lion(
     exp_avg_scale: int = 0,
     moments_dtype: Dtype = Dtype.F32,
     num_threads: int = 1,
+    native: Native = on_host,
 ) -> None:
     """Advance ``numel`` weights by one Lion step (decoupled weight decay), in place, in one pass. As for ``adam``.
 
@@ -253,7 +257,7 @@ def lion(
     Source:  Chen et al., arXiv:2302.06675, Alg. 2.
     """
     update(
-        _kernels.lion,
+        native("lion"),
         coef.constants(),
         coef.step,
         numel,
@@ -311,6 +315,7 @@ def sgd(
     momentum_buffer_scale: int = 0,
     moments_dtype: Dtype = Dtype.F32,
     num_threads: int = 1,
+    native: Native = on_host,
 ) -> None:
     """Advance ``numel`` weights by one SGD step, in place, in one pass. As for ``adam``.
 
@@ -320,9 +325,9 @@ def sgd(
     Source:  Sutskever et al. 2013; ``torch.optim.SGD``.
     """
     states = [State("momentum_buffer", momentum_buffer, momentum_buffer_scale)] if coef.momentum != 0 else []
-    with_momentum = _kernels.sgd_nesterov if coef.nesterov else _kernels.sgd_momentum
+    with_momentum = "sgd_nesterov" if coef.nesterov else "sgd_momentum"
     update(
-        with_momentum if states else _kernels.sgd,
+        native(with_momentum if states else "sgd"),
         coef.constants(),
         coef.step,
         numel,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from . import _kernels
 from ._native import Dtype, check_address, check_number, check_numel
 
 _FORMAT_F32, _FORMAT_SPLIT, _FORMAT_OUT = 0, 1, 2  # WeightFormat in src/arrays.h: _FORMAT_OUT + Dtype.value
@@ -27,6 +28,15 @@ Kernel = Callable[
     ],
     None,
 ]
+
+Native = Callable[[str], Kernel]
+"""Who runs a kernel: gives it by its name in the native module."""
+
+
+def on_host(name: str) -> Kernel:
+    """The CPU, at once."""
+    kernel: Kernel = getattr(_kernels, name)
+    return kernel
 
 
 @dataclass(frozen=True)

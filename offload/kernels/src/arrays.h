@@ -24,6 +24,12 @@ enum class WeightFormat : int {
 constexpr std::size_t kStatesMax = 3;
 constexpr std::size_t kCodeBlock = 256;  // elements that share one scale, where states are codes
 
+// Work is handed to threads in blocks of this many elements, and a sum of squares is the sum over blocks, each taken in
+// kLanes lanes (element i in lane i % kLanes): the same additions for every vector width and number of threads.
+constexpr std::size_t kBlock = 16384;
+constexpr std::size_t kLanes = 16;
+static_assert(kBlock % kCodeBlock == 0);
+
 // The arrays of one update. What a format does not use is null.
 struct Arrays {
   const std::byte* grad = nullptr;

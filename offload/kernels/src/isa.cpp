@@ -21,21 +21,10 @@ void update(const Rule& rule, const Arrays& arrays, std::size_t begin, std::size
   if (arrays.state_dtype == Dtype::int8) return update_codes<Vec>(rule, arrays, begin, end);
   with_formats(arrays, [&](auto grad_dtype, auto format, auto state_dtype) {
     const auto first = [=](auto v, std::size_t i) __attribute__((always_inline)) {
-      using V = decltype(v);
-      Operands<V> x;
-      for_states<Rule>([&](auto s) __attribute__((always_inline)) { x.states[s] = load<V, state_dtype()>(arrays.states[s], i); });
-      load_and_advance<V, grad_dtype(), format()>(rule, arrays, i, x);
-      return x;
+      return begin_update<decltype(v), grad_dtype(), format(), state_dtype()>(rule, arrays, i);
     };
     const auto second = [=](auto v, std::size_t i, auto& x) __attribute__((always_inline)) {
-      using V = decltype(v);
-      auto weight = rule.template apply<V>(x);
-      if (V::has_nan(weight)) [[unlikely]] {  // only then can a state be NaN: see rules.h
-        weight = V::canonical(weight);
-        for_states<Rule>([&](auto s) __attribute__((always_inline)) { x.states[s] = V::canonical(x.states[s]); });
-      }
-      store_weight<V, format()>(arrays, i, weight);
-      for_states<Rule>([&](auto s) __attribute__((always_inline)) { store<V, state_dtype()>(arrays.states[s], i, x.states[s]); });
+      finish_update<decltype(v), format(), state_dtype()>(rule, arrays, i, x);
     };
     for_each_overlapped<Vec>(begin, end, first, second);
   });

@@ -126,4 +126,24 @@ template <class V, Dtype grad_dtype, WeightFormat format, class Rule>
   rule.template advance<V>(x);
 }
 
+// One update in the two halves of `for_each_overlapped`, for states that are numbers.
+template <class V, Dtype grad_dtype, WeightFormat format, Dtype state_dtype, class Rule>
+[[gnu::always_inline]] inline Operands<V> begin_update(const Rule& rule, const Arrays& arrays, std::size_t i) {
+  Operands<V> x;
+  for_states<Rule>([&](auto s) __attribute__((always_inline)) { x.states[s] = load<V, state_dtype>(arrays.states[s], i); });
+  load_and_advance<V, grad_dtype, format>(rule, arrays, i, x);
+  return x;
+}
+
+template <class V, WeightFormat format, Dtype state_dtype, class Rule>
+[[gnu::always_inline]] inline void finish_update(const Rule& rule, const Arrays& arrays, std::size_t i, Operands<V>& x) {
+  auto weight = rule.template apply<V>(x);
+  if (V::has_nan(weight)) [[unlikely]] {  // only then can a state be NaN: see rules.h
+    weight = V::canonical(weight);
+    for_states<Rule>([&](auto s) __attribute__((always_inline)) { x.states[s] = V::canonical(x.states[s]); });
+  }
+  store_weight<V, format>(arrays, i, weight);
+  for_states<Rule>([&](auto s) __attribute__((always_inline)) { store<V, state_dtype>(arrays.states[s], i, x.states[s]); });
+}
+
 }  // namespace offload::OFFLOAD_ISA

@@ -8,12 +8,6 @@
 
 namespace offload {
 
-// Work is handed to threads in blocks of this many elements, and a sum of squares is the sum over blocks, each taken in
-// kLanes lanes (element i in lane i % kLanes): the same additions for every vector width and number of threads.
-constexpr std::size_t kBlock = 16384;
-constexpr std::size_t kLanes = 16;
-static_assert(kBlock % kCodeBlock == 0);
-
 template <class Rule>
 using Update = void (*)(const Rule&, const Arrays&, std::size_t begin, std::size_t end);
 using Map = void (*)(std::byte* destination, Dtype destination_dtype, const std::byte* source, Dtype source_dtype,

@@ -1,0 +1,146 @@
+"""The kernels over a GPU's memory: which program runs them, and what it is launched with."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from ._native import Dtype
+from ._update import Kernel
+
+SQUARES_BLOCK = 16384
+"""Elements of a parameter whose squares are added up by themselves first: ``kBlock`` in src/arrays.h."""
+
+SQUARES_LANES = 16
+"""Sums that a block is taken in: ``kLanes`` in src/arrays.h."""
+
+_THREADS = 256
+"""Of one block of a launch."""
+
+_EACH = 4
+"""Elements that a thread updates: ``kEach`` in src/device.cu."""
+
+_RULES = {
+    "adamw": "Adam<false, true>",
+    "adamw_amsgrad": "Adam<true, true>",
+    "adam": "Adam<false, false>",
+    "adam_amsgrad": "Adam<true, false>",
+    "adagrad": "Adagrad",
+    "lion": "Lion",
+    "sgd": "Sgd",
+    "sgd_momentum": "SgdMomentum<false>",
+    "sgd_nesterov": "SgdMomentum<true>",
+}
+"""The types in src/rules.h, by the names that the native module has for their kernels."""
+
+_FORMATS = ("f32", "split", "out_f32", "out_bf16", "out_f16")
+"""``WeightFormat`` in src/arrays.h."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """What src/device.cu is compiled for."""
+
+    rule: str
+    grad: str
+    weight_format: str
+    state: str
+
+    def definitions(self) -> tuple[str, ...]:
+        """The macros that say so."""
+        return (
+            f"OFFLOAD_RULE=offload::{self.rule}",
+            f"OFFLOAD_GRAD={self.grad}",
+            f"OFFLOAD_FORMAT={self.weight_format}",
+            f"OFFLOAD_STATE={self.state}",
+        )
+
+
+class Launch(Protocol):
+    """Starts ``num_blocks`` blocks of ``num_threads`` threads of a function of a program."""
+
+    def __call__(
+        self, program: Program, function: str, num_blocks: int, num_threads: int, arguments: Sequence[Any]
+    ) -> None: ...
+
+
+class _Arrays(ctypes.Structure):
+    """``Arrays`` in src/arrays.h."""
+
+    _fields_ = (
+        ("grad", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("rest", ctypes.c_void_p),
+        ("master", ctypes.c_void_p),
+        ("states", ctypes.c_void_p * 3),
+        ("scales", ctypes.c_void_p * 3),
+        ("grad_dtype", ctypes.c_int),
+        ("weight_format", ctypes.c_int),
+        ("state_dtype", ctypes.c_int),
+        ("seed", ctypes.c_uint32),
+    )
+
+
+class GpuKernels:
+    """The kernels, given to ``launch``. All addresses are of device memory, and what is launched runs later."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._launch = launch
+
+    def kernel(self, name: str) -> Kernel:
+        """The kernel that the native module has under this name. States in 8 bits have none."""
+        return partial(self._update, _RULES[name])
+
+    def sum_squares(
+        self, dtype: Dtype, source: int, ranges: int, num_ranges: int, lanes: int, num_blocks: int, sums: int
+    ) -> None:
+        """The sum of squares of each of several ranges of ``source``, with the bits of ``offload.kernels.sum_squares``.
+
+        Shapes:  ``ranges`` is int64, (num_ranges, 3): start, numel, and the first of the range's blocks among
+                 ``num_blocks``; ``lanes`` is fp64, (num_blocks, SQUARES_LANES); ``sums`` is fp64, (num_ranges,).
+        Effects: writes ``lanes`` and ``sums``.
+        """
+        if num_ranges == 0:
+            return
+        program = Program("Sgd", _name(dtype), "f32", "f32")
+        start = partial(self._start, program)
+        source_, ranges_, lanes_, sums_ = map(ctypes.c_void_p, (source, ranges, lanes, sums))
+        num_ranges_, num_blocks_ = ctypes.c_size_t(num_ranges), ctypes.c_size_t(num_blocks)
+        start("square_lanes", num_blocks * SQUARES_LANES, [source_, ranges_, num_ranges_, num_blocks_, lanes_])
+        start("square_blocks", num_blocks, [num_blocks_, lanes_])
+        start("square_ranges", num_ranges, [ranges_, num_ranges_, lanes_, sums_])
+
+    def _update(
+        self,
+        rule: str,
+        constants: Sequence[float],
+        numel: int,
+        grad: int,
+        grad_dtype: int,
+        weight: int,
+        rest: int,
+        master: int,
+        weight_format: int,
+        states: Sequence[int],
+        scales: Sequence[int],
+        state_dtype: int,
+        seed: int,
+        num_threads: int,
+    ) -> None:
+        program = Program(rule, _name(Dtype(grad_dtype)), _FORMATS[weight_format], _name(Dtype(state_dtype)))
+        arrays = _Arrays(
+            grad, weight, rest, master, tuple(states), tuple(scales), grad_dtype, weight_format, state_dtype, seed
+        )
+        arguments = [(ctypes.c_float * len(constants))(*constants), arrays, ctypes.c_size_t(numel)]
+        self._start(program, "update", -(-numel // _EACH), arguments)
+
+    def _start(self, program: Program, function: str, num_threads: int, arguments: Sequence[Any]) -> None:
+        if num_threads:
+            self._launch(program, function, -(-num_threads // _THREADS), _THREADS, arguments)
+
+
+def _name(dtype: Dtype) -> str:
+    return dtype.name.lower()
