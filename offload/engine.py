@@ -7,6 +7,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -297,12 +298,16 @@ class OffloadEngine:
         cut = choice.rule.cut if choice is not None else None
         device = self._plan_device(specs)
         compute_bytes = self._compute_host_bytes(specs)
-        plan = make_plan(specs, Formats.of(config), cut, host_bytes, nvme_bytes, tile_bytes, compute_bytes)
-        may_speculate = self._device is None and choice is not None and choice.rule.repeatable
-        may_speculate = may_speculate and not config.gradient_clipping and config.precision != "fp16"
+        early = self._device is None and choice is not None and choice.rule.repeatable
+        early = early and not config.gradient_clipping and config.precision != "fp16"
         spare_bytes = _free_bytes(config.paths) * _AUTO_SHARE if nvme == "auto" else nvme_bytes
-        fits = sum(plan.nvme_bytes.values()) + plan.shadow_bytes <= spare_bytes
-        return dataclasses.replace(plan, shadows=may_speculate and fits and plan.shadow_bytes > 0, device=device)
+        plan_with = partial(
+            make_plan, specs, Formats.of(config), cut, host_bytes, nvme_bytes, tile_bytes, compute_bytes
+        )
+        plan = plan_with(early=early)
+        if early and sum(plan.nvme_bytes.values()) + plan.shadow_bytes > spare_bytes:
+            early, plan = False, plan_with(early=False)
+        return dataclasses.replace(plan, shadows=early and plan.shadow_bytes > 0, device=device)
 
     def _plan_device(self, specs: list[UnitSpec]) -> DevicePlan | None:
         """How much of a device's memory the engine takes; None on the CPU."""
