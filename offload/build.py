@@ -87,14 +87,13 @@ def build(
     background = Meter(meter.trace, track="waiting for weights")
     weights = Weights(units, slots, store, failure, meter if device is None else background, config.prefetch)
     closers.callback(weights.drain)
-    gradients = Gradients(grad_buffers, store, config.gradient_dtype, meter if device is None else background)
+    gradients = Gradients(grad_buffers, store, config.gradient_dtype, failure, meter if device is None else background)
     closers.callback(gradients.drain)
     tiles = Tiles(rule, store) if rule is not None else None
     updater = None
     if rule is not None:
         spare_slots = plan.staging.num_slots - num_nested([item.unit for item in plan.units])
-        max_early = max(spare_slots - 1, min(spare_slots, 1))  # work for the disk goes before fetching ahead
-        updater = Updater(tile_buffers, store, rule, formats, weights, gradients, failure, meter, max_early)
+        updater = Updater(tile_buffers, store, rule, formats, weights, gradients, failure, meter, spare_slots - 1)
         closers.callback(updater.stop)
     compute: Compute = HostCompute(weights, gradients)
     if device is not None and plan.device is not None:

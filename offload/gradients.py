@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from offload import kernels
 from offload.dtypes import kernel_dtype
+from offload.failure import Failure
 from offload.memory import tensor_at
 from offload.report import Meter
+from offload.residency import WAIT_TIMEOUT_S
 from offload.unit import Gradient, GradientBuffer, Unit
 from offload.units import ParameterSpec
 from swapper import Extent, OffloadError, Store, Ticket
@@ -20,13 +24,20 @@ class Gradients:
     """Takes each gradient as it arrives; the sum of its squares is worked out while it is in cache."""
 
     def __init__(
-        self, buffers: Sequence[GradientBuffer], store: Store | None, dtype: torch.dtype, meter: Meter
+        self,
+        buffers: Sequence[GradientBuffer],
+        store: Store | None,
+        dtype: torch.dtype,
+        failure: Failure,
+        meter: Meter,
     ) -> None:
         self._buffers = list(buffers)
         self._store = store
         self._dtype = dtype
         self._kernel_dtype = kernel_dtype(dtype)
+        self._failure = failure
         self._meter = meter
+        self._returned = threading.Condition()
 
     def add(self, unit: Unit, spec: ParameterSpec, gradient: torch.Tensor, scale: float = 1.0) -> None:
         """Add ``scale`` times ``gradient`` to what is there for the coming step; the first one is copied.
@@ -83,6 +94,23 @@ class Gradients:
         if buffer is not None and not buffer.writes:
             self._spill(unit, buffer)
 
+    def lend(self, unit: Unit) -> None:
+        """The unit's update may read what is in its buffer, until ``end_loan``: nobody else gets the buffer."""
+        if unit.grad_buffer is not None:
+            unit.grad_buffer.lent = True
+
+    def lent_address(self, unit: Unit) -> int | None:
+        """Where the unit's gradients lie that were lent, if they were."""
+        buffer = unit.grad_buffer
+        return buffer.lease.address if buffer is not None and buffer.lent else None
+
+    def end_loan(self, unit: Unit) -> None:
+        """Nobody reads the buffer any more. Any thread."""
+        with self._returned:
+            if unit.grad_buffer is not None:
+                unit.grad_buffer.lent = False
+                self._returned.notify_all()
+
     def wait_until_spilled(self, unit: Unit) -> None:
         """Block until the store holds what was gathered. Any thread."""
         buffer = unit.grad_buffer  # which another unit may take meanwhile
@@ -126,8 +154,6 @@ class Gradients:
             self._fill(unit, buffer)
         elif buffer.writes:
             self._wait_for_spill(buffer)
-            if not unit.gradients:
-                self._fill(unit, buffer)
         return buffer.lease.address
 
     def _fill(self, unit: Unit, buffer: GradientBuffer) -> None:
@@ -154,7 +180,9 @@ class Gradients:
         idle = [b for b in self._buffers if b.unit is None]
         if idle:
             return idle[0]
-        buffer = next((b for b in self._buffers if b.writes), self._buffers[0])
+        spilled = [b for b in self._buffers if b.writes]
+        buffer = next((b for b in spilled if not b.lent), spilled[0] if spilled else self._buffers[0])
+        self._wait_for_loan(buffer)
         unit = buffer.unit
         assert unit is not None
         if not buffer.writes:
@@ -175,6 +203,20 @@ class Gradients:
 
     def _traced(self, track: str, unit: Unit, extent: Extent, ticket: Ticket) -> Ticket:
         return self._meter.trace.transfer(track, f"gradients of {unit.name}", extent.nbytes, ticket)
+
+    def _wait_for_loan(self, buffer: GradientBuffer) -> None:
+        if not buffer.lent:
+            return
+        deadline = time.monotonic() + WAIT_TIMEOUT_S
+        with self._meter.stall("update"), self._returned:
+            while buffer.lent:
+                self._failure.check()
+                if time.monotonic() > deadline:
+                    assert buffer.unit is not None
+                    raise OffloadError(
+                        f"the update of unit {buffer.unit.name} is not done after {WAIT_TIMEOUT_S:.0f} s"
+                    )
+                self._returned.wait(1.0)
 
     def _wait_for_spill(self, buffer: GradientBuffer) -> None:
         with self._meter.stall("write"):

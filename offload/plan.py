@@ -20,6 +20,8 @@ _LEAST_TILE_BYTES = 64 << 10
 _NUM_TILE_BUFFERS = 6
 """Enough for the disk to read, the kernel to work and the disk to write at the same time, and some to even out."""
 
+_NUM_GRAD_BUFFERS = 3
+
 _GOLDEN = 0.6180339887498949
 
 Cut = Callable[[UnitSpec, int], tuple[Tile, ...]]
@@ -168,13 +170,16 @@ def make_plan(
     nvme_bytes: int,
     tile_bytes: int | None = None,
     compute_bytes: int = 0,
+    early: bool = False,
 ) -> Plan:
     """Give every kind of every unit a home, within the budgets, by traffic saved per byte.
 
     Weights save three transfers of themselves a step (read for the update, read for backward, written), states and
     gradients two. Access is cyclic, so what is at home in RAM is fixed and spread evenly over the units, and the disk
-    always has something to do. ``cut`` is None where nothing is trained. ``tile_bytes=None`` lets the tile shrink when
-    memory is short. ``compute_bytes`` are taken beside all that.
+    always has something to do. ``early`` tells that units which rest on NVMe altogether may be updated during backward:
+    their gradients are not read back then, so weights at home save no more than the rest, and whole units come home,
+    which leaves the disk work in forward and in backward. ``cut`` is None where nothing is trained. ``tile_bytes=None``
+    lets the tile shrink when memory is short. ``compute_bytes`` are taken beside all that.
 
     Raises ``BudgetError``, naming the least budget that works.
     """
@@ -200,7 +205,7 @@ def make_plan(
             f"{host_bytes:,} are given. Raise host_memory to {least}.",
             least,
         )
-    choice.fill(host_bytes)
+    choice.fill(host_bytes, whole_units=early)
     plan = choice.plan(host_bytes)
     needed = sum(plan.nvme_bytes.values())
     if needed > nvme_bytes:
@@ -217,17 +222,18 @@ def _stagings(
 ) -> Iterator[Staging]:
     """From comfortable to the least that works.
 
-    Compute holds one slot for each unit around the one at work, the update holds one, and one more lets the next unit
-    arrive in time. Three gradient buffers let two be written while one is filled. Tiles that are small against a slot
-    save no memory worth their cost.
+    Compute holds one slot for each unit around the one at work, the update holds one, and one or two more let the next
+    units arrive in time. Of three gradient buffers one is filled, one written and one read by an early update. Less
+    memory would work too, but each unit would wait for the one before it. Tiles that are small against a slot save no
+    memory worth their cost.
     """
     largest = max(unit.numel for unit in units) * formats.weights
     small = max(min(largest // _TILES_A_UNIT, DEFAULT_TILE_BYTES) // _LEAST_TILE_BYTES, 1) * _LEAST_TILE_BYTES
     least_slots = num_nested(units) + (1 if training else 0)
-    for slots, grad_buffers in ((least_slots + 2, 3), (least_slots + 1, 3), (least_slots, 2)):
+    for slots in (least_slots + 2, least_slots + 1):
         sizes = [size for size in (DEFAULT_TILE_BYTES >> shift for shift in range(3)) if size > small]
         for size in [tile_bytes] if tile_bytes else [*sizes, small]:
-            yield Staging(slots, grad_buffers, _NUM_TILE_BUFFERS, size)
+            yield Staging(slots, _NUM_GRAD_BUFFERS, _NUM_TILE_BUFFERS, size)
 
 
 class _Choice:
@@ -263,14 +269,22 @@ class _Choice:
                 self.weights_at_home, self.grads_at_home = weights, grads
                 return
 
-    def fill(self, host_bytes: int) -> None:
+    def fill(self, host_bytes: int, *, whole_units: bool) -> None:
         """Bring home what saves most traffic per byte: of each kind as many, in the spread order, as fit."""
         spread = sorted(range(len(self.units)), key=lambda index: index * _GOLDEN % 1)
+        if whole_units:
+            self._bring_home([place for index in spread for place in self._places(index)], host_bytes)
+            return
         most_tiles = max((len(tiles) for tiles in self.tiles), default=0)
         self._bring_home([(self.weights_at_home, index) for index in spread], host_bytes)
         self._bring_home([(self.grads_at_home, index) for index in spread], host_bytes)
         tiles = [(self.tiles_at_home[i], n) for n in range(most_tiles) for i in spread if n < len(self.tiles[i])]
         self._bring_home(tiles, host_bytes)
+
+    def _places(self, index: int) -> list[tuple[list[bool], int]]:
+        """Everything of one unit."""
+        tiles = self.tiles_at_home[index]
+        return [(self.weights_at_home, index), (self.grads_at_home, index), *((tiles, n) for n in range(len(tiles)))]
 
     def _bring_home(self, candidates: list[tuple[list[bool], int]], host_bytes: int) -> None:
         """Bring home the longest prefix of ``candidates`` that fits."""

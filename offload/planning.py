@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -41,12 +42,14 @@ def plan_for(config: OffloadConfig, specs: Sequence[UnitSpec], choice: Choice | 
         given = None if config.device_memory == "auto" else int(config.device_memory)
         device_plan = plan_device(specs, config.dtype.itemsize, choice is not None, given)
     compute_bytes = _compute_host_bytes(config, specs, device)
-    plan = make_plan(specs, Formats.of(config), cut, host_bytes, nvme_bytes, tile_bytes, compute_bytes)
-    may_speculate = device is None and choice is not None and choice.rule.repeatable
-    may_speculate = may_speculate and not config.gradient_clipping and config.precision != "fp16"
+    early = device is None and choice is not None and choice.rule.repeatable
+    early = early and not config.gradient_clipping and config.precision != "fp16"
     spare_bytes = _free_bytes(config.paths) * _AUTO_SHARE if nvme == "auto" else nvme_bytes
-    fits = sum(plan.nvme_bytes.values()) + plan.shadow_bytes <= spare_bytes
-    return dataclasses.replace(plan, shadows=may_speculate and fits and plan.shadow_bytes > 0, device=device_plan)
+    plan_with = partial(make_plan, specs, Formats.of(config), cut, host_bytes, nvme_bytes, tile_bytes, compute_bytes)
+    plan = plan_with(early=early)
+    if early and sum(plan.nvme_bytes.values()) + plan.shadow_bytes > spare_bytes:
+        early, plan = False, plan_with(early=False)
+    return dataclasses.replace(plan, shadows=early and plan.shadow_bytes > 0, device=device_plan)
 
 
 def open_device(device: str | torch.device | Device) -> Device | None:

@@ -48,6 +48,8 @@ class GradientBuffer:
     lease: Lease
     unit: Unit | None = None
     writes: tuple[Ticket, ...] = ()
+    lent: bool = False
+    """An early update reads it, or will: its bytes stay as they are until then."""
 
 
 @dataclass

@@ -3,6 +3,12 @@
 [Note: Order of the update] Forward order, so that the next forward waits for each unit's own update and no longer than
 that. Everything a step depends on (clip factor, learning rates, step numbers) is frozen before the first tile is
 touched, so running under the next forward changes nothing in the result.
+
+[Note: When compute waits for an early update] Where gradients are at home in RAM never: there are no more early updates
+than leave compute its slots, and what is not updated early is updated under the next forward. Where gradients are
+spilled a later update costs another read of them, so every unit is updated early, from the buffer that its gradients
+came to, and compute waits for the slot and the buffer. Such an update needs nothing that compute holds, unless the
+update of an earlier step is in its way.
 """
 
 from __future__ import annotations
@@ -91,24 +97,28 @@ class Updater:
         """That of the early update at hand."""
         self._num_early = 0
         """Early updates promised, and not over."""
+        self._num_steps = 0
+        """Steps whose own updates are not over."""
         self._early_runs = False
         """Somebody will look at ``_early`` again."""
         self._progress = threading.Condition()
-        """Guards speculations and the three above."""
+        """Guards speculations and the four above."""
         # An idle executor's thread holds no reference to us: an engine that nobody refers to can be collected.
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="offload-update")
 
     def start(self, step: list[UnitUpdate]) -> None:
         """Begin a step's update. Returns at once; each unit is usable again when its own update is done."""
-        self._executor.submit(self._run, self._pieces(step))
+        with self._progress:
+            self._num_steps += 1
+        self._executor.submit(self._run_step, step)
 
     def promise(self, unit: Unit) -> bool:
-        """Hold the weights of ``unit``, in use now, for an early update; False if that would leave compute no slot.
+        """Hold the weights of ``unit``, in use now, for an early update; False if it is to be updated in its turn.
 
-        What is promised is either ``speculate`` or ``renounce``.
+        See [Note: When compute waits for an early update]. What is promised is either ``speculate`` or ``renounce``.
         """
         with self._progress:
-            if self._num_early >= self._max_early:
+            if self._num_early >= self._max_early and not self._may_wait(unit):
                 return False
             self._num_early += 1
         self._weights.hold(unit)
@@ -124,6 +134,8 @@ class Updater:
         """Begin a unit's update before the step is certain. See [Note: Why an early update harms nothing]."""
         update.unit.speculation = speculation = Speculation(update, self._touched(update))
         with self._progress:
+            if self._may_wait(update.unit):
+                self._gradients.lend(update.unit)
             self._early.append(speculation)
             if not self._early_runs:
                 self._early_runs = True
@@ -150,12 +162,17 @@ class Updater:
                 remaining.append(update)
         return remaining
 
+    def _may_wait(self, unit: Unit) -> bool:
+        """Compute may wait for an early update of ``unit`` where it finds no slot or no gradient buffer."""
+        return unit.grads_home is None and self._num_steps == 0
+
     def _take_back(self, speculation: Speculation) -> bool:
         """True if it had not begun; it never will."""
         if speculation not in self._early:
             return False
         self._early.remove(speculation)
         self._num_early -= 1
+        self._gradients.end_loan(speculation.update.unit)
         self._weights.let_go(speculation.update.unit)
         return True
 
@@ -174,6 +191,11 @@ class Updater:
         """End the thread after the tile at hand. What was not updated stays as it was."""
         self._stopping = True
         self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def _run_step(self, step: list[UnitUpdate]) -> None:
+        self._run(self._pieces(step))
+        with self._progress:
+            self._num_steps -= 1
 
     def _run(self, coming: Iterator[_Piece]) -> None:
         try:
@@ -237,6 +259,7 @@ class Updater:
             return
         assert self._slot is not None
         slot, self._slot = self._slot, None
+        self._gradients.end_loan(unit)
         with self._progress:
             self._weights.return_slot(slot, unit)
             early.progress = Progress.DONE
@@ -275,7 +298,8 @@ class Updater:
     def _begin(self, piece: _Piece) -> None:
         """Find the piece's states and gradients, or start reading them."""
         unit, tile = piece.update.unit, piece.tile
-        if tile.home is None or unit.grads_home is None:
+        grads = unit.grads_home.address if unit.grads_home is not None else self._gradients.lent_address(unit)
+        if tile.home is None or grads is None:
             piece.buffer = self._free.pop()
         if tile.home is not None:
             piece.states = tile.home.address
@@ -283,8 +307,8 @@ class Updater:
             assert piece.buffer is not None and self._store is not None and tile.extent is not None
             piece.states = piece.buffer.address
             piece.reads.append(self._read(f"states of {unit.name}", tile.extent, piece.states))
-        if unit.grads_home is not None:
-            piece.grads = unit.grads_home.address + tile.start * self._formats.grads
+        if grads is not None:
+            piece.grads = grads + tile.start * self._formats.grads
         else:
             assert piece.buffer is not None and self._store is not None and tile.grads_extent is not None
             self._gradients.wait_until_spilled(unit)

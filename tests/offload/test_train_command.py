@@ -111,7 +111,7 @@ def test_the_table_is_for_people_and_goes_to_stdout(place):
 @pytest.mark.parametrize(
     "options",
     [
-        ("--precision", "fp32", "--io-backend", "threads", "--host-memory", "1450KiB"),
+        ("--precision", "fp32", "--io-backend", "threads", "--host-memory", "2000KiB"),
         ("--precision", "bf16", "--io-backend", "auto", "--tile-bytes", "128KiB"),
         ("--precision", "bf16", "--io-backend", "threads", "--host-memory", "auto"),
     ],
