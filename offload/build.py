@@ -17,10 +17,12 @@ from offload.compute import Compute, DeviceCompute, HostCompute
 from offload.config import OffloadConfig
 from offload.device import Device
 from offload.device_gradients import NUM_LANDINGS, DeviceGradients
+from offload.device_homes import DeviceHomes
 from offload.device_weights import DeviceWeights
 from offload.failure import Failure
 from offload.gradients import Gradients
 from offload.handle import Handle, make_handle
+from offload.kernel_rule import KernelRule
 from offload.layout import Formats
 from offload.load import Loader
 from offload.plan import Plan, Tier, UnitPlan
@@ -33,7 +35,7 @@ from offload.unit import GradientBuffer, Residency, Slot, StateTile, Unit
 from offload.units import ParameterSpec, num_nested
 from offload.update import Updater
 from offload.window import POISON, DeviceWindow, Window, window_class
-from swapper import Arena, Extent, Lease, Store, align
+from swapper import PAGE_BYTES, Arena, Extent, Lease, Store, align
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def build(
     arena = Arena(plan.arena_bytes + sum(landing_bytes))
     closers.callback(arena.close)
     if device is not None:
-        device.pin(arena.address, arena.nbytes)
+        device.pin(arena.address, max(arena.nbytes, PAGE_BYTES))
         closers.callback(device.unpin, arena.address)
     if store is not None:
         closers.callback(store.close)
@@ -89,30 +91,36 @@ def build(
     closers.callback(weights.drain)
     gradients = Gradients(grad_buffers, store, config.gradient_dtype, failure, meter if device is None else background)
     closers.callback(gradients.drain)
-    tiles = Tiles(rule, store) if rule is not None else None
+    homes = None
+    if device is not None:
+        on_device = [unit for unit in units if unit.on_device]
+        native = rule if isinstance(rule, KernelRule) else None
+        homes = DeviceHomes(on_device, device, native, formats, (config.dtype, config.gradient_dtype), meter)
+        closers.callback(homes.close)
+    tiles = Tiles(rule, store, homes) if rule is not None else None
     updater = None
     if rule is not None:
         spare_slots = plan.staging.num_slots - num_nested([item.unit for item in plan.units])
         updater = Updater(tile_buffers, store, rule, formats, weights, gradients, failure, meter, spare_slots - 1)
         closers.callback(updater.stop)
     compute: Compute = HostCompute(weights, gradients)
-    if device is not None and plan.device is not None:
+    if device is not None and homes is not None and plan.device is not None:
         landings = [arena.lease(nbytes) for nbytes in landing_bytes if nbytes]
         to_device = DeviceWeights(units, weights, device, plan.device.weights_bytes, failure, meter, config.prefetch)
         to_host = DeviceGradients(
             device, gradients, landings, config.dtype, plan.device.gradients_bytes, failure, meter
         )
-        compute = DeviceCompute(device, to_device, gradients, to_host)
+        compute = DeviceCompute(device, to_device, gradients, to_host, homes)
         closers.callback(to_host.stop)
         closers.callback(to_device.close)
     torch_device = torch.device("cpu") if device is None else device.torch_device
-    access = Access(weights, gradients, rule, tiles, updater, compute, formats, failure, torch_device)
+    access = Access(weights, gradients, homes, rule, tiles, updater, compute, formats, failure, torch_device)
     handles = {
         spec: make_handle(ParameterLink(unit, spec, access), spec.shape, config.dtype, torch_device, spec.trainable)
         for unit in units
         for spec in unit.spec.parameters
     }
-    Loader(store, rule, formats, slots, tile_buffers).load(model, units, handles)
+    Loader(store, homes, rule, formats, slots, tile_buffers).load(model, units, handles)
     if device is not None:
         _move_rest(model, torch_device)
         closers.callback(_leave_alone(model))
@@ -187,7 +195,8 @@ def _make_units(
     extents = iter(store.extents if store is not None else ())
 
     def place(nbytes: int, tier: Tier) -> tuple[Lease | None, Extent | None]:
-        return (arena.lease(nbytes), None) if tier is Tier.HOST else (None, next(extents))
+        lease = arena.lease(nbytes) if tier is Tier.HOST else None
+        return lease, next(extents) if tier is Tier.NVME else None
 
     units = []
     for item in plan.units:
@@ -197,8 +206,9 @@ def _make_units(
             nn.Parameter(window.flat[p.offset : p.offset + p.numel].view(p.shape), requires_grad=p.trainable)
             for p in spec.parameters
         ]
-        window.close()
         unit = Unit(item, window, parameters)
+        if not unit.on_device:
+            window.close()
         unit.weights_home, unit.weights_extent = place(spec.numel * formats.weights, item.weights)
         if unit.weights_home is not None:
             unit.residency = Residency.RESIDENT
@@ -237,9 +247,11 @@ def _open_store(config: OffloadConfig, profile: IoProfile | None, sizes: Sequenc
     )
 
 
-def _measure_link(device: Device, units: Sequence[Unit], slots: Sequence[Slot]) -> Link:
-    """The bandwidth between host memory and the device, on the largest unit's own memory."""
-    unit = max(units, key=lambda unit: unit.weight_bytes)
+def _measure_link(device: Device, units: Sequence[Unit], slots: Sequence[Slot]) -> Link | None:
+    """The bandwidth between host memory and the device, on the memory of the largest unit that crosses it, if any."""
+    unit = max((unit for unit in units if not unit.on_device), key=lambda unit: unit.weight_bytes, default=None)
+    if unit is None:
+        return None
     lease = unit.weights_home or slots[0].lease
     assert isinstance(unit.window, DeviceWindow)
     return bandwidth.measure_link(device, unit.window, lease.address)

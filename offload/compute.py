@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol, cast
 
 import torch
 
 from offload.device import Device, Event
 from offload.device_gradients import DeviceGradients
+from offload.device_homes import DeviceHomes
 from offload.device_weights import DeviceWeights
 from offload.gradients import Gradients
 from offload.residency import Weights
 from offload.unit import Unit
 from offload.units import ParameterSpec
+from offload.update import UnitUpdate
 from offload.window import HostWindow
 from swapper import OffloadError
 
@@ -41,6 +43,9 @@ class Compute(Protocol):
 
     def outdate(self, units: Iterable[Unit]) -> None:
         """The weights of these units are about to change in host memory: nobody copies them any more."""
+
+    def update(self, step: Sequence[UnitUpdate]) -> list[UnitUpdate]:
+        """Begin what of a step is done where the model computes; the updates that are left for the host."""
 
     def end_step(self) -> None:
         """A step was frozen, and its updates have been announced."""
@@ -81,6 +86,9 @@ class HostCompute:
     def outdate(self, units: Iterable[Unit]) -> None:
         pass
 
+    def update(self, step: Sequence[UnitUpdate]) -> list[UnitUpdate]:
+        return list(step)
+
     def end_step(self) -> None:
         pass
 
@@ -92,12 +100,21 @@ class HostCompute:
 
 
 class DeviceCompute:
-    """A device computes: copies of weights go in, gradients come out, each on a stream of its own."""
+    """A device computes: copies of weights go in, gradients come out, each on a stream of its own.
+
+    Nothing goes in or out of units that are at home there (``homes``).
+    """
 
     def __init__(
-        self, device: Device, weights: DeviceWeights, gradients: Gradients, device_gradients: DeviceGradients
+        self,
+        device: Device,
+        weights: DeviceWeights,
+        gradients: Gradients,
+        device_gradients: DeviceGradients,
+        homes: DeviceHomes,
     ) -> None:
         self.weights = weights
+        self._homes = homes
         self._device = device
         self._depth = 0
         self._began: Event | None = None
@@ -120,20 +137,34 @@ class DeviceCompute:
             self._uses.append((self._began, self._device.compute.record()))
 
     def take_gradient(self, unit: Unit, spec: ParameterSpec, gradient: torch.Tensor, scale: float) -> None:
-        self._device_gradients.take(unit, spec, gradient, scale)
+        if unit.on_device:
+            self._homes.take(unit, spec, gradient, scale)
+        else:
+            self._device_gradients.take(unit, spec, gradient, scale)
 
     def end_backward(self, unit: Unit) -> None:
-        self._device_gradients.close(unit)
+        if not unit.on_device:
+            self._device_gradients.close(unit)
 
     def settle(self) -> None:
+        self._homes.settle()
         self._device_gradients.settle()
 
     def forget_gradients(self, unit: Unit) -> None:
-        self._device_gradients.forget(unit)
-        self._gradients.forget(unit)
+        if unit.on_device:
+            self._homes.forget(unit)
+        else:
+            self._device_gradients.forget(unit)
+            self._gradients.forget(unit)
 
     def outdate(self, units: Iterable[Unit]) -> None:
         self.weights.outdate(units)
+
+    def update(self, step: Sequence[UnitUpdate]) -> list[UnitUpdate]:
+        for update in step:
+            if update.unit.on_device:
+                self._homes.update(update)
+        return [update for update in step if not update.unit.on_device]
 
     def end_step(self) -> None:
         self.weights.end_step()

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import torch
 
+from offload import kernels
 from offload.device import Event
+from offload.dtypes import kernel_dtype
 from offload.errors import ConfigError, DeviceMemoryError
+from offload.gpu_programs import GpuPrograms, programs_of
 from swapper import OffloadError
 
 _PORTABLE = 1
@@ -30,8 +33,9 @@ class _Event:
 
 
 class _Stream:
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, stream: torch.cuda.Stream, programs: GpuPrograms) -> None:
         self.stream = stream
+        self._programs = programs
 
     def record(self) -> _Event:
         event = torch.cuda.Event(enable_timing=True, blocking=True)
@@ -46,6 +50,20 @@ class _Stream:
         with torch.cuda.stream(self.stream), torch.no_grad():
             target.copy_(source, non_blocking=True)
 
+    def kernel(self, name: str) -> kernels.Kernel:
+        return self._programs.on(self.stream).kernel(name)
+
+    def sum_squares(self, source: torch.Tensor, ranges: torch.Tensor, lanes: torch.Tensor, sums: torch.Tensor) -> None:
+        self._programs.on(self.stream).sum_squares(
+            kernel_dtype(source.dtype),
+            source.data_ptr(),
+            ranges.data_ptr(),
+            len(ranges),
+            lanes.data_ptr(),
+            lanes.numel() // kernels.SQUARES_LANES,
+            sums.data_ptr(),
+        )
+
 
 class CudaDevice:
     """One GPU. Raises ``ConfigError`` if it is not there."""
@@ -57,13 +75,17 @@ class CudaDevice:
         if index >= torch.cuda.device_count():
             raise ConfigError(f'device="cuda:{index}": there are {torch.cuda.device_count()} GPUs')
         self.torch_device = torch.device("cuda", index)
-        self.to_device = _Stream(torch.cuda.Stream(self.torch_device))
-        self.to_host = _Stream(torch.cuda.Stream(self.torch_device))
+        self._programs = programs_of(self.torch_device)
+        self.to_device = _Stream(torch.cuda.Stream(self.torch_device), self._programs)
+        self.to_host = _Stream(torch.cuda.Stream(self.torch_device), self._programs)
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     @property
     def compute(self) -> _Stream:
-        return _Stream(torch.cuda.current_stream(self.torch_device))
+        return _Stream(torch.cuda.current_stream(self.torch_device), self._programs)
+
+    def obstacle_to_kernels(self) -> str | None:
+        return self._programs.obstacle()
 
     def memory_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self.torch_device)[0]) + torch.cuda.memory_reserved(self.torch_device)

@@ -10,6 +10,8 @@ from typing import Protocol
 
 import torch
 
+from offload import kernels
+
 
 class Event(Protocol):
     """A point in the work of a stream."""
@@ -33,6 +35,15 @@ class Stream(Protocol):
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy ``source`` into ``target``, of the same dtype and shape. Both must live until it is done."""
 
+    def kernel(self, name: str) -> kernels.Kernel:
+        """The optimizer kernel of this name (``offload.kernels``), for device memory and in this stream's order."""
+
+    def sum_squares(self, source: torch.Tensor, ranges: torch.Tensor, lanes: torch.Tensor, sums: torch.Tensor) -> None:
+        """The sum of squares of each range of ``source``, with the bits of ``kernels.sum_squares``, to ``sums``.
+
+        Shapes and dtypes are those of ``GpuKernels.sum_squares``; all are in device memory.
+        """
+
 
 class Device(Protocol):
     """A device, its memory and its streams.
@@ -52,6 +63,9 @@ class Device(Protocol):
 
     @property
     def to_host(self) -> Stream: ...
+
+    def obstacle_to_kernels(self) -> str | None:
+        """Why streams cannot run kernels here; None if they can."""
 
     def memory_bytes(self) -> int:
         """Memory that tensors may take together, what they have now included."""

@@ -1,29 +1,47 @@
-"""What device memory is for: weights around their use, and gradients on their way out."""
+"""What device memory is for: units at home there, the other weights around their use, gradients on their way out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 
+from offload.device_squares import squares_bytes
 from offload.errors import BudgetError
+from offload.layout import Formats
 from offload.units import UnitSpec, num_nested
+from swapper import align
 
 _MARGIN = 0.75
 """Of what the first step has left free, "auto" takes this much: activations are not the same in every step, and an
 allocator cannot use every gap."""
 
+_AUTO_HOME_SHARE = 0.5
+"""A model that takes at most this much of what is free is at home there altogether with "auto"; the rest is left to its
+activations, which nobody knows before the first step."""
+
+_GOLDEN = 0.6180339887498949
+
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """Bytes of device memory that the engine may hold. ``all_bytes``: the weights of all units."""
+    """Bytes of device memory that the engine may hold.
+
+    ``homes`` are the indices of the units that rest there, and never leave; ``home_bytes`` is what they take, by kind.
+    ``all_bytes``: the weights of all other units.
+    """
 
     weights_bytes: int
     gradients_bytes: int
     all_bytes: int
+    num_units: int
+    homes: frozenset[int] = frozenset()
+    home_bytes: dict[str, int] = field(default_factory=dict)
+    obstacle: str | None = None
+    """Why no unit may be at home there, if that is so."""
 
     @property
     def total_bytes(self) -> int:
-        return self.weights_bytes + self.gradients_bytes
+        return self.weights_bytes + self.gradients_bytes + sum(self.home_bytes.values())
 
     def grown(self, free_bytes: int) -> DevicePlan:
         """The plan with what a step has left free."""
@@ -32,30 +50,109 @@ class DevicePlan:
 
     def __str__(self) -> str:
         mib = 1 << 20
-        return (
-            f"device memory {self.total_bytes / mib:,.1f} MiB: {self.weights_bytes / mib:,.1f} of "
-            f"{self.all_bytes / mib:,.1f} MiB of weights at a time, {self.gradients_bytes / mib:,.1f} MiB of gradients "
-            "on their way out"
+        at_home = (
+            f"{len(self.homes)} of {self.num_units} units at home in {sum(self.home_bytes.values()) / mib:,.1f} MiB"
         )
+        why = f" ({self.obstacle})" if self.obstacle is not None else ""
+        parts = [f"device memory {self.total_bytes / mib:,.1f} MiB: {at_home}{why}"]
+        if self.all_bytes:
+            parts.append(f"{self.weights_bytes / mib:,.1f} of {self.all_bytes / mib:,.1f} MiB of weights at a time")
+            parts.append(f"{self.gradients_bytes / mib:,.1f} MiB of gradients on their way out")
+        return ", ".join(parts)
 
 
-def plan_device(units: Sequence[UnitSpec], width: int, training: bool, device_bytes: int | None) -> DevicePlan:
-    """Divide ``device_bytes``; ``width`` is bytes per weight. None: take what lets transfers hide, and no more.
+@dataclass(frozen=True)
+class _Needs:
+    """What units take of a device's memory. ``states`` are each unit's optimizer states and masters, in bytes."""
+
+    units: Sequence[UnitSpec]
+    formats: Formats
+    states: Sequence[int]
+
+    def home(self, index: int) -> dict[str, int]:
+        """By kind, of a unit that is at home there."""
+        unit, formats = self.units[index], self.formats
+        return {
+            "weights": unit.numel * formats.weights,
+            "grads": align(unit.trainable_numel * formats.grads),
+            "states": align(self.states[index]),
+        }
+
+    def homes(self, homes: Collection[int]) -> dict[str, int]:
+        """Of all these units, and of what their sums of squares take."""
+        kinds: dict[str, int] = {}
+        for index in homes:
+            for kind, nbytes in self.home(index).items():
+                kinds[kind] = kinds.get(kind, 0) + nbytes
+        squares = squares_bytes([self.units[index] for index in sorted(homes)]) if self.formats.grads else 0
+        return {**kinds, "squares": squares} if kinds else {}
+
+    def saved_per_byte(self, index: int) -> float:
+        """Bytes that need not move in a step, for each byte at home on the device.
+
+        Over the link, and in host memory at its other end: weights twice, gradients once. In host memory alone: what an
+        update reads and writes.
+        """
+        unit, formats = self.units[index], self.formats
+        link = 2 * unit.numel * formats.weights + unit.trainable_numel * formats.weights * bool(formats.grads)
+        update = 2 * self.states[index] + unit.trainable_numel * (2 * formats.weights + formats.grads)
+        return round((2 * link + update * bool(formats.grads)) / max(sum(self.home(index).values()), 1), 3)
+
+    def staged(self, homes: Collection[int]) -> tuple[int, int, int, int]:
+        """Of the units that are not at home there: the least and a comfortable amount for weights at a time, the
+        gradients on their way, all weights."""
+        rest = [unit for unit in self.units if unit.index not in homes]
+        if not rest:
+            return 0, 0, 0, 0
+        width = self.formats.weights
+        largest = max(unit.numel for unit in rest) * width
+        everything = sum(unit.numel for unit in rest) * width
+        gradients = max(unit.trainable_numel for unit in rest) * width if self.formats.grads else 0
+        least = num_nested(rest) * largest
+        return least, min(least + 2 * largest, max(everything, least)), gradients, everything
+
+
+def plan_device(
+    units: Sequence[UnitSpec],
+    formats: Formats,
+    states: Sequence[int],
+    device_bytes: int | None,
+    free_bytes: int,
+    obstacle: str | None,
+) -> DevicePlan:
+    """Divide ``device_bytes``, or with None ("auto") what of ``free_bytes`` is safe to take before the first step.
 
     Compute holds the unit at work and those around it; one or two more arrive meanwhile. The gradients of one unit
-    are on their way while the next ones are made. Raises ``BudgetError``, naming the least that works.
+    are on their way while the next ones are made. Where there is more, units rest there with all that belongs to them,
+    as many as fit beside that: those first whose bytes save most traffic, and among equals spread evenly, so that the
+    link has always something to do. What is left then keeps copies of weights. ``obstacle`` says why no unit may.
+
+    Raises ``BudgetError``, naming the least that works.
     """
-    largest = max(unit.numel for unit in units) * width
-    everything = sum(unit.numel for unit in units) * width
-    gradients = max(unit.trainable_numel for unit in units) * width if training else 0
-    least = num_nested(units) * largest
-    comfortable = min(least + 2 * largest, max(everything, least))
+    needs = _Needs(units, formats, states)
+
+    def plan(homes: Collection[int], spare_bytes: int | None) -> DevicePlan:
+        least, comfortable, gradients, everything = needs.staged(homes)
+        home_bytes = needs.homes(homes)
+        weights = comfortable
+        if spare_bytes is not None:
+            weights = min(spare_bytes - gradients - sum(home_bytes.values()), max(everything, least))
+        return DevicePlan(weights, gradients, everything, len(units), frozenset(homes), home_bytes, obstacle)
+
+    every = range(len(units))
     if device_bytes is None:
-        return DevicePlan(comfortable, gradients, everything)
+        fits = obstacle is None and sum(needs.homes(every).values()) <= free_bytes * _AUTO_HOME_SHARE
+        return plan(every if fits else (), None)
+    least, _, gradients, _ = needs.staged(())
     if device_bytes < least + gradients:
         raise BudgetError(
             f"device_memory is too small: the least that works for this model is {least + gradients:,} bytes, "
             f"{device_bytes:,} are given. Raise device_memory to {least + gradients}.",
             least + gradients,
         )
-    return DevicePlan(min(device_bytes - gradients, max(everything, least)), gradients, everything)
+    homes: set[int] = set()
+    for index in sorted(every, key=lambda index: (-needs.saved_per_byte(index), index * _GOLDEN % 1)):
+        _, comfortable, gradients, _ = needs.staged({*homes, index})
+        if obstacle is None and sum(needs.homes({*homes, index}).values()) + comfortable + gradients <= device_bytes:
+            homes.add(index)
+    return plan(homes, device_bytes)

@@ -76,6 +76,10 @@ class DeviceWeights:
         ``training``: a step ends this order of uses, and what is used after it will have changed.
         """
         self._order.use(unit.spec.index)
+        if unit.on_device:  # its weights are there, in the order of compute
+            self._weights.count_computing(1)
+            self._fetch_ahead(wrap=not training)
+            return
         copy = self._copies.get(unit)
         if copy is not None and copy.stale and copy.pins == 0:
             self._wait_until_started(copy)
@@ -97,7 +101,8 @@ class DeviceWeights:
 
     def release(self, unit: Unit) -> None:
         """Compute was given all that uses the unit for now."""
-        self._copies[unit].pins -= 1
+        if not unit.on_device:
+            self._copies[unit].pins -= 1
         self._weights.count_computing(-1)
 
     def outdate(self, units: Iterable[Unit]) -> None:
@@ -132,7 +137,7 @@ class DeviceWeights:
             return
         for index in islice(self._order.upcoming(wrap=wrap), _LOOK_AHEAD):
             unit = self._units[index]
-            if unit not in self._copies and self._fetch(unit, must=False) is None:
+            if not unit.on_device and unit not in self._copies and self._fetch(unit, must=False) is None:
                 return
 
     def _fetch(self, unit: Unit, *, must: bool) -> _Copy | None:

@@ -237,8 +237,9 @@ class OffloadEngine:
             self._verdict.scale(min(self.config.gradient_clipping / (norm + 1e-6), 1.0))
         updates = self._verdict.freeze(optimizer.param_groups)
         self._compute.outdate([update.unit for update in updates])
-        self._weights.begin_updates([update.unit for update in updates])
-        remaining = self._updater_of_training.settle(updates)
+        on_host = self._compute.update(updates)
+        self._weights.begin_updates([update.unit for update in on_host])
+        remaining = self._updater_of_training.settle(on_host)
         for update in updates:
             self._compute.forget_gradients(update.unit)
         for unit in self._units:

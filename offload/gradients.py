@@ -45,18 +45,7 @@ class Gradients:
         Reads ``gradient`` only. The scale is applied by the update, unless gradients with different ones meet.
         """
         total = self._tensor(unit, spec)
-        if gradient.requires_grad:
-            gradient = gradient.detach()
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
-        before = unit.gradients.get(spec)
-        if before is None:
-            total.copy_(gradient)
-        elif before.scale == scale:
-            total.add_(gradient)
-        else:
-            total.mul_(before.scale).add_(gradient, alpha=scale)
-            scale = 1.0
+        scale = add_up(total, gradient, unit.gradients.get(spec), scale)
         unit.gradients[spec] = Gradient(self._sum_squares(total), scale)
 
     def home(self, unit: Unit, spec: ParameterSpec, dtype: torch.dtype) -> torch.Tensor | None:
@@ -229,3 +218,19 @@ class Gradients:
         for tile in unit.tiles:
             assert tile.grads_extent is not None
             yield tile.grads_extent, buffer.lease.address + tile.start * self._dtype.itemsize
+
+
+def add_up(total: torch.Tensor, gradient: torch.Tensor, before: Gradient | None, scale: float) -> float:
+    """Add ``scale`` times ``gradient`` to ``total``, which holds what there was ``before``; the scale of the sum."""
+    if gradient.requires_grad:
+        gradient = gradient.detach()
+    if gradient.is_sparse:
+        gradient = gradient.to_dense()
+    if before is None:
+        total.copy_(gradient)
+    elif before.scale == scale:
+        total.add_(gradient)
+    else:
+        total.mul_(before.scale).add_(gradient, alpha=scale)
+        return 1.0
+    return scale

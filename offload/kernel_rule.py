@@ -169,9 +169,24 @@ class KernelRule:
             )
         return _Step(self._kernel.coefficients(group, step, grad_scale), self._kernel.states(group))
 
+    @property
+    def obstacle_on_devices(self) -> str | None:
+        """Why ``apply`` cannot run on a device, if it cannot."""
+        return "8-bit moments are updated on the CPU" if self._dtype is kernels.Dtype.INT8 else None
+
     def apply(
-        self, frozen: Hashable, tile: Tile, address: int, start: int, stop: int, *, weight: int, grad: int
+        self,
+        frozen: Hashable,
+        tile: Tile,
+        address: int,
+        start: int,
+        stop: int,
+        *,
+        weight: int,
+        grad: int,
+        native: kernels.Native = kernels.on_host,
     ) -> None:
+        """``native`` may be the kernels of a device, in whose memory all addresses are then."""
         into = start - tile.start
         arrays: dict[str, int] = {}
         assert isinstance(frozen, _Step)
@@ -192,6 +207,7 @@ class KernelRule:
             weight=weight,
             weight_dtype=self._weight_dtype,
             moments_dtype=self._dtype,
+            native=native,
             **arrays,
         )
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from itertools import cycle
 
 import torch
 from torch import nn
 
+from offload.device_homes import DeviceHomes
 from offload.errors import ConfigError
 from offload.layout import Formats
 from offload.memory import tensor_at
@@ -23,12 +25,14 @@ class Loader:
     def __init__(
         self,
         store: Store | None,
+        homes: DeviceHomes | None,
         rule: Rule | None,
         formats: Formats,
         slots: Sequence[Slot],
         tile_buffers: Sequence[Lease],
     ) -> None:
         self._store = store
+        self._homes = homes
         self._rule = rule
         self._formats = formats
         self._slots = _Ring([slot.lease for slot in slots])
@@ -60,33 +64,54 @@ class Loader:
         self._tile_buffers.drain()
 
     def _store_unit(self, unit: Unit) -> None:
-        lease = unit.weights_home or self._slots.take()
-        tensor_at(lease.address, unit.spec.numel, unit.dtype).zero_()
-        with torch.no_grad():
+        with torch.no_grad(), self._weights(unit) as weights:
+            tensor_at(weights, unit.spec.numel, unit.dtype).zero_()
             values = {spec: _current(spec).detach().cpu().float().contiguous() for spec in unit.spec.parameters}
             for spec, value in values.items():
-                address = lease.address + spec.offset * self._formats.weights
+                address = weights + spec.offset * self._formats.weights
                 tensor_at(address, spec.numel, unit.dtype).copy_(value.flatten())
             for tile in unit.tiles:
-                self._store_tile(unit, tile, lease.address, values)
+                with self._tile(tile) as address:
+                    self._fill_tile(tile, address, weights, values)
+
+    @contextlib.contextmanager
+    def _weights(self, unit: Unit) -> Iterator[int]:
+        """Where the unit's weights are to be put; they go home at the end."""
+        if unit.on_device and self._homes is not None:
+            with self._homes.weights(unit, 0, unit.spec.numel, to_change=True) as address:
+                yield address
+            return
+        lease = unit.weights_home or self._slots.take()
+        yield lease.address
         if unit.weights_extent is not None:
             assert self._store is not None
             self._slots.lend(lease, self._store.write(unit.weights_extent, lease.address, unit.weight_bytes))
 
-    def _store_tile(self, unit: Unit, tile: StateTile, weights: int, values: dict[ParameterSpec, torch.Tensor]) -> None:
+    @contextlib.contextmanager
+    def _tile(self, tile: StateTile) -> Iterator[int]:
+        """Where the tile is to be put; it goes home at the end."""
+        if tile.on_device is not None and self._homes is not None:
+            with self._homes.states(tile, to_change=True) as address:
+                yield address
+            return
+        lease = tile.home or self._tile_buffers.take()
+        yield lease.address
+        if tile.extent is not None:
+            assert self._store is not None
+            self._tile_buffers.lend(lease, self._store.write(tile.extent, lease.address, tile.extent.nbytes))
+
+    def _fill_tile(
+        self, tile: StateTile, address: int, weights: int, values: dict[ParameterSpec, torch.Tensor]
+    ) -> None:
         """States as before the first step; each parameter's part of the master."""
         assert self._rule is not None
-        lease = tile.home or self._tile_buffers.take()
-        self._rule.begin(tile.tile, lease.address)
+        self._rule.begin(tile.tile, address)
         for spec, value in values.items() if self._formats.master else ():
             start, stop = max(spec.offset, tile.start), min(spec.offset + spec.numel, tile.stop)
             if start < stop and spec.trainable:
                 part = value.flatten()[start - spec.offset : stop - spec.offset]
-                master = lease.address + self._rule.master_offset(tile.tile, start)
+                master = address + self._rule.master_offset(tile.tile, start)
                 self._formats.put_master(part, weights + start * self._formats.weights, master)
-        if tile.extent is not None:
-            assert self._store is not None
-            self._tile_buffers.lend(lease, self._store.write(tile.extent, lease.address, tile.extent.nbytes))
 
 
 class _Ring:

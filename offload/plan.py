@@ -31,6 +31,7 @@ Cut = Callable[[UnitSpec, int], tuple[Tile, ...]]
 class Tier(Enum):
     """Where bytes rest between uses."""
 
+    DEVICE = "device"
     HOST = "host"
     NVME = "nvme"
 
@@ -120,7 +121,11 @@ class Plan:
     @property
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes of each kind in each tier, staging included."""
-        kinds = {k: {"host": self.resident_bytes[k], "nvme": self.nvme_bytes[k]} for k in self.resident_bytes}
+        on_device = {} if self.device is None else self.device.home_bytes
+        kinds = {
+            kind: {"device": on_device.get(kind, 0), "host": self.resident_bytes[kind], "nvme": self.nvme_bytes[kind]}
+            for kind in self.resident_bytes
+        }
         shadows = self.shadow_bytes if self.shadows else 0
         return {
             **kinds,
@@ -131,7 +136,12 @@ class Plan:
     @property
     def model_state_bytes(self) -> int:
         """Weights, master, moments and gradients, wherever they rest."""
-        return sum(self.resident_bytes.values()) + sum(self.nvme_bytes.values())
+        return sum(sum(self.memory[kind].values()) for kind in self.resident_bytes)
+
+    def with_homes(self, homes: Sequence[UnitPlan], device: DevicePlan) -> Plan:
+        """The plan with these units beside its own, which are at home in a device's memory."""
+        units = sorted((*self.units, *homes), key=lambda item: item.unit.index)
+        return replace(self, units=tuple(units), device=device)
 
     def __str__(self) -> str:
         mib = 1 << 20
@@ -143,7 +153,7 @@ class Plan:
         numel = max(sum(item.unit.trainable_numel for item in self.units), 1)
         for kind in self.resident_bytes:
             host, nvme = self.resident_bytes[kind], self.nvme_bytes[kind]
-            width = self.formats.weights if kind == "weights" else (host + nvme) / numel
+            width = self.formats.weights if kind == "weights" else sum(self.memory[kind].values()) / numel
             lines.append(f"{kind:<10}{width:>8.3g}{host / mib:>12,.1f}{nvme / mib:>12,.1f}")
         staging = self.staging
         lines.append(

@@ -16,17 +16,21 @@ from offload.choose import Choice
 from offload.config import OffloadConfig
 from offload.device import Device
 from offload.device_gradients import NUM_LANDINGS
-from offload.device_plan import plan_device
+from offload.device_plan import DevicePlan, plan_device
 from offload.errors import ConfigError
+from offload.kernel_rule import KernelRule
 from offload.layout import Formats
 from offload.memory import available_bytes
-from offload.plan import Plan, make_plan
+from offload.plan import Plan, Tier, UnitPlan, make_plan
 from offload.units import UnitSpec, num_nested
 from offload.window import CopyWindow, window_class
 from swapper import align
 
 _AUTO_SHARE = 0.8
 """Of what is free, "auto" takes this much: activations, the loader and others need room too."""
+
+_WHOLE_UNITS = 1 << 62
+"""A tile of this many bytes holds any unit."""
 
 
 def plan_for(config: OffloadConfig, specs: Sequence[UnitSpec], choice: Choice | None, device: Device | None) -> Plan:
@@ -37,19 +41,22 @@ def plan_for(config: OffloadConfig, specs: Sequence[UnitSpec], choice: Choice | 
     nvme_bytes = (1 << 62 if nvme == "auto" else int(nvme)) if config.paths else 0
     tile_bytes = None if config.tile_bytes == "auto" else int(config.tile_bytes)
     cut = choice.rule.cut if choice is not None else None
-    device_plan = None
-    if device is not None:
-        given = None if config.device_memory == "auto" else int(config.device_memory)
-        device_plan = plan_device(specs, config.dtype.itemsize, choice is not None, given)
-    compute_bytes = _compute_host_bytes(config, specs, device)
+    formats = Formats.of(config)
+    device_plan = _plan_device(config, specs, choice, device) if device is not None else None
+    on_host = [unit for unit in specs if device_plan is None or unit.index not in device_plan.homes]
+    compute_bytes = _compute_host_bytes(config, on_host, device)
     early = device is None and choice is not None and choice.rule.repeatable
     early = early and not config.gradient_clipping and config.precision != "fp16"
     spare_bytes = _free_bytes(config.paths) * _AUTO_SHARE if nvme == "auto" else nvme_bytes
-    plan_with = partial(make_plan, specs, Formats.of(config), cut, host_bytes, nvme_bytes, tile_bytes, compute_bytes)
+    plan_with = partial(make_plan, on_host, formats, cut, host_bytes, nvme_bytes, tile_bytes, compute_bytes)
     plan = plan_with(early=early)
     if early and sum(plan.nvme_bytes.values()) + plan.shadow_bytes > spare_bytes:
         early, plan = False, plan_with(early=False)
-    return dataclasses.replace(plan, shadows=early and plan.shadow_bytes > 0, device=device_plan)
+    plan = dataclasses.replace(plan, shadows=early and plan.shadow_bytes > 0)
+    if device_plan is None:
+        return plan
+    homes = [_device_unit(unit, choice) for unit in specs if unit.index in device_plan.homes]
+    return plan.with_homes(homes, device_plan)
 
 
 def open_device(device: str | torch.device | Device) -> Device | None:
@@ -71,6 +78,24 @@ def check_backend(name: str) -> None:
         name = "threads"
     if name in missing:
         raise ConfigError(f"io_backend {name!r} does not work here: {missing[name]}")
+
+
+def _plan_device(config: OffloadConfig, specs: Sequence[UnitSpec], choice: Choice | None, device: Device) -> DevicePlan:
+    """How the device's memory is divided; the optimizer decides, too, whether units may be at home there."""
+    obstacle = None
+    if choice is not None:
+        obstacle = "the optimizer has no kernel"
+        if isinstance(choice.rule, KernelRule):
+            obstacle = choice.rule.obstacle_on_devices or device.obstacle_to_kernels()
+    states = [sum(tile.nbytes for tile, _ in _device_unit(unit, choice).tiles) for unit in specs]
+    given = None if config.device_memory == "auto" else int(config.device_memory)
+    return plan_device(specs, Formats.of(config), states, given, device.memory_bytes(), obstacle)
+
+
+def _device_unit(unit: UnitSpec, choice: Choice | None) -> UnitPlan:
+    """The plan of a unit that is at home on a device: its states are one tile."""
+    tiles = choice.rule.cut(unit, _WHOLE_UNITS) if choice is not None else ()
+    return UnitPlan(unit, Tier.DEVICE, Tier.DEVICE, tuple((tile, Tier.DEVICE) for tile in tiles))
 
 
 def _compute_host_bytes(config: OffloadConfig, specs: Sequence[UnitSpec], device: Device | None) -> int:

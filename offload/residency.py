@@ -346,6 +346,8 @@ class Weights:
             if len(present) == len(self._slots):  # what comes still later finds no slot
                 return
             unit = self._units[index]
+            if unit.on_device:
+                continue
             if unit.residency is not Residency.ABSENT or unit.weights_home is not None:
                 if unit.weights_home is None:
                     present.add(index)

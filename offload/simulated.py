@@ -14,10 +14,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 
+from offload import kernels
 from offload.device import Event
+from offload.dtypes import kernel_dtype
 from offload.errors import DeviceMemoryError
 
 Clock = dict[str, int]
@@ -74,6 +78,23 @@ class _Stream:
             self._give(lambda: self._copy(to(), of()))
             self.device.progress()
 
+    def kernel(self, name: str) -> kernels.Kernel:
+        return partial(self._kernel, kernels.on_host(name))
+
+    def sum_squares(self, source: torch.Tensor, ranges: torch.Tensor, lanes: torch.Tensor, sums: torch.Tensor) -> None:
+        def work() -> None:
+            for index, (start, numel, _) in enumerate(ranges.tolist()):
+                address = source.data_ptr() + start * source.itemsize
+                sums[index] = kernels.sum_squares(address, numel, kernel_dtype(source.dtype)) if numel else 0.0
+
+        with self.device.lock:
+            self._access(source, writes=False)
+            self._access(ranges, writes=False)
+            self._access(lanes, writes=True)
+            self._access(sums, writes=True)
+            self._give(work)
+            self.device.progress()
+
     def run_to(self, position: int) -> None:
         """Do the work up to ``position``."""
         while self._num_done < position:
@@ -91,10 +112,62 @@ class _Stream:
         if self.name == "compute":
             self.run_to(self._num_done + len(self._work))
 
+    def _access(self, tensor: torch.Tensor, *, writes: bool) -> None:
+        if tensor.nbytes:
+            self.device.access(self.name, self._tick(), tensor.data_ptr(), tensor.nbytes, writes=writes)
+
+    def _kernel(
+        self,
+        kernel: kernels.Kernel,
+        constants: Any,
+        numel: int,
+        grad: int,
+        grad_dtype: int,
+        weight: int,
+        rest: int,
+        master: int,
+        weight_format: int,
+        states: Any,
+        scales: Any,
+        state_dtype: int,
+        seed: int,
+        num_threads: int,
+    ) -> None:
+        def work() -> None:
+            kernel(
+                constants,
+                numel,
+                grad,
+                grad_dtype,
+                weight,
+                rest,
+                master,
+                weight_format,
+                states,
+                scales,
+                state_dtype,
+                seed,
+                num_threads,
+            )
+
+        weight_bytes = {0: 4, 1: 2, 2: 4, 3: 2, 4: 2}[weight_format]
+        state_bytes = kernels.Dtype(state_dtype).itemsize
+        written = [(weight, weight_bytes), (rest, 2), (master, 4), *((state, state_bytes) for state in states)]
+        with self.device.lock:
+            clock, access = self._tick(), self.device.access
+            access(self.name, clock, grad, numel * kernels.Dtype(grad_dtype).itemsize, writes=False)
+            for address, width in written:
+                if address:
+                    access(self.name, clock, address, numel * width, writes=True)
+            self._give(work)
+            self.device.progress()
+
     def _copy(self, target: torch.Tensor | None, source: torch.Tensor | None) -> None:
-        if target is None or source is None:
-            self.device.report(f"{self.name}: a copy's {'source' if source is None else 'target'} was freed before it")
-            return
+        for tensor, name in ((source, "source"), (target, "target")):
+            if tensor is None or tensor.untyped_storage().nbytes() < tensor.nbytes:
+                self.device.report(f"{self.name}: a copy's {name} was freed before it")
+                return
+        assert target is not None and source is not None
         with torch.no_grad():
             target.copy_(source)
 
@@ -119,8 +192,13 @@ class _Access:
 class SimulatedDevice:
     """See the module's docstring. ``violations`` says what was not ordered; a correct schedule leaves it empty."""
 
-    def __init__(self, seed: int = 0, eagerness: float = 0.3, memory_bytes: int = 1 << 40) -> None:
-        """``eagerness`` is how likely a call lets some stream do a piece of work that nobody waits for yet."""
+    def __init__(
+        self, seed: int = 0, eagerness: float = 0.3, memory_bytes: int = 1 << 40, obstacle: str | None = None
+    ) -> None:
+        """``eagerness`` is how likely a call lets some stream do a piece of work that nobody waits for yet.
+
+        ``obstacle`` is what it says hinders it to run kernels.
+        """
         self.torch_device = torch.device("cpu")
         self.lock = threading.RLock()
         self.clocks: dict[str, Clock] = {"host": {}}
@@ -129,12 +207,16 @@ class SimulatedDevice:
         self.most_allocated_bytes = 0
         self.pinned: dict[int, int] = {}
         self._memory_bytes = memory_bytes
+        self._obstacle = obstacle
         self._random = random.Random(seed)
         self._eagerness = eagerness
         self._accesses: list[_Access] = []
         self.compute = _Stream(self, "compute")
         self.to_device = _Stream(self, "to_device")
         self.to_host = _Stream(self, "to_host")
+
+    def obstacle_to_kernels(self) -> str | None:
+        return self._obstacle
 
     def memory_bytes(self) -> int:
         return self._memory_bytes

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
 from offload.compute import Compute
+from offload.device_homes import DeviceHomes
 from offload.failure import Failure
 from offload.gradient_handle import GradientHandle
 from offload.gradients import Gradients
@@ -21,13 +25,14 @@ from offload.update import Updater
 class Access:
     """What links share: the way to weights, masters and gradients.
 
-    ``rule``, ``tiles`` and ``updater`` are None without training.
+    ``rule``, ``tiles`` and ``updater`` are None without training, ``homes`` where no unit is at home on a device.
     """
 
     def __init__(
         self,
         weights: Weights,
         gradients: Gradients,
+        homes: DeviceHomes | None,
         rule: Rule | None,
         tiles: Tiles | None,
         updater: Updater | None,
@@ -38,6 +43,7 @@ class Access:
     ) -> None:
         self.weights = weights
         self.gradients = gradients
+        self.homes = homes
         self.rule = rule
         self.tiles = tiles
         self.updater = updater
@@ -52,6 +58,20 @@ class Access:
         if self.updater is not None:
             self.updater.drop(unit)
 
+    def gradients_of(self, unit: Unit) -> Gradients | DeviceHomes:
+        """Who keeps the unit's gradients."""
+        return self.homes if unit.on_device and self.homes is not None else self.gradients
+
+    @contextlib.contextmanager
+    def weights_of(self, unit: Unit, spec: ParameterSpec, *, to_change: bool = False) -> Iterator[int]:
+        """The address of one parameter's weights, to look at or (``to_change``) change."""
+        if unit.on_device and self.homes is not None:
+            with self.homes.weights(unit, spec.offset, spec.offset + spec.numel, to_change=to_change) as address:
+                yield address
+        else:
+            with self.weights.borrowed(unit, to_change=to_change) as address:
+                yield address + spec.offset * self.formats.weights
+
 
 class ParameterLink:
     """Reads and writes one parameter for its handle."""
@@ -65,7 +85,7 @@ class ParameterLink:
     def read(self) -> torch.Tensor:
         """A copy of the value, once the last step's update has reached it."""
         access = self._access
-        with access.failure.guard(), access.weights.borrowed(self._unit) as address:
+        with access.failure.guard(), access.weights_of(self._unit, self._spec) as address:
             return self._tensor(address).clone()
 
     def write(self, value: torch.Tensor) -> None:
@@ -73,7 +93,8 @@ class ParameterLink:
         access = self._access
         access.begin_change(self._unit)
         access.compute.outdate([self._unit])
-        with access.failure.guard(), access.weights.borrowed(self._unit, to_change=True) as address, torch.no_grad():
+        weights = access.weights_of(self._unit, self._spec, to_change=True)
+        with access.failure.guard(), weights as address, torch.no_grad():
             self._tensor(address).copy_(value)
             if access.formats.master and self._spec.trainable:
                 self._write_master(address)
@@ -96,14 +117,13 @@ class ParameterLink:
             with self._access.failure.guard():
                 self._access.begin_change(self._unit)
                 self._access.weights.wait_for_update(self._unit)
-                self._access.gradients.write(self._unit, self._spec, value.detach())
+                self._access.gradients_of(self._unit).write(self._unit, self._spec, value.detach())
 
     def _tensor(self, address: int) -> torch.Tensor:
-        start = address + self._spec.offset * self._access.formats.weights
-        return tensor_at(start, self._spec.numel, self._unit.dtype).view(self._spec.shape)
+        return tensor_at(address, self._spec.numel, self._unit.dtype).view(self._spec.shape)
 
     def _write_master(self, weights: int) -> None:
-        """Make the master what the weights at this address are."""
+        """Make the master what the parameter's weights, at this address, are."""
         spec, formats, rule, tiles = self._spec, self._access.formats, self._access.rule, self._access.tiles
         assert rule is not None and tiles is not None
         value = self._tensor(weights).float().flatten()
@@ -113,7 +133,7 @@ class ParameterLink:
                 with tiles.opened(tile, to_change=True) as address:
                     formats.put_master(
                         value[start - spec.offset : stop - spec.offset],
-                        weights + start * formats.weights,
+                        weights + (start - spec.offset) * formats.weights,
                         address + rule.master_offset(tile.tile, start),
                     )
 
@@ -132,12 +152,12 @@ class GradientLink:
     def read(self) -> torch.Tensor:
         with self._access.failure.guard():
             self._access.compute.settle()
-            return self._access.gradients.read(self._unit, self.spec).to(self._unit.dtype)
+            return self._access.gradients_of(self._unit).read(self._unit, self.spec).to(self._unit.dtype)
 
     def write(self, value: torch.Tensor) -> None:
         with self._access.failure.guard():
             self._access.begin_change(self._unit)
-            self._access.gradients.write(self._unit, self.spec, value)
+            self._access.gradients_of(self._unit).write(self._unit, self.spec, value)
 
     # What clip_grad_norm_ asks of each gradient, without bringing it in.
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import aio_ext
+from offload.device_homes import DeviceHomes
 from offload.rule import Rule
 from offload.unit import StateTile, Unit
 from offload.units import ParameterSpec
@@ -18,15 +19,20 @@ from swapper import Store
 class Tiles:
     """Brings tiles into RAM for a moment. The unit's update must be over, and stay so meanwhile."""
 
-    def __init__(self, rule: Rule, store: Store | None) -> None:
+    def __init__(self, rule: Rule, store: Store | None, homes: DeviceHomes | None) -> None:
         self._rule = rule
         self._store = store
+        self._homes = homes
 
     @contextlib.contextmanager
     def opened(self, tile: StateTile, *, to_change: bool) -> Iterator[int]:
         """The tile's address; a changed tile is back at its home when the block is over."""
         if tile.home is not None:
             yield tile.home.address
+            return
+        if tile.on_device is not None and self._homes is not None:
+            with self._homes.states(tile, to_change=to_change) as address:
+                yield address
             return
         assert self._store is not None and tile.extent is not None
         if tile.write is not None:

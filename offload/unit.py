@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from offload.layout import Tile
-from offload.plan import UnitPlan
+from offload.plan import Tier, UnitPlan
 from offload.speculation import Speculation
 from offload.trace import Span
 from offload.units import ParameterSpec, UnitSpec
@@ -54,7 +54,7 @@ class GradientBuffer:
 
 @dataclass
 class StateTile:
-    """One tile of optimizer states: at ``home`` in RAM, or in ``extent``.
+    """One tile of optimizer states: at ``home`` in RAM, in ``extent``, or ``on_device``.
 
     ``grads_extent`` is for the gradients of the same elements, if they are spilled.
     """
@@ -65,6 +65,8 @@ class StateTile:
     grads_extent: Extent | None
     shadow: Extent | None = None
     """Where an early update puts the new states, if there may be one."""
+    on_device: torch.Tensor | None = None
+    """Its bytes, if it is at home in a device's memory."""
     write: Ticket | None = None
     """The last write of the states, which may be in flight: whoever reads them out of turn waits for it."""
 
@@ -158,6 +160,11 @@ class Unit:
             return self.weights_home.address
         assert self.slot is not None
         return self.slot.lease.address
+
+    @property
+    def on_device(self) -> bool:
+        """All of it is at home in a device's memory: see ``DeviceHomes``."""
+        return self.plan.weights is Tier.DEVICE
 
     @property
     def weight_bytes(self) -> int:

@@ -28,6 +28,8 @@ from torch.utils.checkpoint import checkpoint
 
 from offload import BudgetError, OffloadEngine
 from offload.device_gradients import DeviceGradients
+from offload.device_homes import DeviceHomes
+from offload.device_squares import Squares
 from offload.kernel_rule import KernelRule
 from offload.simulated import SimulatedDevice
 from swapper import Store
@@ -141,6 +143,7 @@ def _trains(engine: OffloadEngine) -> bool:
 def watched(device: SimulatedDevice, model: nn.Module) -> Iterator[None]:
     """Tell the device of what the disk, the optimizer and the model do."""
     read, write, apply, take = Store.read, Store.write, KernelRule.apply, DeviceGradients.take
+    add, of = DeviceHomes._add, Squares.of
 
     def watch_read(store: Any, extent: Any, address: int, nbytes: int, **options: Any) -> Any:
         device.host_access(address, nbytes, writes=True)
@@ -151,12 +154,21 @@ def watched(device: SimulatedDevice, model: nn.Module) -> Iterator[None]:
         return write(store, extent, address, nbytes, **options)
 
     def watch_apply(
-        rule: Any, frozen: Any, tile: Any, address: int, start: int, stop: int, *, weight: int, grad: int
+        rule: Any, frozen: Any, tile: Any, address: int, start: int, stop: int, *, weight: int, grad: int, **where: Any
     ) -> None:
-        formats = rule._formats
-        device.host_access(weight, (stop - start) * formats.weights, writes=True)
-        device.host_access(grad, (stop - start) * formats.grads, writes=False)
-        apply(rule, frozen, tile, address, start, stop, weight=weight, grad=grad)
+        if not where:  # on the device, its stream tells
+            formats = rule._formats
+            device.host_access(weight, (stop - start) * formats.weights, writes=True)
+            device.host_access(grad, (stop - start) * formats.grads, writes=False)
+        apply(rule, frozen, tile, address, start, stop, weight=weight, grad=grad, **where)
+
+    def watch_add(homes: Any, unit: Any, spec: Any, gradient: torch.Tensor, scale: float) -> None:
+        device.compute_access(homes._gradient(unit, spec), writes=True)
+        add(homes, unit, spec, gradient, scale)
+
+    def watch_of(squares: Any, unit: Any) -> Any:
+        device.host_access(squares._on_host.data_ptr(), squares._on_host.nbytes, writes=False)
+        return of(squares, unit)
 
     def watch_take(gradients: Any, unit: Any, spec: Any, gradient: torch.Tensor, scale: float) -> None:
         device.compute_access(gradient, writes=True)
@@ -173,16 +185,18 @@ def watched(device: SimulatedDevice, model: nn.Module) -> Iterator[None]:
         mock.patch.object(Store, "write", watch_write),
         mock.patch.object(KernelRule, "apply", watch_apply),
         mock.patch.object(DeviceGradients, "take", watch_take),
+        mock.patch.object(DeviceHomes, "_add", watch_add),
+        mock.patch.object(Squares, "of", watch_of),
     ):
         yield
     for hook in hooks:
         hook.remove()
 
 
-def least(make: Any, option: str) -> int:
-    """The least budget, as the engine says."""
+def least(make: Any, option: str, **budgets: int) -> int:
+    """The least budget beside other ``budgets``, as the engine says."""
     try:
-        make(**{option: 1}).close()
+        make(**{option: 1}, **budgets).close()
     except BudgetError as error:
         return error.needed_bytes
     return 1
@@ -195,22 +209,22 @@ def check(seed: int, folder: Path) -> list[str]:
     with OffloadEngine(program.model(), nvme_path=folder, **program.options()) as engine:
         expected = program.run(engine)
     device = SimulatedDevice(seed, eagerness=rng.choice((0.0, 0.3, 0.9)))
-    model = program.model()
 
     def make(**budgets: int) -> OffloadEngine:
-        return OffloadEngine(model, nvme_path=folder, device=device, **program.options(), **budgets)
+        return OffloadEngine(program.model(), nvme_path=folder, device=device, **program.options(), **budgets)
 
-    budgets: dict[str, Any] = {}
+    budgets: dict[str, int] = {}
+    if rng.random() < 0.9:
+        budgets["device_memory"] = int(least(make, "device_memory") * rng.choice((1, 1.3, 3, 5, 8, 20)))
     if rng.random() < 0.8:
-        budgets["host_memory"] = int(least(make, "host_memory") * rng.choice((1, 1, 1.3, 2)))
-    if rng.random() < 0.8:
-        budgets["device_memory"] = int(least(make, "device_memory") * rng.choice((1, 1, 1.3, 2)))
+        budgets["host_memory"] = int(least(make, "host_memory", **budgets) * rng.choice((1, 1, 1.3, 2)))
     wrong = []
     engine = make(**budgets)
-    with watched(device, model):
+    device.most_allocated_bytes = device.allocated_bytes
+    with watched(device, engine.module):
         try:
             found = program.run(engine)
-            allowed = engine.plan.device.weights_bytes
+            allowed = engine.plan.device.total_bytes - engine.plan.device.gradients_bytes
         finally:
             engine.close()
     if not _equal(found, expected):

@@ -15,16 +15,21 @@ except ImportError as error:
     raise ImportError(f"the native kernels are missing ({error}): build them with `pip install -e .`") from error
 
 from ._companions import accumulate, convert, join_master, split_master, sum_squares
-from ._native import CODE_BLOCK, ISA, Dtype
+from ._native import CODE_BLOCK, ISA, SQUARES_BLOCK, SQUARES_LANES, Dtype
 from ._optimizers import AdagradCoef, AdamCoef, LionCoef, SgdCoef, adagrad, adam, lion, sgd
+from ._update import Kernel, Native, on_host
 
 __all__ = [
     "CODE_BLOCK",
     "ISA",
+    "SQUARES_BLOCK",
+    "SQUARES_LANES",
     "AdagradCoef",
     "AdamCoef",
     "Dtype",
+    "Kernel",
     "LionCoef",
+    "Native",
     "SgdCoef",
     "accumulate",
     "adagrad",
@@ -32,6 +37,7 @@ __all__ = [
     "convert",
     "join_master",
     "lion",
+    "on_host",
     "sgd",
     "split_master",
     "sum_squares",

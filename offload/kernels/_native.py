@@ -37,6 +37,12 @@ class Dtype(Enum):
 CODE_BLOCK = 256
 """Elements that share one scale where ``Dtype.INT8`` holds a state, counted from the address of the call."""
 
+SQUARES_BLOCK = 16384
+"""Elements whose squares are added up by themselves first: ``kBlock`` in src/arrays.h."""
+
+SQUARES_LANES = 16
+"""Sums that such a block is taken in: ``kLanes`` in src/arrays.h."""
+
 
 def check_numel(numel: int, num_threads: int) -> None:
     if numel < 0:

@@ -8,14 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from ._native import Dtype
+from ._native import SQUARES_LANES, Dtype
 from ._update import Kernel
-
-SQUARES_BLOCK = 16384
-"""Elements of a parameter whose squares are added up by themselves first: ``kBlock`` in src/arrays.h."""
-
-SQUARES_LANES = 16
-"""Sums that a block is taken in: ``kLanes`` in src/arrays.h."""
 
 _THREADS = 256
 """Of one block of a launch."""

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from offload.kernels import AdagradCoef, AdamCoef, Dtype, LionCoef, SgdCoef, adagrad, adam, lion, sgd, sum_squares
-from offload.kernels.gpu import _FORMATS, _RULES, SQUARES_BLOCK, SQUARES_LANES, GpuKernels, Program
+from offload.kernels._native import SQUARES_BLOCK, SQUARES_LANES
+from offload.kernels.gpu import _FORMATS, _RULES, GpuKernels, Program
 from offload.kernels.nvrtc import CompilerMissing, compile_kernels
 
 SOURCES = Path(__file__).parents[2] / "offload" / "kernels" / "src"

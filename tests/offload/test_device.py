@@ -105,7 +105,7 @@ def test_the_least_device_memory_works_and_is_kept_to_the_byte(make_model: Calla
 
 
 def test_auto_takes_what_the_first_step_has_left_free(make_model: Callable[..., Tiny], tmp_path: Path) -> None:
-    device = SimulatedDevice(memory_bytes=64 << 20)
+    device = SimulatedDevice(memory_bytes=64 << 20, obstacle="planted")
     with OffloadEngine(make_model(num_blocks=8), nvme_path=tmp_path, device=device, precision="fp32") as engine:
         before = engine.plan.device.weights_bytes
         train(engine, 1)
@@ -117,7 +117,8 @@ def test_auto_takes_what_the_first_step_has_left_free(make_model: Callable[..., 
 
 def test_what_stays_from_forward_to_backward_is_copied_once(make_model: Callable[..., Tiny], tmp_path: Path) -> None:
     def copied(**budget: int) -> int:
-        with OffloadEngine(make_model(), nvme_path=tmp_path, device=SimulatedDevice(), **budget) as engine:
+        device = SimulatedDevice(obstacle="planted")
+        with OffloadEngine(make_model(), nvme_path=tmp_path, device=device, **budget) as engine:
             train(engine, 3)
             everything = engine.plan.device.all_bytes
             assert engine.report().to_host_bytes == 2 * engine.plan.num_parameters  # all is trained, in bf16
@@ -132,7 +133,7 @@ def test_what_stays_from_forward_to_backward_is_copied_once(make_model: Callable
 def test_copies_give_way_to_activations_that_grew(make_model: Callable[..., Tiny], tmp_path: Path) -> None:
     with OffloadEngine(make_model(), nvme_path=tmp_path) as engine:
         expected, _ = train(engine, 2)
-    device = SimulatedDevice(memory_bytes=64 << 20)
+    device = SimulatedDevice(memory_bytes=64 << 20, obstacle="planted")
     with OffloadEngine(make_model(), nvme_path=tmp_path, device=device, device_memory="auto") as engine:
         losses, _ = train(engine, 1)
         device._memory_bytes = max(unit.weight_bytes for unit in engine._units)
@@ -233,7 +234,7 @@ def test_a_fault_of_the_store_reaches_the_training_thread(
     from offload.residency import Weights
     from swapper import StorageIOError
 
-    device = SimulatedDevice()
+    device = SimulatedDevice(obstacle="planted")
     engine = OffloadEngine(make_model(), nvme_path=tmp_path, device=device)
     train(engine, 1)
 
@@ -257,7 +258,7 @@ def test_a_fault_on_the_way_home_reaches_the_training_thread(
         raise RuntimeError("planted")
 
     monkeypatch.setattr(Gradients, "arrived", fail)
-    device = SimulatedDevice()
+    device = SimulatedDevice(obstacle="planted")
     engine = OffloadEngine(make_model(), nvme_path=tmp_path, device=device)
     with pytest.raises(RuntimeError, match="planted"):
         train(engine, 1)

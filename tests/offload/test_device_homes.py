@@ -1,0 +1,279 @@
+"""Units that are at home in a device's memory, on a simulated one: bits, bytes, order, and looking in from outside."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import Tiny, batches, loss_of, train
+from torch import nn
+from torch.utils.checkpoint import checkpoint_sequential
+
+from offload import BudgetError, NonFiniteGradient, OffloadEngine
+from offload.device_plan import plan_device
+from offload.layout import Formats
+from offload.simulated import SimulatedDevice, _Event, _Stream
+from offload.units import find_units
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+
+import device_schedules
+
+Outcome = tuple[list[float], dict[str, torch.Tensor]]
+
+
+def equal(left: Outcome, right: Outcome) -> bool:
+    return left[0] == right[0] and all(torch.equal(value, right[1][name]) for name, value in left[1].items())
+
+
+def at_home(engine: OffloadEngine) -> int:
+    assert engine.plan.device is not None
+    return len(engine.plan.device.homes)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"precision": "bf16"},
+    {"precision": "fp16", "gradient_clipping": 0.5},
+    {"precision": "fp32", "gradient_accumulation_steps": 2, "gradient_clipping": 0.5},
+    {"precision": "bf16", "gradient_accumulation_steps": 3, "moments_dtype": "bf16"},
+    {"precision": "fp32", "optimizer": "adam", "optimizer_options": {"amsgrad": True}},
+    {"precision": "bf16", "optimizer": "lion"},
+    {"precision": "fp32", "optimizer": "adagrad", "optimizer_options": {"initial_accumulator_value": 0.1}},
+    {"precision": "fp16", "optimizer": "sgd", "optimizer_options": {"momentum": 0.9, "nesterov": True}},
+    {"precision": "fp32", "optimizer": "sgd"},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options.values())))
+def test_the_bits_are_those_of_the_cpu(make_model: Callable[..., Tiny], options: dict[str, Any]) -> None:
+    def outcome(device: Any) -> Any:
+        with OffloadEngine(make_model(), device=device, lr=1e-3, **options) as engine:
+            assert device == "cpu" or at_home(engine) == len(engine.plan.units)
+            return train(engine, 6), engine.optimizer.state_dict()["state"]
+
+    device = SimulatedDevice(seed=1)
+    (expected, states), (found, states_found) = outcome("cpu"), outcome(device)
+    assert equal(found, expected)
+    assert all(torch.equal(states[i][name], value) for i in states for name, value in states_found[i].items())
+    assert device.violations == [] and device.allocated_bytes == 0
+
+
+def test_parameter_groups_and_checkpointing_by_an_optimizer_that_was_built(make_model: Callable[..., Tiny]) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = make_model()
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = checkpoint_sequential(list(self.inner.blocks), 2, self.inner.embed(tokens), use_reentrant=False)
+            return self.inner.head(self.inner.norm(x))
+
+    def outcome(device: Any) -> Outcome:
+        model = Checkpointed()
+        biases = [p for p in model.parameters() if p.ndim == 1]
+        rest = [p for p in model.parameters() if p.ndim > 1]
+        optimizer = torch.optim.AdamW([{"params": biases, "weight_decay": 0.0}, {"params": rest, "lr": 3e-3}], lr=1e-3)
+        with OffloadEngine(model, device=device, optimizer=optimizer) as engine:
+            return train(engine, 4)
+
+    assert equal(outcome(SimulatedDevice()), outcome("cpu"))
+
+
+def test_nothing_crosses_the_link_or_rests_on_the_host(make_model: Callable[..., Tiny], tmp_path: Path) -> None:
+    device = SimulatedDevice()
+    with OffloadEngine(make_model(), nvme_path=tmp_path, device=device) as engine:
+        train(engine, 3)
+        report = engine.report()
+        assert report.to_device_bytes == report.to_host_bytes == 0
+        assert report.nvme_read_bytes == report.nvme_write_bytes == report.host_memory_bytes == 0
+        plan = engine.plan.device
+        assert plan is not None and device.allocated_bytes == plan.total_bytes == sum(plan.home_bytes.values())
+        assert engine.plan.model_state_bytes == plan.total_bytes - plan.home_bytes["squares"]
+        assert "7 of 7 units at home" in str(engine.plan)
+
+
+def test_more_memory_brings_more_units_home_and_every_byte_is_counted(
+    make_model: Callable[..., Tiny], tmp_path: Path
+) -> None:
+    with OffloadEngine(make_model(num_blocks=8), nvme_path=tmp_path) as engine:
+        expected = train(engine, 3)
+    with pytest.raises(BudgetError) as caught:
+        OffloadEngine(make_model(num_blocks=8), nvme_path=tmp_path, device=SimulatedDevice(), device_memory=1)
+    counts = []
+    for factor in (1, 3, 6, 12, 40):
+        device = SimulatedDevice(seed=factor)
+        budget = caught.value.needed_bytes * factor
+        model = make_model(num_blocks=8)
+        with OffloadEngine(model, nvme_path=tmp_path, device=device, device_memory=budget) as engine:
+            assert equal(train(engine, 3), expected)
+            plan = engine.plan.device
+            assert plan is not None and plan.total_bytes <= budget
+            assert device.most_allocated_bytes <= plan.total_bytes - plan.gradients_bytes
+            counts.append(at_home(engine))
+            hosted = [item.unit for item in engine.plan.units if item.unit.index not in plan.homes]
+            trained = sum(spec.numel for unit in hosted for spec in unit.parameters)
+            assert engine.report().to_host_bytes == 2 * trained
+    assert counts == sorted(counts) and counts[0] == 0 and counts[-1] == len(engine.plan.units)
+    assert any(0 < count < counts[-1] for count in counts)
+
+
+@pytest.mark.parametrize(
+    ("options", "obstacle", "why"),
+    [
+        ({"moments_dtype": "int8"}, None, "8-bit moments are updated on the CPU"),
+        ({"optimizer": torch.optim.NAdam}, None, "the optimizer has no kernel"),
+        ({}, "libnvrtc.so.12 is not installed", "libnvrtc.so.12 is not installed"),
+    ],
+)
+def test_the_plan_says_why_no_unit_is_at_home(
+    make_model: Callable[..., Tiny], options: dict[str, Any], obstacle: str | None, why: str
+) -> None:
+    device = SimulatedDevice(obstacle=obstacle)
+    with OffloadEngine(make_model(), device=device, device_memory="64MiB", **options) as engine:
+        assert at_home(engine) == 0 and f"0 of 7 units at home in 0.0 MiB ({why})" in str(engine.plan)
+        train(engine, 1)
+
+
+def test_auto_leaves_half_of_the_device_to_activations(make_model: Callable[..., Tiny]) -> None:
+    with OffloadEngine(make_model(), device=SimulatedDevice()) as engine:
+        needed = engine.plan.device.total_bytes
+    for memory, count in ((2 * needed, 7), (2 * needed - 2, 0)):
+        with OffloadEngine(make_model(), device=SimulatedDevice(memory_bytes=memory)) as engine:
+            assert at_home(engine) == count
+
+
+def test_frozen_units_come_home_first(make_model: Callable[..., Tiny]) -> None:
+    model = make_model(num_blocks=6)
+    for block in list(model.blocks)[::2]:
+        block.requires_grad_(False)
+    units = find_units(model)
+    frozen = {unit.index for unit in units if unit.trainable_numel == 0}
+    states = [10 * unit.trainable_numel for unit in units]
+    formats = Formats(weights=2, master=2, grads=2)
+    budget = sum(2 * unit.numel for unit in units)
+    homes = plan_device(units, formats, states, budget + 4 * max(2 * u.numel for u in units), 0, None).homes
+    assert len(frozen) == 3 and frozen <= homes < set(range(len(units)))
+
+
+def test_states_and_weights_are_seen_and_changed_from_outside(make_model: Callable[..., Tiny]) -> None:
+    device = SimulatedDevice(seed=3)
+    with OffloadEngine(make_model(), device=device, lr=1e-2) as engine, OffloadEngine(make_model(), lr=1e-2) as other:
+        train(engine, 3)
+        other.load_state_dict(engine.state_dict())
+        other.optimizer.load_state_dict(engine.optimizer.state_dict())
+        copied = copy.deepcopy(engine.module)
+        ema = [p.detach().clone().lerp_(p, 0.5) for p in engine.module.parameters()]
+        assert all(torch.equal(p, value) for p, value in zip(copied.parameters(), ema, strict=True))
+        tokens, _ = batches(1)[0]
+        with torch.no_grad():
+            assert torch.equal(engine(tokens), other(tokens))
+            engine.module.head.weight.mul_(0.5)
+            other.module.head.weight.mul_(0.5)
+        engine.load_state_dict(engine.state_dict())  # each master becomes exactly the weight, as in the other
+        engine.optimizer.load_state_dict(engine.optimizer.state_dict())
+        assert equal(train(engine, 3), train(other, 3))
+    assert device.violations == []
+
+
+def test_gradients_are_seen_and_changed_from_outside(make_model: Callable[..., Tiny]) -> None:
+    def outcome(device: Any) -> tuple[list[float], Outcome]:
+        seen = []
+        with OffloadEngine(make_model(), device=device, lr=1e-2, precision="fp32") as engine:
+            for tokens, targets in batches(3):
+                engine.backward(loss_of(engine(tokens), targets))
+                weight = engine.module.head.weight
+                seen += [weight.grad.norm().item(), weight.grad.clone().abs().max().item()]
+                weight.grad.mul_(0.5)
+                engine.module.head.bias.grad = torch.ones(256)
+                engine.module.norm.bias.grad = None
+                seen.append(float(torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 0.5)))
+                engine.step()
+            return seen, train(engine, 1)
+
+    seen, found = outcome(SimulatedDevice(seed=4))
+    expected_seen, expected = outcome("cpu")
+    assert seen == pytest.approx(expected_seen, rel=1e-6) and equal(found, expected)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(make_model: Callable[..., Tiny]) -> None:
+    with OffloadEngine(make_model(), device=SimulatedDevice(), lr=1e-2) as engine:
+        train(engine, 1)
+        before = {name: value.clone() for name, value in engine.state_dict().items()}
+        tokens, targets = batches(1)[0]
+        engine.backward(loss_of(engine(tokens), targets) * float("inf"))
+        with pytest.raises(NonFiniteGradient, match="not finite"):
+            engine.step()
+        assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+        train(engine, 1)
+
+
+def test_inference_needs_weights_alone(make_model: Callable[..., Tiny]) -> None:
+    tokens, _ = batches(1)[0]
+    with OffloadEngine(make_model(), optimizer=None) as engine, torch.no_grad():
+        expected = engine(tokens)
+    device = SimulatedDevice(obstacle="no kernels are needed")
+    with OffloadEngine(make_model(), optimizer=None, device=device) as engine, torch.no_grad():
+        assert at_home(engine) == 7 and torch.equal(engine(tokens), expected)
+        assert device.allocated_bytes == engine.plan.device.total_bytes == engine.plan.device.home_bytes["weights"]
+
+
+# What the campaign is there to find, here too: each of these is one forgotten wait, or work in the wrong place.
+
+
+def _forget_in(function: str, kind: Any) -> Callable[[pytest.MonkeyPatch], None]:
+    def forget(patch: pytest.MonkeyPatch) -> None:
+        wait = kind.wait
+
+        def maybe(self: Any, *event: Any) -> None:
+            if sys._getframe(1).f_code.co_name != function:
+                wait(self, *event)
+
+        patch.setattr(kind, "wait", maybe)
+
+    return forget
+
+
+class _Beside(_Stream):
+    """A stream that compute does not wait for, and whose work is done in time by luck."""
+
+    def _give(self, work: Callable[[], None]) -> None:
+        super()._give(work)
+        self.run_to(self._num_done + len(self._work))
+
+
+def _beside_compute(method: str) -> Callable[[pytest.MonkeyPatch], None]:
+    def forget(patch: pytest.MonkeyPatch) -> None:
+        do = getattr(_Stream, method)
+        patch.setattr(_Stream, method, lambda self, *args: do(_Beside(self.device, "beside"), *args))
+
+    return forget
+
+
+@pytest.mark.parametrize(
+    "forget",
+    [
+        _forget_in("fetch", _Stream),
+        _forget_in("fetch", _Event),
+        _forget_in("_borrowed", _Stream),
+        _forget_in("_borrowed", _Event),
+        _beside_compute("kernel"),
+        _beside_compute("sum_squares"),
+    ],
+    ids=["sums-before-kernel", "sums-before-copy", "look-before-compute", "look-before-copy", "update", "squares"],
+)
+def test_the_campaign_finds_a_forgotten_wait(
+    forget: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    forget(monkeypatch)
+    for seed in range(8):
+        try:
+            if device_schedules.check(seed, tmp_path):
+                return
+        except Exception:
+            return  # wrong numbers may end a step
+    pytest.fail("eight programs ran as if nothing were missing")
