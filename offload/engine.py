@@ -6,8 +6,7 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,34 +14,26 @@ from typing import Any
 import torch
 from torch import nn
 
-import aio_ext
 from offload.build import build
 from offload.choose import Choice, choose
 from offload.compute import DeviceCompute
 from offload.config import OffloadConfig
-from offload.device import Device
-from offload.device_gradients import NUM_LANDINGS
-from offload.device_plan import DevicePlan, plan_device
 from offload.errors import ConfigError
 from offload.failure import Failure
 from offload.handle import Handle
 from offload.hooks import Hooks
-from offload.layout import Formats
 from offload.loss_scale import LossScale
-from offload.memory import available_bytes
 from offload.optimizer import OffloadOptimizer
-from offload.plan import Plan, make_plan
+from offload.plan import Plan
+from offload.planning import check_backend, open_device, plan_for
 from offload.report import Meter, Report
+from offload.reporter import Reporter
 from offload.rule import Group
 from offload.unit import Unit
-from offload.units import ParameterSpec, UnitSpec, find_units, num_nested
+from offload.units import ParameterSpec, find_units
 from offload.update import Updater
 from offload.verdict import Verdict, groups_by_parameter
-from offload.window import CopyWindow, window_class
-from swapper import OffloadError, align
-
-_AUTO_SHARE = 0.8
-"""Of what is free, "auto" takes this much: activations, the loader and others need room too."""
+from swapper import OffloadError
 
 
 class OffloadEngine:
@@ -63,13 +54,13 @@ class OffloadEngine:
         self._closed = contextlib.ExitStack()
         if any(isinstance(p, Handle) for p in model.parameters()):
             raise ConfigError("the model is wrapped already; close its engine first")
-        _check_backend(self.config.io_backend)
+        check_backend(self.config.io_backend)
         specs = find_units(model)
         if not specs:
             raise ConfigError("the model has no floating-point parameters: there is nothing to offload")
         choice = choose(self.config, specs)
         self._device = open_device(self.config.device)
-        self.plan: Plan = self._make_plan(specs, choice)
+        self.plan: Plan = plan_for(self.config, specs, choice, self._device)
         self._failure = Failure()
         self._meter = Meter()
         self._micro_step = 0
@@ -79,7 +70,6 @@ class OffloadEngine:
         self._groups: dict[int, Group] | None = None
         """Of the step that the present backward is the last one of; None at any other time."""
         self._last_report: Report | None = None
-        self._grad_norm: float | None = None
         try:
             self._build(choice)
         except BaseException:
@@ -253,9 +243,8 @@ class OffloadEngine:
             self._compute.forget_gradients(update.unit)
         for unit in self._units:
             self._updater_of_training.drop(unit)  # one that takes no part in the step after all
-        self._grad_norm = norm
         self.global_step += 1
-        self._last_report = self._make_report()
+        self._last_report = self._reporter.report(self.plan, self.global_step, norm, self._step_scale)
         self._grow_into_device()
         self._updater_of_training.start(remaining)
         self._compute.end_step()
@@ -285,46 +274,6 @@ class OffloadEngine:
             self._updater_of_training.drop(unit)
         with self._failure.guard():
             self._verdict.num_steps = self._tiles.write_states(self._units, by_spec)
-
-    # How it is built.
-
-    def _make_plan(self, specs: list[UnitSpec], choice: Choice | None) -> Plan:
-        config = self.config
-        host = config.host_memory
-        host_bytes = int(available_bytes() * _AUTO_SHARE) if host == "auto" else int(host)
-        nvme = config.nvme_capacity
-        nvme_bytes = (1 << 62 if nvme == "auto" else int(nvme)) if config.paths else 0
-        tile_bytes = None if config.tile_bytes == "auto" else int(config.tile_bytes)
-        cut = choice.rule.cut if choice is not None else None
-        device = self._plan_device(specs)
-        compute_bytes = self._compute_host_bytes(specs)
-        early = self._device is None and choice is not None and choice.rule.repeatable
-        early = early and not config.gradient_clipping and config.precision != "fp16"
-        spare_bytes = _free_bytes(config.paths) * _AUTO_SHARE if nvme == "auto" else nvme_bytes
-        plan_with = partial(
-            make_plan, specs, Formats.of(config), cut, host_bytes, nvme_bytes, tile_bytes, compute_bytes
-        )
-        plan = plan_with(early=early)
-        if early and sum(plan.nvme_bytes.values()) + plan.shadow_bytes > spare_bytes:
-            early, plan = False, plan_with(early=False)
-        return dataclasses.replace(plan, shadows=early and plan.shadow_bytes > 0, device=device)
-
-    def _plan_device(self, specs: list[UnitSpec]) -> DevicePlan | None:
-        """How much of a device's memory the engine takes; None on the CPU."""
-        if self._device is None:
-            return None
-        given = self.config.device_memory
-        training = self.config.optimizer is not None
-        return plan_device(specs, self.config.dtype.itemsize, training, None if given == "auto" else int(given))
-
-    def _compute_host_bytes(self, specs: list[UnitSpec]) -> int:
-        """Host memory that compute takes beside the plan's."""
-        width = self.config.dtype.itemsize
-        if self._device is None:
-            copies = num_nested(specs) if window_class() is CopyWindow else 0
-            return copies * max(unit.numel for unit in specs) * width
-        trainable = [spec.numel for unit in specs for spec in unit.parameters if spec.trainable]
-        return NUM_LANDINGS * align(max(trainable, default=0) * width) if self.config.optimizer is not None else 0
 
     # How the device takes part.
 
@@ -398,7 +347,7 @@ class OffloadEngine:
         )
         self._store, self._units, self._handles = parts.store, parts.units, parts.handles
         self._weights, self._compute, self._updater = parts.weights, parts.compute, parts.updater
-        self._tiles, self.bandwidths, self._link = parts.tiles, parts.bandwidths, parts.link
+        self._tiles, self.bandwidths = parts.tiles, parts.bandwidths
         # Dynamo would take a device's events for a part of the graph. On the CPU there are none, and importing it costs
         # 1.5 s and 70 MB here.
         outside = torch.compiler.disable if self._device is not None else _unchanged
@@ -414,8 +363,7 @@ class OffloadEngine:
             self.optimizer = OffloadOptimizer([group for group, _ in choice.groups], self, choice.source)
             if had_states:
                 self.set_optimizer_states({self._handles[spec]: states for spec, states in had_states.items()})
-        self._moved = self._moved_bytes()
-        self._copied = self._compute.moved_bytes()
+        self._reporter = Reporter(self._meter, parts.store, parts.compute, parts.bandwidths, parts.link)
 
     def _add_state_dict_hooks(self) -> None:
         """State dicts hold ordinary tensors, so that whoever saves them needs to know nothing of handles."""
@@ -440,89 +388,6 @@ class OffloadEngine:
             raise ConfigError("the engine was made with optimizer=None: it does not train")
         return self.optimizer
 
-    # What a step is reported as.
-
-    def _make_report(self) -> Report:
-        seconds, stalls, update_seconds = self._meter.restart()
-        read_bytes, write_bytes = self._moved_bytes()
-        moved, self._moved = (read_bytes - self._moved[0], write_bytes - self._moved[1]), (read_bytes, write_bytes)
-        copied = self._compute.moved_bytes()
-        to_device_bytes, to_host_bytes = (now - before for now, before in zip(copied, self._copied, strict=True))
-        self._copied = copied
-        compute_seconds = self._compute.busy_seconds()
-        if compute_seconds is None:
-            compute_seconds = max(seconds - sum(stalls.values()), 0.0)
-        nvme_seconds = self.bandwidths.seconds(*moved) if self.bandwidths is not None else 0.0
-        to_device_seconds = to_device_bytes / self._link.to_device if self._link is not None else 0.0
-        to_host_seconds = to_host_bytes / self._link.to_host if self._link is not None else 0.0
-        bounds = {
-            "compute": compute_seconds,
-            "nvme": nvme_seconds,
-            "to_device": to_device_seconds,
-            "to_host": to_host_seconds,
-        }
-        bound_by = max(bounds, key=lambda name: bounds[name])
-        return Report(
-            step=self.global_step,
-            seconds=seconds,
-            bound_seconds=bounds[bound_by],
-            bound_by=bound_by,
-            compute_seconds=compute_seconds,
-            nvme_seconds=nvme_seconds,
-            to_device_seconds=to_device_seconds,
-            to_host_seconds=to_host_seconds,
-            update_seconds=update_seconds,
-            stall_seconds=stalls,
-            nvme_read_bytes=moved[0],
-            nvme_write_bytes=moved[1],
-            to_device_bytes=to_device_bytes,
-            to_host_bytes=to_host_bytes,
-            host_memory_bytes=self.plan.host_bytes,
-            device_memory_bytes=0 if self.plan.device is None else self.plan.device.total_bytes,
-            memory=self.plan.memory,
-            io_backend=None if self._store is None else self._store.backend,
-            grad_norm=self._grad_norm,
-            loss_scale=self._step_scale,
-        )
-
-    def _moved_bytes(self) -> tuple[int, int]:
-        """Bytes read from and written to NVMe since the engine was made."""
-        if self._store is None:
-            return 0, 0
-        statistics = self._store.statistics()
-        return statistics.read.bytes, statistics.write.bytes
-
-
-def open_device(device: str | torch.device | Device) -> Device | None:
-    """What the model computes on; None is the CPU. Raises ``ConfigError`` if it is not there."""
-    if not isinstance(device, (str, torch.device)):
-        return device
-    found = torch.device(device)
-    if found.type == "cpu":
-        return None
-    from offload.cuda import CudaDevice
-
-    return CudaDevice(found)
-
 
 def _unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
-
-
-def _check_backend(name: str) -> None:
-    """The slow portable backend is taken when it is asked for, never silently. Raises ``ConfigError``."""
-    missing = aio_ext.unavailable_backends()
-    if name == "auto" and "threads" in missing:
-        name = "threads"
-    if name in missing:
-        raise ConfigError(f"io_backend {name!r} does not work here: {missing[name]}")
-
-
-def _free_bytes(paths: Sequence[Path]) -> float:
-    """What is free on the paths; on one file system it is counted once."""
-    free = {}
-    for path in paths:
-        with contextlib.suppress(OSError):  # the store refuses the path, and says why
-            found = os.statvfs(path)
-            free[path.stat().st_dev] = found.f_bavail * found.f_frsize
-    return float(sum(free.values()))

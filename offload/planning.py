@@ -1,0 +1,93 @@
+"""From the options, the model and the machine to a plan: what is free, what was asked for, what may be assumed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import aio_ext
+from offload.choose import Choice
+from offload.config import OffloadConfig
+from offload.device import Device
+from offload.device_gradients import NUM_LANDINGS
+from offload.device_plan import plan_device
+from offload.errors import ConfigError
+from offload.layout import Formats
+from offload.memory import available_bytes
+from offload.plan import Plan, make_plan
+from offload.units import UnitSpec, num_nested
+from offload.window import CopyWindow, window_class
+from swapper import align
+
+_AUTO_SHARE = 0.8
+"""Of what is free, "auto" takes this much: activations, the loader and others need room too."""
+
+
+def plan_for(config: OffloadConfig, specs: Sequence[UnitSpec], choice: Choice | None, device: Device | None) -> Plan:
+    """The plan for these units on this machine. Raises ``BudgetError`` for budgets that are too small."""
+    host = config.host_memory
+    host_bytes = int(available_bytes() * _AUTO_SHARE) if host == "auto" else int(host)
+    nvme = config.nvme_capacity
+    nvme_bytes = (1 << 62 if nvme == "auto" else int(nvme)) if config.paths else 0
+    tile_bytes = None if config.tile_bytes == "auto" else int(config.tile_bytes)
+    cut = choice.rule.cut if choice is not None else None
+    device_plan = None
+    if device is not None:
+        given = None if config.device_memory == "auto" else int(config.device_memory)
+        device_plan = plan_device(specs, config.dtype.itemsize, choice is not None, given)
+    compute_bytes = _compute_host_bytes(config, specs, device)
+    make = partial(make_plan, specs, Formats.of(config), cut, host_bytes, nvme_bytes, tile_bytes, compute_bytes)
+    early = device is None and choice is not None and choice.rule.repeatable
+    early = early and not config.gradient_clipping and config.precision != "fp16"
+    plan = make(early=early)
+    spare_bytes = _free_bytes(config.paths) * _AUTO_SHARE if nvme == "auto" else nvme_bytes
+    if early and sum(plan.nvme_bytes.values()) + plan.shadow_bytes > spare_bytes:
+        early, plan = False, make(early=False)
+    return dataclasses.replace(plan, shadows=early and plan.shadow_bytes > 0, device=device_plan)
+
+
+def open_device(device: str | torch.device | Device) -> Device | None:
+    """What the model computes on; None is the CPU. Raises ``ConfigError`` if it is not there."""
+    if not isinstance(device, (str, torch.device)):
+        return device
+    found = torch.device(device)
+    if found.type == "cpu":
+        return None
+    from offload.cuda import CudaDevice
+
+    return CudaDevice(found)
+
+
+def check_backend(name: str) -> None:
+    """The slow portable backend is taken when it is asked for, never silently. Raises ``ConfigError``."""
+    missing = aio_ext.unavailable_backends()
+    if name == "auto" and "threads" in missing:
+        name = "threads"
+    if name in missing:
+        raise ConfigError(f"io_backend {name!r} does not work here: {missing[name]}")
+
+
+def _compute_host_bytes(config: OffloadConfig, specs: Sequence[UnitSpec], device: Device | None) -> int:
+    """Host memory that compute takes beside the plan's."""
+    width = config.dtype.itemsize
+    if device is None:
+        copies = num_nested(specs) if window_class() is CopyWindow else 0
+        return copies * max(unit.numel for unit in specs) * width
+    trainable = [spec.numel for unit in specs for spec in unit.parameters if spec.trainable]
+    return NUM_LANDINGS * align(max(trainable, default=0) * width) if config.optimizer is not None else 0
+
+
+def _free_bytes(paths: Sequence[Path]) -> float:
+    """What is free on the paths; on one file system it is counted once."""
+    free = {}
+    for path in paths:
+        with contextlib.suppress(OSError):  # the store refuses the path, and says why
+            found = os.statvfs(path)
+            free[path.stat().st_dev] = found.f_bavail * found.f_frsize
+    return float(sum(free.values()))
