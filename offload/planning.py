@@ -45,13 +45,13 @@ def plan_for(config: OffloadConfig, specs: Sequence[UnitSpec], choice: Choice | 
     device_plan = _plan_device(config, specs, choice, device) if device is not None else None
     on_host = [unit for unit in specs if device_plan is None or unit.index not in device_plan.homes]
     compute_bytes = _compute_host_bytes(config, on_host, device)
+    make = partial(make_plan, on_host, formats, cut, host_bytes, nvme_bytes, tile_bytes, compute_bytes)
     early = device is None and choice is not None and choice.rule.repeatable
     early = early and not config.gradient_clipping and config.precision != "fp16"
+    plan = make(early=early)
     spare_bytes = _free_bytes(config.paths) * _AUTO_SHARE if nvme == "auto" else nvme_bytes
-    plan_with = partial(make_plan, on_host, formats, cut, host_bytes, nvme_bytes, tile_bytes, compute_bytes)
-    plan = plan_with(early=early)
     if early and sum(plan.nvme_bytes.values()) + plan.shadow_bytes > spare_bytes:
-        early, plan = False, plan_with(early=False)
+        early, plan = False, make(early=False)
     plan = dataclasses.replace(plan, shadows=early and plan.shadow_bytes > 0)
     if device_plan is None:
         return plan
