@@ -69,9 +69,10 @@ def _library(version: str) -> ctypes.CDLL:
 
 
 def _installed(name: str) -> Iterator[str]:
-    """Where pip puts it, and where NVIDIA's own installers do."""
+    """Where pip puts it, conda, and NVIDIA's own installers."""
     for folder in sys.path:
         yield from map(str, sorted(Path(folder or ".").glob(f"nvidia/*/lib/{name}")))
+    yield str(Path(sys.prefix) / "lib" / name)
     yield from map(str, sorted(Path("/usr/local").glob(f"cuda*/lib64/{name}"), reverse=True))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from tiny import Tiny, batches, loss_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 
-from offload import BudgetError, OffloadEngine
+from offload import BudgetError, OffloadEngine, kernels
+from offload.cuda import CudaDevice
+from offload.dtypes import kernel_dtype
 from offload.handle import Handle
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.is_available() says there is no GPU")
@@ -62,11 +65,20 @@ def test_the_same_bits_over_all_budgets(
             **budgets,
         )
 
-    budgets = {name: least(make, name) for name in ("host_memory", "device_memory")}
-    outcomes = []
-    for chosen in ({}, {"device_memory": 1 << 30}, *({name: n} for name, n in budgets.items()), budgets):
+    device_memory = least(make, "device_memory")
+    host_memory = least(partial(make, device_memory=device_memory), "host_memory")
+    outcomes, homes = [], []
+    for chosen in (
+        {},  # auto: all at home on the device
+        {"device_memory": 1 << 30},
+        {"device_memory": 6 * device_memory},  # some at home there
+        {"device_memory": device_memory},  # none
+        {"device_memory": device_memory, "host_memory": host_memory},
+    ):
         with make(**chosen) as engine:
             outcomes.append(train(engine))
+            homes.append(len(engine.plan.device.homes))
+    assert homes[0] == homes[1] > homes[2] > homes[3] == homes[4] == 0
     for losses, weights in outcomes[1:]:
         assert losses == outcomes[0][0]
         assert all(torch.equal(weights[name], value) for name, value in outcomes[0][1].items())
@@ -88,6 +100,69 @@ def test_near_plain_pytorch_in_fp32(make_model: Callable[..., Tiny], tmp_path: P
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
     for name, value in model.named_parameters():
         torch.testing.assert_close(weights[name], value.detach().cpu(), rtol=1e-4, atol=1e-5)
+
+
+OPTIMIZERS: list[dict[str, Any]] = [
+    {"optimizer": "adamw", "precision": "bf16"},
+    {"optimizer": "adam", "precision": "fp16", "optimizer_options": {"amsgrad": True}},
+    {"optimizer": "adamw", "precision": "fp32", "moments_dtype": "bf16"},
+    {"optimizer": "adagrad", "precision": "fp32"},
+    {"optimizer": "lion", "precision": "bf16"},
+    {"optimizer": "sgd", "precision": "fp32"},
+    {"optimizer": "sgd", "precision": "bf16", "optimizer_options": {"momentum": 0.9}},
+    {"optimizer": "sgd", "precision": "fp16", "optimizer_options": {"momentum": 0.9, "nesterov": True}},
+]
+
+
+@pytest.mark.parametrize("options", OPTIMIZERS, ids=lambda options: "-".join(map(str, options.values())))
+def test_updates_on_the_gpu_have_the_bits_of_the_cpu(
+    make_model: Callable[..., Tiny], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """The same gradients, given by hand, to a model at home on the device and to one on the CPU."""
+
+    def outcome(device: str) -> tuple[list[float], dict[str, Any], dict[str, torch.Tensor]]:
+        torch.manual_seed(1)
+        norms = []
+        with OffloadEngine(make_model(), device=device, lr=1e-2, gradient_clipping=1.0, **options) as engine:
+            assert device == "cpu" or len(engine.plan.device.homes) == len(engine.plan.units)
+            for step in range(4):
+                for parameter in engine.module.parameters():
+                    parameter.grad = (torch.randn(parameter.shape) * 10.0 ** (step - 2)).to(parameter.device)
+                norms.append(float(engine.clip_grad_norm_(1e9)))
+                engine.optimizer.step()
+            states = engine.optimizer.state_dict()["state"]
+            return norms, states, {name: value.cpu() for name, value in engine.state_dict().items()}
+
+    (norms, states, weights), (expected_norms, expected_states, expected) = outcome("cuda"), outcome("cpu")
+    assert norms == expected_norms
+    assert all(torch.equal(weights[name], value) for name, value in expected.items())
+    for index, values in expected_states.items():
+        assert all(torch.equal(states[index][name], value) for name, value in values.items())
+
+
+def test_sums_of_squares_on_the_gpu_have_the_bits_of_the_cpu() -> None:
+    stream = CudaDevice(torch.device("cuda")).compute
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        source = (torch.randn(100_000) * 1e-2).to(dtype)
+        ranges = torch.tensor([[0, 7, 0], [256, 0, 1], [512, 60_000, 1], [65_536, 16_384, 5]])
+        lanes = torch.empty(6 * kernels.SQUARES_LANES, dtype=torch.float64, device="cuda")
+        sums = torch.empty(4, dtype=torch.float64, device="cuda")
+        stream.sum_squares(source.cuda(), ranges.cuda(), lanes, sums)
+        for (start, numel, _), found in zip(ranges.tolist(), sums.tolist(), strict=True):
+            address = source.data_ptr() + start * source.itemsize
+            assert found == (kernels.sum_squares(address, numel, kernel_dtype(dtype)) if numel else 0)
+
+
+def test_kernels_can_run_here() -> None:
+    assert CudaDevice(torch.device("cuda")).obstacle_to_kernels() is None
+
+
+def test_nothing_crosses_the_link_when_all_is_at_home(make_model: Callable[..., Tiny], tmp_path: Path) -> None:
+    with OffloadEngine(make_model(width=512), device="cuda", nvme_path=tmp_path) as engine:
+        assert len(engine.plan.device.homes) == len(engine.plan.units)
+        train(engine, 3)
+        report = engine.report()
+        assert report.to_device_bytes == report.to_host_bytes == report.nvme_read_bytes == report.host_memory_bytes == 0
 
 
 def test_device_memory_is_kept_and_does_not_grow(make_model: Callable[..., Tiny], tmp_path: Path) -> None:
@@ -173,7 +248,10 @@ def test_recurrent_weights_are_trained(tmp_path: Path) -> None:
 
 
 def test_a_report_names_bytes_and_bounds(make_model: Callable[..., Tiny], tmp_path: Path) -> None:
-    with OffloadEngine(make_model(width=512), device="cuda", nvme_path=tmp_path) as engine:
+    def make(**budgets: int) -> OffloadEngine:
+        return OffloadEngine(make_model(width=512), device="cuda", nvme_path=tmp_path, **budgets)
+
+    with make(device_memory=least(make, "device_memory")) as engine:
         train(engine, 3)
         report = engine.report()
         assert report.to_host_bytes == 2 * engine.plan.num_parameters

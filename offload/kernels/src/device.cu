@@ -20,19 +20,26 @@ struct Range {
 
 }  // namespace
 
-// One step over `numel` elements. Threads of a block stand side by side in each of kEach rows.
+// One step over `numel` elements. Threads of a block stand side by side in each of kEach rows; all rows are loaded before the
+// first is stored, so that a thread waits for memory once. (The last block has rows, or parts of them, without elements.)
 extern "C" __global__ void update(const OFFLOAD_RULE rule, const Arrays arrays, const std::size_t numel) {
   constexpr Dtype grad = Dtype::OFFLOAD_GRAD, state = Dtype::OFFLOAD_STATE;
   constexpr WeightFormat format = WeightFormat::OFFLOAD_FORMAT;
-  const std::size_t first = std::size_t{blockIdx.x} * blockDim.x * kEach + threadIdx.x;
-  Operands<Scalar> x[kEach];
-  for (std::size_t k = 0; k < kEach; ++k) {
-    const std::size_t i = first + k * blockDim.x;
-    if (i < numel) x[k] = OFFLOAD_ISA::begin_update<Scalar, grad, format, state>(rule, arrays, i);
-  }
-  for (std::size_t k = 0; k < kEach; ++k) {
-    const std::size_t i = first + k * blockDim.x;
-    if (i < numel) OFFLOAD_ISA::finish_update<Scalar, format, state>(rule, arrays, i, x[k]);
+  const std::size_t start = std::size_t{blockIdx.x} * blockDim.x * kEach;
+  const auto place = [&](std::size_t k) { return start + k * blockDim.x + threadIdx.x; };
+  if (start + kEach * blockDim.x <= numel) {
+    Operands<Scalar> x[kEach];
+    for (std::size_t k = 0; k < kEach; ++k) {
+      x[k] = OFFLOAD_ISA::begin_update<Scalar, grad, format, state>(rule, arrays, place(k));
+    }
+    for (std::size_t k = 0; k < kEach; ++k) {
+      OFFLOAD_ISA::finish_update<Scalar, format, state>(rule, arrays, place(k), x[k]);
+    }
+  } else {
+    for (std::size_t i = place(0); i < numel; i += blockDim.x) {
+      auto x = OFFLOAD_ISA::begin_update<Scalar, grad, format, state>(rule, arrays, i);
+      OFFLOAD_ISA::finish_update<Scalar, format, state>(rule, arrays, i, x);
+    }
   }
 }
 
@@ -52,6 +59,7 @@ extern "C" __global__ void square_lanes(const std::byte* const source, const Ran
   const auto numel = static_cast<std::size_t>(ranges[range].numel), rest = numel - begin;
   const std::size_t start = static_cast<std::size_t>(ranges[range].start) + begin;
   double sum = 0;
+#pragma unroll 8  // the additions wait for each other, the loads need not
   for (std::size_t i = thread % kLanes; i < (rest < kBlock ? rest : kBlock); i += kLanes) {
     sum = Scalar::add_square(sum, OFFLOAD_ISA::load<Scalar, Dtype::OFFLOAD_GRAD>(source, start + i));
   }
@@ -78,6 +86,7 @@ extern "C" __global__ void square_ranges(const Range* const ranges, const std::s
   const auto numel = static_cast<std::size_t>(ranges[range].numel);
   const double* const first = lanes + static_cast<std::size_t>(ranges[range].first_block) * kLanes;
   double total = 0;
+#pragma unroll 16
   for (std::size_t block = 0; block < (numel + kBlock - 1) / kBlock; ++block) total += first[block * kLanes];
   sums[range] = total;
 }
