@@ -46,7 +46,7 @@ def add_train(subparsers: Any) -> None:
            help="what moves bytes to and from the SSD (default: %(default)s)")
     option("--device", choices=("cpu", "cuda"), default="cpu", help="where the model computes (default: %(default)s)")
     option("--device-memory", default="auto", metavar="BYTES",
-           help='what the engine may hold of a GPU\'s memory (default: "auto", what the first step has left free)')
+           help='what the engine may hold of a GPU\'s memory (default: "auto", see OffloadConfig)')
     option("--out", metavar="DIR", help="folder for the results (default: runs/DATE_TIME)")
     option("--verify", type=_count, metavar="N",
            help="repeat the first N steps with everything in memory, and compare all bits")
