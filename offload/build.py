@@ -18,6 +18,7 @@ from offload.config import OffloadConfig
 from offload.device import Device
 from offload.device_gradients import NUM_LANDINGS, DeviceGradients
 from offload.device_homes import DeviceHomes
+from offload.device_squares import Squares
 from offload.device_weights import DeviceWeights
 from offload.failure import Failure
 from offload.gradients import Gradients
@@ -91,11 +92,14 @@ def build(
     closers.callback(weights.drain)
     gradients = Gradients(grad_buffers, store, config.gradient_dtype, failure, meter if device is None else background)
     closers.callback(gradients.drain)
-    homes = None
-    if device is not None:
+    homes, squares = None, None
+    if device is not None and plan.device is not None:
+        if rule is not None and plan.device.obstacle is None:
+            squares = Squares(device, [unit.spec for unit in units], plan.device.homes, meter)
+            closers.callback(squares.close)
         on_device = [unit for unit in units if unit.on_device]
         native = rule if isinstance(rule, KernelRule) else None
-        homes = DeviceHomes(on_device, device, native, formats, (config.dtype, config.gradient_dtype), meter)
+        homes = DeviceHomes(on_device, device, native, formats, (config.dtype, config.gradient_dtype), squares)
         closers.callback(homes.close)
     tiles = Tiles(rule, store, homes) if rule is not None else None
     updater = None
@@ -108,9 +112,9 @@ def build(
         landings = [arena.lease(nbytes) for nbytes in landing_bytes if nbytes]
         to_device = DeviceWeights(units, weights, device, plan.device.weights_bytes, failure, meter, config.prefetch)
         to_host = DeviceGradients(
-            device, gradients, landings, config.dtype, plan.device.gradients_bytes, failure, meter
+            device, gradients, landings, config.dtype, plan.device.gradients_bytes, squares, failure, meter
         )
-        compute = DeviceCompute(device, to_device, gradients, to_host, homes)
+        compute = DeviceCompute(device, to_device, gradients, to_host, homes, squares)
         closers.callback(to_host.stop)
         closers.callback(to_device.close)
     torch_device = torch.device("cpu") if device is None else device.torch_device

@@ -10,6 +10,7 @@ import torch
 from offload.device import Device, Event
 from offload.device_gradients import DeviceGradients
 from offload.device_homes import DeviceHomes
+from offload.device_squares import Squares
 from offload.device_weights import DeviceWeights
 from offload.gradients import Gradients
 from offload.residency import Weights
@@ -112,9 +113,12 @@ class DeviceCompute:
         gradients: Gradients,
         device_gradients: DeviceGradients,
         homes: DeviceHomes,
+        squares: Squares | None,
     ) -> None:
+        """``squares`` are those that the others have begun; None where the device works out none."""
         self.weights = weights
         self._homes = homes
+        self._squares = squares
         self._device = device
         self._depth = 0
         self._began: Event | None = None
@@ -147,8 +151,10 @@ class DeviceCompute:
             self._device_gradients.close(unit)
 
     def settle(self) -> None:
-        self._homes.settle()
+        self._homes.begin_squares()
         self._device_gradients.settle()
+        if self._squares is not None:
+            self._squares.settle()
 
     def forget_gradients(self, unit: Unit) -> None:
         if unit.on_device:

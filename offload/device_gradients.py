@@ -1,8 +1,8 @@
 """Gradients on their way from the device to their home in host memory.
 
 Each is copied on a stream of its own as soon as autograd has made it; the device's memory is let go when the copy is
-over. A thread waits for copies, one after the other, and does what is left to do in host memory: the sum of squares,
-and adding up, where micro-batches are. ``settle`` waits for it.
+over. A thread waits for copies, one after the other, and does what is left to do in host memory: adding up, where
+micro-batches are, and then the sum of squares, which else the device works out. ``settle`` waits for it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from offload.device import Device, Event
+from offload.device_squares import Squares
 from offload.failure import Failure
 from offload.gradients import Gradients
 from offload.memory import tensor_at
@@ -39,16 +40,21 @@ class DeviceGradients:
         landings: Sequence[Lease],
         dtype: torch.dtype,
         max_bytes: int,
+        squares: Squares | None,
         failure: Failure,
         meter: Meter,
     ) -> None:
-        """``landings`` are buffers in host memory, each for the largest gradient, of ``dtype`` as autograd makes it."""
+        """``landings`` are buffers in host memory, each for the largest gradient, of ``dtype`` as autograd makes it.
+
+        Without ``squares`` all sums are worked out in host memory.
+        """
         self.copied_bytes = 0
         """Device to host, since the engine was made."""
         self._device = device
         self._gradients = gradients
         self._dtype = dtype
         self._max_bytes = max_bytes
+        self._squares = squares
         self._failure = failure
         self._meter = meter
         self._landings = list(landings)
@@ -66,6 +72,12 @@ class DeviceGradients:
         gradient = (gradient.to_dense() if gradient.is_sparse else gradient).to(self._dtype).contiguous().view(-1)
         home = None if spec in self._begun else self._gradients.home(unit, spec, gradient.dtype)
         self._begun.add(spec)
+        squared = self._squares is not None and home is not None
+        if self._squares is not None:
+            if home is None:
+                self._squares.forget(spec)
+            else:
+                self._squares.begin(unit, (spec,), gradient)
         landing = self._take_room(gradient.nbytes, land=home is None)
         try:
             target = home if landing is None else tensor_at(landing.address, gradient.numel(), gradient.dtype)
@@ -76,7 +88,7 @@ class DeviceGradients:
             stream.copy(target, gradient)
             arrived = stream.record()
             self.copied_bytes += gradient.nbytes
-            self._then(lambda: self._land(unit, spec, scale, target, landing), arrived, span, gradient)
+            self._then(lambda: self._land(unit, spec, scale, target, landing, squared), arrived, span, gradient)
         except BaseException as error:  # its room is never given back: nobody may wait for it
             self._failure.record(error)
             raise
@@ -115,9 +127,17 @@ class DeviceGradients:
             self._bytes_under_way += nbytes
             return self._landings.pop() if land else None
 
-    def _land(self, unit: Unit, spec: ParameterSpec, scale: float, target: torch.Tensor, landing: Lease | None) -> None:
+    def _land(
+        self,
+        unit: Unit,
+        spec: ParameterSpec,
+        scale: float,
+        target: torch.Tensor,
+        landing: Lease | None,
+        squared: bool,
+    ) -> None:
         if landing is None:
-            self._gradients.arrived(unit, spec, scale)
+            self._gradients.arrived(unit, spec, scale, squared=squared)
             return
         self._gradients.add(unit, spec, target.view(spec.shape), scale)
         with self._changed:

@@ -1,7 +1,7 @@
 """Units that are at home in device memory: weights, masters, moments and gradients rest there, and never leave.
 
 Gradients are added up there, and the step's update runs there, both in the order of compute: nobody waits for a copy.
-What comes to the host is one number a parameter, the sum of its squares, for the verdict. Whoever looks at weights,
+What comes to the host is one number a parameter, the sum of its squares (``Squares``). Whoever looks at weights,
 states or gradients from outside gets a copy in host memory; what he changes there goes back.
 """
 
@@ -17,7 +17,6 @@ from offload.device_squares import Squares
 from offload.gradients import add_up
 from offload.kernel_rule import KernelRule
 from offload.layout import Formats, Tile
-from offload.report import Meter
 from offload.unit import Gradient, StateTile, Unit
 from offload.units import ParameterSpec
 from offload.update import UnitUpdate
@@ -61,9 +60,9 @@ class DeviceHomes:
         rule: KernelRule | None,
         formats: Formats,
         dtypes: tuple[torch.dtype, torch.dtype],
-        meter: Meter,
+        squares: Squares | None,
     ) -> None:
-        """``dtypes`` are those of gradients as autograd makes them, and as they rest."""
+        """``dtypes`` are those of gradients as autograd makes them, and as they rest. Without training no ``rule``."""
         self._device = device
         self._rule = rule
         self._formats = formats
@@ -75,25 +74,19 @@ class DeviceHomes:
             )
             for tile, states in zip(unit.tiles, home.states, strict=True):
                 tile.on_device = states
-        self._squares = Squares(device, [unit.spec for unit in units], meter) if formats.grads and units else None
+        self._squares = squares
 
     def take(self, unit: Unit, spec: ParameterSpec, gradient: torch.Tensor, scale: float) -> None:
         """Add ``scale`` times a complete gradient to what is there for the coming step."""
         self._add(unit, spec, gradient.to(self._dtype), scale)
 
-    def settle(self) -> None:
-        """Bring the sums of squares up to date; waits for the device, if gradients have come."""
-        changed = [unit for unit, home in self._homes.items() if home.changed]
-        if not changed or self._squares is None:
-            return
-        for unit in changed:
-            self._squares.begin(unit.spec, self._homes[unit].grads)
-        self._squares.fetch()
-        for unit in changed:
-            self._homes[unit].changed = False
-            sums = self._squares.of(unit.spec)
-            for spec, gradient in unit.gradients.items():
-                gradient.sum_squares = sums[spec]
+    def begin_squares(self) -> None:
+        """Have the squares of all gradients that have come added up."""
+        for unit, home in self._homes.items():
+            if home.changed:
+                assert self._squares is not None
+                self._squares.begin(unit, unit.spec.trainable, home.grads)
+                home.changed = False
 
     def update(self, update: UnitUpdate) -> None:
         """Take a unit's step, after what compute was given so far and before what it is given next."""
@@ -152,8 +145,6 @@ class DeviceHomes:
         for unit, home in self._homes.items():
             unit.window.close()
             home.close()
-        if self._squares is not None:
-            self._squares.close()
 
     @contextlib.contextmanager
     def _borrowed(self, tensor: torch.Tensor, to_change: bool) -> Iterator[int]:
@@ -170,7 +161,7 @@ class DeviceHomes:
 
     def _add(self, unit: Unit, spec: ParameterSpec, gradient: torch.Tensor, scale: float) -> None:
         scale = add_up(self._gradient(unit, spec), gradient, unit.gradients.get(spec), scale)
-        unit.gradients[spec] = Gradient(float("nan"), scale)  # ``settle`` knows the sum
+        unit.gradients[spec] = Gradient(float("nan"), scale)  # ``Squares`` will know the sum
         self._homes[unit].changed = True
 
     def _gradient(self, unit: Unit, spec: ParameterSpec) -> torch.Tensor:

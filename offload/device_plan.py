@@ -36,12 +36,14 @@ class DevicePlan:
     num_units: int
     homes: frozenset[int] = frozenset()
     home_bytes: dict[str, int] = field(default_factory=dict)
+    squares_bytes: int = 0
+    """What sums of squares of gradients take."""
     obstacle: str | None = None
     """Why no unit may be at home there, if that is so."""
 
     @property
     def total_bytes(self) -> int:
-        return self.weights_bytes + self.gradients_bytes + sum(self.home_bytes.values())
+        return self.weights_bytes + self.gradients_bytes + self.squares_bytes + sum(self.home_bytes.values())
 
     def grown(self, free_bytes: int) -> DevicePlan:
         """The plan with what a step has left free."""
@@ -63,11 +65,15 @@ class DevicePlan:
 
 @dataclass(frozen=True)
 class _Needs:
-    """What units take of a device's memory. ``states`` are each unit's optimizer states and masters, in bytes."""
+    """What units take of a device's memory. ``states`` are each unit's optimizer states and masters, in bytes.
+
+    ``obstacle`` is what hinders kernels there.
+    """
 
     units: Sequence[UnitSpec]
     formats: Formats
     states: Sequence[int]
+    obstacle: str | None
 
     def home(self, index: int) -> dict[str, int]:
         """By kind, of a unit that is at home there."""
@@ -79,13 +85,12 @@ class _Needs:
         }
 
     def homes(self, homes: Collection[int]) -> dict[str, int]:
-        """Of all these units, and of what their sums of squares take."""
+        """Of all these units."""
         kinds: dict[str, int] = {}
         for index in homes:
             for kind, nbytes in self.home(index).items():
                 kinds[kind] = kinds.get(kind, 0) + nbytes
-        squares = squares_bytes([self.units[index] for index in sorted(homes)]) if self.formats.grads else 0
-        return {**kinds, "squares": squares} if kinds else {}
+        return kinds
 
     def saved_per_byte(self, index: int) -> float:
         """Bytes that need not move in a step, for each byte at home on the device.
@@ -97,6 +102,10 @@ class _Needs:
         link = 2 * unit.numel * formats.weights + unit.trainable_numel * formats.weights * bool(formats.grads)
         update = 2 * self.states[index] + unit.trainable_numel * (2 * formats.weights + formats.grads)
         return round((2 * link + update * bool(formats.grads)) / max(sum(self.home(index).values()), 1), 3)
+
+    def squares(self, homes: Collection[int]) -> int:
+        """Sums of squares, when these units are at home there; none where they are worked out in host memory."""
+        return squares_bytes(self.units, homes) if self.formats.grads and self.obstacle is None else 0
 
     def staged(self, homes: Collection[int]) -> tuple[int, int, int, int]:
         """Of the units that are not at home there: the least and a comfortable amount for weights at a time, the
@@ -129,30 +138,34 @@ def plan_device(
 
     Raises ``BudgetError``, naming the least that works.
     """
-    needs = _Needs(units, formats, states)
+    needs = _Needs(units, formats, states, obstacle)
 
     def plan(homes: Collection[int], spare_bytes: int | None) -> DevicePlan:
         least, comfortable, gradients, everything = needs.staged(homes)
-        home_bytes = needs.homes(homes)
+        home_bytes, squares = needs.homes(homes), needs.squares(homes)
         weights = comfortable
         if spare_bytes is not None:
-            weights = min(spare_bytes - gradients - sum(home_bytes.values()), max(everything, least))
-        return DevicePlan(weights, gradients, everything, len(units), frozenset(homes), home_bytes, obstacle)
+            weights = min(spare_bytes - gradients - squares - sum(home_bytes.values()), max(everything, least))
+        return DevicePlan(weights, gradients, everything, len(units), frozenset(homes), home_bytes, squares, obstacle)
 
     every = range(len(units))
     if device_bytes is None:
-        fits = obstacle is None and sum(needs.homes(every).values()) <= free_bytes * _AUTO_HOME_SHARE
-        return plan(every if fits else (), None)
-    least, _, gradients, _ = needs.staged(())
-    if device_bytes < least + gradients:
+        whole = plan(every, None)
+        fits = obstacle is None and whole.total_bytes <= free_bytes * _AUTO_HOME_SHARE
+        return whole if fits else plan((), None)
+    weights, _, gradients, _ = needs.staged(())
+    least = weights + gradients + needs.squares(())
+    if device_bytes < least:
         raise BudgetError(
-            f"device_memory is too small: the least that works for this model is {least + gradients:,} bytes, "
-            f"{device_bytes:,} are given. Raise device_memory to {least + gradients}.",
-            least + gradients,
+            f"device_memory is too small: the least that works for this model is {least:,} bytes, "
+            f"{device_bytes:,} are given. Raise device_memory to {least}.",
+            least,
         )
     homes: set[int] = set()
     for index in sorted(every, key=lambda index: (-needs.saved_per_byte(index), index * _GOLDEN % 1)):
-        _, comfortable, gradients, _ = needs.staged({*homes, index})
-        if obstacle is None and sum(needs.homes({*homes, index}).values()) + comfortable + gradients <= device_bytes:
-            homes.add(index)
+        more = {*homes, index}
+        _, comfortable, gradients, _ = needs.staged(more)
+        needed = sum(needs.homes(more).values()) + needs.squares(more) + comfortable + gradients
+        if obstacle is None and needed <= device_bytes:
+            homes = more
     return plan(homes, device_bytes)

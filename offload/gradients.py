@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -57,9 +58,10 @@ class Gradients:
             return None
         return self._tensor(unit, spec).view(-1)
 
-    def arrived(self, unit: Unit, spec: ParameterSpec, scale: float) -> None:
-        """``home`` holds the gradient, to be multiplied by ``scale``."""
-        unit.gradients[spec] = Gradient(self._sum_squares(self._tensor(unit, spec)), scale)
+    def arrived(self, unit: Unit, spec: ParameterSpec, scale: float, *, squared: bool) -> None:
+        """``home`` holds the gradient, to be multiplied by ``scale``; if ``squared``, others find its squares."""
+        sum_squares = math.nan if squared else self._sum_squares(self._tensor(unit, spec))
+        unit.gradients[spec] = Gradient(sum_squares, scale)
 
     def read(self, unit: Unit, spec: ParameterSpec) -> torch.Tensor:
         """A copy of the gradient, which must be there."""

@@ -65,6 +65,11 @@ class UnitSpec:
     depth: int
 
     @property
+    def trainable(self) -> tuple[ParameterSpec, ...]:
+        """The parameters that are trained."""
+        return tuple(spec for spec in self.parameters if spec.trainable)
+
+    @property
     def gaps(self) -> Iterator[tuple[int, int]]:
         """The padding among the trainable elements, as half-open ranges."""
         end = 0

@@ -143,7 +143,7 @@ def _trains(engine: OffloadEngine) -> bool:
 def watched(device: SimulatedDevice, model: nn.Module) -> Iterator[None]:
     """Tell the device of what the disk, the optimizer and the model do."""
     read, write, apply, take = Store.read, Store.write, KernelRule.apply, DeviceGradients.take
-    add, of = DeviceHomes._add, Squares.of
+    add, read_sums = DeviceHomes._add, Squares._read
 
     def watch_read(store: Any, extent: Any, address: int, nbytes: int, **options: Any) -> Any:
         device.host_access(address, nbytes, writes=True)
@@ -166,9 +166,9 @@ def watched(device: SimulatedDevice, model: nn.Module) -> Iterator[None]:
         device.compute_access(homes._gradient(unit, spec), writes=True)
         add(homes, unit, spec, gradient, scale)
 
-    def watch_of(squares: Any, unit: Any) -> Any:
+    def watch_sums(squares: Any) -> Any:
         device.host_access(squares._on_host.data_ptr(), squares._on_host.nbytes, writes=False)
-        return of(squares, unit)
+        return read_sums(squares)
 
     def watch_take(gradients: Any, unit: Any, spec: Any, gradient: torch.Tensor, scale: float) -> None:
         device.compute_access(gradient, writes=True)
@@ -186,7 +186,7 @@ def watched(device: SimulatedDevice, model: nn.Module) -> Iterator[None]:
         mock.patch.object(KernelRule, "apply", watch_apply),
         mock.patch.object(DeviceGradients, "take", watch_take),
         mock.patch.object(DeviceHomes, "_add", watch_add),
-        mock.patch.object(Squares, "of", watch_of),
+        mock.patch.object(Squares, "_read", watch_sums),
     ):
         yield
     for hook in hooks:

@@ -100,8 +100,27 @@ def test_the_least_device_memory_works_and_is_kept_to_the_byte(make_model: Calla
         train(engine)
         assert engine.report().device_memory_bytes <= least
         sizes = [unit.numel * engine.plan.formats.weights for unit in (item.unit for item in engine.plan.units)]
-        assert device.most_allocated_bytes <= engine.plan.device.weights_bytes < sum(sizes)
+        plan = engine.plan.device
+        assert device.most_allocated_bytes <= plan.weights_bytes + plan.squares_bytes < sum(sizes)
     assert device.allocated_bytes == 0 and not device.pinned
+
+
+def test_norms_of_gradients_that_leave_are_worked_out_before(
+    make_model: Callable[..., Tiny], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(device: Any, **budget: int) -> OffloadEngine:
+        return OffloadEngine(make_model(), nvme_path=tmp_path, device=device, gradient_clipping=0.1, **budget)
+
+    with make("cpu") as engine:
+        expected, weights = train(engine)
+    with pytest.raises(BudgetError) as caught:
+        make(SimulatedDevice(), device_memory=1)
+    with monkeypatch.context() as patch:
+        patch.delattr(Gradients, "_sum_squares")
+        with make(SimulatedDevice(), device_memory=caught.value.needed_bytes) as engine:
+            assert not engine.plan.device.homes
+            losses, found = train(engine)
+    assert losses == expected and all(torch.equal(found[name], value) for name, value in weights.items())
 
 
 def test_auto_takes_what_the_first_step_has_left_free(make_model: Callable[..., Tiny], tmp_path: Path) -> None:
@@ -254,7 +273,7 @@ def test_a_fault_of_the_store_reaches_the_training_thread(
 def test_a_fault_on_the_way_home_reaches_the_training_thread(
     make_model: Callable[..., Tiny], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: Gradients, *args: Any) -> None:
+    def fail(self: Gradients, *args: Any, **options: Any) -> None:
         raise RuntimeError("planted")
 
     monkeypatch.setattr(Gradients, "arrived", fail)

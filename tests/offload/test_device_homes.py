@@ -92,8 +92,11 @@ def test_nothing_crosses_the_link_or_rests_on_the_host(make_model: Callable[...,
         assert report.to_device_bytes == report.to_host_bytes == 0
         assert report.nvme_read_bytes == report.nvme_write_bytes == report.host_memory_bytes == 0
         plan = engine.plan.device
-        assert plan is not None and device.allocated_bytes == plan.total_bytes == sum(plan.home_bytes.values())
-        assert engine.plan.model_state_bytes == plan.total_bytes - plan.home_bytes["squares"]
+        assert (
+            plan is not None
+            and device.allocated_bytes == plan.total_bytes == sum(plan.home_bytes.values()) + plan.squares_bytes
+        )
+        assert engine.plan.model_state_bytes == sum(plan.home_bytes.values())
         assert "7 of 7 units at home" in str(engine.plan)
 
 
@@ -257,8 +260,8 @@ def _beside_compute(method: str) -> Callable[[pytest.MonkeyPatch], None]:
 @pytest.mark.parametrize(
     "forget",
     [
-        _forget_in("fetch", _Stream),
-        _forget_in("fetch", _Event),
+        _forget_in("settle", _Stream),
+        _forget_in("settle", _Event),
         _forget_in("_borrowed", _Stream),
         _forget_in("_borrowed", _Event),
         _beside_compute("kernel"),
