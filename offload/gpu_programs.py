@@ -64,7 +64,7 @@ class GpuPrograms:
         """The program in the GPU's memory, where it stays as long as the process."""
         if program not in self._modules:
             with torch.cuda.device(self._device):
-                torch.cuda.current_stream(self._device).synchronize()  # the context is there, and current
+                torch.cuda.current_stream(self._device).synchronize()  # CUDA's context is there, and this thread's
                 major, minor = torch.cuda.get_device_capability(self._device)
                 version = torch.version.cuda
                 if version is None:

@@ -2,90 +2,24 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-import shutil
-import subprocess
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from gpu_emulator import Emulator
 
 from offload.kernels import AdagradCoef, AdamCoef, Dtype, LionCoef, SgdCoef, adagrad, adam, lion, sgd, sum_squares
 from offload.kernels._native import SQUARES_BLOCK, SQUARES_LANES
 from offload.kernels.gpu import _FORMATS, _RULES, GpuKernels, Program
 from offload.kernels.nvrtc import CompilerMissing, compile_kernels
 
-SOURCES = Path(__file__).parents[2] / "offload" / "kernels" / "src"
-COMPILER = shutil.which("c++")
 HYPER = {"lr": 1e-3, "weight_decay": 0.01, "grad_scale": 0.37}
-
-_MAIN = """
-#include "{emulator}"
-#include "device.cu"
-
-template <class Function, class... Arguments>
-void launch(Function function, unsigned blocks, unsigned threads, Arguments... arguments) {{
-  blockDim.x = threads;
-  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {{
-    for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x) function(arguments...);
-  }}
-}}
-
-// Arguments as cuLaunchKernel takes them: an address for each.
-template <class... Parameters, std::size_t... k>
-void call(void (*function)(Parameters...), unsigned blocks, unsigned threads, void** arguments,
-          std::index_sequence<k...>) {{
-  launch(function, blocks, threads, *static_cast<std::remove_const_t<Parameters>*>(arguments[k])...);
-}}
-template <class... Parameters>
-void call(void (*function)(Parameters...), unsigned blocks, unsigned threads, void** arguments) {{
-  call(function, blocks, threads, arguments, std::index_sequence_for<Parameters...>{{}});
-}}
-
-#define ENTRY(name) \\
-  extern "C" void launch_##name(unsigned blocks, unsigned threads, void** arguments) {{ \\
-    call(name, blocks, threads, arguments); \\
-  }}
-ENTRY(update)
-ENTRY(square_lanes)
-ENTRY(square_blocks)
-ENTRY(square_ranges)
-"""
-
-
-class Emulator:
-    """Launches on the host what a GPU would run."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._libraries: dict[Program, ctypes.CDLL] = {}
-
-    def __call__(
-        self, program: Program, function: str, num_blocks: int, num_threads: int, arguments: Sequence[Any]
-    ) -> None:
-        if program not in self._libraries:
-            self._libraries[program] = self._compile(program)
-        addresses = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(argument) for argument in arguments))
-        getattr(self._libraries[program], f"launch_{function}")(num_blocks, num_threads, addresses)
-
-    def _compile(self, program: Program) -> ctypes.CDLL:
-        number = len(self._libraries)
-        source, library = self._folder / f"{number}.cpp", self._folder / f"{number}.so"
-        source.write_text(_MAIN.format(emulator=Path(__file__).with_name("gpu_emulator.h")))
-        defines = [f"-D{text}" for text in ("OFFLOAD_ISA=gpu", *program.definitions())]
-        flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", f"-I{SOURCES}"]
-        assert COMPILER is not None
-        subprocess.run([COMPILER, *flags, *defines, str(source), "-o", str(library)], check=True)
-        return ctypes.CDLL(str(library))
 
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> GpuKernels:
-    if COMPILER is None:
-        pytest.skip("no C++ compiler")
     return GpuKernels(Emulator(tmp_path_factory.mktemp("gpu")))
 
 
