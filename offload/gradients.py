@@ -45,19 +45,22 @@ class Gradients:
         Reads ``gradient`` only. The scale is applied by the update, unless gradients with different ones meet.
         """
         total = self._tensor(unit, spec)
-        if gradient.requires_grad:
-            gradient = gradient.detach()
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
+        gradient = _plain(gradient)
         before = unit.gradients.get(spec)
-        if before is None:
-            total.copy_(gradient)
-        elif before.scale == scale:
-            total.add_(gradient)
-        else:
+        if before is not None and before.scale != scale:
             total.mul_(before.scale).add_(gradient, alpha=scale)
-            scale = 1.0
-        unit.gradients[spec] = Gradient(self._sum_squares(total), scale)
+            unit.gradients[spec] = Gradient(self._sum_squares(total), 1.0)
+            return
+        bring = kernels.convert if before is None else kernels.accumulate
+        sum_squares = bring(
+            spec.numel,
+            total.data_ptr(),
+            self._kernel_dtype,
+            gradient.data_ptr(),
+            kernel_dtype(gradient.dtype),
+            torch.get_num_threads(),
+        )
+        unit.gradients[spec] = Gradient(sum_squares, scale)
 
     def home(self, unit: Unit, spec: ParameterSpec, dtype: torch.dtype) -> torch.Tensor | None:
         """Where the first gradient of a step may be put by others, flat: its home in RAM. None if it has to be added.
@@ -229,3 +232,12 @@ class Gradients:
         for tile in unit.tiles:
             assert tile.grads_extent is not None
             yield tile.grads_extent, buffer.lease.address + tile.start * self._dtype.itemsize
+
+
+def _plain(gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient as a kernel can read it."""
+    if gradient.requires_grad:
+        gradient = gradient.detach()
+    if gradient.is_sparse:
+        gradient = gradient.to_dense()
+    return gradient.contiguous()
