@@ -8,13 +8,14 @@ states or gradients from outside gets a copy in host memory; what he changes the
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from offload.device import Device
 from offload.device_squares import Squares
-from offload.gradients import add_up
+from offload.gradients import plain
 from offload.kernel_rule import KernelRule
 from offload.layout import Formats, Tile
 from offload.unit import Gradient, StateTile, Unit
@@ -160,8 +161,15 @@ class DeviceHomes:
             device.to_device.record().wait()
 
     def _add(self, unit: Unit, spec: ParameterSpec, gradient: torch.Tensor, scale: float) -> None:
-        scale = add_up(self._gradient(unit, spec), gradient, unit.gradients.get(spec), scale)
-        unit.gradients[spec] = Gradient(float("nan"), scale)  # ``Squares`` will know the sum
+        total, gradient, before = self._gradient(unit, spec), plain(gradient), unit.gradients.get(spec)
+        if before is None:
+            total.copy_(gradient)
+        elif before.scale == scale:
+            total.add_(gradient)
+        else:
+            total.mul_(before.scale).add_(gradient, alpha=scale)
+            scale = 1.0
+        unit.gradients[spec] = Gradient(math.nan, scale)  # ``Squares`` will know the sum
         self._homes[unit].changed = True
 
     def _gradient(self, unit: Unit, spec: ParameterSpec) -> torch.Tensor:

@@ -46,8 +46,22 @@ class Gradients:
         Reads ``gradient`` only. The scale is applied by the update, unless gradients with different ones meet.
         """
         total = self._tensor(unit, spec)
-        scale = add_up(total, gradient, unit.gradients.get(spec), scale)
-        unit.gradients[spec] = Gradient(self._sum_squares(total), scale)
+        gradient = plain(gradient)
+        before = unit.gradients.get(spec)
+        if before is not None and before.scale != scale:
+            total.mul_(before.scale).add_(gradient, alpha=scale)
+            unit.gradients[spec] = Gradient(self._sum_squares(total), 1.0)
+            return
+        bring = kernels.convert if before is None else kernels.accumulate
+        sum_squares = bring(
+            spec.numel,
+            total.data_ptr(),
+            self._kernel_dtype,
+            gradient.data_ptr(),
+            kernel_dtype(gradient.dtype),
+            torch.get_num_threads(),
+        )
+        unit.gradients[spec] = Gradient(sum_squares, scale)
 
     def home(self, unit: Unit, spec: ParameterSpec, dtype: torch.dtype) -> torch.Tensor | None:
         """Where the first gradient of a step may be put by others, flat: its home in RAM. None if it has to be added.
@@ -72,7 +86,7 @@ class Gradients:
     def write(self, unit: Unit, spec: ParameterSpec, value: torch.Tensor) -> None:
         """Put ``value`` in the place of the gradient, if there was one."""
         unit.gradients.pop(spec, None)
-        self.add(unit, spec, value)
+        self.add(unit, spec, value.to("cpu", torch.float32))  # it may be anything that torch would copy
         self._close_outside(unit)
 
     def _close_outside(self, unit: Unit) -> None:
@@ -222,17 +236,10 @@ class Gradients:
             yield tile.grads_extent, buffer.lease.address + tile.start * self._dtype.itemsize
 
 
-def add_up(total: torch.Tensor, gradient: torch.Tensor, before: Gradient | None, scale: float) -> float:
-    """Add ``scale`` times ``gradient`` to ``total``, which holds what there was ``before``; the scale of the sum."""
+def plain(gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient as a kernel can read it."""
     if gradient.requires_grad:
         gradient = gradient.detach()
     if gradient.is_sparse:
         gradient = gradient.to_dense()
-    if before is None:
-        total.copy_(gradient)
-    elif before.scale == scale:
-        total.add_(gradient)
-    else:
-        total.mul_(before.scale).add_(gradient, alpha=scale)
-        return 1.0
-    return scale
+    return gradient.contiguous()

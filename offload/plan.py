@@ -73,8 +73,8 @@ class Plan:
     grad_buffer_bytes: int
     tile_buffer_bytes: int
     compute_bytes: int
-    """What compute takes beside: copies of the weights in use where torch cannot use them where they are, buffers that
-    gradients come to from a device."""
+    """What compute takes beside: the gradient that autograd has just made, copies of the weights in use where torch
+    cannot use them where they are; or buffers that gradients come to from a device."""
     resident_bytes: dict[str, int]
     nvme_bytes: dict[str, int]
     step_read_bytes: int

@@ -99,13 +99,17 @@ def _device_unit(unit: UnitSpec, choice: Choice | None) -> UnitPlan:
 
 
 def _compute_host_bytes(config: OffloadConfig, specs: Sequence[UnitSpec], device: Device | None) -> int:
-    """Host memory that compute takes beside the plan's."""
+    """Host memory that compute takes beside the plan's.
+
+    Autograd makes a gradient in memory of its own before it is brought home, and drops it then.
+    """
     width = config.dtype.itemsize
+    trainable = [spec.numel for unit in specs for spec in unit.parameters if spec.trainable]
+    gradient_bytes = align(max(trainable, default=0) * width) if config.optimizer is not None else 0
     if device is None:
         copies = num_nested(specs) if window_class() is CopyWindow else 0
-        return copies * max(unit.numel for unit in specs) * width
-    trainable = [spec.numel for unit in specs for spec in unit.parameters if spec.trainable]
-    return NUM_LANDINGS * align(max(trainable, default=0) * width) if config.optimizer is not None else 0
+        return copies * max(unit.numel for unit in specs) * width + gradient_bytes
+    return NUM_LANDINGS * gradient_bytes
 
 
 def _free_bytes(paths: Sequence[Path]) -> float:

@@ -39,11 +39,12 @@ class Turns:
         """Start a process for ``request``, let it take its steps, and end it. Raises ``WorkerFailed``."""
         with tempfile.TemporaryFile("w+") as errors, _worker(request, errors) as (ask, pid):
             try:
-                imports_bytes = ask(None)["imports_bytes"]
+                first = ask(None)
+                imports_bytes = first["imports_bytes"]
                 with contextlib.ExitStack() as after:
                     limit_bytes = None
                     if limit is not None:
-                        limit_bytes = request["host_memory"] + imports_bytes + limit.activation_bytes
+                        limit_bytes = first["host_memory"] + imports_bytes + limit.activation_bytes
                         after.enter_context(_memory_cgroup(pid, limit_bytes))
                     ask({})
                     with _held(self._lock):

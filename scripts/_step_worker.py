@@ -1,6 +1,7 @@
 """One system of ``bench_step.py`` in a process of its own: builds it, then takes steps when a line of stdin asks.
 
-The first line out tells what imports take; the second, after a line in, that it is built; then an answer a line.
+The first line out tells what imports take and which budget the system gets (a request's 0 stands for the least that
+works); the second, after a line in, that it is built; then an answer a line.
 """
 
 from __future__ import annotations
@@ -64,21 +65,16 @@ class InMemory:
 
 
 class Engine:
-    """This project's engine; ``host_memory`` 0 stands for the least budget that works."""
+    """This project's engine."""
 
     def __init__(self, shape: Shape, request: dict[str, Any]) -> None:
         with torch.device("meta"):
             model = shape.model()
-        options = {name: request[name] for name in ("precision", "nvme_path", "io_backend")}
+        options = {name: request[name] for name in ("precision", "nvme_path", "io_backend", "host_memory")}
         options |= {"gradient_clipping": request["clipping"], "device": request["device"], **ADAMW}
         options["device_memory"] = request["device_memory"]
         torch.manual_seed(0)  # the engine initialises the model
-        try:
-            self._engine = OffloadEngine(model, host_memory=max(request["host_memory"], 1), **options)
-        except BudgetError as error:
-            if request["host_memory"]:
-                raise
-            self._engine = OffloadEngine(model, host_memory=error.needed_bytes, **options)
+        self._engine = OffloadEngine(model, **options)
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:
         loss = self._engine(tokens, targets)
@@ -122,7 +118,12 @@ def main() -> None:
         print(json.dumps(message), file=answers, flush=True)
 
     shape = Shape(**request["shape"])
-    answer({"imports_bytes": _status("VmRSS")})
+    with torch.device("meta"):
+        nn.Embedding(1, 1)  # what drawing on meta imports belongs to no system
+    imports_bytes = _status("VmRSS")
+    if request["system"] == "engine" and request["host_memory"] == 0:
+        request["host_memory"] = _least_budget(shape, request)
+    answer({"imports_bytes": imports_bytes, "host_memory": request.get("host_memory")})
     sys.stdin.readline()
     system = SYSTEMS[request["system"]](shape, request)
     generator = torch.Generator().manual_seed(0)
@@ -130,6 +131,15 @@ def main() -> None:
     for line in sys.stdin:
         answer(_turn(system, shape, generator, request["device"], **json.loads(line)))
     system.close()
+
+
+def _least_budget(shape: Shape, request: dict[str, Any]) -> int:
+    """Bytes of host memory: the least that works."""
+    try:
+        Engine(shape, {**request, "host_memory": 1})
+    except BudgetError as error:
+        return error.needed_bytes
+    raise AssertionError("a byte is enough")
 
 
 def _turn(

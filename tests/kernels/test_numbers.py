@@ -53,6 +53,18 @@ def test_accumulate_adds_in_fp32() -> None:
     assert torch.equal(total, expected)
 
 
+@pytest.mark.parametrize("numel", [0, 1, 17, 16_384, 50_001])
+@pytest.mark.parametrize("bring", [convert, accumulate])
+def test_what_brings_a_gradient_returns_the_sum_of_its_squares(bring: Any, numel: int) -> None:
+    torch.manual_seed(1)
+    total, part = torch.randn(numel), torch.randn(numel).bfloat16()
+    once = bring(numel, total.data_ptr(), Dtype.F32, part.data_ptr(), Dtype.BF16, num_threads=2)
+    assert once == sum_squares(total.data_ptr(), numel, Dtype.F32)
+    if numel:
+        total[-1] = float("inf")
+        assert bring(numel, total.data_ptr(), Dtype.F32, total.clone().data_ptr(), Dtype.F32) == float("inf")
+
+
 def test_split_master_is_lossless_but_for_nan_payloads(awkward: Any) -> None:
     """A sample with all awkward kinds; scripts/prove_split_master.py goes through all 2^32 patterns."""
     edges = np.array([high << 16 | low for high in range(0, 65_536, 17) for low in (0, 1, 0x7FFF, 0x8000, 0xFFFF)])

@@ -63,13 +63,28 @@ void define_update(py::module_& m, const char* name, Update<Rule> Table::*kernel
   });
 }
 
+// Adds up squares(begin, end) over all blocks, in order.
+template <class Squares>
+double sum_over_blocks(std::size_t numel, std::size_t num_threads, const Squares& squares) {
+  std::vector<double> sums((numel + kBlock - 1) / kBlock);
+  for_blocks(numel, num_threads, [&](std::size_t begin, std::size_t end) {
+    sums[begin / kBlock] = squares(begin, end);
+  });
+  double total = 0;
+  for (const double sum : sums) total += sum;
+  return total;
+}
+
+// A block's squares are taken while it is in cache.
 void define_map(py::module_& m, const char* name, Map Table::*kernel) {
   m.def(name, [kernel](std::size_t numel, Address destination, int destination_dtype, Address source, int source_dtype,
                        std::size_t num_threads) {
     const auto run = table_in_use().*kernel;
-    for_blocks(numel, num_threads, [&](std::size_t begin, std::size_t end) {
-      run(pointer(destination), static_cast<Dtype>(destination_dtype), pointer(source),
-          static_cast<Dtype>(source_dtype), begin, end);
+    const auto squares = table_in_use().sum_squares;
+    const auto to = static_cast<Dtype>(destination_dtype), from = static_cast<Dtype>(source_dtype);
+    return sum_over_blocks(numel, num_threads, [&](std::size_t begin, std::size_t end) {
+      run(pointer(destination), to, pointer(source), from, begin, end);
+      return squares(pointer(destination), to, begin, end);
     });
   });
 }
@@ -93,14 +108,10 @@ void stream(std::size_t numel, Address grad, int grad_dtype, Address weight, Add
 }
 
 double sum_squares(std::size_t numel, Address source, int dtype, std::size_t num_threads) {
-  std::vector<double> sums((numel + kBlock - 1) / kBlock);
   const auto run = table_in_use().sum_squares;
-  for_blocks(numel, num_threads, [&](std::size_t begin, std::size_t end) {
-    sums[begin / kBlock] = run(pointer(source), static_cast<Dtype>(dtype), begin, end);
+  return sum_over_blocks(numel, num_threads, [&](std::size_t begin, std::size_t end) {
+    return run(pointer(source), static_cast<Dtype>(dtype), begin, end);
   });
-  double total = 0;
-  for (const double sum : sums) total += sum;
-  return total;
 }
 
 std::vector<std::string> isas_supported() {
