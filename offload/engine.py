@@ -201,8 +201,10 @@ class OffloadEngine:
         if self.config.optimizer is None:
             return
         with self._failure.guard():
-            self._updater_of_training.drop(unit)
-            self._weights.wait_for_update(unit)
+            if unit.speculation is not None:
+                self._updater_of_training.drop(unit)
+            if unit.updating:
+                self._weights.wait_for_update(unit)
             self._compute.take_gradient(unit, spec, gradient, self._backward_scale)
         unit.num_arrived += 1
         if self._groups is not None:

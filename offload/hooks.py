@@ -72,12 +72,11 @@ def _first_node(sequence: int, output: torch.Tensor) -> Node | None:
     return None
 
 
-def _call_weakly(
-    take: weakref.WeakMethod[Callable[..., None]], unit: weakref.ref[Unit], index: int, parameter: torch.Tensor
-) -> None:
-    method, owner = take(), unit()
-    if method is not None and owner is not None:
-        method(owner, owner.spec.parameters[index], parameter)
+def _take_gradient(hooks: weakref.ref[Hooks], unit: weakref.ref[Unit], index: int, parameter: torch.Tensor) -> None:
+    """Weakly: the collector does not see into hooks of tensors."""
+    taker, owner = hooks(), unit()
+    if taker is not None and owner is not None:
+        taker._post_accumulate(owner, owner.spec.parameters[index], parameter)
 
 
 class Hooks:
@@ -100,6 +99,8 @@ class Hooks:
         """Units in backward: with the serial number at which the call began, and the graph task that opened it."""
         self._tasks: set[int] = set()
         self._installed: list[Any] = []
+        self._sites: dict[Unit, list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]]] = {}
+        """Where each parameter of a unit stands in the model: module, name, handle, parameter."""
         for unit in units:
             self._install(unit)
 
@@ -130,17 +131,25 @@ class Hooks:
                 module.register_forward_pre_hook(_Hook(before, unit)),
                 module.register_forward_hook(_Hook(after, unit), always_call=True),
             ]
-        take = weakref.WeakMethod(self._post_accumulate)  # the collector does not see into hooks of tensors
+        sites = self._sites[unit] = []
         for index, (parameter, spec) in enumerate(zip(unit.parameters, unit.spec.parameters, strict=True)):
-            hook = _Hook(_call_weakly, take, weakref.ref(unit), index)
-            for holder in (parameter, self._handles[spec]) if spec.trainable else ():
+            handle = self._handles[spec]
+            sites += [(module, name, handle, parameter) for module, name in spec.sites]
+            hook = _Hook(_take_gradient, weakref.ref(self), weakref.ref(unit), index)
+            for holder in (parameter, handle) if spec.trainable else ():
                 self._installed.append(holder.register_post_accumulate_grad_hook(hook))
 
-    def _replace(self, spec: ParameterSpec, present: nn.Parameter, parameter: nn.Parameter) -> None:
-        """Where ``present`` stands in the model, put ``parameter``; what somebody else has put there stays."""
-        for module, name in spec.sites:
-            if module._parameters.get(name) is present:
+    # What somebody else has put in the place of a parameter stays there.
+
+    def _show_parameters(self, unit: Unit) -> None:
+        for module, name, handle, parameter in self._sites[unit]:
+            if module._parameters.get(name) is handle:
                 module._parameters[name] = parameter
+
+    def _show_handles(self, unit: Unit) -> None:
+        for module, name, handle, parameter in self._sites[unit]:
+            if module._parameters.get(name) is parameter:
+                module._parameters[name] = handle
 
     def _pre_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
         if unit.forward_depth == 0:
@@ -149,8 +158,7 @@ class Hooks:
             self._serial += 1
             unit.forward_start = self._serial
             unit.forward_sequence = torch._C._autograd._get_sequence_nr()
-            for parameter, spec in zip(unit.parameters, unit.spec.parameters, strict=True):
-                self._replace(spec, self._handles[spec], parameter)
+            self._show_parameters(unit)
         unit.forward_depth += 1
 
     def _post_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
@@ -174,8 +182,7 @@ class Hooks:
 
     def _leave_forward(self, unit: Unit) -> None:
         self._serial += 1
-        for parameter, spec in zip(unit.parameters, unit.spec.parameters, strict=True):
-            self._replace(spec, parameter, self._handles[spec])
+        self._show_handles(unit)
         if not unit.in_backward:
             self._schedule.end_use(unit)
 

@@ -2,7 +2,8 @@
 
 All functions take addresses (``tensor.data_ptr()``) and a number of elements, so that they work on tensors, on arena
 buffers and on tiles of either. An address must be aligned to its element and its array must stay alive and untouched
-until the call returns; no array may overlap another, partly or wholly. Calls release the GIL.
+until the call returns; no array may overlap another, partly or wholly. Calls on more than 16,384 elements release the
+GIL.
 
 The scalar kernel is the definition; AVX2, AVX-512 and NEON agree with it bit for bit, for any length, alignment and
 number of threads. Denormals are kept, and every NaN that is written is the canonical one. ``OFFLOAD_ISA=scalar|avx2|

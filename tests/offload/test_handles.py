@@ -14,7 +14,7 @@ from offload import ConfigError, OffloadEngine, OffloadError
 
 @pytest.fixture(params=["fp32", "bf16"])
 def engine(request, make_model, tmp_path: Path):
-    options = {"precision": request.param, "host_memory": "3MiB" if request.param == "fp32" else "2MiB"}
+    options = {"precision": request.param, "host_memory": "5MiB" if request.param == "fp32" else "3MiB"}
     with OffloadEngine(make_model(), nvme_path=tmp_path, **options) as engine:
         yield engine
 
@@ -56,7 +56,7 @@ def test_writing_a_weight_is_seen_by_the_next_forward_and_the_next_step(engine):
 
 def test_a_written_bf16_weight_is_the_whole_master(make_model, tmp_path: Path):
     """The remainder of the old master must not come back with the next update."""
-    with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory="2MiB", lr=0.0, weight_decay=0.0) as engine:
+    with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory="3MiB", lr=0.0, weight_decay=0.0) as engine:
         value = torch.full((256, 128), 0.3).bfloat16()
         with torch.no_grad():
             engine.module.head.weight.copy_(value)

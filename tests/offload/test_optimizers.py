@@ -182,7 +182,7 @@ def test_a_built_optimizer_is_taken_over_with_groups_states_and_scheduler(kind, 
 
 @pytest.mark.parametrize("options", [{}, {"moments_dtype": "int8"}, {"optimizer": torch.optim.NAdam}])
 def test_optimizer_states_are_saved_and_loaded_exactly(options, tmp_path: Path):
-    options = {"precision": "bf16", "nvme_path": tmp_path, "host_memory": "6MiB", **options}
+    options = {"precision": "bf16", "nvme_path": tmp_path, "host_memory": "7MiB", **options}
     model = built()
     with OffloadEngine(model, **options) as engine:
         data = batches(4)

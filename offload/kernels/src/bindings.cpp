@@ -1,4 +1,4 @@
-// The Python face: addresses and sizes in; arguments were checked in __init__.py. Every kernel runs without the GIL.
+// The Python face: addresses and sizes in; arguments were checked in __init__.py. Kernels on more than a block run without the GIL.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -6,6 +6,7 @@
 #include <array>
 #include <bit>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,10 +24,12 @@ using Addresses = std::array<Address, kStatesMax>;
 std::byte* pointer(Address address) { return reinterpret_cast<std::byte*>(address); }
 float* floats(Address address) { return reinterpret_cast<float*>(address); }
 
-// Calls body(begin, end) for every block of [0, numel).
+// Calls body(begin, end) for every block of [0, numel). One block takes a few microseconds: less than it may take to get
+// the GIL back from a thread that computes.
 template <class Body>
 void for_blocks(std::size_t numel, std::size_t num_threads, const Body& body) {
-  const py::gil_scoped_release released;
+  std::optional<py::gil_scoped_release> released;
+  if (numel > kBlock) released.emplace();
   parallel_for((numel + kBlock - 1) / kBlock, num_threads, [&](std::size_t block) {
     body(block * kBlock, std::min(numel, (block + 1) * kBlock));
   });

@@ -15,11 +15,12 @@ namespace offload::OFFLOAD_ISA {
 
 constexpr std::size_t kNoiseLanes = 16;  // elements with different random bits: as many as the widest vector has
 constexpr std::size_t kCodeVectors = 4;  // vectors that are encoded at once
+constexpr std::size_t kPrefetch = 512;   // elements ahead
 
 // A block between its two passes.
 struct CodeBlock {
   alignas(64) float states[kStatesMax][kCodeBlock], grad[kCodeBlock];
-  float largest[kStatesMax] = {};  // magnitudes; a NaN counts as larger than any number
+  float largest[kStatesMax] = {};  // magnitudes; a NaN counts as larger than any number, and may have a sign
 };
 
 inline std::byte* bytes_of(float* numbers) { return reinterpret_cast<std::byte*>(numbers); }
@@ -63,6 +64,7 @@ template <class V, Dtype grad_dtype, WeightFormat format, class Rule>
   float scales[kStatesMax];
   for_states<Rule>([&](auto s) __attribute__((always_inline)) { scales[s] = arrays.scales[s][start / kCodeBlock]; });
   typename V::F32 largest[kStatesMax] = {V::set(0), V::set(0), V::set(0)};
+#pragma GCC unroll 2
   for (std::size_t i = begin; i < end; i += V::width) {
     Operands<V> x;
     for_states<Rule>([&](auto s) __attribute__((always_inline)) {
@@ -71,22 +73,37 @@ template <class V, Dtype grad_dtype, WeightFormat format, class Rule>
     load_and_advance<V, grad_dtype, format>(rule, arrays, start + i, x);
     V::store_f32(bytes_of(block.grad), i, x.grad);
     for_states<Rule>([&](auto s) __attribute__((always_inline)) {
-      largest[s] = V::larger_magnitude(largest[s], x.states[s]);
+      largest[s] = V::larger_bits(largest[s], Rule::state_signed[s] ? V::magnitude(x.states[s]) : x.states[s]);
       V::store_f32(bytes_of(block.states[s]), i, x.states[s]);
     });
   }
   for_states<Rule>([&](auto s) __attribute__((always_inline)) {
-    block.largest[s] = Scalar::larger_magnitude(block.largest[s], V::largest_lane(largest[s]));
+    block.largest[s] = Scalar::larger_bits(block.largest[s], V::largest_lane(largest[s]));
   });
 }
 
+// A processor fetches by itself what follows on what it reads, but gradients are read in one pass and weights in the other: so
+// each would be late, in turns. This asks for those of elements [i, i + count), if there are any: an address beyond does no
+// harm. Split master has more arithmetic than memory traffic, and was slower with it.
+template <std::size_t count, Dtype grad_dtype, WeightFormat format>
+[[gnu::always_inline]] inline void prefetch([[maybe_unused]] const Arrays& arrays, [[maybe_unused]] std::size_t i) {
+  if constexpr (format != WeightFormat::split) {
+    constexpr std::size_t line = 64, grad_bytes = size_of(grad_dtype);
+#pragma GCC unroll 4
+    for (std::size_t k = 0; k < count * grad_bytes; k += line) __builtin_prefetch(arrays.grad + i * grad_bytes + k);
+#pragma GCC unroll 4
+    for (std::size_t k = 0; k < count * 4; k += line) __builtin_prefetch(arrays.master + i * 4 + k, 1);
+  }
+}
+
 // The second pass: weights, and the codes of the states in `block`; `vectors` at once. `random` seeds their rounding.
-template <class V, std::size_t vectors, WeightFormat format, class Rule>
+template <class V, std::size_t vectors, Dtype grad_dtype, WeightFormat format, class Rule>
 [[gnu::always_inline]] inline void apply_block(const Rule rule, const Arrays arrays, std::size_t start, std::size_t begin,
                                                std::size_t end, CodeBlock& block, const float (&scales)[kStatesMax],
                                                std::uint32_t random) {
   typename V::F32 poison = V::set(0);  // becomes NaN with the first weight that is NaN
   for (std::size_t i = begin; i < end; i += vectors * V::width) {
+    if constexpr (vectors > 1) prefetch<vectors * V::width, grad_dtype, format>(arrays, start + i + kPrefetch);
     typename V::U32 codes[kStatesMax][vectors];
 #pragma GCC unroll 4
     for (std::size_t k = 0; k < vectors; ++k) {
@@ -121,7 +138,7 @@ template <class V, std::size_t vectors, WeightFormat format, class Rule>
 inline std::uint32_t hash(const float (&largest)[kStatesMax], std::uint32_t seed) {
   std::uint32_t random = seed;
   for (const float x : largest) {
-    random = (random ^ std::bit_cast<std::uint32_t>(x)) * 0x9e3779b1;
+    random = (random ^ std::bit_cast<std::uint32_t>(Scalar::canonical(x))) * 0x9e3779b1;
     random ^= random >> 15;
   }
   return random;
@@ -140,8 +157,8 @@ void update_codes(const Rule& rule, const Arrays& arrays, std::size_t begin, std
         scales[s] = scale_for<Rule::state_signed[s]>(block.largest[s]);
       });
       const std::uint32_t random = hash(block.largest, arrays.seed);
-      apply_block<V, kCodeVectors, format()>(rule, arrays, start, 0, whole, block, scales, random);
-      if (whole < n) apply_block<Scalar, 1, format()>(rule, arrays, start, whole, n, block, scales, random);
+      apply_block<V, kCodeVectors, grad_dtype(), format()>(rule, arrays, start, 0, whole, block, scales, random);
+      if (whole < n) apply_block<Scalar, 1, grad_dtype(), format()>(rule, arrays, start, whole, n, block, scales, random);
       for_states<Rule>([&](auto s) __attribute__((always_inline)) {
         arrays.scales[s][start / kCodeBlock] = scales[s];
         if (!(scales[s] > 0)) [[unlikely]] std::memset(arrays.states[s] + start, 0, n);

@@ -76,8 +76,10 @@ struct Avx2 {
     const __m256i b = bits(add(x, _mm256_blendv_ps(set(least), set(-least), x)));
     const __m256i minus_least = _mm256_sub_epi32(random, bits(set(least)));
     const __m256i and_ones = _mm256_add_epi32(minus_least, _mm256_set1_epi32(0x78000000));
+    F32 sign = x;
+    asm("" : "+x"(sign));  // else gcc 12 compares x with 0 first, for both blends, though a blend looks at the sign by itself
     const __m256i to_add = _mm256_castps_si256(
-        _mm256_blendv_ps(_mm256_castsi256_ps(minus_least), _mm256_castsi256_ps(and_ones), x));
+        _mm256_blendv_ps(_mm256_castsi256_ps(minus_least), _mm256_castsi256_ps(and_ones), sign));
     return _mm256_srai_epi32(_mm256_add_epi32(b, to_add), 20);
   }
   // May be out of range: store_unsigned_codes clamps.
@@ -105,13 +107,12 @@ struct Avx2 {
     const __m256 positive = _mm256_cmp_ps(x, zero, _CMP_GT_OQ), negative = _mm256_cmp_ps(x, zero, _CMP_LT_OQ);
     return _mm256_blendv_ps(_mm256_blendv_ps(x, set(1.0f), positive), set(-1.0f), negative);
   }
-  static F32 larger_magnitude(F32 so_far, F32 x) {
-    return _mm256_castsi256_ps(_mm256_max_epi32(bits(so_far), bits(magnitude_of(x))));
-  }
-  static float largest_lane(F32 magnitudes) {
-    __m128i most = _mm_max_epi32(_mm256_castsi256_si128(bits(magnitudes)), _mm256_extracti128_si256(bits(magnitudes), 1));
-    most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0b01001110));
-    most = _mm_max_epi32(most, _mm_shuffle_epi32(most, 0b10110001));
+  static F32 magnitude(F32 x) { return _mm256_andnot_ps(set(-0.0f), x); }
+  static F32 larger_bits(F32 a, F32 b) { return _mm256_castsi256_ps(_mm256_max_epu32(bits(a), bits(b))); }
+  static float largest_lane(F32 x) {
+    __m128i most = _mm_max_epu32(_mm256_castsi256_si128(bits(x)), _mm256_extracti128_si256(bits(x), 1));
+    most = _mm_max_epu32(most, _mm_shuffle_epi32(most, 0b01001110));
+    most = _mm_max_epu32(most, _mm_shuffle_epi32(most, 0b10110001));
     return _mm_cvtss_f32(_mm_castsi128_ps(most));
   }
   static F32 either(F32 a, F32 b) { return _mm256_or_ps(a, b); }
@@ -134,7 +135,6 @@ struct Avx2 {
  private:
   static __m256i bits(F32 x) { return _mm256_castps_si256(x); }
   static F32 is_nan(F32 x) { return _mm256_cmp_ps(x, x, _CMP_UNORD_Q); }
-  static F32 magnitude_of(F32 x) { return _mm256_andnot_ps(set(-0.0f), x); }
   static __m128i load_8x8(const std::byte* base, std::size_t i) {
     return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(base + i));
   }

@@ -102,11 +102,11 @@ struct Avx512 {
     const __mmask16 positive = _mm512_cmp_ps_mask(x, zero, _CMP_GT_OQ), negative = _mm512_cmp_ps_mask(x, zero, _CMP_LT_OQ);
     return _mm512_mask_mov_ps(_mm512_mask_mov_ps(x, positive, set(1.0f)), negative, set(-1.0f));
   }
-  static F32 larger_magnitude(F32 so_far, F32 x) {
-    return _mm512_castsi512_ps(_mm512_max_epi32(bits(so_far), bits(magnitude_of(x))));
-  }
-  static float largest_lane(F32 magnitudes) {
-    return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(_mm512_reduce_max_epi32(bits(magnitudes)))));
+  static F32 magnitude(F32 x) { return _mm512_andnot_ps(set(-0.0f), x); }
+  static F32 larger_bits(F32 a, F32 b) { return _mm512_castsi512_ps(_mm512_max_epu32(bits(a), bits(b))); }
+  static float largest_lane(F32 x) {
+    const auto most = static_cast<int>(_mm512_reduce_max_epu32(bits(x)));
+    return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(most)));
   }
   static F32 either(F32 a, F32 b) { return _mm512_or_ps(a, b); }
 
@@ -128,7 +128,6 @@ struct Avx512 {
  private:
   static __m512i bits(F32 x) { return _mm512_castps_si512(x); }
   static __mmask16 is_nan(F32 x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q); }
-  static F32 magnitude_of(F32 x) { return _mm512_andnot_ps(set(-0.0f), x); }
   static __m128i load_8x16(const std::byte* base, std::size_t i) {
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(base + i));
   }

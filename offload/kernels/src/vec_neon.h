@@ -97,8 +97,9 @@ struct Neon {
   static F32 sqrt(F32 x) { return vsqrtq_f32(x); }
   static F32 max(F32 a, F32 b) { return vbslq_f32(vorrq_u32(vcgtq_f32(a, b), is_nan(a)), a, b); }
   static F32 sign(F32 x) { return vbslq_f32(vcgtzq_f32(x), set(1.0f), vbslq_f32(vcltzq_f32(x), set(-1.0f), x)); }
-  static F32 larger_magnitude(F32 so_far, F32 x) { return value(vmaxq_u32(bits(so_far), bits(vabsq_f32(x)))); }
-  static float largest_lane(F32 magnitudes) { return vgetq_lane_f32(value(vdupq_n_u32(vmaxvq_u32(bits(magnitudes)))), 0); }
+  static F32 magnitude(F32 x) { return vabsq_f32(x); }
+  static F32 larger_bits(F32 a, F32 b) { return value(vmaxq_u32(bits(a), bits(b))); }
+  static float largest_lane(F32 x) { return vgetq_lane_f32(value(vdupq_n_u32(vmaxvq_u32(bits(x)))), 0); }
   static F32 either(F32 a, F32 b) { return value(vorrq_u32(bits(a), bits(b))); }
 
   static F64 zero_f64() { return {vdupq_n_f64(0), vdupq_n_f64(0)}; }

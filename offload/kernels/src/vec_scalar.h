@@ -79,7 +79,7 @@ struct Scalar {
   }
   // `random` has 20 bits. Codes are in the lowest byte of the result.
   static U32 signed_code(F32 x, float least, U32 random) {
-    return ((bits(magnitude_of(x) + least) - bits(least) + random) >> 20) | bits(x) >> 31 << 7;
+    return ((bits(magnitude(x) + least) - bits(least) + random) >> 20) | bits(x) >> 31 << 7;
   }
   static U32 unsigned_code(F32 x, float least, U32 random) {
     const std::int32_t code = static_cast<std::int32_t>(bits(x) - bits(least) + random) >> 20;
@@ -103,9 +103,10 @@ struct Scalar {
   static F32 sqrt(F32 x) { return __builtin_sqrtf(x); }
   static F32 max(F32 a, F32 b) { return a > b || a != a ? a : b; }  // a NaN on either side comes through
   static F32 sign(F32 x) { return x > 0 ? 1.0f : x < 0 ? -1.0f : x; }  // of a zero or a NaN: itself
-  // The larger of a magnitude and that of x, where a NaN counts as larger than any number.
-  static F32 larger_magnitude(F32 so_far, F32 x) { return value(larger(bits(so_far), bits(x) & 0x7fffffff)); }
-  static float largest_lane(F32 magnitudes) { return magnitudes; }
+  static F32 magnitude(F32 x) { return value(bits(x) & 0x7fffffff); }
+  // The larger of two magnitudes, where a NaN of either sign counts as larger than any number.
+  static F32 larger_bits(F32 a, F32 b) { return bits(a) > bits(b) ? a : b; }
+  static float largest_lane(F32 x) { return x; }
   static F32 either(F32 a, F32 b) { return value(bits(a) | bits(b)); }
 
   static F64 zero_f64() { return 0; }
@@ -118,8 +119,6 @@ struct Scalar {
  private:
   static std::uint32_t bits(float x) { return std::bit_cast<std::uint32_t>(x); }
   static float value(std::uint32_t b) { return std::bit_cast<float>(b); }
-  static F32 magnitude_of(F32 x) { return value(bits(x) & 0x7fffffff); }
-  static std::uint32_t larger(std::uint32_t a, std::uint32_t b) { return a > b ? a : b; }
   static std::uint32_t bits32(const std::byte* base, std::size_t i) {
     std::uint32_t b;
     std::memcpy(&b, __builtin_assume_aligned(base + 4 * i, 4), 4);
