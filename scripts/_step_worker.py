@@ -122,7 +122,7 @@ def main() -> None:
         nn.Embedding(1, 1)  # what drawing on meta imports belongs to no system
     imports_bytes = _status("VmRSS")
     if request["system"] == "engine" and request["host_memory"] == 0:
-        request["host_memory"] = _least_budget(shape, request)
+        _take_least(shape, request)
     answer({"imports_bytes": imports_bytes, "host_memory": request.get("host_memory")})
     sys.stdin.readline()
     system = SYSTEMS[request["system"]](shape, request)
@@ -133,13 +133,16 @@ def main() -> None:
     system.close()
 
 
-def _least_budget(shape: Shape, request: dict[str, Any]) -> int:
-    """Bytes of host memory: the least that works."""
-    try:
-        Engine(shape, {**request, "host_memory": 1})
-    except BudgetError as error:
-        return error.needed_bytes
-    raise AssertionError("a byte is enough")
+def _take_least(shape: Shape, request: dict[str, Any]) -> None:
+    """Ask for the least budgets that work: of a device's memory, if that is "auto", and then of host memory."""
+    on_device = request["device"] != "cpu" and request["device_memory"] == "auto"
+    for budget in ("device_memory", "host_memory") if on_device else ("host_memory",):
+        try:
+            Engine(shape, {**request, budget: 1})
+        except BudgetError as error:
+            request[budget] = error.needed_bytes
+        else:
+            raise AssertionError("a byte is enough")
 
 
 def _turn(

@@ -109,8 +109,8 @@ def _arguments() -> argparse.Namespace:
         "--budgets",
         nargs="+",
         default=["all", "1/2", "1/4", "1/8", "least"],
-        help='host memory of the engine: "all", "least", a share of the model state, bytes such as 600MiB, or "peer": '
-        "the peak RSS of DeepSpeed with NVMe",
+        help='host memory of the engine: "all", "least" (of a device, too), a share of the model state, bytes such as '
+        '600MiB, or "peer": the peak RSS of DeepSpeed with NVMe',
     )
     parser.add_argument("--nvme-path", default=tempfile.gettempdir(), help="a directory on the SSD to measure")
     parser.add_argument("--io-backend", default="auto")

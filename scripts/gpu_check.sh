@@ -56,7 +56,7 @@ tests=("$python" -m pytest -q -p no:cacheprovider -o faulthandler_timeout=60)
 for name in "${parts[@]}"; do
   case $name in
     build) part build 120 bash -c build ;;
-    test) part test 120 "${tests[@]}" tests/offload/test_cuda.py tests/offload/test_device.py ;;
+    test) part test 150 "${tests[@]}" tests/offload/test_cuda.py tests/offload/test_device.py ;;
     bench)
       for size in ${SIZES:-llama:16x2048}; do
         # shellcheck disable=SC2086

@@ -36,7 +36,7 @@ def main() -> int:
     budgets: dict[str, int] = {}
     for budget in ("device_memory", "host_memory") if arguments.device != "cpu" else ("host_memory",):
         try:
-            OffloadEngine(_model(shape), **options, **{budget: 1}).close()
+            OffloadEngine(_model(shape), **options, **budgets, **{budget: 1}).close()
         except BudgetError as error:
             budgets[budget] = error.needed_bytes
     with OffloadEngine(_model(shape), **options, **budgets) as engine:
