@@ -39,8 +39,8 @@ class Squares:
         ranges_bytes, lanes_bytes, sums_bytes = _parts(groups)
         self._storage = torch.UntypedStorage(0, device=device.torch_device)
         device.allocate(self._storage, ranges_bytes + lanes_bytes + sums_bytes)
-        ranges = self._view(0, torch.int64, 3 * len(rows)).view(-1, 3)
-        ranges.copy_(torch.tensor(rows, dtype=torch.int64).view(-1, 3))
+        ranges = self._view(0, torch.int64, 3 * len(rows)).view(len(rows), 3)
+        ranges.copy_(torch.tensor(rows, dtype=torch.int64).view(len(rows), 3))
         self._sums = self._view(ranges_bytes + lanes_bytes, torch.float64, len(rows))
         self._on_host = torch.zeros(len(rows), dtype=torch.float64)
         self._kernel_arguments: dict[_Group, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}

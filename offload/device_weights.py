@@ -1,9 +1,10 @@
 """Copies of weights in device memory: brought in ahead of use, dropped when what is needed sooner wants the room.
 
 The weights themselves are at home in host memory or on NVMe (``Weights``), where updates change them; so a copy is good
-until the unit's next update. Two threads stand between: one waits until a unit is in host memory and up to date and
-starts its copy, one waits for copies to end and lets go of the host's memory. The training thread starts no copy and
-waits for none: it waits until one has been *started*, and the device's own queue does the rest.
+until the unit's next update. (Units at home on the device, ``DeviceHomes``, need none: they only count as used.) Two
+threads stand between: one waits until a unit is in host memory and up to date and starts its copy, one waits for copies
+to end and lets go of the host's memory. The training thread starts no copy and waits for none: it waits until one has
+been *started*, and the device's own queue does the rest.
 """
 
 from __future__ import annotations

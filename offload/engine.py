@@ -37,7 +37,7 @@ from swapper import OffloadError
 
 
 class OffloadEngine:
-    """Trains ``model`` with its state on host RAM and NVMe.
+    """Trains ``model`` with its state on a device, in host RAM and on NVMe, as far as each goes.
 
     ``engine(*inputs)`` runs the model, ``engine.backward(loss)`` and ``engine.step()`` train it; so does PyTorch's own
     loop with ``engine.optimizer``. ``engine.module is model``, and any of its parameters can be read or written at any

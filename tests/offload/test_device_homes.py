@@ -215,6 +215,16 @@ def test_a_gradient_that_is_not_finite_changes_nothing(make_model: Callable[...,
         train(engine, 1)
 
 
+def test_a_model_without_anything_to_train_is_at_home_too(make_model: Callable[..., Tiny]) -> None:
+    tokens, targets = batches(1)[0]
+    device = SimulatedDevice()
+    with OffloadEngine(make_model().requires_grad_(False), device=device) as engine:
+        assert at_home(engine) == 7
+        assert loss_of(engine(tokens), targets).isfinite()
+        engine.optimizer.step()
+    assert device.allocated_bytes == 0
+
+
 def test_inference_needs_weights_alone(make_model: Callable[..., Tiny]) -> None:
     tokens, _ = batches(1)[0]
     with OffloadEngine(make_model(), optimizer=None) as engine, torch.no_grad():
