@@ -33,7 +33,7 @@ from offload.unit import Unit
 from offload.units import ParameterSpec, find_units
 from offload.update import Updater
 from offload.verdict import Verdict, groups_by_parameter
-from swapper import OffloadError
+from swapper import OffloadError, StorageError
 
 
 class OffloadEngine:
@@ -194,7 +194,10 @@ class OffloadEngine:
         """Compute is done with the unit for now."""
         if unit.use is not None:
             self._meter.trace.end(unit.use)
-        self._compute.end(unit)
+        try:
+            self._compute.end(unit)
+        except StorageError as error:
+            self._failure.raise_first(error)
 
     def take_gradient(self, unit: Unit, spec: ParameterSpec, gradient: torch.Tensor) -> None:
         """A gradient is complete: bring it home."""
@@ -212,7 +215,10 @@ class OffloadEngine:
 
     def end_backward(self, unit: Unit) -> None:
         """The unit has all the gradients of this backward."""
-        self._compute.end_backward(unit)
+        try:
+            self._compute.end_backward(unit)
+        except StorageError as error:
+            self._failure.raise_first(error)
         if unit.promised:
             self._begin_early_update(unit)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from types import TracebackType
+from typing import NoReturn
 
 from swapper import StorageError
 
@@ -30,6 +31,12 @@ class Failure:
         if self._error is not None:
             raise self._error
 
+    def raise_first(self, error: BaseException) -> NoReturn:
+        """Keep ``error`` unless there was one before it, and raise the first."""
+        self.record(error)
+        assert self._error is not None
+        raise self._error
+
     def guard(self) -> Failure:
         """This, for ``with``."""
         return self
@@ -41,5 +48,4 @@ class Failure:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if isinstance(error, StorageError):
-            self.record(error)
-            self.check()
+            self.raise_first(error)

@@ -25,7 +25,7 @@ from offload import (
 
 
 def test_a_non_finite_gradient_changes_nothing(make_model, tmp_path: Path):
-    with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory="2MiB", lr=1e-2) as engine:
+    with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory="3MiB", lr=1e-2) as engine:
         train(engine, 1)
         before = engine.state_dict()
         tokens, targets = batches(1)[0]
@@ -105,7 +105,7 @@ def test_a_wrong_path_is_refused_before_the_model_is_touched(make_model, tmp_pat
     (tmp_path / "file").touch()
     for path, error in ((tmp_path / "missing", StoreUnsafe), (tmp_path / "file", StoreUnsafe)):
         with pytest.raises(error):
-            OffloadEngine(model, nvme_path=path, host_memory="2MiB")
+            OffloadEngine(model, nvme_path=path, host_memory="3MiB")
     assert all(type(p) is torch.nn.Parameter for p in model.parameters())
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
@@ -119,7 +119,7 @@ import torch
 from tiny import Tiny, batches, loss_of
 from offload import OffloadEngine, OffloadError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-engine = OffloadEngine(Tiny(), nvme_path={str(tmp_path)!r}, host_memory="2MiB")
+engine = OffloadEngine(Tiny(), nvme_path={str(tmp_path)!r}, host_memory="3MiB")
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
 first = None
 try:
@@ -153,14 +153,14 @@ def raise_limit_and_build(model: torch.nn.Module, path: Path) -> None:
     previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
     try:
-        OffloadEngine(model, nvme_path=path, host_memory="2MiB")
+        OffloadEngine(model, nvme_path=path, host_memory="3MiB")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, previous)
 
 
 def test_an_engine_that_is_dropped_ends_by_itself(make_model, tmp_path: Path):
-    engine = OffloadEngine(make_model(), nvme_path=tmp_path, host_memory="2MiB")
+    engine = OffloadEngine(make_model(), nvme_path=tmp_path, host_memory="3MiB")
     train(engine, 1)
     gone = weakref.ref(engine)
     del engine
@@ -178,7 +178,7 @@ import sys
 sys.path[:0] = {sys.path!r}
 from tiny import Tiny, train
 from offload import OffloadEngine
-engine = OffloadEngine(Tiny(), nvme_path={str(tmp_path)!r}, host_memory="2MiB")
+engine = OffloadEngine(Tiny(), nvme_path={str(tmp_path)!r}, host_memory="3MiB")
 train(engine, 2)
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
