@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Random training programs on a simulated device: the same bits as on the CPU, and every access ordered.
+"""Random training programs, on the CPU at small budgets and on a simulated device: the same bits, every access ordered.
 
 Each program draws a model (nested units, checkpointing, tied weights, frozen parts), budgets from the least to plenty,
 a precision, and what happens between steps (evaluation, writes through handles, accumulation, clipping). It runs on the
-CPU, and on a device whose streams run as late as they may: losses, weights and states must be equal to the last bit, no
-buffer may be read before its copy is over nor changed before its readers are done, device memory must stay within the
-plan, and all of it must be free at the end.
+CPU with everything in RAM and with little of it, and on a device whose streams run as late as they may: losses, weights
+and states must be equal to the last bit, no buffer may be read before its copy is over nor changed before its readers
+are done, device memory must stay within the plan, and all of it must be free at the end.
 """
 
 from __future__ import annotations
@@ -203,11 +203,20 @@ def least(make: Any, option: str, **budgets: int) -> int:
 
 
 def check(seed: int, folder: Path) -> list[str]:
-    """Run one program on the CPU and on the device; what was wrong."""
+    """Run one program on the CPU, with everything in RAM and with little, and on the device; what was wrong."""
     program = Program(seed)
     rng = random.Random(seed + 3)
     with OffloadEngine(program.model(), nvme_path=folder, **program.options()) as engine:
         expected = program.run(engine)
+    wrong = []
+
+    def on_cpu(**budgets: int) -> OffloadEngine:
+        return OffloadEngine(program.model(), nvme_path=folder, **program.options(), **budgets)
+
+    host_memory = int(least(on_cpu, "host_memory") * random.Random(seed + 4).choice((1, 1, 1.3, 2)))
+    with on_cpu(host_memory=host_memory) as engine:
+        if not _equal(program.run(engine), expected):
+            wrong.append(f"other bits on the CPU with {host_memory} bytes")
     device = SimulatedDevice(seed, eagerness=rng.choice((0.0, 0.3, 0.9)))
 
     def make(**budgets: int) -> OffloadEngine:
@@ -218,7 +227,6 @@ def check(seed: int, folder: Path) -> list[str]:
         budgets["device_memory"] = int(least(make, "device_memory") * rng.choice((1, 1.3, 3, 5, 8, 20)))
     if rng.random() < 0.8:
         budgets["host_memory"] = int(least(make, "host_memory", **budgets) * rng.choice((1, 1, 1.3, 2)))
-    wrong = []
     engine = make(**budgets)
     device.most_allocated_bytes = device.allocated_bytes
     with watched(device, engine.module):
@@ -228,7 +236,7 @@ def check(seed: int, folder: Path) -> list[str]:
         finally:
             engine.close()
     if not _equal(found, expected):
-        wrong.append("other bits than on the CPU")
+        wrong.append("other bits on the device than on the CPU")
     if device.most_allocated_bytes > allowed:
         wrong.append(f"{device.most_allocated_bytes} bytes of weights on the device, {allowed} were planned")
     if device.allocated_bytes or device.pinned:
