@@ -48,7 +48,8 @@ def plot_memory(path: Path, figures: dict[str, Any], memory: dict[str, dict[str,
 
 
 def _plot_resting(axes: Axes, memory: dict[str, dict[str, int]], budget_bytes: int) -> None:
-    tiers = list(dict.fromkeys(tier for tiers in memory.values() for tier in tiers))
+    memory = {kind: tiers for kind, tiers in memory.items() if any(tiers.values())}
+    tiers = [tier for tier in ("device", "host", "nvme") if any(tiers.get(tier) for tiers in memory.values())]
     heights = dict.fromkeys(tiers, 0.0)
     for kind, by_tier in memory.items():
         sizes = [by_tier.get(tier, 0) / 1e6 for tier in tiers]
