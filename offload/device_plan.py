@@ -19,7 +19,8 @@ _AUTO_HOME_SHARE = 0.5
 """A model that takes at most this much of what is free is at home there altogether with "auto"; the rest is left to its
 activations, which nobody knows before the first step."""
 
-_GOLDEN = 0.6180339887498949
+GOLDEN = 0.6180339887498949
+"""Multiples of it, less their whole parts, are spread evenly whatever their number."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def plan_device(
             least,
         )
     homes: set[int] = set()
-    for index in sorted(every, key=lambda index: (-needs.saved_per_byte(index), index * _GOLDEN % 1)):
+    for index in sorted(every, key=lambda index: (-needs.saved_per_byte(index), index * GOLDEN % 1)):
         more = {*homes, index}
         _, comfortable, gradients, _ = needs.staged(more)
         needed = sum(needs.homes(more).values()) + needs.squares(more) + comfortable + gradients

@@ -99,22 +99,18 @@ class Gradients:
         if buffer is not None and not buffer.writes:
             self._spill(unit, buffer)
 
-    def lend(self, unit: Unit) -> None:
-        """The unit's update may read what is in its buffer, until ``end_loan``: nobody else gets the buffer."""
-        if unit.grad_buffer is not None:
-            unit.grad_buffer.lent = True
-
-    def lent_address(self, unit: Unit) -> int | None:
-        """Where the unit's gradients lie that were lent, if they were."""
+    def lend(self, unit: Unit) -> GradientBuffer | None:
+        """The unit's buffer, if it has one, to be read until ``end_loan``: nobody else gets it meanwhile."""
         buffer = unit.grad_buffer
-        return buffer.lease.address if buffer is not None and buffer.lent else None
+        if buffer is not None:
+            buffer.lent = True
+        return buffer
 
-    def end_loan(self, unit: Unit) -> None:
+    def end_loan(self, buffer: GradientBuffer) -> None:
         """Nobody reads the buffer any more. Any thread."""
         with self._returned:
-            if unit.grad_buffer is not None:
-                unit.grad_buffer.lent = False
-                self._returned.notify_all()
+            buffer.lent = False
+            self._returned.notify_all()
 
     def wait_until_spilled(self, unit: Unit) -> None:
         """Block until the store holds what was gathered. Any thread."""

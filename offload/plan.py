@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from offload.device_plan import DevicePlan
+from offload.device_plan import GOLDEN, DevicePlan
 from offload.errors import BudgetError
 from offload.layout import DEFAULT_TILE_BYTES, Formats, Tile
 from offload.units import UnitSpec, num_nested
@@ -21,8 +21,6 @@ _NUM_TILE_BUFFERS = 6
 """Enough for the disk to read, the kernel to work and the disk to write at the same time, and some to even out."""
 
 _NUM_GRAD_BUFFERS = 3
-
-_GOLDEN = 0.6180339887498949
 
 Cut = Callable[[UnitSpec, int], tuple[Tile, ...]]
 """How the optimizer cuts a unit's states into tiles of at most so many bytes (``Rule.cut``)."""
@@ -281,7 +279,7 @@ class _Choice:
 
     def fill(self, host_bytes: int, *, whole_units: bool) -> None:
         """Bring home what saves most traffic per byte: of each kind as many, in the spread order, as fit."""
-        spread = sorted(range(len(self.units)), key=lambda index: index * _GOLDEN % 1)
+        spread = sorted(range(len(self.units)), key=lambda index: index * GOLDEN % 1)
         if whole_units:
             self._bring_home([place for index in spread for place in self._places(index)], host_bytes)
             return

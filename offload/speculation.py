@@ -14,7 +14,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from offload.unit import StateTile
+    from offload.unit import GradientBuffer, StateTile
     from offload.update import UnitUpdate
 
 
@@ -38,6 +38,8 @@ class Speculation:
     update: UnitUpdate
     tiles: list[StateTile]
     """Those that the update touches."""
+    loan: GradientBuffer | None = None
+    """Where the gradients still lie, if they need not be read back."""
     progress: Progress = Progress.WAITING
     accepted: bool = False
     """The verdict has confirmed it."""

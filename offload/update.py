@@ -135,7 +135,7 @@ class Updater:
         update.unit.speculation = speculation = Speculation(update, self._touched(update))
         with self._progress:
             if self._may_wait(update.unit):
-                self._gradients.lend(update.unit)
+                speculation.loan = self._gradients.lend(update.unit)
             self._early.append(speculation)
             if not self._early_runs:
                 self._early_runs = True
@@ -166,13 +166,17 @@ class Updater:
         """Compute may wait for an early update of ``unit`` where it finds no slot or no gradient buffer."""
         return unit.grads_home is None and self._num_steps == 0
 
+    def _end_loan(self, speculation: Speculation) -> None:
+        if speculation.loan is not None:
+            self._gradients.end_loan(speculation.loan)
+
     def _take_back(self, speculation: Speculation) -> bool:
         """True if it had not begun; it never will."""
         if speculation not in self._early:
             return False
         self._early.remove(speculation)
         self._num_early -= 1
-        self._gradients.end_loan(speculation.update.unit)
+        self._end_loan(speculation)
         self._weights.let_go(speculation.update.unit)
         return True
 
@@ -259,7 +263,7 @@ class Updater:
             return
         assert self._slot is not None
         slot, self._slot = self._slot, None
-        self._gradients.end_loan(unit)
+        self._end_loan(early)
         with self._progress:
             self._weights.return_slot(slot, unit)
             early.progress = Progress.DONE
@@ -298,8 +302,9 @@ class Updater:
     def _begin(self, piece: _Piece) -> None:
         """Find the piece's states and gradients, or start reading them."""
         unit, tile = piece.update.unit, piece.tile
-        grads = unit.grads_home.address if unit.grads_home is not None else self._gradients.lent_address(unit)
-        if tile.home is None or grads is None:
+        loan = piece.early.loan if piece.early is not None else None
+        lease = unit.grads_home if loan is None else loan.lease
+        if tile.home is None or lease is None:
             piece.buffer = self._free.pop()
         if tile.home is not None:
             piece.states = tile.home.address
@@ -307,8 +312,8 @@ class Updater:
             assert piece.buffer is not None and self._store is not None and tile.extent is not None
             piece.states = piece.buffer.address
             piece.reads.append(self._read(f"states of {unit.name}", tile.extent, piece.states))
-        if grads is not None:
-            piece.grads = grads + tile.start * self._formats.grads
+        if lease is not None:
+            piece.grads = lease.address + tile.start * self._formats.grads
         else:
             assert piece.buffer is not None and self._store is not None and tile.grads_extent is not None
             self._gradients.wait_until_spilled(unit)

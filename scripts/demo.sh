@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains a language model of 32 million parameters, 509 MB of model state, within 120 MiB of host memory, on the source
-# of the Python standard library, and checks it against the same training in memory. Takes about 4 minutes on 2 cores
+# of the Python standard library, and checks it against the same training in memory. Takes about 5 minutes on 2 cores
 # after set-up. Further arguments go to `offload train` and win over those here; results go to runs/.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
