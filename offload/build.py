@@ -26,11 +26,12 @@ from offload.handle import Handle, make_handle
 from offload.kernel_rule import KernelRule
 from offload.layout import Formats
 from offload.load import Loader
+from offload.pieces import Cut, CutHandle
 from offload.plan import Plan, Tier, UnitPlan
 from offload.report import Bandwidths, Link, Meter
 from offload.residency import Weights
 from offload.rule import Rule
-from offload.states import Access, ParameterLink
+from offload.states import Access, CutLink, ParameterLink
 from offload.tiles import Tiles
 from offload.unit import GradientBuffer, Residency, Slot, StateTile, Unit
 from offload.units import ParameterSpec, num_nested
@@ -46,6 +47,9 @@ class Parts:
     store: Store | None
     units: list[Unit]
     handles: dict[ParameterSpec, nn.Parameter]
+    """What stands at the sites of each parameter or piece between its uses."""
+    parameters: dict[ParameterSpec, nn.Parameter]
+    """The model's parameters, which of pieces are the whole."""
     weights: Weights
     gradients: Gradients
     compute: Compute
@@ -119,12 +123,12 @@ def build(
         closers.callback(to_device.close)
     torch_device = torch.device("cpu") if device is None else device.torch_device
     access = Access(weights, gradients, homes, rule, tiles, updater, compute, formats, failure, torch_device)
+    links = {spec: ParameterLink(unit, spec, access) for unit in units for spec in unit.spec.parameters}
     handles = {
-        spec: make_handle(ParameterLink(unit, spec, access), spec.shape, config.dtype, torch_device, spec.trainable)
-        for unit in units
-        for spec in unit.spec.parameters
+        spec: make_handle(link, spec.shape, config.dtype, torch_device, spec.trainable) for spec, link in links.items()
     }
-    Loader(store, homes, rule, formats, slots, tile_buffers).load(model, units, handles)
+    parameters = {**handles, **_wholes(links, config.dtype, torch_device)}
+    Loader(store, homes, rule, formats, slots, tile_buffers).load(model, units, handles, parameters)
     if device is not None:
         _move_rest(model, torch_device)
         closers.callback(_leave_alone(model))
@@ -134,7 +138,23 @@ def build(
         bandwidths = Bandwidths(profile.read_bytes_per_s, profile.write_bytes_per_s, profile.mixed_q)
     elif store is not None:
         bandwidths = _measure(store, units, slots, tile_buffers)
-    return Parts(store, units, handles, weights, gradients, compute, updater, tiles, bandwidths, link)
+    return Parts(store, units, handles, parameters, weights, gradients, compute, updater, tiles, bandwidths, link)
+
+
+def _wholes(
+    links: dict[ParameterSpec, ParameterLink], dtype: torch.dtype, device: torch.device
+) -> dict[ParameterSpec, nn.Parameter]:
+    """A handle for each parameter that is in pieces, by each of its pieces."""
+    of_cut: dict[Cut, list[ParameterSpec]] = {}
+    for spec in links:
+        if spec.piece is not None:
+            of_cut.setdefault(spec.piece.cut, []).append(spec)
+    handles = {}
+    for cut, specs in of_cut.items():
+        link = CutLink(cut, [links[spec] for spec in specs])
+        handle = make_handle(link, cut.shape, dtype, device, specs[0].trainable, CutHandle)
+        handles.update(dict.fromkeys(specs, handle))
+    return handles
 
 
 def _extent_sizes(item: UnitPlan, formats: Formats, shadows: bool) -> Iterator[int]:

@@ -39,12 +39,18 @@ class Choice:
     source: torch.optim.Optimizer | None = None
 
     def states(self) -> dict[ParameterSpec, dict[str, Any]]:
-        """The states that the user's optimizer has already."""
+        """The states that the user's optimizer has already: of the whole parameter, for each of its pieces."""
         if self.source is None:
             return {}
         specs = [spec for _, specs in self.groups for spec in specs]
-        of_parameter = {spec: self.source.state.get(_parameter(spec), {}) for spec in specs}
+        of_parameter = {spec: self.source.state.get(spec.parameter, {}) for spec in specs}
         return {spec: dict(states) for spec, states in of_parameter.items() if states}
+
+
+def has_kernel(optimizer: object) -> bool:
+    """``config.optimizer`` is one with a native kernel, which takes elements one by one; or there is none."""
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    return optimizer is None or isinstance(optimizer, str) or kind in _KERNEL_OF_CLASS
 
 
 def choose(config: OffloadConfig, units: Sequence[UnitSpec]) -> Choice | None:
@@ -70,7 +76,9 @@ def choose(config: OffloadConfig, units: Sequence[UnitSpec]) -> Choice | None:
             raise ConfigError(
                 f"{', '.join(config.optimizer_settings)}: the optimizer that was given is built already; set this there"
             )
-        specs = {id(_parameter(spec)): spec for spec in trainable}
+        specs: dict[int, list[ParameterSpec]] = {}
+        for spec in trainable:
+            specs.setdefault(id(spec.parameter), []).append(spec)
         groups = [(group, _specs_of(group, specs)) for group in built.param_groups]
     source = built if built is optimizer else None
     if _kernel_name(built) is not None:
@@ -121,8 +129,8 @@ def _build(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> torch
         raise ConfigError(f"optimizer {kind.__name__} cannot be built with {settings}: {error}") from error
 
 
-def _specs_of(group: Group, specs: dict[int, ParameterSpec]) -> list[ParameterSpec]:
-    found = []
+def _specs_of(group: Group, specs: dict[int, list[ParameterSpec]]) -> list[ParameterSpec]:
+    found: list[ParameterSpec] = []
     for index, parameter in enumerate(group["params"]):
         if not parameter.requires_grad:
             continue
@@ -131,13 +139,5 @@ def _specs_of(group: Group, specs: dict[int, ParameterSpec]) -> list[ParameterSp
                 f"the optimizer's parameter {index}, {tuple(parameter.shape)}, is not one of the model's. Build the "
                 "optimizer over model.parameters() before the model is wrapped."
             )
-        found.append(specs[id(parameter)])
+        found += specs[id(parameter)]
     return found
-
-
-def _parameter(spec: ParameterSpec) -> nn.Parameter:
-    """The parameter as it stands in the model, before it is wrapped."""
-    module, name = spec.sites[0]
-    parameter = module._parameters[name]
-    assert parameter is not None
-    return parameter

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from offload.build import build
-from offload.choose import Choice, choose
+from offload.choose import Choice, choose, has_kernel
 from offload.compute import DeviceCompute
 from offload.config import OffloadConfig
 from offload.errors import ConfigError
@@ -55,7 +55,7 @@ class OffloadEngine:
         if any(isinstance(p, Handle) for p in model.parameters()):
             raise ConfigError("the model is wrapped already; close its engine first")
         check_backend(self.config.io_backend)
-        specs = find_units(model)
+        specs = find_units(model, in_pieces=has_kernel(self.config.optimizer))
         if not specs:
             raise ConfigError("the model has no floating-point parameters: there is nothing to offload")
         choice = choose(self.config, specs)
@@ -271,14 +271,20 @@ class OffloadEngine:
         assert self._tiles is not None
         with self._failure.guard():
             states = self._tiles.read_states(self._units, self._verdict.num_steps)
-        return {self._handles[spec]: values for spec, values in states.items()}
+        return {
+            parameter: self._tiles.joined({spec: states[spec] for spec in specs})
+            for parameter, specs in self._specs.items()
+            if specs[0] in states
+        }
 
     def set_optimizer_states(self, states: dict[nn.Parameter, dict[str, Any]]) -> None:
         """Take over optimizer states by parameter."""
         self.synchronize()
         assert self._tiles is not None
-        specs = {id(handle): spec for spec, handle in self._handles.items()}
-        by_spec = {specs[id(handle)]: values for handle, values in states.items() if values}
+        by_spec: dict[ParameterSpec, dict[str, Any]] = {}
+        for parameter, values in states.items():
+            if values:
+                by_spec.update(self._tiles.split(self._specs[parameter], values))
         for unit in self._units:
             self._updater_of_training.drop(unit)
         with self._failure.guard():
@@ -317,6 +323,7 @@ class OffloadEngine:
     def _begin_speculating(self) -> None:
         """The coming backward may be the last of the step: see [Note: Why an early update harms nothing]."""
         for unit in self._units:
+            unit.num_expected = unit.num_arrived or len(unit.spec.trainable)
             unit.num_arrived = 0
         last = self._micro_step + 1 >= self.config.gradient_accumulation_steps
         self._groups = groups_by_parameter(self._require_training().param_groups) if last else None
@@ -327,7 +334,7 @@ class OffloadEngine:
             unit.weights_shadow is not None
             and unit.in_backward
             and not unit.promised
-            and unit.num_arrived == sum(1 for spec in unit.spec.parameters if spec.trainable)
+            and unit.num_arrived == unit.num_expected
         ):
             unit.promised = self._updater_of_training.promise(unit)
 
@@ -354,24 +361,27 @@ class OffloadEngine:
             self._meter,
             self._closed,
         )
-        self._store, self._units, self._handles = parts.store, parts.units, parts.handles
+        self._store, self._units = parts.store, parts.units
+        self._specs: dict[nn.Parameter, list[ParameterSpec]] = {}
+        """The model's parameters, each with its spec, or those of its pieces in order."""
+        for spec, parameter in parts.parameters.items():
+            self._specs.setdefault(parameter, []).append(spec)
         self._weights, self._compute, self._updater = parts.weights, parts.compute, parts.updater
         self._tiles, self.bandwidths = parts.tiles, parts.bandwidths
         # Dynamo would take a device's events for a part of the graph. On the CPU there are none, and importing it costs
         # 1.5 s and 70 MB here.
         outside = torch.compiler.disable if self._device is not None else _unchanged
-        self._hooks = Hooks(self._units, self._handles, self, outside)
+        self._hooks = Hooks(self._units, parts.handles, parts.parameters, self, outside)
         self._add_state_dict_hooks()
         self.optimizer: OffloadOptimizer | None = None
         if choice is not None:
-            by_name = {spec.name: spec for spec in self._handles}
-            named_order = [by_name[name] for name, _ in self.module.named_parameters() if name in by_name]
-            self._verdict = Verdict(self._units, named_order, self._handles, choice.rule)
+            named_order = [spec for p in self.module.parameters() for spec in self._specs.get(p, ())]
+            self._verdict = Verdict(self._units, named_order, parts.parameters, choice.rule)
             for group, specs in choice.groups:
-                group["params"] = [self._handles[spec] for spec in specs]
+                group["params"] = list(dict.fromkeys(parts.parameters[spec] for spec in specs))
             self.optimizer = OffloadOptimizer([group for group, _ in choice.groups], self, choice.source)
             if had_states:
-                self.set_optimizer_states({self._handles[spec]: states for spec, states in had_states.items()})
+                self.set_optimizer_states({parts.parameters[spec]: states for spec, states in had_states.items()})
         self._reporter = Reporter(self._meter, parts.store, parts.compute, parts.bandwidths, parts.link)
 
     def _add_state_dict_hooks(self) -> None:
@@ -383,7 +393,7 @@ class OffloadEngine:
                 if isinstance(value, Handle):
                     state_dict[prefix + name] = value.value_on_host()
 
-        for module in {module for unit in self._units for module in unit.spec.modules}:
+        for module in {site.module for unit in self._units for spec in unit.spec.parameters for site in spec.owners}:
             hook = module.register_state_dict_post_hook(replace)  # type: ignore[no-untyped-call]
             self._closed.callback(hook.remove)
 

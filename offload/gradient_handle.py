@@ -17,7 +17,8 @@ from offload.handle import Handle, Link
 class GradientLink(Link, Protocol):
     """The gradient of one parameter, ``spec``."""
 
-    spec: object
+    @property
+    def spec(self) -> object: ...
 
     def norm(self) -> float: ...
 

@@ -124,10 +124,11 @@ class Handle(torch.Tensor):
     def grad(self, value: torch.Tensor | None) -> None:
         self._link.gradient = value
 
-    def take_autograd_gradient(self) -> torch.Tensor | None:
-        """What autograd has left here, which is here no longer."""
+    def take_autograd_gradient(self, *, keep: bool = False) -> torch.Tensor | None:
+        """What autograd has left here, which is here no longer, unless others ask for it, too (``keep``)."""
         gradient = _GRAD.__get__(self)
-        _GRAD.__set__(self, None)
+        if not keep:
+            _GRAD.__set__(self, None)
         return gradient  # type: ignore[no-any-return]
 
     @property
@@ -205,11 +206,16 @@ class Handle(torch.Tensor):
 
 
 def make_handle(
-    link: Link, shape: torch.Size, dtype: torch.dtype, device: torch.device, requires_grad: bool
+    link: Link,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    requires_grad: bool,
+    kind: type[Handle] = Handle,
 ) -> nn.Parameter:
     """A parameter that rests in the engine."""
     meta = torch.empty(shape, dtype=dtype, device="meta")
-    return nn.Parameter(Handle(link, meta, device), requires_grad=requires_grad)  # type: ignore[arg-type]
+    return nn.Parameter(kind(link, meta, device), requires_grad=requires_grad)  # type: ignore[arg-type]
 
 
 def _value_of(item: Any) -> Any:

@@ -86,14 +86,19 @@ class Hooks:
         self,
         units: Sequence[Unit],
         handles: dict[ParameterSpec, nn.Parameter],
+        parameters: dict[ParameterSpec, nn.Parameter],
         schedule: Schedule,
         outside_of_graphs: Callable[[Callable[..., Any]], Callable[..., Any]],
     ) -> None:
-        """``outside_of_graphs`` keeps a function out of what ``torch.compile`` makes of a module."""
+        """``handles`` stand at the sites of a parameter or a piece, ``parameters`` where the model has it.
+
+        ``outside_of_graphs`` keeps a function out of what ``torch.compile`` makes of a module.
+        """
         self._units = units
         self._outside_of_graphs = outside_of_graphs
         self._schedule = schedule
         self._handles = handles
+        self._parameters = parameters
         self._serial = 0
         self._open: list[tuple[Unit, int, int]] = []
         """Units in backward: with the serial number at which the call began, and the graph task that opened it."""
@@ -135,8 +140,12 @@ class Hooks:
         for index, (parameter, spec) in enumerate(zip(unit.parameters, unit.spec.parameters, strict=True)):
             handle = self._handles[spec]
             sites += [(module, name, handle, parameter) for module, name in spec.sites]
+            if not spec.trainable:
+                continue
             hook = _Hook(_take_gradient, weakref.ref(self), weakref.ref(unit), index)
-            for holder in (parameter, handle) if spec.trainable else ():
+            if spec.piece is not None:
+                spec.piece.on_gradient = hook
+            for holder in (parameter, self._parameters[spec]):
                 self._installed.append(holder.register_post_accumulate_grad_hook(hook))
 
     # What somebody else has put in the place of a parameter stays there.
@@ -210,7 +219,8 @@ class Hooks:
 
     def _post_accumulate(self, unit: Unit, spec: ParameterSpec, parameter: torch.Tensor) -> None:
         if isinstance(parameter, Handle):
-            gradient = parameter.take_autograd_gradient()
+            whole = parameter.take_autograd_gradient(keep=spec.another_piece_follows)
+            gradient = None if whole is None else spec.part_of(whole)
         else:
             gradient, parameter.grad = parameter.grad, None
         if gradient is not None:

@@ -38,8 +38,16 @@ class Loader:
         self._slots = _Ring([slot.lease for slot in slots])
         self._tile_buffers = _Ring(list(tile_buffers))
 
-    def load(self, model: nn.Module, units: Sequence[Unit], handles: dict[ParameterSpec, nn.Parameter]) -> None:
+    def load(
+        self,
+        model: nn.Module,
+        units: Sequence[Unit],
+        handles: dict[ParameterSpec, nn.Parameter],
+        parameters: dict[ParameterSpec, nn.Parameter],
+    ) -> None:
         """Put every parameter's value to its home and its handle into the model.
+
+        ``handles`` are for the sites of parameters and pieces, ``parameters`` for where the model has them.
 
         Parameters on the meta device are first made by their module's ``reset_parameters``, module by module in the
         order of ``model.modules()``, and each unit is stored as soon as all of it is there: the whole model never
@@ -47,26 +55,28 @@ class Loader:
         """
         units_of: dict[nn.Module, list[Unit]] = {}
         for unit in units:
-            for module in dict.fromkeys(site.module for spec in unit.spec.parameters for site in spec.sites):
+            for module in dict.fromkeys(site.module for spec in unit.spec.parameters for site in spec.owners):
                 units_of.setdefault(module, []).append(unit)
         stored: set[str] = set()
         for module in model.modules():
             _make_real(module, units)
             for unit in units_of.get(module, ()):
-                if unit.name in stored or any(_current(spec).is_meta for spec in unit.spec.parameters):
+                if unit.name in stored or any(spec.parameter.is_meta for spec in unit.spec.parameters):
                     continue
                 stored.add(unit.name)
                 self._store_unit(unit)
                 for spec in unit.spec.parameters:
                     for site in spec.sites:
                         site.module._parameters[site.name] = handles[spec]
+                    for site in () if spec.another_piece_follows else spec.owners:
+                        site.module._parameters[site.name] = parameters[spec]
         self._slots.drain()
         self._tile_buffers.drain()
 
     def _store_unit(self, unit: Unit) -> None:
         with torch.no_grad(), self._weights(unit) as weights:
             tensor_at(weights, unit.spec.numel, unit.dtype).zero_()
-            values = {spec: _current(spec).detach().cpu().float().contiguous() for spec in unit.spec.parameters}
+            values = {spec: spec.value().cpu().float().contiguous() for spec in unit.spec.parameters}
             for spec, value in values.items():
                 address = weights + spec.offset * self._formats.weights
                 tensor_at(address, spec.numel, unit.dtype).copy_(value.flatten())
@@ -137,14 +147,6 @@ class _Ring:
                 ticket.wait()
 
 
-def _current(spec: ParameterSpec) -> torch.Tensor:
-    """The parameter as it stands in the model now."""
-    module, name = spec.sites[0]
-    parameter = module._parameters[name]
-    assert parameter is not None
-    return parameter
-
-
 def _make_real(module: nn.Module, units: Sequence[Unit]) -> None:
     """Give a module whose own parameters are on the meta device real ones, initialised by ``reset_parameters``."""
     names = [name for name, p in module._parameters.items() if p is not None and p.is_meta]
@@ -157,13 +159,13 @@ def _make_real(module: nn.Module, units: Sequence[Unit]) -> None:
             f"{type(module).__name__} has {', '.join(names + buffers)} on the meta device and no reset_parameters() "
             "to initialise them. Give it one, or build the model on the CPU."
         )
-    shared = {spec.sites[0]: spec for unit in units for spec in unit.spec.parameters if len(spec.sites) > 1}
+    shared = {spec.owners[0]: spec for unit in units for spec in unit.spec.parameters if len(spec.owners) > 1}
     for name in names:
         old = module._parameters[name]
         assert old is not None
         module._parameters[name] = nn.Parameter(torch.empty_like(old, device="cpu"), requires_grad=old.requires_grad)
         spec = shared.get((module, name))  # type: ignore[call-overload]
-        for site in spec.sites if spec is not None else ():
+        for site in spec.owners if spec is not None else ():
             site.module._parameters[site.name] = module._parameters[name]
     for name in buffers:
         module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")  # type: ignore[arg-type]

@@ -186,8 +186,9 @@ def make_plan(
     gradients two. Access is cyclic, so what is at home in RAM is fixed and spread evenly over the units, and the disk
     always has something to do. ``early`` tells that units which rest on NVMe altogether may be updated during backward:
     their gradients are not read back then, so weights at home save no more than the rest, and whole units come home,
-    which leaves the disk work in forward and in backward. ``cut`` is None where nothing is trained. ``tile_bytes=None``
-    lets the tile shrink when memory is short. ``compute_bytes`` are taken beside all that.
+    which leaves the disk work in forward and in backward. A tied weight in pieces would go over the disk for each of
+    its places; it is always at home, and so are its gradients. ``cut`` is None where nothing is trained.
+    ``tile_bytes=None`` lets the tile shrink when memory is short. ``compute_bytes`` are taken beside all that.
 
     Raises ``BudgetError``, naming the least budget that works.
     """
@@ -256,8 +257,8 @@ class _Choice:
         self.formats = formats
         self.staging = staging
         self.tiles = [cut(unit, staging.tile_bytes) if cut is not None else () for unit in units]
-        self.weights_at_home = [False] * len(units)
-        self.grads_at_home = [unit.trainable_numel * formats.grads == 0 for unit in units]
+        self.weights_at_home = [unit.reused for unit in units]
+        self.grads_at_home = [unit.reused or unit.trainable_numel * formats.grads == 0 for unit in units]
         self.tiles_at_home = [[tile.nbytes == 0 for tile in tiles] for tiles in self.tiles]
 
     def with_all_at_home(self) -> _Choice:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from offload.compute import Compute
 from offload.device_homes import DeviceHomes
 from offload.failure import Failure
-from offload.gradient_handle import GradientHandle
+from offload.gradient_handle import GradientHandle, GradientLink
 from offload.gradients import Gradients
 from offload.layout import Formats
 from offload.memory import tensor_at
+from offload.pieces import Cut
 from offload.residency import Weights
 from offload.rule import Rule
 from offload.tiles import Tiles
@@ -102,11 +103,8 @@ class ParameterLink:
     @property
     def gradient(self) -> torch.Tensor | None:
         """A handle on the gradient for the coming step, or None if there is none."""
-        self._access.compute.settle()
-        if self._spec not in self._unit.gradients:
-            return None
-        meta = torch.empty(self._spec.shape, dtype=self._unit.dtype, device="meta")
-        return GradientHandle(GradientLink(self._unit, self._spec, self._access), meta, self._access.device)
+        link = self.gradient_link()
+        return None if link is None else self.gradient_handle(link, self._spec.shape)
 
     @gradient.setter
     def gradient(self, value: torch.Tensor | None) -> None:
@@ -118,6 +116,17 @@ class ParameterLink:
                 self._access.begin_change(self._unit)
                 self._access.weights.wait_for_update(self._unit)
                 self._access.gradients_of(self._unit).write(self._unit, self._spec, value.detach())
+
+    def gradient_link(self) -> PlainGradientLink | None:
+        """What a handle on the gradient needs, if there is a gradient."""
+        self._access.compute.settle()
+        there = self._spec in self._unit.gradients
+        return PlainGradientLink(self._unit, self._spec, self._access) if there else None
+
+    def gradient_handle(self, link: GradientLink, shape: torch.Size) -> GradientHandle:
+        """A handle on a gradient of this parameter, or of the whole that it is a piece of."""
+        meta = torch.empty(shape, dtype=self._unit.dtype, device="meta")
+        return GradientHandle(link, meta, self._access.device)
 
     def _tensor(self, address: int) -> torch.Tensor:
         return tensor_at(address, self._spec.numel, self._unit.dtype).view(self._spec.shape)
@@ -138,7 +147,41 @@ class ParameterLink:
                     )
 
 
-class GradientLink:
+class CutLink:
+    """Reads and writes a parameter that is in pieces. ``links`` are those of the pieces, in order."""
+
+    def __init__(self, cut: Cut, links: Sequence[ParameterLink]) -> None:
+        self.name = cut.name
+        self.cut = cut
+        self._links = links
+
+    def read(self) -> torch.Tensor:
+        """A copy of the whole value."""
+        return torch.cat([link.read() for link in self._links])
+
+    def write(self, value: torch.Tensor) -> None:
+        """As ``ParameterLink.write``."""
+        for link, part in zip(self._links, self.cut.split(value), strict=True):
+            link.write(part)
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """A handle on the gradient, or None if one of the pieces has none."""
+        parts = [part for link in self._links if (part := link.gradient_link()) is not None]
+        if len(parts) < len(self._links):
+            return None
+        return self._links[0].gradient_handle(CutGradientLink(self.cut, parts), self.cut.shape)
+
+    @gradient.setter
+    def gradient(self, value: torch.Tensor | None) -> None:
+        if value is not None and isinstance(value, GradientHandle) and value.is_of(self.cut):
+            return
+        parts = [None] * len(self._links) if value is None else self.cut.split(value.detach())
+        for link, part in zip(self._links, parts, strict=True):
+            link.gradient = part
+
+
+class PlainGradientLink:
     """Reads and changes one gradient for its handle, ``parameter.grad``."""
 
     gradient: torch.Tensor | None = None
@@ -170,3 +213,28 @@ class GradientLink:
         """Multiply it, when the update reads it."""
         self._access.compute.settle()
         self._unit.gradients[self.spec].scale *= factor
+
+
+class CutGradientLink:
+    """The same for a parameter that is in pieces. ``links`` are those of the pieces, in order."""
+
+    gradient: torch.Tensor | None = None
+
+    def __init__(self, cut: Cut, links: Sequence[PlainGradientLink]) -> None:
+        self.name = f"the gradient of {cut.name}"
+        self.spec = cut
+        self._links = links
+
+    def read(self) -> torch.Tensor:
+        return torch.cat([link.read() for link in self._links])
+
+    def write(self, value: torch.Tensor) -> None:
+        for link, part in zip(self._links, self.spec.split(value), strict=True):
+            link.write(part)
+
+    def norm(self) -> float:
+        return float(sum(link.norm() ** 2 for link in self._links) ** 0.5)
+
+    def multiply(self, factor: float) -> None:
+        for link in self._links:
+            link.multiply(factor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -64,6 +65,31 @@ class Tiles:
             }
             for spec, states in pieces.items()
         }
+
+    def joined(self, states: dict[ParameterSpec, dict[str, Any]]) -> dict[str, Any]:
+        """The states of one parameter, from those of its pieces in order."""
+        (first, values), *others = states.items()
+        if not others:
+            return values
+        whole = dict(values)
+        for name in self._rule.names(first):
+            flat = torch.cat([values[name].flatten() for values in states.values()])
+            assert first.piece is not None
+            as_elements = self._rule.shape(first, name) == first.shape
+            whole[name] = flat.view(first.piece.cut.shape) if as_elements else flat
+        return whole
+
+    def split(self, specs: Sequence[ParameterSpec], states: dict[str, Any]) -> dict[ParameterSpec, dict[str, Any]]:
+        """The other way round."""
+        parts = {spec: dict(states) for spec in specs}
+        for name in self._rule.names(specs[0]) if len(specs) > 1 else ():
+            if name in states:
+                sizes = [self._rule.shape(spec, name).numel() for spec in specs]
+                flat = torch.as_tensor(states[name]).flatten()
+                cuts = list(accumulate(sizes[:-1]))
+                for part, piece in zip(parts.values(), flat.tensor_split(cuts), strict=True):
+                    part[name] = piece
+        return parts
 
     def _whole(self, spec: ParameterSpec, name: str, views: list[torch.Tensor]) -> torch.Tensor:
         shape = self._rule.shape(spec, name)

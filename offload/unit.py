@@ -137,6 +137,8 @@ class Unit:
     """Each parameter's part of ``grads_home``, made when first needed."""
     num_arrived: int = 0
     """Gradients that have come in the present backward."""
+    num_expected: int = 0
+    """Gradients that will come in it, if it is like the last one."""
     promised: bool = False
     """Its slot is held for an early update, which begins when backward is done with it."""
     speculation: Speculation | None = None

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
+from offload.pieces import Cut, Piece, can_be_cut, piece_numel
 from swapper import PAGE_BYTES
 
 GRAIN = PAGE_BYTES // 2
@@ -37,7 +38,11 @@ class Site(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ParameterSpec:
-    """One parameter of a unit. ``offset`` counts elements from the unit's start; tied ones have several sites."""
+    """One parameter of a unit, or one piece of a large one.
+
+    ``offset`` counts elements from the unit's start. ``sites`` are where it stands while it is used; tied ones have
+    several.
+    """
 
     name: str
     shape: torch.Size
@@ -45,6 +50,38 @@ class ParameterSpec:
     offset: int
     trainable: bool
     sites: tuple[Site, ...]
+    piece: Piece | None = None
+
+    @property
+    def owners(self) -> tuple[Site, ...]:
+        """Where the model has the parameter: for a piece, the whole of it."""
+        return tuple(Site(*site) for site in self.piece.cut.sites) if self.piece is not None else self.sites
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The model's parameter as it stands there now."""
+        module, name = self.owners[0]
+        parameter = module._parameters[name]
+        assert parameter is not None
+        return parameter
+
+    @property
+    def parameter_name(self) -> str:
+        """The name that the model knows it by."""
+        return self.piece.cut.name if self.piece is not None else self.name
+
+    def value(self) -> torch.Tensor:
+        """The elements of ``parameter`` that this one has."""
+        return self.part_of(self.parameter.detach())
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The same elements of something that has the parameter's shape."""
+        return whole[self.piece.start : self.piece.stop] if self.piece is not None else whole
+
+    @property
+    def another_piece_follows(self) -> bool:
+        """This is a piece, and not the last one."""
+        return self.piece is not None and self.piece is not self.piece.cut.pieces[-1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +107,11 @@ class UnitSpec:
         return tuple(spec for spec in self.parameters if spec.trainable)
 
     @property
+    def reused(self) -> bool:
+        """It is a piece of a weight that the model uses at several places."""
+        return any(spec.piece is not None and len(spec.owners) > 1 for spec in self.parameters)
+
+    @property
     def gaps(self) -> Iterator[tuple[int, int]]:
         """The padding among the trainable elements, as half-open ranges."""
         end = 0
@@ -82,11 +124,12 @@ class UnitSpec:
             yield end, self.trainable_numel
 
 
-def find_units(model: nn.Module) -> list[UnitSpec]:
+def find_units(model: nn.Module, *, in_pieces: bool = False) -> list[UnitSpec]:
     """Cut ``model`` into units, in the order of ``model.named_parameters()``.
 
     Repeated blocks (children of one class in a ``ModuleList`` or ``Sequential``) are units; so is every other module
-    that is small against the model; what a larger module owns itself is a unit of its own.
+    that is small against the model; what a larger module owns itself is a unit of its own. With ``in_pieces`` a weight
+    that is much larger than all other units may be cut into several: see ``offload.pieces``.
     Raises ``ConfigError`` for a trainable parameter that is not a real floating-point tensor.
     """
     total = sum(p.numel() for p in model.parameters())
@@ -105,11 +148,18 @@ def find_units(model: nn.Module) -> list[UnitSpec]:
             if claimed.setdefault(id(parameter), owners[module]) is owners[module]:
                 groups.setdefault(owners[module], {}).setdefault(full_name, parameter)
     names = {module: name for name, module in model.named_modules()}
-    unit_names = {names[owner] for owner in groups}
-    return [
-        _unit(index, names[owner], owner, _distinct(parameters), sites, names, unit_names)
-        for index, (owner, parameters) in enumerate(groups.items())
-    ]
+    parameters = {owner: _distinct(group) for owner, group in groups.items()}
+    cuts = _cuts(parameters, sites) if in_pieces else {}
+    rest = {owner: [item for item in group if id(item[1]) not in cuts] for owner, group in parameters.items()}
+    unit_names = {names[owner] for owner in parameters if rest[owner]}
+    units: list[UnitSpec] = []
+    for owner, group in parameters.items():
+        if rest[owner]:
+            units.append(_unit(len(units), names[owner], owner, rest[owner], sites, names, unit_names))
+        for _, parameter in group:
+            for piece in cuts[id(parameter)].pieces if id(parameter) in cuts else ():
+                units.append(_unit_of_piece(len(units), piece, parameter.requires_grad, names, unit_names))
+    return units
 
 
 def num_nested(units: Sequence[UnitSpec]) -> int:
@@ -193,6 +243,32 @@ def _unit(
     modules = tuple(dict.fromkeys([owner, *(site.module for spec in specs for site in spec.sites)]))
     depth = max(len(_units_around(names[module], unit_names) - {name}) for module in modules)
     return UnitSpec(index, name or "(root)", modules, tuple(specs), trainable_numel, numel, depth)
+
+
+def _cuts(parameters: dict[nn.Module, list[tuple[str, nn.Parameter]]], sites: dict[int, list[Site]]) -> dict[int, Cut]:
+    """What is to be cut, by the ``id`` of the parameter: units that are little but one large weight."""
+    sizes = {owner: sum(p.numel() for _, p in group) for owner, group in parameters.items()}
+    cuttable = {
+        owner: (name, p)
+        for owner, group in parameters.items()
+        for name, p in group
+        if p is getattr(owner, "weight", None) and all(can_be_cut(*site) for site in sites[id(p)])
+    }
+    others = [size for owner, size in sizes.items() if owner not in cuttable]
+    most = piece_numel([sizes[owner] for owner in cuttable], others)
+    return {id(p): Cut(name, sites[id(p)], most) for owner, (name, p) in cuttable.items() if sizes[owner] > 2 * most}
+
+
+def _unit_of_piece(
+    index: int, piece: Piece, trainable: bool, names: dict[nn.Module, str], unit_names: set[str]
+) -> UnitSpec:
+    rows = f"[{piece.start}:{piece.stop}]"
+    shape = torch.Size([piece.stop - piece.start, *piece.cut.shape[1:]])
+    spec = ParameterSpec(piece.cut.name + rows, shape, shape.numel(), 0, trainable, (Site(piece, "weight"),), piece)
+    numel = _round_up(spec.numel, GRAIN)
+    depth = max(len(_units_around(names[module], unit_names)) for module, _ in piece.cut.sites)
+    name = (names[piece.cut.sites[0][0]] or "(root)") + rows
+    return UnitSpec(index, name, (piece,), (spec,), numel if trainable else 0, numel, depth)
 
 
 def _round_up(count: int, multiple: int) -> int:

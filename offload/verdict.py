@@ -24,12 +24,12 @@ class Verdict:
         self,
         units: Sequence[Unit],
         named_order: Sequence[ParameterSpec],
-        handles: dict[ParameterSpec, nn.Parameter],
+        parameters: dict[ParameterSpec, nn.Parameter],
         rule: Rule,
     ) -> None:
         self._units = units
         self._named_order = named_order
-        self._handles = handles
+        self._parameters = parameters
         self._rule = rule
         self.num_steps: dict[ParameterSpec, int] = {}
         """Steps that each parameter has taken; one without a gradient takes none."""
@@ -85,7 +85,7 @@ class Verdict:
         """The unit's parameters that have a gradient and a group."""
         found = {}
         for spec in unit.spec.parameters:
-            group = groups.get(id(self._handles[spec]))
+            group = groups.get(id(self._parameters[spec]))
             if spec in unit.gradients and group is not None:
                 found[spec] = group
         return found
@@ -115,4 +115,4 @@ class Verdict:
 
 def groups_by_parameter(param_groups: Sequence[Group]) -> dict[int, Group]:
     """The group of each parameter, by its ``id``: tensors do not compare."""
-    return {id(handle): group for group in param_groups for handle in group["params"]}
+    return {id(parameter): group for group in param_groups for parameter in group["params"]}
