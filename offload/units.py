@@ -252,7 +252,7 @@ def _cuts(parameters: dict[nn.Module, list[tuple[str, nn.Parameter]]], sites: di
         owner: (name, p)
         for owner, group in parameters.items()
         for name, p in group
-        if p is getattr(owner, "weight", None) and all(can_be_cut(*site) for site in sites[id(p)])
+        if p is owner._parameters.get("weight") and all(can_be_cut(*site) for site in sites[id(p)])
     }
     others = [size for owner, size in sizes.items() if owner not in cuttable]
     most = piece_numel([sizes[owner] for owner in cuttable], others)
