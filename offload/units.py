@@ -109,7 +109,13 @@ class UnitSpec:
     @property
     def reused(self) -> bool:
         """It is a piece of a weight that the model uses at several places."""
-        return any(spec.piece is not None and len(spec.owners) > 1 for spec in self.parameters)
+        return self.cut is not None and len(self.cut.sites) > 1
+
+    @property
+    def cut(self) -> Cut | None:
+        """The weight that it is a piece of."""
+        piece = self.parameters[0].piece
+        return piece.cut if piece is not None else None
 
     @property
     def gaps(self) -> Iterator[tuple[int, int]]:
