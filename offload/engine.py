@@ -184,10 +184,12 @@ class OffloadEngine:
 
     def begin_use(self, unit: Unit) -> None:
         """Compute needs the unit: wait for its weights and put them under its parameters."""
-        with self._failure.guard():
+        try:
             if unit.speculation is not None:
                 self._updater_of_training.drop(unit)
             self._compute.begin(unit, training=self._in_training())
+        except StorageError as error:
+            self._failure.raise_first(error)
         unit.use = self._meter.trace.begin("compute", unit.name)
 
     def end_use(self, unit: Unit) -> None:
@@ -203,14 +205,16 @@ class OffloadEngine:
         """A gradient is complete: bring it home."""
         if self.config.optimizer is None:
             return
-        with self._failure.guard():
+        try:
             if unit.speculation is not None:
                 self._updater_of_training.drop(unit)
             if unit.updating:
                 self._weights.wait_for_update(unit)
             self._compute.take_gradient(unit, spec, gradient, self._backward_scale)
+        except StorageError as error:
+            self._failure.raise_first(error)
         unit.num_arrived += 1
-        if self._groups is not None:
+        if self._groups is not None and unit.weights_shadow is not None:
             self._promise_early_update(unit)
 
     def end_backward(self, unit: Unit) -> None:
@@ -305,8 +309,9 @@ class OffloadEngine:
 
     def _in_training(self) -> bool:
         """The present use of a unit belongs to a step that will change it."""
-        in_backward = torch._C._current_graph_task_id() != -1
-        return self.config.optimizer is not None and (in_backward or torch.is_grad_enabled())
+        if self.config.optimizer is None:
+            return False
+        return torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
 
     def _grow_into_device(self) -> None:
         """After the first step it is known what activations take: weights may have the rest."""
@@ -330,12 +335,7 @@ class OffloadEngine:
 
     def _promise_early_update(self, unit: Unit) -> None:
         """All gradients of a unit have come while compute still holds its weights: its update may be next."""
-        if (
-            unit.weights_shadow is not None
-            and unit.in_backward
-            and not unit.promised
-            and unit.num_arrived == unit.num_expected
-        ):
+        if unit.in_backward and not unit.promised and unit.num_arrived == unit.num_expected:
             unit.promised = self._updater_of_training.promise(unit)
 
     def _begin_early_update(self, unit: Unit) -> None:

@@ -45,17 +45,18 @@ class Gradients:
 
         Reads ``gradient`` only. The scale is applied by the update, unless gradients with different ones meet.
         """
-        total = self._tensor(unit, spec)
+        address = self._address(unit, spec)
         gradient = plain(gradient)
         before = unit.gradients.get(spec)
         if before is not None and before.scale != scale:
+            total = self._tensor(unit, spec)
             total.mul_(before.scale).add_(gradient, alpha=scale)
             unit.gradients[spec] = Gradient(self._sum_squares(total), 1.0)
             return
         bring = kernels.convert if before is None else kernels.accumulate
         sum_squares = bring(
             spec.numel,
-            total.data_ptr(),
+            address,
             self._kernel_dtype,
             gradient.data_ptr(),
             kernel_dtype(gradient.dtype),
@@ -130,14 +131,12 @@ class Gradients:
                 write.wait()
 
     def _tensor(self, unit: Unit, spec: ParameterSpec) -> torch.Tensor:
-        """Where the parameter's gradient may be changed now."""
-        view = unit.grad_views.get(spec)
-        if view is None:
-            address = self._writable(unit) + spec.offset * self._dtype.itemsize
-            view = tensor_at(address, spec.numel, self._dtype).view(spec.shape)
-            if unit.grads_home is not None:
-                unit.grad_views[spec] = view
-        return view
+        """The parameter's gradient, where it may be changed now."""
+        return tensor_at(self._address(unit, spec), spec.numel, self._dtype).view(spec.shape)
+
+    def _address(self, unit: Unit, spec: ParameterSpec) -> int:
+        """Where that is."""
+        return self._writable(unit) + spec.offset * self._dtype.itemsize
 
     def _sum_squares(self, gradient: torch.Tensor) -> float:
         if gradient.numel() == 0:

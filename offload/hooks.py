@@ -177,7 +177,7 @@ class Hooks:
         if unit.forward_depth > 0:
             return output
         leaves = _tensors(output)
-        if any(unit.window.holds(leaf) for leaf in leaves):
+        if any(map(unit.window.holds, leaves)):
             output = tree_map(lambda leaf: _own(unit, leaf), output)
             leaves = _tensors(output)
         self._leave_forward(unit)

@@ -133,8 +133,6 @@ class Unit:
 
     gradients: dict[ParameterSpec, Gradient] = field(default_factory=dict)
     """Of each parameter that has one for the coming step."""
-    grad_views: dict[ParameterSpec, torch.Tensor] = field(default_factory=dict)
-    """Each parameter's part of ``grads_home``, made when first needed."""
     num_arrived: int = 0
     """Gradients that have come in the present backward."""
     num_expected: int = 0
@@ -147,13 +145,10 @@ class Unit:
     grads_spilled: bool = False
     """The store holds what was gathered so far for the coming step."""
 
-    @property
-    def spec(self) -> UnitSpec:
-        return self.plan.unit
-
-    @property
-    def name(self) -> str:
-        return self.plan.unit.name
+    def __post_init__(self) -> None:
+        # Plain attributes: they are asked for several times in each use.
+        self.spec: UnitSpec = self.plan.unit
+        self.name: str = self.plan.unit.name
 
     @property
     def address(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import _kernels
-from ._native import Dtype, check_address, check_number, check_numel
+from ._native import Dtype, check_address, check_numbers, check_numel
 
 
 def sum_squares(address: int, numel: int, dtype: Dtype, num_threads: int = 1) -> float:
@@ -16,9 +16,8 @@ def sum_squares(address: int, numel: int, dtype: Dtype, num_threads: int = 1) ->
     Raises: ``ValueError`` for an impossible address or count.
     """
     check_numel(numel, num_threads)
-    check_number("dtype", dtype)
-    check_address("address", address, dtype.itemsize, numel)
-    return _kernels.sum_squares(numel, address, dtype.value, num_threads)
+    check_numbers("address", address, dtype, numel)
+    return _kernels.sum_squares(numel, address, dtype, num_threads)
 
 
 def accumulate(
@@ -38,11 +37,9 @@ def accumulate(
     Raises:  ``ValueError`` for an impossible address or count. Nothing has been written in that case.
     """
     check_numel(numel, num_threads)
-    check_number("destination_dtype", destination_dtype)
-    check_number("source_dtype", source_dtype)
-    check_address("destination", destination, destination_dtype.itemsize, numel)
-    check_address("source", source, source_dtype.itemsize, numel)
-    return _kernels.accumulate(numel, destination, destination_dtype.value, source, source_dtype.value, num_threads)
+    check_numbers("destination", destination, destination_dtype, numel)
+    check_numbers("source", source, source_dtype, numel)
+    return _kernels.accumulate(numel, destination, destination_dtype, source, source_dtype, num_threads)
 
 
 def convert(
@@ -62,11 +59,9 @@ def convert(
     Raises:  ``ValueError`` for an impossible address or count. Nothing has been written in that case.
     """
     check_numel(numel, num_threads)
-    check_number("destination_dtype", destination_dtype)
-    check_number("source_dtype", source_dtype)
-    check_address("destination", destination, destination_dtype.itemsize, numel)
-    check_address("source", source, source_dtype.itemsize, numel)
-    return _kernels.convert(numel, destination, destination_dtype.value, source, source_dtype.value, num_threads)
+    check_numbers("destination", destination, destination_dtype, numel)
+    check_numbers("source", source, source_dtype, numel)
+    return _kernels.convert(numel, destination, destination_dtype, source, source_dtype, num_threads)
 
 
 def split_master(numel: int, master_f32: int, weight: int, rest: int, num_threads: int = 1) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from enum import Enum
+from enum import IntEnum
 
 try:
     from . import _kernels
@@ -19,8 +19,8 @@ ISA: str = _kernels.isa()
 """The instruction set in use: ``scalar``, ``avx2``, ``avx512`` or ``neon``."""
 
 
-class Dtype(Enum):
-    """How the numbers of an array are written down. ``value`` is what the native module calls it."""
+class Dtype(IntEnum):
+    """How the numbers of an array are written down, by the number that the native module knows it by."""
 
     F32 = 0
     BF16 = 1
@@ -28,10 +28,11 @@ class Dtype(Enum):
     INT8 = 3
     """Only for states of an optimizer: 8-bit codes, with an fp32 scale for each ``CODE_BLOCK`` elements. Inexact."""
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return 4 if self is Dtype.F32 else 1 if self is Dtype.INT8 else 2
+    itemsize: int
+    """Bytes of one element."""
+
+    def __init__(self, number: int) -> None:
+        self.itemsize = (4, 2, 2, 1)[number]
 
 
 CODE_BLOCK = 256
@@ -51,9 +52,11 @@ def check_numel(numel: int, num_threads: int) -> None:
         raise ValueError(f"num_threads must be >= 1, got {num_threads}")
 
 
-def check_number(name: str, dtype: Dtype) -> None:
+def check_numbers(name: str, address: int, dtype: Dtype, numel: int) -> None:
+    """An array whose elements are numbers by themselves."""
     if dtype is Dtype.INT8:
         raise ValueError(f"{name} must be F32, BF16 or F16: INT8 is for states of an optimizer")
+    check_address(name, address, dtype.itemsize, numel)
 
 
 def check_address(name: str, address: int, itemsize: int, numel: int) -> None:

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from ._native import Dtype
 from ._update import Native, State, on_host, update
@@ -74,6 +75,7 @@ class AdamCoef:
         _check_step(self.step)
         _check_beta(beta1=self.beta1, beta2=self.beta2)
 
+    @cached_property
     def constants(self) -> tuple[float, ...]:
         """The fields of ``Adam`` in src/rules.h."""
         return (
@@ -124,7 +126,7 @@ def adam(
         name += "_amsgrad"
     update(
         native(name),
-        coef.constants(),
+        coef.constants,
         coef.step,
         numel,
         grad=grad,
@@ -156,6 +158,7 @@ class AdagradCoef:
     def __post_init__(self) -> None:
         _check_step(self.step)
 
+    @cached_property
     def constants(self) -> tuple[float, ...]:
         """The fields of ``Adagrad`` in src/rules.h."""
         return (
@@ -191,7 +194,7 @@ def adagrad(
     """
     update(
         native("adagrad"),
-        coef.constants(),
+        coef.constants,
         coef.step,
         numel,
         grad=grad,
@@ -224,6 +227,7 @@ class LionCoef:
         _check_step(self.step)
         _check_beta(beta1=self.beta1, beta2=self.beta2)
 
+    @cached_property
     def constants(self) -> tuple[float, ...]:
         """The fields of ``Lion`` in src/rules.h."""
         return (
@@ -258,7 +262,7 @@ def lion(
     """
     update(
         native("lion"),
-        coef.constants(),
+        coef.constants,
         coef.step,
         numel,
         grad=grad,
@@ -293,6 +297,7 @@ class SgdCoef:
         if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
             raise ValueError("nesterov needs a momentum and no dampening")
 
+    @cached_property
     def constants(self) -> tuple[float, ...]:
         """The fields of ``Sgd`` (without momentum) or ``SgdMomentum`` in src/rules.h."""
         first = (_signed(self.grad_scale, self.maximize), self.weight_decay)
@@ -328,7 +333,7 @@ def sgd(
     with_momentum = "sgd_nesterov" if coef.nesterov else "sgd_momentum"
     update(
         native(with_momentum if states else "sgd"),
-        coef.constants(),
+        coef.constants,
         coef.step,
         numel,
         grad=grad,

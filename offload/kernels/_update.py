@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from . import _kernels
-from ._native import Dtype, check_address, check_number, check_numel
+from ._native import Dtype, check_address, check_numbers, check_numel
 
-_FORMAT_F32, _FORMAT_SPLIT, _FORMAT_OUT = 0, 1, 2  # WeightFormat in src/arrays.h: _FORMAT_OUT + Dtype.value
+_FORMAT_F32, _FORMAT_SPLIT, _FORMAT_OUT = 0, 1, 2  # WeightFormat in src/arrays.h: _FORMAT_OUT + Dtype
 
 Kernel = Callable[
     [
@@ -66,8 +66,7 @@ def update(
 ) -> None:
     """Check the arguments and run the kernel, which takes three states, used or not."""
     check_numel(numel, num_threads)
-    check_number("grad_dtype", grad_dtype)
-    check_address("grad", grad, grad_dtype.itemsize, numel)
+    check_numbers("grad", grad, grad_dtype, numel)
     master, weight_format = _check_weight(numel, weight, weight_dtype, rest, master)
     if state_dtype is Dtype.F16:
         raise ValueError("states are F32, BF16 or INT8: the range of F16 is too small for squares of gradients")
@@ -80,14 +79,14 @@ def update(
         constants,
         numel,
         grad,
-        grad_dtype.value,
+        grad_dtype,
         weight,
         rest,
         master,
         weight_format,
         [state.address for state in states] + unused,
         [state.scale for state in states] + unused,
-        state_dtype.value,
+        state_dtype,
         step * 0x9E3779B1 % 2**32,  # the seed of the random rounding of codes
         num_threads,
     )
@@ -95,13 +94,12 @@ def update(
 
 def _check_weight(numel: int, weight: int, weight_dtype: Dtype, rest: int, master: int) -> tuple[int, int]:
     """Return the address of the fp32 master (0 for a split one) and the weight format."""
-    check_number("weight_dtype", weight_dtype)
-    check_address("weight", weight, weight_dtype.itemsize, numel)
+    check_numbers("weight", weight, weight_dtype, numel)
     if master and rest:
         raise ValueError("give master or rest, not both")
     if master:
         check_address("master", master, 4, numel)
-        return master, _FORMAT_OUT + weight_dtype.value
+        return master, _FORMAT_OUT + weight_dtype
     if rest:
         if weight_dtype is not Dtype.BF16:
             raise ValueError(f"rest is the lower half of a BF16 weight; weight_dtype is {weight_dtype.name}")
