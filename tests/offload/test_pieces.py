@@ -168,18 +168,18 @@ def test_same_bits_everywhere_and_close_to_torch(kind: type[Huge], tmp_path: Pat
         torch.testing.assert_close(value, reference[1][name], rtol=1e-3, atol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("options", [{}, {"moments_dtype": "int8"}, {"gradient_clipping": 0.0}])
+@pytest.mark.parametrize("options", [{"precision": "bf16"}, {"moments_dtype": "int8"}, {"gradient_clipping": 1.0}])
 def test_a_layer_larger_than_all_staging_memory_is_trained(options: dict[str, object], tmp_path: Path):
-    common = {"precision": "bf16", **options}
+    common = {"precision": "fp32", **options}
     budget = least_budget(built(Huge), tmp_path, **common)
-    model_bytes = sum(p.numel() for p in Huge().parameters()) * 2
-    assert budget < 4 * model_bytes  # of 14
+    state_bytes = sum(p.numel() for p in Huge().parameters()) * 16
+    assert budget < 0.6 * state_bytes
     results = []
     for memory in (budget, 1 << 30):
         model = built(Huge)
         with OffloadEngine(model, nvme_path=tmp_path, host_memory=memory, **ADAMW, **common) as engine:
             losses = []
-            for tokens, targets in batches(4, VOCAB):
+            for tokens, targets in batches(2, VOCAB):
                 loss = loss_of(engine(tokens), targets)
                 engine.backward(loss)
                 engine.step()
@@ -202,13 +202,13 @@ def test_a_wide_layer_takes_a_fraction_of_its_own_bytes(tmp_path: Path):
 
 
 def test_the_same_bits_on_a_device(tmp_path: Path):
-    in_ram = offloaded(Tied, precision="bf16")
+    in_ram = offloaded(Tied, precision="fp32")
     device = SimulatedDevice(0)
     with pytest.raises(BudgetError) as caught:
-        OffloadEngine(built(Tied), precision="bf16", device=device, device_memory=1)
-    weight_bytes = VOCAB * WIDTH * 2
+        OffloadEngine(built(Tied), precision="fp32", device=device, device_memory=1)
+    weight_bytes = VOCAB * WIDTH * 4
     assert caught.value.needed_bytes < weight_bytes
-    small: dict[str, object] = {"precision": "bf16", "device": device, "device_memory": caught.value.needed_bytes}
+    small: dict[str, object] = {"precision": "fp32", "device": device, "device_memory": caught.value.needed_bytes}
     least = least_budget(built(Tied), tmp_path, **small)
     assert_same(offloaded(Tied, nvme_path=tmp_path, host_memory=least, **small), in_ram)
 

@@ -8,12 +8,12 @@ from tiny import Tiny, batches, least_budget, loss_of
 
 from offload import NonFiniteGradient, OffloadEngine
 
-OPTIONS = {"precision": "bf16", "lr": 1e-2, "tile_bytes": 65536}
+OPTIONS = {"precision": "fp32", "lr": 1e-2, "tile_bytes": 65536}
 
 
 def built() -> Tiny:
     torch.manual_seed(0)
-    return Tiny(num_blocks=12)
+    return Tiny(width=64, num_blocks=12)
 
 
 def nothing(engine: OffloadEngine) -> None:
@@ -51,14 +51,14 @@ def load_states(engine: OffloadEngine) -> None:
 
 
 def run(between, **options) -> tuple[list[float], dict[str, torch.Tensor], int]:
-    """Losses, weights, and how many early updates were begun in six steps with ``between`` before every second one."""
+    """Losses, weights, and how many early updates were begun in four steps with ``between`` before every second one."""
     model = built()
     with OffloadEngine(model, **OPTIONS, **options) as engine:
         begun = []
         speculate = engine._updater.speculate
         engine._updater.speculate = lambda update: (begun.append(update.unit.name), speculate(update))
         losses = []
-        for index, (tokens, targets) in enumerate(batches(6)):
+        for index, (tokens, targets) in enumerate(batches(4)):
             loss = loss_of(engine(tokens), targets)
             engine.backward(loss)
             if index % 2:
