@@ -12,7 +12,7 @@ from offload.layout import DEFAULT_TILE_BYTES, Formats, Tile
 from offload.units import UnitSpec, num_nested
 from swapper import align
 
-_TILES_A_UNIT = 24
+_TILES_A_UNIT = 8
 """Tiles smaller than the largest unit's weights divided by this save no memory worth the speed they cost."""
 
 _LEAST_TILE_BYTES = 64 << 10
