@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from . import _kernels
 from ._native import Dtype, check_address, check_numbers, check_numel
@@ -39,8 +39,7 @@ def on_host(name: str) -> Kernel:
     return kernel
 
 
-@dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     """One state of an optimizer: its name for errors, its address, and where its scales are if it is in codes."""
 
     name: str
