@@ -64,10 +64,14 @@ def in_torch(specimen: Specimen, disturb: Callable[[Tensor], None] | None = None
 
 
 def in_engine(specimen: Specimen, **options: Any) -> Outcome:
-    """The engine. With ``nvme_path`` and no ``host_memory`` it gets the least budget that works, so with a device."""
+    """The engine. With ``nvme_path`` it gets the least ``host_memory`` that works, so with a device.
+
+    A budget that is a float is so many times the least.
+    """
     for place, budget in (("device", "device_memory"), ("nvme_path", "host_memory")):
-        if place in options and budget not in options:
-            options[budget] = _least_budget(specimen, options, budget)
+        factor = options.get(budget, 1.0)
+        if place in options and isinstance(factor, float):
+            options[budget] = int(factor * _least_budget(specimen, options, budget))
     model = built(specimen)
     with _engine(model, options) as engine:
         schedule = _schedule(engine.optimizer)
