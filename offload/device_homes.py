@@ -97,19 +97,17 @@ class DeviceHomes:
         kernel = self._device.compute.kernel
         for tile in unit.tiles:
             assert tile.on_device is not None
-            for segment in update.segments:
-                start, stop = max(segment.start, tile.start), min(segment.stop, tile.stop)
-                if start < stop:
-                    rule.apply(
-                        segment.frozen,
-                        tile.tile,
-                        tile.on_device.data_ptr(),
-                        start,
-                        stop,
-                        weight=weights + start * formats.weights,
-                        grad=grads + start * formats.grads,
-                        native=kernel,
-                    )
+            for part in update.parts(tile.tile):
+                rule.apply(
+                    part.frozen,
+                    tile.tile,
+                    tile.on_device.data_ptr(),
+                    part.start,
+                    part.stop,
+                    weight=weights + part.start * formats.weights,
+                    grad=grads + part.start * formats.grads,
+                    native=kernel,
+                )
 
     def forget(self, unit: Unit) -> None:
         """The unit's gradients belong to a step now, or are not wanted."""
