@@ -11,6 +11,7 @@ from offload.device import Device, Event
 from offload.device_gradients import DeviceGradients
 from offload.device_homes import DeviceHomes
 from offload.device_squares import Squares
+from offload.device_updates import DeviceUpdates
 from offload.device_weights import DeviceWeights
 from offload.gradients import Gradients
 from offload.residency import Weights
@@ -114,11 +115,16 @@ class DeviceCompute:
         device_gradients: DeviceGradients,
         homes: DeviceHomes,
         squares: Squares | None,
+        updates: DeviceUpdates | None,
     ) -> None:
-        """``squares`` are those that the others have begun; None where the device works out none."""
+        """``squares`` are those that the others have begun; None where the device works out none.
+
+        ``updates`` are of what rests on the host; None where the device makes none.
+        """
         self.weights = weights
         self._homes = homes
         self._squares = squares
+        self._updates = updates
         self._device = device
         self._depth = 0
         self._began: Event | None = None
@@ -176,7 +182,8 @@ class DeviceCompute:
         self.weights.end_step()
 
     def moved_bytes(self) -> tuple[int, int]:
-        return self.weights.copied_bytes, self._device_gradients.copied_bytes
+        to_device, to_host = (0, 0) if self._updates is None else self._updates.copied_bytes
+        return self.weights.copied_bytes + to_device, self._device_gradients.copied_bytes + to_host
 
     def busy_seconds(self) -> float | None:
         uses, self._uses = self._uses, []

@@ -9,16 +9,21 @@ than leave compute its slots, and what is not updated early is updated under the
 spilled a later update costs another read of them, so every unit is updated early, from the buffer that its gradients
 came to, and compute waits for the slot and the buffer. Such an update needs nothing that compute holds, unless the
 update of an earlier step is in its way.
+
+Where a device computes, tiles may be sent there for their update while the CPU goes on with others: see
+[Note: Which side updates a tile].
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from offload.device_updates import DeviceUpdates, Trip
 from offload.failure import Failure
 from offload.gradients import Gradients
 from offload.layout import Formats, Tile
@@ -28,6 +33,9 @@ from offload.rule import Rule
 from offload.speculation import Progress, Speculation
 from offload.unit import Slot, StateTile, Unit
 from swapper import Extent, Lease, OffloadError, Store, Ticket
+
+_LOOK_AHEAD = 8
+"""Tiles at hand among which those for a device are found."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +86,15 @@ class _Piece:
     reads: list[Ticket] = field(default_factory=list)
     states: int = 0
     grads: int = 0
+    trip: Trip | None = None
+    """It is updated on a device."""
+
+    def is_read(self) -> bool:
+        return all(ticket.done() for ticket in self.reads)
+
+    def is_at_hand(self) -> bool:
+        """``Updater._make_ready`` would not wait."""
+        return self.is_read() and (self.task.weights is not None or self.task.update.unit.weights_home is not None)
 
 
 class Updater:
@@ -94,8 +111,9 @@ class Updater:
         failure: Failure,
         meter: Meter,
         max_early: int,
+        device: DeviceUpdates | None,
     ) -> None:
-        """``max_early`` slots can be spared for early updates."""
+        """``max_early`` slots can be spared for early updates; with a ``device`` there are none."""
         self._max_early = max_early
         self._free = list(buffers)
         self._num_buffers = len(self._free)
@@ -107,6 +125,9 @@ class Updater:
         self._gradients = gradients
         self._failure = failure
         self._meter = meter
+        self._device = device
+        self._sent: deque[_Piece] = deque()
+        """On the device, or on their way there or back."""
         self._stopping = False
         self._early: deque[Speculation] = deque()
         self._num_early = 0
@@ -211,6 +232,8 @@ class Updater:
         self._executor.shutdown(wait=True, cancel_futures=True)
 
     def _run_step(self, step: list[UnitUpdate]) -> None:
+        if self._device is not None:
+            self._device.begin_step()
         self._run(self._pieces(step))
         with self._progress:
             self._num_steps -= 1
@@ -227,12 +250,14 @@ class Updater:
         reading: deque[_Piece] = deque()
         try:
             self._read_ahead(coming, reading)
-            while reading and not self._stopping:
-                piece = reading[0]
-                self._make_ready(piece)
-                self._apply(piece)
-                reading.popleft()
-                self._finish(piece)
+            while (reading or self._sent) and not self._stopping:
+                is_read = bool(reading) and reading[0].is_read()
+                self._bring_back(wait=not is_read)
+                if is_read or (reading and not self._sent):
+                    self._make_ready(reading[0])
+                    if not self._send(reading):
+                        self._apply(reading[0])
+                        self._finish(reading.popleft())
                 self._read_ahead(coming, reading)
         finally:
             self._drain(reading)
@@ -264,6 +289,38 @@ class Updater:
         for ticket in piece.reads:
             ticket.wait()
 
+    def _send(self, reading: deque[_Piece]) -> bool:
+        """Send away what a device will have done before the CPU; True if the first piece is gone, which is ready."""
+        device, first = self._device, reading[0]
+        if device is None:
+            return False
+        num_elements = 0  # that the CPU is to do
+        for piece in list(reading):
+            if not piece.is_at_hand():
+                break
+            update, tile = piece.task.update, piece.tile.tile
+            if not device.sooner(tile, num_elements + tile.numel):
+                num_elements += tile.numel
+                continue
+            self._make_ready(piece)
+            assert piece.task.weights is not None
+            piece.trip = device.begin(update, tile, states=piece.states, weights=piece.task.weights, grads=piece.grads)
+            reading.remove(piece)
+            self._sent.append(piece)
+        return first.trip is not None
+
+    def _bring_back(self, *, wait: bool) -> None:
+        """Finish the pieces that are back from the device; ``wait`` for the first one."""
+        device = self._device
+        while device is not None and self._sent:
+            trip = self._sent[0].trip
+            assert trip is not None
+            if not (wait or trip.is_over()):
+                return
+            device.end(trip)
+            self._finish(self._sent.popleft())
+            wait = False
+
     def _finish(self, piece: _Piece) -> None:
         """The piece is updated: what must leave RAM does, and the unit goes on to whoever needs it after its last."""
         self._write(piece)
@@ -276,8 +333,10 @@ class Updater:
         if task.early is not None:
             task.slot = self._weights.take_slot(unit)
             task.weights = task.slot.lease.address
-        else:
-            task.weights = self._weights.acquire_for_update(unit)
+            return
+        while unit.weights_home is None and self._sent:  # the update pins one slot
+            self._bring_back(wait=True)
+        task.weights = self._weights.acquire_for_update(unit)
 
     def _give_weights_back(self, task: _Task) -> None:
         unit, early = task.update.unit, task.early
@@ -307,8 +366,8 @@ class Updater:
 
     def _read_ahead(self, coming: Iterator[_Piece], reading: deque[_Piece]) -> None:
         """Start reading as many pieces as there are free buffers; wait for a buffer only if nothing is on its way."""
-        while len(reading) < max(self._num_buffers, 1):
-            self._reap(wait=not self._free and not reading)
+        while len(reading) < max(self._num_buffers, 1 if self._device is None else _LOOK_AHEAD):
+            self._reap(wait=not (self._free or reading or self._sent))
             if self._num_buffers and not self._free:
                 return
             piece = next(coming, None)
@@ -355,7 +414,9 @@ class Updater:
                 weight=task.weights + part.start * formats.weights,
                 grad=piece.grads + (part.start - tile.start) * formats.grads,
             )
-        self._meter.end_update(span)
+        seconds = self._meter.end_update(span)
+        if self._device is not None:
+            self._device.cpu_took(tile, seconds)
 
     def _write(self, piece: _Piece) -> None:
         """Send the new states back; the buffer is free once they have arrived."""
@@ -389,11 +450,15 @@ class Updater:
     def _drain(self, reading: deque[_Piece]) -> None:
         """On every way out: no transfer is left in flight in our buffers."""
         first: OffloadError | None = None
-        for piece in reading:
+        if self._device is not None:
+            with contextlib.suppress(Exception):  # whatever becomes of it
+                self._device.drain()
+        for piece in (*reading, *self._sent):
             for ticket in piece.reads:
                 first = _outcome(ticket) or first
             if piece.buffer is not None:
                 self._free.append(piece.buffer)
+        self._sent.clear()
         for ticket, buffer in self._writes:
             first = _outcome(ticket) or first
             self._free.append(buffer)
