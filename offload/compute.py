@@ -10,11 +10,13 @@ import torch
 from offload.device import Device, Event
 from offload.device_gradients import DeviceGradients
 from offload.device_homes import DeviceHomes
+from offload.device_plan import DevicePlan
 from offload.device_squares import Squares
 from offload.device_updates import DeviceUpdates
 from offload.device_weights import DeviceWeights
 from offload.gradients import Gradients
 from offload.residency import Weights
+from offload.tiles import Tiles
 from offload.unit import Unit
 from offload.units import ParameterSpec
 from offload.update import UnitUpdate
@@ -180,6 +182,18 @@ class DeviceCompute:
 
     def end_step(self) -> None:
         self.weights.end_step()
+
+    def grow(self, units: Sequence[Unit], host: Weights, tiles: Tiles, plan: DevicePlan) -> None:
+        """Between steps: bring ``units`` home to the device, and keep to ``plan`` from now on.
+
+        Raises ``DeviceMemoryError`` if there is no room for all of them. Nothing has changed then.
+        """
+        for unit in units:
+            self.weights.give_up(unit)
+        self._homes.move_in(units, host, self._gradients, tiles)
+        if units and self._squares is not None:
+            self._squares.move(plan.homes)
+        self.weights.max_bytes, self._device_gradients.max_bytes = plan.weights_bytes, plan.gradients_bytes
 
     def moved_bytes(self) -> tuple[int, int]:
         to_device, to_host = (0, 0) if self._updates is None else self._updates.copied_bytes

@@ -11,7 +11,7 @@ from offload.layout import Formats
 from offload.units import UnitSpec, num_nested
 from swapper import align
 
-_MARGIN = 0.75
+MARGIN = 0.75
 """Of what the first step has left free, "auto" takes this much: activations are not the same in every step, and an
 allocator cannot use every gap."""
 
@@ -50,8 +50,8 @@ class DevicePlan:
         return passing + self.squares_bytes + sum(self.home_bytes.values())
 
     def grown(self, free_bytes: int) -> DevicePlan:
-        """The plan with what a step has left free."""
-        more = max(int(free_bytes * _MARGIN), 0)
+        """The plan with copies in what a step has left free."""
+        more = max(int(free_bytes * MARGIN), 0)
         return replace(self, weights_bytes=min(self.weights_bytes + more, max(self.all_bytes, self.weights_bytes)))
 
     def __str__(self) -> str:

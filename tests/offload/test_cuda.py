@@ -167,6 +167,25 @@ def test_tiles_of_the_host_are_updated_on_either_side_with_the_same_bits(
         assert all(torch.equal(weights[name], value) for name, value in outcomes[0][1].items())
 
 
+def test_units_move_to_what_the_first_step_has_left_free(
+    make_model: Callable[..., Tiny], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(**budgets: int) -> OffloadEngine:
+        return OffloadEngine(make_model(width=512, num_blocks=12), device="cuda", nvme_path=tmp_path, **budgets)
+
+    with make(device_memory=1 << 30) as engine:
+        expected, weights = train(engine)
+        whole = engine.plan.device.total_bytes
+    torch.cuda.empty_cache()
+    memory_bytes = torch.cuda.memory_reserved() + whole * 8 // 5  # less than twice: not all comes home at once
+    monkeypatch.setattr(CudaDevice, "memory_bytes", lambda device: memory_bytes)
+    with make() as engine:
+        assert not engine.plan.device.homes
+        losses, found = train(engine)
+        assert engine.plan.device.homes
+    assert losses == expected and all(torch.equal(found[name], value) for name, value in weights.items())
+
+
 def test_an_event_says_when_its_stream_has_come_to_it() -> None:
     device = CudaDevice(torch.device("cuda"))
     stream = device.new_stream()
