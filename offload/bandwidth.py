@@ -51,12 +51,13 @@ def measure_link(device: Device, window: DeviceWindow, address: int) -> Link:
     rates = []
     for stream, target, source in ((device.to_device, window.target, host), (device.to_host, host, window.target)):
         copied = 0
-        start = time.perf_counter()
-        while time.perf_counter() - start < _SECONDS / 2:
+        start, before = time.perf_counter(), stream.record()
+        while not copied or time.perf_counter() - start < _SECONDS / 2:
             stream.copy(target, source)
-            stream.record().wait()
+            after = stream.record()
+            after.wait()
             copied += source.nbytes
-        rates.append(copied / (time.perf_counter() - start))
+        rates.append(copied / after.seconds_since(before))
     window.close()
     return Link(*rates)
 

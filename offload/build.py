@@ -19,6 +19,7 @@ from offload.device import Device
 from offload.device_gradients import NUM_LANDINGS, DeviceGradients
 from offload.device_homes import DeviceHomes
 from offload.device_squares import Squares
+from offload.device_updates import DeviceUpdates
 from offload.device_weights import DeviceWeights
 from offload.failure import Failure
 from offload.gradients import Gradients
@@ -106,10 +107,15 @@ def build(
         homes = DeviceHomes(on_device, device, native, formats, (config.dtype, config.gradient_dtype), squares)
         closers.callback(homes.close)
     tiles = Tiles(rule, store, homes) if rule is not None else None
+    link = None if device is None else _measure_link(device, units, slots)
+    updates = _make_device_updates(plan, rule, device, link, meter)
+    if updates is not None:
+        closers.callback(updates.close)
     updater = None
     if rule is not None:
         spare_slots = plan.staging.num_slots - num_nested([item.unit for item in plan.units])
-        updater = Updater(tile_buffers, store, rule, formats, weights, gradients, failure, meter, spare_slots - 1)
+        max_early = spare_slots - 1
+        updater = Updater(tile_buffers, store, rule, formats, weights, gradients, failure, meter, max_early, updates)
         closers.callback(updater.stop)
     compute: Compute = HostCompute(weights, gradients)
     if device is not None and homes is not None and plan.device is not None:
@@ -118,7 +124,7 @@ def build(
         to_host = DeviceGradients(
             device, gradients, landings, config.dtype, plan.device.gradients_bytes, squares, failure, meter
         )
-        compute = DeviceCompute(device, to_device, gradients, to_host, homes, squares)
+        compute = DeviceCompute(device, to_device, gradients, to_host, homes, squares, updates)
         closers.callback(to_host.stop)
         closers.callback(to_device.close)
     torch_device = torch.device("cpu") if device is None else device.torch_device
@@ -132,7 +138,6 @@ def build(
     if device is not None:
         _move_rest(model, torch_device)
         closers.callback(_leave_alone(model))
-    link = None if device is None else _measure_link(device, units, slots)
     bandwidths = None
     if store is not None and profile is not None:
         bandwidths = Bandwidths(profile.read_bytes_per_s, profile.write_bytes_per_s, profile.mixed_q)
@@ -279,6 +284,16 @@ def _measure_link(device: Device, units: Sequence[Unit], slots: Sequence[Slot]) 
     lease = unit.weights_home or slots[0].lease
     assert isinstance(unit.window, DeviceWindow)
     return bandwidth.measure_link(device, unit.window, lease.address)
+
+
+def _make_device_updates(
+    plan: Plan, rule: Rule | None, device: Device | None, link: Link | None, meter: Meter
+) -> DeviceUpdates | None:
+    """What updates tiles of the host on the device, where the plan has room for that."""
+    if device is None or link is None or plan.device is None or not plan.device.updates_bytes:
+        return None
+    assert isinstance(rule, KernelRule)
+    return DeviceUpdates(device, rule, plan.formats, plan.device.updates_bytes, link, meter)
 
 
 def _measure(

@@ -10,10 +10,13 @@ import torch
 from offload.device import Device, Event
 from offload.device_gradients import DeviceGradients
 from offload.device_homes import DeviceHomes
+from offload.device_plan import DevicePlan
 from offload.device_squares import Squares
+from offload.device_updates import DeviceUpdates
 from offload.device_weights import DeviceWeights
 from offload.gradients import Gradients
 from offload.residency import Weights
+from offload.tiles import Tiles
 from offload.unit import Unit
 from offload.units import ParameterSpec
 from offload.update import UnitUpdate
@@ -114,11 +117,16 @@ class DeviceCompute:
         device_gradients: DeviceGradients,
         homes: DeviceHomes,
         squares: Squares | None,
+        updates: DeviceUpdates | None,
     ) -> None:
-        """``squares`` are those that the others have begun; None where the device works out none."""
+        """``squares`` are those that the others have begun; None where the device works out none.
+
+        ``updates`` are of what rests on the host; None where the device makes none.
+        """
         self.weights = weights
         self._homes = homes
         self._squares = squares
+        self._updates = updates
         self._device = device
         self._depth = 0
         self._began: Event | None = None
@@ -175,8 +183,21 @@ class DeviceCompute:
     def end_step(self) -> None:
         self.weights.end_step()
 
+    def grow(self, units: Sequence[Unit], host: Weights, tiles: Tiles, plan: DevicePlan) -> None:
+        """Between steps: bring ``units`` home to the device, and keep to ``plan`` from now on.
+
+        Raises ``DeviceMemoryError`` if there is no room for all of them. Nothing has changed then.
+        """
+        for unit in units:
+            self.weights.give_up(unit)
+        self._homes.move_in(units, host, self._gradients, tiles)
+        if units and self._squares is not None:
+            self._squares.move(plan.homes)
+        self.weights.max_bytes, self._device_gradients.max_bytes = plan.weights_bytes, plan.gradients_bytes
+
     def moved_bytes(self) -> tuple[int, int]:
-        return self.weights.copied_bytes, self._device_gradients.copied_bytes
+        to_device, to_host = (0, 0) if self._updates is None else self._updates.copied_bytes
+        return self.weights.copied_bytes + to_device, self._device_gradients.copied_bytes + to_host
 
     def busy_seconds(self) -> float | None:
         uses, self._uses = self._uses, []

@@ -51,7 +51,8 @@ class OffloadConfig:
     device_memory: int | str = "auto"
     """Bytes of a GPU's memory that the engine may hold; activations are the model's. Beside what passes through, units
     rest there and are updated there, as many as fit. "auto": all of them if they take at most half of what is free;
-    else none, and copies of weights get what the first step has left. On the CPU ``host_memory`` bounds everything."""
+    else none at first, and units and copies of weights get what the first step has left. On the CPU ``host_memory``
+    bounds everything."""
     host_memory: int | str = "auto"
     """Bytes of host memory that the engine may hold, staging included. "auto": most of what is free now."""
     nvme_capacity: int | str = "auto"

@@ -27,6 +27,9 @@ class _Event:
     def wait(self) -> None:
         self.event.synchronize()
 
+    def done(self) -> bool:
+        return bool(self.event.query())
+
     def seconds_since(self, earlier: Event) -> float:
         assert isinstance(earlier, _Event)
         return float(earlier.event.elapsed_time(self.event)) / 1000
@@ -76,13 +79,16 @@ class CudaDevice:
             raise ConfigError(f'device="cuda:{index}": there are {torch.cuda.device_count()} GPUs')
         self.torch_device = torch.device("cuda", index)
         self._programs = programs_of(self.torch_device)
-        self.to_device = _Stream(torch.cuda.Stream(self.torch_device), self._programs)
-        self.to_host = _Stream(torch.cuda.Stream(self.torch_device), self._programs)
+        self.to_device = self.new_stream()
+        self.to_host = self.new_stream()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     @property
     def compute(self) -> _Stream:
         return _Stream(torch.cuda.current_stream(self.torch_device), self._programs)
+
+    def new_stream(self) -> _Stream:
+        return _Stream(torch.cuda.Stream(self.torch_device), self._programs)
 
     def obstacle_to_kernels(self) -> str | None:
         return self._programs.obstacle()

@@ -19,6 +19,9 @@ class Event(Protocol):
     def wait(self) -> None:
         """Block the calling thread until the stream has come to it."""
 
+    def done(self) -> bool:
+        """The stream has come to it."""
+
     def seconds_since(self, earlier: Event) -> float:
         """Seconds between two events of one stream, both of which it has come to."""
 
@@ -63,6 +66,9 @@ class Device(Protocol):
 
     @property
     def to_host(self) -> Stream: ...
+
+    def new_stream(self) -> Stream:
+        """One more, beside those three."""
 
     def obstacle_to_kernels(self) -> str | None:
         """Why streams cannot run kernels here; None if they can."""

@@ -53,7 +53,8 @@ class DeviceGradients:
         self._device = device
         self._gradients = gradients
         self._dtype = dtype
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
+        """Device memory that gradients on their way may take."""
         self._squares = squares
         self._failure = failure
         self._meter = meter
@@ -117,7 +118,7 @@ class DeviceGradients:
         """Wait until this much more may be on its way; the buffer for it, if it is to ``land`` in one."""
         deadline = time.monotonic() + WAIT_TIMEOUT_S
         with self._meter.stall("gradients"), self._changed:
-            while (self._bytes_under_way and self._bytes_under_way + nbytes > self._max_bytes) or (
+            while (self._bytes_under_way and self._bytes_under_way + nbytes > self.max_bytes) or (
                 land and not self._landings
             ):
                 self._failure.check()

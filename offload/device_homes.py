@@ -10,19 +10,26 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from offload.device import Device
 from offload.device_squares import Squares
-from offload.gradients import plain
+from offload.errors import DeviceMemoryError
+from offload.gradients import Gradients, plain
 from offload.kernel_rule import KernelRule
 from offload.layout import Formats, Tile
+from offload.memory import tensor_at
+from offload.residency import Weights
 from offload.unit import Gradient, StateTile, Unit
 from offload.units import ParameterSpec
 from offload.update import UnitUpdate
 from offload.window import DeviceWindow
 from swapper import align
+
+if TYPE_CHECKING:
+    from offload.tiles import Tiles
 
 
 class _Home:
@@ -77,6 +84,39 @@ class DeviceHomes:
                 tile.on_device = states
         self._squares = squares
 
+    def move_in(self, units: Sequence[Unit], weights: Weights, gradients: Gradients, tiles: Tiles) -> None:
+        """Bring units home whose update is over, which have no gradients and no copies here, from where they rest.
+
+        Raises ``DeviceMemoryError`` if there is no room for all of them. Nothing has changed then.
+        """
+        homes: dict[Unit, _Home] = {}
+        windows: list[DeviceWindow] = []
+        try:
+            for unit in units:
+                assert isinstance(unit.window, DeviceWindow)
+                unit.window.allocate()
+                windows.append(unit.window)
+                layout = [tile for tile, _ in unit.plan.tiles]
+                homes[unit] = _Home(unit, layout, self._device, self._formats, self._home_dtype)
+        except DeviceMemoryError:
+            for window in windows:
+                window.close()
+            for home in homes.values():
+                home.close()
+            raise
+        self._homes.update(homes)
+        for (unit, home), window in zip(homes.items(), windows, strict=True):
+            with weights.borrowed(unit) as address:
+                self._bring(window.target, address)
+            for tile, states in zip(unit.tiles, home.states, strict=True):
+                with tiles.opened(tile, to_change=False) as address:
+                    self._bring(states, address)
+                tile.on_device = states
+                tile.home = tile.extent = tile.grads_extent = None
+            weights.give_up(unit)
+            gradients.give_up(unit)
+            unit.plan = unit.plan.moved()
+
     def take(self, unit: Unit, spec: ParameterSpec, gradient: torch.Tensor, scale: float) -> None:
         """Add ``scale`` times a complete gradient to what is there for the coming step."""
         self._add(unit, spec, gradient.to(self._dtype), scale)
@@ -97,19 +137,17 @@ class DeviceHomes:
         kernel = self._device.compute.kernel
         for tile in unit.tiles:
             assert tile.on_device is not None
-            for segment in update.segments:
-                start, stop = max(segment.start, tile.start), min(segment.stop, tile.stop)
-                if start < stop:
-                    rule.apply(
-                        segment.frozen,
-                        tile.tile,
-                        tile.on_device.data_ptr(),
-                        start,
-                        stop,
-                        weight=weights + start * formats.weights,
-                        grad=grads + start * formats.grads,
-                        native=kernel,
-                    )
+            for part in update.parts(tile.tile):
+                rule.apply(
+                    part.frozen,
+                    tile.tile,
+                    tile.on_device.data_ptr(),
+                    part.start,
+                    part.stop,
+                    weight=weights + part.start * formats.weights,
+                    grad=grads + part.start * formats.grads,
+                    native=kernel,
+                )
 
     def forget(self, unit: Unit) -> None:
         """The unit's gradients belong to a step now, or are not wanted."""
@@ -159,6 +197,13 @@ class DeviceHomes:
             device.to_device.wait(device.compute.record())
             device.to_device.copy(tensor, host)
             device.to_device.record().wait()
+
+    def _bring(self, target: torch.Tensor, address: int) -> None:
+        """Copy what is at an address in host memory."""
+        source = tensor_at(address, target.numel(), target.dtype)
+        self._device.to_device.wait(self._device.compute.record())
+        self._device.to_device.copy(target, source)
+        self._device.to_device.record().wait()
 
     def _add(self, unit: Unit, spec: ParameterSpec, gradient: torch.Tensor, scale: float) -> None:
         total, gradient, before = self._gradient(unit, spec), plain(gradient), unit.gradients.get(spec)

@@ -11,7 +11,7 @@ from offload.layout import Formats
 from offload.units import UnitSpec, num_nested
 from swapper import align
 
-_MARGIN = 0.75
+MARGIN = 0.75
 """Of what the first step has left free, "auto" takes this much: activations are not the same in every step, and an
 allocator cannot use every gap."""
 
@@ -39,16 +39,19 @@ class DevicePlan:
     home_bytes: dict[str, int] = field(default_factory=dict)
     squares_bytes: int = 0
     """What sums of squares of gradients take."""
+    updates_bytes: int = 0
+    """What tiles of the other units pass through that are updated there: see ``DeviceUpdates``. 0: none are."""
     obstacle: str | None = None
     """Why no unit may be at home there, if that is so."""
 
     @property
     def total_bytes(self) -> int:
-        return self.weights_bytes + self.gradients_bytes + self.squares_bytes + sum(self.home_bytes.values())
+        passing = self.weights_bytes + self.gradients_bytes + self.updates_bytes
+        return passing + self.squares_bytes + sum(self.home_bytes.values())
 
     def grown(self, free_bytes: int) -> DevicePlan:
-        """The plan with what a step has left free."""
-        more = max(int(free_bytes * _MARGIN), 0)
+        """The plan with copies in what a step has left free."""
+        more = max(int(free_bytes * MARGIN), 0)
         return replace(self, weights_bytes=min(self.weights_bytes + more, max(self.all_bytes, self.weights_bytes)))
 
     def __str__(self) -> str:
@@ -61,6 +64,7 @@ class DevicePlan:
         if self.all_bytes:
             parts.append(f"{self.weights_bytes / mib:,.1f} of {self.all_bytes / mib:,.1f} MiB of weights at a time")
             parts.append(f"{self.gradients_bytes / mib:,.1f} MiB of gradients on their way out")
+            parts.append(f"{self.updates_bytes / mib:,.1f} MiB for updates of what rests elsewhere")
         return ", ".join(parts)
 
 
@@ -68,12 +72,13 @@ class DevicePlan:
 class _Needs:
     """What units take of a device's memory. ``states`` are each unit's optimizer states and masters, in bytes.
 
-    ``obstacle`` is what hinders kernels there.
+    ``updates`` is what each takes for its update, if it is not at home; ``obstacle`` is what hinders kernels there.
     """
 
     units: Sequence[UnitSpec]
     formats: Formats
     states: Sequence[int]
+    updates: Sequence[int]
     obstacle: str | None
 
     def home(self, index: int) -> dict[str, int]:
@@ -108,6 +113,10 @@ class _Needs:
         """Sums of squares, when these units are at home there; none where they are worked out in host memory."""
         return squares_bytes(self.units, homes) if self.formats.grads and self.obstacle is None else 0
 
+    def updated(self, homes: Collection[int]) -> int:
+        """For updates of the units that are not at home there."""
+        return max((nbytes for index, nbytes in enumerate(self.updates) if index not in homes), default=0)
+
     def staged(self, homes: Collection[int]) -> tuple[int, int, int, int]:
         """Of the units that are not at home there: the least and a comfortable amount for weights at a time, the
         gradients on their way, all weights."""
@@ -126,6 +135,7 @@ def plan_device(
     units: Sequence[UnitSpec],
     formats: Formats,
     states: Sequence[int],
+    updates: Sequence[int],
     device_bytes: int | None,
     free_bytes: int,
     obstacle: str | None,
@@ -136,18 +146,25 @@ def plan_device(
     are on their way while the next ones are made. Where there is more, units rest there with all that belongs to them,
     as many as fit beside that: those first whose bytes save most traffic, and among equals spread evenly, so that the
     link has always something to do. What is left then keeps copies of weights. ``obstacle`` says why no unit may.
+    What ``updates`` of the other units take (for each; they take turns) comes before homes, if there is room at all.
 
     Raises ``BudgetError``, naming the least that works.
     """
-    needs = _Needs(units, formats, states, obstacle)
+    needs = _Needs(units, formats, states, updates, obstacle)
 
     def plan(homes: Collection[int], spare_bytes: int | None) -> DevicePlan:
         least, comfortable, gradients, everything = needs.staged(homes)
-        home_bytes, squares = needs.homes(homes), needs.squares(homes)
+        home_bytes, squares, updated = needs.homes(homes), needs.squares(homes), needs.updated(homes)
         weights = comfortable
+        others = gradients + squares + sum(home_bytes.values())
+        bound = free_bytes * _AUTO_HOME_SHARE if spare_bytes is None else spare_bytes
+        if others + comfortable + updated > bound:
+            updated = 0
         if spare_bytes is not None:
-            weights = min(spare_bytes - gradients - squares - sum(home_bytes.values()), max(everything, least))
-        return DevicePlan(weights, gradients, everything, len(units), frozenset(homes), home_bytes, squares, obstacle)
+            weights = min(spare_bytes - others - updated, max(everything, least))
+        return DevicePlan(
+            weights, gradients, everything, len(units), frozenset(homes), home_bytes, squares, updated, obstacle
+        )
 
     every = range(len(units))
     if device_bytes is None:
@@ -166,7 +183,7 @@ def plan_device(
     for index in sorted(every, key=lambda index: (-needs.saved_per_byte(index), index * GOLDEN % 1)):
         more = {*homes, index}
         _, comfortable, gradients, _ = needs.staged(more)
-        needed = sum(needs.homes(more).values()) + needs.squares(more) + comfortable + gradients
+        needed = sum(needs.homes(more).values()) + needs.squares(more) + comfortable + gradients + needs.updated(more)
         if obstacle is None and needed <= device_bytes:
             homes = more
     return plan(homes, device_bytes)

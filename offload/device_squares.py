@@ -33,11 +33,22 @@ class Squares:
 
     def __init__(self, device: Device, units: Sequence[UnitSpec], homes: Collection[int], meter: Meter) -> None:
         self._device = device
+        self._units = units
         self._meter = meter
-        groups = _groups(units, homes)
+        self._storage = torch.UntypedStorage(0, device=device.torch_device)
+        self._begun: dict[ParameterSpec, Unit] = {}
+        self._lay_out(homes)
+
+    def move(self, homes: Collection[int]) -> None:
+        """Other units are at home there from now on. Nothing is begun."""
+        self._device.free(self._storage)
+        self._lay_out(homes)
+
+    def _lay_out(self, homes: Collection[int]) -> None:
+        device = self._device
+        groups = _groups(self._units, homes)
         rows = [row for group in groups for row in _rows(group)]
         ranges_bytes, lanes_bytes, sums_bytes = _parts(groups)
-        self._storage = torch.UntypedStorage(0, device=device.torch_device)
         device.allocate(self._storage, ranges_bytes + lanes_bytes + sums_bytes)
         ranges = self._view(0, torch.int64, 3 * len(rows)).view(len(rows), 3)
         ranges.copy_(torch.tensor(rows, dtype=torch.int64).view(len(rows), 3))
@@ -51,7 +62,6 @@ class Squares:
             stop = len(self._places)
             lanes = self._view(ranges_bytes, torch.float64, _num_blocks(group) * SQUARES_LANES)
             self._kernel_arguments[group] = ranges[start:stop], lanes, self._sums[start:stop]
-        self._begun: dict[ParameterSpec, Unit] = {}
 
     def begin(self, unit: Unit, specs: _Group, gradients: torch.Tensor) -> None:
         """Have the sums of these parameters worked out from flat ``gradients``, after what compute was given so far.

@@ -118,6 +118,13 @@ class DeviceWeights:
                 if copy.pins == 0:
                     self._drop(copy)
 
+    def give_up(self, unit: Unit) -> None:
+        """Drop the unit's copy for good: it moves to the device."""
+        copy = self._copies.get(unit)
+        if copy is not None:
+            self._wait_until_started(copy)
+            self._drop(copy)
+
     def end_step(self) -> None:
         """A step ends the order of uses; the first units of the next one are fetched as their updates end."""
         self._order.end_step()

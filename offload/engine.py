@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import os
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from offload.build import build
 from offload.choose import Choice, choose, has_kernel
 from offload.compute import DeviceCompute
 from offload.config import OffloadConfig
-from offload.errors import ConfigError
+from offload.errors import ConfigError, DeviceMemoryError
 from offload.failure import Failure
 from offload.handle import Handle
 from offload.hooks import Hooks
@@ -258,8 +257,8 @@ class OffloadEngine:
             self._updater_of_training.drop(unit)  # one that takes no part in the step after all
         self.global_step += 1
         self._last_report = self._reporter.report(self.plan, self.global_step, norm, self._step_scale)
-        self._grow_into_device()
         self._updater_of_training.start(remaining)
+        self._grow_into_device()
         self._compute.end_step()
 
     def drop_gradients(self) -> None:
@@ -314,14 +313,25 @@ class OffloadEngine:
         return torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1
 
     def _grow_into_device(self) -> None:
-        """After the first step it is known what activations take: weights may have the rest."""
-        device, compute = self._device, self._compute
-        if device is None or self.plan.device is None or not isinstance(compute, DeviceCompute):
+        """After the first step it is known what activations take: units move to the rest, and copies of the others."""
+        device, compute, plan = self._device, self._compute, self.plan
+        if self.global_step > 1 or self.config.device_memory != "auto" or device is None or plan.device is None:
             return
-        if self.global_step == 1 and self.config.device_memory == "auto":
-            grown = self.plan.device.grown(device.memory_bytes() - device.peak_bytes())
-            self.plan = dataclasses.replace(self.plan, device=grown)
-            compute.weights.max_bytes = grown.weights_bytes
+        assert isinstance(compute, DeviceCompute) and self._tiles is not None
+        free_bytes = device.memory_bytes() - device.peak_bytes()
+        grown = plan.grown(free_bytes)
+        moving = [unit for unit in self._units if unit.spec.index in grown.homes and not unit.on_device]
+        if any(unit.gradients for unit in moving):  # which no parameter group has: they stay where they are
+            grown, moving = plan.device.grown(free_bytes), []
+        if moving:
+            self.synchronize()
+        with self._failure.guard():
+            try:
+                compute.grow(moving, self._weights, self._tiles, grown)
+            except DeviceMemoryError:  # there is room, in pieces that are too small
+                grown = plan.device.grown(free_bytes)
+                compute.grow((), self._weights, self._tiles, grown)
+        self.plan = plan.with_device(grown)
 
     # How updates begin during backward.
 

@@ -124,6 +124,14 @@ class Gradients:
         unit.gradients = {}
         unit.grads_spilled = False
 
+    def give_up(self, unit: Unit) -> None:
+        """The unit's gradients are at home elsewhere from now on. There are none now."""
+        buffer = unit.grad_buffer
+        if buffer is not None:
+            self._wait_for_spill(buffer)
+            unit.grad_buffer, buffer.unit = None, None
+        unit.grads_home, unit.grad_views = None, {}
+
     def drain(self) -> None:
         """Wait for every transfer in flight, whatever becomes of it."""
         for write in [write for buffer in self._buffers for write in buffer.writes]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from offload.device_plan import GOLDEN, DevicePlan
+from offload.device_plan import GOLDEN, MARGIN, DevicePlan, plan_device
 from offload.errors import BudgetError
 from offload.layout import DEFAULT_TILE_BYTES, Formats, Tile
 from offload.units import UnitSpec, num_nested
@@ -58,6 +58,10 @@ class UnitPlan:
         """Weights and all states rest on NVMe."""
         return bool(self.tiles) and all(tier is Tier.NVME for tier in (self.weights, *(t for _, t in self.tiles)))
 
+    def moved(self) -> UnitPlan:
+        """The unit, at home on a device, in the same tiles."""
+        return UnitPlan(self.unit, Tier.DEVICE, Tier.DEVICE, tuple((tile, Tier.DEVICE) for tile, _ in self.tiles))
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -81,6 +85,8 @@ class Plan:
     """Units that rest on NVMe altogether have room for a second copy there, for updates that begin during backward."""
     device: DevicePlan | None = None
     """What the engine may hold in a device's memory; None where the CPU computes."""
+    vacant_bytes: dict[Tier, int] = field(default_factory=dict)
+    """Reserved for units that have moved to a device since."""
 
     @property
     def shadow_bytes(self) -> int:
@@ -109,7 +115,7 @@ class Plan:
     @property
     def arena_bytes(self) -> int:
         """What is at home in host memory, and staging."""
-        return sum(self.resident_bytes.values()) + self.staging_bytes
+        return sum(self.resident_bytes.values()) + self.staging_bytes + self.vacant_bytes.get(Tier.HOST, 0)
 
     @property
     def host_bytes(self) -> int:
@@ -124,6 +130,8 @@ class Plan:
             kind: {"device": on_device.get(kind, 0), "host": self.resident_bytes[kind], "nvme": self.nvme_bytes[kind]}
             for kind in self.resident_bytes
         }
+        if self.vacant_bytes:
+            kinds["vacant"] = {tier.value: nbytes for tier, nbytes in self.vacant_bytes.items()}
         shadows = self.shadow_bytes if self.shadows else 0
         return {
             **kinds,
@@ -140,6 +148,49 @@ class Plan:
         """The plan with these units beside its own, which are at home in a device's memory."""
         units = sorted((*self.units, *homes), key=lambda item: item.unit.index)
         return replace(self, units=tuple(units), device=device)
+
+    def grown(self, free_bytes: int) -> DevicePlan:
+        """The device's part, with what a step has left free: units move there, and copies have the rest."""
+        assert self.device is not None
+        grown = plan_device(
+            [item.unit for item in self.units],
+            self.formats,
+            [sum(tile.nbytes for tile, _ in item.tiles) for item in self.units],
+            [self.device.updates_bytes] * len(self.units),
+            self.device.total_bytes + max(int(free_bytes * MARGIN), 0),
+            0,
+            self.device.obstacle,
+        )
+        return replace(grown, updates_bytes=self.device.updates_bytes)  # which stay where they are
+
+    def with_device(self, device: DevicePlan) -> Plan:
+        """The plan after units have moved to the device: all of its homes are there now. Their old places are empty."""
+        places = {Tier.HOST: dict(self.resident_bytes), Tier.NVME: dict(self.nvme_bytes)}
+        units = []
+        for item in self.units:
+            if item.unit.index not in device.homes or item.weights is Tier.DEVICE:
+                units.append(item)
+                continue
+            units.append(item.moved())
+            places[item.weights]["weights"] -= item.unit.numel * self.formats.weights
+            places[item.grads]["grads"] -= item.unit.trainable_numel * self.formats.grads
+            for tile, tier in item.tiles:
+                places[tier]["states"] -= align(tile.nbytes)
+        resident, nvme = places[Tier.HOST], places[Tier.NVME]
+        vacant = {
+            Tier.HOST: sum(self.resident_bytes.values()) - sum(resident.values()),
+            Tier.NVME: sum(self.nvme_bytes.values()) - sum(nvme.values()),
+        }
+        return replace(
+            self,
+            units=tuple(units),
+            device=device,
+            resident_bytes=resident,
+            nvme_bytes=nvme,
+            vacant_bytes=vacant if any(vacant.values()) else {},
+            step_read_bytes=2 * nvme["weights"] + nvme["grads"] + nvme["states"],
+            step_write_bytes=sum(nvme.values()),
+        )
 
     def __str__(self) -> str:
         mib = 1 << 20
@@ -163,6 +214,11 @@ class Plan:
             f"host memory {self.host_bytes / mib:,.1f} of {self.host_budget_bytes / mib:,.1f} MiB; a step reads "
             f"{self.step_read_bytes / mib:,.1f} and writes {self.step_write_bytes / mib:,.1f} MiB"
         )
+        if self.vacant_bytes:
+            in_ram, on_nvme = (self.vacant_bytes[tier] / mib for tier in (Tier.HOST, Tier.NVME))
+            lines.append(
+                f"empty, of units that are on the device now: {in_ram:,.1f} MiB of RAM, {on_nvme:,.1f} on NVMe"
+            )
         if self.nvme_bytes["grads"]:
             lines.append("gradients are spilled to NVMe: the budget is below what would keep them all in RAM")
         if self.device is not None:

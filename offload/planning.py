@@ -17,9 +17,10 @@ from offload.config import OffloadConfig
 from offload.device import Device
 from offload.device_gradients import NUM_LANDINGS
 from offload.device_plan import DevicePlan, plan_device
+from offload.device_updates import places_bytes
 from offload.errors import ConfigError
 from offload.kernel_rule import KernelRule
-from offload.layout import Formats
+from offload.layout import DEFAULT_TILE_BYTES, Formats
 from offload.memory import available_bytes
 from offload.plan import Plan, Tier, UnitPlan, make_plan
 from offload.units import UnitSpec, num_nested
@@ -88,8 +89,12 @@ def _plan_device(config: OffloadConfig, specs: Sequence[UnitSpec], choice: Choic
         if isinstance(choice.rule, KernelRule):
             obstacle = choice.rule.obstacle_on_devices or device.obstacle_to_kernels()
     states = [sum(tile.nbytes for tile, _ in _device_unit(unit, choice).tiles) for unit in specs]
+    updates = [0] * len(specs)
+    if choice is not None and obstacle is None:
+        tile_bytes = DEFAULT_TILE_BYTES if config.tile_bytes == "auto" else int(config.tile_bytes)
+        updates = [places_bytes(choice.rule.cut(unit, tile_bytes), Formats.of(config)) for unit in specs]
     given = None if config.device_memory == "auto" else int(config.device_memory)
-    return plan_device(specs, Formats.of(config), states, given, device.memory_bytes(), obstacle)
+    return plan_device(specs, Formats.of(config), states, updates, given, device.memory_bytes(), obstacle)
 
 
 def _device_unit(unit: UnitSpec, choice: Choice | None) -> UnitPlan:

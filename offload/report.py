@@ -97,10 +97,12 @@ class Meter:
         """Count the time from now on as updating ``name``."""
         return self.trace.begin("update", name)
 
-    def end_update(self, span: Span) -> None:
-        """Until now."""
+    def end_update(self, span: Span) -> float:
+        """Until now; that many seconds."""
         self.trace.end(span)
-        self.update_seconds += _seconds(span)
+        seconds = _seconds(span)
+        self.update_seconds += seconds
+        return seconds
 
     def restart(self) -> tuple[float, dict[str, float], float]:
         """Seconds since the last restart, stalls by cause and update seconds in them."""

@@ -107,6 +107,17 @@ class Weights:
         finally:
             self.release(unit, computing=False)
 
+    def give_up(self, unit: Unit) -> None:
+        """The unit is at home elsewhere from now on: nobody brings it in any more. Its update is over."""
+        with self._changed:
+            self._wait_until(lambda: unit.pins == 0, f"the use of unit {unit.name}")
+            while unit.fetch is not None and not unit.fetch.done():
+                self._unlocked_wait(unit.fetch)
+            if unit.slot is not None:
+                self._empty(unit.slot)
+            unit.residency = Residency.ABSENT
+            unit.weights_home = unit.weights_extent = None
+
     def hold(self, unit: Unit) -> None:
         """Keep the weights of a unit in use where they are, for an early update."""
         with self._changed:

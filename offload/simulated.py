@@ -31,6 +31,7 @@ Clock = dict[str, int]
 class _Event:
     def __init__(self, stream: _Stream, position: int, clock: Clock) -> None:
         self._stream = stream
+        self._seconds = stream.seconds
         self.position = position
         self.clock = clock
 
@@ -40,8 +41,18 @@ class _Event:
             self._stream.run_to(self.position)
             _join(device.clocks["host"], self.clock)
 
+    def done(self) -> bool:
+        device = self._stream.device
+        with device.lock:
+            device.progress()
+            done = self._stream.num_done >= self.position
+            if done:
+                _join(device.clocks["host"], self.clock)
+            return done
+
     def seconds_since(self, earlier: Event) -> float:
-        return 0.0
+        assert isinstance(earlier, _Event)
+        return self._seconds - earlier._seconds
 
 
 class _Stream:
@@ -50,15 +61,17 @@ class _Stream:
     def __init__(self, device: SimulatedDevice, name: str) -> None:
         self.device = device
         self.name = name
+        self.num_done = 0
+        self.seconds = 0.0
+        """What the copies that it was given take at the device's ``link_speed``. Nothing else takes time."""
         self._work: deque[Callable[[], None]] = deque()
-        self._num_done = 0
         device.clocks[name] = {}
 
     def record(self) -> _Event:
         with self.device.lock:
             self.device.progress()
             clock = self._tick()
-            return _Event(self, self._num_done + len(self._work), dict(clock))
+            return _Event(self, self.num_done + len(self._work), dict(clock))
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, _Event)
@@ -74,6 +87,7 @@ class _Stream:
             clock = self._tick()
             self.device.access(self.name, clock, source.data_ptr(), source.nbytes, writes=False)
             self.device.access(self.name, clock, target.data_ptr(), target.nbytes, writes=True)
+            self.seconds += source.nbytes / self.device.link_speed
             to, of = weakref.ref(target), weakref.ref(source)
             self._give(lambda: self._copy(to(), of()))
             self.device.progress()
@@ -97,20 +111,20 @@ class _Stream:
 
     def run_to(self, position: int) -> None:
         """Do the work up to ``position``."""
-        while self._num_done < position:
+        while self.num_done < position:
             work = self._work.popleft()
-            self._num_done += 1
+            self.num_done += 1
             work()
 
     def run_one(self) -> None:
         """Do one piece, if there is one."""
         if self._work:
-            self.run_to(self._num_done + 1)
+            self.run_to(self.num_done + 1)
 
     def _give(self, work: Callable[[], None]) -> None:
         self._work.append(work)
         if self.name == "compute":
-            self.run_to(self._num_done + len(self._work))
+            self.run_to(self.num_done + len(self._work))
 
     def _access(self, tensor: torch.Tensor, *, writes: bool) -> None:
         if tensor.nbytes:
@@ -193,13 +207,20 @@ class SimulatedDevice:
     """See the module's docstring. ``violations`` says what was not ordered; a correct schedule leaves it empty."""
 
     def __init__(
-        self, seed: int = 0, eagerness: float = 0.3, memory_bytes: int = 1 << 40, obstacle: str | None = None
+        self,
+        seed: int = 0,
+        eagerness: float = 0.3,
+        memory_bytes: int = 1 << 40,
+        obstacle: str | None = None,
+        link_speed: float = 1.0,
     ) -> None:
         """``eagerness`` is how likely a call lets some stream do a piece of work that nobody waits for yet.
 
-        ``obstacle`` is what it says hinders it to run kernels.
+        ``obstacle`` is what it says hinders it to run kernels. ``link_speed`` is how many bytes per second its events
+        say that copies make; at one a second no update is worth sending there.
         """
         self.torch_device = torch.device("cpu")
+        self.link_speed = link_speed
         self.lock = threading.RLock()
         self.clocks: dict[str, Clock] = {"host": {}}
         self.violations: list[str] = []
@@ -212,8 +233,13 @@ class SimulatedDevice:
         self._eagerness = eagerness
         self._accesses: list[_Access] = []
         self.compute = _Stream(self, "compute")
-        self.to_device = _Stream(self, "to_device")
-        self.to_host = _Stream(self, "to_host")
+        self._streams: list[_Stream] = []
+        """Those whose work can wait."""
+        self.to_device = self._add_stream("to_device")
+        self.to_host = self._add_stream("to_host")
+
+    def new_stream(self) -> _Stream:
+        return self._add_stream(f"stream {len(self._streams)}")
 
     def obstacle_to_kernels(self) -> str | None:
         return self._obstacle
@@ -238,7 +264,10 @@ class SimulatedDevice:
     def free(self, storage: torch.UntypedStorage) -> None:
         with self.lock:
             start, nbytes = storage.data_ptr(), storage.nbytes()
+            found = len(self.violations)
             self.access("compute", self.compute._tick(), start, nbytes, writes=True)
+            if len(self.violations) > found:  # somebody may still use it: be a report enough, and no crash
+                self._run_all()
             self._accesses = [item for item in self._accesses if not (start <= item.start < start + nbytes)]
             self.allocated_bytes -= nbytes
             storage.resize_(0)
@@ -248,8 +277,7 @@ class SimulatedDevice:
 
     def unpin(self, address: int) -> None:
         with self.lock:
-            for stream in (self.to_device, self.to_host):
-                stream.record().wait()
+            self._run_all()
             del self.pinned[address]
 
     # For whoever checks.
@@ -272,7 +300,7 @@ class SimulatedDevice:
     def progress(self) -> None:
         """Let chance decide whether some stream does a piece of its work now."""
         while self._random.random() < self._eagerness:
-            self._random.choice((self.to_device, self.to_host)).run_one()
+            self._random.choice(self._streams).run_one()
 
     def access(self, actor: str, clock: Clock, address: int, nbytes: int, *, writes: bool) -> None:
         """Check one access against those of the same bytes before it, and remember it."""
@@ -295,6 +323,15 @@ class SimulatedDevice:
         else:
             rest += [_Access(a, b, None, {actor: clock.get(actor, 0)}) for a, b in self._gaps(rest, address, stop)]
         self._accesses = rest
+
+    def _run_all(self) -> None:
+        for stream in self._streams:
+            stream.record().wait()
+
+    def _add_stream(self, name: str) -> _Stream:
+        stream = _Stream(self, name)
+        self._streams.append(stream)
+        return stream
 
     def _check(self, item: _Access, actor: str, clock: Clock, writes: bool) -> None:
         what = "writes" if writes else "reads"

@@ -9,25 +9,33 @@ than leave compute its slots, and what is not updated early is updated under the
 spilled a later update costs another read of them, so every unit is updated early, from the buffer that its gradients
 came to, and compute waits for the slot and the buffer. Such an update needs nothing that compute holds, unless the
 update of an earlier step is in its way.
+
+Where a device computes, tiles may be sent there for their update while the CPU goes on with others: see
+[Note: Which side updates a tile].
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from offload.device_updates import DeviceUpdates, Trip
 from offload.failure import Failure
 from offload.gradients import Gradients
-from offload.layout import Formats
+from offload.layout import Formats, Tile
 from offload.report import Meter
 from offload.residency import Weights
 from offload.rule import Rule
 from offload.speculation import Progress, Speculation
 from offload.unit import Slot, StateTile, Unit
 from swapper import Extent, Lease, OffloadError, Store, Ticket
+
+_LOOK_AHEAD = 8
+"""Tiles at hand among which those for a device are found."""
 
 
 @dataclass(frozen=True)
@@ -46,20 +54,47 @@ class UnitUpdate:
     unit: Unit
     segments: tuple[Segment, ...]
 
+    def parts(self, tile: Tile) -> Iterator[Segment]:
+        """The segments, as far as they lie in the tile."""
+        for segment in self.segments:
+            start, stop = max(segment.start, tile.start), min(segment.stop, tile.stop)
+            if start < stop:
+                yield Segment(start, stop, segment.frozen)
 
-@dataclass
+
+@dataclass(eq=False)
+class _Task:
+    """The update of one unit, under way."""
+
+    update: UnitUpdate
+    num_left: int
+    """Tiles that are not done."""
+    early: Speculation | None = None
+    slot: Slot | None = None
+    """That of an early update."""
+    weights: int | None = None
+    """Where they are, once they are taken."""
+
+
+@dataclass(eq=False)
 class _Piece:
     """One tile of one unit on its way through a buffer. ``buffer`` is None when all of it is at home in RAM."""
 
-    update: UnitUpdate
+    task: _Task
     tile: StateTile
-    first_of_unit: bool
-    last_of_unit: bool
-    early: Speculation | None = None
     buffer: Lease | None = None
     reads: list[Ticket] = field(default_factory=list)
     states: int = 0
     grads: int = 0
+    trip: Trip | None = None
+    """It is updated on a device."""
+
+    def is_read(self) -> bool:
+        return all(ticket.done() for ticket in self.reads)
+
+    def is_at_hand(self) -> bool:
+        """``Updater._make_ready`` would not wait."""
+        return self.is_read() and (self.task.weights is not None or self.task.update.unit.weights_home is not None)
 
 
 class Updater:
@@ -76,8 +111,9 @@ class Updater:
         failure: Failure,
         meter: Meter,
         max_early: int,
+        device: DeviceUpdates | None,
     ) -> None:
-        """``max_early`` slots can be spared for early updates."""
+        """``max_early`` slots can be spared for early updates; with a ``device`` there are none."""
         self._max_early = max_early
         self._free = list(buffers)
         self._num_buffers = len(self._free)
@@ -89,12 +125,11 @@ class Updater:
         self._gradients = gradients
         self._failure = failure
         self._meter = meter
+        self._device = device
+        self._sent: deque[_Piece] = deque()
+        """On the device, or on their way there or back."""
         self._stopping = False
-        self._weight_address = 0
-        """Of the unit at hand."""
         self._early: deque[Speculation] = deque()
-        self._slot: Slot | None = None
-        """That of the early update at hand."""
         self._num_early = 0
         """Early updates promised, and not over."""
         self._num_steps = 0
@@ -197,6 +232,8 @@ class Updater:
         self._executor.shutdown(wait=True, cancel_futures=True)
 
     def _run_step(self, step: list[UnitUpdate]) -> None:
+        if self._device is not None:
+            self._device.begin_step()
         self._run(self._pieces(step))
         with self._progress:
             self._num_steps -= 1
@@ -213,20 +250,14 @@ class Updater:
         reading: deque[_Piece] = deque()
         try:
             self._read_ahead(coming, reading)
-            while reading and not self._stopping:
-                piece = reading[0]
-                unit = piece.update.unit
-                if piece.first_of_unit:
-                    self._take_weights(piece)
-                for ticket in piece.reads:
-                    ticket.wait()
-                span = self._meter.begin_update(unit.name)
-                self._apply(piece)
-                self._meter.end_update(span)
-                reading.popleft()
-                self._write(piece)
-                if piece.last_of_unit:
-                    self._give_weights_back(piece)
+            while (reading or self._sent) and not self._stopping:
+                is_read = bool(reading) and reading[0].is_read()
+                self._bring_back(wait=not is_read)
+                if is_read or (reading and not self._sent):
+                    self._make_ready(reading[0])
+                    if not self._send(reading):
+                        self._apply(reading[0])
+                        self._finish(reading.popleft())
                 self._read_ahead(coming, reading)
         finally:
             self._drain(reading)
@@ -234,8 +265,9 @@ class Updater:
     def _pieces(self, step: list[UnitUpdate]) -> Iterator[_Piece]:
         for update in step:
             tiles = self._touched(update)
+            task = _Task(update, len(tiles))
             for tile in tiles:
-                yield _Piece(update, tile, first_of_unit=tile is tiles[0], last_of_unit=tile is tiles[-1])
+                yield _Piece(task, tile)
 
     def _early_pieces(self) -> Iterator[_Piece]:
         while True:
@@ -245,27 +277,76 @@ class Updater:
                     return
                 early = self._early.popleft()
                 early.progress = Progress.RUNNING
+            task = _Task(early.update, len(early.tiles), early)
             for tile in early.tiles:
-                yield _Piece(early.update, tile, tile is early.tiles[0], tile is early.tiles[-1], early)
+                yield _Piece(task, tile)
 
-    def _take_weights(self, piece: _Piece) -> None:
-        unit = piece.update.unit
-        if piece.early is not None:
-            self._slot = self._weights.take_slot(unit)
-            self._weight_address = self._slot.lease.address
-        else:
-            self._weight_address = self._weights.acquire_for_update(unit)
+    def _make_ready(self, piece: _Piece) -> None:
+        """Wait until everything that the piece's update needs is in RAM."""
+        task = piece.task
+        if task.weights is None:
+            self._take_weights(task)
+        for ticket in piece.reads:
+            ticket.wait()
 
-    def _give_weights_back(self, piece: _Piece) -> None:
-        unit, early = piece.update.unit, piece.early
+    def _send(self, reading: deque[_Piece]) -> bool:
+        """Send away what a device will have done before the CPU; True if the first piece is gone, which is ready."""
+        device, first = self._device, reading[0]
+        if device is None:
+            return False
+        num_elements = 0  # that the CPU is to do
+        for piece in list(reading):
+            if not piece.is_at_hand():
+                break
+            update, tile = piece.task.update, piece.tile.tile
+            if not device.sooner(tile, num_elements + tile.numel):
+                num_elements += tile.numel
+                continue
+            self._make_ready(piece)
+            assert piece.task.weights is not None
+            piece.trip = device.begin(update, tile, states=piece.states, weights=piece.task.weights, grads=piece.grads)
+            reading.remove(piece)
+            self._sent.append(piece)
+        return first.trip is not None
+
+    def _bring_back(self, *, wait: bool) -> None:
+        """Finish the pieces that are back from the device; ``wait`` for the first one."""
+        device = self._device
+        while device is not None and self._sent:
+            trip = self._sent[0].trip
+            assert trip is not None
+            if not (wait or trip.is_over()):
+                return
+            device.end(trip)
+            self._finish(self._sent.popleft())
+            wait = False
+
+    def _finish(self, piece: _Piece) -> None:
+        """The piece is updated: what must leave RAM does, and the unit goes on to whoever needs it after its last."""
+        self._write(piece)
+        piece.task.num_left -= 1
+        if piece.task.num_left == 0:
+            self._give_weights_back(piece.task)
+
+    def _take_weights(self, task: _Task) -> None:
+        unit = task.update.unit
+        if task.early is not None:
+            task.slot = self._weights.take_slot(unit)
+            task.weights = task.slot.lease.address
+            return
+        while unit.weights_home is None and self._sent:  # the update pins one slot
+            self._bring_back(wait=True)
+        task.weights = self._weights.acquire_for_update(unit)
+
+    def _give_weights_back(self, task: _Task) -> None:
+        unit, early = task.update.unit, task.early
         if early is None:
             self._weights.end_update(unit)
             return
-        assert self._slot is not None
-        slot, self._slot = self._slot, None
+        assert task.slot is not None
         self._end_loan(early)
         with self._progress:
-            self._weights.return_slot(slot, unit)
+            self._weights.return_slot(task.slot, unit)
             early.progress = Progress.DONE
             self._num_early -= 1
             if early.accepted:
@@ -281,16 +362,12 @@ class Updater:
         """The unit's tiles that some segment lies in."""
         if len(update.unit.tiles) == 1:
             return update.unit.tiles
-        return [
-            tile
-            for tile in update.unit.tiles
-            if any(segment.start < tile.stop and tile.start < segment.stop for segment in update.segments)
-        ]
+        return [tile for tile in update.unit.tiles if any(update.parts(tile.tile))]
 
     def _read_ahead(self, coming: Iterator[_Piece], reading: deque[_Piece]) -> None:
         """Start reading as many pieces as there are free buffers; wait for a buffer only if nothing is on its way."""
-        while len(reading) < max(self._num_buffers, 1):
-            self._reap(wait=not self._free and not reading)
+        while len(reading) < max(self._num_buffers, 1 if self._device is None else _LOOK_AHEAD):
+            self._reap(wait=not (self._free or reading or self._sent))
             if self._num_buffers and not self._free:
                 return
             piece = next(coming, None)
@@ -301,8 +378,8 @@ class Updater:
 
     def _begin(self, piece: _Piece) -> None:
         """Find the piece's states and gradients, or start reading them."""
-        unit, tile = piece.update.unit, piece.tile
-        loan = piece.early.loan if piece.early is not None else None
+        unit, tile, early = piece.task.update.unit, piece.tile, piece.task.early
+        loan = early.loan if early is not None else None
         lease = unit.grads_home if loan is None else loan.lease
         if tile.home is None or lease is None:
             piece.buffer = self._free.pop()
@@ -319,24 +396,27 @@ class Updater:
             self._gradients.wait_until_spilled(unit)
             piece.grads = piece.buffer.address + (tile.extent.nbytes if tile.extent is not None else 0)
             piece.reads.append(self._read(f"gradients of {unit.name}", tile.grads_extent, piece.grads))
-        if piece.early is None:
+        if early is None:
             self._weights.try_fetch(unit)
 
     def _apply(self, piece: _Piece) -> None:
         """Run the kernel over the parts of the tile that take a step."""
-        tile, formats = piece.tile, self._formats
-        for segment in piece.update.segments:
-            start, stop = max(segment.start, tile.start), min(segment.stop, tile.stop)
-            if start < stop:
-                self._rule.apply(
-                    segment.frozen,
-                    tile.tile,
-                    piece.states,
-                    start,
-                    stop,
-                    weight=self._weight_address + start * formats.weights,
-                    grad=piece.grads + (start - tile.start) * formats.grads,
-                )
+        task, tile, formats = piece.task, piece.tile.tile, self._formats
+        assert task.weights is not None
+        span = self._meter.begin_update(task.update.unit.name)
+        for part in task.update.parts(tile):
+            self._rule.apply(
+                part.frozen,
+                tile,
+                piece.states,
+                part.start,
+                part.stop,
+                weight=task.weights + part.start * formats.weights,
+                grad=piece.grads + (part.start - tile.start) * formats.grads,
+            )
+        seconds = self._meter.end_update(span)
+        if self._device is not None:
+            self._device.cpu_took(tile, seconds)
 
     def _write(self, piece: _Piece) -> None:
         """Send the new states back; the buffer is free once they have arrived."""
@@ -346,10 +426,10 @@ class Updater:
             self._free.append(piece.buffer)
             return
         assert self._store is not None and piece.tile.extent is not None
-        extent = piece.tile.extent if piece.early is None else piece.tile.shadow
+        extent = piece.tile.extent if piece.task.early is None else piece.tile.shadow
         assert extent is not None
         ticket = self._store.write(extent, piece.states, extent.nbytes)
-        write = self._meter.trace.transfer("write", f"states of {piece.update.unit.name}", extent.nbytes, ticket)
+        write = self._meter.trace.transfer("write", f"states of {piece.task.update.unit.name}", extent.nbytes, ticket)
         piece.tile.write = write
         self._writes.append((write, piece.buffer))
 
@@ -370,11 +450,15 @@ class Updater:
     def _drain(self, reading: deque[_Piece]) -> None:
         """On every way out: no transfer is left in flight in our buffers."""
         first: OffloadError | None = None
-        for piece in reading:
+        if self._device is not None:
+            with contextlib.suppress(Exception):  # whatever becomes of it
+                self._device.drain()
+        for piece in (*reading, *self._sent):
             for ticket in piece.reads:
                 first = _outcome(ticket) or first
             if piece.buffer is not None:
                 self._free.append(piece.buffer)
+        self._sent.clear()
         for ticket, buffer in self._writes:
             first = _outcome(ticket) or first
             self._free.append(buffer)

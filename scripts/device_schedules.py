@@ -158,6 +158,7 @@ def watched(device: SimulatedDevice, model: nn.Module) -> Iterator[None]:
     ) -> None:
         if not where:  # on the device, its stream tells
             formats = rule._formats
+            device.host_access(address, tile.nbytes, writes=True)
             device.host_access(weight, (stop - start) * formats.weights, writes=True)
             device.host_access(grad, (stop - start) * formats.grads, writes=False)
         apply(rule, frozen, tile, address, start, stop, weight=weight, grad=grad, **where)
@@ -217,14 +218,17 @@ def check(seed: int, folder: Path) -> list[str]:
     with on_cpu(host_memory=host_memory) as engine:
         if not _equal(program.run(engine), expected):
             wrong.append(f"other bits on the CPU with {host_memory} bytes")
-    device = SimulatedDevice(seed, eagerness=rng.choice((0.0, 0.3, 0.9)))
+    eagerness = rng.choice((0.0, 0.3, 0.9))
+    link_speed = random.Random(seed + 5).choice((1.0, 1e9, 1e15, 1e15))  # updates on the CPU, on both, on the device
+    auto = random.Random(seed + 6).choice((None, None, None, 1 << 40, 500_000, 900_000))
+    device = SimulatedDevice(seed, eagerness, memory_bytes=auto or 1 << 40, link_speed=link_speed)
 
     def make(**budgets: int) -> OffloadEngine:
         return OffloadEngine(program.model(), nvme_path=folder, device=device, **program.options(), **budgets)
 
     budgets: dict[str, int] = {}
-    if rng.random() < 0.9:
-        budgets["device_memory"] = int(least(make, "device_memory") * rng.choice((1, 1.3, 3, 5, 8, 20)))
+    if auto is None:
+        budgets["device_memory"] = int(least(make, "device_memory") * rng.choice((1, 1.3, 3, 4, 4, 4, 5, 20)))
     if rng.random() < 0.8:
         budgets["host_memory"] = int(least(make, "host_memory", **budgets) * rng.choice((1, 1, 1.3, 2)))
     engine = make(**budgets)

@@ -16,10 +16,11 @@ from tiny import Tiny, batches, loss_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 
-from offload import BudgetError, OffloadEngine, kernels
+from offload import BudgetError, OffloadEngine, bandwidth, kernels
 from offload.cuda import CudaDevice
 from offload.dtypes import kernel_dtype
 from offload.handle import Handle
+from offload.report import Link
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.is_available() says there is no GPU")
 
@@ -138,6 +139,62 @@ def test_updates_on_the_gpu_have_the_bits_of_the_cpu(
     assert all(torch.equal(weights[name], value) for name, value in expected.items())
     for index, values in expected_states.items():
         assert all(torch.equal(states[index][name], value) for name, value in values.items())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_tiles_of_the_host_are_updated_on_either_side_with_the_same_bits(
+    make_model: Callable[..., Tiny], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    """A link that is said to be slow leaves all tiles to the CPU, a fast one sends all but the first of a step."""
+
+    def make(**budgets: int) -> OffloadEngine:
+        options = {"nvme_path": tmp_path, "tile_bytes": 64 << 10, "precision": precision, "lr": 1e-3, **budgets}
+        return OffloadEngine(make_model(num_blocks=8), device="cuda", **options)
+
+    device_memory = 4 * least(make, "device_memory")
+    host_memory = least(partial(make, device_memory=device_memory), "host_memory")
+    outcomes = []
+    for speed in (1.0, 1e15):
+        monkeypatch.setattr(bandwidth, "measure_link", lambda *_, speed=speed: Link(speed, speed))
+        for budgets in ({}, {"host_memory": host_memory}):
+            with make(device_memory=device_memory, **budgets) as engine:
+                assert engine.plan.device.updates_bytes > 0
+                outcomes.append(train(engine))
+                sent = engine._compute._updates.copied_bytes
+                assert sent == (0, 0) if speed == 1.0 else sent[0] > sent[1] > 0
+    for losses, weights in outcomes[1:]:
+        assert losses == outcomes[0][0]
+        assert all(torch.equal(weights[name], value) for name, value in outcomes[0][1].items())
+
+
+def test_units_move_to_what_the_first_step_has_left_free(
+    make_model: Callable[..., Tiny], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(**budgets: int) -> OffloadEngine:
+        return OffloadEngine(make_model(width=512, num_blocks=12), device="cuda", nvme_path=tmp_path, **budgets)
+
+    with make(device_memory=1 << 30) as engine:
+        expected, weights = train(engine)
+        whole = engine.plan.device.total_bytes
+    torch.cuda.empty_cache()
+    memory_bytes = torch.cuda.memory_reserved() + whole * 8 // 5  # less than twice: not all comes home at once
+    monkeypatch.setattr(CudaDevice, "memory_bytes", lambda device: memory_bytes)
+    with make() as engine:
+        assert not engine.plan.device.homes
+        losses, found = train(engine)
+        assert engine.plan.device.homes
+    assert losses == expected and all(torch.equal(found[name], value) for name, value in weights.items())
+
+
+def test_an_event_says_when_its_stream_has_come_to_it() -> None:
+    device = CudaDevice(torch.device("cuda"))
+    stream = device.new_stream()
+    host, there = torch.zeros(64 << 20, dtype=torch.uint8).pin_memory(), torch.empty(64 << 20, dtype=torch.uint8).cuda()
+    before = stream.record()
+    stream.copy(there, host)
+    after = stream.record()
+    after.wait()
+    assert before.done() and after.done() and after.seconds_since(before) > 0
 
 
 def test_sums_of_squares_on_the_gpu_have_the_bits_of_the_cpu() -> None:

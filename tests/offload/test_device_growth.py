@@ -1,0 +1,136 @@
+"""What ``device_memory="auto"`` does after the first step: units move to what it has left free, without other bits."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from campaign import device_schedules, forget_in
+from tiny import Tiny, train
+
+from offload import BudgetError, NonFiniteGradient, OffloadEngine
+from offload.device_homes import _Home
+from offload.errors import DeviceMemoryError
+from offload.simulated import SimulatedDevice, _Event, _Stream
+
+OPTIONS: list[dict[str, Any]] = [
+    {"precision": "bf16"},
+    {"precision": "fp16", "gradient_clipping": 0.5},
+    {"precision": "fp32", "gradient_accumulation_steps": 2},
+    {"precision": "fp32", "optimizer": "adam", "optimizer_options": {"amsgrad": True}},
+]
+
+
+@pytest.fixture
+def make(make_model: Callable[..., Tiny], tmp_path: Path) -> Callable[..., OffloadEngine]:
+    """An engine with several tiles a unit; ``on_nvme`` with the least host memory."""
+
+    def make(device: Any, *, on_nvme: bool = False, **options: Any) -> OffloadEngine:
+        def build(**budgets: int) -> OffloadEngine:
+            settings = {"nvme_path": tmp_path, "tile_bytes": 64 << 10, "lr": 1e-2, **options, **budgets}
+            return OffloadEngine(make_model(num_blocks=6, width=64), device=device, **settings)
+
+        if not on_nvme:
+            return build()
+        with pytest.raises(BudgetError) as caught:
+            build(host_memory=1)
+        return build(host_memory=caught.value.needed_bytes)
+
+    return make
+
+
+def whole_bytes(make: Callable[..., OffloadEngine], **options: Any) -> int:
+    """Device memory that everything takes at home there."""
+    with make(SimulatedDevice(), **options) as engine:
+        assert len(engine.plan.device.homes) == len(engine.plan.units)
+        return engine.plan.device.total_bytes
+
+
+@pytest.mark.parametrize("on_nvme", [False, True], ids=["in RAM", "on NVMe"])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options.values())))
+def test_units_move_home_after_the_first_step_and_the_bits_stay(
+    make: Callable[..., OffloadEngine], options: dict[str, Any], on_nvme: bool
+) -> None:
+    with make("cpu", **options) as engine:
+        expected, weights = train(engine, 6)
+        states = engine.optimizer.state_dict()["state"]
+    whole = whole_bytes(make, **options)
+    for seed, share in enumerate((0.6, 1.2)):
+        device = SimulatedDevice(seed, memory_bytes=int(whole * share), link_speed=1e15)
+        engine = make(device, on_nvme=on_nvme, **options)
+        with engine, device_schedules.watched(device, engine.module):
+            before = engine.plan
+            assert not before.device.homes
+            losses, found = train(engine, 6)
+            plan = engine.plan
+            assert 0 < len(plan.device.homes) < len(plan.units)
+            assert losses == expected and all(torch.equal(found[name], value) for name, value in weights.items())
+            for index, values in engine.optimizer.state_dict()["state"].items():
+                assert all(torch.equal(value, states[index][name]) for name, value in values.items())
+            assert device.most_allocated_bytes <= plan.device.total_bytes - plan.device.gradients_bytes
+            assert plan.device.total_bytes <= device.memory_bytes()
+            assert plan.host_bytes == before.host_bytes and plan.model_state_bytes == before.model_state_bytes
+            assert "of units that are on the device now" in str(plan)
+            assert engine.report().device_memory_bytes == plan.device.total_bytes
+        assert device.violations == [] and device.allocated_bytes == 0
+
+
+@pytest.mark.parametrize("kind", [_Stream, _Event], ids=["memory-before-copy", "copy-before-use"])
+def test_a_forgotten_wait_shows(make: Callable[..., OffloadEngine], kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimulatedDevice(memory_bytes=int(whole_bytes(make) * 1.2))
+    forget_in("_bring", kind)(monkeypatch)
+    engine = make(device)
+    with engine, device_schedules.watched(device, engine.module), contextlib.suppress(NonFiniteGradient):
+        train(engine, 3)
+    assert device.violations
+
+
+def test_less_crosses_the_link_afterwards(make: Callable[..., OffloadEngine]) -> None:
+    whole = whole_bytes(make)
+    with make(SimulatedDevice(memory_bytes=int(whole * 1.2))) as engine:
+        train(engine, 1)
+        engine.synchronize()
+        first = engine.report()
+        train(engine, 3)
+        plan, report = engine.plan, engine.report()
+        staying = [item.unit for item in plan.units if item.unit.index not in plan.device.homes]
+        trained = sum(spec.numel for unit in staying for spec in unit.parameters)
+        assert report.to_host_bytes == 2 * trained < first.to_host_bytes == 2 * plan.num_parameters
+
+
+def test_memory_in_pieces_that_are_too_small_goes_to_copies(
+    make: Callable[..., OffloadEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make("cpu") as engine:
+        expected, _ = train(engine, 4)
+    device = SimulatedDevice(memory_bytes=int(whole_bytes(make) * 1.2))
+    init, made = _Home.__init__, []
+
+    def fail(home: _Home, *args: Any) -> None:
+        made.append(home)
+        if len(made) == 3:
+            raise DeviceMemoryError("planted")
+        init(home, *args)
+
+    monkeypatch.setattr(_Home, "__init__", fail)
+    with make(device) as engine:
+        before = engine.plan.device
+        losses, _ = train(engine, 4)
+        assert losses == expected and len(made) == 3
+        assert not engine.plan.device.homes and engine.plan.device.weights_bytes > before.weights_bytes
+        assert device.allocated_bytes <= engine.plan.device.total_bytes
+    assert device.allocated_bytes == 0 and device.violations == []
+
+
+def test_gradients_that_no_group_has_stay(make: Callable[..., OffloadEngine], make_model: Callable[..., Tiny]) -> None:
+    device = SimulatedDevice(memory_bytes=int(whole_bytes(make) * 1.2))
+    model = make_model(num_blocks=6, width=64)
+    optimizer = torch.optim.AdamW([p for name, p in model.named_parameters() if not name.startswith("blocks.3")])
+    with OffloadEngine(model, device=device, optimizer=optimizer, tile_bytes=64 << 10) as engine:
+        train(engine, 1)
+        assert not engine.plan.device.homes
+        assert engine.module.blocks[3].up.weight.grad.norm() > 0

@@ -1,0 +1,340 @@
+"""Updates of what rests on the host, on a simulated device: the same bits whichever side makes them, bytes, order."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from campaign import forget_in
+from device_schedules import watched
+from tiny import Tiny, batches, loss_of, train
+
+from offload import BudgetError, NonFiniteGradient, OffloadEngine
+from offload.device_updates import DeviceUpdates, Trip, _parts
+from offload.layout import Formats, Tile
+from offload.report import Link, Meter
+from offload.simulated import SimulatedDevice, _Event, _Stream
+from offload.update import UnitUpdate, Updater
+
+TILE_BYTES = 64 * 1024
+
+CPU, BOTH, DEVICE = 1.0, 120e3, 1e15
+"""Bytes per second of a link over which the device gets no tiles, some, or all but the first, if the CPU takes a second
+for each."""
+
+
+@pytest.fixture
+def sides(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many tiles each side has updated. The CPU is said to take a second for each."""
+    counts: Counter[str] = Counter()
+    apply, begin, end_update = Updater._apply, DeviceUpdates.begin, Meter.end_update
+
+    def count_cpu(updater: Updater, piece: Any) -> None:
+        counts["cpu"] += 1
+        apply(updater, piece)
+
+    def count_device(updates: DeviceUpdates, *args: Any, **addresses: int) -> Any:
+        counts["device"] += 1
+        return begin(updates, *args, **addresses)
+
+    def take_a_second(meter: Meter, span: Any) -> float:
+        end_update(meter, span)
+        return 1.0
+
+    monkeypatch.setattr(Updater, "_apply", count_cpu)
+    monkeypatch.setattr(DeviceUpdates, "begin", count_device)
+    monkeypatch.setattr(Meter, "end_update", take_a_second)
+    return counts
+
+
+def least(make: Callable[..., OffloadEngine], budget: str) -> int:
+    with pytest.raises(BudgetError) as caught:
+        make(**{budget: 1})
+    return caught.value.needed_bytes
+
+
+@pytest.fixture
+def make(make_model: Callable[..., Tiny], tmp_path: Path) -> Callable[..., OffloadEngine]:
+    """An engine whose units have several tiles; there is room for updates on the device, and for a home or two."""
+
+    def make(device: Any, *, on_nvme: bool = False, **options: Any) -> OffloadEngine:
+        def build(**budgets: int) -> OffloadEngine:
+            model = make_model(width=64, num_blocks=3)
+            settings = {"nvme_path": tmp_path, "tile_bytes": TILE_BYTES, "lr": 1e-2, **options, **budgets}
+            return OffloadEngine(model, device=device, **settings)
+
+        budgets = {}
+        if device != "cpu":
+            budgets["device_memory"] = least(build, "device_memory") * 7 // 2
+        if on_nvme:
+            budgets["host_memory"] = least(partial(build, **budgets), "host_memory")
+        return build(**budgets)
+
+    return make
+
+
+def outcome(engine: OffloadEngine, steps: int = 3) -> Any:
+    """Losses, weights and states of a few steps."""
+    with engine:
+        return *train(engine, steps), engine.optimizer.state_dict()["state"]
+
+
+def equal(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(equal(left[key], right[key]) for key in left)
+    if isinstance(left, tuple):
+        return all(equal(a, b) for a, b in zip(left, right, strict=True))
+    return bool(left == right)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"precision": "bf16"},
+    {"precision": "fp16", "gradient_clipping": 0.5},
+    {"precision": "fp32", "gradient_accumulation_steps": 2},
+    {"precision": "bf16", "gradient_accumulation_steps": 3, "moments_dtype": "bf16"},
+    {"precision": "fp32", "optimizer": "adam", "optimizer_options": {"amsgrad": True}},
+    {"precision": "bf16", "optimizer": "lion"},
+]
+
+
+@pytest.mark.parametrize("on_nvme", [False, True], ids=["in RAM", "on NVMe"])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options.values())))
+def test_the_bits_are_the_same_whichever_side_updates(
+    make: Callable[..., OffloadEngine], sides: Counter[str], options: dict[str, Any], on_nvme: bool
+) -> None:
+    expected = outcome(make("cpu", **options))
+    for seed, speed in enumerate((CPU, BOTH, DEVICE)):
+        device = SimulatedDevice(seed, link_speed=speed)
+        engine = make(device, on_nvme=on_nvme, **options)
+        assert (engine.plan.nvme_bytes["states"] > 0) == on_nvme
+        sides.clear()
+        assert equal(outcome(engine), expected)
+        assert device.violations == [] and device.allocated_bytes == 0
+        assert (sides["device"] > 0) == (speed != CPU)
+        if speed == DEVICE:
+            assert sides["cpu"] == engine.global_step  # each step's first tile
+        else:
+            assert sides["cpu"] > engine.global_step
+
+
+def test_what_crosses_the_link_for_updates_is_in_the_report_and_in_the_timeline(
+    make: Callable[..., OffloadEngine], sides: Counter[str], tmp_path: Path
+) -> None:
+    reports, tracks = [], []
+    for speed in (CPU, DEVICE):
+        with make(SimulatedDevice(link_speed=speed)) as engine:
+            train(engine, 3)
+            reports.append(engine.report())
+            engine.timeline(tmp_path / "trace.json")
+            events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+            tracks.append(Counter(event["cat"] for event in events if event["ph"] == "X"))
+    without, found = reports
+    sent = [tile.tile for unit in engine._units if not unit.on_device for tile in unit.tiles][1:]
+    numel, states = sum(tile.numel for tile in sent), sum(tile.nbytes for tile in sent)
+    assert found.to_device_bytes - without.to_device_bytes == states + 4 * numel
+    assert found.to_host_bytes - without.to_host_bytes == states + 2 * numel
+    assert tracks[0]["update on the device"] == 0 and tracks[1]["update on the device"] == len(sent)
+    assert tracks[0]["update"] == len(sent) + 1 and tracks[1]["update"] == 1
+
+
+def test_memory_for_updates_is_counted_to_the_byte_and_never_raises_the_least_budget(
+    make_model: Callable[..., Tiny],
+) -> None:
+    device = SimulatedDevice()
+
+    def make(**budget: int) -> OffloadEngine:
+        return OffloadEngine(make_model(num_blocks=6), device=device, tile_bytes=TILE_BYTES, **budget)
+
+    needed = least(make, "device_memory")
+    taken = []
+    for factor in (2, 4, 5, 6, 8, 10, 100):
+        device.most_allocated_bytes = 0
+        with make(device_memory=needed * factor // 2) as engine:
+            plan = engine.plan.device
+            assert device.allocated_bytes == plan.updates_bytes + plan.squares_bytes + sum(plan.home_bytes.values())
+            tiles = [tile.tile for unit in engine._units if not unit.on_device for tile in unit.tiles]
+            if plan.updates_bytes:
+                assert plan.updates_bytes == 2 * max(sum(_parts(tile, engine.plan.formats)) for tile in tiles)
+                assert f"{plan.updates_bytes / (1 << 20):,.1f} MiB for updates of what rests elsewhere" in str(plan)
+            train(engine, 1)
+            assert device.most_allocated_bytes <= plan.total_bytes - plan.gradients_bytes
+            assert plan.total_bytes <= needed * factor // 2
+            taken.append(plan.updates_bytes)
+    assert taken[0] == 0 < taken[3] == taken[4] and taken[-1] == 0  # nothing is left that passes through
+
+
+def test_auto_takes_memory_for_updates_where_there_is_plenty(make_model: Callable[..., Tiny]) -> None:
+    def updates_bytes(memory_bytes: int) -> int:
+        device = SimulatedDevice(memory_bytes=memory_bytes)
+        with OffloadEngine(make_model(num_blocks=6), device=device, tile_bytes=TILE_BYTES) as engine:
+            assert not engine.plan.device.homes
+            return engine.plan.device.updates_bytes
+
+    assert updates_bytes(2 << 20) == 0 < updates_bytes(8 << 20)
+
+
+@pytest.mark.parametrize(
+    "options", [{"moments_dtype": "int8"}, {"optimizer": torch.optim.NAdam}, {"optimizer": "sgd", "precision": "fp32"}]
+)
+def test_the_cpu_updates_alone_without_a_kernel_or_states_to_send(
+    make: Callable[..., OffloadEngine], sides: Counter[str], options: dict[str, Any]
+) -> None:
+    expected = outcome(make("cpu", **options))
+    with make(SimulatedDevice(link_speed=DEVICE), **options) as engine:
+        assert engine.plan.device.updates_bytes == 0
+        assert equal(outcome(engine), expected) and sides["device"] == 0
+
+
+TILE, FORMATS = Tile(0, 1000, 10_000), Formats(weights=2, master=2, grads=2)  # 14 kB there, 12 kB back
+
+
+def updates(device: SimulatedDevice, nbytes: int = 2 * sum(_parts(TILE, FORMATS))) -> DeviceUpdates:
+    return DeviceUpdates(device, None, FORMATS, nbytes, Link(14e3, 12e3), Meter())
+
+
+def send(updates: DeviceUpdates, memory: torch.Tensor) -> Trip:
+    """Send the tile away and leave it as it is."""
+    at = memory.data_ptr()
+    return updates.begin(
+        UnitUpdate(SimpleNamespace(name="unit"), ()), TILE, states=at, weights=at + 10_000, grads=at + 12_000
+    )
+
+
+def test_the_side_is_that_which_will_be_done_first() -> None:
+    device, memory = SimulatedDevice(), torch.zeros(14_000, dtype=torch.uint8)
+    side = updates(device)
+    assert not side.sooner(TILE, 1000)  # nobody knows what the CPU takes
+    side.cpu_took(TILE, 1.9)
+    assert not side.sooner(TILE, 1000) and side.sooner(TILE, 2000)
+    side.cpu_took(TILE, 2.3)
+    assert side.sooner(TILE, 1000)
+    trip = send(side, memory)
+    assert not side.sooner(TILE, 1000) and side.sooner(TILE, 2000)  # it comes a second after the one before it
+    side.end(trip)
+    assert side.sooner(TILE, 1000)
+    side.begin_step()
+    assert not side.sooner(TILE, 1000)
+    small = updates(device, 8192)
+    small.cpu_took(TILE, 1e9)
+    assert not small.sooner(TILE, 1000)
+
+
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_a_tile_comes_to_memory_that_is_there(forgotten: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if forgotten:
+        forget_in("__init__", _Stream)(monkeypatch)
+    device, memory = SimulatedDevice(), torch.arange(14_000).to(torch.uint8)
+    side = updates(device)
+    side.end(send(side, memory))
+    side.close()
+    assert torch.equal(memory, torch.arange(14_000).to(torch.uint8))
+    assert bool(device.violations) == forgotten and device.allocated_bytes == 0
+
+
+@pytest.mark.parametrize("on_nvme", [False, True], ids=["in RAM", "on NVMe"])
+@pytest.mark.parametrize("where", ["copy", "kernel", "record", "wait"])
+def test_a_fault_on_the_way_reaches_the_training_thread_and_nothing_hangs(
+    make: Callable[..., OffloadEngine], monkeypatch: pytest.MonkeyPatch, where: str, on_nvme: bool
+) -> None:
+    for number in (1, 2, 3, 7):
+        device = SimulatedDevice(seed=number, link_speed=DEVICE)
+        engine = make(device, on_nvme=on_nvme)
+        train(engine, 1)
+        kind, count = (_Event, 0) if where == "wait" else (_Stream, 0)
+        work = getattr(kind, where)
+
+        def fail(self: Any, *args: Any, number: int = number, work: Any = work) -> Any:
+            nonlocal count
+            stream = self._stream if isinstance(self, _Event) else self
+            count += stream.name.startswith("stream")
+            if stream.name.startswith("stream") and count == number:
+                raise RuntimeError("planted")
+            return work(self, *args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, where, fail)
+            with pytest.raises(RuntimeError, match="planted"):
+                train(engine, 3)
+        with pytest.raises(RuntimeError, match="planted"):
+            engine(batches(1)[0][0])
+        engine.close()
+        assert device.allocated_bytes == 0 and not device.pinned and device.violations == []
+
+
+def test_an_engine_may_close_while_tiles_are_away(make: Callable[..., OffloadEngine]) -> None:
+    for seed in range(4):
+        device = SimulatedDevice(seed, link_speed=DEVICE)
+        engine = make(device)
+        tokens, targets = batches(1)[0]
+        engine.backward(loss_of(engine(tokens), targets))
+        engine.step()
+        engine.close()
+        assert device.allocated_bytes == 0 and not device.pinned and device.violations == []
+
+
+# Every access is ordered; and each of these is one forgotten wait, or memory used twice, which shows.
+
+
+def violations(make: Callable[..., OffloadEngine], seed: int, on_nvme: bool) -> list[str]:
+    device = SimulatedDevice(seed, link_speed=DEVICE)
+    engine = make(device, on_nvme=on_nvme)
+    with engine, watched(device, engine.module), contextlib.suppress(NonFiniteGradient):  # wrong numbers may end a step
+        train(engine, 3)
+    return device.violations
+
+
+@pytest.mark.parametrize("on_nvme", [False, True], ids=["in RAM", "on NVMe"])
+def test_every_access_is_ordered(make: Callable[..., OffloadEngine], sides: Counter[str], on_nvme: bool) -> None:
+    for seed in range(4):
+        assert violations(make, seed, on_nvme) == []
+    assert sides["device"] > 0
+
+
+def _count_too_early(patch: pytest.MonkeyPatch) -> None:
+    """A unit is given back while its last tile is away."""
+    begin = DeviceUpdates.begin
+
+    def begin_and_finish(updates: DeviceUpdates, *args: Any, **addresses: int) -> Any:
+        trip = begin(updates, *args, **addresses)
+        updates._trips.remove(trip)
+        return trip
+
+    patch.setattr(DeviceUpdates, "begin", begin_and_finish)
+    patch.setattr(DeviceUpdates, "end", lambda updates, trip: None)
+
+
+def _share_one_place(patch: pytest.MonkeyPatch) -> None:
+    """Tiles on two streams meet in the same memory."""
+    begin = DeviceUpdates.begin
+
+    def begin_in_one(updates: DeviceUpdates, *args: Any, **addresses: int) -> Any:
+        updates._places[1].memory = updates._places[0].memory
+        return begin(updates, *args, **addresses)
+
+    patch.setattr(DeviceUpdates, "begin", begin_in_one)
+
+
+@pytest.mark.parametrize(
+    "forget",
+    [forget_in("end", _Event), _count_too_early, _share_one_place],
+    ids=["back-before-use", "unit-before-tile", "one-place"],
+)
+@pytest.mark.parametrize("on_nvme", [False, True], ids=["in RAM", "on NVMe"])
+def test_a_forgotten_wait_shows(
+    make: Callable[..., OffloadEngine],
+    forget: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+    on_nvme: bool,
+) -> None:
+    forget(monkeypatch)
+    assert violations(make, 0, on_nvme)
