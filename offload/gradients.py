@@ -130,7 +130,7 @@ class Gradients:
         if buffer is not None:
             self._wait_for_spill(buffer)
             unit.grad_buffer, buffer.unit = None, None
-        unit.grads_home, unit.grad_views = None, {}
+        unit.grads_home = None
 
     def drain(self) -> None:
         """Wait for every transfer in flight, whatever becomes of it."""

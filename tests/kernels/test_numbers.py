@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -123,7 +124,7 @@ def test_all_weight_formats_take_the_same_steps() -> None:
         beside[dtype] |= {"master": beside[dtype]["weight"], "weight": torch.zeros(numel, dtype=torch_dtype)}
     for step in range(1, 6):
         grad = torch.randn(numel).bfloat16()
-        coef = AdamCoef(**{**vars(COEF), "step": step})
+        coef = replace(COEF, step=step)
         step_adam(coef, grad, plain, weight_dtype=Dtype.F32)
         step_adam(coef, grad, split, weight_dtype=Dtype.BF16)
         for dtype, state in beside.items():
@@ -140,14 +141,14 @@ def test_the_gradient_scale_multiplies_each_element_once() -> None:
     grad = torch.randn(100)
     scaled, before = fresh(100), fresh(100)
     step_adam(COEF, grad, scaled, weight_dtype=Dtype.F32)
-    step_adam(AdamCoef(**{**vars(COEF), "grad_scale": 1.0}), grad * 0.25, before, weight_dtype=Dtype.F32)
+    step_adam(replace(COEF, grad_scale=1.0), grad * 0.25, before, weight_dtype=Dtype.F32)
     assert all(torch.equal(scaled[name], before[name]) for name in before)
 
 
 def test_a_zero_learning_rate_moves_the_moments_and_not_the_weight() -> None:
     state = fresh(100)
     weight = state["weight"].clone()
-    step_adam(AdamCoef(**{**vars(COEF), "lr": 0.0}), torch.randn(100), state, weight_dtype=Dtype.F32)
+    step_adam(replace(COEF, lr=0.0), torch.randn(100), state, weight_dtype=Dtype.F32)
     assert torch.equal(state["weight"], weight) and state["exp_avg"].all()
 
 
@@ -286,7 +287,7 @@ def test_int8_scales_end_where_code_0_is_a_normal_number(use_isa: Any) -> None:
         ({"rest": 4096, "master": 4096}, "not both"),
         ({"moments_dtype": Dtype.F16}, "too small"),
         ({"moments_dtype": Dtype.INT8}, "exp_avg_scale must be an address"),
-        ({"grad_dtype": Dtype.INT8}, "grad_dtype must be"),
+        ({"grad_dtype": Dtype.INT8}, "grad must be F32, BF16 or F16"),
     ],
 )
 def test_an_impossible_call_is_refused(change: dict[str, Any], message: str) -> None:
