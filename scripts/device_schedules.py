@@ -36,6 +36,7 @@ from swapper import Store
 
 WIDTH = 32
 VOCAB = 64
+HUGE_VOCAB = 20_011
 
 
 class Block(nn.Module):
@@ -56,17 +57,21 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """An embedding, blocks (one may be called twice), a gain that the model itself owns, and a head (maybe tied)."""
+    """An embedding, blocks (one may be called twice), a gain that the model itself owns, and a head (maybe tied).
+
+    The vocabulary may be so large that embedding and head are cut into pieces.
+    """
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.vocabulary = rng.choice((VOCAB, VOCAB, VOCAB, HUGE_VOCAB))
+        self.embed = nn.Embedding(self.vocabulary, WIDTH)
         recompute = rng.choice((None, None, "reentrant", "other"))
         self.blocks = nn.ModuleList(Block(rng.choice((32, 64, 128)), recompute) for _ in range(rng.randint(2, 6)))
         self.twice = rng.choice((None, rng.randrange(len(self.blocks))))
         self.gain = nn.Parameter(torch.ones(WIDTH))
         self.register_buffer("shift", torch.randn(WIDTH))
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head = nn.Linear(WIDTH, self.vocabulary, bias=False)
         if rng.random() < 0.3:
             self.head.weight = self.embed.weight
         if rng.random() < 0.3:
@@ -110,7 +115,7 @@ class Program:
         seen: list[Any] = []
         for _ in range(rng.randint(2, 4)):
             for _ in range(engine.config.gradient_accumulation_steps):
-                tokens = torch.randint(0, VOCAB, (2, 8), generator=generator)
+                tokens = torch.randint(0, engine.module.vocabulary, (2, 8), generator=generator)
                 logits = engine(tokens)
                 loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
                 engine.backward(loss)
@@ -140,7 +145,7 @@ def _trains(engine: OffloadEngine) -> bool:
 
 
 @contextlib.contextmanager
-def watched(device: SimulatedDevice, model: nn.Module) -> Iterator[None]:
+def watched(device: SimulatedDevice, engine: OffloadEngine) -> Iterator[None]:
     """Tell the device of what the disk, the optimizer and the model do."""
     read, write, apply, take = Store.read, Store.write, KernelRule.apply, DeviceGradients.take
     add, read_sums = DeviceHomes._add, Squares._read
@@ -180,7 +185,8 @@ def watched(device: SimulatedDevice, model: nn.Module) -> Iterator[None]:
             if parameter is not None and type(parameter) is nn.Parameter:
                 device.compute_access(parameter, writes=False)
 
-    hooks = [module.register_forward_pre_hook(compute) for module in model.modules()]
+    modules = dict.fromkeys([*engine.module.modules(), *(m for unit in engine._units for m in unit.spec.modules)])
+    hooks = [module.register_forward_pre_hook(compute) for module in modules]
     with (
         mock.patch.object(Store, "read", watch_read),
         mock.patch.object(Store, "write", watch_write),
@@ -221,6 +227,8 @@ def check(seed: int, folder: Path) -> list[str]:
     eagerness = rng.choice((0.0, 0.3, 0.9))
     link_speed = random.Random(seed + 5).choice((1.0, 1e9, 1e15, 1e15))  # updates on the CPU, on both, on the device
     auto = random.Random(seed + 6).choice((None, None, None, 1 << 40, 500_000, 900_000))
+    if auto is not None and program.model().vocabulary == HUGE_VOCAB:
+        auto *= 20
     device = SimulatedDevice(seed, eagerness, memory_bytes=auto or 1 << 40, link_speed=link_speed)
 
     def make(**budgets: int) -> OffloadEngine:
@@ -233,7 +241,7 @@ def check(seed: int, folder: Path) -> list[str]:
         budgets["host_memory"] = int(least(make, "host_memory", **budgets) * rng.choice((1, 1, 1.3, 2)))
     engine = make(**budgets)
     device.most_allocated_bytes = device.allocated_bytes
-    with watched(device, engine.module):
+    with watched(device, engine):
         try:
             found = program.run(engine)
             allowed = engine.plan.device.total_bytes - engine.plan.device.gradients_bytes

@@ -62,7 +62,7 @@ def test_units_move_home_after_the_first_step_and_the_bits_stay(
     for seed, share in enumerate((0.6, 1.2)):
         device = SimulatedDevice(seed, memory_bytes=int(whole * share), link_speed=1e15)
         engine = make(device, on_nvme=on_nvme, **options)
-        with engine, device_schedules.watched(device, engine.module):
+        with engine, device_schedules.watched(device, engine):
             before = engine.plan
             assert not before.device.homes
             losses, found = train(engine, 6)
@@ -84,7 +84,7 @@ def test_a_forgotten_wait_shows(make: Callable[..., OffloadEngine], kind: Any, m
     device = SimulatedDevice(memory_bytes=int(whole_bytes(make) * 1.2))
     forget_in("_bring", kind)(monkeypatch)
     engine = make(device)
-    with engine, device_schedules.watched(device, engine.module), contextlib.suppress(NonFiniteGradient):
+    with engine, device_schedules.watched(device, engine), contextlib.suppress(NonFiniteGradient):
         train(engine, 3)
     assert device.violations
 

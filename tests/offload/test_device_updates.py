@@ -288,7 +288,7 @@ def test_an_engine_may_close_while_tiles_are_away(make: Callable[..., OffloadEng
 def violations(make: Callable[..., OffloadEngine], seed: int, on_nvme: bool) -> list[str]:
     device = SimulatedDevice(seed, link_speed=DEVICE)
     engine = make(device, on_nvme=on_nvme)
-    with engine, watched(device, engine.module), contextlib.suppress(NonFiniteGradient):  # wrong numbers may end a step
+    with engine, watched(device, engine), contextlib.suppress(NonFiniteGradient):  # wrong numbers may end a step
         train(engine, 3)
     return device.violations
 
