@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -59,7 +60,7 @@ class OffloadEngine:
             raise ConfigError("the model has no floating-point parameters: there is nothing to offload")
         choice = choose(self.config, specs)
         self._device = open_device(self.config.device)
-        self.plan: Plan = plan_for(self.config, specs, choice, self._device)
+        self._plan: Plan = plan_for(self.config, specs, choice, self._device)
         self._failure = Failure()
         self._meter = Meter()
         self._micro_step = 0
@@ -75,6 +76,16 @@ class OffloadEngine:
             self._closed.close()
             raise
         self._meter.restart()
+
+    @property
+    def plan(self) -> Plan:
+        """Where everything rests, and what a step moves and takes. ``print`` it."""
+        seconds = {}
+        if self.bandwidths is not None:
+            seconds["nvme"] = self.bandwidths.seconds(self._plan.step_read_bytes, self._plan.step_write_bytes)
+        if self._last_report is not None:
+            seconds["compute"] = self._last_report.compute_seconds
+        return replace(self._plan, seconds=seconds)
 
     # What a training loop calls.
 
@@ -256,7 +267,7 @@ class OffloadEngine:
         for unit in self._units:
             self._updater_of_training.drop(unit)  # one that takes no part in the step after all
         self.global_step += 1
-        self._last_report = self._reporter.report(self.plan, self.global_step, norm, self._step_scale)
+        self._last_report = self._reporter.report(self._plan, self.global_step, norm, self._step_scale)
         self._updater_of_training.start(remaining)
         self._grow_into_device()
         self._compute.end_step()
@@ -314,7 +325,7 @@ class OffloadEngine:
 
     def _grow_into_device(self) -> None:
         """After the first step it is known what activations take: units move to the rest, and copies of the others."""
-        device, compute, plan = self._device, self._compute, self.plan
+        device, compute, plan = self._device, self._compute, self._plan
         if self.global_step > 1 or self.config.device_memory != "auto" or device is None or plan.device is None:
             return
         assert isinstance(compute, DeviceCompute) and self._tiles is not None
@@ -331,7 +342,7 @@ class OffloadEngine:
             except DeviceMemoryError:  # there is room, in pieces that are too small
                 grown = plan.device.grown(free_bytes)
                 compute.grow((), self._weights, self._tiles, grown)
-        self.plan = plan.with_device(grown)
+        self._plan = plan.with_device(grown)
 
     # How updates begin during backward.
 
@@ -363,7 +374,7 @@ class OffloadEngine:
         had_states = choice.states() if choice is not None else {}
         parts = build(
             self.module,
-            self.plan,
+            self._plan,
             self.config,
             rule,
             self._device,

@@ -9,6 +9,7 @@ from enum import Enum
 from offload.device_plan import GOLDEN, MARGIN, DevicePlan, plan_device
 from offload.errors import BudgetError
 from offload.layout import DEFAULT_TILE_BYTES, Formats, Tile
+from offload.plan_text import describe
 from offload.units import UnitSpec, num_nested
 from swapper import align
 
@@ -58,6 +59,11 @@ class UnitPlan:
         """Weights and all states rest on NVMe."""
         return bool(self.tiles) and all(tier is Tier.NVME for tier in (self.weights, *(t for _, t in self.tiles)))
 
+    @property
+    def passes_through(self) -> bool:
+        """Some of it rests on NVMe."""
+        return Tier.NVME in (self.weights, self.grads, *(tier for _, tier in self.tiles))
+
     def moved(self) -> UnitPlan:
         """The unit, at home on a device, in the same tiles."""
         return UnitPlan(self.unit, Tier.DEVICE, Tier.DEVICE, tuple((tile, Tier.DEVICE) for tile, _ in self.tiles))
@@ -79,14 +85,14 @@ class Plan:
     cannot use them where they are; or buffers that gradients come to from a device."""
     resident_bytes: dict[str, int]
     nvme_bytes: dict[str, int]
-    step_read_bytes: int
-    step_write_bytes: int
     shadows: bool = False
     """Units that rest on NVMe altogether have room for a second copy there, for updates that begin during backward."""
     device: DevicePlan | None = None
     """What the engine may hold in a device's memory; None where the CPU computes."""
     vacant_bytes: dict[Tier, int] = field(default_factory=dict)
     """Reserved for units that have moved to a device since."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """What a step takes of NVMe at the measured bandwidth, and of compute once a step was taken."""
 
     @property
     def shadow_bytes(self) -> int:
@@ -96,6 +102,23 @@ class Plan:
             for item in self.units
             if item.on_nvme
         )
+
+    @property
+    def step_read_bytes(self) -> int:
+        """NVMe reads of a step: weights for forward and for backward, and what an update needs.
+
+        Updates during backward find the gradients where they came to. What still lies in a slot is read no more.
+        """
+        training = bool(self.formats.grads)
+        early = [item.unit for item in self.units if self.shadows and item.on_nvme and item.grads is Tier.NVME]
+        found = sum(unit.trainable_numel * self.formats.grads for unit in early)
+        nvme = self.nvme_bytes
+        return nvme["weights"] * (2 if training else 1) + nvme["states"] + nvme["grads"] - found
+
+    @property
+    def step_write_bytes(self) -> int:
+        """NVMe writes of a step."""
+        return sum(self.nvme_bytes.values()) if self.formats.grads else 0
 
     @property
     def num_parameters(self) -> int:
@@ -188,42 +211,10 @@ class Plan:
             resident_bytes=resident,
             nvme_bytes=nvme,
             vacant_bytes=vacant if any(vacant.values()) else {},
-            step_read_bytes=2 * nvme["weights"] + nvme["grads"] + nvme["states"],
-            step_write_bytes=sum(nvme.values()),
         )
 
     def __str__(self) -> str:
-        mib = 1 << 20
-        lines = [
-            f"{len(self.units)} units, {self.num_parameters:,} parameters, "
-            f"{self.model_state_bytes / mib:,.1f} MiB of model state",
-            f"{'kind':<10}{'B/param':>8}{'host MiB':>12}{'nvme MiB':>12}",
-        ]
-        numel = max(sum(item.unit.trainable_numel for item in self.units), 1)
-        for kind in self.resident_bytes:
-            host, nvme = self.resident_bytes[kind], self.nvme_bytes[kind]
-            width = self.formats.weights if kind == "weights" else sum(self.memory[kind].values()) / numel
-            lines.append(f"{kind:<10}{width:>8.3g}{host / mib:>12,.1f}{nvme / mib:>12,.1f}")
-        staging = self.staging
-        lines.append(
-            f"{'staging':<10}{'':>8}{self.staging_bytes / mib:>12,.1f}{'':>12}  "
-            f"{staging.num_slots} weight slots, {staging.num_grad_buffers} gradient buffers, "
-            f"{staging.num_tile_buffers} tiles of {staging.tile_bytes / mib:.2f} MiB"
-        )
-        lines.append(
-            f"host memory {self.host_bytes / mib:,.1f} of {self.host_budget_bytes / mib:,.1f} MiB; a step reads "
-            f"{self.step_read_bytes / mib:,.1f} and writes {self.step_write_bytes / mib:,.1f} MiB"
-        )
-        if self.vacant_bytes:
-            in_ram, on_nvme = (self.vacant_bytes[tier] / mib for tier in (Tier.HOST, Tier.NVME))
-            lines.append(
-                f"empty, of units that are on the device now: {in_ram:,.1f} MiB of RAM, {on_nvme:,.1f} on NVMe"
-            )
-        if self.nvme_bytes["grads"]:
-            lines.append("gradients are spilled to NVMe: the budget is below what would keep them all in RAM")
-        if self.device is not None:
-            lines.append(str(self.device))
-        return "\n".join(lines)
+        return describe(self)
 
 
 def make_plan(
@@ -437,7 +428,6 @@ class _Choice:
             )
             for i, unit in enumerate(self.units)
         )
-        training = self.cut is not None
         return Plan(
             units=units,
             formats=self.formats,
@@ -449,6 +439,4 @@ class _Choice:
             compute_bytes=self.compute_bytes,
             resident_bytes=resident,
             nvme_bytes=nvme,
-            step_read_bytes=nvme["weights"] * (2 if training else 1) + nvme["grads"] + nvme["states"],
-            step_write_bytes=(nvme["weights"] + nvme["grads"] + nvme["states"]) * training,
         )

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from offload.device_updates import DeviceUpdates, Trip
 from offload.failure import Failure
@@ -38,8 +39,7 @@ _LOOK_AHEAD = 8
 """Tiles at hand among which those for a device are found."""
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """Elements ``[start, stop)`` of a unit that take the same step, ``frozen`` by the rule."""
 
     start: int

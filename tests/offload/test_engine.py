@@ -114,3 +114,14 @@ def test_the_io_profile_of_the_path_is_used_if_there_is_one(make_model, tmp_path
         train(engine, 1)
         assert engine.report().io_backend == "portable"
         assert engine.bandwidths.read != 3e9
+
+
+def test_the_plan_says_what_a_step_will_take(make_model, tmp_path: Path):
+    with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory="8MiB", precision="fp32") as engine:
+        assert "limited by nvme" in str(engine.plan) and "compute is known after a step" in str(engine.plan)
+        bandwidths, plan = engine.bandwidths, engine.plan
+        assert bandwidths is not None
+        assert plan.seconds == {"nvme": bandwidths.seconds(plan.step_read_bytes, plan.step_write_bytes)}
+        train(engine, 2)
+        assert engine.plan.seconds["compute"] == engine.report().compute_seconds
+        assert "compute is known" not in str(engine.plan)

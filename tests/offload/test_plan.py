@@ -124,7 +124,9 @@ def test_the_printed_plan_says_where_things_rest_and_that_gradients_are_spilled(
     units = find_units(Tiny())
     text = str(plan_for(units, FP32, 4 << 20, 1 << 40))
     assert "weights" in text and "nvme MiB" in text and "gradients are spilled to NVMe" in text
-    assert "spilled" not in str(plan_for(units, FP32, 1 << 40, 0))
+    assert "weights come to RAM first" in text
+    everything = str(plan_for(units, FP32, 1 << 40, 0))
+    assert "spilled" not in everything and "all of it fits into host memory" in everything
 
 
 def test_the_order_of_the_last_step_predicts_the_next():
