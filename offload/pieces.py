@@ -26,7 +26,7 @@ _LEAST_NUMEL = 1 << 18
 """Pieces smaller than this save no memory worth the calls they cost."""
 
 _MOST_PIECES = 32
-"""A piece has at least the share of the model's parameters that this many have of all."""
+"""A piece has at least the share of all that could be cut that this many have of it."""
 
 
 class Piece(nn.Module):
@@ -95,7 +95,7 @@ def piece_numel(cuttable: Sequence[int], others: Sequence[int]) -> int:
     ``cuttable`` and ``others`` are the sizes of units: of those that are one weight which could be cut, and of
     the rest. Layers of like size set the measure together, however large they are.
     """
-    limit = max(_LEAST_NUMEL, (sum(cuttable) + sum(others)) // _MOST_PIECES, *others, 0)
+    limit = max(_LEAST_NUMEL, sum(cuttable) // _MOST_PIECES, *others)
     for numel in sorted(cuttable):
         if numel <= 2 * limit:
             limit = max(limit, numel)

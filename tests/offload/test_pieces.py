@@ -141,6 +141,14 @@ def test_what_is_much_larger_than_the_other_units_is_cut_evenly():
     assert all(unit.depth == (1 if name.startswith("head[") else 0) for name, unit in units.items())
 
 
+def test_the_measure_is_the_largest_block_however_many_there_are():
+    def model(num_blocks: int) -> nn.Module:
+        blocks = nn.ModuleList(Block(256) for _ in range(num_blocks))
+        return nn.ModuleList([nn.Embedding(5_000, 256), blocks])
+
+    assert len(pieces_of(model(2))) == len(pieces_of(model(40))) == 3
+
+
 def test_layers_of_like_size_are_not_cut_nor_is_what_is_used_otherwise():
     assert pieces_of(nn.Sequential(*(nn.Linear(700, 700) for _ in range(4)))) == []
     assert pieces_of(nn.Sequential(nn.Embedding(VOCAB, WIDTH, max_norm=1.0), nn.Linear(WIDTH, 8))) == []
