@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -58,24 +58,16 @@ class Piece(nn.Module):
 class Cut:
     """A weight in pieces. ``sites`` are the modules that own it, each with its name there."""
 
-    def __init__(self, name: str, sites: Sequence[tuple[nn.Module, str]], piece_numel: int) -> None:
+    def __init__(self, name: str, sites: Sequence[tuple[nn.Module, str]], shape: torch.Size, piece_numel: int) -> None:
         """``piece_numel`` elements are the most that a piece may have, if that is a row or more."""
         self.name = name
         self.sites = tuple(sites)
-        self.shape = self.parameter.shape
+        self.shape = shape
         rows = self.shape[0]
         most = max(piece_numel // self.shape[1], 1)
         count = -(-rows // most)
         bounds = [rows * index // count for index in range(count + 1)]
         self.pieces = [Piece(self, start, stop) for start, stop in pairwise(bounds)]
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        """What stands in the model now."""
-        module, name = self.sites[0]
-        parameter = module._parameters[name]
-        assert parameter is not None
-        return parameter
 
     def split(self, value: Tensor) -> Iterator[Tensor]:
         """The rows of each piece."""
@@ -102,8 +94,8 @@ def piece_numel(cuttable: Sequence[int], others: Sequence[int]) -> int:
     return limit
 
 
-class CutLink(Link):
-    """Where the whole value is put together, and taken apart: ``pieces`` are the links of the pieces, in order."""
+class WholeLink(Link, Protocol):
+    """Where the value of ``cut`` is put together, and taken apart."""
 
     cut: Cut
 
@@ -111,7 +103,7 @@ class CutLink(Link):
 class CutHandle(Handle):
     """The handle of a weight in pieces."""
 
-    _link: CutLink
+    _link: WholeLink
 
     @classmethod
     def __torch_function__(  # type: ignore[override]

@@ -262,7 +262,11 @@ def _cuts(parameters: dict[nn.Module, list[tuple[str, nn.Parameter]]], sites: di
     }
     others = [size for owner, size in sizes.items() if owner not in cuttable]
     most = piece_numel([sizes[owner] for owner in cuttable], others)
-    return {id(p): Cut(name, sites[id(p)], most) for owner, (name, p) in cuttable.items() if sizes[owner] > 2 * most}
+    return {
+        id(p): Cut(name, sites[id(p)], p.shape, most)
+        for owner, (name, p) in cuttable.items()
+        if sizes[owner] > 2 * most
+    }
 
 
 def _unit_of_piece(
