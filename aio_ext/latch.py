@@ -3,9 +3,9 @@
 [Note: Ctrl-C strikes anywhere]
 ``KeyboardInterrupt`` is raised in the main thread between any two of its instructions, those inside
 ``threading.Condition`` and ``Event`` included. A lock that was taken there is never given back, and a count that was
-raised there is never lowered: whoever needs it waits for ever. So a thread of the program holds no lock and keeps no
-count that a thread of ours depends on. What it wants done it hands over with one ``append`` to a deque, the thread
-that owns the state does it, and the caller sleeps on a lock of its own, which nobody else needs.
+raised there is never lowered: a thread that needs it waits for ever. So a thread of the program holds no lock and keeps
+no count that a thread of ours depends on. What it wants done it hands over with one ``append`` to a deque, the thread
+that owns the state does it, and the caller sleeps on a lock of its own, which no other thread takes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Latch:
         return self._is_set
 
     def set(self) -> None:
-        """Make it happen: wakes who sleeps and makes the calls that were left, in order. The calls must not raise."""
+        """Make it happen: wakes the sleeping threads and makes the calls left here, in order. They must not raise."""
         self._is_set = True
         while True:
             try:
@@ -58,6 +58,7 @@ class Latch:
         """Sleep until it happens, for ``timeout`` seconds at most (None: no limit). True: it has happened."""
         if self._is_set or timeout == 0:
             return self._is_set
+        # Guards no data: held from here on, and released by set(), it is what this one thread sleeps on.
         alarm = allocate_lock()
         alarm.acquire()
         self._calls.append(alarm.release)

@@ -9,7 +9,7 @@ from ._core import Lease, anonymous_memory, pattern_memory
 
 
 class _Range:
-    """A range of addresses that stays mapped while anybody, a request in flight included, uses it."""
+    """A range of addresses that stays mapped while anything uses it, a request in flight included."""
 
     def __init__(self, lease: Lease, nbytes: int) -> None:
         self._lease = lease

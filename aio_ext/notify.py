@@ -34,13 +34,13 @@ class Notifier:
         return self._channel.fd
 
     def call_when_done(self, ticket: CoreTicket, call: Callable[[], object]) -> None:
-        """Have ``call`` made by whoever delivers, once the request is over."""
+        """Have ``call`` made by the thread that delivers, once the request is over."""
         token = self._expect(call)
         if not ticket.watch(self._channel, token):
             self._channel.post(token)
 
     def call_soon(self, call: Callable[[], object]) -> None:
-        """Have ``call`` made by whoever delivers, after those that are due already."""
+        """Have ``call`` made by the thread that delivers, after those that are due already."""
         self._channel.post(self._expect(call))
 
     def _expect(self, call: Callable[[], object]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import weakref
@@ -10,104 +11,82 @@ from collections import deque
 from contextlib import suppress
 
 _HUGE_PAGE_BYTES = 2 << 20
-_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
-_MADV_DONTFORK, _MADV_HUGEPAGE, _MADV_NOHUGEPAGE, _MADV_DONTDUMP, _MADV_POPULATE_WRITE = 10, 14, 15, 16, 23
+_MAP_FIXED, _MAP_NORESERVE, _MADV_POPULATE_WRITE = 0x10, 0x4000, 23
 _STATX_DIOALIGN, _AT_EMPTY_PATH = 0x2000, 0x1000
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-
-
-def _map(address: int | None, nbytes: int, protection: int, flags: int, fd: int = -1) -> int:
-    got = _libc.mmap(address, nbytes, protection, flags, fd, 0)
-    if got is None or got == ctypes.c_void_p(-1).value:
-        number = ctypes.get_errno()
-        raise OSError(number, f"mapping memory: {os.strerror(number)}")
-    return int(got)
-
-
-def _unmap(owner: int, address: int, nbytes: int) -> None:
-    # In a forked child the pages are gone, and others may have taken their place.
-    if owner == os.getpid():
-        _libc.munmap(address, nbytes)
-
-
-class _Mapping:
-    """Addresses between two guard pages, unmapped when the last reference goes."""
-
-    def __init__(self, nbytes: int) -> None:
-        if not 0 < nbytes <= 1 << 46:
-            raise ValueError("nbytes must be in [1, 2^46]")
-        self.nbytes = -(-nbytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-        reserved_bytes = self.nbytes + 2 * _HUGE_PAGE_BYTES
-        reserved = _map(None, reserved_bytes, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
-        self.address = -(-(reserved + mmap.PAGESIZE) // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-        weakref.finalize(self, _unmap, os.getpid(), reserved, reserved_bytes).atexit = False
-
-
-_live: weakref.WeakValueDictionary[int, _Mapping] = weakref.WeakValueDictionary()
+_live: weakref.WeakValueDictionary[tuple[int, int], mmap.mmap] = weakref.WeakValueDictionary()
+"""Mappings that have a lease, by the ``(address, nbytes)`` of the part that is used."""
+_kept: list[mmap.mmap] = []
+"""In a forked child: the mappings of the parent. To unmap them would hit what has taken their place since."""
+os.register_at_fork(after_in_child=lambda: _kept.extend(_live.values()))
 
 
 class Lease:
-    """One user of a mapping."""
+    """One user of a mapping, which is unmapped when the last one goes."""
 
-    def __init__(self, mapping: _Mapping) -> None:
-        self._mapping: _Mapping | None = mapping
-        _live[mapping.address] = mapping
-
-    def _open(self) -> _Mapping:
-        if self._mapping is None:
-            raise ValueError("the memory is closed")
-        return self._mapping
-
-    @property
-    def address(self) -> int:
-        return self._open().address
-
-    @property
-    def nbytes(self) -> int:
-        return self._open().nbytes
+    def __init__(self, address: int, nbytes: int, mapping: mmap.mmap) -> None:
+        self.address, self.nbytes = address, nbytes
+        self._mapping: mmap.mmap | None = mapping
 
     def populate(self) -> None:
-        mapping = self._open()
-        if _libc.madvise(mapping.address, mapping.nbytes, _MADV_POPULATE_WRITE) != 0:
-            for address in range(mapping.address, mapping.address + mapping.nbytes, mmap.PAGESIZE):
-                byte = ctypes.c_uint8.from_address(address)
-                byte.value = byte.value
+        if self._mapping is None:
+            raise ValueError("the memory is closed")
+        try:
+            self._mapping.madvise(_MADV_POPULATE_WRITE, self.address - _begin(self._mapping), self.nbytes)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # Linux before 5.14: pages appear when first touched
+                raise
 
     def close(self) -> None:
         self._mapping = None
 
 
 def lease_containing(address: int, nbytes: int) -> Lease | None:
-    for mapping in list(_live.values()):
-        if mapping.address <= address and address + nbytes <= mapping.address + mapping.nbytes:
-            return Lease(mapping)
+    for (begin, length), mapping in list(_live.items()):
+        if begin <= address and address + nbytes <= begin + length:
+            return Lease(begin, length, mapping)
     return None
 
 
 def anonymous_memory(nbytes: int, huge_pages: bool) -> Lease:
-    mapping = _Mapping(nbytes)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
-    _map(mapping.address, mapping.nbytes, mmap.PROT_READ | mmap.PROT_WRITE, flags)
-    for advice in (_MADV_HUGEPAGE if huge_pages else _MADV_NOHUGEPAGE, _MADV_DONTFORK, _MADV_DONTDUMP):
-        _libc.madvise(mapping.address, mapping.nbytes, advice)
-    return Lease(mapping)
+    lease, mapping = _map(nbytes, 0)
+    pages = mmap.MADV_HUGEPAGE if huge_pages else mmap.MADV_NOHUGEPAGE
+    for advice in (pages, mmap.MADV_DONTFORK, mmap.MADV_DONTDUMP):
+        with suppress(OSError):  # not in this kernel
+            mapping.madvise(advice)
+    return lease
 
 
 def pattern_memory(nbytes: int, value: int) -> Lease:
-    mapping = _Mapping(nbytes)
+    lease, _ = _map(nbytes, _MAP_NORESERVE)
     fd = os.memfd_create("aio_ext pattern")
     try:
         os.pwrite(fd, value.to_bytes(2, "little") * (_HUGE_PAGE_BYTES // 2), 0)
-        for at in range(0, mapping.nbytes, _HUGE_PAGE_BYTES):
-            _map(mapping.address + at, _HUGE_PAGE_BYTES, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, fd)
+        for address in range(lease.address, lease.address + lease.nbytes, _HUGE_PAGE_BYTES):
+            flags = mmap.MAP_SHARED | _MAP_FIXED
+            if _libc.mmap(address, _HUGE_PAGE_BYTES, mmap.PROT_READ, flags, fd, 0) != address:
+                raise OSError(ctypes.get_errno(), f"mapping a pattern: {os.strerror(ctypes.get_errno())}")
     finally:
         os.close(fd)
-    return Lease(mapping)
+    return lease
+
+
+def _map(nbytes: int, flags: int) -> tuple[Lease, mmap.mmap]:
+    """``nbytes``, rounded up to huge pages, on the boundary of one."""
+    if not 0 < nbytes <= 1 << 46:
+        raise ValueError("nbytes must be in [1, 2^46]")
+    nbytes = -(-nbytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    mapping = mmap.mmap(-1, nbytes + _HUGE_PAGE_BYTES, flags | mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    address = -(-_begin(mapping) // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    _live[address, nbytes] = mapping
+    return Lease(address, nbytes, mapping), mapping
+
+
+def _begin(mapping: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
 
 
 class Channel:
@@ -125,8 +104,7 @@ class Channel:
     def drain(self) -> list[int]:
         with suppress(BlockingIOError):  # drained already
             os.eventfd_read(self.fd)
-        # What is posted from here on makes it readable again.
-        return [self._tokens.popleft() for _ in range(len(self._tokens))]
+        return [self._tokens.popleft() for _ in range(len(self._tokens))]  # a later token makes it readable again
 
 
 def direct_io_alignment(fd: int) -> tuple[int, int]:

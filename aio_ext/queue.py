@@ -30,7 +30,8 @@ class Queue:
     thread. One queue serves one device well; for several devices make several queues.
 
     backend:     ``"io_uring"``, ``"threads"`` (``num_threads`` times pread and pwrite), ``"portable"`` (Python
-                 alone) or ``"auto"``: the first of these that works here; :attr:`notes` tells what did not.
+                 alone; docs/io.md lists what it does differently) or ``"auto"``: the first of these that works here;
+                 :attr:`notes` tells what did not.
     depth:       blocks in flight, 1 to 4096; the thread backend has no more than it has threads.
     block_bytes: a multiple of 4096.
     Raises:      ``ValueError`` for a bad argument, ``OSError`` when the backend asked for does not work here; its text
@@ -96,7 +97,8 @@ class Queue:
         The memory must stay valid until the ticket is done; that of a :class:`Memory` does by itself. Urgent requests
         overtake others block by block. Waits only while 16384 requests are not over. No order is kept between requests
         that overlap: wait for one before starting the other.
-        Raises: ``ValueError`` for an unknown file or bad alignment, ``OSError`` (``ESHUTDOWN``) after :meth:`close`.
+        Raises: ``ValueError`` for an unknown file or bad alignment, ``OSError`` (``ESHUTDOWN``) after :meth:`close`;
+                the portable backend ``TimeoutError`` when there is no room for 30 seconds.
         """
         return self._ticket(self._core.read(file, offset, address, nbytes, urgent), "read", file, offset, nbytes)
 
@@ -163,6 +165,8 @@ def _make_core(backend: str, depth: int, block_bytes: int, num_threads: int, pla
 
         return cast("CoreQueue", PortableQueue(depth, block_bytes, num_threads, plan))
     if not _core.NATIVE:
+        if backend not in ("io_uring", "threads"):
+            raise ValueError(f"there is no backend {backend!r}")
         raise OSError(errno.ENOSYS, _core.uring_obstacle())
     from ._aio import Queue as NativeQueue
 

@@ -1,14 +1,14 @@
 """One logical space over several paths, each as busy as it is fast.
 
 [Note: How work is stolen]
-The space is cut into chunks, and every chunk rests in one slot of one path's file; a table in memory knows which. A
-chunk that is rewritten as a whole need not go back to where it was: it may go to any free slot anywhere, if the table
+The space is cut into chunks, and every chunk rests in one place of one path's file; a table in memory knows which. A
+chunk that is rewritten as a whole need not go back to where it was: it may go to any free place anywhere, if the table
 is changed once it is there. So whole-chunk writes wait in one line, and each path that has room takes the next one:
 a path that is slower than expected takes fewer. Only near the end of the line do estimates matter: a path leaves a
 chunk to the others if they would be through with everything before it were through with that chunk. Reads go where
 the bytes are; since writes spread them by the speed that paths really have, so do reads of what was rewritten.
 
-The old slot stays untouched until the write has succeeded: a failed write leaves the chunk as it was.
+The old place stays untouched until the write has succeeded: a failed write leaves the chunk as it was.
 
 The line, the table and the counts belong to the thread of the package that makes callbacks, and so do the tickets;
 callers hand their writes over to it, see [Note: Ctrl-C strikes anywhere].
@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ._core import lease_containing
 from .errors import QueueError
@@ -94,19 +94,31 @@ class StripedTicket:
     def _part_over(self, ticket: Ticket) -> None:
         self._settle(ticket.bytes_done, ticket.error)
 
-    def _settle(self, bytes_done: int, error: QueueError | None) -> None:
-        """One part is over. Told by the callback thread alone."""
+    def _settle(self, bytes_done: int, error: QueueError | None, num_parts: int = 1) -> None:
+        """Parts are over. Told by the callback thread alone."""
         self.bytes_done += bytes_done
         self.error = self.error or error
-        self._parts_left -= 1
+        self._parts_left -= num_parts
         if self._parts_left == 0:
             self._over.set()
 
 
 @dataclass(frozen=True)
-class _Slot:
+class _Place:
+    """Where a chunk rests: the ``index``-th piece of the file of a path."""
+
     path: int
     index: int
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one path transfers of a request."""
+
+    path: int
+    offset: int
+    address: int
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -136,7 +148,8 @@ class _Pace:
     def finish(self) -> None:
         self.in_flight -= 1
         self._times.append(time.monotonic())
-        self.seconds_per_chunk = (self._times[-1] - self._times[0]) / (len(self._times) - 1)
+        seconds = self._times[-1] - self._times[0]
+        self.seconds_per_chunk = max(seconds / (len(self._times) - 1), 1e-9)  # a refusal may take no time at all
 
 
 class StripedFile:
@@ -147,7 +160,7 @@ class StripedFile:
                       what a slow path has taken it must finish.
     Raises:           ``ValueError`` if the paths together hold less than ``nbytes``. To move chunks, a path needs room
                       beyond its share; without any, chunks are rewritten where they are.
-    The table lives in memory: :meth:`table` gives it to whoever wants to keep it, ``table`` takes it back.
+    The table lives in memory: :meth:`table` gives it to be kept, ``table`` takes it back.
     """
 
     def __init__(
@@ -161,52 +174,59 @@ class StripedFile:
         self.nbytes = nbytes
         self.chunk_bytes = chunk_bytes
         self._paths = tuple(paths)
+        if chunk_bytes <= 0 or chunks_in_flight <= 0 or any(path.bytes_per_s <= 0 for path in self._paths):
+            raise ValueError("chunk_bytes, chunks_in_flight and the bytes_per_s of each path must be > 0")
         self._num_chunks = -(-nbytes // chunk_bytes)
         self._chunks_in_flight_max = chunks_in_flight
-        num_slots = [path.capacity_bytes // chunk_bytes for path in self._paths]
-        if sum(num_slots) < self._num_chunks:
+        num_places = [path.capacity_bytes // chunk_bytes for path in self._paths]
+        if sum(num_places) < self._num_chunks:
             raise ValueError(
-                f"the paths hold {sum(num_slots)} chunks of {chunk_bytes} bytes, {self._num_chunks} are needed"
+                f"the paths hold {sum(num_places)} chunks of {chunk_bytes} bytes, {self._num_chunks} are needed"
             )
-        self._slot_of = self._spread(num_slots) if table is None else [_Slot(*entry) for entry in table]
-        taken = set(self._slot_of)
+        self._place_of = self._spread(num_places) if table is None else [_Place(*entry) for entry in table]
+        taken = set(self._place_of)
+        inside = all(0 <= p.path < len(num_places) and 0 <= p.index < num_places[p.path] for p in taken)
+        if len(self._place_of) != self._num_chunks or len(taken) != self._num_chunks or not inside:
+            raise ValueError(f"the table does not name {self._num_chunks} different places on the paths")
         self._free = [
-            [i for i in reversed(range(count)) if _Slot(path, i) not in taken] for path, count in enumerate(num_slots)
+            [i for i in reversed(range(count)) if _Place(path, i) not in taken] for path, count in enumerate(num_places)
         ]
         self._line: deque[_ChunkWrite] = deque()
         self._paces = [_Pace(chunk_bytes / path.bytes_per_s) for path in self._paths]
 
-    def _spread(self, num_slots: list[int]) -> list[_Slot]:
-        """Chunks in turn to the path that is furthest behind its share, while it has slots."""
-        used = [0] * len(num_slots)
-        slots = []
+    def _spread(self, num_places: list[int]) -> list[_Place]:
+        """Chunks in turn to the path that is furthest behind its share, while it has room."""
+        used = [0] * len(num_places)
+        places = []
         for _ in range(self._num_chunks):
             behind = [
-                (used[p] + 1) / path.bytes_per_s if used[p] < num_slots[p] else float("inf")
+                (used[p] + 1) / path.bytes_per_s if used[p] < num_places[p] else float("inf")
                 for p, path in enumerate(self._paths)
             ]
             path = behind.index(min(behind))
-            slots.append(_Slot(path, used[path]))
+            places.append(_Place(path, used[path]))
             used[path] += 1
-        return slots
+        return places
 
     def table(self) -> list[tuple[int, int]]:
-        """Path and slot of each chunk, as of the writes that are over."""
-        return [(slot.path, slot.index) for slot in self._slot_of]
+        """Path and place of each chunk, as of the writes that are over."""
+        return [(place.path, place.index) for place in self._place_of]
 
     def read(self, offset: int, address: int, nbytes: int, urgent: bool = False) -> StripedTicket:
-        """Start reading ``nbytes`` at ``offset`` into memory at ``address``. Wait for writes of the range first."""
-        pieces = self._pieces(offset, nbytes)
-        ticket = StripedTicket(len(pieces))
-        for chunk, begin, length, at in pieces:
-            path, place = self._place(chunk, begin)
-            path.queue.read(path.file, place, address + at, length, urgent).add_done_callback(ticket._part_over)
+        """Start reading ``nbytes`` at ``offset`` into memory at ``address``. Wait for writes of the range first.
+
+        Raises what the queue of the first part raises; nothing is in flight then. A later part that is refused fails
+        the ticket, which is done when the parts submitted before are over.
+        """
+        parts = [self._part(address, *piece) for piece in self._pieces(offset, nbytes)]
+        ticket = StripedTicket(len(parts))
+        self._submit("read", parts, urgent, ticket)
         return ticket
 
     def write(self, offset: int, address: int, nbytes: int, urgent: bool = False) -> StripedTicket:
         """Start writing ``nbytes`` at ``offset``: whole chunks wherever there is room first, the rest where it rests.
 
-        Two writes of one chunk must not be in flight at a time.
+        Two writes of one chunk must not be in flight at a time. Refusals are those of :meth:`read`.
         """
         pieces = self._pieces(offset, nbytes)
         ticket = StripedTicket(len(pieces))
@@ -215,19 +235,39 @@ class StripedFile:
             for chunk, _, length, at in pieces
             if length == self.chunk_bytes
         ]
+        # The parts go first: when the first of them is refused, nothing is in flight.
+        self._submit("write", [self._part(address, *p) for p in pieces if p[2] < self.chunk_bytes], urgent, ticket)
         notifier_of_thread().call_soon(partial(self._line_up, whole))
-        for chunk, begin, length, at in pieces:
-            if length < self.chunk_bytes:
-                path, place = self._place(chunk, begin)
-                path.queue.write(path.file, place, address + at, length, urgent).add_done_callback(ticket._part_over)
         return ticket
 
     def sync(self) -> StripedTicket:
-        """Make durable what was written before on every path. The writes must be over."""
+        """Make durable what was written before on every path. The writes must be over. Refusals as in :meth:`read`."""
         ticket = StripedTicket(len(self._paths))
-        for path in self._paths:
-            path.queue.sync(path.file).add_done_callback(ticket._part_over)
+        self._submit("sync", [_Part(path, 0, 0, 0) for path in range(len(self._paths))], True, ticket)
         return ticket
+
+    def _submit(
+        self, operation: Literal["read", "write", "sync"], parts: Sequence[_Part], urgent: bool, ticket: StripedTicket
+    ) -> None:
+        """Hand the parts to their queues. A refusal of the first is raised; one of a later part fails the ticket."""
+        notifier = notifier_of_thread()  # made before anything is in flight: that may fail, too
+        for number, part in enumerate(parts):
+            path = self._paths[part.path]
+            try:
+                if operation == "sync":
+                    submitted = path.queue.sync(path.file)
+                elif operation == "read":
+                    submitted = path.queue.read(path.file, part.offset, part.address, part.nbytes, urgent)
+                else:
+                    submitted = path.queue.write(path.file, part.offset, part.address, part.nbytes, urgent)
+            except Exception as refusal:
+                if number == 0:
+                    raise
+                name = f"part {number + 1} of {len(parts)} (path {part.path})"
+                error = _refused(refusal, operation, name, part.offset, part.nbytes)
+                notifier.call_soon(partial(ticket._settle, 0, error, len(parts) - number))
+                return
+            submitted.add_done_callback(ticket._part_over)
 
     def _pieces(self, offset: int, nbytes: int) -> list[tuple[int, int, int, int]]:
         """``(chunk, begin in it, length, offset in the request)`` of each chunk that the range touches."""
@@ -242,9 +282,9 @@ class StripedFile:
             at += length
         return pieces
 
-    def _place(self, chunk: int, begin: int) -> tuple[StripePath, int]:
-        slot = self._slot_of[chunk]
-        return self._paths[slot.path], slot.index * self.chunk_bytes + begin
+    def _part(self, address: int, chunk: int, begin: int, length: int, at: int) -> _Part:
+        place = self._place_of[chunk]
+        return _Part(place.path, place.index * self.chunk_bytes + begin, address + at, length)
 
     # --- the callback thread ---
 
@@ -259,21 +299,21 @@ class StripedFile:
             while (taken := self._take(path_index)) is not None:
                 self._start(*taken)
 
-    def _take(self, path_index: int) -> tuple[_ChunkWrite, _Slot] | None:
+    def _take(self, path_index: int) -> tuple[_ChunkWrite, _Place] | None:
         pace = self._paces[path_index]
         if not self._line or pace.in_flight >= self._chunks_in_flight_max or self._others_are_sooner(pace):
             return None
         free = self._free[path_index]
         write = self._line[0]
         if free:
-            slot = _Slot(path_index, free.pop())
-        elif self._slot_of[write.chunk].path == path_index or not any(self._free):
-            slot = self._slot_of[write.chunk]  # no room to move it: rewritten where it is
+            place = _Place(path_index, free.pop())
+        elif self._place_of[write.chunk].path == path_index or not any(self._free):
+            place = self._place_of[write.chunk]  # no room to move it: rewritten where it is
         else:
             return None
         self._line.popleft()
         pace.start()
-        return write, slot
+        return write, place
 
     def _others_are_sooner(self, mine: _Pace) -> bool:
         """True if the paths that are busy now would be through with everything before ``mine`` with one chunk more."""
@@ -284,30 +324,36 @@ class StripedFile:
         chunks_per_s = sum(1 / pace.seconds_per_chunk for pace in busy)
         return (mine.in_flight + 1) * mine.seconds_per_chunk > chunks / chunks_per_s
 
-    def _start(self, write: _ChunkWrite, slot: _Slot) -> None:
-        path = self._paths[slot.path]
-        place = slot.index * self.chunk_bytes
+    def _start(self, write: _ChunkWrite, place: _Place) -> None:
+        path = self._paths[place.path]
+        offset = place.index * self.chunk_bytes
 
         def over(ticket: Ticket) -> None:
-            self._over(write, slot, ticket.bytes_done, ticket.error)
+            self._over(write, place, ticket.bytes_done, ticket.error)
             self._fill()
 
         try:
-            ticket = path.queue.write(path.file, place, write.address, self.chunk_bytes, write.urgent)
-        except (OSError, ValueError) as refusal:
-            number = getattr(refusal, "errno", None) or errno.EINVAL
-            error = QueueError(number, "write", f"path {slot.path}", place, self.chunk_bytes, 0, place)
-            self._over(write, slot, 0, error)
+            ticket = path.queue.write(path.file, offset, write.address, self.chunk_bytes, write.urgent)
+        except Exception as refusal:
+            name = f"chunk {write.chunk} (path {place.path})"
+            self._over(write, place, 0, _refused(refusal, "write", name, offset, self.chunk_bytes))
         else:
             ticket.add_done_callback(over)
 
-    def _over(self, write: _ChunkWrite, slot: _Slot, bytes_done: int, error: QueueError | None) -> None:
-        """A chunk write is over: the chunk rests in its new slot, or still in the old one."""
-        self._paces[slot.path].finish()
-        before = self._slot_of[write.chunk]
+    def _over(self, write: _ChunkWrite, place: _Place, bytes_done: int, error: QueueError | None) -> None:
+        """A chunk write is over: the chunk rests in its new place, or still in the old one."""
+        self._paces[place.path].finish()
+        before = self._place_of[write.chunk]
         if error is None:
-            self._slot_of[write.chunk] = slot
-        unused = before if error is None else slot
-        if before != slot:
+            self._place_of[write.chunk] = place
+        unused = before if error is None else place
+        if before != place:
             self._free[unused.path].append(unused.index)
         write.ticket._settle(bytes_done, error)
+
+
+def _refused(refusal: Exception, operation: str, name: str, offset: int, nbytes: int) -> QueueError:
+    """The error of a part that its queue did not take, with the refusal as its cause."""
+    error = QueueError(getattr(refusal, "errno", None) or errno.EINVAL, operation, name, offset, nbytes, 0, offset)
+    error.__cause__ = refusal
+    return error

@@ -138,6 +138,20 @@ def test_without_the_extension_the_portable_queue_does_the_work(tmp_path: Path) 
     assert "not built" in output[2] and "not built" in output[3]
 
 
+def test_the_suite_passes_without_the_extension() -> None:
+    files = [str(HERE / name) for name in ("test_queue.py", "test_memory.py")]
+    selected = "not running_over_the_end and not more_requests"  # there are no guard pages
+    code = f"""
+        import sys
+        sys.modules["aio_ext._aio"] = None
+        import pytest
+        sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *{files!r}, "-k", {selected!r}]))
+    """
+    result = run("", "-c", textwrap.dedent(code))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "[portable]" not in result.stdout  # neither skipped nor failed
+
+
 @pytest.mark.parametrize("backend", ["io_uring", "threads", "portable"])
 def test_a_write_that_the_kernel_really_cuts_short_fails_where_it_stopped(backend: str, tmp_path: Path) -> None:
     output = python(

@@ -159,7 +159,7 @@ def test_sync_succeeds_after_writes(queue: Queue, memory: Memory, fd: int) -> No
     assert queue.statistics().syncs == 1
 
 
-def test_statistics_count_what_was_moved(queue: Queue, memory: Memory, fd: int) -> None:
+def test_statistics_count_what_was_moved(queue: Queue, backend: str, memory: Memory, fd: int) -> None:
     file = queue.register_file(fd)
     queue.write(file, 0, memory.address, 1 * MIB).wait(10)
     queue.read(file, 0, memory.address, 100 * KIB).wait(10)
@@ -168,7 +168,9 @@ def test_statistics_count_what_was_moved(queue: Queue, memory: Memory, fd: int) 
     assert (s.read.bytes, s.read.requests, s.read.operations) == (100 * KIB, 1, 2)
     assert 1 <= s.depth_max <= 8
     assert 0 < s.depth_mean <= 8
-    assert 0 < s.write.latency_p50_s <= s.write.latency_p99_s <= s.write.latency_max_s * 1.13
+    assert s.write.latency_max_s > 0
+    if backend != "portable":  # keeps no percentiles
+        assert 0 < s.write.latency_p50_s <= s.write.latency_p99_s <= s.write.latency_max_s * 1.13
     assert s.busy_seconds > 0
     assert (s.retries, s.short_transfers, s.failed_requests) == (0, 0, 0)
 
