@@ -86,7 +86,7 @@ class Engine:
         self._engine.synchronize()
 
     def facts(self) -> dict[str, Any]:
-        plan, bandwidths, report = self._engine.plan, self._engine.bandwidths, self._engine.report()
+        plan, bandwidths, report = self._engine.plan, self._engine._session.bandwidths, self._engine.report()
         return {
             "parameters": plan.num_parameters,
             "num_units": len(plan.units),

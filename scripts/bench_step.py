@@ -36,7 +36,7 @@ from _step_model import Shape
 from _step_process import Limit, Turns, WorkerFailed
 
 from offload.config import parse_bytes
-from offload.report import Bandwidths
+from offload.report.report import Bandwidths
 
 STATE_BYTES = {"fp32": 16, "bf16": 14}
 """Bytes of weights, masters, moments and gradients for one parameter."""

@@ -26,12 +26,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from offload import BudgetError, OffloadEngine
-from offload.device_gradients import DeviceGradients
-from offload.device_homes import DeviceHomes
-from offload.device_squares import Squares
-from offload.kernel_rule import KernelRule
-from offload.simulated import SimulatedDevice
+from offload import BudgetError, OffloadEngine, kernels
+from offload.optim.kernel_rule import KernelRule
+from offload.testing.simulated import SimulatedDevice
+from offload.tiers.gradients import DevicePlace
+from offload.tiers.squares import Squares
+from offload.tiers.transport import GradientTransport
 from swapper import Store
 
 WIDTH = 32
@@ -147,8 +147,9 @@ def _trains(engine: OffloadEngine) -> bool:
 @contextlib.contextmanager
 def watched(device: SimulatedDevice, engine: OffloadEngine) -> Iterator[None]:
     """Tell the device of what the disk, the optimizer and the model do."""
-    read, write, apply, take = Store.read, Store.write, KernelRule.apply, DeviceGradients.take
-    add, read_sums = DeviceHomes._add, Squares._read
+    read, write, apply, take = Store.read, Store.write, KernelRule.apply, GradientTransport.take
+    write_beside, read_sums = Store.write_beside, Squares._read
+    arithmetic = {name: getattr(DevicePlace, name) for name in ("put", "add", "rescale_and_add")}
 
     def watch_read(store: Any, extent: Any, address: int, nbytes: int, **options: Any) -> Any:
         device.host_access(address, nbytes, writes=True)
@@ -158,19 +159,26 @@ def watched(device: SimulatedDevice, engine: OffloadEngine) -> Iterator[None]:
         device.host_access(address, nbytes, writes=False)
         return write(store, extent, address, nbytes, **options)
 
+    def watch_write_beside(store: Any, extent: Any, address: int, nbytes: int, **options: Any) -> Any:
+        device.host_access(address, nbytes, writes=False)
+        return write_beside(store, extent, address, nbytes, **options)
+
     def watch_apply(
-        rule: Any, frozen: Any, tile: Any, address: int, start: int, stop: int, *, weight: int, grad: int, **where: Any
+        rule: Any, frozen: Any, tile: Any, address: int, start: int, stop: int, *, weight: int, grad: int, native: Any
     ) -> None:
-        if not where:  # on the device, its stream tells
+        if native is kernels.on_host:  # on the device, its stream tells
             formats = rule._formats
             device.host_access(address, tile.nbytes, writes=True)
             device.host_access(weight, (stop - start) * formats.weights, writes=True)
             device.host_access(grad, (stop - start) * formats.grads, writes=False)
-        apply(rule, frozen, tile, address, start, stop, weight=weight, grad=grad, **where)
+        apply(rule, frozen, tile, address, start, stop, weight=weight, grad=grad, native=native)
 
-    def watch_add(homes: Any, unit: Any, spec: Any, gradient: torch.Tensor, scale: float) -> None:
-        device.compute_access(homes._gradient(unit, spec), writes=True)
-        add(homes, unit, spec, gradient, scale)
+    def watch_arithmetic(name: str) -> Any:
+        def watched_call(place: Any, spec: Any, *args: Any) -> float:
+            device.compute_access(place._tensor(spec), writes=True)
+            return float(arithmetic[name](place, spec, *args))
+
+        return watched_call
 
     def watch_sums(squares: Any) -> Any:
         device.host_access(squares._on_host.data_ptr(), squares._on_host.nbytes, writes=False)
@@ -185,14 +193,16 @@ def watched(device: SimulatedDevice, engine: OffloadEngine) -> Iterator[None]:
             if parameter is not None and type(parameter) is nn.Parameter:
                 device.compute_access(parameter, writes=False)
 
-    modules = dict.fromkeys([*engine.module.modules(), *(m for unit in engine._units for m in unit.spec.modules)])
+    units = [item.unit for item in engine.plan.units]
+    modules = dict.fromkeys([*engine.module.modules(), *(m for unit in units for m in unit.modules)])
     hooks = [module.register_forward_pre_hook(compute) for module in modules]
     with (
         mock.patch.object(Store, "read", watch_read),
         mock.patch.object(Store, "write", watch_write),
         mock.patch.object(KernelRule, "apply", watch_apply),
-        mock.patch.object(DeviceGradients, "take", watch_take),
-        mock.patch.object(DeviceHomes, "_add", watch_add),
+        mock.patch.object(Store, "write_beside", watch_write_beside),
+        mock.patch.object(GradientTransport, "take", watch_take),
+        mock.patch.multiple(DevicePlace, **{name: watch_arithmetic(name) for name in arithmetic}),
         mock.patch.object(Squares, "_read", watch_sums),
     ):
         yield

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Crash a committing store at every point and in every way, and recover: it must be the last or the next generation.
 
-Each story writes, commits, retains and releases at random on a recorded disk. For a crash after each thing that was
-done to the disk, the states it may have left are enumerated: see `swapper/crash.py`. Recovery must give the generation
-that was last acknowledged, or the one whose commit was under way; bytes, metadata, retained generations must be right.
+Each story writes, writes beside, flips, commits, retains and releases at random on a recorded disk. For a crash after
+each change of the disk, the states that it may have left are enumerated: see `swapper/crash.py`. Recovery must give the
+generation that was last acknowledged, or the one whose commit was under way; bytes, metadata, retained generations must
+be right.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import argparse
 import random
 from typing import Any
 
-from store_model import DISK_BYTES, Difference, check_equal, content, make_store, put, reopen, run
+from store_model import DISK_BYTES, Difference, check_equal, content, make_store, put, put_beside, reopen, run
 
-from swapper import OffloadError, StoreMissing
+from swapper import DurableStore, Extent, OffloadError, StorageFull, StoreMissing
 from swapper.crash import Recorder, crash_states
 from swapper.testing import RamDisk
 
@@ -47,8 +48,9 @@ def _story(rng: random.Random, num_commits: int) -> tuple[Recorder, dict[int, St
     generations: dict[int, State] = {0: (b"", {})}
     for number in range(1, num_commits + 1):
         for extent in rng.choices(store.extents, k=rng.randrange(4)):
-            now[extent.index] = content(extent, rng)
-            put(store, extent, now[extent.index])
+            data = content(extent, rng)
+            if _changed(store, extent, data, rng):
+                now[extent.index] = data
         metadata = rng.randbytes(rng.choice((0, 8, 1500)))
         generations[number] = (metadata, dict(now))
         recorder.mark("begin", number)
@@ -63,6 +65,21 @@ def _story(rng: random.Random, num_commits: int) -> tuple[Recorder, dict[int, St
             recorder.mark("retain", number)
     store.close()
     return recorder, generations
+
+
+def _changed(store: DurableStore, extent: Extent, data: bytes, rng: random.Random) -> bool:
+    """Write ``data``, in place of what is current or beside it; True if it is current then."""
+    way = rng.choice(("write", "write", "flip", "beside"))
+    if way != "write":
+        try:
+            put_beside(store, extent, data)
+        except StorageFull:
+            way = "write"  # the retained generation and the last one leave no copy for it
+    if way == "write":
+        put(store, extent, data)
+    if way == "flip":
+        store.flip(extent)
+    return way != "beside"
 
 
 def _recover(disk: RamDisk, marks: list[Any], generations: dict[int, State], counts: dict[str, int]) -> None:

@@ -25,8 +25,8 @@ from store_model import DISK_BYTES, SIZES, Difference, check_equal, content, mak
 
 import swapper.directory
 import swapper.files
+import swapper.folders
 import swapper.owner
-import swapper.places
 from swapper import (
     DurableStore,
     OffloadError,
@@ -184,7 +184,7 @@ class Site:
 
 @contextlib.contextmanager
 def _failing(site: Site) -> Iterator[None]:
-    modules = (swapper.files, swapper.directory, swapper.places, swapper.owner)
+    modules = (swapper.files, swapper.directory, swapper.folders, swapper.owner)
     before = [(module, name) for module in modules for name in ("os", "fcntl") if hasattr(module, name)]
     try:
         for module, name in before:
@@ -198,6 +198,8 @@ def _failing(site: Site) -> Iterator[None]:
 def _on_a_path(folder: Path, counts: dict[str, int], every: int) -> None:
     allowed = (StorageError, StoreUnsafe, StoreMissing, StoreExists)
     sites: set[str] = set()
+    with create_store([folder], "first", SIZES) as store:  # the first write opens what the process keeps to its end
+        put(store, store.extents[0], bytes(SIZES[0]))
     for number in (errno.EIO, errno.ENOSPC):
         for for_good in (False, True):
             for nth in range(0, 10_000, every):

@@ -74,10 +74,10 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1_000_000)
     arguments = parser.parse_args()
     counts["inputs_asked"] = arguments.runs
-    record = _manifest.Record(PAGE_BYTES, 1, 1, 5)
+    entry = _manifest.Entry(PAGE_BYTES, 1, 1, 5)
     seeds = [
-        _manifest.Manifest(bytes(16), 3, 2, 1, (record,) * 3, (), b"metadata").encode(),
-        _manifest.Manifest(bytes(16), 3, 3, 2, (record,), ((0, 1), (1, 0)), b"").encode(),
+        _manifest.Manifest(bytes(16), 3, 2, 1, (entry,) * 3, (), b"metadata").encode(),
+        _manifest.Manifest(bytes(16), 3, 3, 2, (entry,), ((0, 1), (1, 0)), b"").encode(),
     ]
     for data in seeds:
         one_input(data)

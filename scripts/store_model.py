@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from swapper import PAGE_BYTES, Arena, DurableStore, Extent
 from swapper.durable import begin, take_up
-from swapper.manifest import Manifest, Record
+from swapper.manifest import Entry, Manifest
 from swapper.testing import FaultPlan, RamDevice, RamDirectory, RamDisk
 
 SIZES = [page * PAGE_BYTES for page in (1, 2, 1, 3, 1, 1)]
@@ -34,7 +34,7 @@ class Difference(Exception):
 
 def make_store(disk: RamDisk, plan: FaultPlan | None = None, identity: bytes = b"i" * 16) -> DurableStore:
     """A new store with room for one retained generation."""
-    empty = Manifest(identity, 0, NUM_COPIES, 1, tuple(Record(size, 0, 0, 0) for size in SIZES))
+    empty = Manifest(identity, 0, NUM_COPIES, 1, tuple(Entry(size, 0, 0, 0) for size in SIZES))
     return begin(RamDirectory(disk, plan), lambda _: RamDevice(disk, plan), empty, "ram")
 
 
@@ -53,8 +53,14 @@ def put(store: DurableStore, extent: Extent, data: bytes) -> None:
     store.write(extent, _buffer.address, extent.nbytes).wait(30)
 
 
+def put_beside(store: DurableStore, extent: Extent, data: bytes) -> None:
+    """Write an extent beside what is current. Raises ``OffloadError``."""
+    ctypes.memmove(_buffer.address, data, len(data))
+    store.write_beside(extent, _buffer.address, extent.nbytes).wait(30)
+
+
 def get(store: DurableStore, extent: Extent) -> bytes:
-    """Read an extent, over whatever was in the buffer. Raises ``OffloadError``."""
+    """Read an extent, over other bytes in the buffer. Raises ``OffloadError``."""
     ctypes.memset(_buffer.address, 0xEE, extent.nbytes)
     store.read(extent, _buffer.address, extent.nbytes).wait(30)
     return ctypes.string_at(_buffer.address, extent.nbytes)

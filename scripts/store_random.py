@@ -13,12 +13,26 @@ import resource
 import threading
 from typing import Any
 
-from store_model import DISK_BYTES, Difference, close_quietly, content, get, make_store, put, reopen, run
+from store_model import DISK_BYTES, Difference, close_quietly, content, get, make_store, put, put_beside, reopen, run
 
-from swapper import OffloadError, StorageCorrupt, StoreMissing
-from swapper.testing import FaultPlan, Kind, RamDisk, RandomFaults
+from swapper import Extent, OffloadError, StorageCorrupt, StoreMissing, StoreMisuse
+from swapper.testing import Fault, FaultPlan, Kind, Operation, RamDisk, RandomFaults
 
 KINDS: tuple[Kind, ...] = ("error", "short", "torn", "lost", "misdirected", "flip")
+
+
+class Streaks(RandomFaults):
+    """A write that failed fails again at once, every second time: so the second try is not always good."""
+
+    _again: Fault | None = None
+
+    def next(self, operation: Operation) -> Fault | None:
+        fault = super().next(operation)
+        if fault is None and operation == "write" and self._again is not None and self.random.random() < 0.5:
+            fault = self._again
+        failed = operation == "write" and fault is not None and fault.kind in ("error", "short")
+        self._again = fault if failed else None
+        return fault
 
 
 class Twin:
@@ -33,8 +47,12 @@ class Twin:
     def step(self) -> None:
         """One operation, checked."""
         operation = self._rng.choices(
-            (self._write, self._read, self._commit, self._retain, self._release, self._reopen), (40, 45, 8, 2, 2, 3)
-        )[0]
+            (
+                self._write, self._write_beside, self._flip, self._read,
+                self._commit, self._retain, self._release, self._reopen,
+            ),
+            (30, 15, 10, 45, 8, 2, 2, 3),
+        )[0]  # fmt: skip
         self._counts["operations"] += 1
         try:
             operation()
@@ -49,14 +67,15 @@ class Twin:
     def _start(self) -> None:
         self._disk = RamDisk(bytearray(DISK_BYTES))
         self._store = make_store(self._disk, identity=self._rng.randbytes(16))
-        self._now: dict[int, bytes | None] = {}
-        self._generations: dict[int, tuple[bytes, dict[int, bytes | None]]] = {0: (b"", {})}
+        self._now: dict[int, bytes] = {}
+        self._beside: dict[int, bytes] = {}
+        self._generations: dict[int, tuple[bytes, dict[int, bytes]]] = {0: (b"", {})}
         self._possible = {0}
         self._arm()
 
     def _arm(self) -> None:
         """From here on the disk goes wrong."""
-        plan = RandomFaults(self._rng.randrange(1 << 32), self._rate, KINDS)
+        plan = Streaks(self._rng.randrange(1 << 32), self._rate, KINDS)
         self._plan: FaultPlan = plan
         self._store._transfers.device._plan = plan  # type: ignore[attr-defined]
         self._store._directory._plan = plan  # type: ignore[attr-defined]
@@ -64,15 +83,47 @@ class Twin:
     def _write(self) -> None:
         extent = self._rng.choice(self._store.extents)
         data = content(extent, self._rng)
-        self._now[extent.index] = None  # anything, should it fail
-        put(self._store, extent, data)
+        self._beside.pop(extent.index, None)
+        if not self._has_spare(extent):
+            self._now[extent.index] = data  # it writes over what is current: should it fail, this or an error is read
+        put(self._store, extent, data)  # otherwise what was current is so again, should it fail
         self._now[extent.index] = data
+
+    def _write_beside(self) -> None:
+        extent = self._rng.choice(self._store.extents)
+        data = content(extent, self._rng)
+        if not self._has_spare(extent):
+            put_beside(self._store, extent, data)
+            raise Difference(f"{self._where(extent)} was written beside, without a place for it")
+        self._beside.pop(extent.index, None)
+        put_beside(self._store, extent, data)
+        self._beside[extent.index] = data
+
+    def _flip(self) -> None:
+        extent = self._rng.choice([self._store.extents[index] for index in self._beside] or self._store.extents)
+        try:
+            self._store.flip(extent)
+        except StoreMisuse:
+            if extent.index in self._beside:
+                raise Difference(f"{self._where(extent)} was written beside and cannot be flipped") from None
+            raise
+        if extent.index not in self._beside:
+            raise Difference(f"{self._where(extent)} was flipped, and nothing good was written beside")
+        self._now[extent.index] = self._beside.pop(extent.index)
+        self._counts["flips"] += 1
+
+    def _has_spare(self, extent: Extent) -> bool:
+        """True if a write leaves what is current as it is."""
+        return self._store._records[extent.index].spare(self._store._needed(extent)) is not None
+
+    def _where(self, extent: Extent) -> str:
+        return f"operation {self._counts['operations']}: extent {extent.index}"
 
     def _read(self) -> None:
         extent = self._rng.choice(self._store.extents)
         data = get(self._store, extent)
         if data != self._now.get(extent.index):
-            raise Difference(f"operation {self._counts['operations']}: extent {extent.index} has other bytes")
+            raise Difference(f"{self._where(extent)} has other bytes")
         self._counts["reads_checked"] += 1
 
     def _commit(self) -> None:
@@ -108,13 +159,13 @@ class Twin:
         metadata, now = self._generations[self._store.generation]
         if self._store.metadata != metadata:
             raise Difference(f"generation {self._store.generation} has other metadata")
-        self._now = dict(now)
+        self._now, self._beside = dict(now), {}
         self._possible = {self._store.generation}
         self._arm()
 
 
 def campaign(arguments: argparse.Namespace) -> dict[str, Any]:
-    counts = {"operations": 0, "reads_checked": 0, "commits": 0, "reopened": 0, "manifests_lost": 0}
+    counts = {"operations": 0, "reads_checked": 0, "flips": 0, "commits": 0, "reopened": 0, "manifests_lost": 0}
     rng = random.Random(arguments.seed)
     twin = Twin(rng, arguments.faults_per_thousand / 1000, counts)
     memory = 0

@@ -106,7 +106,7 @@ def remounted_read_only(backend: str) -> str:
 
 
 def removed(backend: str) -> str:
-    """Somebody removes the directory of a store that is open."""
+    """The directory of a store that is open is removed."""
     with tempfile.TemporaryDirectory() as folder, _store(Path(folder), backend, 2) as store:
         _commit_something(store)
         shutil.rmtree(Path(folder) / "s.store")

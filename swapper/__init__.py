@@ -15,7 +15,7 @@ from swapper.errors import (
     StoreMisuse,
     StoreUnsafe,
 )
-from swapper.places import create_store, open_store
+from swapper.folders import create_store, open_store
 from swapper.store import Extent, Store
 from swapper.ticket import Ticket
 

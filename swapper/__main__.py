@@ -1,4 +1,4 @@
-"""``python -m swapper inspect | scrub | gc PATH``: what is there and whose, whether it is whole, what is left over."""
+"""``python -m swapper inspect | scrub | gc PATH``: what is there, its owner, whether it is whole, what is left over."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     for name, text in (
         ("inspect", "list the durable stores on a path: owner, generations, sizes; changes nothing"),
         ("scrub", "read everything of every generation and verify it"),
-        ("gc", "remove what dead owners left and nobody needs; never touches a store that is in use"),
+        ("gc", "remove what dead owners left and no store needs; never touches a store that is in use"),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="the paths of a store, in their order")

@@ -2,9 +2,9 @@
 
 A block that is stale, misplaced or swapped with another has a good checksum, but not this one.
 
-[Note: Who hashes] Hashing runs in a few threads of its own, which let other Python code run: a read is verified as
-soon as it has arrived, mostly long before anybody asks for it; a write is sealed while the device takes the bytes.
-Whoever waits for a ticket whose hashing has not begun does it himself, instead of waiting for a thread.
+[Note: Where hashing runs] Hashing runs in a few threads of its own, which let other Python code run. A read is verified
+as soon as it has arrived, mostly long before a program asks for it. A write is sealed while the device takes the bytes.
+A thread that waits for a ticket whose hashing has not begun does it itself, instead of waiting for another.
 """
 
 from __future__ import annotations
@@ -14,13 +14,20 @@ import ctypes
 import os
 import struct
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import xxhash
 
+from aio_ext.latch import Latch
+from swapper.device import IO_TIMEOUT_S
+
 _THREADS = min(4, os.cpu_count() or 1)
 """One thread hashes as fast as memory is read, so a few serve any number of devices."""
+
+_LOOK_S = 0.1
+"""How often a thread that waits for another one's work looks whether it was given back."""
 
 
 def seed(store: bytes, extent: int, generation: int, nbytes: int) -> int:
@@ -34,41 +41,73 @@ def digest(address: int, nbytes: int, seed: int) -> int:
 
 
 class Once:
-    """A piece of work that is done once, by whoever comes first; what it raises is kept in ``error``."""
+    """A piece of work that is done once, by the thread that comes first; what it raises is kept in ``error``.
 
-    __slots__ = ("_call", "_lock", "error")
+    ``call`` gets the seconds that it may take. It is to be done again if it raises ``TimeoutError``, or if Ctrl-C ends
+    it. ``then`` is called with this when it is over. No lock is held meanwhile: the work belongs to the thread that has
+    taken it out of ``_to_do``.
+    """
 
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call: Callable[[], None] | None = call
-        self._lock = threading.Lock()
-        self.error: BaseException | None = None
+    __slots__ = ("_over", "_then", "_to_do", "error")
+
+    def __init__(self, call: Callable[[float], None], then: Callable[[Once], object] = lambda _: None) -> None:
+        self._to_do = [call]
+        self._then = then
+        self._over = Latch()
+        self.error: Exception | None = None
 
     def over(self) -> bool:
         """True once the work is done, well or not."""
-        return self._call is None
+        return self._over.is_set()
 
     def start(self) -> None:
         """Have it done by one of the threads."""
-        with contextlib.suppress(RuntimeError):  # the program ends: nobody will ask
-            _threads().submit(self.run)
+        with contextlib.suppress(RuntimeError):  # the program ends, so the work is not needed
+            _threads().submit(self._run_quietly)
 
-    def run(self, timeout_s: float = -1) -> None:
-        """Do it, or wait until it is done. Raises ``TimeoutError`` if another thread takes too long over it."""
-        if not self._lock.acquire(timeout=timeout_s):
-            raise TimeoutError
+    def run(self, timeout_s: float = IO_TIMEOUT_S) -> None:
+        """Do it, or wait until another thread has done it. Raises ``TimeoutError`` after ``timeout_s``."""
+        deadline = time.monotonic() + timeout_s
+        while not self._over.is_set():
+            left_s = deadline - time.monotonic()
+            if self._try(max(left_s, 0.0)):
+                return
+            if left_s <= 0:
+                raise TimeoutError
+            self._over.wait(min(left_s, _LOOK_S))  # the other thread may give the work back
+
+    def _try(self, timeout_s: float) -> bool:
+        """Do it here, unless another thread is at it. True: it was done here."""
+        call = None
+        over = False
         try:
-            if self._call is not None:
-                try:
-                    self._call()
-                except Exception as error:  # Ctrl-C is not kept: the work is then still to be done
-                    self.error = error
-                self._call = None
+            try:
+                call = self._to_do.pop()
+            except IndexError:
+                return False
+            try:
+                call(timeout_s)
+            except TimeoutError:
+                raise
+            except Exception as error:
+                self.error = error
+            over = True
         finally:
-            self._lock.release()
+            if over:
+                self._over.set()
+                self._then(self)
+            elif call is not None:
+                self._to_do.append(call)
+        return True
+
+    def _run_quietly(self) -> None:
+        with contextlib.suppress(TimeoutError):  # the next thread that waits goes on with it
+            self.run()
 
 
 _pool: ThreadPoolExecutor | None = None
 _pool_lock = threading.Lock()
+"""Lock of the pool. Guards: the making of ``_pool``. Order: last, no lock is taken under it. Nothing is waited for."""
 
 
 def _threads() -> ThreadPoolExecutor:

@@ -1,7 +1,7 @@
 """For tests: every state in which a crash can leave a disk, from a record of what was done to it.
 
 What was synced is there. Of what was not, anything may be: each write whole, not at all, or torn between two sectors;
-each change of a name done or not, whatever its neighbours did; a file that was not synced with any part of its bytes.
+each change of a name done or not, independent of its neighbours; a file that was not synced with any part of its bytes.
 This is harsher than any journaling file system: what survives it needs no promise but those of fsync.
 """
 
@@ -20,7 +20,7 @@ SECTORS = (512, 4096)
 
 
 class Recorder:
-    """Keeps, in order, what is done to a disk, together with the marks of whoever does it."""
+    """Keeps, in order, what is done to a disk, together with marks of the program."""
 
     def __init__(self, disk: RamDisk) -> None:
         self.begin = bytes(disk.data)

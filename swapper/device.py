@@ -106,7 +106,7 @@ class StripedDevice:
     """Several files, each on a device of its own, as one space: each path carries what it is fast enough for.
 
     ``shares`` are the expected bandwidths: they place what has not been written yet. From then on writes go to
-    whichever path is free, see ``aio_ext/striped.py``. ``table`` is where the chunks were at the
+    the path that is free, see ``aio_ext/striped.py``. ``table`` is where the chunks were at the
     last commit.
     """
 

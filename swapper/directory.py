@@ -71,7 +71,7 @@ class RealDirectory:
 class open_file(contextlib.AbstractContextManager[int]):
     """A descriptor of a regular file of ours in a directory, closed at the end and in forked children.
 
-    Never follows a link; a new file is 0600 whatever the umask. Raises ``OSError``, and ``StoreUnsafe`` for a file that
+    Never follows a link; a new file is 0600 under any umask. Raises ``OSError``, and ``StoreUnsafe`` for a file that
     has another owner or another name.
     """
 

@@ -1,14 +1,15 @@
 """A durable store: what was committed is there after any crash, whole, under the number of its generation.
 
-[Note: Copies] There is room for several copies of every extent. A copy that a kept generation needs is never written:
-the first write of an extent after a commit goes to a free copy, later ones rewrite that. So until a commit is complete
-the last generation is untouched, whatever happens, and a retained generation costs no time, only its space.
+[Note: Copies] There is room for several copies of every extent: they are the places of its record, see [Note: Places].
+A copy that a kept generation needs is never written: a write goes to a copy that is neither needed nor current, and
+writes over the current one if there is no other. So until a commit is complete the last generation is untouched,
+and a retained generation costs no time, only its space.
 
 [Note: The commit] 1. All writes are over, and good. 2. The data is synced. 3. The manifest, which names the copy and
 the checksum of every extent, is written under a temporary name and synced. 4. It is renamed. 5. The directory is
 synced. A crash before 4 leaves the last generation, one after 5 the new one; in between it is one of the two, both
 whole.
-After a failure in 2, 4 or 5 nobody can say what the disk holds, so the store serves nothing more.
+After a failure in 2, 4 or 5 the content of the disk is unknown, so the store serves nothing more.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from swapper.checksum import seed
-from swapper.device import Device
+from swapper.device import IO_TIMEOUT_S, Device
 from swapper.directory import Directory
 from swapper.errors import (
     OffloadError,
@@ -29,12 +30,14 @@ from swapper.errors import (
     StorageError,
     StorageFull,
     StorageIOError,
+    StorageTimeout,
     StoreExists,
     StoreMissing,
     StoreMisuse,
     failed,
 )
-from swapper.manifest import MANIFEST_BYTES_MAX, Manifest, Record
+from swapper.manifest import MANIFEST_BYTES_MAX, Entry, Manifest
+from swapper.record import Place, Record
 from swapper.store import AnyStore, Extent, lay_out
 from swapper.ticket import Checksum, Ticket, Transfers
 
@@ -59,7 +62,7 @@ def published(names: Sequence[str]) -> dict[int, str]:
 
 
 def left_over(names: Sequence[str]) -> list[str]:
-    """Names that a dead owner left and nobody needs: a commit that was not finished, a generation that was replaced."""
+    """Names that a dead owner left and no store needs: an unfinished commit, a generation that was replaced."""
     needed = published(names).values()
     return [name for name in names if name == _NEW or (_fits(name) and name not in needed)]
 
@@ -123,7 +126,7 @@ def take_up(directory: Directory, make_device: MakeDevice, where: str, generatio
 
 
 def _shape(manifest: Manifest) -> tuple[object, ...]:
-    return manifest.store, manifest.num_copies, manifest.num_paths, [record.nbytes for record in manifest.records]
+    return manifest.store, manifest.num_copies, manifest.num_paths, [entry.nbytes for entry in manifest.entries]
 
 
 def _names(directory: Directory, where: str) -> list[str]:
@@ -139,18 +142,6 @@ def _clear(directory: Directory, names: Sequence[str]) -> None:
             directory.remove(name)
         except OSError as error:
             raise failed(f"removal of {name}, which a dead owner left", error) from error
-
-
-class Slot:
-    """One copy of one extent: the bytes of one generation, and how to know them."""
-
-    __slots__ = ("checksum", "copy", "generation")
-
-    def __init__(self, store: bytes, extent: Extent, generation: int, copy: int, value: int | None) -> None:
-        self.generation = generation
-        self.copy = copy
-        label = f"extent {extent.index}, generation {generation}"
-        self.checksum = Checksum(label, seed(store, extent.index, generation, extent.nbytes), value)
 
 
 class DurableStore(AnyStore):
@@ -176,12 +167,26 @@ class DurableStore(AnyStore):
         self._last = max(kept)
         self._retained = set(retained)
         self._base = kept[base]
-        self._extents, self._copy_bytes = lay_out([record.nbytes for record in self._base.records])
-        records = zip(self._extents, self._base.records, strict=True)
-        self._slots = [self._slot(extent, record) for extent, record in records]
+        self._extents, copy_bytes = lay_out([entry.nbytes for entry in self._base.entries])
+        self._records = [
+            Record(extent.index, extent.offset, copy_bytes, self._base.num_copies) for extent in self._extents
+        ]
+        for extent, record, entry in zip(self._extents, self._records, self._base.entries, strict=True):
+            if entry.generation:
+                record.replaced(self._place(extent, entry.copy, entry.generation, entry.checksum))
         self._writes: dict[int, Ticket | None] = {}
+        """The last write of what is current and not committed, by extent; None while it is submitted."""
+        self._beside: dict[int, Ticket] = {}
+        """The last write beside of each extent that was not flipped."""
         self._failure: OffloadError | None = None
-        self._lock = threading.RLock()
+        self._lock = threading.Condition()
+        """Lock of the store. Guards: records, ``_writes``, ``_beside``, ``_failure``, generations and ``_turn_of``.
+        Order: first; the locks of the counts and of the pool are taken under it. It is held for moments: no I/O is
+        waited for under it. One exception: with 16384 requests in flight a submission waits until one is over. The
+        threads of ``aio_ext`` see to that, and they take no lock of the store."""
+        self._turn_of: object | None = None
+        """The call that has the store alone: a commit, another change of the generations, or ``close``. It waits for
+        I/O, so it holds no lock; what it changes is its own until ``_turn_of`` is None again."""
         self._pid = os.getpid()
         self._closers = contextlib.ExitStack()
         self._closers.callback(self._transfers.close)
@@ -202,31 +207,57 @@ class DurableStore(AnyStore):
         return tuple(sorted(self._retained | {self._last}))
 
     def read(self, extent: Extent, address: int, nbytes: int, *, urgent: bool = False) -> Ticket:
-        """Start reading ``extent``, as last written, into memory at ``address``. As ``Store.read``."""
-        with self._lock:
-            self._check(extent, nbytes)
-            slot = self._slots[extent.index]
-            if slot.checksum.value is None and extent.index not in self._writes:
-                raise StoreMisuse(f"extent {extent.index} was never written.")
-            offset = slot.copy * self._copy_bytes + extent.offset
-            return self._transfers.read(offset, address, nbytes, slot.checksum, urgent=urgent)
+        """See ``AnyStore.read``. Waits while a commit is under way."""
+        with self._entered(extent, nbytes):
+            place = self._records[extent.index].readable()
+            return self._transfers.read(place.offset, address, nbytes, place.checksum, urgent=urgent)
 
     def write(self, extent: Extent, address: int, nbytes: int, *, urgent: bool = False) -> Ticket:
-        """Start writing ``extent`` from memory at ``address``: to a copy that no kept generation needs.
+        """See ``AnyStore.write``. The bytes go to a copy that no kept generation needs.
 
         Waits while a commit is under way. A write that fails may be repeated; until then nothing can be committed.
         """
-        with self._lock:
-            self._check(extent, nbytes)
-            slot = self._slots[extent.index]
-            if slot.generation <= self._last:
-                slot = Slot(self._base.store, extent, self._last + 1, self._free_copy(extent), None)
-                self._slots[extent.index] = slot
-            offset = slot.copy * self._copy_bytes + extent.offset
+        with self._entered(extent, nbytes):
+            record = self._records[extent.index]
+            place = self._place(extent, record.replaceable(self._needed(extent)), self._last + 1)
+            record.give_up_beside()
+            self._beside.pop(extent.index, None)
             self._writes[extent.index] = None  # should Ctrl-C strike before there is a ticket
-            ticket = self._transfers.write(offset, address, nbytes, slot.checksum, urgent=urgent)
+            ticket = self._transfers.write(place.offset, address, nbytes, place.checksum, urgent=urgent)
+            record.replaced(place)
             self._writes[extent.index] = ticket
             return ticket
+
+    def write_beside(self, extent: Extent, address: int, nbytes: int, *, urgent: bool = False) -> Ticket:
+        """See ``AnyStore.write_beside``. The bytes go to a copy that is neither current nor needed.
+
+        Waits while a commit is under way. What was written beside and not flipped is no part of a commit.
+        Raises ``StorageFull`` if there is no such copy: see ``places`` of ``create_store``.
+        """
+        with self._entered(extent, nbytes):
+            record = self._records[extent.index]
+            needed = self._needed(extent)
+            number = record.spare(needed)
+            if number is None:
+                raise StorageFull(
+                    f"nothing can be written beside extent {extent.index}: {self._transfers.where} has "
+                    f"{record.num_places} copies, of which the generations {sorted(self._kept)} need "
+                    f"{len(needed)}, and what is current takes one.",
+                    survives="Nothing has changed.",
+                    advice="Release a retained generation, commit first, or create the store with places=2.",
+                )
+            place = self._place(extent, number, self._last + 1)
+            record.give_up_beside()
+            ticket = self._transfers.write(place.offset, address, nbytes, place.checksum, urgent=urgent)
+            self._beside[extent.index] = ticket
+            record.put_beside(place)
+            return ticket
+
+    def flip(self, extent: Extent) -> None:
+        """See ``AnyStore.flip``. Waits while a commit is under way."""
+        with self._entered(extent, extent.nbytes):
+            self._records[extent.index].flip()
+            self._writes[extent.index] = self._beside.pop(extent.index)
 
     def commit(self, metadata: bytes = b"") -> int:
         """Make everything written so far durable, as the next generation; returns its number.
@@ -236,12 +267,14 @@ class DurableStore(AnyStore):
         ``commit`` may be called again. Any other failure is final: the store raises it from then on, and ``open_store``
         finds the last generation or this one.
         """
-        with self._lock:
-            self._check()
+        with self._alone():
             for index, ticket in self._writes.items():
                 if ticket is None:
                     raise StorageIOError(f"write of extent {index} was interrupted.", advice="Repeat it.")
                 ticket.wait()
+            for ticket in self._beside.values():
+                with contextlib.suppress(StorageIOError, StorageFull):  # no part of the generation
+                    ticket.wait()
             before, generation = self._last, self._last + 1
             with self._fatal(f"sync of the data of generation {generation}"):
                 self._transfers.sync()
@@ -251,7 +284,7 @@ class DurableStore(AnyStore):
                 self._base, self._last = manifest, generation
                 self._writes.clear()
             if before not in self._retained:
-                with contextlib.suppress(OSError):  # whoever opens the store next removes it
+                with contextlib.suppress(OSError):  # the next owner removes it
                     self._directory.remove(last_name(before))
             return generation
 
@@ -260,8 +293,7 @@ class DurableStore(AnyStore):
 
         Raises ``StorageFull`` if the store has no room for one more: see ``retained_max`` of ``create_store``.
         """
-        with self._lock:
-            self._check()
+        with self._alone():
             if self._last in self._retained:
                 return self._last
             if len(self._retained) >= self._base.num_copies - 2:
@@ -277,8 +309,7 @@ class DurableStore(AnyStore):
 
     def release(self, generation: int) -> None:
         """Let a retained generation go; its space is used again. Raises ``StoreMissing`` if it is not retained."""
-        with self._lock:
-            self._check()
+        with self._alone():
             if generation not in self._retained:
                 raise StoreMissing(f"generation {generation} is not retained; {sorted(self._retained)} are.")
             name = retained_name(generation)
@@ -294,7 +325,7 @@ class DurableStore(AnyStore):
 
     def close(self) -> None:
         """Wait for what is in flight, give files and lock back. Uncommitted writes are lost. May be called twice."""
-        with self._lock:
+        with self._alone(checked=False):
             self._failure = self._failure or _closed(self._transfers.where)
             self._closers.close()
 
@@ -305,33 +336,73 @@ class DurableStore(AnyStore):
             order.push(self._closers.pop_all())
             self._closers = order.pop_all()
 
-    def _check(self, extent: Extent | None = None, nbytes: int = 0) -> None:
+    @contextlib.contextmanager
+    def _entered(self, extent: Extent, nbytes: int) -> Iterator[None]:
+        """Under the lock, once no call has the store alone. Raises if the store or the caller is not fit for it."""
+        self._check_process()
+        with self._lock:
+            self._wait_for_turn()
+            if self._failure is not None:
+                raise self._failure
+            if nbytes != extent.nbytes:
+                raise StoreMisuse(f"extent {extent.index} has {extent.nbytes} bytes, not {nbytes}.")
+            yield
+
+    @contextlib.contextmanager
+    def _alone(self, *, checked: bool = True) -> Iterator[None]:
+        """Without the lock, while all other calls wait: no read or write begins, and no generation changes."""
+        if checked:
+            self._check_process()
+        me = object()
+        try:
+            with self._lock:
+                self._wait_for_turn()
+                if checked and self._failure is not None:
+                    raise self._failure
+                self._turn_of = me
+            yield
+        finally:
+            with self._lock:
+                if self._turn_of is me:
+                    self._turn_of = None
+                    self._lock.notify_all()
+
+    def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise StoreMisuse(f"{self._transfers.where} belongs to process {self._pid}: a forked child opens its own.")
-        if self._failure is not None:
-            raise self._failure
-        if extent is not None and nbytes != extent.nbytes:
-            raise StoreMisuse(f"extent {extent.index} has {extent.nbytes} bytes, not {nbytes}.")
 
-    def _slot(self, extent: Extent, record: Record) -> Slot:
-        value = record.checksum if record.generation else None
-        return Slot(self._base.store, extent, record.generation, record.copy, value)
+    def _wait_for_turn(self) -> None:
+        """Sleep, without the lock, until no call has the store alone."""
+        if not self._lock.wait_for(lambda: self._turn_of is None, IO_TIMEOUT_S):
+            raise StorageTimeout(
+                f"{self._transfers.where}: a commit, or another change of generations, is not over for "
+                f"{IO_TIMEOUT_S:.0f} s."
+            )
 
-    def _free_copy(self, extent: Extent) -> int:
-        records = [manifest.records[extent.index] for manifest in self._kept.values()]
-        needed = {record.copy for record in records if record.generation}
-        return next(copy for copy in range(self._base.num_copies) if copy not in needed)
+    def _place(self, extent: Extent, copy: int, generation: int, value: int | None = None) -> Place:
+        """Copy number ``copy`` with bytes of ``generation``, whose checksum is ``value`` if they are there already."""
+        label = f"extent {extent.index}, generation {generation}"
+        checksum = Checksum(label, seed(self._base.store, extent.index, generation, extent.nbytes), value)
+        return Place(copy, self._records[extent.index].offset_of(copy), checksum, generation)
+
+    def _needed(self, extent: Extent) -> set[int]:
+        """The copies of ``extent`` that kept generations need."""
+        entries = [manifest.entries[extent.index] for manifest in self._kept.values()]
+        return {entry.copy for entry in entries if entry.generation}
 
     def _describe(self, generation: int, metadata: bytes) -> Manifest:
-        records = tuple(
-            Record(extent.nbytes, slot.generation, slot.copy, slot.checksum.value or 0)
-            if slot.checksum.value is not None
-            else Record(extent.nbytes, 0, 0, 0)
-            for extent, slot in zip(self._extents, self._slots, strict=True)
-        )
+        entries = []
+        for extent, record in zip(self._extents, self._records, strict=True):
+            place = record.current
+            if place is None:
+                entries.append(Entry(extent.nbytes, 0, 0, 0))
+            else:
+                entries.append(Entry(extent.nbytes, place.generation, place.number, _sealed(place)))
         chunks = tuple(self._transfers.device.table())
         base = self._base
-        return Manifest(base.store, generation, base.num_copies, base.num_paths, records, chunks, bytes(metadata))
+        return Manifest(
+            base.store, generation, base.num_copies, base.num_paths, tuple(entries), chunks, bytes(metadata)
+        )
 
     @contextlib.contextmanager
     def _published(self, manifest: Manifest) -> Iterator[None]:
@@ -369,7 +440,7 @@ class DurableStore(AnyStore):
 
     @contextlib.contextmanager
     def _fatal(self, what: str) -> Iterator[None]:
-        """Whatever ends this early is the store's last word."""
+        """An error or an interruption in the body is final: the store raises it from then on."""
         self._failure = StorageIOError(f"{what} was interrupted on {self._transfers.where}.")
         try:
             yield
@@ -377,6 +448,15 @@ class DurableStore(AnyStore):
             self._failure = error
             raise
         self._failure = None
+
+
+def _sealed(place: Place) -> int:
+    """The checksum of a place whose write is over and good."""
+    if place.checksum.error is not None:
+        raise place.checksum.error
+    if place.checksum.value is None:
+        raise StorageIOError(f"write of {place.checksum.label} has no checksum.", advice="Repeat it.")
+    return place.checksum.value
 
 
 def _closed(where: str) -> OffloadError:

@@ -1,4 +1,4 @@
-"""The one tree of errors: whatever the engine, the store or the disk refuses is an ``OffloadError``.
+"""The one tree of errors: each refusal of the engine, the store or the disk is an ``OffloadError``.
 
 [Note: The table of errors] Each class says in four lines what happened, which numbers its message carries, what
 survives and what to do. The last two end every message, and all make the table in ``docs/reliability.md``.
@@ -70,7 +70,8 @@ class StoreMisuse(OffloadError, ValueError):
     """The store was asked for what no store can do."""
 
     happened = (
-        "A size that is not the extent's, an extent that was never written, a store that is closed or the parent's."
+        "A size that is not the extent's, an extent that was never written or has no second place, a flip of nothing, "
+        "a store that is closed or the parent's."
     )
     numbers = "the extent, and the sizes asked for and expected"
     survives = "Nothing has changed."
@@ -84,7 +85,10 @@ class StorageError(OffloadError):
 class StorageFull(StorageError):
     """The file system has no room for what must be reserved or written."""
 
-    happened = "The file system or a quota has no room, at the start or (copy-on-write file systems) in the middle."
+    happened = (
+        "The file system or a quota has no room, at the start or (copy-on-write file systems) in the middle; "
+        "or a durable store has no free copy."
+    )
     numbers = "the bytes needed and the bytes free, or the range that was written"
     survives = "At the start nothing is left behind; later, what is in memory and the last committed generation."
     advice = "Free some space, or give another path."
@@ -93,7 +97,7 @@ class StorageFull(StorageError):
 class StorageIOError(StorageError):
     """The device failed a transfer, a sync, or the publication of a generation."""
 
-    happened = "The device said no: a read (after a second try), a write, a sync, or a step of a commit."
+    happened = "The device said no: a read or a write (after a second try), a sync, or a step of a commit."
     numbers = "file, range, error of the system, bytes done"
     survives = "What is in memory, and the last committed generation. What a scratch store held is lost."
     advice = "Resume from the last commit or checkpoint. The device may be failing: see `dmesg`."

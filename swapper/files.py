@@ -1,4 +1,4 @@
-"""Files and directories: by descriptor, never through a link, private whatever the umask, closed in children."""
+"""Files and directories: by descriptor, never through a link, private under any umask, closed in children."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def open_nameless(path: Path, directory: int) -> int:
 def open_direct(path: str | Path, flags: int, directory: int | None = None) -> int:
     """A descriptor for I/O past the page cache, or through it where the file system can do no better.
 
-    A new file is 0600 whatever the umask.
+    A new file is 0600 under any umask.
     """
     flags |= os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     try:

@@ -32,7 +32,7 @@ _TRAILER_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Record:
+class Entry:
     """Where one extent's bytes rest, and how to know them. ``generation`` 0: it was never written."""
 
     nbytes: int
@@ -49,25 +49,25 @@ class Manifest:
     generation: int
     num_copies: int
     num_paths: int
-    records: tuple[Record, ...]
+    entries: tuple[Entry, ...]
     chunks: tuple[tuple[int, int], ...] = ()
     metadata: bytes = b""
 
     @property
     def copy_bytes(self) -> int:
         """Bytes of one copy of all extents."""
-        return sum(record.nbytes for record in self.records)
+        return sum(entry.nbytes for entry in self.entries)
 
     def encode(self) -> bytes:
         """The manifest as bytes. Raises ``StoreMisuse`` for what a reader would refuse."""
-        nbytes = _HEADER.size + len(self.records) * _EXTENT.size + len(self.chunks) * _CHUNK.size
+        nbytes = _HEADER.size + len(self.entries) * _EXTENT.size + len(self.chunks) * _CHUNK.size
         nbytes += len(self.metadata) + _TRAILER_BYTES
         header = _HEADER.pack(
             _MAGIC, _VERSION, self.num_paths, self.store, self.generation,
-            len(self.records), self.num_copies, len(self.chunks), len(self.metadata), nbytes,
+            len(self.entries), self.num_copies, len(self.chunks), len(self.metadata), nbytes,
         )  # fmt: skip
         parts = [header]
-        parts += [_EXTENT.pack(r.nbytes, r.generation, r.copy, 0, r.checksum) for r in self.records]
+        parts += [_EXTENT.pack(r.nbytes, r.generation, r.copy, 0, r.checksum) for r in self.entries]
         parts += [_CHUNK.pack(*chunk) for chunk in self.chunks]
         parts.append(self.metadata)
         body = b"".join(parts)
@@ -103,31 +103,31 @@ class Manifest:
             raise ValueError(f"it should have {nbytes} bytes")
         if xxhash.xxh3_128_digest(memoryview(data)[:end]) != data[end:]:
             raise ValueError("its checksum is wrong")
-        records = []
+        entries = []
         for extent_bytes, written, copy, zero, checksum in _EXTENT.iter_unpack(data[_HEADER.size : chunks_begin]):
             if zero != 0:
                 raise ValueError("an unused field is not zero")
-            records.append(Record(extent_bytes, written, copy, checksum))
+            entries.append(Entry(extent_bytes, written, copy, checksum))
         chunks = tuple(_CHUNK.iter_unpack(data[chunks_begin:metadata_begin]))
-        manifest = cls(store, generation, num_copies, num_paths, tuple(records), chunks, data[metadata_begin:end])
+        manifest = cls(store, generation, num_copies, num_paths, tuple(entries), chunks, data[metadata_begin:end])
         manifest._check(nbytes)
         return manifest
 
     def _check(self, nbytes: int) -> None:
         """Raise ``ValueError`` unless every number is possible."""
         _between("bytes", nbytes, _HEADER.size + _TRAILER_BYTES, MANIFEST_BYTES_MAX)
-        _between("extents", len(self.records), 0, EXTENTS_MAX)
+        _between("extents", len(self.entries), 0, EXTENTS_MAX)
         _between("copies", self.num_copies, 2, COPIES_MAX)
         _between("paths", self.num_paths, 1, PATHS_MAX)
         _between("chunks", len(self.chunks), 0, CHUNKS_MAX)
         _between("bytes of metadata", len(self.metadata), 0, METADATA_BYTES_MAX)
         _between("generation", self.generation, 0, (1 << 63) - 1)
-        for record in self.records:
-            _between("bytes of an extent", record.nbytes, 0, EXTENT_BYTES_MAX)
-            _between("generation of an extent", record.generation, 0, self.generation)
-            _between("copy of an extent", record.copy, 0, self.num_copies - 1)
-            if record.nbytes % PAGE_BYTES:
-                raise ValueError(f"an extent has {record.nbytes} bytes, no whole pages")
+        for entry in self.entries:
+            _between("bytes of an extent", entry.nbytes, 0, EXTENT_BYTES_MAX)
+            _between("generation of an extent", entry.generation, 0, self.generation)
+            _between("copy of an extent", entry.copy, 0, self.num_copies - 1)
+            if entry.nbytes % PAGE_BYTES:
+                raise ValueError(f"an extent has {entry.nbytes} bytes, no whole pages")
         _between("bytes of the store", self.copy_bytes * self.num_copies, 0, STORE_BYTES_MAX)
         if len(set(self.chunks)) != len(self.chunks):
             raise ValueError("two chunks rest in one place")

@@ -1,8 +1,9 @@
-"""One owner a durable store: a lock on its data, and a file that says whose it is.
+"""One owner a durable store: a lock on its data, and a file that names its owner.
 
 [Note: What is locked] The lock is on the open data file itself. The kernel lets go of it when the last user of that
-open file is gone, and that includes transfers which a killed process has left in flight: whoever gets the lock can be
-sure that nothing is written behind his back any more. A forked child closes its copies at once, so it holds nothing.
+open file is gone, and that includes transfers which a killed process has left in flight. So a new owner that
+has the lock can be sure that no old transfer writes any more. A forked child closes its copies at once, so it holds
+nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _GRACE_S = 30.0
 
 @dataclass(frozen=True)
 class Owner:
-    """Who has, or last had, a store open."""
+    """The process that has, or last had, a store open."""
 
     pid: int
     host: str
@@ -51,7 +52,7 @@ class Owner:
 
 
 def lock(descriptor: int, directory: int, where: str) -> None:
-    """Become the owner, and write that down. Raises ``StoreLocked`` if somebody else is."""
+    """Become the owner, and write that down. Raises ``StoreLocked`` if another process is."""
     deadline = time.monotonic() + _GRACE_S
     while True:
         try:
@@ -68,7 +69,7 @@ def lock(descriptor: int, directory: int, where: str) -> None:
 
 
 def is_locked(descriptor: int) -> bool:
-    """True if somebody has the store open right now."""
+    """True if a process has the store open right now."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -78,7 +79,7 @@ def is_locked(descriptor: int) -> bool:
 
 
 def read_owner(directory: int) -> Owner | None:
-    """Who wrote himself down last; None if nobody did, or it cannot be made sense of."""
+    """The owner that was written down last; None if there is none, or its entry makes no sense."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         with open_file(directory, NAME, os.O_RDONLY | os.O_NONBLOCK) as file:
             fields: dict[str, Any] = json.loads(os.pread(file, _BYTES_MAX, 0))

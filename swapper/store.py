@@ -16,6 +16,7 @@ from swapper.checksum import seed
 from swapper.device import open_device
 from swapper.errors import StoreMisuse
 from swapper.files import Descriptor, open_directory, open_nameless, reserve
+from swapper.record import Place, Record
 from swapper.ticket import Checksum, Ticket, Transfers
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Extent:
     """One piece of a store, moved as a whole. ``nbytes`` is a multiple of the page size; ``offset`` is that of the
-    extent in the store's space (in a durable store, in each copy of it)."""
+    extent's first place in the store's space."""
 
     index: int
     offset: int
@@ -75,6 +76,48 @@ class AnyStore(abc.ABC):
         """What the queue has moved so far."""
         return self._transfers.device.statistics()
 
+    @property
+    def num_second_writes(self) -> int:
+        """Writes that failed and were done once more. More than a few: look after the device."""
+        return self._transfers.num_second_writes
+
+    @abc.abstractmethod
+    def read(self, extent: Extent, address: int, nbytes: int, *, urgent: bool = False) -> Ticket:
+        """Start reading what is current of ``extent`` into memory at ``address``. ``urgent`` overtakes others.
+
+        ``nbytes`` is the extent's. The ``write`` before must be over, and so must the write that was flipped last.
+        A ``write_beside`` may be in flight.
+        Raises ``StoreMisuse`` for another size, and for an extent that was never written.
+        """
+
+    @abc.abstractmethod
+    def write(self, extent: Extent, address: int, nbytes: int, *, urgent: bool = False) -> Ticket:
+        """Start writing ``extent`` from memory at ``address``; later reads take these bytes.
+
+        The bytes go to a place that is not current, if there is one that is not needed. Then the old bytes are current
+        again if the write fails; otherwise they are lost. What was written beside and not flipped is given up.
+        No read and no other write of the extent may be in flight.
+        """
+
+    @abc.abstractmethod
+    def write_beside(self, extent: Extent, address: int, nbytes: int, *, urgent: bool = False) -> Ticket:
+        """Start writing ``extent`` from memory at ``address``, beside what is current, which stays current.
+
+        Reads of the extent may be in flight; no other write may. The bytes become current with ``flip``; without it,
+        the next write takes their place.
+        Raises ``StoreMisuse`` or ``StorageFull`` if the extent has no place for it.
+        """
+
+    @abc.abstractmethod
+    def flip(self, extent: Extent) -> None:
+        """Make current what was written beside ``extent`` last.
+
+        No read of the extent may be in flight. The write may be; a read, and the next write, must wait until it is
+        over. If it fails after this, what was current before is current again.
+        Raises ``StoreMisuse`` if nothing was written beside since the last flip or write, and the error of the write
+        if that has failed already. Nothing has changed then.
+        """
+
     @abc.abstractmethod
     def close(self) -> None:
         """Wait for what is in flight, then give everything back. Safe to call twice."""
@@ -90,13 +133,15 @@ class Store(AnyStore):
     """Preallocated extents on one or more directories, moved with O_DIRECT, verified on every read.
 
     The files have no name: they are created 0600 without a directory entry, so that a normal end, an exception and a
-    kill all give the space back, and any number of stores can share a path. Each extent has a checksum, kept in
-    memory; a read gives the bytes that were written, or an error.
+    kill all give the space back, and any number of stores can share a path. Each place has a checksum, kept in
+    memory; a read gives the bytes that were written, or an error. One thread at a time may deal with one extent.
 
-    ``extent_sizes`` are bytes, rounded up to whole pages. Everything is reserved here or nothing is.
+    ``extent_sizes`` are bytes, rounded up to whole pages. ``places`` is the number of places of each extent, 1 or 2;
+    one number counts for all. The store takes ``nbytes``, the sum of sizes times places. Everything is reserved here
+    or nothing is.
 
-    Raises ``StoreUnsafe`` for a path that cannot hold a store, ``StorageFull`` if the extents do not fit. Nothing is
-    left behind in either case.
+    Raises ``StoreUnsafe`` for a path that cannot hold a store, ``StorageFull`` if the extents do not fit,
+    ``StoreMisuse`` for another number of places. Nothing is left behind.
     """
 
     def __init__(
@@ -104,12 +149,18 @@ class Store(AnyStore):
         paths: Sequence[str | os.PathLike[str]],
         extent_sizes: Sequence[int],
         *,
+        places: int | Sequence[int] = 1,
         backend: str = "auto",
         queue_depth: int = 32,
         block_bytes: int = 1 << 20,
     ) -> None:
         self.paths = tuple(Path(path) for path in paths)
         self._extents, self.nbytes = lay_out(extent_sizes)
+        self._records: list[Record] = []
+        for extent, num_places in zip(self._extents, _each(places, len(self._extents)), strict=True):
+            stride = self.nbytes - extent.offset  # the second places follow all the first ones
+            self._records.append(Record(extent.index, extent.offset, stride, num_places))
+            self.nbytes += extent.nbytes * (num_places - 1)
         self._closers = contextlib.ExitStack()
         try:
             device = open_device(
@@ -123,37 +174,56 @@ class Store(AnyStore):
         except BaseException:
             self._closers.close()
             raise
-        identity = os.urandom(16)
+        self._identity = os.urandom(16)
         self._transfers = Transfers(device, ", ".join(map(str, self.paths)))
         self._closers.callback(self._transfers.close)
-        self._checksums = [
-            Checksum(f"extent {extent.index}", seed(identity, extent.index, 0, extent.nbytes))
-            for extent in self._extents
-        ]
 
     def read(self, extent: Extent, address: int, nbytes: int, *, urgent: bool = False) -> Ticket:
-        """Start reading ``extent`` into memory at ``address``. ``urgent`` overtakes background transfers.
-
-        A read and a write of one extent must not be in flight at a time. ``nbytes`` is the extent's.
-        Raises ``StoreMisuse`` for another size, and for an extent that was never written.
-        """
-        checksum = self._checksum(extent, nbytes)
-        if checksum.value is None:
-            raise StoreMisuse(f"extent {extent.index} was never written.")
-        return self._transfers.read(extent.offset, address, nbytes, checksum, urgent=urgent)
+        """See ``AnyStore.read``."""
+        place = self._record(extent, nbytes).readable()
+        return self._transfers.read(place.offset, address, nbytes, place.checksum, urgent=urgent)
 
     def write(self, extent: Extent, address: int, nbytes: int, *, urgent: bool = False) -> Ticket:
-        """Start writing ``extent`` from memory at ``address``. See ``read``."""
-        return self._transfers.write(extent.offset, address, nbytes, self._checksum(extent, nbytes), urgent=urgent)
+        """See ``AnyStore.write``. An extent with one place is written over."""
+        record = self._record(extent, nbytes)
+        place = self._place(record, record.replaceable(), nbytes)
+        record.give_up_beside()
+        ticket = self._transfers.write(place.offset, address, nbytes, place.checksum, urgent=urgent)
+        record.replaced(place)
+        return ticket
+
+    def write_beside(self, extent: Extent, address: int, nbytes: int, *, urgent: bool = False) -> Ticket:
+        """See ``AnyStore.write_beside``. Raises ``StoreMisuse`` for an extent with one place."""
+        record = self._record(extent, nbytes)
+        number = record.spare() if record.num_places > 1 else None
+        if number is None:
+            raise StoreMisuse(
+                f"extent {extent.index} has one place: nothing can be written beside what is current.",
+                advice="Give the store places=2, for this extent or for all.",
+            )
+        place = self._place(record, number, nbytes)
+        record.give_up_beside()
+        ticket = self._transfers.write(place.offset, address, nbytes, place.checksum, urgent=urgent)
+        record.put_beside(place)
+        return ticket
+
+    def flip(self, extent: Extent) -> None:
+        """See ``AnyStore.flip``."""
+        self._records[extent.index].flip()
 
     def close(self) -> None:
         """Wait for what is in flight, then give the space back. Safe to call twice."""
         self._closers.close()
 
-    def _checksum(self, extent: Extent, nbytes: int) -> Checksum:
+    def _record(self, extent: Extent, nbytes: int) -> Record:
         if nbytes != extent.nbytes:
             raise StoreMisuse(f"extent {extent.index} has {extent.nbytes} bytes, not {nbytes}.")
-        return self._checksums[extent.index]
+        return self._records[extent.index]
+
+    def _place(self, record: Record, number: int, nbytes: int) -> Place:
+        """Place ``number``, for a new write. The seed has the number, so the other place's bytes are wrong here."""
+        checksum = Checksum(f"extent {record.index}", seed(self._identity, record.index, number, nbytes))
+        return Place(number, record.offset_of(number), checksum)
 
     def _open_file(self, path_index: int, nbytes: int) -> int:
         """A nameless file, all of it reserved."""
@@ -164,3 +234,14 @@ class Store(AnyStore):
         self._closers.callback(file.close)
         reserve(file.number, nbytes, path)
         return file.number
+
+
+def _each(places: int | Sequence[int], num_extents: int) -> list[int]:
+    """The number of places of each extent. Raises ``StoreMisuse``."""
+    numbers = [places] * num_extents if isinstance(places, int) else list(places)
+    if len(numbers) != num_extents:
+        raise StoreMisuse(f"places has {len(numbers)} numbers, there are {num_extents} extents.")
+    for index, number in enumerate(numbers):
+        if number not in (1, 2):
+            raise StoreMisuse(f"places of extent {index} must be 1 or 2, got {number}.")
+    return numbers

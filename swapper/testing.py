@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import aio_ext
 from swapper.arena import Arena
+from swapper.device import IO_TIMEOUT_S
 
 Operation = Literal["read", "write", "sync", "names", "load", "create", "sync_file", "rename", "remove", "sync_names"]
 Kind = Literal["error", "short", "torn", "lost", "misdirected", "flip", "delay"]
@@ -27,7 +28,7 @@ SECTOR_BYTES = 512
 
 @dataclass
 class RamDisk:
-    """What is on the disk now. ``log`` receives every change, for whoever wants to replay it."""
+    """What is on the disk now. ``log`` receives every change, for a replay."""
 
     data: bytearray
     files: dict[str, bytes] = field(default_factory=dict)
@@ -121,10 +122,14 @@ class RamTransfer:
         if self.done():
             call(self)
         else:
-            threading.Thread(target=lambda: (self._over is None or self._over.wait(), call(self)), daemon=True).start()
+            threading.Thread(target=self._call_when_over, args=(call,), daemon=True).start()
+
+    def _call_when_over(self, call: Callable[[Any], object]) -> None:
+        if self._over is None or self._over.wait(IO_TIMEOUT_S):
+            call(self)
 
     def __await__(self) -> Generator[object, None, None]:
-        yield from asyncio.get_running_loop().run_in_executor(None, self.wait)
+        yield from asyncio.get_running_loop().run_in_executor(None, self.wait, IO_TIMEOUT_S)
 
 
 class RamDevice:

@@ -1,10 +1,17 @@
-"""Transfers of whole extents, with their checksums, and the tickets that stand for them."""
+"""Transfers of whole extents, with their checksums, and the tickets that stand for them.
+
+[Note: The second try] A transfer that went wrong on its way can be had right; what is wrong at rest cannot. One more
+try tells them apart, costs nothing when all is well, and is counted. A read is tried again if it fails or gives wrong
+bytes, a write if it fails: the same bytes go from the same memory to the same place, so nothing is different if the
+first try did arrive. A write is not tried again for want of room: no second try makes any. A sync is never tried again.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import errno
+import threading
 import time
 from collections.abc import Callable, Generator
 
@@ -16,16 +23,21 @@ from swapper.errors import StorageCorrupt, StorageError, StorageTimeout, StoreMi
 _OVER = (errno.ECANCELED, errno.ESHUTDOWN)
 """What a request gets that a queue had no time for before it was closed: a second try is of no use."""
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
 
 class Checksum:
-    """What an extent must hold: set when a write of it is sealed. ``label`` names the bytes in messages."""
+    """What a place must hold. ``label`` names the bytes in messages."""
 
-    __slots__ = ("label", "seed", "value")
+    __slots__ = ("error", "label", "seed", "value")
 
     def __init__(self, label: str, seed: int, value: int | None = None) -> None:
         self.label = label
         self.seed = seed
         self.value = value
+        """Set when the write of these bytes is sealed."""
+        self.error: StorageError | None = None
+        """Why the write of these bytes failed."""
 
 
 class Ticket:
@@ -44,10 +56,13 @@ class Ticket:
 
     def done(self) -> bool:
         """True when ``wait`` would not block: the bytes are there, and verified."""
-        return self._transfer.done() and self._work.over()
+        return self._transfer.done() and all(work.over() for work in self._works())
 
     def add_done_callback(self, function: Callable[[], None]) -> None:
-        """Call ``function`` from another thread when the device has answered; it must be quick, and not raise."""
+        """Call ``function`` from another thread when the device has answered; it must be quick, and not raise.
+
+        The ticket need not be done then: its checksum may be under way, or a second try.
+        """
         self._transfer.add_done_callback(lambda _: function())
 
     def wait(self, timeout_s: float = IO_TIMEOUT_S) -> None:
@@ -59,9 +74,10 @@ class Ticket:
         deadline = time.monotonic() + timeout_s
         try:
             self._wait_for_transfer(timeout_s)
-            self._work.run(max(deadline - time.monotonic(), 0.0))
+            for work in self._works():
+                work.run(max(deadline - time.monotonic(), 0.0))
         except TimeoutError:
-            raise StorageTimeout(f"{self._name}: no answer for {timeout_s:g} s.") from None
+            raise self._late(timeout_s) from None
         self._raise()
 
     def _wait_for_transfer(self, timeout_s: float) -> None:
@@ -73,30 +89,70 @@ class Ticket:
             return  # judged once the work is done
 
     def __await__(self) -> Generator[object, None, None]:
-        with contextlib.suppress(OSError):
-            yield from self._transfer.__await__()
-        if not self._work.over():
-            yield from asyncio.get_running_loop().run_in_executor(None, self._work.run)
+        return self._wait_in_loop().__await__()
+
+    async def _wait_in_loop(self) -> None:
+        loop = asyncio.get_running_loop()
+        deadline = time.monotonic() + IO_TIMEOUT_S
+        try:
+            if not self._transfer.done():
+                await asyncio.wait_for(_answered(self._transfer), IO_TIMEOUT_S)
+            for work in self._works():
+                if not work.over():
+                    await loop.run_in_executor(None, work.run, max(deadline - time.monotonic(), 0.0))
+        except (TimeoutError, asyncio.TimeoutError):
+            raise self._late(IO_TIMEOUT_S) from None
         self._raise()
 
+    def _works(self) -> tuple[Once, ...]:
+        """What must be over for the ticket to be done, now that the transfer is."""
+        return (self._work,)
+
     def _raise(self) -> None:
-        if self._work.error is not None:
-            raise self._work.error
+        for work in self._works():
+            if work.error is not None:
+                raise work.error
+
+    def _late(self, timeout_s: float) -> StorageTimeout:
+        return StorageTimeout(f"{self._name}: no answer for {timeout_s:g} s.")
+
+
+async def _answered(transfer: Transfer) -> None:
+    with contextlib.suppress(OSError):  # judged once the work is done
+        await transfer
 
 
 class _WriteTicket(Ticket):
-    """Its work is the sealing, which runs beside the transfer and knows nothing of its outcome."""
+    """Its work is the sealing, which runs beside the transfer; if the transfer fails, the second try as well."""
 
-    __slots__ = ("_transfers",)
+    __slots__ = ("_again",)
 
-    def __init__(self, name: str, transfer: Transfer, work: Once, transfers: Transfers) -> None:
-        super().__init__(name, transfer, work)
-        self._transfers = transfers
+    def __init__(self, name: str, transfer: Transfer, sealing: Once, again: Once) -> None:
+        super().__init__(name, transfer, sealing)
+        self._again = again
 
-    def _raise(self) -> None:
-        super()._raise()
-        if self._transfer.error is not None:
-            raise self._transfers.failed(self._name, self._transfer.error)
+    def _works(self) -> tuple[Once, ...]:
+        return (self._work,) if self._transfer.error is None else (self._work, self._again)
+
+
+class _SecondTry:
+    """A transfer that is submitted once, when it is first waited for, however often that is."""
+
+    __slots__ = ("_submit", "_transfer")
+
+    def __init__(self, submit: Callable[[], Transfer]) -> None:
+        self._submit = submit
+        self._transfer: Transfer | None = None
+
+    def begun(self) -> bool:
+        """True once it was submitted."""
+        return self._transfer is not None
+
+    def wait(self, timeout_s: float) -> None:
+        """Raises ``OSError`` if it fails, ``TimeoutError`` while it is in flight."""
+        if self._transfer is None:
+            self._transfer = self._submit()
+        self._transfer.wait(timeout_s)
 
 
 class Transfers:
@@ -107,8 +163,13 @@ class Transfers:
         self.where = where
         self.num_second_reads = 0
         """Reads that went wrong and were tried again."""
+        self.num_second_writes = 0
+        """Writes that failed and were tried again."""
+        self._counts_lock = threading.Lock()
+        """Lock of the counts. Guards: the two numbers above. Order: last. Nothing is waited for under it."""
         self._arenas: list[Arena] = []
         self._under_way: set[Once] = set()
+        """The work that looks at memory. Each change is one step of the interpreter, so there is no lock."""
         self._abandoned: StorageTimeout | None = None
 
     def register(self, arena: Arena) -> None:
@@ -121,38 +182,81 @@ class Transfers:
         name = f"read of {expected.label}"
         transfer = self._start(name, self.device.read, offset, address, nbytes, urgent=urgent)
 
-        def verify() -> None:
-            try:
-                if self._abandoned is not None:
-                    raise self._abandoned
-                if transfer.error is None and digest(address, nbytes, expected.seed) == expected.value:
-                    return
-                if transfer.error is not None and transfer.error.errno in _OVER:
-                    raise self.failed(name, transfer.error)
-                self._read_again(name, offset, address, nbytes, expected)
-            finally:
-                self._under_way.discard(work)
+        def submit_again() -> Transfer:
+            with self._counts_lock:
+                self.num_second_reads += 1
+            return self._start(name, self.device.read, offset, address, nbytes, urgent=True)
 
-        work = Once(verify)
-        self._under_way.add(work)
+        again = _SecondTry(submit_again)
+
+        def verify(timeout_s: float) -> None:
+            if self._abandoned is not None:
+                raise self._abandoned
+            if not again.begun():
+                error = transfer.error
+                if error is None and digest(address, nbytes, expected.seed) == expected.value:
+                    return
+                if error is not None and error.errno in _OVER:
+                    raise self.failed(name, error)
+            try:
+                again.wait(timeout_s)
+            except TimeoutError:
+                raise
+            except OSError as second:
+                raise self.failed(name, second) from second
+            seen = digest(address, nbytes, expected.seed)
+            if seen != expected.value:
+                raise StorageCorrupt(
+                    f"{name} gave wrong bytes, twice: {self.where} [{offset}, {offset + nbytes}), "
+                    f"checksum {_hex(seen)}, expected {_hex(expected.value)}.",
+                    expected=expected.value or 0,
+                    seen=seen,
+                )
+
+        work = self._begun(verify)
         transfer.add_done_callback(lambda _: work.start())
         return Ticket(name, transfer, work)
 
     def write(self, offset: int, address: int, nbytes: int, checksum: Checksum, *, urgent: bool) -> Ticket:
-        """Start writing; ``checksum`` is sealed meanwhile."""
+        """Start writing; ``checksum`` is sealed meanwhile. If the write fails for good, ``checksum.error`` says so."""
         name = f"write of {checksum.label}"
         transfer = self._start(name, self.device.write, offset, address, nbytes, urgent=urgent)
 
-        def seal() -> None:
-            try:
-                checksum.value = digest(address, nbytes, checksum.seed)
-            finally:
-                self._under_way.discard(sealing)
+        def submit_again() -> Transfer:
+            with self._counts_lock:
+                self.num_second_writes += 1
+            return self.device.write(offset, address, nbytes, urgent=True)
 
-        sealing = Once(seal)
-        self._under_way.add(sealing)
+        again = _SecondTry(submit_again)
+
+        def seal(_: float) -> None:
+            if self._abandoned is not None:
+                raise self._abandoned
+            checksum.value = digest(address, nbytes, checksum.seed)
+
+        def write_again(timeout_s: float) -> None:
+            first = transfer.error
+            if first is None:
+                return
+            try:
+                if self._abandoned is not None:
+                    raise self._abandoned
+                if first.errno in _OVER + _NO_ROOM:
+                    raise self.failed(name, first)
+                try:
+                    again.wait(timeout_s)
+                except TimeoutError:
+                    raise
+                except OSError as second:
+                    raise self.failed(name, first if second.errno in _OVER else second) from second
+            except StorageError as error:
+                checksum.error = error
+                raise
+
+        sealing, second_try = self._begun(seal), Once(write_again)
         sealing.start()
-        return _WriteTicket(name, transfer, sealing, self)
+        transfer.add_done_callback(lambda over: None if over.error is None else second_try.start())
+        return _WriteTicket(name, transfer, sealing, second_try)
 
     def sync(self) -> None:
         """Make durable what was written. Raises ``StorageIOError`` or ``StorageTimeout``; never to be repeated then."""
@@ -168,10 +272,19 @@ class Transfers:
         try:
             self.device.close()
         except StorageTimeout as error:
-            self._abandoned = error  # should it come back after all, its memory may be gone: nobody must look at it
+            self._abandoned = error  # should it come back after all, its memory may be gone: no work may look at it
             raise
         for work in tuple(self._under_way):
-            work.run()
+            try:
+                work.run()
+            except TimeoutError:
+                raise StorageTimeout(f"closing {self.where}: a checksum is not done for {IO_TIMEOUT_S:g} s.") from None
+
+    def _begun(self, call: Callable[[float], None]) -> Once:
+        """Work on memory, which ``close`` waits for."""
+        work = Once(call, then=self._under_way.discard)
+        self._under_way.add(work)
+        return work
 
     def _start(self, name: str, submit: Callable[..., Transfer], *request: int, urgent: bool) -> Transfer:
         try:
@@ -180,26 +293,6 @@ class Transfers:
             if error.errno == errno.ESHUTDOWN:
                 raise StoreMisuse(f"{name}: {self.where} is closed.") from None
             raise self.failed(name, error) from error
-
-    def _read_again(self, name: str, offset: int, address: int, nbytes: int, expected: Checksum) -> None:
-        """[Note: The second try] A transfer that went wrong on its way can be had right; what is wrong at rest cannot.
-        One more read tells them apart, costs nothing when all is well, and is counted."""
-        self.num_second_reads += 1
-        transfer = self._start(name, self.device.read, offset, address, nbytes, urgent=True)
-        try:
-            transfer.wait(IO_TIMEOUT_S)
-        except TimeoutError:
-            raise StorageTimeout(f"second {name}: no answer for {IO_TIMEOUT_S:.0f} s.") from None
-        except OSError as error:
-            raise self.failed(name, error) from error
-        seen = digest(address, nbytes, expected.seed)
-        if seen != expected.value:
-            raise StorageCorrupt(
-                f"{name} gave wrong bytes, twice: {self.where} [{offset}, {offset + nbytes}), "
-                f"checksum {_hex(seen)}, expected {_hex(expected.value)}.",
-                expected=expected.value or 0,
-                seen=seen,
-            )
 
     def failed(self, name: str, error: OSError) -> StorageError:
         """What the device said, as the error that the user gets."""

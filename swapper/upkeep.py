@@ -17,7 +17,7 @@ from swapper.directory import RealDirectory
 from swapper.durable import DurableStore, left_over, published, read_manifest
 from swapper.errors import OffloadError, StorageError, StoreMissing, StoreUnsafe, failed
 from swapper.files import Descriptor, open_directory
-from swapper.places import SUFFIX, open_store
+from swapper.folders import SUFFIX, open_store
 
 _SCRATCH = re.compile(r"\.offload-[0-9]+-[0-9a-f]{16}")
 """What a scratch store's file is called for a moment, where files without a name cannot be made."""
@@ -73,7 +73,7 @@ def scrub(paths: Sequence[Path]) -> list[dict[str, Any]]:
 def collect(paths: Sequence[Path]) -> list[dict[str, Any]]:
     """Remove what dead owners left: unfinished stores, unfinished commits, replaced generations, scratch files.
 
-    Whatever is in use, was retained, or is not known to be ours, stays. Returns what was removed.
+    All that is in use, was retained, or is not known to be ours, stays. Returns what was removed.
     """
     return [_clean(path / name, folder) for path in paths for name, folder in _folders(path)] + [
         _clean_scratch(path) for path in paths
@@ -119,14 +119,14 @@ def _describe(where: Path, folder: int) -> dict[str, Any]:
         except OffloadError as error:
             found["damage"].append(str(error))
             continue
-        written = [record for record in manifest.records if record.generation]
+        written = [entry for entry in manifest.entries if entry.generation]
         found["generations"].append(
             {
                 "generation": number,
                 "retained": name.startswith("retained"),
-                "extents": len(manifest.records),
+                "extents": len(manifest.entries),
                 "extents_written": len(written),
-                "bytes_written": sum(record.nbytes for record in written),
+                "bytes_written": sum(entry.nbytes for entry in written),
                 "metadata_bytes": len(manifest.metadata),
             }
         )
@@ -166,7 +166,7 @@ def _read_all(store: DurableStore, found: dict[str, Any]) -> None:
 
 
 def _clean(where: Path, folder: int) -> dict[str, Any]:
-    """Under the lock of its data: no owner is there, and one who comes meanwhile will find that it is gone."""
+    """Under the lock of its data: no owner is there, and one that comes meanwhile will find that it is gone."""
     found: dict[str, Any] = {"store": str(where), "removed": []}
     directory = RealDirectory(folder)
     names = directory.names()

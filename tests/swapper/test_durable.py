@@ -235,7 +235,7 @@ def test_a_store_that_was_cut_short_or_damaged_is_refused(tmp_path: Path):
 
 
 def test_nothing_can_be_committed_over_a_failed_write_until_it_is_repeated(ram, lease):
-    plan = FaultPlan(Fault("error", 1, ("write",)))
+    plan = FaultPlan(Fault("error", 1, ("write",)), Fault("error", 2, ("write",)))  # the write, and its second try
     store = ram(plan)
     put(store, 0, 1, lease)
     with pytest.raises(StorageIOError, match=r"write of extent 1, generation 1 on ram failed: .*Input/output error"):
@@ -324,12 +324,12 @@ def test_a_ticket_is_done_only_when_the_device_says_so(ram, lease):
 def ram():
     """Makes a store on a disk in memory, whose plan strikes after its creation."""
     from swapper.durable import begin
-    from swapper.manifest import Manifest, Record
+    from swapper.manifest import Entry, Manifest
     from swapper.testing import RamDevice, RamDirectory
 
     def make(plan: FaultPlan):
         disk = RamDisk(bytearray(8 * PAGE_BYTES))
-        empty = Manifest(b"s" * 16, 0, 2, 1, tuple(Record(size, 0, 0, 0) for size in SIZES))
+        empty = Manifest(b"s" * 16, 0, 2, 1, tuple(Entry(size, 0, 0, 0) for size in SIZES))
         directory, device = RamDirectory(disk), RamDevice(disk)
         store = begin(directory, lambda _: device, empty, "ram")
         directory._plan = device._plan = plan

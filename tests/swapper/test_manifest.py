@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swapper import PAGE_BYTES, StorageCorrupt, StoreMisuse
-from swapper.manifest import MANIFEST_BYTES_MAX, Manifest, Record
+from swapper.manifest import MANIFEST_BYTES_MAX, Entry, Manifest
 
-RECORDS = st.builds(
-    Record,
+ENTRIES = st.builds(
+    Entry,
     nbytes=st.integers(0, 1 << 20).map(lambda pages: pages * PAGE_BYTES),
     generation=st.integers(0, 5),
     copy=st.integers(0, 2),
@@ -22,7 +22,7 @@ MANIFESTS = st.builds(
     generation=st.integers(5, (1 << 63) - 1),
     num_copies=st.integers(3, 1024),
     num_paths=st.integers(2, 64),
-    records=st.lists(RECORDS, max_size=20).map(tuple),
+    entries=st.lists(ENTRIES, max_size=20).map(tuple),
     chunks=st.lists(st.tuples(st.integers(0, 1), st.integers(0, (1 << 32) - 1)), max_size=20, unique=True).map(tuple),
     metadata=st.binary(max_size=2000),
 )
@@ -73,11 +73,11 @@ def test_noise_is_refused(noise: bytes):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"records": (Record(100, 0, 0, 0),)}, "no whole pages"),
-        ({"records": (Record(PAGE_BYTES, 8, 0, 0),)}, "generation of an extent: 8 is not between 0 and 7"),
-        ({"records": (Record(PAGE_BYTES, 1, 2, 0),)}, "copy of an extent: 2 is not between 0 and 1"),
-        ({"records": (Record(1 << 45, 0, 0, 0),)}, "bytes of an extent"),
-        ({"records": (Record(1 << 44, 0, 0, 0),) * 40_000}, "bytes of the store"),
+        ({"entries": (Entry(100, 0, 0, 0),)}, "no whole pages"),
+        ({"entries": (Entry(PAGE_BYTES, 8, 0, 0),)}, "generation of an extent: 8 is not between 0 and 7"),
+        ({"entries": (Entry(PAGE_BYTES, 1, 2, 0),)}, "copy of an extent: 2 is not between 0 and 1"),
+        ({"entries": (Entry(1 << 45, 0, 0, 0),)}, "bytes of an extent"),
+        ({"entries": (Entry(1 << 44, 0, 0, 0),) * 40_000}, "bytes of the store"),
         ({"num_copies": 1}, "copies: 1 is not between 2 and 1024"),
         ({"num_paths": 0}, "paths: 0 is not between 1 and 64"),
         ({"chunks": ((0, 1), (0, 1))}, "two chunks rest in one place"),
@@ -88,7 +88,7 @@ def test_noise_is_refused(noise: bytes):
 )
 def test_impossible_numbers_are_refused_both_ways(monkeypatch, change, message):
     manifest = Manifest(
-        **{"store": bytes(16), "generation": 7, "num_copies": 2, "num_paths": 1, "records": (), **change}
+        **{"store": bytes(16), "generation": 7, "num_copies": 2, "num_paths": 1, "entries": (), **change}
     )
     with pytest.raises(StoreMisuse, match=message):
         manifest.encode()

@@ -15,7 +15,7 @@ from swapper.directory import RealDirectory
 from swapper.durable import DurableStore, begin, take_up
 from swapper.errors import StorageCorrupt, StoreMissing, StoreMisuse, StoreUnsafe, failed
 from swapper.files import Descriptor, open_direct, open_directory, reserve
-from swapper.manifest import Manifest, Record
+from swapper.manifest import Entry, Manifest
 from swapper.store import lay_out
 
 SUFFIX = ".store"
@@ -30,6 +30,7 @@ def create_store(
     extent_sizes: Sequence[int],
     *,
     retained_max: int = 0,
+    places: int = 1,
     metadata: bytes = b"",
     backend: str = "auto",
     queue_depth: int = 32,
@@ -37,31 +38,35 @@ def create_store(
 ) -> DurableStore:
     """Make an empty durable store, generation 0, with all its space reserved, and open it.
 
-    ``extent_sizes`` are bytes, rounded up to whole pages; the store takes ``2 + retained_max`` times their sum. The
-    manifests are under the first path; several paths share the data.
+    ``extent_sizes`` are bytes, rounded up to whole pages; the store takes ``1 + places + retained_max`` times their
+    sum: a copy for the last generation, one for each that is retained, and ``places`` for what is not committed. With
+    ``places=2`` there is always room for ``write_beside``. The manifests are under the first path; several paths share
+    the data.
 
-    Raises ``StoreExists`` if it is there already, ``StoreLocked`` if somebody has it open or is making it,
+    Raises ``StoreExists`` if it is there already, ``StoreLocked`` if it is open or being made elsewhere,
     ``StoreUnsafe`` for a path or a file that cannot be trusted, ``StorageFull``. A store whose creation was interrupted
     is no store: it is made anew.
     """
-    records = tuple(Record(extent.nbytes, 0, 0, 0) for extent in lay_out(extent_sizes)[0])
-    empty = Manifest(os.urandom(16), 0, 2 + retained_max, len(paths), records, metadata=metadata)
+    if places not in (1, 2):
+        raise StoreMisuse(f"places must be 1 or 2, got {places}.")
+    entries = tuple(Entry(extent.nbytes, 0, 0, 0) for extent in lay_out(extent_sizes)[0])
+    empty = Manifest(os.urandom(16), 0, 1 + places + retained_max, len(paths), entries, metadata=metadata)
     with contextlib.ExitStack() as undo:
-        place = undo.enter_context(_Place(paths, name, create=True))
+        folders = undo.enter_context(_Folders(paths, name, create=True))
 
         def new_file(index: int, nbytes: int) -> int:
-            reserve(place.files[index], nbytes, place.paths[index])
-            return place.files[index]
+            reserve(folders.files[index], nbytes, folders.paths[index])
+            return folders.files[index]
 
         def make_device(manifest: Manifest) -> Device:
             nbytes = manifest.copy_bytes * manifest.num_copies
             return open_device(
-                place.paths, nbytes, new_file, backend=backend, queue_depth=queue_depth, block_bytes=block_bytes
+                folders.paths, nbytes, new_file, backend=backend, queue_depth=queue_depth, block_bytes=block_bytes
             )
 
-        store = begin(place.directory, make_device, empty, str(place))
+        store = begin(folders.directory, make_device, empty, str(folders))
         undo.pop_all()
-        store.closing(place.close)
+        store.closing(folders.close)
         return store
 
 
@@ -78,33 +83,33 @@ def open_store(
 
     Going on from a retained generation gives the next commit a number above all that are there.
 
-    Raises ``StoreMissing`` if there is no such store or generation, ``StoreLocked`` if somebody has it open,
+    Raises ``StoreMissing`` if there is no such store or generation, ``StoreLocked`` if it is open elsewhere,
     ``StorageCorrupt`` if a manifest is damaged or a file too short, ``StoreUnsafe``. Nothing has changed then.
     """
     with contextlib.ExitStack() as undo:
-        place = undo.enter_context(_Place(paths, name, create=False))
+        folders = undo.enter_context(_Folders(paths, name, create=False))
 
         def old_file(index: int, nbytes: int) -> int:
-            if len(place.files) == 1 and place.sizes[index] < nbytes:
-                raise StorageCorrupt(f"{place}: its data has {place.sizes[index]} bytes, {nbytes} were reserved.")
-            return place.files[index]
+            if len(folders.files) == 1 and folders.sizes[index] < nbytes:
+                raise StorageCorrupt(f"{folders}: its data has {folders.sizes[index]} bytes, {nbytes} were reserved.")
+            return folders.files[index]
 
         def make_device(last: Manifest) -> Device:
-            if last.num_paths != len(place.paths):
-                raise StoreMisuse(f"{place} lies on {last.num_paths} paths, {len(place.paths)} were given.")
+            if last.num_paths != len(folders.paths):
+                raise StoreMisuse(f"{folders} lies on {last.num_paths} paths, {len(folders.paths)} were given.")
             nbytes = last.copy_bytes * last.num_copies
             return open_device(
-                place.paths, nbytes, old_file,
+                folders.paths, nbytes, old_file,
                 backend=backend, queue_depth=queue_depth, block_bytes=block_bytes, table=last.chunks,
             )  # fmt: skip
 
-        store = take_up(place.directory, make_device, str(place), generation)
+        store = take_up(folders.directory, make_device, str(folders), generation)
         undo.pop_all()
-        store.closing(place.close)
+        store.closing(folders.close)
         return store
 
 
-class _Place:
+class _Folders:
     """The directories and data files of one store, open and locked. Closed by ``close``, or at the end of ``with``."""
 
     def __init__(self, paths: Paths, name: str, *, create: bool) -> None:
@@ -131,7 +136,7 @@ class _Place:
     def __str__(self) -> str:
         return ", ".join(str(path / self._folder) for path in self.paths)
 
-    def __enter__(self) -> _Place:
+    def __enter__(self) -> _Folders:
         return self
 
     def __exit__(self, *_: object) -> None:
