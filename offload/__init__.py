@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from offload.errors import BudgetError as BudgetError
     from offload.errors import ConfigError as ConfigError
     from offload.errors import NonFiniteGradient as NonFiniteGradient
-    from offload.plan import Plan as Plan
-    from offload.report import Report as Report
+    from offload.plan.plan import Plan as Plan
+    from offload.report.report import Report as Report
     from swapper import OffloadError as OffloadError
     from swapper import StorageError as StorageError
     from swapper import StorageFull as StorageFull
@@ -27,8 +27,8 @@ _HOMES = {
     "BudgetError": "offload.errors",
     "ConfigError": "offload.errors",
     "NonFiniteGradient": "offload.errors",
-    "Plan": "offload.plan",
-    "Report": "offload.report",
+    "Plan": "offload.plan.plan",
+    "Report": "offload.report.report",
     "OffloadError": "swapper",
     "StorageError": "swapper",
     "StorageFull": "swapper",

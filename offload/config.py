@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from offload.device import Device
+from offload.device.protocol import Device
 from offload.errors import ConfigError
 
 Bytes = int | Literal["auto"]
@@ -47,7 +47,7 @@ class OffloadConfig:
     nvme_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = ()
     """Directories on local SSDs for the swap store; extents are spread over several. Empty: nothing goes to NVMe."""
     device: str | torch.device | Device = "cpu"
-    """Where the model computes: "cpu", "cuda", "cuda:1", or a ``Device`` of one's own (``offload.device``)."""
+    """Where the model computes: "cpu", "cuda", "cuda:1", or a ``Device`` of one's own (``offload.device.protocol``)."""
     device_memory: int | str = "auto"
     """Bytes of a GPU's memory that the engine may hold; activations are the model's. Beside what passes through, units
     rest there and are updated there, as many as fit. "auto": all of them if they take at most half of what is free;

@@ -23,3 +23,14 @@ class NonFiniteGradient(OffloadError):
 
 class DeviceMemoryError(OffloadError):
     """The device has no room for weights that compute needs. What rests in host memory and on NVMe is whole."""
+
+
+class WaitTimeout(OffloadError):
+    """A thread of the engine did not do its part within the deadline."""
+
+    survives = "What was committed or checkpointed; the step under way may be incomplete."
+    advice = "A disk or a device may hang: see `dmesg`. End the process."
+
+
+class TorchUnsupported(OffloadError):
+    """This release of torch lacks, or has changed, something that the engine stands on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -51,3 +52,16 @@ def _cgroup_files() -> list[tuple[Path, Path]]:
             if level == root:
                 break
     return files
+
+
+def resident_bytes(ranges: Sequence[tuple[int, int]]) -> int:
+    """How much of the mappings that contain these ranges (address, bytes) is in memory, by the kernel's count."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if "-" in name.split(" ", 1)[0]:
+            begin, end = (int(part, 16) for part in line.split(" ", 1)[0].split("-"))
+            inside = any(begin < address + nbytes and address < end for address, nbytes in ranges)
+        elif inside and name in ("Rss", "Private_Hugetlb"):
+            total += int(value.split()[0]) * 1024
+    return total

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
-from offload.rule import Group
+from offload.optim.rule import Group
 
 
-class Engine(Protocol):
+class Steps(Protocol):
     """What the optimizer asks of the engine. States are by parameter, as in ``torch.optim``."""
 
     def take_step(self) -> None: ...
@@ -31,7 +31,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     that a scheduler that was built on it keeps working.
     """
 
-    def __init__(self, groups: list[Group], engine: Engine, source: torch.optim.Optimizer | None = None) -> None:
+    def __init__(self, groups: list[Group], engine: Steps, source: torch.optim.Optimizer | None = None) -> None:
         super().__init__(groups, {})
         self._engine = engine
         if source is not None:

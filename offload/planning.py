@@ -12,19 +12,18 @@ from pathlib import Path
 import torch
 
 import aio_ext
-from offload.choose import Choice
 from offload.config import OffloadConfig
-from offload.device import Device
-from offload.device_gradients import NUM_LANDINGS
-from offload.device_plan import DevicePlan, plan_device
-from offload.device_updates import places_bytes
+from offload.device.protocol import Device
 from offload.errors import ConfigError
-from offload.kernel_rule import KernelRule
-from offload.layout import DEFAULT_TILE_BYTES, Formats
 from offload.memory import available_bytes
-from offload.plan import Plan, Tier, UnitPlan, make_plan
+from offload.optim.choose import OptimizerChoice
+from offload.optim.formats import DEFAULT_TILE_BYTES, Formats
+from offload.plan.buffers import NUM_LANDINGS, tile_place_bytes
+from offload.plan.device import DevicePlan, plan_device
+from offload.plan.placement import make_plan
+from offload.plan.plan import Plan, Tier, UnitPlan
+from offload.tiers.window import CopyWindow, window_class
 from offload.units import UnitSpec, num_nested
-from offload.window import CopyWindow, window_class
 from swapper import align
 
 _AUTO_SHARE = 0.8
@@ -34,40 +33,45 @@ _WHOLE_UNITS = 1 << 62
 """A tile of this many bytes holds any unit."""
 
 
-def plan_for(config: OffloadConfig, specs: Sequence[UnitSpec], choice: Choice | None, device: Device | None) -> Plan:
+def plan_for(
+    config: OffloadConfig, units: Sequence[UnitSpec], choice: OptimizerChoice | None, device: Device | None
+) -> Plan:
     """The plan for these units on this machine. Raises ``BudgetError`` for budgets that are too small."""
     host = config.host_memory
     host_bytes = int(available_bytes() * _AUTO_SHARE) if host == "auto" else int(host)
     nvme = config.nvme_capacity
     nvme_bytes = (1 << 62 if nvme == "auto" else int(nvme)) if config.paths else 0
     tile_bytes = None if config.tile_bytes == "auto" else int(config.tile_bytes)
-    cut = choice.rule.cut if choice is not None else None
+    tiles_of = choice.rule.tiles_of if choice is not None else None
     formats = Formats.of(config)
-    device_plan = _plan_device(config, specs, choice, device) if device is not None else None
-    on_host = [unit for unit in specs if device_plan is None or unit.index not in device_plan.homes]
+    device_plan = _plan_device(config, units, choice, device) if device is not None else None
+    on_host = [unit for unit in units if device_plan is None or unit.index not in device_plan.resident]
     compute_bytes = _compute_host_bytes(config, on_host, device)
-    make = partial(make_plan, on_host, formats, cut, host_bytes, nvme_bytes, tile_bytes, compute_bytes)
+    make = partial(make_plan, on_host, formats, tiles_of, host_bytes, nvme_bytes, tile_bytes, compute_bytes)
     early = device is None and choice is not None and choice.rule.repeatable
     early = early and not config.gradient_clipping and config.precision != "fp16"
     plan = make(early=early)
     spare_bytes = _free_bytes(config.paths) * _AUTO_SHARE if nvme == "auto" else nvme_bytes
-    if early and sum(plan.nvme_bytes.values()) + plan.shadow_bytes > spare_bytes:
+    has_room = sum(plan.nvme_bytes.values()) + plan.second_place_bytes <= spare_bytes
+    if early and not has_room:
         early, plan = False, make(early=False)
-    plan = dataclasses.replace(plan, shadows=early and plan.shadow_bytes > 0)
+        has_room = sum(plan.nvme_bytes.values()) + plan.second_place_bytes <= spare_bytes
+    two = choice is not None and has_room and plan.second_place_bytes > 0
+    plan = dataclasses.replace(plan, places=2 if two else 1, early=two and early)
     if device_plan is None:
         return plan
-    homes = [_device_unit(unit, choice) for unit in specs if unit.index in device_plan.homes]
-    return plan.with_homes(homes, device_plan)
+    resident = [_resident_unit(unit, choice) for unit in units if unit.index in device_plan.resident]
+    return plan.with_resident(resident, device_plan)
 
 
 def open_device(device: str | torch.device | Device) -> Device | None:
-    """What the model computes on; None is the CPU. Raises ``ConfigError`` if it is not there."""
+    """The device that the model computes on; None is the CPU. Raises ``ConfigError`` if it is not there."""
     if not isinstance(device, (str, torch.device)):
         return device
     found = torch.device(device)
     if found.type == "cpu":
         return None
-    from offload.cuda import CudaDevice
+    from offload.device.cuda import CudaDevice
 
     return CudaDevice(found)
 
@@ -81,44 +85,44 @@ def check_backend(name: str) -> None:
         raise ConfigError(f"io_backend {name!r} does not work here: {missing[name]}")
 
 
-def _plan_device(config: OffloadConfig, specs: Sequence[UnitSpec], choice: Choice | None, device: Device) -> DevicePlan:
-    """How the device's memory is divided; the optimizer decides, too, whether units may be at home there."""
+def _plan_device(
+    config: OffloadConfig, units: Sequence[UnitSpec], choice: OptimizerChoice | None, device: Device
+) -> DevicePlan:
+    """How the device's memory is divided; the optimizer decides, too, whether units may be resident there."""
     obstacle = None
     if choice is not None:
-        obstacle = "the optimizer has no kernel"
-        if isinstance(choice.rule, KernelRule):
-            obstacle = choice.rule.obstacle_on_devices or device.obstacle_to_kernels()
-    states = [sum(tile.nbytes for tile, _ in _device_unit(unit, choice).tiles) for unit in specs]
-    updates = [0] * len(specs)
+        obstacle = choice.rule.obstacle_on_devices or device.obstacle_to_kernels()
+    states = [sum(tile.nbytes for tile, _ in _resident_unit(unit, choice).tiles) for unit in units]
+    updates = [0] * len(units)
     if choice is not None and obstacle is None:
         tile_bytes = DEFAULT_TILE_BYTES if config.tile_bytes == "auto" else int(config.tile_bytes)
-        updates = [places_bytes(choice.rule.cut(unit, tile_bytes), Formats.of(config)) for unit in specs]
+        updates = [tile_place_bytes(choice.rule.tiles_of(unit, tile_bytes), Formats.of(config)) for unit in units]
     given = None if config.device_memory == "auto" else int(config.device_memory)
-    return plan_device(specs, Formats.of(config), states, updates, given, device.memory_bytes(), obstacle)
+    return plan_device(units, Formats.of(config), states, updates, given, device.memory_bytes(), obstacle)
 
 
-def _device_unit(unit: UnitSpec, choice: Choice | None) -> UnitPlan:
-    """The plan of a unit that is at home on a device: its states are one tile."""
-    tiles = choice.rule.cut(unit, _WHOLE_UNITS) if choice is not None else ()
+def _resident_unit(unit: UnitSpec, choice: OptimizerChoice | None) -> UnitPlan:
+    """The plan of a unit that is resident on a device: its states are one tile."""
+    tiles = choice.rule.tiles_of(unit, _WHOLE_UNITS) if choice is not None else ()
     return UnitPlan(unit, Tier.DEVICE, Tier.DEVICE, tuple((tile, Tier.DEVICE) for tile in tiles))
 
 
-def _compute_host_bytes(config: OffloadConfig, specs: Sequence[UnitSpec], device: Device | None) -> int:
+def _compute_host_bytes(config: OffloadConfig, units: Sequence[UnitSpec], device: Device | None) -> int:
     """Host memory that compute takes beside the plan's.
 
-    Autograd makes a gradient in memory of its own before it is brought home, and drops it then.
+    Autograd makes a gradient in memory of its own before it is brought to its home, and drops it then.
     """
     width = config.dtype.itemsize
-    trainable = [spec.numel for unit in specs for spec in unit.parameters if spec.trainable]
+    trainable = [spec.numel for unit in units for spec in unit.parameters if spec.trainable]
     gradient_bytes = align(max(trainable, default=0) * width) if config.optimizer is not None else 0
     if device is None:
-        copies = num_nested(specs) if window_class() is CopyWindow else 0
-        return copies * max(unit.numel for unit in specs) * width + gradient_bytes
+        copies = num_nested(units) if window_class() is CopyWindow else 0
+        return copies * max(unit.numel for unit in units) * width + gradient_bytes
     return NUM_LANDINGS * gradient_bytes
 
 
 def _free_bytes(paths: Sequence[Path]) -> float:
-    """What is free on the paths; on one file system it is counted once."""
+    """The bytes that are free on the paths; one file system is counted once."""
     free = {}
     for path in paths:
         with contextlib.suppress(OSError):  # the store refuses the path, and says why

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Lint, types and tests. Further arguments go to pytest.
+# Lint, types, the direction of imports, and tests. Further arguments go to pytest.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 cd "$root"
 "$venv/bin/python" -m ruff check .
 "$venv/bin/python" -m mypy
+"$venv/bin/lint-imports"
 exec "$venv/bin/python" -m pytest "$@"

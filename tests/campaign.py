@@ -13,6 +13,8 @@ sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 
 import device_schedules
 
+from offload import NonFiniteGradient
+
 
 def forget_in(function: str, kind: Any) -> Callable[[pytest.MonkeyPatch], None]:
     """Plants that ``wait`` of ``kind``, a stream or an event, does nothing where ``function`` calls it."""
@@ -35,6 +37,6 @@ def expect_trouble(folder: Path) -> None:
         try:
             if device_schedules.check(seed, folder):
                 return
-        except Exception:
-            return  # wrong numbers may end a step
+        except NonFiniteGradient:  # fresh memory of the simulated device is NaN: a missing wait ends a step
+            return
     pytest.fail("eight programs ran as if nothing were missing")

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from . import _kernels
 from ._native import Dtype, check_address, check_numbers, check_numel
+
+Bring = Callable[[int, int, Dtype, int, Dtype, int], float]
+"""``convert`` or ``accumulate``."""
 
 
 def sum_squares(address: int, numel: int, dtype: Dtype, num_threads: int = 1) -> float:

@@ -16,11 +16,12 @@ from tiny import Tiny, batches, loss_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 
-from offload import BudgetError, OffloadEngine, bandwidth, kernels
-from offload.cuda import CudaDevice
+from offload import BudgetError, OffloadEngine, kernels
+from offload.device.cuda import CudaDevice
 from offload.dtypes import kernel_dtype
-from offload.handle import Handle
-from offload.report import Link
+from offload.model.handle import Handle
+from offload.report.report import LinkRates
+from offload.tiers import bandwidth
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch.cuda.is_available() says there is no GPU")
 
@@ -78,7 +79,7 @@ def test_the_same_bits_over_all_budgets(
     ):
         with make(**chosen) as engine:
             outcomes.append(train(engine))
-            homes.append(len(engine.plan.device.homes))
+            homes.append(len(engine.plan.device.resident))
     assert homes[0] == homes[1] > homes[2] > homes[3] == homes[4] == 0
     for losses, weights in outcomes[1:]:
         assert losses == outcomes[0][0]
@@ -125,7 +126,7 @@ def test_updates_on_the_gpu_have_the_bits_of_the_cpu(
         torch.manual_seed(1)
         norms = []
         with OffloadEngine(make_model(), device=device, lr=1e-2, gradient_clipping=1.0, **options) as engine:
-            assert device == "cpu" or len(engine.plan.device.homes) == len(engine.plan.units)
+            assert device == "cpu" or len(engine.plan.device.resident) == len(engine.plan.units)
             for step in range(4):
                 for parameter in engine.module.parameters():
                     parameter.grad = (torch.randn(parameter.shape) * 10.0 ** (step - 2)).to(parameter.device)
@@ -155,12 +156,12 @@ def test_tiles_of_the_host_are_updated_on_either_side_with_the_same_bits(
     host_memory = least(partial(make, device_memory=device_memory), "host_memory")
     outcomes = []
     for speed in (1.0, 1e15):
-        monkeypatch.setattr(bandwidth, "measure_link", lambda *_, speed=speed: Link(speed, speed))
+        monkeypatch.setattr(bandwidth, "measure_link", lambda *_, speed=speed: LinkRates(speed, speed))
         for budgets in ({}, {"host_memory": host_memory}):
             with make(device_memory=device_memory, **budgets) as engine:
                 assert engine.plan.device.updates_bytes > 0
                 outcomes.append(train(engine))
-                sent = engine._compute._updates.copied_bytes
+                sent = engine._session._updates.device_side.copied_bytes
                 assert sent == (0, 0) if speed == 1.0 else sent[0] > sent[1] > 0
     for losses, weights in outcomes[1:]:
         assert losses == outcomes[0][0]
@@ -180,9 +181,9 @@ def test_units_move_to_what_the_first_step_has_left_free(
     memory_bytes = torch.cuda.memory_reserved() + whole * 8 // 5  # less than twice: not all comes home at once
     monkeypatch.setattr(CudaDevice, "memory_bytes", lambda device: memory_bytes)
     with make() as engine:
-        assert not engine.plan.device.homes
+        assert not engine.plan.device.resident
         losses, found = train(engine)
-        assert engine.plan.device.homes
+        assert engine.plan.device.resident
     assert losses == expected and all(torch.equal(found[name], value) for name, value in weights.items())
 
 
@@ -216,7 +217,7 @@ def test_kernels_can_run_here() -> None:
 
 def test_nothing_crosses_the_link_when_all_is_at_home(make_model: Callable[..., Tiny], tmp_path: Path) -> None:
     with OffloadEngine(make_model(width=512), device="cuda", nvme_path=tmp_path) as engine:
-        assert len(engine.plan.device.homes) == len(engine.plan.units)
+        assert len(engine.plan.device.resident) == len(engine.plan.units)
         train(engine, 3)
         report = engine.report()
         assert report.to_device_bytes == report.to_host_bytes == report.nvme_read_bytes == report.host_memory_bytes == 0

@@ -13,10 +13,10 @@ from campaign import device_schedules, expect_trouble
 from tiny import Tiny, batches, loss_of, train
 
 from offload import BudgetError, ConfigError, OffloadEngine, OffloadError
-from offload.device_weights import DeviceWeights
 from offload.errors import DeviceMemoryError
-from offload.gradients import Gradients
-from offload.simulated import SimulatedDevice, _Event, _Stream
+from offload.testing.simulated import SimulatedDevice, _Event, _Stream
+from offload.tiers.device_weights import DeviceWeights
+from offload.tiers.gradients import GradientStore, HostPlace
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -106,9 +106,9 @@ def test_norms_of_gradients_that_leave_are_worked_out_before(
     with pytest.raises(BudgetError) as caught:
         make(SimulatedDevice(), device_memory=1)
     with monkeypatch.context() as patch:
-        patch.delattr(Gradients, "_sum_squares")
+        patch.delattr(HostPlace, "sum_squares")
         with make(SimulatedDevice(), device_memory=caught.value.needed_bytes) as engine:
-            assert not engine.plan.device.homes
+            assert not engine.plan.device.resident
             losses, found = train(engine)
     assert losses == expected and all(torch.equal(found[name], value) for name, value in weights.items())
 
@@ -145,7 +145,7 @@ def test_copies_give_way_to_activations_that_grew(make_model: Callable[..., Tiny
     device = SimulatedDevice(memory_bytes=64 << 20, obstacle="planted")
     with OffloadEngine(make_model(), nvme_path=tmp_path, device=device, device_memory="auto") as engine:
         losses, _ = train(engine, 1)
-        device._memory_bytes = max(unit.weight_bytes for unit in engine._units)
+        device._memory_bytes = max(2 * item.unit.numel for item in engine.plan.units)
         tokens, targets = batches(2)[1]
         loss = loss_of(engine(tokens), targets)
         engine.backward(loss)
@@ -164,9 +164,9 @@ def test_evaluation_with_room_for_everything_copies_nothing_again(
     options = {"nvme_path": tmp_path, "device": device, "device_memory": 64 << 20}
     with OffloadEngine(make_model(), **options) as engine, torch.no_grad():
         first = engine(tokens)
-        copied = engine._compute.moved_bytes()[0]
+        copied = engine._session._copied_bytes()[0]
         assert torch.equal(engine(tokens), first)
-        assert engine._compute.moved_bytes()[0] == copied
+        assert engine._session._copied_bytes()[0] == copied
 
 
 def test_autocast_compiled_blocks_and_generation(make_model: Callable[..., Tiny], tmp_path: Path) -> None:
@@ -240,18 +240,18 @@ def test_state_dicts_are_in_host_memory(make_model: Callable[..., Tiny], tmp_pat
 def test_a_fault_of_the_store_reaches_the_training_thread(
     make_model: Callable[..., Tiny], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from offload.residency import Weights
+    from offload.tiers.host_weights import HostWeights
     from swapper import StorageIOError
 
     device = SimulatedDevice(obstacle="planted")
     engine = OffloadEngine(make_model(), nvme_path=tmp_path, device=device)
     train(engine, 1)
 
-    def fail(self: Weights, unit: Any, **options: Any) -> int:
+    def fail(self: HostWeights, unit: Any, **options: Any) -> int:
         raise StorageIOError("read of weights: EIO")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Weights, "acquire", fail)
+        patch.setattr(HostWeights, "acquire", fail)
         with pytest.raises(StorageIOError, match="EIO"):
             train(engine, 1)
     with pytest.raises(StorageIOError, match="EIO"):
@@ -263,10 +263,10 @@ def test_a_fault_of_the_store_reaches_the_training_thread(
 def test_a_fault_on_the_way_home_reaches_the_training_thread(
     make_model: Callable[..., Tiny], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: Gradients, *args: Any, **options: Any) -> None:
+    def fail(self: GradientStore, *args: Any, **options: Any) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(Gradients, "arrived", fail)
+    monkeypatch.setattr(GradientStore, "landed", fail)
     device = SimulatedDevice(obstacle="planted")
     engine = OffloadEngine(make_model(), nvme_path=tmp_path, device=device)
     with pytest.raises(RuntimeError, match="planted"):

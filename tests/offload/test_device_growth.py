@@ -13,9 +13,9 @@ from campaign import device_schedules, forget_in
 from tiny import Tiny, train
 
 from offload import BudgetError, NonFiniteGradient, OffloadEngine
-from offload.device_homes import _Home
 from offload.errors import DeviceMemoryError
-from offload.simulated import SimulatedDevice, _Event, _Stream
+from offload.testing.simulated import SimulatedDevice, _Event, _Stream
+from offload.tiers.growth import DeviceHomes
 
 OPTIONS: list[dict[str, Any]] = [
     {"precision": "bf16"},
@@ -46,7 +46,7 @@ def make(make_model: Callable[..., Tiny], tmp_path: Path) -> Callable[..., Offlo
 def whole_bytes(make: Callable[..., OffloadEngine], **options: Any) -> int:
     """Device memory that everything takes at home there."""
     with make(SimulatedDevice(), **options) as engine:
-        assert len(engine.plan.device.homes) == len(engine.plan.units)
+        assert len(engine.plan.device.resident) == len(engine.plan.units)
         return engine.plan.device.total_bytes
 
 
@@ -64,10 +64,10 @@ def test_units_move_home_after_the_first_step_and_the_bits_stay(
         engine = make(device, on_nvme=on_nvme, **options)
         with engine, device_schedules.watched(device, engine):
             before = engine.plan
-            assert not before.device.homes
+            assert not before.device.resident
             losses, found = train(engine, 6)
             plan = engine.plan
-            assert 0 < len(plan.device.homes) < len(plan.units)
+            assert 0 < len(plan.device.resident) < len(plan.units)
             assert losses == expected and all(torch.equal(found[name], value) for name, value in weights.items())
             for index, values in engine.optimizer.state_dict()["state"].items():
                 assert all(torch.equal(value, states[index][name]) for name, value in values.items())
@@ -75,7 +75,7 @@ def test_units_move_home_after_the_first_step_and_the_bits_stay(
             assert plan.device.total_bytes <= device.memory_bytes()
             assert plan.host_bytes == before.host_bytes and plan.model_state_bytes == before.model_state_bytes
             assert "of units that are on the device now" in str(plan)
-            assert engine.report().device_memory_bytes == plan.device.total_bytes
+            assert engine.report().device_memory_bytes == device.allocated_bytes <= plan.device.total_bytes
         assert device.violations == [] and device.allocated_bytes == 0
 
 
@@ -97,7 +97,7 @@ def test_less_crosses_the_link_afterwards(make: Callable[..., OffloadEngine]) ->
         first = engine.report()
         train(engine, 3)
         plan, report = engine.plan, engine.report()
-        staying = [item.unit for item in plan.units if item.unit.index not in plan.device.homes]
+        staying = [item.unit for item in plan.units if item.unit.index not in plan.device.resident]
         trained = sum(spec.numel for unit in staying for spec in unit.parameters)
         assert report.to_host_bytes == 2 * trained < first.to_host_bytes == 2 * plan.num_parameters
 
@@ -108,20 +108,20 @@ def test_memory_in_pieces_that_are_too_small_goes_to_copies(
     with make("cpu") as engine:
         expected, _ = train(engine, 4)
     device = SimulatedDevice(memory_bytes=int(whole_bytes(make) * 1.2))
-    init, made = _Home.__init__, []
+    make_homes, made = DeviceHomes.make, []
 
-    def fail(home: _Home, *args: Any) -> None:
-        made.append(home)
+    def fail(homes: DeviceHomes, unit: Any, *args: Any) -> Any:
+        made.append(unit)
         if len(made) == 3:
             raise DeviceMemoryError("planted")
-        init(home, *args)
+        return make_homes(homes, unit, *args)
 
-    monkeypatch.setattr(_Home, "__init__", fail)
+    monkeypatch.setattr(DeviceHomes, "make", fail)
     with make(device) as engine:
         before = engine.plan.device
         losses, _ = train(engine, 4)
         assert losses == expected and len(made) == 3
-        assert not engine.plan.device.homes and engine.plan.device.weights_bytes > before.weights_bytes
+        assert not engine.plan.device.resident and engine.plan.device.weights_bytes > before.weights_bytes
         assert device.allocated_bytes <= engine.plan.device.total_bytes
     assert device.allocated_bytes == 0 and device.violations == []
 
@@ -132,5 +132,5 @@ def test_gradients_that_no_group_has_stay(make: Callable[..., OffloadEngine], ma
     optimizer = torch.optim.AdamW([p for name, p in model.named_parameters() if not name.startswith("blocks.3")])
     with OffloadEngine(model, device=device, optimizer=optimizer, tile_bytes=64 << 10) as engine:
         train(engine, 1)
-        assert not engine.plan.device.homes
+        assert not engine.plan.device.resident
         assert engine.module.blocks[3].up.weight.grad.norm() > 0

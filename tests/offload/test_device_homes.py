@@ -15,10 +15,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 from offload import BudgetError, NonFiniteGradient, OffloadEngine
-from offload.device_plan import plan_device
-from offload.layout import Formats
-from offload.simulated import SimulatedDevice, _Event, _Stream
-from offload.units import find_units
+from offload.optim.formats import Formats
+from offload.plan.device import plan_device
+from offload.testing.simulated import SimulatedDevice, _Event, _Stream
+from offload.units.find import find_units
 
 Outcome = tuple[list[float], dict[str, torch.Tensor]]
 
@@ -29,7 +29,7 @@ def equal(left: Outcome, right: Outcome) -> bool:
 
 def at_home(engine: OffloadEngine) -> int:
     assert engine.plan.device is not None
-    return len(engine.plan.device.homes)
+    return len(engine.plan.device.resident)
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -90,10 +90,10 @@ def test_nothing_crosses_the_link_or_rests_on_the_host(make_model: Callable[...,
         plan = engine.plan.device
         assert (
             plan is not None
-            and device.allocated_bytes == plan.total_bytes == sum(plan.home_bytes.values()) + plan.squares_bytes
+            and device.allocated_bytes == plan.total_bytes == sum(plan.resident_bytes.values()) + plan.squares_bytes
         )
-        assert engine.plan.model_state_bytes == sum(plan.home_bytes.values())
-        assert "7 of 7 units at home" in str(engine.plan)
+        assert engine.plan.model_state_bytes == sum(plan.resident_bytes.values())
+        assert "7 of 7 units resident" in str(engine.plan)
 
 
 def test_more_memory_brings_more_units_home_and_every_byte_is_counted(
@@ -114,7 +114,7 @@ def test_more_memory_brings_more_units_home_and_every_byte_is_counted(
             assert plan is not None and plan.total_bytes <= budget
             assert device.most_allocated_bytes <= plan.total_bytes - plan.gradients_bytes
             counts.append(at_home(engine))
-            hosted = [item.unit for item in engine.plan.units if item.unit.index not in plan.homes]
+            hosted = [item.unit for item in engine.plan.units if item.unit.index not in plan.resident]
             trained = sum(spec.numel for unit in hosted for spec in unit.parameters)
             assert engine.report().to_host_bytes == 2 * trained
     assert counts == sorted(counts) and counts[0] == 0 and counts[-1] == len(engine.plan.units)
@@ -134,7 +134,7 @@ def test_the_plan_says_why_no_unit_is_at_home(
 ) -> None:
     device = SimulatedDevice(obstacle=obstacle)
     with OffloadEngine(make_model(), device=device, device_memory="64MiB", **options) as engine:
-        assert at_home(engine) == 0 and f"0 of 7 units at home in 0.0 MiB ({why})" in str(engine.plan)
+        assert at_home(engine) == 0 and f"0 of 7 units resident in 0.0 MiB ({why})" in str(engine.plan)
         train(engine, 1)
 
 
@@ -156,7 +156,7 @@ def test_frozen_units_come_home_first(make_model: Callable[..., Tiny]) -> None:
     formats = Formats(weights=2, master=2, grads=2)
     budget = sum(2 * unit.numel for unit in units)
     budget += 4 * max(2 * unit.numel for unit in units)
-    homes = plan_device(units, formats, states, [0] * len(units), budget, 0, None).homes
+    homes = plan_device(units, formats, states, [0] * len(units), budget, 0, None).resident
     assert len(frozen) == 3 and frozen <= homes < set(range(len(units)))
 
 
@@ -229,7 +229,7 @@ def test_inference_needs_weights_alone(make_model: Callable[..., Tiny]) -> None:
     device = SimulatedDevice(obstacle="no kernels are needed")
     with OffloadEngine(make_model(), optimizer=None, device=device) as engine, torch.no_grad():
         assert at_home(engine) == 7 and torch.equal(engine(tokens), expected)
-        assert device.allocated_bytes == engine.plan.device.total_bytes == engine.plan.device.home_bytes["weights"]
+        assert device.allocated_bytes == engine.plan.device.total_bytes == engine.plan.device.resident_bytes["weights"]
 
 
 # What the campaign is there to find, here too: each of these is one forgotten wait, or work in the wrong place.
@@ -256,8 +256,8 @@ def _beside_compute(method: str) -> Callable[[pytest.MonkeyPatch], None]:
     [
         forget_in("settle", _Stream),
         forget_in("settle", _Event),
-        forget_in("_borrowed", _Stream),
-        forget_in("_borrowed", _Event),
+        forget_in("borrow_part", _Stream),
+        forget_in("borrow_part", _Event),
         _beside_compute("kernel"),
         _beside_compute("sum_squares"),
     ],

@@ -18,11 +18,16 @@ from device_schedules import watched
 from tiny import Tiny, batches, loss_of, train
 
 from offload import BudgetError, NonFiniteGradient, OffloadEngine
-from offload.device_updates import DeviceUpdates, Trip, _parts
-from offload.layout import Formats, Tile
-from offload.report import Link, Meter
-from offload.simulated import SimulatedDevice, _Event, _Stream
-from offload.update import UnitUpdate, Updater
+from offload.optim.formats import Formats
+from offload.plan.buffers import tile_parts
+from offload.plan.plan import Tier
+from offload.report.meter import Meter
+from offload.report.report import LinkRates
+from offload.testing.simulated import SimulatedDevice, _Event, _Stream
+from offload.units import Tile
+from offload.update.device_side import DeviceSide, Trip
+from offload.update.pipeline import Pipeline
+from offload.update.step import TileBytes, UnitUpdate
 
 TILE_BYTES = 64 * 1024
 
@@ -34,22 +39,22 @@ CPU, DEVICE = 1.0, 1e15
 def sides(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How many tiles each side has updated. The CPU is said to take a second for each."""
     counts: Counter[str] = Counter()
-    apply, begin, end_update = Updater._apply, DeviceUpdates.begin, Meter.end_update
+    apply, begin, end_update = Pipeline._apply, DeviceSide.begin, Meter.end_update
 
-    def count_cpu(updater: Updater, piece: Any) -> None:
+    def count_cpu(pipeline: Pipeline, job: Any) -> None:
         counts["cpu"] += 1
-        apply(updater, piece)
+        apply(pipeline, job)
 
-    def count_device(updates: DeviceUpdates, *args: Any, **addresses: int) -> Any:
+    def count_device(side: DeviceSide, *args: Any) -> Any:
         counts["device"] += 1
-        return begin(updates, *args, **addresses)
+        return begin(side, *args)
 
     def take_a_second(meter: Meter, span: Any) -> float:
         end_update(meter, span)
         return 1.0
 
-    monkeypatch.setattr(Updater, "_apply", count_cpu)
-    monkeypatch.setattr(DeviceUpdates, "begin", count_device)
+    monkeypatch.setattr(Pipeline, "_apply", count_cpu)
+    monkeypatch.setattr(DeviceSide, "begin", count_device)
     monkeypatch.setattr(Meter, "end_update", take_a_second)
     return counts
 
@@ -137,7 +142,7 @@ def test_what_crosses_the_link_for_updates_is_in_the_report_and_in_the_timeline(
             events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
             tracks.append(Counter(event["cat"] for event in events if event["ph"] == "X"))
     without, found = reports
-    sent = [tile.tile for unit in engine._units if not unit.on_device for tile in unit.tiles][1:]
+    sent = [tile for item in engine.plan.units if item.weights is not Tier.DEVICE for tile, _ in item.tiles][1:]
     numel, states = sum(tile.numel for tile in sent), sum(tile.nbytes for tile in sent)
     assert found.to_device_bytes - without.to_device_bytes == states + 4 * numel
     assert found.to_host_bytes - without.to_host_bytes == states + 2 * numel
@@ -159,11 +164,11 @@ def test_memory_for_updates_is_counted_to_the_byte_and_never_raises_the_least_bu
         device.most_allocated_bytes = 0
         with make(device_memory=needed * factor // 2) as engine:
             plan = engine.plan.device
-            assert device.allocated_bytes == plan.updates_bytes + plan.squares_bytes + sum(plan.home_bytes.values())
-            tiles = [tile.tile for unit in engine._units if not unit.on_device for tile in unit.tiles]
+            assert device.allocated_bytes == plan.updates_bytes + plan.squares_bytes + sum(plan.resident_bytes.values())
+            tiles = [tile for item in engine.plan.units if item.weights is not Tier.DEVICE for tile, _ in item.tiles]
             if plan.updates_bytes:
-                assert plan.updates_bytes == 2 * max(sum(_parts(tile, engine.plan.formats)) for tile in tiles)
-                assert f"{plan.updates_bytes / (1 << 20):,.1f} MiB for updates of what rests elsewhere" in str(plan)
+                assert plan.updates_bytes == 2 * max(sum(tile_parts(tile, engine.plan.formats)) for tile in tiles)
+                assert f"{plan.updates_bytes / (1 << 20):,.1f} MiB for updates of the other units" in str(plan)
             train(engine, 1)
             assert device.most_allocated_bytes <= plan.total_bytes - plan.gradients_bytes
             assert plan.total_bytes <= needed * factor // 2
@@ -175,7 +180,7 @@ def test_auto_takes_memory_for_updates_where_there_is_plenty(make_model: Callabl
     def updates_bytes(memory_bytes: int) -> int:
         device = SimulatedDevice(memory_bytes=memory_bytes)
         with OffloadEngine(make_model(num_blocks=6), device=device, tile_bytes=TILE_BYTES) as engine:
-            assert not engine.plan.device.homes
+            assert not engine.plan.device.resident
             return engine.plan.device.updates_bytes
 
     assert updates_bytes(2 << 20) == 0 < updates_bytes(8 << 20)
@@ -196,15 +201,15 @@ def test_the_cpu_updates_alone_without_a_kernel_or_states_to_send(
 TILE, FORMATS = Tile(0, 1000, 10_000), Formats(weights=2, master=2, grads=2)  # 14 kB there, 12 kB back
 
 
-def updates(device: SimulatedDevice, nbytes: int = 2 * sum(_parts(TILE, FORMATS))) -> DeviceUpdates:
-    return DeviceUpdates(device, None, FORMATS, nbytes, Link(14e3, 12e3), Meter())
+def updates(device: SimulatedDevice, nbytes: int = 2 * sum(tile_parts(TILE, FORMATS))) -> DeviceSide:
+    return DeviceSide(device, None, FORMATS, nbytes, LinkRates(14e3, 12e3), Meter())
 
 
-def send(updates: DeviceUpdates, memory: torch.Tensor) -> Trip:
+def send(updates: DeviceSide, memory: torch.Tensor) -> Trip:
     """Send the tile away and leave it as it is."""
     at = memory.data_ptr()
     return updates.begin(
-        UnitUpdate(SimpleNamespace(name="unit"), ()), TILE, states=at, weights=at + 10_000, grads=at + 12_000
+        UnitUpdate(SimpleNamespace(name="unit"), ()), TILE, TileBytes(at, weights=at + 10_000, grads=at + 12_000)
     )
 
 
@@ -300,26 +305,26 @@ def test_every_access_is_ordered(make: Callable[..., OffloadEngine], sides: Coun
 
 def _count_too_early(patch: pytest.MonkeyPatch) -> None:
     """A unit is given back while its last tile is away."""
-    begin = DeviceUpdates.begin
+    begin = DeviceSide.begin
 
-    def begin_and_finish(updates: DeviceUpdates, *args: Any, **addresses: int) -> Any:
-        trip = begin(updates, *args, **addresses)
+    def begin_and_finish(updates: DeviceSide, *args: Any) -> Any:
+        trip = begin(updates, *args)
         updates._trips.remove(trip)
         return trip
 
-    patch.setattr(DeviceUpdates, "begin", begin_and_finish)
-    patch.setattr(DeviceUpdates, "end", lambda updates, trip: None)
+    patch.setattr(DeviceSide, "begin", begin_and_finish)
+    patch.setattr(DeviceSide, "end", lambda updates, trip: None)
 
 
 def _share_one_place(patch: pytest.MonkeyPatch) -> None:
     """Tiles on two streams meet in the same memory."""
-    begin = DeviceUpdates.begin
+    begin = DeviceSide.begin
 
-    def begin_in_one(updates: DeviceUpdates, *args: Any, **addresses: int) -> Any:
+    def begin_in_one(updates: DeviceSide, *args: Any) -> Any:
         updates._places[1].memory = updates._places[0].memory
-        return begin(updates, *args, **addresses)
+        return begin(updates, *args)
 
-    patch.setattr(DeviceUpdates, "begin", begin_in_one)
+    patch.setattr(DeviceSide, "begin", begin_in_one)
 
 
 @pytest.mark.parametrize(

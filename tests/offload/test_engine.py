@@ -49,13 +49,13 @@ def test_fp32_training_matches_torch_adamw(make_model):
 def test_everything_on_nvme_moves_the_bytes_that_the_plan_says(make_model, tmp_path: Path):
     budget = least_budget(make_model(), tmp_path, precision="fp32")
     with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory=budget, precision="fp32") as engine:
-        store = engine._store
+        store = engine._session._tiers.store
         before = store.statistics()
         for tokens, targets in batches(4):
             engine.backward(loss_of(engine(tokens), targets))
             engine.step()
         engine.synchronize()
-        engine._weights.drain()
+        engine._session._tiers.host.drain()
         after = store.statistics()
         assert after.write.bytes - before.write.bytes == 4 * engine.plan.step_write_bytes
         read_bytes = after.read.bytes - before.read.bytes
@@ -109,17 +109,21 @@ def test_the_io_profile_of_the_path_is_used_if_there_is_one(make_model, tmp_path
     with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory="4MiB") as engine:
         train(engine, 2)
         assert engine.report().io_backend == "threads"
-        assert (engine.bandwidths.read, engine.bandwidths.write, engine.bandwidths.q) == (3e9, 2e9, 1.5)
+        assert (engine._session.bandwidths.read, engine._session.bandwidths.write, engine._session.bandwidths.q) == (
+            3e9,
+            2e9,
+            1.5,
+        )
     with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory="4MiB", io_backend="portable") as engine:
         train(engine, 1)
         assert engine.report().io_backend == "portable"
-        assert engine.bandwidths.read != 3e9
+        assert engine._session.bandwidths.read != 3e9
 
 
 def test_the_plan_says_what_a_step_will_take(make_model, tmp_path: Path):
     with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory="8MiB", precision="fp32") as engine:
         assert "limited by nvme" in str(engine.plan) and "compute is known after a step" in str(engine.plan)
-        bandwidths, plan = engine.bandwidths, engine.plan
+        bandwidths, plan = engine._session.bandwidths, engine.plan
         assert bandwidths is not None
         assert plan.seconds == {"nvme": bandwidths.seconds(plan.step_read_bytes, plan.step_write_bytes)}
         train(engine, 2)

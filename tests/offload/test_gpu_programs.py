@@ -13,13 +13,14 @@ import torch
 from gpu_emulator import Emulator
 from tiny import Tiny, train
 
-from offload import OffloadEngine, gpu_programs, kernels
+from offload import OffloadEngine, kernels
+from offload.device import programs as gpu_programs
+from offload.device.programs import GpuPrograms
 from offload.dtypes import kernel_dtype
 from offload.errors import OffloadError
-from offload.gpu_programs import GpuPrograms
 from offload.kernels.gpu import GpuKernels, Program
 from offload.kernels.nvrtc import CompilerMissing
-from offload.simulated import SimulatedDevice, _Stream
+from offload.testing.simulated import SimulatedDevice, _Stream
 
 
 class Driver:
@@ -100,7 +101,7 @@ def test_the_engine_trains_by_the_kernels_text_for_gpus(
     monkeypatch.setattr(_Stream, "kernel", lambda stream, name: gpu.kernel(name))
     monkeypatch.setattr(_Stream, "sum_squares", sum_squares)
     with OffloadEngine(make_model(), gradient_clipping=0.1, device=SimulatedDevice()) as engine:
-        assert len(engine.plan.device.homes) == 7
+        assert len(engine.plan.device.resident) == 7
         losses, found = train(engine)
     assert losses == expected and all(torch.equal(found[name], value) for name, value in weights.items())
 

@@ -10,6 +10,7 @@ from tiny import Tiny, as_weight, batches, loss_of, train
 from torch import nn
 
 from offload import ConfigError, OffloadEngine, OffloadError
+from offload.plan.plan import Tier
 
 
 @pytest.fixture(params=["fp32", "bf16"])
@@ -62,8 +63,8 @@ def test_a_written_bf16_weight_is_the_whole_master(make_model, tmp_path: Path):
             engine.module.head.weight.copy_(value)
         train(engine, 1)
         assert torch.equal(engine.module.head.weight.detach().clone(), value)
-        for unit in engine._units:
-            assert unit.name != "head" or all(tile.extent is not None for tile in unit.tiles)
+        (head,) = (item for item in engine.plan.units if item.unit.name == "head")
+        assert all(tier is Tier.NVME for _, tier in head.tiles)
 
 
 def test_state_dict_round_trip_and_deepcopy_give_ordinary_tensors(engine, make_model):

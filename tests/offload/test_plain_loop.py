@@ -32,10 +32,10 @@ def test_clip_grad_norm_of_torch_clips_and_moves_nothing(engine):
         for module, step in ((model, engine.optimizer), (plain, optimizer)):
             step.zero_grad()
             loss_of(module(tokens), targets).backward()
-            before = engine._store.statistics().read.bytes
+            before = engine._session._tiers.store.statistics().read.bytes
             norms.append(torch.nn.utils.clip_grad_norm_(module.parameters(), 0.1).item())
             if module is model:
-                assert engine._store.statistics().read.bytes == before
+                assert engine._session._tiers.store.statistics().read.bytes == before
             step.step()
         assert norms[0] == pytest.approx(norms[1], rel=1e-5)
     for name, parameter in plain.named_parameters():

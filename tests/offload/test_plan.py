@@ -6,12 +6,14 @@ from tiny import Tiny
 from torch import nn
 
 from offload import BudgetError, OffloadConfig
-from offload.choose import choose
-from offload.layout import Formats
-from offload.order import NEVER, UseOrder
-from offload.plan import Plan, Tier, make_plan
-from offload.report import Bandwidths
-from offload.units import GRAIN, UnitSpec, find_units
+from offload.optim.choose import choose
+from offload.optim.formats import Formats
+from offload.plan.placement import make_plan
+from offload.plan.plan import Plan, Tier
+from offload.report.report import Bandwidths
+from offload.tiers.order import NEVER, UseOrder
+from offload.units import GRAIN, UnitSpec
+from offload.units.find import find_units
 
 FP32 = Formats.of(OffloadConfig(precision="fp32"))
 BF16 = Formats.of(OffloadConfig(precision="bf16"))
@@ -21,7 +23,7 @@ def plan_for(units: list[UnitSpec], formats: Formats, host_bytes: int, nvme_byte
     config = OffloadConfig(precision="fp32" if formats is FP32 else "bf16")
     choice = choose(config, units)
     assert choice is not None
-    return make_plan(units, formats, choice.rule.cut, host_bytes, nvme_bytes, **options)
+    return make_plan(units, formats, choice.rule.tiles_of, host_bytes, nvme_bytes, **options)
 
 
 def names(model: nn.Module) -> list[str]:

@@ -55,8 +55,15 @@ def run(between, **options) -> tuple[list[float], dict[str, torch.Tensor], int]:
     model = built()
     with OffloadEngine(model, **OPTIONS, **options) as engine:
         begun = []
-        speculate = engine._updater.speculate
-        engine._updater.speculate = lambda update: (begun.append(update.unit.name), speculate(update))
+        early = engine._session._updates.early
+        begin = early.begin
+
+        def count(unit, update):
+            if update is not None:
+                begun.append(unit.name)
+            return begin(unit, update)
+
+        early.begin = count
         losses = []
         for index, (tokens, targets) in enumerate(batches(4)):
             loss = loss_of(engine(tokens), targets)
@@ -107,8 +114,15 @@ def test_a_gradient_that_is_not_finite_takes_back_what_has_begun(tmp_path: Path)
         weights = {name: p.detach().clone() for name, p in model.named_parameters()}
         states = engine.optimizer.state_dict()["state"]
         begun = []
-        speculate = engine._updater.speculate
-        engine._updater.speculate = lambda update: (begun.append(update.unit.name), speculate(update))
+        early = engine._session._updates.early
+        begin = early.begin
+
+        def count(unit, update):
+            if update is not None:
+                begun.append(unit.name)
+            return begin(unit, update)
+
+        early.begin = count
         poisoned = model.blocks[0].register_full_backward_hook(lambda m, i, o: (torch.full_like(i[0], float("nan")),))
         engine.backward(loss_of(engine(more), more_targets))
         poisoned.remove()
@@ -127,8 +141,8 @@ def test_a_gradient_that_is_not_finite_takes_back_what_has_begun(tmp_path: Path)
 def test_clipping_and_small_disks_leave_it_out(tmp_path: Path):
     budget = int(1.5 * least_budget(built(), tmp_path, **OPTIONS))
     with OffloadEngine(built(), nvme_path=tmp_path, host_memory=budget, **OPTIONS) as engine:
-        assert engine.plan.shadows and engine.plan.memory["shadows"]["nvme"] == engine.plan.shadow_bytes > 0
+        assert engine.plan.early and engine.plan.memory["second places"]["nvme"] == engine.plan.second_place_bytes > 0
         needed = sum(engine.plan.nvme_bytes.values())
     for options in ({"gradient_clipping": 1.0}, {"nvme_capacity": needed}, {"precision": "fp16"}):
         with OffloadEngine(built(), nvme_path=tmp_path, host_memory=budget, **{**OPTIONS, **options}) as engine:
-            assert not engine.plan.shadows
+            assert not engine.plan.early

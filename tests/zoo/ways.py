@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from offload.simulated import SimulatedDevice
+from offload.testing.simulated import SimulatedDevice
 
 WAYS: dict[str, dict[str, Any]] = {
     "default": {},

@@ -1,0 +1,59 @@
+"""What must be undone at the end of an engine: by ``close``, by the end of the program, or after it was collected."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import warnings
+import weakref
+from _thread import start_new_thread
+from collections.abc import Callable
+
+_log = logging.getLogger("offload")
+_open: weakref.WeakSet[Closers] = weakref.WeakSet()
+
+
+class Closers:
+    """Calls that are made once, the last one first.
+
+    An object that is collected with calls left to make hands them to a thread of their own: the collector runs in any
+    thread, between any two instructions, and must not wait there for disks and threads.
+    """
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self._is_open = True
+        _open.add(self)
+
+    def callback(self, call: Callable[..., object], *args: object) -> None:
+        """Have ``call(*args)`` made at the end, before the calls that were added earlier."""
+        self._stack.callback(call, *args)
+
+    def close(self) -> None:
+        """Make the calls. All are made, also when some raise; the last error is raised. Safe to call twice."""
+        self._is_open = False
+        self._stack.close()
+
+    def __del__(self) -> None:
+        if self._is_open:
+            warnings.warn("an OffloadEngine was dropped without close()", ResourceWarning, stacklevel=2)
+            left = self._stack.pop_all()
+            with contextlib.suppress(RuntimeError):  # the program ends
+                start_new_thread(_close, (left,))  # no lock is taken here, unlike in threading.Thread
+
+
+def _close(stack: contextlib.ExitStack) -> None:
+    try:
+        stack.close()
+    except Exception:
+        _log.exception("an engine that was dropped could not be closed")
+
+
+def _close_all() -> None:
+    for closers in list(_open):
+        closers._is_open = False
+        _close(closers._stack)
+
+
+atexit.register(_close_all)

@@ -1,0 +1,1 @@
+"""What the engine asks of a device, and CUDA."""

@@ -1,0 +1,140 @@
+"""CUDA as the device: torch's streams, events and caching allocator, and host memory that is registered as it is.
+
+[Note: Why memory is ordered by the compute stream] torch lends freed memory to whoever asks next on the same stream.
+All memory of weights is allocated and freed on the stream that computes, so compute may go on using what is freed later
+in its own order; a copy into new memory waits for an event that compute recorded after the allocation.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from offload import kernels
+from offload.device.programs import GpuPrograms, programs_of
+from offload.device.protocol import Event
+from offload.dtypes import kernel_dtype
+from offload.errors import ConfigError, DeviceMemoryError
+from offload.waiting import Deadline
+from swapper import OffloadError
+
+_PORTABLE = 1
+"""``cudaHostRegisterPortable``: pinned for every GPU, whichever is current in the thread that asks."""
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 10e-6, 500e-6
+"""Between two looks at an event that a thread waits for."""
+
+
+class _Event:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def wait(self) -> None:
+        deadline, pause_s = Deadline(lambda: "work on the GPU"), _FIRST_PAUSE_S
+        while not self.event.query():  # ``synchronize`` has no deadline
+            deadline.check()
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def done(self) -> bool:
+        return bool(self.event.query())
+
+    def seconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, _Event)
+        return float(earlier.event.elapsed_time(self.event)) / 1000
+
+
+class _Stream:
+    def __init__(self, stream: torch.cuda.Stream, programs: GpuPrograms) -> None:
+        self.stream = stream
+        self._programs = programs
+
+    def record(self) -> _Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.stream)
+        return _Event(event)
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, _Event)
+        self.stream.wait_event(event.event)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.cuda.stream(self.stream), torch.no_grad():
+            target.copy_(source, non_blocking=True)
+
+    def kernel(self, name: str) -> kernels.Kernel:
+        return self._programs.on(self.stream).kernel(name)
+
+    def sum_squares(self, source: torch.Tensor, ranges: torch.Tensor, lanes: torch.Tensor, sums: torch.Tensor) -> None:
+        self._programs.on(self.stream).sum_squares(
+            kernel_dtype(source.dtype),
+            source.data_ptr(),
+            ranges.data_ptr(),
+            len(ranges),
+            lanes.data_ptr(),
+            lanes.numel() // kernels.SQUARES_LANES,
+            sums.data_ptr(),
+        )
+
+
+class CudaDevice:
+    """One GPU. Raises ``ConfigError`` if it is not there."""
+
+    def __init__(self, device: torch.device) -> None:
+        if not torch.cuda.is_available():
+            raise ConfigError(f'device="{device}": torch.cuda.is_available() says no. Use device="cpu".')
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if index >= torch.cuda.device_count():
+            raise ConfigError(f'device="cuda:{index}": there are {torch.cuda.device_count()} GPUs')
+        self.torch_device = torch.device("cuda", index)
+        self._programs = programs_of(self.torch_device)
+        self.allocated_bytes = 0
+        self.to_device = self.new_stream()
+        self.to_host = self.new_stream()
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+
+    @property
+    def compute(self) -> _Stream:
+        return _Stream(torch.cuda.current_stream(self.torch_device), self._programs)
+
+    def new_stream(self) -> _Stream:
+        return _Stream(torch.cuda.Stream(self.torch_device), self._programs)
+
+    def obstacle_to_kernels(self) -> str | None:
+        return self._programs.obstacle()
+
+    def memory_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self.torch_device)[0]) + torch.cuda.memory_reserved(self.torch_device)
+
+    def peak_bytes(self) -> int:
+        return int(torch.cuda.max_memory_reserved(self.torch_device))
+
+    def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        try:
+            storage.resize_(nbytes)
+            self.allocated_bytes += nbytes
+        except torch.OutOfMemoryError as error:
+            free = self.memory_bytes() - torch.cuda.memory_allocated(self.torch_device)
+            raise DeviceMemoryError(
+                f"no room for {nbytes:,} bytes of weights on {self.torch_device}, {free:,} are free, in pieces. The "
+                "step was not taken. Lower device_memory, or make less activations (batch size, checkpointing)."
+            ) from error
+
+    def free(self, storage: torch.UntypedStorage) -> None:
+        self.allocated_bytes -= storage.nbytes()
+        storage.resize_(0)
+
+    def pin(self, address: int, nbytes: int) -> None:
+        code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
+        if code != 0:
+            raise OffloadError(
+                f"{nbytes:,} bytes of host memory cannot be registered with CUDA (cudaHostRegister gave {code}). "
+                "Raise the limit of locked memory (ulimit -l unlimited), or lower host_memory."
+            )
+
+    def unpin(self, address: int) -> None:
+        try:
+            torch.cuda.synchronize(self.torch_device)
+        finally:
+            torch.cuda.cudart().cudaHostUnregister(address)

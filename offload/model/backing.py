@@ -1,0 +1,247 @@
+"""Reading and changing parameters and gradients from outside of the model's own order: what handles are backed by."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from offload.memory import tensor_at
+from offload.model.gradient_handle import GradientBacking, GradientHandle
+from offload.optim.formats import Formats
+from offload.optim.rule import Rule
+from offload.tiers.compute import Compute
+from offload.tiers.gradients import GradientStore
+from offload.tiers.home import UnitHomes
+from offload.tiers.host_weights import HostWeights
+from offload.units import ParameterSpec, UnitSpec, WeightInPieces
+from offload.waiting import Failure
+
+
+class Outside:
+    """The one way from outside to weights, masters and gradients. Everything that changes them announces it first."""
+
+    def __init__(
+        self,
+        homes: Sequence[UnitHomes],
+        host: HostWeights,
+        gradients: GradientStore,
+        compute: Compute,
+        rule: Rule | None,
+        formats: Formats,
+        dtype: torch.dtype,
+        device: torch.device,
+        failure: Failure,
+        settle: Callable[[], None],
+        invalidate: Callable[[UnitSpec], None],
+    ) -> None:
+        """``settle`` returns when all gradients are in their places. ``invalidate`` makes void what was computed from a
+        unit's weights, gradients or states before the step; see ``EarlyUpdates.invalidate``."""
+        self.gradients = gradients
+        self.failure = failure
+        self.formats = formats
+        self.rule = rule
+        self.dtype = dtype
+        self.device = device
+        self.settle = settle
+        self._homes = homes
+        self._host = host
+        self._compute = compute
+        self._invalidate = invalidate
+
+    def changing(self, units: Sequence[UnitSpec]) -> None:
+        """Weights, gradients or states of these units are about to change: what was computed from them is void, and
+        nothing else uses them any more. Every change from outside comes through here."""
+        for unit in units:
+            self.dropping(unit)
+            self._host.wait_for_update(unit)
+
+    def dropping(self, unit: UnitSpec) -> None:
+        """Gradients of the unit are about to be forgotten. An update of the last step may go on reading them."""
+        self.settle()
+        self._invalidate(unit)
+
+    @contextlib.contextmanager
+    def weights(self, unit: UnitSpec, spec: ParameterSpec) -> Iterator[int]:
+        """The address of one parameter's weights, once the last step's update has reached them."""
+        with self._borrow(unit, change=False) as address:
+            yield address + spec.offset * self.formats.weights
+
+    @contextlib.contextmanager
+    def weights_to_change(self, unit: UnitSpec, spec: ParameterSpec) -> Iterator[int]:
+        """The same, to be changed."""
+        self.changing([unit])
+        self._compute.outdate([unit])
+        with self._borrow(unit, change=True) as address:
+            yield address + spec.offset * self.formats.weights
+
+    def write_master(self, unit: UnitSpec, spec: ParameterSpec, weights: int) -> None:
+        """Make the master what the parameter's weights, at this address, are."""
+        if self.rule is None or not self.formats.master or not spec.trainable:
+            return
+        value = tensor_at(weights, spec.numel, self.dtype).float()
+        for homes in self._homes[unit.index].tiles:
+            tile = homes.tile
+            start, stop = max(spec.offset, tile.start), min(spec.offset + spec.numel, tile.stop)
+            if start < stop:
+                with homes.states.borrow(change=True) as address:
+                    self.formats.put_master(
+                        value[start - spec.offset : stop - spec.offset],
+                        weights + (start - spec.offset) * self.formats.weights,
+                        address + self.rule.master_offset(tile, start),
+                    )
+
+    def _borrow(self, unit: UnitSpec, *, change: bool) -> contextlib.AbstractContextManager[int]:
+        home = self._homes[unit.index].weights
+        if home.tensor is not None:
+            return home.borrow(change=change)
+        return self._host.borrow(unit, change=change)
+
+
+class ParameterBacking:
+    """Backs the handle of one parameter, or of one piece of a large one."""
+
+    def __init__(self, unit: UnitSpec, spec: ParameterSpec, outside: Outside) -> None:
+        self.name = spec.name
+        self._unit = unit
+        self._spec = spec
+        self._outside = outside
+
+    def read(self) -> torch.Tensor:
+        """A copy of the value, once the last step's update has reached it."""
+        with self._outside.failure, self._outside.weights(self._unit, self._spec) as address:
+            return self._tensor(address).clone()
+
+    def write(self, value: torch.Tensor) -> None:
+        """Set the value. The fp32 master becomes exactly this; moments stay as they are."""
+        outside, unit, spec = self._outside, self._unit, self._spec
+        with outside.failure, outside.weights_to_change(unit, spec) as address, torch.no_grad():
+            self._tensor(address).copy_(value)
+            outside.write_master(unit, spec, address)
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """A handle on the gradient for the coming step, or None if there is none."""
+        backing = self.gradient_backing()
+        return None if backing is None else self.gradient_handle(backing, self._spec.shape)
+
+    @gradient.setter
+    def gradient(self, value: torch.Tensor | None) -> None:
+        outside, unit, spec = self._outside, self._unit, self._spec
+        if isinstance(value, GradientHandle) and value.is_of(spec):
+            return
+        with outside.failure:
+            if value is None:
+                outside.dropping(unit)
+                outside.gradients.discard(unit, spec)
+            else:
+                outside.changing([unit])
+                outside.gradients.write(unit, spec, value.detach())
+
+    def gradient_backing(self) -> PlainGradientBacking | None:
+        """What a handle on the gradient needs, if there is a gradient."""
+        self._outside.settle()
+        there = self._spec in self._outside.gradients.of(self._unit)
+        return PlainGradientBacking(self._unit, self._spec, self._outside) if there else None
+
+    def gradient_handle(self, backing: GradientBacking, shape: torch.Size) -> GradientHandle:
+        """A handle on a gradient of this parameter, or of the whole that it is a piece of."""
+        meta = torch.empty(shape, dtype=self._outside.dtype, device="meta")
+        return GradientHandle(backing, meta, self._outside.device)
+
+    def _tensor(self, address: int) -> torch.Tensor:
+        return tensor_at(address, self._spec.numel, self._outside.dtype).view(self._spec.shape)
+
+
+class PiecewiseBacking:
+    """Backs the handle of a weight in pieces. ``pieces`` are the backings of its pieces, in order."""
+
+    def __init__(self, whole: WeightInPieces, pieces: Sequence[ParameterBacking]) -> None:
+        self.name = whole.name
+        self.whole = whole
+        self._pieces = pieces
+
+    def read(self) -> torch.Tensor:
+        """A copy of the whole value."""
+        return torch.cat([piece.read() for piece in self._pieces])
+
+    def write(self, value: torch.Tensor) -> None:
+        """As ``ParameterBacking.write``."""
+        for piece, part in zip(self._pieces, self.whole.split(value), strict=True):
+            piece.write(part)
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """A handle on the gradient, or None if one of the pieces has none."""
+        parts = [part for piece in self._pieces if (part := piece.gradient_backing()) is not None]
+        if len(parts) < len(self._pieces):
+            return None
+        return self._pieces[0].gradient_handle(PiecewiseGradientBacking(self.whole, parts), self.whole.shape)
+
+    @gradient.setter
+    def gradient(self, value: torch.Tensor | None) -> None:
+        if isinstance(value, GradientHandle) and value.is_of(self.whole):
+            return
+        parts = [None] * len(self._pieces) if value is None else self.whole.split(value.detach())
+        for piece, part in zip(self._pieces, parts, strict=True):
+            piece.gradient = part
+
+
+class PlainGradientBacking:
+    """Backs the handle of one gradient, ``parameter.grad``."""
+
+    gradient: torch.Tensor | None = None
+
+    def __init__(self, unit: UnitSpec, spec: ParameterSpec, outside: Outside) -> None:
+        self.name = f"the gradient of {spec.name}"
+        self.spec = spec
+        self._unit = unit
+        self._outside = outside
+
+    def read(self) -> torch.Tensor:
+        with self._outside.failure:
+            self._outside.settle()
+            return self._outside.gradients.read(self._unit, self.spec).to(self._outside.dtype)
+
+    def write(self, value: torch.Tensor) -> None:
+        with self._outside.failure:
+            self._outside.changing([self._unit])
+            self._outside.gradients.write(self._unit, self.spec, value)
+
+    # What clip_grad_norm_ asks of each gradient, without bringing it in.
+
+    def norm(self) -> float:
+        """Its 2-norm, from the sum that was added up while it came."""
+        self._outside.settle()
+        return float(self._outside.gradients.of(self._unit)[self.spec].norm_squared ** 0.5)
+
+    def multiply(self, factor: float) -> None:
+        """Multiply it, when the update reads it. An early update with another factor does not pass the verdict."""
+        self._outside.settle()
+        self._outside.gradients.of(self._unit)[self.spec].scale *= factor
+
+
+class PiecewiseGradientBacking:
+    """The same for a weight in pieces. ``pieces`` are the backings of its pieces' gradients, in order."""
+
+    gradient: torch.Tensor | None = None
+
+    def __init__(self, whole: WeightInPieces, pieces: Sequence[PlainGradientBacking]) -> None:
+        self.name = f"the gradient of {whole.name}"
+        self.spec = whole
+        self._pieces = pieces
+
+    def read(self) -> torch.Tensor:
+        return torch.cat([piece.read() for piece in self._pieces])
+
+    def write(self, value: torch.Tensor) -> None:
+        for piece, part in zip(self._pieces, self.spec.split(value), strict=True):
+            piece.write(part)
+
+    def norm(self) -> float:
+        return float(sum(piece.norm() ** 2 for piece in self._pieces) ** 0.5)
+
+    def multiply(self, factor: float) -> None:
+        for piece in self._pieces:
+            piece.multiply(factor)

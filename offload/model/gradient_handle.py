@@ -1,0 +1,56 @@
+"""``parameter.grad`` of a parameter that rests in the engine.
+
+A handle like any other, except that it knows two things without bringing the gradient in: its 2-norm, which was added
+up while the gradient came, and its product with a number, which the update applies. So ``clip_grad_norm_`` of torch
+moves no bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from offload.model.handle import Backing, Handle
+
+
+class GradientBacking(Backing, Protocol):
+    """The gradient of one parameter, ``spec``."""
+
+    @property
+    def spec(self) -> object: ...
+
+    def norm(self) -> float: ...
+
+    def multiply(self, factor: float) -> None: ...
+
+
+class GradientHandle(Handle):
+    """See the module's docstring."""
+
+    _backing: GradientBacking
+
+    def is_of(self, spec: object) -> bool:
+        """True if this is the gradient of the parameter ``spec``."""
+        return self._backing.spec is spec
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        handle = args[0] if args else None
+        if isinstance(handle, GradientHandle):
+            if func is torch.ops.aten.linalg_vector_norm.default and _is_2_norm(*args[1:], **kwargs):
+                norm = handle._backing.norm()
+                return torch.tensor(norm, dtype=kwargs.get("dtype") or handle.dtype, device=handle.device)
+            if func in (torch.ops.aten.mul_.Tensor, torch.ops.aten.mul_.Scalar) and _is_number(args[1]):
+                handle._backing.multiply(float(args[1]))
+                return handle
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _is_2_norm(ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> bool:
+    return bool(ord == 2) and dim is None and not keepdim
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, Handle) and (not isinstance(value, torch.Tensor) or value.numel() == 1)

@@ -1,0 +1,265 @@
+"""Hooks translate what PyTorch does into uses of units. They decide nothing.
+
+[Note: When a unit's backward is over] Autograd runs nodes in the reverse order of their creation. When the gradient of
+a call's output arrives, every node that was created after that call has run: units whose calls began later are done.
+Units that are still open when the backward ends are closed then.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+
+from offload.model.handle import Handle
+from offload.tiers.window import Window
+from offload.torch_internals import (
+    graph_task,
+    leaves_of,
+    map_leaves,
+    next_sequence_number,
+    sequence_number,
+    when_backward_ends,
+)
+from offload.units import ParameterSpec, UnitSpec
+
+
+class Schedule(Protocol):
+    """What the hooks tell: a unit is needed, is no longer needed, got a gradient, has all its gradients."""
+
+    def begin_use(self, unit: UnitSpec) -> None: ...
+
+    def end_use(self, unit: UnitSpec) -> None: ...
+
+    def take_gradient(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor) -> None: ...
+
+    def end_backward(self, unit: UnitSpec) -> None: ...
+
+
+class UnitInModel:
+    """What stands in the model for one unit: its parameters, which are views of ``window``, and the calls under way."""
+
+    __slots__ = (
+        "__weakref__",
+        "forward_depth",
+        "forward_sequence",
+        "forward_start",
+        "in_backward",
+        "parameters",
+        "sites",
+        "spec",
+        "window",
+    )
+
+    def __init__(self, spec: UnitSpec, window: Window, parameters: Sequence[nn.Parameter]) -> None:
+        self.spec = spec
+        self.window = window
+        self.parameters = parameters
+        self.sites: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+        """Where each parameter stands in the model: module, name, handle, parameter."""
+        self.forward_depth = 0
+        """Modules of this unit whose forward is running."""
+        self.forward_start = 0
+        """Serial number of the moment when the outermost of them began."""
+        self.forward_sequence = 0
+        """Autograd's number of the first node that it may have made."""
+        self.in_backward = False
+
+
+class _Hook(partial[Any]):
+    """A hook that belongs to its model: in a ``deepcopy`` of the module it does nothing."""
+
+    def __deepcopy__(self, memo: Any) -> _Hook:
+        return _Hook(_nothing)
+
+    def __reduce__(self) -> Any:
+        return _Hook, (_nothing,)
+
+
+def _nothing(*args: Any) -> None:
+    return None
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    """The tensors in what a module returned."""
+    leaves = [output] if isinstance(output, torch.Tensor) else leaves_of(output)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _own(unit: UnitInModel, leaf: Any) -> Any:
+    """A module may return its parameter, or a view of it: such an output must stay when the unit is released."""
+    return leaf.clone() if isinstance(leaf, torch.Tensor) and unit.window.holds(leaf) else leaf
+
+
+def _first_node(sequence: int, output: torch.Tensor) -> Node | None:
+    """The node through which gradients of ``output`` reach those that the unit has made since ``sequence``.
+
+    None for what a unit has merely passed through: its gradient tells nothing of the unit's backward. A view that the
+    caller changes in place gets a new history, which goes through its base alone: the base's node is the one.
+    """
+    for tensor in (output._base, output):
+        node = None if tensor is None else tensor.grad_fn
+        if node is not None and sequence_number(node) >= sequence:
+            return node
+    return None
+
+
+def _take_gradient(
+    hooks: weakref.ref[Hooks], unit: weakref.ref[UnitInModel], index: int, parameter: torch.Tensor
+) -> None:
+    """Weakly: the collector does not see into hooks of tensors."""
+    taker, owner = hooks(), unit()
+    if taker is not None and owner is not None:
+        taker._post_accumulate(owner, owner.spec.parameters[index], parameter)
+
+
+class Hooks:
+    """Puts a unit's parameters into the model around its forward and backward, and handles outside of them."""
+
+    def __init__(
+        self,
+        units: Sequence[UnitInModel],
+        handles: dict[ParameterSpec, nn.Parameter],
+        parameters: dict[ParameterSpec, nn.Parameter],
+        schedule: Schedule,
+        outside_of_graphs: Callable[[Callable[..., Any]], Callable[..., Any]],
+    ) -> None:
+        """``handles`` stand at the sites of a parameter or a piece, ``parameters`` where the model has it.
+
+        ``outside_of_graphs`` keeps a function out of what ``torch.compile`` makes of a module.
+        """
+        self._units = units
+        self._outside_of_graphs = outside_of_graphs
+        self._schedule = schedule
+        self._handles = handles
+        self._parameters = parameters
+        self._serial = 0
+        self._open: list[tuple[UnitInModel, int, int]] = []
+        """Units in backward: with the serial number at which the call began, and the graph task that opened it."""
+        self._tasks: set[int] = set()
+        self._installed: list[Any] = []
+        for unit in units:
+            self._install(unit)
+
+    def close_backward(self, task: int | None = None) -> None:
+        """Close the units that graph task ``task`` opened; all of them if it is None (an exception ended it)."""
+        self._tasks = set() if task is None else self._tasks - {task}
+        for entry in [entry for entry in self._open if task is None or entry[2] == task]:
+            self._leave_backward(entry)
+
+    def reset(self) -> None:
+        """No forward and no backward is running: close the units that an exception or an interrupt has left open."""
+        self.close_backward()
+        for unit in self._units:
+            if unit.forward_depth:
+                unit.forward_depth = 0
+                self._leave_forward(unit)
+
+    def remove(self) -> None:
+        """Take the hooks out of the model."""
+        for hook in self._installed:
+            hook.remove()
+        self._installed.clear()
+
+    def _install(self, unit: UnitInModel) -> None:
+        before, after = self._outside_of_graphs(self._pre_forward), self._outside_of_graphs(self._post_forward)
+        for module in unit.spec.modules:
+            self._installed += [
+                module.register_forward_pre_hook(_Hook(before, unit)),
+                module.register_forward_hook(_Hook(after, unit), always_call=True),
+            ]
+        for index, (parameter, spec) in enumerate(zip(unit.parameters, unit.spec.parameters, strict=True)):
+            handle = self._handles[spec]
+            unit.sites += [(module, name, handle, parameter) for module, name in spec.sites]
+            if not spec.trainable:
+                continue
+            hook = _Hook(_take_gradient, weakref.ref(self), weakref.ref(unit), index)
+            if spec.piece is not None:
+                spec.piece.on_gradient = hook
+            for holder in (parameter, self._parameters[spec]):
+                self._installed.append(holder.register_post_accumulate_grad_hook(hook))
+
+    # A parameter that was put in the place of the engine's stays there.
+
+    def _show_parameters(self, unit: UnitInModel) -> None:
+        for module, name, handle, parameter in unit.sites:
+            if module._parameters.get(name) is handle:
+                module._parameters[name] = parameter
+
+    def _show_handles(self, unit: UnitInModel) -> None:
+        for module, name, handle, parameter in unit.sites:
+            if module._parameters.get(name) is parameter:
+                module._parameters[name] = handle
+
+    def _pre_forward(self, unit: UnitInModel, module: nn.Module, args: Any) -> None:
+        if unit.forward_depth == 0:
+            if not unit.in_backward:
+                self._schedule.begin_use(unit.spec)
+            self._serial += 1
+            unit.forward_start = self._serial
+            unit.forward_sequence = next_sequence_number()
+            self._show_parameters(unit)
+        unit.forward_depth += 1
+
+    def _post_forward(self, unit: UnitInModel, module: nn.Module, args: Any, output: Any) -> Any:
+        if unit.forward_depth == 0:
+            return output  # the pre-hook of this call raised: there is nothing to undo
+        unit.forward_depth -= 1
+        if unit.forward_depth > 0:
+            return output
+        leaves = _tensors(output)
+        if any(map(unit.window.holds, leaves)):
+            output = map_leaves(lambda leaf: _own(unit, leaf), output)
+            leaves = _tensors(output)
+        self._leave_forward(unit)
+        if torch.is_grad_enabled():
+            arrived = partial(self._pre_backward, unit, unit.forward_start, self._serial)
+            for leaf in leaves:
+                node = _first_node(unit.forward_sequence, leaf)
+                if node is not None:
+                    node.register_prehook(arrived)
+        return output
+
+    def _leave_forward(self, unit: UnitInModel) -> None:
+        self._serial += 1
+        self._show_handles(unit)
+        if not unit.in_backward:
+            self._schedule.end_use(unit.spec)
+
+    def _pre_backward(self, unit: UnitInModel, start: int, end: int, gradients: Any) -> None:
+        """A gradient has reached the output of the call that ran from serial number ``start`` to ``end``."""
+        task = graph_task()
+        if task not in self._tasks:
+            self._tasks.add(task)
+            when_backward_ends(partial(self.close_backward, task))
+        for entry in [entry for entry in self._open if entry[1] > end]:
+            self._leave_backward(entry)
+        if not unit.in_backward:
+            if unit.forward_depth == 0:
+                self._schedule.begin_use(unit.spec)
+            unit.in_backward = True
+            self._open.append((unit, start, task))
+
+    def _leave_backward(self, entry: tuple[UnitInModel, int, int]) -> None:
+        unit = entry[0]
+        self._open.remove(entry)
+        unit.in_backward = False
+        if unit.forward_depth == 0:
+            self._schedule.end_use(unit.spec)
+        self._schedule.end_backward(unit.spec)
+
+    def _post_accumulate(self, unit: UnitInModel, spec: ParameterSpec, parameter: torch.Tensor) -> None:
+        if isinstance(parameter, Handle):
+            whole = parameter.take_autograd_gradient(keep=spec.another_piece_follows)
+            gradient = None if whole is None else spec.part_of(whole)
+        else:
+            gradient, parameter.grad = parameter.grad, None
+        if gradient is not None:
+            self._schedule.take_gradient(unit.spec, spec, gradient)
+            if not unit.in_backward:
+                self._schedule.end_backward(unit.spec)

@@ -1,0 +1,98 @@
+"""Makes what stands in the user's model: handles for its parameters, hooks around its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.model.backing import Outside, ParameterBacking, PiecewiseBacking
+from offload.model.handle import Handle, make_handle
+from offload.model.piecewise import PiecewiseHandle
+from offload.units import ParameterSpec, UnitSpec, WeightInPieces
+
+
+@dataclass(frozen=True)
+class Handles:
+    """``at_sites`` stand where a parameter or a piece is used, ``of_model`` where the model has the parameter."""
+
+    at_sites: dict[ParameterSpec, nn.Parameter]
+    of_model: dict[ParameterSpec, nn.Parameter]
+
+    def specs_by_parameter(self) -> dict[nn.Parameter, list[ParameterSpec]]:
+        """The model's parameters, each with its spec, or those of its pieces in order."""
+        found: dict[nn.Parameter, list[ParameterSpec]] = {}
+        for spec, parameter in self.of_model.items():
+            found.setdefault(parameter, []).append(spec)
+        return found
+
+
+def make_handles(units: Sequence[UnitSpec], outside: Outside) -> Handles:
+    """A handle for each parameter, and for each piece of a large one."""
+    dtype, device = outside.dtype, outside.device
+    backings = {spec: ParameterBacking(unit, spec, outside) for unit in units for spec in unit.parameters}
+    at_sites = {spec: make_handle(b, spec.shape, dtype, device, spec.trainable) for spec, b in backings.items()}
+    of_model = dict(at_sites)
+    pieces: dict[WeightInPieces, list[ParameterSpec]] = {}
+    for spec in backings:
+        if spec.piece is not None:
+            pieces.setdefault(spec.piece.whole, []).append(spec)
+    for whole, specs in pieces.items():
+        backing = PiecewiseBacking(whole, [backings[spec] for spec in specs])
+        handle = make_handle(backing, whole.shape, dtype, device, specs[0].trainable, PiecewiseHandle)
+        of_model.update(dict.fromkeys(specs, handle))
+    return Handles(at_sites, of_model)
+
+
+def give_ordinary_state_dicts(units: Sequence[UnitSpec]) -> Callable[[], None]:
+    """Let state dicts hold ordinary tensors, so that code which saves them needs to know nothing of handles. Returns
+    the call that undoes it."""
+
+    def replace(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name in module._parameters:
+            value = state_dict.get(prefix + name)
+            if isinstance(value, Handle):
+                state_dict[prefix + name] = value.value_on_host()
+
+    modules = {site.module for unit in units for spec in unit.parameters for site in spec.owners}
+    hooks = [module.register_state_dict_post_hook(replace) for module in modules]  # type: ignore[no-untyped-call]
+
+    def undo() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return undo
+
+
+def move_to_device(model: nn.Module, device: torch.device) -> Callable[[], None]:
+    """Bring buffers, and parameters that the engine does not manage, where the model computes. Returns the call that
+    undoes what concerns recurrent modules.
+
+    Tensors that are shared stay so. cuDNN likes the weights of recurrent modules in one piece, and torch would point
+    the parameters to memory of its own, while the engine filled the old place: they are kept from it.
+    """
+    moved: dict[int, Any] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not isinstance(parameter, Handle):
+                copy = nn.Parameter(parameter.to(device), requires_grad=parameter.requires_grad)
+                module._parameters[name] = moved.setdefault(id(parameter), copy)
+    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+    for module in recurrent:
+        module.__dict__["flatten_parameters"] = _nothing
+
+    def undo() -> None:
+        for module in recurrent:
+            module.__dict__.pop("flatten_parameters", None)
+
+    return undo
+
+
+def _nothing() -> None:
+    return None

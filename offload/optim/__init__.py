@@ -1,0 +1,1 @@
+"""Optimizers over tiles: rules, their choice, formats, the loss scale."""

@@ -1,0 +1,143 @@
+"""Which rule updates the weights, and in which parameter groups: from what ``optimizer=`` is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.config import OffloadConfig
+from offload.errors import ConfigError
+from offload.optim.formats import Formats
+from offload.optim.kernel_rule import KERNELS, KernelRule, NativeOptimizer
+from offload.optim.rule import Group, Rule, options_of
+from offload.optim.torch_rule import TorchRule
+from offload.units import ParameterSpec, UnitSpec
+
+_KERNEL_OF_CLASS = {
+    torch.optim.Adam: "adam",
+    torch.optim.AdamW: "adamw",
+    torch.optim.Adagrad: "adagrad",
+    torch.optim.SGD: "sgd",
+}
+"""Classes for which there is a kernel. A subclass may do something else: it runs as it is."""
+
+
+@dataclass(frozen=True)
+class OptimizerChoice:
+    """How the model is trained: ``groups`` are parameter groups without ``params``, each with its parameters.
+
+    ``source`` is the optimizer that the user had built, if that is where the groups come from.
+    """
+
+    rule: Rule
+    groups: list[tuple[Group, list[ParameterSpec]]]
+    source: torch.optim.Optimizer | None = None
+
+    def states(self) -> dict[ParameterSpec, dict[str, Any]]:
+        """The states that the user's optimizer has already: of the whole parameter, for each of its pieces."""
+        if self.source is None:
+            return {}
+        specs = [spec for _, specs in self.groups for spec in specs]
+        of_parameter = {spec: self.source.state.get(spec.parameter, {}) for spec in specs}
+        return {spec: dict(states) for spec, states in of_parameter.items() if states}
+
+
+def has_kernel(optimizer: object) -> bool:
+    """``config.optimizer`` is one with a native kernel, which takes elements one by one; or there is none."""
+    kind = optimizer if isinstance(optimizer, type) else type(optimizer)
+    return optimizer is None or isinstance(optimizer, str) or kind in _KERNEL_OF_CLASS
+
+
+def choose(config: OffloadConfig, units: Sequence[UnitSpec]) -> OptimizerChoice | None:
+    """The rule for ``config.optimizer``; None if nothing is trained.
+
+    Raises ``ConfigError`` for options that the optimizer does not have, a parameter that is not the model's, or an
+    optimizer that cannot run unit by unit.
+    """
+    optimizer = config.optimizer
+    if optimizer is None:
+        return None
+    trainable = [spec for unit in units for spec in unit.parameters if spec.trainable]
+    if isinstance(optimizer, str):
+        kernel = KERNELS[optimizer]
+        group = {**kernel.defaults, **_known_options(config.optimizer_settings, kernel.defaults, optimizer)}
+        return _native(config, kernel, [(group, trainable)])
+    if isinstance(optimizer, type):
+        built = _build(optimizer, config.optimizer_settings)
+        groups = [(options_of(built.param_groups[0]), trainable)]
+    else:
+        built = optimizer
+        if config.optimizer_settings:
+            raise ConfigError(
+                f"{', '.join(config.optimizer_settings)}: the optimizer that was given is built already; set this there"
+            )
+        specs: dict[int, list[ParameterSpec]] = {}
+        for spec in trainable:
+            specs.setdefault(id(spec.parameter), []).append(spec)
+        groups = [(group, _specs_of(group, specs)) for group in built.param_groups]
+    source = built if built is optimizer else None
+    if _kernel_name(built) is not None:
+        return _native(config, KERNELS[_kernel_name(built) or ""], groups, source)
+    if config.moments_dtype != "fp32":
+        raise ConfigError(
+            f"moments_dtype={config.moments_dtype!r} needs an optimizer with a kernel: {', '.join(KERNELS)}"
+        )
+    return OptimizerChoice(TorchRule(built, groups, Formats.of(config), config.gradient_dtype), groups, source)
+
+
+def _native(
+    config: OffloadConfig,
+    kernel: NativeOptimizer,
+    groups: list[tuple[Group, list[ParameterSpec]]],
+    source: torch.optim.Optimizer | None = None,
+) -> OptimizerChoice:
+    dtypes = config.dtype, config.gradient_dtype
+    rule = KernelRule(kernel, [group for group, _ in groups], Formats.of(config), dtypes, config.moments_dtype)
+    for group, specs in groups:
+        for spec in specs[:1]:
+            try:
+                rule.freeze(spec, group, 1, 1.0)
+            except (ValueError, TypeError) as error:
+                raise ConfigError(f"optimizer options cannot work: {error}") from None
+    return OptimizerChoice(rule, groups, source)
+
+
+def _kernel_name(optimizer: torch.optim.Optimizer) -> str | None:
+    return _KERNEL_OF_CLASS.get(type(optimizer))
+
+
+def _known_options(settings: dict[str, Any], known: Any, name: str) -> dict[str, Any]:
+    for option in settings:
+        if option not in known:
+            raise ConfigError(f"optimizer {name!r} has no option {option!r}; it has: {', '.join(known)}")
+    return settings
+
+
+def _build(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> torch.optim.Optimizer:
+    """An optimizer of this class over a stand-in, for its groups' options and defaults."""
+    parameters = inspect.signature(kind).parameters
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        _known_options(settings, list(parameters)[1:], kind.__name__)
+    try:
+        return kind([nn.Parameter(torch.zeros(2, 2))], **settings)  # type: ignore[call-arg]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer {kind.__name__} cannot be built with {settings}: {error}") from error
+
+
+def _specs_of(group: Group, specs: dict[int, list[ParameterSpec]]) -> list[ParameterSpec]:
+    found: list[ParameterSpec] = []
+    for index, parameter in enumerate(group["params"]):
+        if not parameter.requires_grad:
+            continue
+        if id(parameter) not in specs:
+            raise ConfigError(
+                f"the optimizer's parameter {index}, {tuple(parameter.shape)}, is not one of the model's. Build the "
+                "optimizer over model.parameters() before the model is wrapped."
+            )
+        found += specs[id(parameter)]
+    return found

@@ -1,0 +1,58 @@
+"""How many bytes a parameter takes of each kind, and how an fp32 master is kept beside its 16-bit weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from offload import kernels
+from offload.config import OffloadConfig
+from offload.memory import tensor_at
+
+DEFAULT_TILE_BYTES = 8 << 20
+"""Measured: from 2 MiB up the disk does not care, below 8 MiB the training thread does (see docs/design.md)."""
+
+
+@dataclass(frozen=True)
+class Formats:
+    """Bytes per parameter of each kind; the moments are the optimizer's.
+
+    | kind    | bf16                                        | fp16                  | fp32                   |
+    |---------|---------------------------------------------|-----------------------|------------------------|
+    | weights | 2: the upper half of the fp32 master        | 2: the master rounded | 4: they are the master |
+    | master  | 2: the rest of the fp32 master              | 4                     | 0                      |
+    | grads   | 2, or 4 when micro-batches are accumulated  | 2 or 4                | 4                      |
+    """
+
+    weights: int
+    master: int
+    grads: int
+
+    @classmethod
+    def of(cls, config: OffloadConfig) -> Formats:
+        training = config.optimizer is not None
+        master = {torch.bfloat16: 2, torch.float16: 4, torch.float32: 0}[config.dtype]
+        return cls(
+            weights=config.dtype.itemsize,
+            master=master if training else 0,
+            grads=config.gradient_dtype.itemsize if training else 0,
+        )
+
+    def get_master(self, numel: int, weight: int, master: int) -> torch.Tensor:
+        """The fp32 masters whose weights and masters are at these addresses: the memory itself, or else a copy."""
+        if self.master != 2:
+            return tensor_at(master if self.master else weight, numel, torch.float32)
+        value = torch.empty(numel)
+        kernels.join_master(numel, value.data_ptr(), weight, master)
+        return value
+
+    def put_master(self, value: torch.Tensor, weight: int, master: int) -> None:
+        """Write fp32 ``value`` (flat) as the weights and masters at these addresses. It may be what is there."""
+        value = value.contiguous()
+        if self.master == 2:
+            kernels.split_master(value.numel(), value.data_ptr(), weight, master)
+            return
+        tensor_at(master if self.master else weight, value.numel(), torch.float32).copy_(value)
+        if self.master:
+            tensor_at(weight, value.numel(), torch.float16).copy_(value)

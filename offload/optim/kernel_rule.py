@@ -1,0 +1,254 @@
+"""Optimizers with a native kernel, which sweeps a tile ``[master | state | scales of state | state | ...]`` once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from offload import kernels
+from offload.dtypes import kernel_dtype
+from offload.errors import ConfigError
+from offload.memory import tensor_at
+from offload.optim.formats import Formats
+from offload.optim.rule import Group
+from offload.units import GRAIN, ParameterSpec, Tile, UnitSpec
+
+_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class NativeOptimizer:
+    """An optimizer as ``torch.optim`` names it and its options, and the kernel that does the same."""
+
+    defaults: Mapping[str, Any]
+    states: Callable[[Group], tuple[str, ...]]
+    coefficients: Callable[[Group, int, float], Any]
+    run: Callable[..., None]
+
+
+def _adam_states(group: Group) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if group["amsgrad"] else 2]
+
+
+def _adam(decoupled: bool) -> Callable[[Group, int, float], kernels.AdamCoef]:
+    def coefficients(group: Group, step: int, grad_scale: float) -> kernels.AdamCoef:
+        return kernels.AdamCoef(
+            lr=float(group["lr"]),
+            beta1=float(group["betas"][0]),
+            beta2=float(group["betas"][1]),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            step=step,
+            grad_scale=grad_scale,
+            decoupled=group.get("decoupled_weight_decay", False) or decoupled,
+            maximize=group["maximize"],
+        )
+
+    return coefficients
+
+
+def _adagrad(group: Group, step: int, grad_scale: float) -> kernels.AdagradCoef:
+    return kernels.AdagradCoef(
+        lr=float(group["lr"]),
+        lr_decay=group["lr_decay"],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        step=step,
+        grad_scale=grad_scale,
+        maximize=group["maximize"],
+    )
+
+
+def _lion(group: Group, step: int, grad_scale: float) -> kernels.LionCoef:
+    return kernels.LionCoef(
+        lr=float(group["lr"]),
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        weight_decay=group["weight_decay"],
+        step=step,
+        grad_scale=grad_scale,
+        maximize=group["maximize"],
+    )
+
+
+def _sgd(group: Group, step: int, grad_scale: float) -> kernels.SgdCoef:
+    return kernels.SgdCoef(
+        lr=float(group["lr"]),
+        momentum=group["momentum"],
+        dampening=group["dampening"],
+        weight_decay=group["weight_decay"],
+        step=step,
+        nesterov=group["nesterov"],
+        grad_scale=grad_scale,
+        maximize=group["maximize"],
+    )
+
+
+_ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "maximize": False}
+_ADAGRAD = {"lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10}
+_SGD = {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
+
+KERNELS: Mapping[str, NativeOptimizer] = MappingProxyType(
+    {
+        "adam": NativeOptimizer(_ADAM, _adam_states, _adam(decoupled=False), kernels.adam),
+        "adamw": NativeOptimizer({**_ADAM, "weight_decay": 0.01}, _adam_states, _adam(decoupled=True), kernels.adam),
+        "adagrad": NativeOptimizer({**_ADAGRAD, "maximize": False}, lambda group: ("sum",), _adagrad, kernels.adagrad),
+        "lion": NativeOptimizer(
+            {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0, "maximize": False},
+            lambda group: ("exp_avg",),
+            _lion,
+            kernels.lion,
+        ),
+        "sgd": NativeOptimizer(
+            _SGD, lambda group: ("momentum_buffer",) if group["momentum"] else (), _sgd, kernels.sgd
+        ),
+    }
+)
+"""By the names that ``optimizer=`` takes."""
+
+_DTYPES = {"fp32": kernels.Dtype.F32, "bf16": kernels.Dtype.BF16, "int8": kernels.Dtype.INT8}
+_TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
+
+
+@dataclass(frozen=True)
+class _Step:
+    coefficients: Any
+    states: tuple[str, ...]
+    """Those that the parameter's group uses: one without amsgrad or momentum leaves some alone."""
+
+
+class KernelRule:
+    """A native kernel over tiles of any length. See ``Rule``."""
+
+    repeatable = True
+    uniform = True
+
+    def __init__(
+        self,
+        kernel: NativeOptimizer,
+        groups: list[Group],
+        formats: Formats,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        moments: str,
+    ) -> None:
+        """``dtypes`` are those of weights and gradients; ``moments`` is ``moments_dtype``."""
+        self._kernel = kernel
+        longest = max((kernel.states(group) for group in groups), key=len, default=())
+        self._names = longest
+        self._formats = formats
+        self._weight_dtype, self._grad_dtype = map(kernel_dtype, dtypes)
+        self._dtype = _DTYPES[moments]
+        self._torch_dtype = _TORCH_DTYPES[moments]
+        self._first_value = max((float(group.get("initial_accumulator_value", 0.0)) for group in groups), default=0.0)
+        if self._first_value and moments == "int8":
+            raise ConfigError("initial_accumulator_value needs moments_dtype fp32 or bf16, not int8")
+
+    def tiles_of(self, unit: UnitSpec, tile_bytes: int) -> tuple[Tile, ...]:
+        step = max(tile_bytes // max(self._nbytes(GRAIN), 1), 1) * GRAIN if self._nbytes(GRAIN) else unit.numel
+        starts = range(0, unit.trainable_numel, step)
+        stops = [min(start + step, unit.trainable_numel) for start in starts]
+        return tuple(Tile(start, stop, self._nbytes(stop - start)) for start, stop in zip(starts, stops, strict=True))
+
+    def begin(self, tile: Tile, address: int) -> None:
+        tensor_at(address, tile.nbytes, torch.uint8).zero_()
+        if self._first_value:
+            for name in self._names:
+                tensor_at(address + self._offset(tile, name), tile.numel, self._torch_dtype).fill_(self._first_value)
+
+    def master_offset(self, tile: Tile, element: int) -> int:
+        return (element - tile.start) * self._formats.master
+
+    def freeze(self, spec: ParameterSpec, group: Group, step: int, grad_scale: float) -> Hashable:
+        unknown = set(self._kernel.states(group)) - set(self._names)
+        if unknown:
+            raise ConfigError(
+                f"a parameter group now needs the state {', '.join(unknown)}, for which no room was reserved: "
+                "set amsgrad or momentum in some group before the engine is made"
+            )
+        return _Step(self._kernel.coefficients(group, step, grad_scale), self._kernel.states(group))
+
+    @property
+    def obstacle_on_devices(self) -> str | None:
+        """Why ``apply`` cannot run on a device, if it cannot."""
+        return "8-bit moments are updated on the CPU" if self._dtype is kernels.Dtype.INT8 else None
+
+    def apply(
+        self,
+        frozen: Hashable,
+        tile: Tile,
+        address: int,
+        start: int,
+        stop: int,
+        *,
+        weight: int,
+        grad: int,
+        native: kernels.Native,
+    ) -> None:
+        into = start - tile.start
+        arrays: dict[str, int] = {}
+        assert isinstance(frozen, _Step)
+        for name in frozen.states:
+            state = address + self._offset(tile, name)
+            arrays[name] = state + into * self._dtype.itemsize
+            if self._dtype is kernels.Dtype.INT8:
+                scales = state + tile.numel * self._dtype.itemsize
+                arrays[f"{name}_scale"] = scales + into // kernels.CODE_BLOCK * _SCALE_BYTES
+        if self._formats.master:
+            kind = "rest" if self._weight_dtype is kernels.Dtype.BF16 else "master"
+            arrays[kind] = address + self.master_offset(tile, start)
+        self._kernel.run(
+            frozen.coefficients,
+            stop - start,
+            grad=grad,
+            grad_dtype=self._grad_dtype,
+            weight=weight,
+            weight_dtype=self._weight_dtype,
+            moments_dtype=self._dtype,
+            native=native,
+            **arrays,
+        )
+
+    def states(self, tile: Tile, address: int, spec: ParameterSpec) -> dict[str, torch.Tensor]:
+        start = max(spec.offset, tile.start) - tile.start
+        stop = min(spec.offset + spec.numel, tile.stop) - tile.start
+        if start >= stop:
+            return {}
+        views = {}
+        for name in self._names:
+            state = address + self._offset(tile, name)
+            views[name] = tensor_at(state, tile.numel, self._torch_dtype)[start:stop]
+            if self._dtype is kernels.Dtype.INT8:
+                scales = tensor_at(
+                    state + tile.numel * self._dtype.itemsize, tile.numel // kernels.CODE_BLOCK, torch.float32
+                )
+                views[f"{name}_scale"] = scales[start // kernels.CODE_BLOCK : -(-stop // kernels.CODE_BLOCK)]
+        return views
+
+    def names(self, spec: ParameterSpec) -> tuple[str, ...]:
+        scales = [f"{name}_scale" for name in self._names] if self._dtype is kernels.Dtype.INT8 else []
+        return (*self._names, *scales)
+
+    def shape(self, spec: ParameterSpec, name: str) -> torch.Size:
+        if name.endswith("_scale"):
+            return torch.Size([-(-spec.numel // kernels.CODE_BLOCK)])
+        return spec.shape
+
+    def loose_states(self, spec: ParameterSpec, step: int) -> dict[str, Any]:
+        return {"step": torch.tensor(float(step))}
+
+    def set_loose_states(self, spec: ParameterSpec, states: dict[str, Any]) -> int:
+        return int(states.get("step", 1))
+
+    def _nbytes(self, numel: int) -> int:
+        return numel * self._formats.master + len(self._names) * self._state_bytes(numel)
+
+    def _state_bytes(self, numel: int) -> int:
+        scales = numel // kernels.CODE_BLOCK * _SCALE_BYTES if self._dtype is kernels.Dtype.INT8 else 0
+        return numel * self._dtype.itemsize + scales
+
+    def _offset(self, tile: Tile, name: str) -> int:
+        return tile.numel * self._formats.master + self._names.index(name) * self._state_bytes(tile.numel)

@@ -1,0 +1,80 @@
+"""What the engine asks of an optimizer: how its states lie in tiles, and what one step does to one tile."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, Protocol
+
+import torch
+
+from offload import kernels
+from offload.units import ParameterSpec, Tile, UnitSpec
+
+Group = dict[str, Any]
+"""A parameter group of ``torch.optim``: its options by name, and ``params``."""
+
+
+def options_of(group: Group) -> Group:
+    """The group without its ``params``."""
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+class Rule(Protocol):
+    """An optimizer that runs over tiles. Addresses are of memory that holds a whole tile, in RAM."""
+
+    repeatable: bool
+    """``apply`` leaves nothing behind but what it writes to the addresses, so that it can be taken back."""
+    uniform: bool
+    """What ``freeze`` gives is the same for all parameters of a group with the same step and scale."""
+
+    @property
+    def obstacle_on_devices(self) -> str | None:
+        """Why ``apply`` cannot run in a device's memory; None if it can."""
+
+    def tiles_of(self, unit: UnitSpec, tile_bytes: int) -> tuple[Tile, ...]:
+        """The unit's trainable elements in tiles of at most ``tile_bytes``, or as little more as works."""
+
+    def begin(self, tile: Tile, address: int) -> None:
+        """Write the states that are there before the first step."""
+
+    def master_offset(self, tile: Tile, element: int) -> int:
+        """Bytes from the tile's start to what it holds of the master of ``element``."""
+
+    def freeze(self, spec: ParameterSpec, group: Group, step: int, grad_scale: float) -> Hashable:
+        """All that the ``step``-th step of one parameter depends on, as it is now.
+
+        Neighbours for which it is equal are updated in one call. Raises ``ConfigError`` for settings that cannot work.
+        """
+
+    def apply(
+        self,
+        frozen: Hashable,
+        tile: Tile,
+        address: int,
+        start: int,
+        stop: int,
+        *,
+        weight: int,
+        grad: int,
+        native: kernels.Native,
+    ) -> None:
+        """Update the elements ``[start, stop)`` of the tile at ``address``.
+
+        ``weight`` and ``grad`` are where those of ``start`` lie. ``native`` runs the kernels: on the CPU, or on a
+        device (see ``obstacle_on_devices``), in whose memory all addresses are then.
+        """
+
+    def states(self, tile: Tile, address: int, spec: ParameterSpec) -> dict[str, torch.Tensor]:
+        """The part of the parameter's states that lies in this tile: flat tensors over its memory, by name."""
+
+    def names(self, spec: ParameterSpec) -> tuple[str, ...]:
+        """The states of the parameter that rest in tiles."""
+
+    def shape(self, spec: ParameterSpec, name: str) -> torch.Size:
+        """The shape of a whole state of the parameter, put together from all tiles."""
+
+    def loose_states(self, spec: ParameterSpec, step: int) -> dict[str, Any]:
+        """What belongs to the parameter's state and lies in no tile: the number of steps and the like."""
+
+    def set_loose_states(self, spec: ParameterSpec, states: dict[str, Any]) -> int:
+        """Take over what ``loose_states`` gave; the number of steps taken."""

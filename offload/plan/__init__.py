@@ -1,0 +1,1 @@
+"""The placement: a pure function from units, budgets and bandwidths to a tier for every byte."""

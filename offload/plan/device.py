@@ -1,0 +1,192 @@
+"""What device memory is for: resident units, the other weights around their use, gradients on their way out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+from offload.errors import BudgetError
+from offload.optim.formats import Formats
+from offload.plan.buffers import squares_bytes
+from offload.units import UnitSpec, num_nested
+from swapper import align
+
+MARGIN = 0.75
+"""Of what the first step has left free, "auto" takes this much: activations are not the same in every step, and an
+allocator cannot use every gap."""
+
+_AUTO_RESIDENT_SHARE = 0.5
+"""A model that takes at most this much of what is free is resident there altogether with "auto"; the rest is left to
+its activations, whose size nothing tells before the first step."""
+
+GOLDEN = 0.6180339887498949
+"""Multiples of it, less their whole parts, are spread evenly whatever their number."""
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """Bytes of device memory that the engine may hold.
+
+    ``resident`` are the indices of the units that rest there, and never leave; ``resident_bytes`` is what they take, by
+    kind.
+    ``all_bytes``: the weights of all other units.
+    """
+
+    weights_bytes: int
+    gradients_bytes: int
+    all_bytes: int
+    num_units: int
+    resident: frozenset[int] = frozenset()
+    resident_bytes: dict[str, int] = field(default_factory=dict)
+    squares_bytes: int = 0
+    """What sums of squares of gradients take."""
+    updates_bytes: int = 0
+    """Buffers for tiles of the other units that are updated there: see ``DeviceSide``. 0: none are."""
+    obstacle: str | None = None
+    """Why no unit may be resident there, if that is so."""
+
+    @property
+    def total_bytes(self) -> int:
+        passing = self.weights_bytes + self.gradients_bytes + self.updates_bytes
+        return passing + self.squares_bytes + sum(self.resident_bytes.values())
+
+    def grown(self, free_bytes: int) -> DevicePlan:
+        """The plan with copies in what a step has left free."""
+        more = max(int(free_bytes * MARGIN), 0)
+        return replace(self, weights_bytes=min(self.weights_bytes + more, max(self.all_bytes, self.weights_bytes)))
+
+    def __str__(self) -> str:
+        mib = 1 << 20
+        resident_mib = sum(self.resident_bytes.values()) / mib
+        resident = f"{len(self.resident)} of {self.num_units} units resident in {resident_mib:,.1f} MiB"
+        why = f" ({self.obstacle})" if self.obstacle is not None else ""
+        parts = [f"device memory {self.total_bytes / mib:,.1f} MiB: {resident}{why}"]
+        if self.all_bytes:
+            parts.append(f"{self.weights_bytes / mib:,.1f} of {self.all_bytes / mib:,.1f} MiB of weights at a time")
+            parts.append(f"{self.gradients_bytes / mib:,.1f} MiB of gradients on their way out")
+            parts.append(f"{self.updates_bytes / mib:,.1f} MiB for updates of the other units")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class _Needs:
+    """What units take of a device's memory. ``states`` are each unit's optimizer states and masters, in bytes.
+
+    ``updates`` is what each takes for its update, if it is not resident; ``obstacle`` is what hinders kernels there.
+    """
+
+    units: Sequence[UnitSpec]
+    formats: Formats
+    states: Sequence[int]
+    updates: Sequence[int]
+    obstacle: str | None
+
+    def of_unit(self, index: int) -> dict[str, int]:
+        """By kind, of a unit that is resident there."""
+        unit, formats = self.units[index], self.formats
+        return {
+            "weights": unit.numel * formats.weights,
+            "grads": align(unit.trainable_numel * formats.grads),
+            "states": align(self.states[index]),
+        }
+
+    def of_units(self, resident: Collection[int]) -> dict[str, int]:
+        """Of all these units."""
+        kinds: dict[str, int] = {}
+        for index in resident:
+            for kind, nbytes in self.of_unit(index).items():
+                kinds[kind] = kinds.get(kind, 0) + nbytes
+        return kinds
+
+    def saved_per_byte(self, index: int) -> float:
+        """Bytes that need not move in a step, for each resident byte on the device.
+
+        Over the link, and in host memory at its other end: weights twice, gradients once. In host memory alone: what an
+        update reads and writes.
+        """
+        unit, formats = self.units[index], self.formats
+        link = 2 * unit.numel * formats.weights + unit.trainable_numel * formats.weights * bool(formats.grads)
+        update = 2 * self.states[index] + unit.trainable_numel * (2 * formats.weights + formats.grads)
+        return round((2 * link + update * bool(formats.grads)) / max(sum(self.of_unit(index).values()), 1), 3)
+
+    def squares(self, resident: Collection[int]) -> int:
+        """Sums of squares, when these units are resident there; none where they are worked out in host memory."""
+        return squares_bytes(self.units, resident) if self.formats.grads and self.obstacle is None else 0
+
+    def updated(self, resident: Collection[int]) -> int:
+        """For updates of the units that are not resident there."""
+        return max((nbytes for index, nbytes in enumerate(self.updates) if index not in resident), default=0)
+
+    def staged(self, resident: Collection[int]) -> tuple[int, int, int, int]:
+        """Of the units that are not resident there: the least and a comfortable amount for weights at a time, the
+        gradients on their way, all weights."""
+        rest = [unit for unit in self.units if unit.index not in resident]
+        if not rest:
+            return 0, 0, 0, 0
+        width = self.formats.weights
+        largest = max(unit.numel for unit in rest) * width
+        everything = sum(unit.numel for unit in rest) * width
+        gradients = max(unit.trainable_numel for unit in rest) * width if self.formats.grads else 0
+        least = num_nested(rest) * largest
+        return least, min(least + 2 * largest, max(everything, least)), gradients, everything
+
+
+def plan_device(
+    units: Sequence[UnitSpec],
+    formats: Formats,
+    states: Sequence[int],
+    updates: Sequence[int],
+    device_bytes: int | None,
+    free_bytes: int,
+    obstacle: str | None,
+) -> DevicePlan:
+    """Divide ``device_bytes``, or with None ("auto") what of ``free_bytes`` is safe to take before the first step.
+
+    Compute holds the unit at work and those around it; one or two more arrive meanwhile. The gradients of one unit
+    are on their way while the next ones are made. Where there is more, units rest there with all that belongs to them,
+    as many as fit beside that: those first whose bytes save most traffic, and among equals spread evenly, so that the
+    link has always something to do. What is left then keeps copies of weights. ``obstacle`` says why no unit may.
+    What ``updates`` of the other units take (for each; they take turns) comes before residents, if there is room.
+
+    Raises ``BudgetError``, naming the least that works.
+    """
+    needs = _Needs(units, formats, states, updates, obstacle)
+
+    def plan(resident: Collection[int], spare_bytes: int | None) -> DevicePlan:
+        least, comfortable, gradients, everything = needs.staged(resident)
+        resident_bytes = needs.of_units(resident)
+        squares, updated = needs.squares(resident), needs.updated(resident)
+        weights = comfortable
+        others = gradients + squares + sum(resident_bytes.values())
+        bound = free_bytes * _AUTO_RESIDENT_SHARE if spare_bytes is None else spare_bytes
+        if others + comfortable + updated > bound:
+            updated = 0
+        if spare_bytes is not None:
+            weights = min(spare_bytes - others - updated, max(everything, least))
+        return DevicePlan(
+            weights, gradients, everything, len(units), frozenset(resident), resident_bytes, squares, updated, obstacle
+        )
+
+    every = range(len(units))
+    if device_bytes is None:
+        whole = plan(every, None)
+        fits = obstacle is None and whole.total_bytes <= free_bytes * _AUTO_RESIDENT_SHARE
+        return whole if fits else plan((), None)
+    weights, _, gradients, _ = needs.staged(())
+    least = weights + gradients + needs.squares(())
+    if device_bytes < least:
+        raise BudgetError(
+            f"device_memory is too small: the least that works for this model is {least:,} bytes, "
+            f"{device_bytes:,} are given. Raise device_memory to {least}.",
+            least,
+        )
+    resident: set[int] = set()
+    for index in sorted(every, key=lambda index: (-needs.saved_per_byte(index), index * GOLDEN % 1)):
+        more = {*resident, index}
+        _, comfortable, gradients, _ = needs.staged(more)
+        needed = (
+            sum(needs.of_units(more).values()) + needs.squares(more) + comfortable + gradients + needs.updated(more)
+        )
+        if obstacle is None and needed <= device_bytes:
+            resident = more
+    return plan(resident, device_bytes)

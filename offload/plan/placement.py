@@ -1,0 +1,254 @@
+"""The placement: a pure function from units and budgets to a tier for every record, decided once, before step 1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from offload.errors import BudgetError
+from offload.optim.formats import DEFAULT_TILE_BYTES, Formats
+from offload.plan.device import GOLDEN
+from offload.plan.plan import Plan, Staging, Tier, TilesOf, UnitPlan
+from offload.units import UnitSpec, num_nested
+from swapper import align
+
+_TILES_A_UNIT = 8
+"""Tiles smaller than the largest unit's weights divided by this save no memory worth the speed they cost."""
+
+_LEAST_TILE_BYTES = 64 << 10
+
+_NUM_TILE_BUFFERS = 6
+"""Enough for the disk to read, the kernel to work and the disk to write at the same time, and some to even out."""
+
+_NUM_GRAD_BUFFERS = 3
+
+
+def make_plan(
+    units: Sequence[UnitSpec],
+    formats: Formats,
+    tiles_of: TilesOf | None,
+    host_bytes: int,
+    nvme_bytes: int,
+    tile_bytes: int | None = None,
+    compute_bytes: int = 0,
+    early: bool = False,
+) -> Plan:
+    """Give every kind of every unit a tier, within the budgets, by traffic saved per byte.
+
+    Weights save three transfers of themselves a step (read for the update, read for backward, written), states and
+    gradients two. Access is cyclic, so what is resident in RAM is fixed and spread evenly over the units, and the disk
+    always has something to do. ``early`` tells that streamed units may be updated during backward: their gradients are
+    not read back then, so resident weights save no more than the rest, and whole units are resident, which leaves the
+    disk work in forward and in backward. A tied weight in pieces would go over the disk for each of its sites; it is
+    always resident, and so are its gradients. ``tiles_of`` is None where nothing is trained. ``tile_bytes=None`` lets
+    the tile shrink when memory is short. ``compute_bytes`` are taken beside all that.
+
+    Raises ``BudgetError``, naming the least budget that works.
+    """
+    placement = _Placement(units, formats, tiles_of, Staging(0, 0, 0, tile_bytes or DEFAULT_TILE_BYTES), compute_bytes)
+    everything = placement.with_all_resident()
+    if everything.total_bytes <= host_bytes:
+        return everything.plan(host_bytes)
+    if nvme_bytes == 0:
+        raise BudgetError(
+            f"host_memory is too small to hold everything and there is no nvme_path: {everything.total_bytes:,} bytes "
+            f"are needed, {host_bytes:,} are given. Give an nvme_path, or a larger host_memory.",
+            everything.total_bytes,
+        )
+    for staging in _stagings(units, formats, tile_bytes, training=tiles_of is not None):
+        placement = _Placement(units, formats, tiles_of, staging, compute_bytes)
+        placement.keep_large_units()
+        if placement.total_bytes <= host_bytes:
+            break
+    else:
+        least = min(placement.total_bytes, everything.total_bytes)  # staging can take more than all of a small model
+        raise BudgetError(
+            f"host_memory is too small: the least that works for this model is {least:,} bytes, "
+            f"{host_bytes:,} are given. Raise host_memory to {least}.",
+            least,
+        )
+    placement.fill(host_bytes, whole_units=early)
+    plan = placement.plan(host_bytes)
+    needed = sum(plan.nvme_bytes.values())
+    if needed > nvme_bytes:
+        raise BudgetError(
+            f"nvme_capacity is too small: {needed:,} bytes must rest on NVMe with host_memory={host_bytes}, "
+            f"{nvme_bytes:,} are given. Raise nvme_capacity, or host_memory.",
+            needed,
+        )
+    return plan
+
+
+def _stagings(
+    units: Sequence[UnitSpec], formats: Formats, tile_bytes: int | None, *, training: bool
+) -> Iterator[Staging]:
+    """From comfortable to the least that works.
+
+    Compute holds one slot for each unit around the one at work, the update holds one, and one or two more let the next
+    units arrive in time. Of three gradient buffers one is filled, one written and one read by an early update. Less
+    memory would work too, but each unit would wait for the one before it. Tiles that are small against a slot save no
+    memory worth their cost.
+    """
+    largest = max(unit.numel for unit in units) * formats.weights
+    small = max(min(largest // _TILES_A_UNIT, DEFAULT_TILE_BYTES) // _LEAST_TILE_BYTES, 1) * _LEAST_TILE_BYTES
+    least_slots = num_nested(units) + (1 if training else 0)
+    for slots in (least_slots + 2, least_slots + 1):
+        sizes = [size for size in (DEFAULT_TILE_BYTES >> shift for shift in range(3)) if size > small]
+        for size in [tile_bytes] if tile_bytes else [*sizes, small]:
+            yield Staging(slots, _NUM_GRAD_BUFFERS, _NUM_TILE_BUFFERS, size)
+
+
+class _Placement:
+    """A placement in the making: what is resident in RAM, and what all of it costs."""
+
+    def __init__(
+        self,
+        units: Sequence[UnitSpec],
+        formats: Formats,
+        tiles_of: TilesOf | None,
+        staging: Staging,
+        compute_bytes: int,
+    ) -> None:
+        self.tiles_of = tiles_of
+        self.compute_bytes = compute_bytes
+        self.units = units
+        self.formats = formats
+        self.staging = staging
+        self.tiles = [tiles_of(unit, staging.tile_bytes) if tiles_of is not None else () for unit in units]
+        self.weights_resident = [unit.reused for unit in units]
+        self.grads_resident = [unit.reused or unit.trainable_numel * formats.grads == 0 for unit in units]
+        self.tiles_resident = [[tile.nbytes == 0 for tile in tiles] for tiles in self.tiles]
+
+    def with_all_resident(self) -> _Placement:
+        placement = _Placement(self.units, self.formats, self.tiles_of, self.staging, self.compute_bytes)
+        placement.weights_resident = [True] * len(self.units)
+        placement.grads_resident = [True] * len(self.units)
+        placement.tiles_resident = [[True] * len(tiles) for tiles in self.tiles]
+        return placement
+
+    def keep_large_units(self) -> None:
+        """Keep the units in RAM that make every buffer so large that without them all of it takes less memory."""
+        for size in sorted({unit.numel for unit in self.units}, reverse=True):
+            before, weights, grads = self.total_bytes, self.weights_resident, self.grads_resident
+            self.weights_resident = [kept or unit.numel == size for kept, unit in zip(weights, self.units, strict=True)]
+            self.grads_resident = [kept or unit.numel == size for kept, unit in zip(grads, self.units, strict=True)]
+            if self.total_bytes >= before:
+                self.weights_resident, self.grads_resident = weights, grads
+                return
+
+    def fill(self, host_bytes: int, *, whole_units: bool) -> None:
+        """Keep what saves most traffic per byte: of each kind as many as fit.
+
+        First the units that forward begins with, whose gradients come last: nothing else is left to do while they are
+        updated. The others in an order that is spread evenly.
+        """
+        first = self.units[0].whole
+        is_first = [unit is self.units[0] or (unit.whole is not None and unit.whole is first) for unit in self.units]
+        spread = sorted(range(len(self.units)), key=lambda index: (not is_first[index], index * GOLDEN % 1))
+        if whole_units:
+            self._keep([kind for index in spread for kind in self._kinds(index)], host_bytes)
+            return
+        most_tiles = max((len(tiles) for tiles in self.tiles), default=0)
+        self._keep([(self.weights_resident, index) for index in spread], host_bytes)
+        self._keep([(self.grads_resident, index) for index in spread], host_bytes)
+        tiles = [(self.tiles_resident[i], n) for n in range(most_tiles) for i in spread if n < len(self.tiles[i])]
+        self._keep(tiles, host_bytes)
+
+    def _kinds(self, index: int) -> list[tuple[list[bool], int]]:
+        """Everything of one unit."""
+        tiles = self.tiles_resident[index]
+        return [(self.weights_resident, index), (self.grads_resident, index), *((tiles, n) for n in range(len(tiles)))]
+
+    def _keep(self, candidates: list[tuple[list[bool], int]], host_bytes: int) -> None:
+        """Keep the longest prefix of ``candidates`` that fits."""
+        candidates = [(kept, index) for kept, index in candidates if not kept[index]]
+
+        def keep(count: int) -> None:
+            for position, (kept, index) in enumerate(candidates):
+                kept[index] = position < count
+
+        fits, too_many = 0, len(candidates) + 1
+        while too_many - fits > 1:
+            count = (fits + too_many) // 2
+            keep(count)
+            if self.total_bytes <= host_bytes:
+                fits = count
+            else:
+                too_many = count
+        keep(fits)
+
+    def _weight_bytes(self, index: int) -> int:
+        return self.units[index].numel * self.formats.weights
+
+    def _grad_bytes(self, index: int) -> int:
+        return self.units[index].trainable_numel * self.formats.grads
+
+    def _resident_bytes(self) -> dict[str, int]:
+        everywhere = range(len(self.units))
+        return {
+            "weights": sum(self._weight_bytes(i) for i in everywhere if self.weights_resident[i]),
+            "grads": sum(self._grad_bytes(i) for i in everywhere if self.grads_resident[i]),
+            "states": sum(
+                align(tile.nbytes)
+                for i in everywhere
+                for tile, resident in zip(self.tiles[i], self.tiles_resident[i], strict=True)
+                if resident
+            ),
+        }
+
+    def _buffers(self) -> tuple[Staging, int, int, int]:
+        """The staging cut down to what streams, and the bytes of a slot, a gradient buffer and a tile buffer."""
+        streamed = [self._weight_bytes(i) for i, resident in enumerate(self.weights_resident) if not resident]
+        spilled = [self._grad_bytes(i) for i, resident in enumerate(self.grads_resident) if not resident]
+        spilled_tile = any(spilled) * self.formats.grads
+        tiles = [
+            align(tile.nbytes) * (not resident) + tile.numel * spilled_tile * (not self.grads_resident[i])
+            for i in range(len(self.units))
+            for tile, resident in zip(self.tiles[i], self.tiles_resident[i], strict=True)
+        ]
+        staging = replace(
+            self.staging,
+            num_slots=min(self.staging.num_slots, len(streamed)),
+            num_grad_buffers=min(self.staging.num_grad_buffers, len(spilled)),
+            num_tile_buffers=min(self.staging.num_tile_buffers, sum(1 for nbytes in tiles if nbytes)),
+        )
+        return staging, max(streamed, default=0), max(spilled, default=0), max(tiles, default=0)
+
+    @property
+    def total_bytes(self) -> int:
+        staging, slot, grad_buffer, tile_buffer = self._buffers()
+        buffers = (
+            staging.num_slots * slot + staging.num_grad_buffers * grad_buffer + staging.num_tile_buffers * tile_buffer
+        )
+        return sum(self._resident_bytes().values()) + buffers + self.compute_bytes
+
+    def plan(self, host_budget_bytes: int) -> Plan:
+        staging, slot, grad_buffer, tile_buffer = self._buffers()
+        in_ram = self._resident_bytes()
+        total = self.with_all_resident()._resident_bytes()
+        nvme = {kind: total[kind] - in_ram[kind] for kind in total}
+        tiers = {True: Tier.HOST, False: Tier.NVME}
+        units = tuple(
+            UnitPlan(
+                unit,
+                tiers[self.weights_resident[i]],
+                tiers[self.grads_resident[i]],
+                tuple(
+                    (tile, tiers[resident])
+                    for tile, resident in zip(self.tiles[i], self.tiles_resident[i], strict=True)
+                ),
+            )
+            for i, unit in enumerate(self.units)
+        )
+        return Plan(
+            units=units,
+            formats=self.formats,
+            staging=staging,
+            host_budget_bytes=host_budget_bytes,
+            slot_bytes=slot,
+            grad_buffer_bytes=grad_buffer,
+            tile_buffer_bytes=tile_buffer,
+            compute_bytes=self.compute_bytes,
+            resident_bytes=in_ram,
+            nvme_bytes=nvme,
+        )

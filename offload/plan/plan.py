@@ -1,0 +1,275 @@
+"""The plan: the tier in which every record rests, the buffers that the others pass through, and what a step moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from offload.optim.formats import Formats
+from offload.plan.device import MARGIN, DevicePlan, plan_device
+from offload.units import Tile, UnitSpec
+from swapper import align
+
+_MIB = 1 << 20
+
+TilesOf = Callable[[UnitSpec, int], tuple[Tile, ...]]
+"""How the optimizer divides a unit's states into tiles of at most so many bytes (``Rule.tiles_of``)."""
+
+
+class Tier(Enum):
+    """Where bytes rest between uses."""
+
+    DEVICE = "device"
+    HOST = "host"
+    NVME = "nvme"
+
+
+@dataclass(frozen=True)
+class Staging:
+    """How many buffers of each kind the records on NVMe pass through, and how large a tile is."""
+
+    num_slots: int
+    num_grad_buffers: int
+    num_tile_buffers: int
+    tile_bytes: int
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """The tier of each kind of one unit. ``tiles`` are its optimizer states, each with its own tier."""
+
+    unit: UnitSpec
+    weights: Tier
+    grads: Tier
+    tiles: tuple[tuple[Tile, Tier], ...]
+
+    @property
+    def streamed(self) -> bool:
+        """Weights and all states rest on NVMe: nothing that an update writes is resident."""
+        return bool(self.tiles) and all(tier is Tier.NVME for tier in (self.weights, *(t for _, t in self.tiles)))
+
+    @property
+    def passes_through(self) -> bool:
+        """Some of it rests on NVMe."""
+        return Tier.NVME in (self.weights, self.grads, *(tier for _, tier in self.tiles))
+
+    def on_device(self) -> UnitPlan:
+        """The same unit and tiles, resident on a device."""
+        return UnitPlan(self.unit, Tier.DEVICE, Tier.DEVICE, tuple((tile, Tier.DEVICE) for tile, _ in self.tiles))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where everything rests, what the staging is, and what a step must move. ``print`` it for the whole table."""
+
+    units: tuple[UnitPlan, ...]
+    formats: Formats
+    staging: Staging
+    host_budget_bytes: int
+    slot_bytes: int
+    grad_buffer_bytes: int
+    tile_buffer_bytes: int
+    compute_bytes: int
+    """What compute takes beside: the gradient that autograd has just made, copies of the weights in use where torch
+    cannot use them where they are; or buffers that gradients come to from a device."""
+    resident_bytes: dict[str, int]
+    nvme_bytes: dict[str, int]
+    places: int = 1
+    """Places that each trained record on NVMe has: with 2 a write never overwrites what is current."""
+    early: bool = False
+    """Streamed units are updated during backward, which takes two places."""
+    device: DevicePlan | None = None
+    """What the engine may hold in a device's memory; None where the CPU computes."""
+    vacant_bytes: dict[Tier, int] = field(default_factory=dict)
+    """Reserved for units that have moved to a device since."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """What a step takes of NVMe at the measured bandwidth, and of compute once a step was taken."""
+
+    @property
+    def second_place_bytes(self) -> int:
+        """NVMe that second places of all trained records take, or would take."""
+        weights = sum(i.unit.trainable_numel for i in self.units if i.weights is Tier.NVME) * self.formats.weights
+        tiles = (tile for item in self.units for tile, tier in item.tiles if tier is Tier.NVME)
+        return weights + sum(align(tile.nbytes) for tile in tiles)
+
+    @property
+    def step_read_bytes(self) -> int:
+        """NVMe reads of a step: weights for forward and for backward, and what an update needs.
+
+        Updates during backward find the gradients where they came to. What still lies in a slot is read no more.
+        """
+        training = bool(self.formats.grads)
+        early = [item.unit for item in self.units if self.early and item.streamed and item.grads is Tier.NVME]
+        found = sum(unit.trainable_numel * self.formats.grads for unit in early)
+        nvme = self.nvme_bytes
+        return nvme["weights"] * (2 if training else 1) + nvme["states"] + nvme["grads"] - found
+
+    @property
+    def step_write_bytes(self) -> int:
+        """NVMe writes of a step. Frozen weights are never written."""
+        if not self.formats.grads:
+            return 0
+        weights = sum(i.unit.trainable_numel for i in self.units if i.weights is Tier.NVME) * self.formats.weights
+        return weights + self.nvme_bytes["states"] + self.nvme_bytes["grads"]
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model, each counted once, padding not counted."""
+        return sum(spec.numel for item in self.units for spec in item.unit.parameters)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory of the buffers that the records on NVMe pass through."""
+        staging = self.staging
+        return (
+            staging.num_slots * self.slot_bytes
+            + staging.num_grad_buffers * self.grad_buffer_bytes
+            + staging.num_tile_buffers * self.tile_buffer_bytes
+        )
+
+    @property
+    def arena_bytes(self) -> int:
+        """What is resident in host memory, and staging."""
+        return sum(self.resident_bytes.values()) + self.staging_bytes + self.vacant_bytes.get(Tier.HOST, 0)
+
+    @property
+    def host_bytes(self) -> int:
+        """All host memory that the engine takes."""
+        return self.arena_bytes + self.compute_bytes
+
+    @property
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Bytes of each kind in each tier, staging included."""
+        on_device = {} if self.device is None else self.device.resident_bytes
+        kinds = {
+            kind: {"device": on_device.get(kind, 0), "host": self.resident_bytes[kind], "nvme": self.nvme_bytes[kind]}
+            for kind in self.resident_bytes
+        }
+        if self.vacant_bytes:
+            kinds["vacant"] = {tier.value: nbytes for tier, nbytes in self.vacant_bytes.items()}
+        return {
+            **kinds,
+            "staging": {"host": self.staging_bytes + self.compute_bytes, "nvme": 0},
+            "second places": {"host": 0, "nvme": self.second_place_bytes if self.places == 2 else 0},
+        }
+
+    @property
+    def model_state_bytes(self) -> int:
+        """Weights, master, moments and gradients, wherever they rest."""
+        return sum(sum(self.memory[kind].values()) for kind in self.resident_bytes)
+
+    def with_resident(self, resident: Sequence[UnitPlan], device: DevicePlan) -> Plan:
+        """The plan with these units beside its own, which are resident in a device's memory."""
+        units = sorted((*self.units, *resident), key=lambda item: item.unit.index)
+        return replace(self, units=tuple(units), device=device)
+
+    def grown(self, free_bytes: int) -> DevicePlan:
+        """The device's part, with what a step has left free: units move there, and copies have the rest."""
+        if self.device is None:
+            raise ValueError("the CPU computes: there is no device whose part could grow")
+        grown = plan_device(
+            [item.unit for item in self.units],
+            self.formats,
+            [sum(tile.nbytes for tile, _ in item.tiles) for item in self.units],
+            [self.device.updates_bytes] * len(self.units),
+            self.device.total_bytes + max(int(free_bytes * MARGIN), 0),
+            0,
+            self.device.obstacle,
+        )
+        return replace(grown, updates_bytes=self.device.updates_bytes)  # which stay where they are
+
+    def with_device(self, device: DevicePlan) -> Plan:
+        """The plan after units have moved to the device. What they took elsewhere is vacant."""
+        places = {Tier.HOST: dict(self.resident_bytes), Tier.NVME: dict(self.nvme_bytes)}
+        units = []
+        for item in self.units:
+            if item.unit.index not in device.resident or item.weights is Tier.DEVICE:
+                units.append(item)
+                continue
+            units.append(item.on_device())
+            places[item.weights]["weights"] -= item.unit.numel * self.formats.weights
+            places[item.grads]["grads"] -= item.unit.trainable_numel * self.formats.grads
+            for tile, tier in item.tiles:
+                places[tier]["states"] -= align(tile.nbytes)
+        resident, nvme = places[Tier.HOST], places[Tier.NVME]
+        vacant = {
+            Tier.HOST: sum(self.resident_bytes.values()) - sum(resident.values()),
+            Tier.NVME: sum(self.nvme_bytes.values()) - sum(nvme.values()),
+        }
+        return replace(
+            self,
+            units=tuple(units),
+            device=device,
+            resident_bytes=resident,
+            nvme_bytes=nvme,
+            vacant_bytes=vacant if any(vacant.values()) else {},
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+# In words and numbers, for people.
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    yield (
+        f"{len(plan.units)} units, {plan.num_parameters:,} parameters, "
+        f"{plan.model_state_bytes / _MIB:,.1f} MiB of model state"
+    )
+    yield f"{'kind':<10}{'B/param':>8}{'host MiB':>12}{'nvme MiB':>12}"
+    numel = max(sum(item.unit.trainable_numel for item in plan.units), 1)
+    for kind in plan.resident_bytes:
+        host, nvme = plan.resident_bytes[kind], plan.nvme_bytes[kind]
+        width = plan.formats.weights if kind == "weights" else sum(plan.memory[kind].values()) / numel
+        yield f"{kind:<10}{width:>8.3g}{host / _MIB:>12,.1f}{nvme / _MIB:>12,.1f}"
+    staging = plan.staging
+    yield (
+        f"{'staging':<10}{'':>8}{plan.staging_bytes / _MIB:>12,.1f}{'':>12}  "
+        f"{staging.num_slots} weight slots, {staging.num_grad_buffers} gradient buffers, "
+        f"{staging.num_tile_buffers} tiles of {staging.tile_bytes / _MIB:.2f} MiB"
+    )
+    yield f"host memory {plan.host_bytes / _MIB:,.1f} of {plan.host_budget_bytes / _MIB:,.1f} MiB"
+    yield from _reasons(plan)
+    yield _step(plan)
+    if plan.device is not None:
+        yield str(plan.device)
+
+
+def _reasons(plan: Plan) -> Iterator[str]:
+    """Why things rest where they do."""
+    on_host = [item for item in plan.units if item.unit.index not in (plan.device.resident if plan.device else ())]
+    if not any(plan.nvme_bytes.values()):
+        if on_host:
+            yield "all of it fits into host memory"
+    elif plan.early:
+        whole = sum(1 for item in on_host if not item.passes_through)
+        order = ", the first one and then evenly spread" if whole else ""
+        yield (
+            f"{whole} of {len(on_host)} units rest in RAM with all that belongs to them{order}; those on NVMe are "
+            "updated during backward"
+        )
+    else:
+        yield (
+            "weights come to RAM first (a byte there saves 3 of traffic a step), then gradients and states (2), evenly "
+            "spread over the units"
+        )
+    if any(item.unit.reused for item in on_host):
+        yield "the tied weight in pieces and its gradients rest in RAM: each place that uses it would bring it in anew"
+    if plan.nvme_bytes["grads"]:
+        yield "gradients are spilled to NVMe: the budget is below what would keep them all in RAM"
+    if plan.vacant_bytes:
+        in_ram, on_nvme = (nbytes / _MIB for nbytes in plan.vacant_bytes.values())
+        yield f"empty, of units that are on the device now: {in_ram:,.1f} MiB of RAM, {on_nvme:,.1f} on NVMe"
+
+
+def _step(plan: Plan) -> str:
+    """What a step moves, and how long that must take."""
+    line = f"a step reads {plan.step_read_bytes / _MIB:,.1f} and writes {plan.step_write_bytes / _MIB:,.1f} MiB"
+    if not plan.seconds:
+        return line
+    limit = max(plan.seconds, key=lambda name: plan.seconds[name])
+    taken = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in plan.seconds.items())
+    until = "" if "compute" in plan.seconds else "; compute is known after a step"
+    return f"{line}: {plan.seconds[limit]:.3g} s or more, limited by {limit} ({taken}{until})"

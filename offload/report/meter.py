@@ -1,0 +1,52 @@
+"""Counts what one step spends: stalls of the training thread, seconds of the optimizer, and the trace of both."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from offload.report.trace import Span, Trace
+
+
+@dataclass
+class Meter:
+    """Counts what one step spends. Stalls are counted on the training thread alone, updates on the update thread."""
+
+    trace: Trace = field(default_factory=Trace)
+    track: str = "waiting"
+
+    started: float = field(default_factory=time.perf_counter)
+    stalls: dict[str, float] = field(default_factory=dict)
+    update_seconds: float = 0.0
+
+    @contextlib.contextmanager
+    def stall(self, cause: str) -> Iterator[None]:
+        """Count the time of the block as waiting for ``cause``."""
+        span = self.trace.begin(self.track, f"for {cause}")
+        try:
+            yield
+        finally:
+            self.trace.end(span)
+            self.stalls[cause] = self.stalls.get(cause, 0.0) + span.seconds
+
+    def begin_update(self, name: str) -> Span:
+        """Count the time from now on as updating ``name``."""
+        return self.trace.begin("update", name)
+
+    def end_update(self, span: Span) -> float:
+        """Until now; that many seconds."""
+        self.trace.end(span)
+        seconds = span.seconds
+        self.update_seconds += seconds
+        return seconds
+
+    def restart(self) -> tuple[float, dict[str, float], float]:
+        """Seconds since the last restart, stalls by cause and update seconds in them."""
+        now = time.perf_counter()
+        seconds, self.started = now - self.started, now
+        stalls, self.stalls = self.stalls, {}
+        update_seconds, self.update_seconds = self.update_seconds, 0.0
+        self.trace.end_step()
+        return seconds, stalls, update_seconds

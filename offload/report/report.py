@@ -1,0 +1,69 @@
+"""The report of a step: seconds, bytes, stalls, and how close it came to its bound."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Bandwidths:
+    """Measured rates of the store, bytes per second; ``q`` bends the mixed envelope (1: reads and writes add up)."""
+
+    read: float
+    write: float
+    q: float
+
+    def seconds(self, read_bytes: int, write_bytes: int) -> float:
+        """Least time for reading and writing this much: ``((R/Br)^q + (W/Bw)^q)^(1/q)``."""
+        reading, writing = read_bytes / self.read, write_bytes / self.write
+        if reading == 0 or writing == 0:
+            return reading + writing
+        return float((reading**self.q + writing**self.q) ** (1 / self.q))
+
+
+@dataclass(frozen=True)
+class LinkRates:
+    """Measured rates of the link between host memory and a device, bytes per second."""
+
+    to_device: float
+    to_host: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """The last step, from the end of one ``step()`` to the end of the next.
+
+    Seconds are wall time. ``compute_seconds`` is the time that the training thread did not wait for the engine, or, on
+    a device, how long it worked on units; ``nvme_seconds``, ``to_device_seconds`` and ``to_host_seconds`` are the times
+    that the bytes take at the measured bandwidths. ``bound_seconds`` is the largest of them (``bound_by`` says which),
+    ``efficiency`` its share of the step. ``stall_seconds`` names what the training thread waited for.
+    ``host_memory_bytes`` and ``device_memory_bytes`` are measured: host memory that the engine's buffers take, by the
+    kernel's count, and device memory that it has allocated.
+    """
+
+    step: int
+    seconds: float
+    bound_seconds: float
+    bound_by: str
+    compute_seconds: float
+    nvme_seconds: float
+    to_device_seconds: float
+    to_host_seconds: float
+    update_seconds: float
+    stall_seconds: dict[str, float]
+    nvme_read_bytes: int
+    nvme_write_bytes: int
+    to_device_bytes: int
+    to_host_bytes: int
+    host_memory_bytes: int
+    device_memory_bytes: int
+    memory: dict[str, dict[str, int]]
+    io_backend: str | None
+    grad_norm: float | None
+    """Before clipping."""
+    loss_scale: float
+    """What the loss was multiplied by: 1 unless ``precision="fp16"``."""
+
+    @property
+    def efficiency(self) -> float:
+        return self.bound_seconds / self.seconds if self.seconds else 1.0

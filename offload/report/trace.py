@@ -1,0 +1,95 @@
+"""When everything of a step happened, for Perfetto: compute, waits, updates and each transfer on its own track."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from swapper import Ticket
+
+_SPANS_MAX = 100_000
+"""The latest ones are kept: evaluation without end has no step that ends."""
+
+
+@dataclass(slots=True)
+class Span:
+    """One thing that took time. Seconds of ``time.perf_counter``; ``stop`` is None while it goes on."""
+
+    track: str
+    name: str
+    start: float
+    stop: float | None = None
+    nbytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """How long it took; up to now while it goes on."""
+        return (time.perf_counter() if self.stop is None else self.stop) - self.start
+
+
+class Trace:
+    """Collects the spans of the present step; keeps those of the last one. Spans may end in any thread."""
+
+    def __init__(self) -> None:
+        self._present: deque[Span] = deque(maxlen=_SPANS_MAX)
+        self._last: deque[Span] = deque()
+
+    def begin(self, track: str, name: str, nbytes: int = 0) -> Span:
+        """Something begins now."""
+        span = Span(track, name, time.perf_counter(), nbytes=nbytes)
+        self._present.append(span)
+        return span
+
+    def end(self, span: Span) -> None:
+        """It is over."""
+        span.stop = time.perf_counter()
+
+    def transfer(self, track: str, name: str, nbytes: int, ticket: Ticket) -> Ticket:
+        """A transfer has begun; it ends when the device says so."""
+        span = self.begin(track, name, nbytes)
+        ticket.add_done_callback(lambda: self.end(span))
+        return ticket
+
+    def end_step(self) -> None:
+        """What comes now belongs to the next step."""
+        self._last, self._present = self._present, deque(maxlen=_SPANS_MAX)
+
+    def write(self, path: Path) -> None:
+        """Write the last step as a Chrome trace. What goes on still is drawn up to now."""
+        now = time.perf_counter()
+        spans = sorted(self._last, key=lambda span: span.start)
+        origin = spans[0].start if spans else now
+        events: list[dict[str, object]] = []
+        for tid, (track, lane) in enumerate(_lanes(spans, now)):
+            events.append({"ph": "M", "name": "thread_name", "pid": 1, "tid": tid, "args": {"name": track}})
+            events.append({"ph": "M", "name": "thread_sort_index", "pid": 1, "tid": tid, "args": {"sort_index": tid}})
+            for span in lane:
+                events.append(
+                    {
+                        "ph": "X",
+                        "name": span.name,
+                        "cat": span.track,
+                        "pid": 1,
+                        "tid": tid,
+                        "ts": (span.start - origin) * 1e6,
+                        "dur": ((span.stop or now) - span.start) * 1e6,
+                        "args": {"bytes": span.nbytes} if span.nbytes else {},
+                    }
+                )
+        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def _lanes(spans: Iterable[Span], now: float) -> list[tuple[str, list[Span]]]:
+    """Each track, cut into as many lanes as it has spans at the same time: a lane draws one after the other."""
+    tracks: dict[str, list[list[Span]]] = {}
+    for span in spans:
+        lanes = tracks.setdefault(span.track, [])
+        lane = next((lane for lane in lanes if (lane[-1].stop or now) <= span.start), None)
+        if lane is None:
+            lanes.append(lane := [])
+        lane.append(span)
+    return [(track, lane) for track in sorted(tracks) for lane in tracks[track]]

@@ -1,0 +1,1 @@
+"""A simulated device, for tests of the schedule."""

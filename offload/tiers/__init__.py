@@ -1,0 +1,1 @@
+"""Where bytes rest and how they move: homes, one weight cache, one gradient store."""

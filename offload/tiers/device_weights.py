@@ -1,0 +1,238 @@
+"""Weights in a device's memory: copies of units that rest in host memory or on NVMe, fetched ahead of use.
+
+Updates change the weights in host memory, so a copy is good until the unit's next update. Two threads stand between:
+one waits until a unit is in host memory and up to date and starts its copy, one waits for copies to end and lets the
+host's memory go. The training thread starts no copy and waits for none: it waits until a copy has been *started*, and
+the device's own queue does the rest.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from offload.device.protocol import Device, Event
+from offload.errors import DeviceMemoryError
+from offload.memory import tensor_at
+from offload.report.meter import Meter
+from offload.report.trace import Span
+from offload.tiers.cache import Entry, Residency, WeightCache
+from offload.tiers.home import Transfer
+from offload.tiers.host_weights import HostWeights
+from offload.tiers.window import DeviceWindow
+from offload.units import UnitSpec
+from offload.waiting import WAIT_TIMEOUT_S, Failure, Worker, timed_out
+
+_LOOK_AHEAD = 16
+"""Uses ahead of the present one that prefetching considers: no device has more room to spare than that takes time."""
+
+
+class Copy:
+    """A unit's weights in device memory, and the transfer that brings them. ``arrived`` is set before ``started``."""
+
+    def __init__(self, window: DeviceWindow, allocated: Event, failure: Failure) -> None:
+        self.window = window
+        self.allocated = allocated
+        self.started = threading.Event()
+        self.arrived: Event | None = None
+        self._failure = failure
+
+    def done(self) -> bool:
+        """The copy has been started: from here on the device keeps the order."""
+        return self.started.is_set()
+
+    def wait(self) -> None:
+        if not self.started.wait(WAIT_TIMEOUT_S):
+            self._failure.record(timed_out("the start of a copy to the device"))
+        self._failure.check()
+
+
+class DeviceCarrier:
+    """Brings units from host memory into windows on the device."""
+
+    num_places = None
+
+    def __init__(
+        self,
+        windows: Sequence[DeviceWindow],
+        lower: HostWeights,
+        device: Device,
+        max_bytes: int,
+        failure: Failure,
+        meter: Meter,
+    ) -> None:
+        self.max_bytes = max_bytes
+        self.copied_bytes = 0
+        """Host to device, since the engine was made."""
+        self._windows = windows
+        self._lower = lower
+        self._device = device
+        self._failure = failure
+        self._meter = meter
+        self._used_bytes = 0
+        self._starter = Worker("offload-to-device")
+        self._finisher = Worker("offload-to-device-end")
+
+    def take_place(self, unit: UnitSpec) -> Copy | None:
+        if self._used_bytes + self._windows[unit.index].nbytes > self.max_bytes:
+            return None
+        try:
+            return self.add_place(unit)
+        except DeviceMemoryError:  # activations take more than they did when room was measured
+            return None
+
+    def add_place(self, unit: UnitSpec) -> Copy:
+        window = self._windows[unit.index]
+        window.allocate()
+        self._used_bytes += window.nbytes
+        return Copy(window, self._device.compute.record(), self._failure)
+
+    def free_place(self, unit: UnitSpec, place: Copy) -> None:
+        """The memory is for the work that compute is given next, and so for nothing before the copy is over."""
+        if place.arrived is not None:
+            self._device.compute.wait(place.arrived)
+        self._used_bytes -= place.window.nbytes
+        place.window.close()
+
+    def obstacle(self, unit: UnitSpec) -> Transfer | None:
+        return None
+
+    def fetch(self, unit: UnitSpec, place: Copy) -> Transfer:
+        self._starter.submit(partial(self._start, unit, place))
+        return place
+
+    def pending(self) -> Transfer | None:
+        return None
+
+    def close(self) -> None:
+        """Wait for copies under way."""
+        self._starter.stop()
+        self._finisher.finish()
+
+    # The two threads.
+
+    def _start(self, unit: UnitSpec, place: Copy) -> None:
+        window = place.window
+        try:
+            self._failure.check()
+            source = tensor_at(self._lower.acquire(unit), window.numel, window.dtype)
+            span = self._meter.trace.begin("to device", f"weights of {unit.name}", window.nbytes)
+            stream = self._device.to_device
+            stream.wait(place.allocated)
+            stream.copy(window.target, source)
+            place.arrived = stream.record()
+            self.copied_bytes += window.nbytes
+            self._finisher.submit(partial(self._finish, unit, place.arrived, source, span))
+        except BaseException as error:
+            self._failure.record(error)
+        finally:
+            place.started.set()
+
+    def _finish(self, unit: UnitSpec, arrived: Event, source: object, span: Span) -> None:
+        try:
+            arrived.wait()  # ``source`` must live until then
+            self._meter.trace.end(span)
+        except BaseException as error:
+            self._failure.record(error)
+        finally:
+            self._lower.release(unit)
+
+
+class DeviceWeights(WeightCache[Copy]):
+    """The cache of a device's memory. Units that are resident there only count as used. All calls come from one thread
+    at a time."""
+
+    def __init__(
+        self,
+        units: Sequence[UnitSpec],
+        resident: Callable[[UnitSpec], bool],
+        carrier: DeviceCarrier,
+        device: Device,
+        failure: Failure,
+        meter: Meter,
+        *,
+        prefetch: bool,
+    ) -> None:
+        super().__init__(
+            units,
+            resident,
+            carrier,
+            failure,
+            meter,
+            prefetch=prefetch,
+            look_ahead=_LOOK_AHEAD,
+            may_add_places=True,
+        )
+        self.copies = carrier
+        self._device = device
+
+    def acquire(self, unit: UnitSpec, *, training: bool) -> None:
+        """Have the unit's weights under its parameters before any work that compute is given next.
+
+        ``training``: a step ends this order of uses, and the weights of later uses will have changed.
+        """
+        entry = self._entries[unit.index]
+        with self._changed:
+            self._learn(entry)
+            if entry.outdated and entry.pins == 0:
+                self._drop(entry)
+            self._pin(entry, computing=True)
+            self._fetch_ahead(wrap=not training)
+        self._wait_for_fetch(entry, "read", computing=True)
+        if entry.place is not None and entry.place.arrived is not None:
+            self._device.compute.wait(entry.place.arrived)
+
+    def release(self, unit: UnitSpec) -> None:
+        """Compute was given all that uses the unit for now."""
+        with self._changed:
+            self._unpin(self._entries[unit.index], computing=True)
+
+    def outdate(self, units: Sequence[UnitSpec]) -> None:
+        """The weights of these units are about to change in host memory: copies of them are over, and void."""
+        for unit in units:
+            entry = self._entries[unit.index]
+            if entry.place is None:
+                continue
+            entry.place.wait()
+            if entry.place.arrived is not None:
+                entry.place.arrived.wait()
+            with self._changed:
+                entry.outdated = True
+                if entry.pins == 0:
+                    self._drop(entry)
+
+    def arrive(self, unit: UnitSpec) -> None:
+        """The unit is resident here from now on, and has no copy any more."""
+        self.drop_copy(unit)
+        self._entries[unit.index].residency = Residency.PERMANENT
+
+    def drop_copy(self, unit: UnitSpec) -> None:
+        """Evict the unit's copy, if there is one. It is not in use."""
+        entry = self._entries[unit.index]
+        with self._changed:
+            if entry.place is not None:
+                self._drop(entry)
+
+    def end_step(self) -> None:
+        """A step ends the order of uses; the first units of the next one are fetched as their updates end."""
+        with self._changed:
+            self._order.end_step()
+            self._fetch_ahead(wrap=False)
+
+    def close(self) -> None:
+        """Wait for copies under way, and free the device's memory."""
+        try:
+            self.copies.close()
+        finally:
+            for entry in list(self._present):
+                if entry.place is not None and entry.place.arrived is not None:
+                    entry.place.arrived.wait()
+                self._evict(entry)
+
+    def _drop(self, entry: Entry[Copy]) -> None:
+        """Evict a unit that is not in use, whose copy has been or is just being started."""
+        while entry.place is not None and not entry.place.done():
+            self._changed.wait_for_transfer(entry.place.wait)
+        if entry.place is not None:
+            self._evict(entry)

@@ -1,0 +1,278 @@
+"""One gradient store: the gradients of the coming step, where they rest, and what is known of each.
+
+There is one way to add a gradient, whatever the tier: the first one is put in its place, the next ones are added to it,
+and where gradients with different scales meet they are rescaled. What differs is the *place* that does the arithmetic:
+a home in host memory, a buffer that is spilled to NVMe (``offload.tiers.spill``), or a home in a device's memory.
+Gradients from a device that rest on the host come by ``offload.tiers.transport``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from offload import kernels
+from offload.dtypes import kernel_dtype
+from offload.memory import tensor_at
+from offload.tiers.home import UnitHomes
+from offload.tiers.squares import Squares
+from offload.units import ParameterSpec, UnitSpec
+
+
+@dataclass
+class Gradient:
+    """What is known of a parameter's gradient for the coming step while its elements rest elsewhere."""
+
+    sum_squares: float
+    """Of the elements as they rest, before they are multiplied by ``scale``."""
+    scale: float
+    """What the elements are still to be multiplied by: loss scaling and clipping cost no pass over them."""
+
+    @property
+    def norm_squared(self) -> float:
+        return self.sum_squares * self.scale * self.scale
+
+
+class GradientPlace(Protocol):
+    """Where the gradients of one unit rest, flat, as its weights lie. All three calls return the sum of squares."""
+
+    def put(self, spec: ParameterSpec, gradient: torch.Tensor) -> float:
+        """Make the parameter's gradient a copy of this one."""
+
+    def add(self, spec: ParameterSpec, gradient: torch.Tensor) -> float:
+        """Add one to it."""
+
+    def rescale_and_add(self, spec: ParameterSpec, factor: float, gradient: torch.Tensor, scale: float) -> float:
+        """Multiply it by ``factor``, and add ``scale`` times another one."""
+
+    def read(self, spec: ParameterSpec) -> torch.Tensor:
+        """A copy, in host memory."""
+
+    def landing(self, spec: ParameterSpec) -> torch.Tensor | None:
+        """Where others may put it, flat; None if it must be brought here by ``put``."""
+
+    def close(self) -> None:
+        """The unit has all its gradients of this backward."""
+
+    def forget(self) -> None:
+        """The gradients belong to a step now, or are not wanted."""
+
+
+class HostPlace:
+    """Gradients that rest in host memory."""
+
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self._at = address
+        self._dtype = dtype
+        self._kernel_dtype = kernel_dtype(dtype)
+
+    def put(self, spec: ParameterSpec, gradient: torch.Tensor) -> float:
+        return self._bring(kernels.convert, spec, gradient)
+
+    def add(self, spec: ParameterSpec, gradient: torch.Tensor) -> float:
+        return self._bring(kernels.accumulate, spec, gradient)
+
+    def rescale_and_add(self, spec: ParameterSpec, factor: float, gradient: torch.Tensor, scale: float) -> float:
+        total = self._tensor(spec)
+        total.mul_(factor).add_(gradient, alpha=scale)
+        return self.sum_squares(spec)
+
+    def read(self, spec: ParameterSpec) -> torch.Tensor:
+        return self._tensor(spec).clone()
+
+    def landing(self, spec: ParameterSpec) -> torch.Tensor | None:
+        return self._tensor(spec).view(-1)
+
+    def close(self) -> None:
+        pass
+
+    def forget(self) -> None:
+        pass
+
+    def sum_squares(self, spec: ParameterSpec) -> float:
+        """Of the gradient that rests here."""
+        if spec.numel == 0:
+            return 0.0
+        return kernels.sum_squares(self._address(spec), spec.numel, self._kernel_dtype)
+
+    def _bring(self, bring: kernels.Bring, spec: ParameterSpec, gradient: torch.Tensor) -> float:
+        threads = torch.get_num_threads()
+        source_dtype = kernel_dtype(gradient.dtype)
+        return bring(spec.numel, self._address(spec), self._kernel_dtype, gradient.data_ptr(), source_dtype, threads)
+
+    def _tensor(self, spec: ParameterSpec) -> torch.Tensor:
+        return tensor_at(self._address(spec), spec.numel, self._dtype).view(spec.shape)
+
+    def _address(self, spec: ParameterSpec) -> int:
+        return self._at + spec.offset * self._dtype.itemsize
+
+
+class DevicePlace:
+    """Gradients that rest in a device's memory, added up in the order of compute; their squares are found later."""
+
+    def __init__(self, unit: UnitSpec, grads: torch.Tensor, squares: Squares | None) -> None:
+        """``grads`` is flat, all of the unit's."""
+        self.changed = False
+        """Gradients have come since their squares were added up."""
+        self._unit = unit
+        self._grads = grads
+        self._squares = squares
+
+    def put(self, spec: ParameterSpec, gradient: torch.Tensor) -> float:
+        self._tensor(spec).copy_(gradient)
+        return self._later()
+
+    def add(self, spec: ParameterSpec, gradient: torch.Tensor) -> float:
+        self._tensor(spec).add_(gradient.to(self._grads.device))
+        return self._later()
+
+    def rescale_and_add(self, spec: ParameterSpec, factor: float, gradient: torch.Tensor, scale: float) -> float:
+        self._tensor(spec).mul_(factor).add_(gradient.to(self._grads.device), alpha=scale)
+        return self._later()
+
+    def read(self, spec: ParameterSpec) -> torch.Tensor:
+        return self._tensor(spec).cpu()
+
+    def landing(self, spec: ParameterSpec) -> torch.Tensor | None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+    def forget(self) -> None:
+        self.changed = False
+
+    def begin_squares(self) -> None:
+        """Have the squares added up, if gradients have come."""
+        if self.changed and self._squares is not None:
+            self._squares.begin(self._unit.trainable, self._grads)
+        self.changed = False
+
+    def _later(self) -> float:
+        self.changed = True
+        return math.nan
+
+    def _tensor(self, spec: ParameterSpec) -> torch.Tensor:
+        return self._grads[spec.offset : spec.offset + spec.numel].view(spec.shape)
+
+
+class _OfUnit:
+    def __init__(self, place: GradientPlace) -> None:
+        self.place = place
+        self.known: dict[ParameterSpec, Gradient] = {}
+        self.is_open = False
+        """Gradients of the present backward may still come."""
+
+
+class GradientStore:
+    """The gradients of all units. One thread at a time adds and reads; the update reads where they rest."""
+
+    def __init__(self, places: Sequence[GradientPlace]) -> None:
+        """``places``: one for each unit, in order."""
+        self._of = [_OfUnit(place) for place in places]
+
+    def of(self, unit: UnitSpec) -> dict[ParameterSpec, Gradient]:
+        """The unit's gradients for the coming step: of each parameter that has one."""
+        return self._of[unit.index].known
+
+    def place(self, unit: UnitSpec) -> GradientPlace:
+        """Where the unit's gradients rest."""
+        return self._of[unit.index].place
+
+    def move(self, unit: UnitSpec, place: GradientPlace) -> None:
+        """The unit's gradients rest elsewhere from now on. There are none now."""
+        self._of[unit.index] = _OfUnit(place)
+
+    # What compute asks for.
+
+    def take(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor, scale: float = 1.0) -> None:
+        """Add ``scale`` times ``gradient`` to what is there for the coming step. Reads ``gradient`` only.
+
+        The scale is applied by the update, unless gradients with different ones meet.
+        """
+        self._of[unit.index].is_open = True
+        self._add(unit, spec, gradient, scale)
+
+    def landed(self, unit: UnitSpec, spec: ParameterSpec, scale: float, sum_squares: float) -> None:
+        """The gradient, the first one of a step, has been put where ``place(unit).landing(spec)`` says."""
+        self._of[unit.index].known[spec] = Gradient(sum_squares, scale)
+
+    def close(self, unit: UnitSpec) -> None:
+        """The unit has all its gradients of this backward: spilled ones go to the store."""
+        of = self._of[unit.index]
+        of.is_open = False
+        of.place.close()
+
+    def settle(self) -> None:
+        """Return when all gradients that were taken are in their places, and their squares are known."""
+
+    def forget(self, unit: UnitSpec) -> None:
+        """The gradients belong to a step now, or are not wanted: the next one begins a new sum."""
+        of = self._of[unit.index]
+        of.known = {}
+        of.place.forget()
+
+    # What is asked from outside of a backward.
+
+    def read(self, unit: UnitSpec, spec: ParameterSpec) -> torch.Tensor:
+        """A copy of the gradient, which must be there, in host memory."""
+        of = self._of[unit.index]
+        gradient = of.place.read(spec) * of.known[spec].scale
+        self._close_outside(of)
+        return gradient
+
+    def write(self, unit: UnitSpec, spec: ParameterSpec, value: torch.Tensor) -> None:
+        """Put ``value``, which may be of any dtype and device, in the place of the gradient, if there was one."""
+        of = self._of[unit.index]
+        of.known.pop(spec, None)
+        self._add(unit, spec, value.to("cpu", torch.float32), 1.0)
+        self._close_outside(of)
+
+    def discard(self, unit: UnitSpec, spec: ParameterSpec) -> None:
+        """The parameter has no gradient for the coming step."""
+        self._of[unit.index].known.pop(spec, None)
+
+    def multiply(self, units: Sequence[UnitSpec], factor: float) -> None:
+        """Multiply all gradients of these units, when the update reads them."""
+        for unit in units:
+            for gradient in self.of(unit).values():
+                gradient.scale *= factor
+
+    def _add(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor, scale: float) -> None:
+        of, gradient = self._of[unit.index], plain(gradient)
+        before = of.known.get(spec)
+        if before is None:
+            sum_squares = of.place.put(spec, gradient)
+        elif before.scale == scale:
+            sum_squares = of.place.add(spec, gradient)
+        else:
+            sum_squares, scale = of.place.rescale_and_add(spec, before.scale, gradient, scale), 1.0
+        of.known[spec] = Gradient(sum_squares, scale)
+
+    def _close_outside(self, of: _OfUnit) -> None:
+        if not of.is_open:
+            of.place.close()
+
+
+def host_or_device_place(
+    unit: UnitSpec, homes: UnitHomes, dtype: torch.dtype, squares: Squares | None
+) -> GradientPlace | None:
+    """The place of a unit whose gradients have a home of their own; None if they are spilled, or there are none."""
+    if homes.grads is not None and homes.grads.tensor is not None:
+        return DevicePlace(unit, homes.grads.tensor, squares)
+    if homes.grads is not None and homes.grads.address is not None:
+        return HostPlace(homes.grads.address, dtype)
+    return None
+
+
+def plain(gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient as a kernel can read it."""
+    if gradient.requires_grad:
+        gradient = gradient.detach()
+    if gradient.is_sparse:
+        gradient = gradient.to_dense()
+    return gradient.contiguous()

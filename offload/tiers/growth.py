@@ -1,0 +1,133 @@
+"""Units that move to a device once the first step has shown what its activations leave free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from offload.device.protocol import Device
+from offload.errors import DeviceMemoryError
+from offload.optim.formats import Formats
+from offload.plan.device import DevicePlan
+from offload.tiers.device_weights import DeviceWeights
+from offload.tiers.gradients import DevicePlace, GradientStore
+from offload.tiers.home import DeviceHome, TileHomes, UnitHomes
+from offload.tiers.host_weights import HostWeights
+from offload.tiers.spill import SpilledPlace
+from offload.tiers.squares import Squares
+from offload.tiers.transport import GradientTransport
+from offload.tiers.window import DeviceWindow
+from offload.units import Tile, UnitSpec
+from swapper import align
+
+
+class DeviceHomes:
+    """Makes homes in a device's memory: a unit's weights in its window, gradients and states in one storage."""
+
+    def __init__(self, device: Device, formats: Formats, grads_dtype: torch.dtype) -> None:
+        self._device = device
+        self._formats = formats
+        self._dtype = grads_dtype
+        self._storages: list[torch.UntypedStorage] = []
+
+    def make(self, unit: UnitSpec, tiles: Sequence[Tile], window: DeviceWindow) -> UnitHomes:
+        """Homes for a unit whose window is open. Raises ``DeviceMemoryError``."""
+        storage = torch.UntypedStorage(0, device=self._device.torch_device)
+        grads_numel = unit.trainable_numel if self._formats.grads else 0
+        starts = [align(grads_numel * self._dtype.itemsize)]
+        for tile in tiles:
+            starts.append(starts[-1] + tile.nbytes)
+        self._device.allocate(storage, align(starts[-1]))
+        self._storages.append(storage)
+        grads = self._view(storage, 0, self._dtype, grads_numel)
+        grads.zero_()  # the padding stays so
+        states = [
+            TileHomes(tile, DeviceHome(self._device, self._view(storage, start, torch.uint8, tile.nbytes)))
+            for tile, start in zip(tiles, starts, strict=False)
+        ]
+        return UnitHomes(DeviceHome(self._device, window.target), DeviceHome(self._device, grads), states)
+
+    def undo(self, count: int) -> None:
+        """Free what was made last for so many units."""
+        for _ in range(count):
+            self._device.free(self._storages.pop())
+
+    def close(self) -> None:
+        """Free the device's memory."""
+        self.undo(len(self._storages))
+
+    def _view(self, storage: torch.UntypedStorage, start: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        tensor = torch.empty(0, dtype=dtype, device=self._device.torch_device)
+        return tensor.set_(storage, start // dtype.itemsize, (numel,))  # type: ignore[call-overload,no-any-return]
+
+
+class Growth:
+    """Moves units to the device, between steps."""
+
+    def __init__(
+        self,
+        homes: list[UnitHomes],
+        device_homes: DeviceHomes,
+        windows: Sequence[DeviceWindow],
+        host: HostWeights,
+        weights: DeviceWeights,
+        gradients: GradientStore,
+        transport: GradientTransport,
+        squares: Squares | None,
+    ) -> None:
+        self._homes = homes
+        self._device_homes = device_homes
+        self._windows = windows
+        self._host = host
+        self._weights = weights
+        self._gradients = gradients
+        self._transport = transport
+        self._squares = squares
+
+    def grow(self, units: Sequence[UnitSpec], plan: DevicePlan) -> None:
+        """Make ``units`` resident on the device, and keep to ``plan`` from now on. Their updates are over, and they
+        have no gradients.
+
+        Raises ``DeviceMemoryError`` if there is no room for all of them. Nothing has changed then.
+        """
+        for unit in units:
+            self._weights.drop_copy(unit)
+        for unit, homes in zip(units, self._reserve(units), strict=True):
+            self._move(unit, homes)
+        if units and self._squares is not None:
+            self._squares.move(plan.resident)
+        self._weights.copies.max_bytes, self._transport.max_bytes = plan.weights_bytes, plan.gradients_bytes
+
+    def _reserve(self, units: Sequence[UnitSpec]) -> list[UnitHomes]:
+        made: list[UnitHomes] = []
+        opened: list[DeviceWindow] = []
+        try:
+            for unit in units:
+                window = self._windows[unit.index]
+                window.allocate()
+                opened.append(window)
+                tiles = [tile.tile for tile in self._homes[unit.index].tiles]
+                made.append(self._device_homes.make(unit, tiles, window))
+        except DeviceMemoryError:
+            for window in opened:
+                window.close()
+            self._device_homes.undo(len(made))
+            raise
+        return made
+
+    def _move(self, unit: UnitSpec, new: UnitHomes) -> None:
+        old = self._homes[unit.index]
+        with self._host.borrow(unit) as address:
+            new.weights.bring(address)
+        for tile, target in zip(old.tiles, new.tiles, strict=True):
+            with tile.states.borrow(change=False) as address:
+                target.states.bring(address)
+        self._host.leave(unit)
+        place = self._gradients.place(unit)
+        if isinstance(place, SpilledPlace):
+            place.leave()
+        self._homes[unit.index] = new
+        if new.grads is not None and new.grads.tensor is not None:
+            self._gradients.move(unit, DevicePlace(unit, new.grads.tensor, self._squares))
+        self._weights.arrive(unit)

@@ -1,0 +1,222 @@
+"""Homes: where a record rests between uses, and the one way to its bytes.
+
+A record is what is stored of one kind of one unit: its weights, its gradients, or one tile of its optimizer states. The
+plan gives each a tier, ``make_homes`` gives it a home there, and nothing else asks for the tier: a home whose bytes can
+be used where they are has an ``address`` (host memory) or a ``tensor`` (a device's memory); the bytes of a home on NVMe
+pass through a buffer by ``read`` and ``write``. Code that looks in from outside of the schedule borrows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+import aio_ext
+from offload.device.protocol import Device
+from offload.memory import tensor_at
+from offload.report.trace import Trace
+from offload.units import Tile
+from swapper import Extent, Lease, Store, Ticket
+
+
+class Transfer(Protocol):
+    """A transfer in flight: one ticket, or several as one."""
+
+    def done(self) -> bool: ...
+
+    def wait(self) -> None: ...
+
+
+class _Transfers:
+    """Several transfers as one. All of them are waited for, also when the first one fails."""
+
+    def __init__(self, tickets: Sequence[Ticket]) -> None:
+        self._tickets = tickets
+
+    def done(self) -> bool:
+        return all(ticket.done() for ticket in self._tickets)
+
+    def wait(self) -> None:
+        with contextlib.ExitStack() as waiting:
+            for ticket in self._tickets:
+                waiting.callback(ticket.wait)
+
+
+class Home:
+    """See the module's docstring. ``tensor`` and ``address`` are None where the bytes cannot be used in place."""
+
+    address: int | None = None
+    tensor: torch.Tensor | None = None
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    @property
+    def stored(self) -> StoredHome | None:
+        """This, if the record rests on NVMe."""
+        return None
+
+    def borrow(self, *, change: bool) -> contextlib.AbstractContextManager[int]:
+        """The address of the record in host memory, or of a copy of it there. With ``change`` what was changed is in
+        the home when the block is over. Nothing else may use the record meanwhile."""
+        raise NotImplementedError
+
+    def bring(self, address: int) -> None:
+        """Fill a record that has moved here from host memory at ``address``. Returns when that is done."""
+        raise NotImplementedError
+
+
+class HostHome(Home):
+    """In the arena, or in other host memory that stays where it is."""
+
+    def __init__(self, lease: Lease) -> None:
+        super().__init__(lease.nbytes)
+        self.address: int = lease.address
+
+    @contextlib.contextmanager
+    def borrow(self, *, change: bool) -> Iterator[int]:
+        yield self.address
+
+
+class StoredHome(Home):
+    """On NVMe: ``trained`` bytes, which have two places where the disk is large enough, then ``frozen`` ones.
+
+    An update writes trained bytes only. Transfers of one record never overlap, except for a read with a write beside.
+    """
+
+    def __init__(self, name: str, store: Store, trained: Extent | None, frozen: Extent | None, trace: Trace) -> None:
+        parts = [extent for extent in (trained, frozen) if extent is not None]
+        super().__init__(sum(extent.nbytes for extent in parts))
+        self.name = name
+        self._store = store
+        self._trained = trained
+        self._parts = [(extent, sum(before.nbytes for before in parts[:index])) for index, extent in enumerate(parts)]
+        self._trace = trace
+        self._last_write: Transfer | None = None
+
+    @property
+    def stored(self) -> StoredHome:
+        return self
+
+    @property
+    def extents(self) -> Iterator[Extent]:
+        """What of the store it is."""
+        return (extent for extent, _ in self._parts)
+
+    @property
+    def write_in_flight(self) -> Transfer | None:
+        """The last write, unless it is over and good. A read begins after it."""
+        write = self._last_write
+        if write is not None and write.done():
+            write.wait()  # a failed one raises, here or in the next read
+            write = self._last_write = None
+        return write
+
+    def read(self, address: int, *, urgent: bool = False) -> Transfer:
+        """Start reading the record into memory at ``address``. No write is in flight but one beside."""
+        tickets = [
+            self._traced("read", extent, self._store.read(extent, address + start, extent.nbytes, urgent=urgent))
+            for extent, start in self._parts
+        ]
+        return tickets[0] if len(tickets) == 1 else _Transfers(tickets)
+
+    def write(self, address: int) -> Transfer:
+        """Start replacing the trained bytes of the record by those at ``address``."""
+        return self._write(self._store.write, address)
+
+    def write_beside(self, address: int) -> Transfer:
+        """The same, to the place that is not current: it counts after ``flip``."""
+        return self._write(self._store.write_beside, address)
+
+    def flip(self) -> None:
+        """What was written beside is the record from now on."""
+        if self._trained is not None:
+            self._store.flip(self._trained)
+
+    def fill(self, address: int) -> Transfer:
+        """Start writing all of the record, frozen bytes included: at first, and when it is changed from outside."""
+        tickets = [
+            self._traced("write", extent, self._store.write(extent, address + start, extent.nbytes))
+            for extent, start in self._parts
+        ]
+        self._last_write = _Transfers(tickets)
+        return self._last_write
+
+    @contextlib.contextmanager
+    def borrow(self, *, change: bool) -> Iterator[int]:
+        if self._last_write is not None:
+            self._last_write.wait()
+        memory = aio_ext.Memory(self.nbytes)
+        try:
+            self.read(memory.address, urgent=True).wait()
+            yield memory.address
+            if change:
+                self.fill(memory.address).wait()
+        finally:
+            memory.close()
+
+    def _write(self, submit: Callable[..., Ticket], address: int) -> Transfer:
+        extent = self._trained
+        if extent is None:
+            return _Transfers(())
+        self._last_write = self._traced("write", extent, submit(extent, address, extent.nbytes))
+        return self._last_write
+
+    def _traced(self, track: str, extent: Extent, ticket: Ticket) -> Ticket:
+        return self._trace.transfer(track, self.name, extent.nbytes, ticket)
+
+
+class DeviceHome(Home):
+    """In a device's memory, ordered by the stream that computes."""
+
+    def __init__(self, device: Device, tensor: torch.Tensor) -> None:
+        super().__init__(tensor.nbytes)
+        self._device = device
+        self.tensor: torch.Tensor = tensor
+
+    @contextlib.contextmanager
+    def borrow(self, *, change: bool) -> Iterator[int]:
+        with self.borrow_part(0, self.nbytes, change=change) as address:
+            yield address
+
+    @contextlib.contextmanager
+    def borrow_part(self, start: int, stop: int, *, change: bool) -> Iterator[int]:
+        """The address of a copy of the bytes ``[start, stop)``."""
+        device, part = self._device, self.tensor.view(torch.uint8)[start:stop]
+        host = torch.empty_like(part, device="cpu")
+        device.to_host.wait(device.compute.record())
+        device.to_host.copy(host, part)
+        device.to_host.record().wait()
+        yield host.data_ptr()
+        if change:
+            self._bring(part, host)
+
+    def bring(self, address: int) -> None:
+        self._bring(self.tensor, tensor_at(address, self.tensor.numel(), self.tensor.dtype))
+
+    def _bring(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._device.to_device.wait(self._device.compute.record())
+        self._device.to_device.copy(target, source)
+        self._device.to_device.record().wait()
+
+
+@dataclass
+class TileHomes:
+    """The homes of one tile: of its states, and of its gradients where these are spilled."""
+
+    tile: Tile
+    states: Home
+    grads: StoredHome | None = None
+
+
+@dataclass
+class UnitHomes:
+    """The homes of one unit's records. ``grads`` is None where gradients are spilled tile by tile, or never made."""
+
+    weights: Home
+    grads: Home | None
+    tiles: list[TileHomes]

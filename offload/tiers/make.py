@@ -1,0 +1,359 @@
+"""Makes the tiers that a plan names: reserves memory and disk, and ties homes, caches and gradients together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+import torch
+from torch import nn
+
+import aio_ext
+from aio_ext.profile import IoProfile, load_profile
+from offload.closing import Closers
+from offload.config import OffloadConfig
+from offload.device.protocol import Device
+from offload.plan.buffers import NUM_LANDINGS
+from offload.plan.plan import Plan, Tier, UnitPlan
+from offload.report.meter import Meter
+from offload.report.report import Bandwidths, LinkRates
+from offload.report.trace import Trace
+from offload.tiers import bandwidth
+from offload.tiers.compute import Compute, ComputeOnDevice, ComputeOnHost
+from offload.tiers.device_weights import DeviceCarrier, DeviceWeights
+from offload.tiers.gradients import GradientPlace, GradientStore, host_or_device_place
+from offload.tiers.growth import DeviceHomes, Growth
+from offload.tiers.home import Home, HostHome, StoredHome, TileHomes, UnitHomes
+from offload.tiers.host_weights import HostWeights, Slot
+from offload.tiers.spill import BufferPool, GradientBuffer, SpilledPlace
+from offload.tiers.squares import Squares
+from offload.tiers.transport import GradientTransport
+from offload.tiers.window import POISON, DeviceWindow, HostWindow, Window, window_class
+from offload.units import UnitSpec, num_nested
+from offload.waiting import Failure
+from swapper import PAGE_BYTES, Arena, Lease, Store, align
+
+
+@dataclass(frozen=True)
+class OnDevice:
+    """The part of the tiers that is there where a device computes."""
+
+    device: Device
+    weights: DeviceWeights
+    transport: GradientTransport
+    growth: Growth
+    link: LinkRates | None
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """Everything that holds or moves bytes. ``homes`` change when units move to a device; the list stays."""
+
+    arena: Arena
+    store: Store | None
+    homes: list[UnitHomes]
+    windows: Sequence[Window]
+    parameters: Sequence[Sequence[nn.Parameter]]
+    """Of each unit, in order: views of its window, which the model computes with."""
+    slots: Sequence[Slot]
+    tile_buffers: Sequence[Lease]
+    host: HostWeights
+    gradients: GradientStore
+    buffers: BufferPool
+    intake: GradientStore | GradientTransport
+    """Takes gradients as compute makes them."""
+    compute: Compute
+    on_device: OnDevice | None
+    io_profile: IoProfile | None
+
+    @property
+    def num_spare_slots(self) -> int:
+        """Slots beside those that compute may need at a time."""
+        return len(self.slots) - self._num_nested
+
+    _num_nested: int = 0
+
+
+def make_tiers(
+    plan: Plan,
+    config: OffloadConfig,
+    device: Device | None,
+    failure: Failure,
+    meter: Meter,
+    closers: Closers,
+    *,
+    squares_on_device: bool,
+) -> Tiers:
+    """Reserve everything. What must be undone goes into ``closers``, also when this raises.
+
+    ``squares_on_device``: kernels run on the device, so that it can add up squares of gradients.
+    """
+    units = [item.unit for item in plan.units]
+    profile = _profile(config)
+    store = _open_store(config, profile, plan)
+    landing_bytes = [plan.compute_bytes // NUM_LANDINGS] * NUM_LANDINGS if device is not None else []
+    arena = Arena(plan.arena_bytes + sum(landing_bytes))
+    closers.callback(arena.close)
+    if device is not None:
+        device.pin(arena.address, max(arena.nbytes, PAGE_BYTES))
+        closers.callback(device.unpin, arena.address)
+    if store is not None:
+        closers.callback(store.close)
+        store.register(arena)
+    windows, parameters = _make_windows(plan, config.dtype, device)
+    device_homes = None
+    if device is not None:
+        device_homes = DeviceHomes(device, plan.formats, config.gradient_dtype)
+        closers.callback(device_homes.close)
+    homes = _make_homes(plan, arena, store, device_homes, windows, meter.trace)
+    if device is not None:
+        closers.callback(_close_resident, windows, homes)
+    slots = [Slot(arena.lease(plan.slot_bytes)) for _ in range(plan.staging.num_slots)]
+    grad_buffers = [GradientBuffer(arena.lease(plan.grad_buffer_bytes)) for _ in range(plan.staging.num_grad_buffers)]
+    tile_buffers = [arena.lease(plan.tile_buffer_bytes) for _ in range(plan.staging.num_tile_buffers)]
+    on_host_meter = meter if device is None else Meter(meter.trace, track="waiting for weights")
+    host = HostWeights(
+        units,
+        homes,
+        slots,
+        plan.slot_bytes,
+        failure,
+        on_host_meter,
+        prefetch=config.prefetch,
+        may_add_places=device is None,
+    )
+    closers.callback(host.drain)
+    pool = BufferPool(grad_buffers, failure, on_host_meter)
+    closers.callback(pool.drain)
+    squares = None
+    if device is not None and plan.device is not None and squares_on_device:
+        squares = Squares(device, units, plan.device.resident, meter)
+        closers.callback(squares.close)
+    places = [
+        _gradient_place(unit, homes[unit.index], pool, config.gradient_dtype, squares, on_host_meter) for unit in units
+    ]
+    gradients = GradientStore(places)
+    if device is None or device_homes is None or plan.device is None:
+        compute: Compute = ComputeOnHost(cast(Sequence[HostWindow], windows), host)
+        intake: GradientStore | GradientTransport = gradients
+        on_device = None
+    else:
+        own = cast(Sequence[DeviceWindow], windows)
+        carrier = DeviceCarrier(own, host, device, plan.device.weights_bytes, failure, meter)
+        weights = DeviceWeights(
+            units,
+            lambda unit: homes[unit.index].weights.tensor is not None,
+            carrier,
+            device,
+            failure,
+            meter,
+            prefetch=config.prefetch,
+        )
+        transport = GradientTransport(
+            units,
+            device,
+            gradients,
+            [arena.lease(nbytes) for nbytes in landing_bytes if nbytes],
+            config.dtype,
+            config.gradient_dtype,
+            plan.device.gradients_bytes,
+            squares,
+            failure,
+            meter,
+        )
+        growth = Growth(homes, device_homes, own, host, weights, gradients, transport, squares)
+        compute, intake = ComputeOnDevice(device, own, parameters, weights), transport
+        on_device = OnDevice(device, weights, transport, growth, _measure_link(device, units, homes, own, slots))
+        closers.callback(transport.stop)
+        closers.callback(weights.close)
+    return Tiers(
+        arena=arena,
+        store=store,
+        homes=homes,
+        windows=windows,
+        parameters=parameters,
+        slots=slots,
+        tile_buffers=tile_buffers,
+        host=host,
+        gradients=gradients,
+        buffers=pool,
+        intake=intake,
+        compute=compute,
+        on_device=on_device,
+        io_profile=profile,
+        _num_nested=num_nested(units),
+    )
+
+
+def store_bandwidths(tiers: Tiers) -> Bandwidths | None:
+    """The store's bandwidths: as ``aio_bench.py`` has measured them, or measured now, on what is most of its bytes."""
+    store, profile = tiers.store, tiers.io_profile
+    if store is None:
+        return None
+    if profile is not None:
+        return Bandwidths(profile.read_bytes_per_s, profile.write_bytes_per_s, profile.mixed_q)
+    tiles = [tile.states.stored for homes in tiers.homes for tile in homes.tiles]
+    weights = [homes.weights.stored for homes in tiers.homes]
+    for records, buffers in (
+        (tiles, [lease.address for lease in tiers.tile_buffers]),
+        (weights, [slot.address for slot in tiers.slots]),
+    ):
+        extents = [extent for home in records if home is not None for extent in home.extents]
+        if extents and len(buffers) > 1:
+            return bandwidth.measure(store, extents, buffers)
+    return None
+
+
+def _extents_of(item: UnitPlan, plan: Plan) -> Iterator[tuple[int, int]]:
+    """Bytes and places of one unit's extents, in the order in which ``_make_homes`` takes them."""
+    unit, formats = item.unit, plan.formats
+    if item.weights is Tier.NVME:
+        for numel, places in ((unit.trainable_numel, plan.places), (unit.numel - unit.trainable_numel, 1)):
+            if numel:
+                yield numel * formats.weights, places
+    for tile, tier in item.tiles:
+        if tier is Tier.NVME:
+            yield tile.nbytes, plan.places
+        if item.grads is Tier.NVME:
+            yield tile.numel * formats.grads, 1
+
+
+def _make_homes(
+    plan: Plan,
+    arena: Arena,
+    store: Store | None,
+    device_homes: DeviceHomes | None,
+    windows: Sequence[Window],
+    trace: Trace,
+) -> list[UnitHomes]:
+    """The homes of every record: here, and nowhere else, a tier of the plan becomes a home."""
+    formats = plan.formats
+    extents = iter(store.extents if store is not None else ())
+
+    def stored(name: str, *, trained: bool, frozen: bool) -> StoredHome:
+        if store is None:
+            raise ValueError(f"{name} is to rest on NVMe, and there is no store")
+        return StoredHome(name, store, next(extents) if trained else None, next(extents) if frozen else None, trace)
+
+    def home_of_weights(item: UnitPlan) -> Home:
+        unit = item.unit
+        if item.weights is Tier.HOST:
+            return HostHome(arena.lease(unit.numel * formats.weights))
+        frozen = unit.numel > unit.trainable_numel
+        return stored(f"weights of {unit.name}", trained=unit.trainable_numel > 0, frozen=frozen)
+
+    homes = []
+    for item, window in zip(plan.units, windows, strict=True):
+        unit = item.unit
+        if item.weights is Tier.DEVICE:
+            if device_homes is None or not isinstance(window, DeviceWindow):
+                raise ValueError(f"unit {unit.name} is to rest on a device, and there is none")
+            homes.append(device_homes.make(unit, [tile for tile, _ in item.tiles], window))
+            continue
+        weights, grads = home_of_weights(item), None
+        if item.grads is Tier.HOST:
+            grads = HostHome(arena.lease(unit.trainable_numel * formats.grads))
+        tiles = []
+        for tile, tier in item.tiles:
+            if tier is Tier.HOST:
+                states: Home = HostHome(arena.lease(align(tile.nbytes)))
+            else:
+                states = stored(f"states of {unit.name}", trained=True, frozen=False)
+            spilled = None
+            if item.grads is Tier.NVME:
+                spilled = stored(f"gradients of {unit.name}", trained=True, frozen=False)
+            tiles.append(TileHomes(tile, states, spilled))
+        homes.append(UnitHomes(weights, grads, tiles))
+    return homes
+
+
+def _make_windows(
+    plan: Plan, dtype: torch.dtype, device: Device | None
+) -> tuple[list[Window], list[list[nn.Parameter]]]:
+    """A window for each unit, open where the unit is resident on a device, else closed; and the parameters in it."""
+    windows: list[Window] = []
+    parameters = []
+    largest = max(item.unit.numel for item in plan.units) * plan.formats.weights
+    make: Callable[[int], Window]
+    if device is not None:
+        make = partial(DeviceWindow, dtype=dtype, device=device)
+    else:
+        make = partial(window_class(), dtype=dtype, poison=aio_ext.Pattern(largest, POISON))
+    for item in plan.units:
+        unit = item.unit
+        window = make(unit.numel)
+        windows.append(window)
+        parameters.append(
+            [
+                nn.Parameter(
+                    window.flat[spec.offset : spec.offset + spec.numel].view(spec.shape), requires_grad=spec.trainable
+                )
+                for spec in unit.parameters
+            ]
+        )
+        if item.weights is not Tier.DEVICE:
+            window.close()
+    return windows, parameters
+
+
+def _close_resident(windows: Sequence[Window], homes: Sequence[UnitHomes]) -> None:
+    for window, home in zip(windows, homes, strict=True):
+        if home.weights.tensor is not None:
+            window.close()
+
+
+def _gradient_place(
+    unit: UnitSpec,
+    homes: UnitHomes,
+    pool: BufferPool,
+    dtype: torch.dtype,
+    squares: Squares | None,
+    meter: Meter,
+) -> GradientPlace:
+    place = host_or_device_place(unit, homes, dtype, squares)
+    return SpilledPlace(unit, homes.tiles, pool, dtype, meter) if place is None else place
+
+
+def _profile(config: OffloadConfig) -> IoProfile | None:
+    """What ``aio_bench.py`` has measured on the paths, if it has, and with the backend that is asked for."""
+    with contextlib.suppress(OSError):  # the store refuses a path that is not there, and says so
+        profile = load_profile(*config.paths) if config.paths else None
+        if profile is not None and config.io_backend in ("auto", profile.backend):
+            return profile
+    return None
+
+
+def _open_store(config: OffloadConfig, profile: IoProfile | None, plan: Plan) -> Store | None:
+    extents = [extent for item in plan.units for extent in _extents_of(item, plan)]
+    if not extents:
+        return None
+    sizes, places = [nbytes for nbytes, _ in extents], [count for _, count in extents]
+    if profile is None:
+        return Store(config.paths, sizes, places=places, backend=config.io_backend)
+    return Store(
+        config.paths,
+        sizes,
+        places=places,
+        backend=profile.backend,
+        queue_depth=profile.queue_depth,
+        block_bytes=profile.block_bytes,
+    )
+
+
+def _measure_link(
+    device: Device,
+    units: Sequence[UnitSpec],
+    homes: Sequence[UnitHomes],
+    windows: Sequence[DeviceWindow],
+    slots: Sequence[Slot],
+) -> LinkRates | None:
+    """The bandwidth between host memory and the device, on the memory of the largest unit that crosses it, if any."""
+    crossing = [unit for unit in units if homes[unit.index].weights.tensor is None]
+    unit = max(crossing, key=lambda unit: unit.numel, default=None)
+    if unit is None:
+        return None
+    address = homes[unit.index].weights.address
+    return bandwidth.measure_link(device, windows[unit.index], slots[0].address if address is None else address)

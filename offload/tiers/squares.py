@@ -1,0 +1,85 @@
+"""Sums of squares of gradients, worked out where autograd makes them, and brought to the host in one copy a step.
+
+Gradients that rest on the device are added up there first, unit by unit; one that leaves is looked at before it goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from offload.device.protocol import Device
+from offload.kernels import SQUARES_LANES
+from offload.plan.buffers import SquaresGroup, num_blocks, squares_groups, squares_parts, squares_rows
+from offload.report.meter import Meter
+from offload.units import ParameterSpec, UnitSpec
+
+
+class Squares:
+    """Sums for all trainable parameters. All calls come from one thread at a time."""
+
+    def __init__(self, device: Device, units: Sequence[UnitSpec], resident: Collection[int], meter: Meter) -> None:
+        self._device = device
+        self._units = units
+        self._meter = meter
+        self._storage = torch.UntypedStorage(0, device=device.torch_device)
+        self._begun: set[ParameterSpec] = set()
+        self._lay_out(resident)
+
+    def move(self, resident: Collection[int]) -> None:
+        """Other units are resident there from now on. Nothing is begun."""
+        self._device.free(self._storage)
+        self._lay_out(resident)
+
+    def _lay_out(self, resident: Collection[int]) -> None:
+        device = self._device
+        groups = squares_groups(self._units, resident)
+        rows = [row for group in groups for row in squares_rows(group)]
+        ranges_bytes, lanes_bytes, sums_bytes = squares_parts(groups)
+        device.allocate(self._storage, ranges_bytes + lanes_bytes + sums_bytes)
+        ranges = self._view(0, torch.int64, 3 * len(rows)).view(len(rows), 3)
+        ranges.copy_(torch.tensor(rows, dtype=torch.int64).view(len(rows), 3))
+        self._sums = self._view(ranges_bytes + lanes_bytes, torch.float64, len(rows))
+        self._on_host = torch.zeros(len(rows), dtype=torch.float64)
+        self._kernel_arguments: dict[SquaresGroup, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._places: dict[ParameterSpec, int] = {}
+        for group in groups:
+            start = len(self._places)
+            self._places.update({spec: start + index for index, spec in enumerate(group)})
+            stop = len(self._places)
+            lanes = self._view(ranges_bytes, torch.float64, num_blocks(group) * SQUARES_LANES)
+            self._kernel_arguments[group] = ranges[start:stop], lanes, self._sums[start:stop]
+
+    def begin(self, specs: SquaresGroup, gradients: torch.Tensor) -> None:
+        """Have the sums of these parameters worked out from flat ``gradients``, after what compute was given so far."""
+        self._device.compute.sum_squares(gradients, *self._kernel_arguments[specs])
+        self._begun.update(specs)
+
+    def forget(self, spec: ParameterSpec) -> None:
+        """What was begun for it holds no more."""
+        self._begun.discard(spec)
+
+    def settle(self) -> dict[ParameterSpec, float]:
+        """Wait for the sums that were begun since the last call, and return them."""
+        if not self._begun:
+            return {}
+        stream = self._device.to_host
+        stream.wait(self._device.compute.record())
+        stream.copy(self._on_host, self._sums)
+        with self._meter.stall("norms"):
+            stream.record().wait()
+        sums = self._read()
+        begun, self._begun = self._begun, set()
+        return {spec: sums[self._places[spec]] for spec in begun}
+
+    def close(self) -> None:
+        """Free the device's memory."""
+        self._device.free(self._storage)
+
+    def _read(self) -> list[float]:
+        return self._on_host.tolist()  # type: ignore[no-any-return]
+
+    def _view(self, offset: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        tensor = torch.empty(0, dtype=dtype, device=self._device.torch_device)
+        return tensor.set_(self._storage, offset // dtype.itemsize, (numel,))  # type: ignore[call-overload,no-any-return]

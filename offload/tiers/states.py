@@ -1,0 +1,100 @@
+"""Optimizer states as they are seen from outside of the update: read and written by parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from offload.optim.rule import Rule
+from offload.tiers.home import UnitHomes
+from offload.units import ParameterSpec, UnitSpec
+
+
+class States:
+    """Brings tiles into host memory for a moment. The unit's update must be over, and stay so meanwhile."""
+
+    def __init__(self, rule: Rule, units: Sequence[UnitSpec], homes: Sequence[UnitHomes]) -> None:
+        self._rule = rule
+        self._units = units
+        self._homes = homes
+
+    def read(self, steps: dict[ParameterSpec, int]) -> dict[ParameterSpec, dict[str, Any]]:
+        """Copies of the states of every parameter in ``steps``."""
+        parts: dict[ParameterSpec, dict[str, list[torch.Tensor]]] = {spec: {} for spec in steps}
+        for unit in self._units:
+            wanted = [spec for spec in unit.parameters if spec in steps]
+            for tile in self._homes[unit.index].tiles if wanted else ():
+                with tile.states.borrow(change=False) as address:
+                    for spec in wanted:
+                        for name, view in self._rule.states(tile.tile, address, spec).items():
+                            parts[spec].setdefault(name, []).append(view.clone())
+        return {
+            spec: {
+                **self._rule.loose_states(spec, steps[spec]),
+                **{name: self._whole(spec, name, states.get(name, [])) for name in self._rule.names(spec)},
+            }
+            for spec, states in parts.items()
+        }
+
+    def write(self, states: dict[ParameterSpec, dict[str, Any]]) -> dict[ParameterSpec, int]:
+        """Take over ``states``, as ``read`` gave them; the steps that each parameter has taken.
+
+        Raises ``ValueError`` for one that is missing or has another size; nothing was changed then.
+        """
+        for unit in self._units:
+            self._check(unit, states)
+        done: dict[tuple[ParameterSpec, str], int] = {}
+        for unit in self._units:
+            wanted = [spec for spec in unit.parameters if spec in states]
+            for tile in self._homes[unit.index].tiles if wanted else ():
+                with tile.states.borrow(change=True) as address:
+                    for spec in wanted:
+                        for name, view in self._rule.states(tile.tile, address, spec).items():
+                            start = done.get((spec, name), 0)
+                            done[spec, name] = start + view.numel()
+                            view.copy_(torch.as_tensor(states[spec][name]).reshape(-1)[start : start + view.numel()])
+        steps = {}
+        for spec, values in states.items():
+            loose = {name: value for name, value in values.items() if (spec, name) not in done}
+            steps[spec] = self._rule.set_loose_states(spec, loose)
+        return steps
+
+    def joined(self, states: dict[ParameterSpec, dict[str, Any]]) -> dict[str, Any]:
+        """The states of one parameter, from those of its pieces in order."""
+        (first, values), *others = states.items()
+        if not others:
+            return values
+        whole = dict(values)
+        for name in self._rule.names(first):
+            flat = torch.cat([values[name].flatten() for values in states.values()])
+            per_element = self._rule.shape(first, name) == first.shape
+            whole[name] = flat.view(first.piece.whole.shape) if per_element and first.piece is not None else flat
+        return whole
+
+    def split(self, specs: Sequence[ParameterSpec], states: dict[str, Any]) -> dict[ParameterSpec, dict[str, Any]]:
+        """The other way round."""
+        parts = {spec: dict(states) for spec in specs}
+        for name in self._rule.names(specs[0]) if len(specs) > 1 else ():
+            if name in states:
+                sizes = [self._rule.shape(spec, name).numel() for spec in specs]
+                flat = torch.as_tensor(states[name]).flatten()
+                cuts = list(accumulate(sizes[:-1]))
+                for part, piece in zip(parts.values(), flat.tensor_split(cuts), strict=True):
+                    part[name] = piece
+        return parts
+
+    def _whole(self, spec: ParameterSpec, name: str, views: list[torch.Tensor]) -> torch.Tensor:
+        shape = self._rule.shape(spec, name)
+        return torch.cat(views).view(shape) if views else torch.empty(shape)
+
+    def _check(self, unit: UnitSpec, states: dict[ParameterSpec, dict[str, Any]]) -> None:
+        for spec in unit.parameters:
+            for name in self._rule.names(spec) if spec in states else ():
+                value = states[spec].get(name)
+                expected = self._rule.shape(spec, name)
+                if value is None or torch.as_tensor(value).numel() != expected.numel():
+                    found = "missing" if value is None else tuple(torch.as_tensor(value).shape)
+                    raise ValueError(f"optimizer state {name} of {spec.name}: expected {tuple(expected)}, {found}")

@@ -1,0 +1,120 @@
+"""The window: the memory under a unit's parameters. Real weights while the unit is in use, poison otherwise.
+
+[Note: Why storages are swapped] Autograd saves views of a weight (``weight.t()``), not the parameter. They keep the
+storage, so re-pointing ``parameter.data`` between forward and backward leaves them on the old memory and the input's
+gradient is silently wrong. A window therefore keeps one storage for the unit's whole life and changes what is under it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+import aio_ext
+from offload.device.protocol import Device
+from offload.memory import tensor_at
+from offload.torch_internals import can_swap_memory, keeps_version, swap_memory
+
+POISON = 0x7FFF
+"""NaN in bf16, fp16, fp32 and fp64, whatever the alignment."""
+
+
+class Window(Protocol):
+    """``flat`` is the tensor whose storage the window changes; ``close`` puts poison, or nothing, under it.
+    ``holds`` tells whether a tensor looks into that storage, while the window is open.
+
+    A new window is neither open nor closed: take views of ``flat``, then close it.
+    """
+
+    flat: torch.Tensor
+
+    def holds(self, tensor: torch.Tensor) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+class HostWindow(Window, Protocol):
+    """Can be opened on host memory, where it is."""
+
+    def open(self, address: int) -> None: ...
+
+
+class _Holds:
+    """What all kinds of window share."""
+
+    flat: torch.Tensor
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        try:
+            storage = tensor.untyped_storage()
+        except (RuntimeError, NotImplementedError):  # a sparse tensor, or a handle, has none
+            return False
+        return storage.data_ptr() == self.flat.untyped_storage().data_ptr()
+
+
+class SwapWindow(_Holds):
+    """Exchanges the pointer of the storage: no copy, nothing freed, a stray read of a closed window gives NaN."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, poison: aio_ext.Pattern) -> None:
+        self.flat = tensor_at(poison.address, numel, dtype)
+        self._poison = poison  # mapped as long as anything may look at it
+        self._storage = self.flat.untyped_storage()
+        self._under: torch.UntypedStorage | None = None
+        """What the window last looked out on, or does now: made once for a unit that is at home in RAM."""
+        self._address = 0
+        self._is_open = False
+
+    def open(self, address: int) -> None:
+        if self._under is None or self._address != address:
+            self._under = tensor_at(address, self.flat.numel(), self.flat.dtype).untyped_storage()
+            self._address = address
+        swap_memory(self._storage, self._under)
+        self._is_open = True
+
+    def close(self) -> None:
+        if self._is_open and self._under is not None:
+            swap_memory(self._storage, self._under)
+            self._is_open = False
+
+
+class CopyWindow(_Holds):
+    """Frees the storage by resizing and fills it again by copying: for a torch that cannot exchange pointers."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, poison: aio_ext.Pattern) -> None:
+        self.flat = torch.empty(numel, dtype=dtype)
+        self._nbytes = self.flat.untyped_storage().nbytes()
+
+    def open(self, address: int) -> None:
+        self.flat.untyped_storage().resize_(self._nbytes)
+        with torch.no_grad(), keeps_version(self.flat):
+            self.flat.copy_(tensor_at(address, self.flat.numel(), self.flat.dtype))
+
+    def close(self) -> None:
+        self.flat.untyped_storage().resize_(0)
+
+
+class DeviceWindow(_Holds):
+    """Memory on a device, from ``allocate`` to ``close``. ``target`` is the same memory, for copies that autograd must
+    not count as changes."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: Device) -> None:
+        self.numel = numel
+        self.dtype = dtype
+        self.nbytes = numel * dtype.itemsize
+        self._device = device
+        self._storage = torch.UntypedStorage(0, device=device.torch_device)
+        self.allocate()
+        self.flat = torch.empty(0, dtype=dtype, device=device.torch_device).set_(self._storage, 0, (numel,))  # type: ignore[call-overload]
+        self.target = torch.empty(0, dtype=dtype, device=device.torch_device).set_(self._storage, 0, (numel,))  # type: ignore[call-overload]
+
+    def allocate(self) -> None:
+        self._device.allocate(self._storage, self.nbytes)
+
+    def close(self) -> None:
+        self._device.free(self._storage)
+
+
+def window_class() -> type[SwapWindow] | type[CopyWindow]:
+    """The best window that this torch supports."""
+    return SwapWindow if can_swap_memory() else CopyWindow

@@ -1,0 +1,173 @@
+"""Everything private of torch that the engine stands on, in one place, tried before it is trusted.
+
+``check`` runs each once, before the first engine is made. What has no fallback raises ``TorchUnsupported`` with torch's
+version, instead of a wrong number or a crash later on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+from torch.utils import _pytree
+
+from offload.errors import TorchUnsupported
+
+map_leaves: Callable[[Callable[[Any], Any], Any], Any] = _pytree.tree_map
+"""Replace each leaf of nested containers."""
+
+leaves_of: Callable[[Any], list[Any]] = _pytree.tree_leaves
+"""The leaves of nested containers."""
+
+
+def graph_task() -> int:
+    """The number of the backward that this thread is in; -1 outside of all."""
+    return torch._C._current_graph_task_id()
+
+
+def next_sequence_number() -> int:
+    """The number that the next autograd node of this thread gets."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def sequence_number(node: Node) -> int:
+    """The number that an autograd node got when it was made."""
+    return node._sequence_nr()
+
+
+def when_backward_ends(call: Callable[[], None]) -> None:
+    """Have ``call`` made at the end of the backward that this thread is in."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]
+
+
+def keeps_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """Changes of ``tensor`` within are none for autograd."""
+    from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+    return _unsafe_preserve_version_counter(tensor)
+
+
+def swap_memory(left: torch.UntypedStorage, right: torch.UntypedStorage) -> None:
+    """Exchange what two storages look out on. Where ``can_swap_memory`` says so: torch >= 2.13."""
+    left._swap_data_ptr_(right)  # type: ignore[attr-defined]
+
+
+@cache
+def can_swap_memory() -> bool:
+    """``swap_memory`` works: views see the other memory."""
+    try:
+        left, right = torch.zeros(4), torch.ones(4)
+        view = left.view(2, 2).t()
+        swap_memory(left.untyped_storage(), right.untyped_storage())
+        return bool((view == 1).all()) and bool((right == 0).all())
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+
+
+def wrapper(cls: type[torch.Tensor], meta: torch.Tensor, device: torch.device) -> Any:
+    """A tensor of class ``cls`` with the shape and dtype of ``meta``, on ``device``, and no memory."""
+    return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        cls,
+        meta.shape,
+        strides=meta.stride(),
+        storage_offset=meta.storage_offset(),
+        dtype=meta.dtype,
+        device=device,
+    )
+
+
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+"""``__torch_function__`` of a class whose operations are to reach ``__torch_dispatch__`` unchanged."""
+
+autograd_gradient: Any = torch.Tensor.grad
+"""Where autograd puts gradients, under the property of the same name."""
+
+
+@cache
+def check() -> None:
+    """Try everything above that has no fallback. Raises ``TorchUnsupported`` for the first that does not work."""
+    for name, trial in _TRIALS.items():
+        try:
+            works = trial()
+        except Exception as error:
+            raise _unsupported(name, repr(error)) from error
+        if not works:
+            raise _unsupported(name, "it gave something else than expected")
+
+
+def _unsupported(name: str, what: str) -> TorchUnsupported:
+    return TorchUnsupported(
+        f"torch {torch.__version__} lacks {name}, or has changed it: {what}. Use a release of torch >= 2.6 that this "
+        "version of the engine knows, or a newer engine."
+    )
+
+
+def _try_sequence_numbers() -> bool:
+    before = next_sequence_number()
+    node = (torch.ones(1, requires_grad=True) * 2).grad_fn
+    after = next_sequence_number()
+    return node is not None and before <= sequence_number(node) < after
+
+
+def _try_graph_tasks() -> bool:
+    seen: list[int] = []
+    leaf = torch.ones(1, requires_grad=True)
+    result = leaf * 2
+    node = result.grad_fn
+    if node is None:
+        return False
+
+    def hook(gradients: Any) -> None:
+        seen.append(graph_task())
+        when_backward_ends(lambda: seen.append(-2))
+
+    node.register_prehook(hook)
+    result.backward()  # type: ignore[no-untyped-call]
+    return len(seen) == 2 and seen[0] >= 0 and seen[1] == -2 and graph_task() == -1
+
+
+def _try_version_counter() -> bool:
+    tensor = torch.zeros(1)
+    before = tensor._version
+    with torch.no_grad(), keeps_version(tensor):
+        tensor.add_(1)
+    return tensor._version == before and bool(tensor == 1)
+
+
+def _try_containers() -> bool:
+    nested = {"a": [1, (2,)]}
+    return leaves_of(nested) == [1, 2] and map_leaves(lambda leaf: leaf + 1, nested) == {"a": [2, (3,)]}
+
+
+class _Probe(torch.Tensor):
+    """A wrapper whose value is one, as ``Handle`` is."""
+
+    __torch_function__ = no_torch_function
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:
+            return wrapper(cls, torch.empty(args[0].shape, device="meta"), torch.device("cpu"))
+        return func(*map_leaves(lambda item: torch.ones(2) if isinstance(item, _Probe) else item, args), **kwargs or {})
+
+
+def _try_wrapper() -> bool:
+    probe = nn.Parameter(wrapper(_Probe, torch.empty(2, device="meta"), torch.device("cpu")))
+    result = probe * 3
+    result.sum().backward()  # type: ignore[no-untyped-call]
+    gradient = autograd_gradient.__get__(probe)
+    return result.tolist() == [3.0, 3.0] and gradient is not None and gradient.tolist() == [3.0, 3.0]
+
+
+_TRIALS: dict[str, Callable[[], bool]] = {
+    "the sequence numbers of autograd's nodes": _try_sequence_numbers,
+    "the numbers and callbacks of a backward": _try_graph_tasks,
+    "changes that keep a tensor's version": _try_version_counter,
+    "torch.utils._pytree": _try_containers,
+    "wrapper subclasses of Tensor": _try_wrapper,
+}

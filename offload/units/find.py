@@ -1,0 +1,170 @@
+"""Which parameters move together: the units of a model, found from its structure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from offload.errors import ConfigError
+from offload.units.pieces import Piece, WeightInPieces, can_be_cut, piece_numel
+from offload.units.spec import ALIGNMENT, GRAIN, ParameterSpec, Site, UnitSpec
+
+_UNIT_SHARE = 1 / 8
+"""A module with at most this share of the model's parameters is one unit."""
+
+_BLOCK_SHARE = 1 / 2
+"""A repeated block may have up to this share."""
+
+
+def find_units(model: nn.Module, *, in_pieces: bool = False) -> list[UnitSpec]:
+    """Cut ``model`` into units, in the order of ``model.named_parameters()``.
+
+    Repeated blocks (children of one class in a ``ModuleList`` or ``Sequential``) are units; so is every other module
+    that is small against the model; what a larger module owns itself is a unit of its own. With ``in_pieces`` a weight
+    that is much larger than all other units may be cut into several: see ``offload.pieces``.
+    Raises ``ConfigError`` for a trainable parameter that is not a real floating-point tensor.
+    """
+    total = sum(p.numel() for p in model.parameters())
+    owners = dict(_owners(model, total))
+    sites: dict[int, list[Site]] = {}
+    groups: dict[nn.Module, dict[str, nn.Parameter]] = {}
+    claimed: dict[int, nn.Module] = {}
+    for prefix, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            full_name = f"{prefix}.{name}" if prefix else name
+            if not _managed(parameter, full_name):
+                continue
+            sites.setdefault(id(parameter), []).append(Site(module, name))
+            if claimed.setdefault(id(parameter), owners[module]) is owners[module]:
+                groups.setdefault(owners[module], {}).setdefault(full_name, parameter)
+    names = {module: name for name, module in model.named_modules()}
+    parameters = {owner: _distinct(group) for owner, group in groups.items()}
+    cuts = _cuts(parameters, sites) if in_pieces else {}
+    rest = {owner: [item for item in group if id(item[1]) not in cuts] for owner, group in parameters.items()}
+    unit_names = {names[owner] for owner in parameters if rest[owner]}
+    units: list[UnitSpec] = []
+    for owner, group in parameters.items():
+        if rest[owner]:
+            units.append(_unit(len(units), names[owner], owner, rest[owner], sites, names, unit_names))
+        for _, parameter in group:
+            for piece in cuts[id(parameter)].pieces if id(parameter) in cuts else ():
+                units.append(_unit_of_piece(len(units), piece, parameter.requires_grad, names, unit_names))
+    return units
+
+
+def _units_around(module_name: str, unit_names: set[str]) -> set[str]:
+    """The units whose module is or contains the module of this name."""
+    parts = module_name.split(".") if module_name else []
+    return unit_names & {".".join(parts[:length]) for length in range(len(parts) + 1)}
+
+
+def _owners(model: nn.Module, total: int) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Each module with the module that stands for its unit."""
+
+    def assign(module: nn.Module, unit: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+        yield module, unit
+        for child in module.children():
+            yield from assign(child, unit)
+
+    def descend(module: nn.Module, repeated: bool) -> Iterator[tuple[nn.Module, nn.Module]]:
+        numel = sum(p.numel() for p in module.parameters())
+        container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
+        share = _BLOCK_SHARE if repeated else _UNIT_SHARE
+        if not container and numel <= share * total:
+            yield from assign(module, module)
+            return
+        yield module, module
+        children = list(module.children())
+        classes = [type(child) for child in children]
+        for child in children:
+            blocks = isinstance(module, (nn.ModuleList, nn.Sequential)) and classes.count(type(child)) > 1
+            yield from descend(child, blocks and any(True for _ in child.children()))
+
+    yield from descend(model, False)
+
+
+def _managed(parameter: nn.Parameter, name: str) -> bool:
+    """Only floating-point parameters move; others stay where they are, unless they would have to be trained."""
+    if parameter.is_floating_point():
+        if parameter.layout is not torch.strided:
+            raise ConfigError(f"parameter {name} is {parameter.layout}; only dense parameters are supported")
+        return True
+    if parameter.requires_grad:
+        raise ConfigError(f"parameter {name} is {parameter.dtype}; only floating-point parameters can be trained")
+    return False
+
+
+def _distinct(parameters: dict[str, nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+    """Each parameter once, under its first name."""
+    seen: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        seen.setdefault(id(parameter), (name, parameter))
+    return list(seen.values())
+
+
+def _unit(
+    index: int,
+    name: str,
+    owner: nn.Module,
+    parameters: list[tuple[str, nn.Parameter]],
+    sites: dict[int, list[Site]],
+    names: dict[nn.Module, str],
+    unit_names: set[str],
+) -> UnitSpec:
+    specs: list[ParameterSpec] = []
+
+    def lay_out(trainable: bool, start: int) -> int:
+        """Place the parameters that are trainable, or those that are not; the end, rounded up to whole pages."""
+        offset = start
+        for full_name, p in parameters:
+            if p.requires_grad is trainable:
+                offset = _round_up(offset, GRAIN if p.numel() >= GRAIN else ALIGNMENT)
+                specs.append(ParameterSpec(full_name, p.shape, p.numel(), offset, trainable, tuple(sites[id(p)])))
+                offset += p.numel()
+        return _round_up(offset, GRAIN)
+
+    trainable_numel = lay_out(True, 0)
+    numel = lay_out(False, trainable_numel)
+    modules = tuple(dict.fromkeys([owner, *(site.module for spec in specs for site in spec.sites)]))
+    depth = max(len(_units_around(names[module], unit_names) - {name}) for module in modules)
+    return UnitSpec(index, name or "(root)", modules, tuple(specs), trainable_numel, numel, depth)
+
+
+def _cuts(
+    parameters: dict[nn.Module, list[tuple[str, nn.Parameter]]], sites: dict[int, list[Site]]
+) -> dict[int, WeightInPieces]:
+    """What is to be cut, by the ``id`` of the parameter: units that are little but one large weight."""
+    sizes = {owner: sum(p.numel() for _, p in group) for owner, group in parameters.items()}
+    cuttable = {
+        owner: (name, p)
+        for owner, group in parameters.items()
+        for name, p in group
+        if p is owner._parameters.get("weight") and all(can_be_cut(*site) for site in sites[id(p)])
+    }
+    others = [size for owner, size in sizes.items() if owner not in cuttable]
+    most = piece_numel([sizes[owner] for owner in cuttable], others)
+    return {
+        id(p): WeightInPieces(name, sites[id(p)], p.shape, most)
+        for owner, (name, p) in cuttable.items()
+        if sizes[owner] > 2 * most
+    }
+
+
+def _unit_of_piece(
+    index: int, piece: Piece, trainable: bool, names: dict[nn.Module, str], unit_names: set[str]
+) -> UnitSpec:
+    rows = f"[{piece.start}:{piece.stop}]"
+    shape = torch.Size([piece.stop - piece.start, *piece.whole.shape[1:]])
+    spec = ParameterSpec(piece.whole.name + rows, shape, shape.numel(), 0, trainable, (Site(piece, "weight"),), piece)
+    numel = _round_up(spec.numel, GRAIN)
+    depth = max(len(_units_around(names[module], unit_names)) for module, _ in piece.whole.sites)
+    name = (names[piece.whole.sites[0][0]] or "(root)") + rows
+    return UnitSpec(index, name, (piece,), (spec,), numel if trainable else 0, numel, depth)
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple

@@ -1,0 +1,141 @@
+"""The units of a model, as they are laid out: parameters, offsets, tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from offload.units.pieces import Piece, WeightInPieces
+from swapper import PAGE_BYTES
+
+GRAIN = PAGE_BYTES // 2
+"""Elements that a unit's length is a multiple of, so that 16-bit and 32-bit pieces of it both fill whole pages."""
+
+ALIGNMENT = 256
+"""Elements that each parameter's offset is a multiple of: those that share one scale where moments are in 8 bits.
+
+One of a grain or more begins at a multiple of ``GRAIN``, so that tiles can hold whole parameters.
+"""
+
+
+class Site(NamedTuple):
+    """One place in the model where a parameter stands."""
+
+    module: nn.Module
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterSpec:
+    """One parameter of a unit, or one piece of a large one.
+
+    ``offset`` counts elements from the unit's start. ``sites`` are where it stands while it is used; tied ones have
+    several.
+    """
+
+    name: str
+    shape: torch.Size
+    numel: int
+    offset: int
+    trainable: bool
+    sites: tuple[Site, ...]
+    piece: Piece | None = None
+
+    @property
+    def owners(self) -> tuple[Site, ...]:
+        """Where the model has the parameter: for a piece, the whole of it."""
+        return tuple(Site(*site) for site in self.piece.whole.sites) if self.piece is not None else self.sites
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The model's parameter as it stands there now."""
+        module, name = self.owners[0]
+        parameter = module._parameters[name]
+        assert parameter is not None
+        return parameter
+
+    @property
+    def parameter_name(self) -> str:
+        """The name that the model knows it by."""
+        return self.piece.whole.name if self.piece is not None else self.name
+
+    def value(self) -> torch.Tensor:
+        """The elements of ``parameter`` that this one has."""
+        return self.part_of(self.parameter.detach())
+
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The same elements of something that has the parameter's shape."""
+        return whole[self.piece.start : self.piece.stop] if self.piece is not None else whole
+
+    @property
+    def another_piece_follows(self) -> bool:
+        """This is a piece, and not the last one."""
+        return self.piece is not None and self.piece is not self.piece.whole.pieces[-1]
+
+
+@dataclass(frozen=True, eq=False)
+class UnitSpec:
+    """Parameters stored flat, one after the other: the trainable ones first.
+
+    ``numel`` and ``trainable_numel`` count elements up to the end of the padding, whole multiples of ``GRAIN``.
+    ``modules`` are those around whose forward the unit must be resident; ``depth`` counts the units that are
+    resident around this one because their module calls this one's.
+    """
+
+    index: int
+    name: str
+    modules: tuple[nn.Module, ...]
+    parameters: tuple[ParameterSpec, ...]
+    trainable_numel: int
+    numel: int
+    depth: int
+
+    @property
+    def trainable(self) -> tuple[ParameterSpec, ...]:
+        """The parameters that are trained."""
+        return tuple(spec for spec in self.parameters if spec.trainable)
+
+    @property
+    def reused(self) -> bool:
+        """It is a piece of a weight that the model uses at several places."""
+        return self.whole is not None and len(self.whole.sites) > 1
+
+    @property
+    def whole(self) -> WeightInPieces | None:
+        """The weight that it is a piece of."""
+        piece = self.parameters[0].piece
+        return piece.whole if piece is not None else None
+
+    @property
+    def gaps(self) -> Iterator[tuple[int, int]]:
+        """The padding among the trainable elements, as half-open ranges."""
+        end = 0
+        for spec in self.parameters:
+            if spec.trainable:
+                if spec.offset > end:
+                    yield end, spec.offset
+                end = spec.offset + spec.numel
+        if self.trainable_numel > end:
+            yield end, self.trainable_numel
+
+
+@dataclass(frozen=True, eq=False)
+class Tile:
+    """The optimizer states, ``nbytes`` in all, of a unit's elements ``[start, stop)``. Its rule knows how they lie."""
+
+    start: int
+    stop: int
+    nbytes: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+def num_nested(units: Sequence[UnitSpec]) -> int:
+    """The most units that compute needs at a time: the one at work and those whose modules call it."""
+    return max((unit.depth for unit in units), default=0) + 1

@@ -1,0 +1,180 @@
+"""Updates, on a device, of tiles that rest on the host: a tile goes there, takes its step, and comes back.
+
+The kernel is the one that updates what is at home there, so the bits are those of the CPU. Two tiles at a time keep
+both ways of the link busy: each has memory there with a stream of its own, in whose order it comes, is updated and
+goes. So a tile needs no event but its last, and more can be sent than there is memory for: they come in turn.
+
+[Note: Which side updates a tile] The one that will have it done first. The CPU's rate is measured as it goes, anew in
+each step, whose first tile is the CPU's; the link's before training. What was given to either side before counts. A CPU
+that is slow sees more tiles leave, a link that is slow none.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from offload.device.protocol import Device, Event
+from offload.memory import tensor_at
+from offload.optim.formats import Formats
+from offload.optim.rule import Rule
+from offload.plan.buffers import NUM_TILE_PLACES, tile_parts, tile_sizes
+from offload.report.meter import Meter
+from offload.report.report import LinkRates
+from offload.report.trace import Span
+from offload.tiers.home import UnitHomes
+from offload.units import Tile
+from offload.update.step import TileBytes, UnitUpdate, apply
+
+
+class _Place:
+    """Memory for one tile with all that its update needs, and the stream in whose order it is used."""
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self._storage = torch.UntypedStorage(0, device=device.torch_device)
+        device.allocate(self._storage, nbytes)
+        self.memory = torch.empty(0, dtype=torch.uint8, device=device.torch_device)
+        self.memory.set_(self._storage, 0, (nbytes,))  # type: ignore[call-overload]
+        self.stream = device.new_stream()
+        self.stream.wait(device.compute.record())
+
+    def close(self, device: Device) -> None:
+        device.free(self._storage)
+
+
+@dataclass(eq=False)
+class Trip:
+    """A tile's way there and back. ``views`` of its memory on either side live as long as it does."""
+
+    tile: Tile
+    views: list[torch.Tensor]
+    span: Span
+    back: Event | None = None
+    """The host has all of it again."""
+
+    def is_over(self) -> bool:
+        return self.back is not None and self.back.done()
+
+
+class DeviceSide:
+    """All calls but those that make and close it come from the thread that updates."""
+
+    def __init__(
+        self, device: Device, rule: Rule, formats: Formats, nbytes: int, link: LinkRates, meter: Meter
+    ) -> None:
+        """``nbytes`` are those of ``tile_place_bytes``; larger tiles stay on the host."""
+        self.copied_bytes = (0, 0)
+        """To the device and to the host, since the engine was made."""
+        self._device = device
+        self._rule = rule
+        self._formats = formats
+        self._place_bytes = nbytes // NUM_TILE_PLACES
+        self._link = link
+        self._meter = meter
+        self._places = deque(_Place(device, self._place_bytes) for _ in range(NUM_TILE_PLACES))
+        self._trips: deque[Trip] = deque()
+        """Those that are not over."""
+        self._cpu_seconds = 0.0
+        """What an element takes on the CPU; 0 while it is not known."""
+
+    def begin_step(self) -> None:
+        """Forget how fast the CPU was."""
+        self._cpu_seconds = 0.0
+
+    def cpu_took(self, tile: Tile, seconds: float) -> None:
+        """The CPU has updated a tile."""
+        measured = seconds / tile.numel
+        self._cpu_seconds = (self._cpu_seconds + measured) / 2 if self._cpu_seconds else measured
+
+    def sooner(self, tile: Tile, num_elements: int) -> bool:
+        """Sent now, the tile is back before the CPU has done ``num_elements``: it, and those that it does before."""
+        if sum(tile_parts(tile, self._formats)) > self._place_bytes:
+            return False
+        queued = sum(max(self._ways(trip.tile)) for trip in self._trips)  # both ways are busy at the same time
+        return queued + sum(self._ways(tile)) < num_elements * self._cpu_seconds
+
+    def begin(self, update: UnitUpdate, tile: Tile, at: TileBytes) -> Trip:
+        """Send a tile on its way.
+
+        Nothing touches the memory ``at`` these addresses, except to read the gradients, until the trip is over.
+        """
+        formats, place = self._formats, self._places[0]
+        self._places.rotate(-1)
+        sizes = tile_sizes(tile, formats)
+        here = [tensor_at(address, nbytes, torch.uint8) for address, nbytes in zip(at, sizes, strict=True)]
+        starts = accumulate(tile_parts(tile, formats), initial=0)
+        there = [place.memory[start : start + nbytes] for start, nbytes in zip(starts, sizes, strict=False)]
+        span = self._meter.trace.begin("update on the device", update.unit.name, sum(self._moved(tile)))
+        trip = Trip(tile, here + there, span)
+        self._trips.append(trip)
+        for target, source in zip(there, here, strict=True):
+            place.stream.copy(target, source)
+        addresses = TileBytes(*(view.data_ptr() for view in there))
+        apply(self._rule, formats, update, tile, addresses, place.stream.kernel)
+        for target, source in zip(here[:2], there[:2], strict=True):
+            place.stream.copy(target, source)
+        trip.back = place.stream.record()
+        into, out = self._moved(tile)
+        self.copied_bytes = (self.copied_bytes[0] + into, self.copied_bytes[1] + out)
+        return trip
+
+    def end(self, trip: Trip) -> None:
+        """Wait until the tile is back."""
+        if trip.back is not None:
+            trip.back.wait()
+        self._meter.trace.end(trip.span)
+        self._trips.remove(trip)
+
+    def drain(self) -> None:
+        """Wait for all trips, also one whose ``begin`` has failed; what they did is of no interest."""
+        for place in self._places if self._trips else ():
+            place.stream.record().wait()
+        self._trips.clear()
+
+    def close(self) -> None:
+        """Free the device's memory. No trip is under way."""
+        for place in self._places:
+            place.close(self._device)
+
+    def _ways(self, tile: Tile) -> tuple[float, float]:
+        """Seconds to the device, and back."""
+        into, out = self._moved(tile)
+        return into / self._link.to_device, out / self._link.to_host
+
+    def _moved(self, tile: Tile) -> tuple[int, int]:
+        """Bytes to the device, and back."""
+        states, weights, grads = tile_sizes(tile, self._formats)
+        return states + weights + grads, states + weights
+
+
+class ResidentUpdates:
+    """Updates of units that are resident on a device: in place, in the order of compute, on the training thread."""
+
+    def __init__(self, device: Device, rule: Rule, formats: Formats, homes: Sequence[UnitHomes]) -> None:
+        self._device = device
+        self._rule = rule
+        self._formats = formats
+        self._homes = homes
+
+    def update(self, step: Sequence[UnitUpdate]) -> list[UnitUpdate]:
+        """Give the device its part of a step, after the work that compute has been given; the updates that are left."""
+        left = []
+        for update in step:
+            homes = self._homes[update.unit.index]
+            weights, grads = homes.weights.tensor, None if homes.grads is None else homes.grads.tensor
+            if weights is None or grads is None:
+                left.append(update)
+                continue
+            for home in homes.tiles:
+                tile, states = home.tile, home.states.tensor
+                at = TileBytes(
+                    0 if states is None else states.data_ptr(),
+                    weights.data_ptr() + tile.start * self._formats.weights,
+                    grads.data_ptr() + tile.start * self._formats.grads,
+                )
+                apply(self._rule, self._formats, update, tile, at, self._device.compute.kernel)
+        return left

@@ -1,0 +1,325 @@
+"""Early updates: they begin during backward, before the step is certain, and count only if it turns out as expected.
+
+[Note: Why an early update harms nothing] It reads a unit's weights and states, and writes the new ones beside the
+current ones, to the second place that each record has. Only the step's verdict flips the places, and only if the step
+is the one that the update was made for: the same gradients, learning rate and step number, nothing clipped, everything
+finite. Otherwise the bytes beside are forgotten and the unit is updated in its turn. So a step gives the same bits with
+and without, and a gradient that is not finite has changed nothing.
+
+[Note: When compute waits for an early update] Where gradients are resident in host memory never: there are no more
+early updates than leave compute its slots, and the other units are updated under the next forward. Where gradients are
+spilled a later update costs another read of them, so every unit is updated early, from the buffer that its gradients
+came to, and compute waits for the slot and the buffer. Such an update needs nothing that compute holds, unless the
+update of an earlier step is in its way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum, auto
+
+from offload.tiers.gradients import GradientStore
+from offload.tiers.home import StoredHome, TileHomes, Transfer, UnitHomes
+from offload.tiers.host_weights import HostWeights, Slot
+from offload.tiers.spill import BufferPool, GradientBuffer, SpilledPlace
+from offload.units import UnitSpec
+from offload.update.step import UnitUpdate
+from offload.waiting import Failure, Monitor
+
+
+class Stage(Enum):
+    """Where an early update is.
+
+    - ``HELD``: all gradients have come while compute had the unit; its slot is held until backward is done with it.
+    - ``QUEUED``: asked for, not begun.
+    - ``RUNNING``: some tile is on its way.
+    - ``CONFIRMED``: the verdict wants it, while it still runs.
+    - ``VOID``: it still runs, and its results are not wanted.
+    - ``WRITTEN``: all of it is beside, or on its way there.
+    - ``OVER``: flipped, forgotten, or never begun.
+    """
+
+    HELD = auto()
+    QUEUED = auto()
+    RUNNING = auto()
+    CONFIRMED = auto()
+    VOID = auto()
+    WRITTEN = auto()
+    OVER = auto()
+
+
+_NEXT = {
+    Stage.HELD: {Stage.QUEUED, Stage.OVER},
+    Stage.QUEUED: {Stage.RUNNING, Stage.OVER},
+    Stage.RUNNING: {Stage.WRITTEN, Stage.CONFIRMED, Stage.VOID},
+    Stage.CONFIRMED: {Stage.OVER},
+    Stage.VOID: {Stage.OVER},
+    Stage.WRITTEN: {Stage.OVER},
+    Stage.OVER: set(),
+}
+
+
+class EarlyUpdate:
+    """The early update of one unit for the coming step. A task of the pipeline once it runs."""
+
+    update: UnitUpdate
+    tiles: Sequence[TileHomes]
+    grads: int | None
+
+    def __init__(self, unit: UnitSpec, owner: EarlyUpdates) -> None:
+        self.unit = unit
+        self.stage = Stage.HELD
+        self.loan: GradientBuffer | None = None
+        """Where the gradients still lie, if they need not be read back."""
+        self._owner = owner
+        self._slot: Slot | None = None
+
+    def become(self, stage: Stage) -> None:
+        """Go on to another stage; the owner's monitor is held."""
+        if stage not in _NEXT[self.stage]:
+            raise RuntimeError(
+                f"the early update of unit {self.unit.name} cannot be {stage.name} after {self.stage.name}"
+            )
+        self.stage = stage
+
+    # What the pipeline asks, on the update thread.
+
+    def begins(self) -> None:
+        pass
+
+    def before_grads(self) -> None:
+        self._owner.wait_until_spilled(self.unit)
+
+    def weights_at_hand(self) -> bool:
+        return False
+
+    def weights(self) -> int:
+        self._slot = self._owner.host.lend(self.unit)
+        return self._slot.address
+
+    def write(self, states: StoredHome, address: int) -> Transfer:
+        return states.write_beside(address)
+
+    def finish(self) -> None:
+        if self._slot is not None:
+            self._owner.host.give_back(self.unit, self._slot)
+        self._owner.finished(self)
+
+
+class EarlyUpdates:
+    """All early updates of the coming step. The training thread begins, voids and confirms them; the update thread, by
+    ``tasks`` and the calls of each task, carries them out."""
+
+    def __init__(
+        self,
+        units: Sequence[UnitSpec],
+        eligible: Callable[[UnitSpec], bool],
+        max_held: int,
+        homes: Sequence[UnitHomes],
+        host: HostWeights,
+        gradients: GradientStore,
+        buffers: BufferPool,
+        failure: Failure,
+    ) -> None:
+        """``max_held`` slots can be spared for early updates at a time. ``eligible`` units have two places for all that
+        an update writes."""
+        self.host = host
+        self._eligible = [eligible(unit) for unit in units]
+        self._units = units
+        self._max_held = max_held
+        self._homes = homes
+        self._gradients = gradients
+        self._buffers = buffers
+        self._num_arrived = [0] * len(units)
+        """Gradients of each unit that have come in the present backward."""
+        self._num_expected = [0] * len(units)
+        """Gradients that will come in it, if it is like the last one."""
+        self._expecting = False
+        """The present backward may be the last one of the step."""
+        self._of: dict[UnitSpec, EarlyUpdate] = {}
+        """By unit; the training thread's alone."""
+        self._changed = Monitor(failure)
+        """Guards the stages and the four below. Outermost: the cache's monitor may be taken while it is held."""
+        self._queue: deque[EarlyUpdate] = deque()
+        self._carried_out = False
+        """The update thread has, or will have, its eye on the queue."""
+        self._num_holding = 0
+        """Early updates that hold a slot, or have one."""
+        self._num_steps = 0
+        """Steps whose own updates are not over."""
+
+    # The training thread, during backward.
+
+    def begin_backward(self, *, last: bool) -> None:
+        """A backward begins. ``last``: it may be the last one of the step."""
+        self._expecting = last and any(self._eligible)
+        for index, unit in enumerate(self._units if self._expecting else ()):
+            self._num_expected[index] = self._num_arrived[index] or len(unit.trainable)
+            self._num_arrived[index] = 0
+
+    def end_backward(self) -> None:
+        """The backward is over, for better or worse."""
+        self._expecting = False
+
+    def gradient_arrived(self, unit: UnitSpec) -> None:
+        """If it was the unit's last one and compute still has the weights, hold them: its update may be next."""
+        index = unit.index
+        if not self._expecting or not self._eligible[index]:
+            return
+        self._num_arrived[index] += 1
+        if self._num_arrived[index] != self._num_expected[index] or unit in self._of:
+            return
+        with self._changed:
+            if self._num_holding >= self._max_held and not self._compute_may_wait(unit):
+                return
+            if not self.host.hold(unit):
+                return
+            self._num_holding += 1
+        self._of[unit] = EarlyUpdate(unit, self)
+
+    def is_held(self, unit: UnitSpec) -> bool:
+        """An update of the unit would begin, now that its backward is over."""
+        early = self._of.get(unit)
+        return early is not None and early.stage is Stage.HELD
+
+    def begin(self, unit: UnitSpec, update: UnitUpdate | None) -> bool:
+        """Ask for the update of a unit that is held; None lets it go. True if ``tasks`` must be carried out anew."""
+        early = self._of[unit]
+        with self._changed:
+            if update is None or not self._expecting:
+                self._cancel(early)
+                return False
+            early.update = update
+            early.tiles = update.touched(self._homes[unit.index].tiles)
+            place = self._gradients.place(unit)
+            if isinstance(place, SpilledPlace) and self._compute_may_wait(unit):
+                early.loan = place.lend()
+            grads = self._homes[unit.index].grads
+            early.grads = early.loan.address if early.loan is not None else None if grads is None else grads.address
+            early.become(Stage.QUEUED)
+            self._queue.append(early)
+            before, self._carried_out = self._carried_out, True
+            return not before
+
+    # The training thread, at any time.
+
+    def invalidate(self, unit: UnitSpec) -> None:
+        """The unit's weights, gradients or states are about to change: an early update of it is void, and reads nothing
+        of the unit any more when this returns."""
+        early = self._of.get(unit)
+        if early is None or early.stage is Stage.HELD:
+            return
+        del self._of[unit]
+        with self._changed:
+            if early.stage is Stage.QUEUED:
+                self._queue.remove(early)
+                self._cancel(early)
+            elif early.stage is Stage.RUNNING:
+                early.become(Stage.VOID)
+                self._changed.wait_until(
+                    lambda: early.stage is Stage.OVER, lambda: f"the early update of unit {unit.name}"
+                )
+            else:
+                early.become(Stage.OVER)
+        self.host.forget_beside(unit)
+
+    def confirm(self, step: Sequence[UnitUpdate]) -> list[UnitUpdate]:
+        """Flip the early updates that are what the step is to be, and forget all others; the updates still to do."""
+        remaining = []
+        for update in step:
+            early = self._of.get(update.unit)
+            if early is None or early.stage is Stage.HELD:
+                remaining.append(update)
+                continue
+            wanted = early.update.segments == update.segments
+            with self._changed:
+                stage = early.stage
+                if stage is Stage.RUNNING:  # one that is void need not be waited for: the unit's own update comes after
+                    early.become(Stage.CONFIRMED if wanted else Stage.VOID)
+                    del self._of[update.unit]
+                elif stage is Stage.WRITTEN and wanted:
+                    early.become(Stage.OVER)
+                    del self._of[update.unit]
+            if stage is Stage.QUEUED or not wanted:
+                remaining.append(update)
+            elif stage is Stage.WRITTEN:
+                self._flip(early)
+        self.drop_all()
+        return remaining
+
+    def drop_all(self) -> None:
+        """There will be no step with these gradients: forget every early update."""
+        for unit, early in list(self._of.items()):
+            if early.stage is Stage.HELD:
+                with self._changed:
+                    self._cancel(early)
+            else:
+                self.invalidate(unit)
+        self._of.clear()
+
+    # Both threads.
+
+    def step_begins(self) -> None:
+        """The updates of a step are on the update thread's list."""
+        with self._changed:
+            self._num_steps += 1
+
+    def step_is_over(self) -> None:
+        with self._changed:
+            self._num_steps -= 1
+
+    # The update thread.
+
+    def tasks(self) -> Iterator[EarlyUpdate]:
+        """The early updates that are asked for, and those that will be while they are carried out."""
+        while True:
+            with self._changed:
+                if not self._queue:
+                    self._carried_out = False
+                    return
+                early = self._queue.popleft()
+                early.become(Stage.RUNNING)
+            yield early
+
+    def wait_until_spilled(self, unit: UnitSpec) -> None:
+        place = self._gradients.place(unit)
+        if isinstance(place, SpilledPlace):
+            place.wait_until_spilled()
+
+    def finished(self, early: EarlyUpdate) -> None:
+        """All of it is on its way to the second places."""
+        with self._changed:
+            self._end_loan(early)
+            self._num_holding -= 1
+            stage = early.stage
+            early.become(Stage.WRITTEN if early.stage is Stage.RUNNING else Stage.OVER)
+            self._changed.notify_all()
+        if stage is Stage.CONFIRMED:
+            self._flip(early)
+        elif stage is Stage.VOID:
+            self.host.forget_beside(early.unit)
+
+    def _flip(self, early: EarlyUpdate) -> None:
+        """The results are the current ones from now on."""
+        for tile in early.tiles:
+            if tile.states.stored is not None:
+                tile.states.stored.flip()
+        self.host.flip(early.unit)
+
+    def _cancel(self, early: EarlyUpdate) -> None:
+        """It has not begun, and never will. Called with the monitor held."""
+        early.become(Stage.OVER)
+        self._of.pop(early.unit, None)
+        self._num_holding -= 1
+        self._end_loan(early)
+        self.host.end_hold(early.unit)
+
+    def _end_loan(self, early: EarlyUpdate) -> None:
+        if early.loan is not None:
+            self._buffers.end_loan(early.loan)
+            early.loan = None
+
+    def _compute_may_wait(self, unit: UnitSpec) -> bool:
+        """Compute may wait for an early update of ``unit`` where it finds no slot or no gradient buffer."""
+        return isinstance(self._gradients.place(unit), SpilledPlace) and self._num_steps == 0

@@ -1,0 +1,262 @@
+"""The pipeline: tiles are read, updated and written, several at a time, so that disk and kernel work together.
+
+It knows nothing of steps. Each tile belongs to a *task*, the update of one unit, which says where the weights and
+gradients are and where the results go: a confirmed update (``offload.update.updater``) or an early one
+(``offload.update.early``). Where a device computes, tiles may be sent there for their update while the CPU goes on with
+others: see [Note: Which side updates a tile].
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from offload.optim.formats import Formats
+from offload.optim.rule import Rule
+from offload.report.meter import Meter
+from offload.tiers.home import StoredHome, TileHomes, Transfer
+from offload.update.device_side import DeviceSide, Trip
+from offload.update.step import TileBytes, UnitUpdate, apply
+from swapper import Lease, OffloadError
+
+_LOOK_AHEAD = 8
+"""Tiles at hand among which those for a device are found."""
+
+
+class Task(Protocol):
+    """The update of one unit, as the pipeline sees it. All calls come from the thread that updates."""
+
+    update: UnitUpdate
+    tiles: Sequence[TileHomes]
+    grads: int | None
+    """Where the unit's gradients lie in host memory; None if each tile's are read."""
+
+    def begins(self) -> None:
+        """The first tile is on its way: the weights will be asked for next."""
+
+    def before_grads(self) -> None:
+        """Wait until the gradients of the tiles can be read."""
+
+    def weights_at_hand(self) -> bool:
+        """``weights`` would not wait, and needs no place that a tile under update may hold."""
+
+    def weights(self) -> int:
+        """Have the unit's weights in host memory, to be changed; where they are."""
+
+    def write(self, states: StoredHome, address: int) -> Transfer:
+        """Start writing the new states of a tile."""
+
+    def finish(self) -> None:
+        """All tiles are updated: the weights go to their home, and waiting uses may go on."""
+
+
+@dataclass(eq=False)
+class _TaskState:
+    task: Task
+    num_left: int
+    """Tiles that are not done."""
+    weights: int | None = None
+    """Where they are, once they are taken."""
+
+
+@dataclass(eq=False)
+class _TileJob:
+    """One tile on its way. ``buffer`` is None where states and gradients are used in place."""
+
+    state: _TaskState
+    homes: TileHomes
+    buffer: Lease | None = None
+    reads: list[Transfer] = field(default_factory=list)
+    states: int = 0
+    grads: int = 0
+    trip: Trip | None = None
+    """It is updated on a device."""
+
+    def is_read(self) -> bool:
+        return all(read.done() for read in self.reads)
+
+    def is_at_hand(self) -> bool:
+        """``Pipeline._make_ready`` would not wait."""
+        return self.is_read() and (self.state.weights is not None or self.state.task.weights_at_hand())
+
+    def at(self, formats: Formats) -> TileBytes:
+        if self.state.weights is None:
+            raise RuntimeError(f"the weights of unit {self.state.task.update.unit.name} were not asked for")
+        tile = self.homes.tile
+        return TileBytes(self.states, self.state.weights + tile.start * formats.weights, self.grads)
+
+
+class Pipeline:
+    """Owns the tile buffers. ``run`` is called by one thread at a time."""
+
+    def __init__(
+        self, buffers: Sequence[Lease], rule: Rule, formats: Formats, meter: Meter, device: DeviceSide | None
+    ) -> None:
+        self._free = list(buffers)
+        self._num_buffers = len(self._free)
+        self._rule = rule
+        self._formats = formats
+        self._meter = meter
+        self._device = device
+        self._writes: deque[tuple[Transfer, Lease]] = deque()
+        self._sent: deque[_TileJob] = deque()
+        """On the device, or on their way there or back."""
+        self._stopping = False
+
+    def stop(self) -> None:
+        """End ``run`` after the tile at hand. Units that were not updated stay as they were. Any thread."""
+        self._stopping = True
+
+    def run(self, tasks: Iterable[Task]) -> None:
+        """Update all tiles of all tasks, in order. Nothing is in flight in our buffers afterwards, on every way out."""
+        coming = _jobs(tasks)
+        reading: deque[_TileJob] = deque()
+        try:
+            self._read_ahead(coming, reading)
+            while (reading or self._sent) and not self._stopping:
+                is_read = bool(reading) and reading[0].is_read()
+                self._bring_back(wait=not is_read)
+                if is_read or (reading and not self._sent):
+                    self._make_ready(reading[0])
+                    if not self._send(reading):
+                        self._apply(reading[0])
+                        self._finish(reading.popleft())
+                self._read_ahead(coming, reading)
+        finally:
+            self._drain(reading)
+
+    def _read_ahead(self, coming: Iterator[_TileJob], reading: deque[_TileJob]) -> None:
+        """Start reading as many tiles as there are free buffers; wait for a buffer only if nothing is on its way."""
+        while len(reading) < max(self._num_buffers, 1 if self._device is None else _LOOK_AHEAD):
+            self._reap(wait=not (self._free or reading or self._sent))
+            if self._num_buffers and not self._free:
+                return
+            job = next(coming, None)
+            if job is None:
+                return
+            self._begin(job)
+            reading.append(job)
+
+    def _begin(self, job: _TileJob) -> None:
+        """Find the tile's states and gradients, or start reading them."""
+        task, homes = job.state.task, job.homes
+        stored = homes.states.stored
+        if stored is not None or task.grads is None:
+            job.buffer = self._free.pop()
+        if stored is not None and job.buffer is not None:
+            job.states = job.buffer.address
+            job.reads.append(stored.read(job.states))
+        elif homes.states.address is not None:
+            job.states = homes.states.address
+        if task.grads is not None:
+            job.grads = task.grads + homes.tile.start * self._formats.grads
+        elif homes.grads is not None and job.buffer is not None:
+            task.before_grads()
+            job.grads = job.buffer.address + (stored.nbytes if stored is not None else 0)
+            job.reads.append(homes.grads.read(job.grads))
+        task.begins()
+
+    def _make_ready(self, job: _TileJob) -> None:
+        """Wait until everything that the tile's update needs is in host memory."""
+        state = job.state
+        if state.weights is None:
+            while self._sent and not state.task.weights_at_hand():  # the update pins one place at a time
+                self._bring_back(wait=True)
+            state.weights = state.task.weights()
+        for read in job.reads:
+            read.wait()
+
+    def _send(self, reading: deque[_TileJob]) -> bool:
+        """Send tiles that a device will have done before the CPU; True if the first one is gone, which is ready."""
+        device, first = self._device, reading[0]
+        if device is None:
+            return False
+        num_elements = 0  # that the CPU is to do
+        for job in list(reading):
+            if not job.is_at_hand():
+                break
+            tile = job.homes.tile
+            if not device.sooner(tile, num_elements + tile.numel):
+                num_elements += tile.numel
+                continue
+            self._make_ready(job)
+            job.trip = device.begin(job.state.task.update, tile, job.at(self._formats))
+            reading.remove(job)
+            self._sent.append(job)
+        return first.trip is not None
+
+    def _bring_back(self, *, wait: bool) -> None:
+        """Finish the tiles that are back from the device; ``wait`` for the first one."""
+        while self._device is not None and self._sent:
+            trip = self._sent[0].trip
+            if trip is None or not (wait or trip.is_over()):
+                return
+            self._device.end(trip)
+            self._finish(self._sent.popleft())
+            wait = False
+
+    def _apply(self, job: _TileJob) -> None:
+        update, tile = job.state.task.update, job.homes.tile
+        span = self._meter.begin_update(update.unit.name)
+        apply(self._rule, self._formats, update, tile, job.at(self._formats))
+        seconds = self._meter.end_update(span)
+        if self._device is not None:
+            self._device.cpu_took(tile, seconds)
+
+    def _finish(self, job: _TileJob) -> None:
+        """The tile is updated: its states go to their home, and after its last tile the unit."""
+        stored, buffer = job.homes.states.stored, job.buffer
+        if buffer is not None:
+            if stored is None:
+                self._free.append(buffer)
+            else:
+                self._writes.append((job.state.task.write(stored, job.states), buffer))
+        job.state.num_left -= 1
+        if job.state.num_left == 0:
+            job.state.task.finish()
+
+    def _reap(self, *, wait: bool) -> None:
+        """Take back the buffers of writes that are done, in order; ``wait`` for the first one."""
+        while self._writes and (wait or self._writes[0][0].done()):
+            write, buffer = self._writes[0]
+            write.wait()
+            self._writes.popleft()
+            self._free.append(buffer)
+            wait = False
+
+    def _drain(self, reading: deque[_TileJob]) -> None:
+        """Wait for all transfers in our buffers, and raise what the first of them failed with."""
+        first: OffloadError | None = None
+        if self._device is not None:
+            with contextlib.suppress(Exception):  # the error that led here is the one that counts
+                self._device.drain()
+        for job in (*reading, *self._sent):
+            for read in job.reads:
+                first = _outcome(read) or first
+            if job.buffer is not None:
+                self._free.append(job.buffer)
+        self._sent.clear()
+        for write, buffer in self._writes:
+            first = _outcome(write) or first
+            self._free.append(buffer)
+        self._writes.clear()
+        if first is not None:
+            raise first
+
+
+def _jobs(tasks: Iterable[Task]) -> Iterator[_TileJob]:
+    for task in tasks:
+        state = _TaskState(task, len(task.tiles))
+        for tile in task.tiles:
+            yield _TileJob(state, tile)
+
+
+def _outcome(transfer: Transfer) -> OffloadError | None:
+    try:
+        transfer.wait()
+    except OffloadError as error:
+        return error
+    return None

@@ -1,0 +1,73 @@
+"""What a step does to a unit, frozen, and the one function that applies it to a tile, whatever runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from offload import kernels
+from offload.optim.formats import Formats
+from offload.optim.rule import Rule
+from offload.tiers.home import TileHomes
+from offload.units import Tile, UnitSpec
+
+
+class Segment(NamedTuple):
+    """Elements ``[start, stop)`` of a unit that take the same step, ``frozen`` by the rule."""
+
+    start: int
+    stop: int
+    frozen: Hashable
+
+
+@dataclass(frozen=True)
+class UnitUpdate:
+    """What the step does to one unit."""
+
+    unit: UnitSpec
+    segments: tuple[Segment, ...]
+
+    def parts(self, tile: Tile) -> Iterator[Segment]:
+        """The segments, as far as they lie in the tile."""
+        for segment in self.segments:
+            start, stop = max(segment.start, tile.start), min(segment.stop, tile.stop)
+            if start < stop:
+                yield Segment(start, stop, segment.frozen)
+
+    def touched(self, tiles: Sequence[TileHomes]) -> Sequence[TileHomes]:
+        """The tiles that some segment lies in."""
+        if len(tiles) == 1:
+            return tiles
+        return [tile for tile in tiles if any(self.parts(tile.tile))]
+
+
+class TileBytes(NamedTuple):
+    """The addresses of a tile's states, and of the weights and gradients of the same elements."""
+
+    states: int
+    weights: int
+    grads: int
+
+
+def apply(
+    rule: Rule,
+    formats: Formats,
+    update: UnitUpdate,
+    tile: Tile,
+    at: TileBytes,
+    native: kernels.Native = kernels.on_host,
+) -> None:
+    """Run the optimizer over the parts of the tile that take a step, in the memory that ``native`` works on."""
+    for part in update.parts(tile):
+        into = part.start - tile.start
+        rule.apply(
+            part.frozen,
+            tile,
+            at.states,
+            part.start,
+            part.stop,
+            weight=at.weights + into * formats.weights,
+            grad=at.grads + into * formats.grads,
+            native=native,
+        )

@@ -1,0 +1,124 @@
+"""The verdict: what a step will do to every unit, frozen before anything is touched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+
+from torch import nn
+
+from offload.errors import NonFiniteGradient
+from offload.optim.rule import Group, Rule
+from offload.tiers.gradients import GradientStore
+from offload.units import ALIGNMENT, ParameterSpec, UnitSpec
+from offload.update.step import Segment, UnitUpdate
+
+_Common = dict[tuple[int, int, float], Hashable]
+"""What is frozen, by the ``id`` of the group, the step and the scale."""
+
+
+class Verdict:
+    """Looks at the gradients of the coming step, and freezes it. ``named_order`` is that of ``named_parameters``."""
+
+    def __init__(
+        self,
+        units: Sequence[UnitSpec],
+        gradients: GradientStore,
+        named_order: Sequence[ParameterSpec],
+        parameters: dict[ParameterSpec, nn.Parameter],
+        rule: Rule,
+    ) -> None:
+        self._units = units
+        self._gradients = gradients
+        self._named_order = named_order
+        self._parameters = parameters
+        self._rule = rule
+        self.num_steps: dict[ParameterSpec, int] = {}
+        """Steps that each parameter has taken; one without a gradient takes none."""
+
+    def norm(self) -> float:
+        """The norm of all gradients of the coming step; not finite if one of them is not."""
+        by_spec = self._norms_squared()
+        return math.sqrt(sum(by_spec[spec] for spec in self._named_order if spec in by_spec))
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients of the coming step."""
+        self._gradients.multiply(self._units, factor)
+
+    def non_finite(self, step: int) -> NonFiniteGradient:
+        """The error for gradients whose norm is not finite."""
+        by_spec = self._norms_squared()
+        bad = next(spec.name for spec in self._named_order if not math.isfinite(by_spec.get(spec, 0.0)))
+        return NonFiniteGradient(
+            f"step {step}: the gradient of {bad} is not finite. The step was not taken: weights and "
+            "states are unchanged. Lower the learning rate, clip gradients, or look at this batch."
+        )
+
+    def freeze(self, param_groups: Sequence[Group]) -> list[UnitUpdate]:
+        """What the step does to each unit that has gradients, with the groups' settings as they are now."""
+        groups = groups_by_parameter(param_groups)
+        common: _Common = {}
+        updates = []
+        stepping: list[ParameterSpec] = []
+        for unit in self._units:
+            taking_part = self._taking_part(unit, groups)
+            stepping += taking_part
+            update = self._update(unit, taking_part, common)
+            if update is not None:
+                updates.append(update)
+        for spec in stepping:
+            self.num_steps[spec] = self.num_steps.get(spec, 0) + 1
+        return updates
+
+    def freeze_unit(self, unit: UnitSpec, groups: dict[int, Group]) -> UnitUpdate | None:
+        """What the coming step would do to the unit, as things stand now; None if nothing, or if it is not to be.
+
+        ``groups`` by ``id`` of their parameters.
+        """
+        if not all(math.isfinite(gradient.sum_squares) for gradient in self._gradients.of(unit).values()):
+            return None
+        return self._update(unit, self._taking_part(unit, groups), {})
+
+    def _update(self, unit: UnitSpec, taking_part: dict[ParameterSpec, Group], common: _Common) -> UnitUpdate | None:
+        segments: list[Segment] = []
+        for spec, group in taking_part.items():
+            if spec.numel:
+                self._append(segments, spec, self._frozen(unit, spec, group, common))
+        return UnitUpdate(unit, tuple(segments)) if segments else None
+
+    def _taking_part(self, unit: UnitSpec, groups: dict[int, Group]) -> dict[ParameterSpec, Group]:
+        """The unit's parameters that have a gradient and a group."""
+        found = {}
+        gradients = self._gradients.of(unit)
+        for spec in unit.parameters:
+            group = groups.get(id(self._parameters[spec]))
+            if spec in gradients and group is not None:
+                found[spec] = group
+        return found
+
+    def _frozen(self, unit: UnitSpec, spec: ParameterSpec, group: Group, common: _Common) -> Hashable:
+        """The parameter's step. ``common`` holds those that others of the same moment may share."""
+        step, scale = self.num_steps.get(spec, 0) + 1, self._gradients.of(unit)[spec].scale
+        if not self._rule.uniform:
+            return self._rule.freeze(spec, group, step, scale)
+        key = (id(group), step, scale)
+        if key not in common:
+            common[key] = self._rule.freeze(spec, group, step, scale)
+        return common[key]
+
+    def _append(self, segments: list[Segment], spec: ParameterSpec, frozen: Hashable) -> None:
+        """Neighbours that take the same step are one segment."""
+        last = segments[-1] if segments else None
+        same = last is not None and (last.frozen is frozen or last.frozen == frozen)
+        if last is not None and same and spec.offset - last.stop < ALIGNMENT:
+            segments[-1] = Segment(last.start, spec.offset + spec.numel, frozen)
+        else:
+            segments.append(Segment(spec.offset, spec.offset + spec.numel, frozen))
+
+    def _norms_squared(self) -> dict[ParameterSpec, float]:
+        return {spec: g.norm_squared for unit in self._units for spec, g in self._gradients.of(unit).items()}
+
+
+def groups_by_parameter(param_groups: Sequence[Group]) -> dict[int, Group]:
+    """The group of each parameter, by its ``id``: tensors do not compare."""
+    return {id(parameter): group for group in param_groups for parameter in group["params"]}

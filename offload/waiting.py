@@ -1,0 +1,178 @@
+"""Waiting for other threads: every wait has a deadline, and the first fatal error ends all of them."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import NoReturn
+
+from offload.errors import WaitTimeout
+from swapper import StorageError
+
+WAIT_TIMEOUT_S = 600.0
+"""No wait for another thread may take longer: something has died that did not say so."""
+
+_SLICE_S = 0.1
+"""A wait looks this often whether something has failed meanwhile."""
+
+
+class Failure:
+    """Holds the first fatal error of any thread; every later call of the engine raises it.
+
+    ``with failure:`` is for code that waits for the store on the training thread: a fault there is fatal. It is entered
+    several times for each unit and step, so it is no generator.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        """Guards ``_error``. Innermost: nothing else is taken while it is held."""
+        self._error: BaseException | None = None
+
+    def record(self, error: BaseException) -> BaseException:
+        """Keep ``error`` unless there was one before it; returns the one that is kept."""
+        with self._lock:
+            if self._error is None:
+                self._error = error
+            return self._error
+
+    def check(self) -> None:
+        """Raise the first error, if there was one."""
+        if self._error is not None:
+            raise self._error
+
+    def raise_first(self, error: BaseException) -> NoReturn:
+        """Keep ``error`` unless there was one before it, and raise the first."""
+        raise self.record(error)
+
+    def __enter__(self) -> None:
+        self.check()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, StorageError):
+            self.raise_first(error)
+
+
+class Monitor(threading.Condition):
+    """A lock that guards the state of one room, and the wait for a change of that state.
+
+    Each owner says beside its monitor what it guards, and its place in the order of locks. The order, outermost first:
+    early updates (``update.early``), weights on a device, weights in host memory (``tiers.cache``), gradients
+    (``tiers.gradients``, ``tiers.transport``), ``Failure``. No thread waits for I/O while it holds one.
+    """
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__()
+        self._failure = failure
+
+    def wait_until(self, condition: Callable[[], bool], what: Callable[[], str]) -> None:
+        """Block until ``condition``; the lock, which must be held, is free meanwhile.
+
+        Raises the first fatal error, and ``WaitTimeout`` with ``what`` was waited for.
+        """
+        deadline = Deadline(what)
+        while not condition():
+            self._failure.check()
+            deadline.check()
+            self.wait(_SLICE_S)
+
+    def wait_for_transfer(self, wait: Callable[[], object]) -> None:
+        """Make the blocking call ``wait`` with the lock given up; the state may have changed afterwards."""
+        self.release()
+        try:
+            wait()
+        finally:
+            self.acquire()
+
+
+class Deadline:
+    """The moment after which a wait for ``what`` is an error."""
+
+    def __init__(self, what: Callable[[], str]) -> None:
+        self._what = what
+        self._at = time.monotonic() + WAIT_TIMEOUT_S
+
+    def check(self) -> None:
+        """Raise ``WaitTimeout`` once the moment has passed."""
+        if time.monotonic() > self._at:
+            raise timed_out(self._what())
+
+
+def timed_out(what: str) -> WaitTimeout:
+    """The error of a wait for ``what`` that has reached its deadline."""
+    return WaitTimeout(f"{what}: not over after {WAIT_TIMEOUT_S:g} s.")
+
+
+class Job:
+    """One call that a ``Worker`` makes."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call: Callable[[], None] | None = call
+        self._over = threading.Event()
+
+    def run(self, *, cancelled: bool = False) -> None:
+        """Make the call. Calls take care of their errors: one that raises ends its worker."""
+        call, self._call = self._call, None
+        try:
+            if call is not None and not cancelled:
+                call()
+        finally:
+            self._over.set()
+
+    def wait(self, what: Callable[[], str]) -> None:
+        """Block until the call was made, or will not be made. Raises ``WaitTimeout``."""
+        if not self._over.wait(WAIT_TIMEOUT_S):
+            raise timed_out(what())
+
+
+class Worker:
+    """A background thread that makes calls one after the other.
+
+    It is a daemon: the program may end without it. While it has nothing to do it refers to nothing of its owner, so an
+    engine that nobody refers to can be collected.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+
+    def submit(self, call: Callable[[], None]) -> Job:
+        """Have ``call`` made after those before it. After ``stop`` it is not made."""
+        job = Job(call)
+        if self._stopping:
+            job.run(cancelled=True)
+            return job
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
+        return job
+
+    def stop(self) -> None:
+        """Wait for the call at hand; those after it are not made. Raises ``WaitTimeout`` if it does not end."""
+        self._end(cancel=True)
+
+    def finish(self) -> None:
+        """Wait until all calls are made. Raises ``WaitTimeout`` if they do not end."""
+        self._end(cancel=False)
+
+    def _end(self, *, cancel: bool) -> None:
+        self._stopping = self._stopping or cancel
+        self._jobs.put(None)
+        thread, self._thread = self._thread, None
+        if thread is None or thread is threading.current_thread():
+            return
+        thread.join(WAIT_TIMEOUT_S)
+        if thread.is_alive():
+            raise timed_out(f"the end of thread {self._name}")
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job.run(cancelled=self._stopping)
+            del job  # what it refers to may be collected while nothing is to do
