@@ -21,6 +21,7 @@ from offload.plan.plan import Plan
 from offload.planning import check_backend, open_device, plan_for
 from offload.report.report import Report
 from offload.session import Session, with_measured_memory
+from offload.tiers.loading import check_can_be_made
 from offload.units.find import find_units
 from swapper import OffloadError
 
@@ -42,6 +43,7 @@ class OffloadEngine:
         if any(isinstance(p, Handle) for p in model.parameters()):
             raise ConfigError("the model is wrapped already; close its engine first")
         torch_internals.check()
+        check_can_be_made(model)
         check_backend(self.config.io_backend)
         units = find_units(model, in_pieces=has_kernel(self.config.optimizer))
         if not units:

@@ -48,6 +48,7 @@ def plan_for(
     on_host = [unit for unit in units if device_plan is None or unit.index not in device_plan.resident]
     compute_bytes = _compute_host_bytes(config, on_host, device)
     make = partial(make_plan, on_host, formats, tiles_of, host_bytes, nvme_bytes, tile_bytes, compute_bytes)
+    # On a device gradients arrive in host memory after their unit's backward: early updates wait for that, not yet.
     early = device is None and choice is not None and choice.rule.repeatable
     early = early and not config.gradient_clipping and config.precision != "fp16"
     plan = make(early=early)

@@ -35,8 +35,10 @@ from offload.torch_internals import graph_task
 from offload.units import ParameterSpec, UnitSpec
 from offload.update.make import Updates, make_updates
 from offload.update.verdict import Verdict, groups_by_parameter
-from offload.waiting import Failure
-from swapper import OffloadError, StorageError
+from offload.waiting import FATAL, Failure
+from swapper import OffloadError
+
+_NOT_MADE = "the engine could not be made, and parameters that it had taken over are lost: build the model again"
 
 
 class Session:
@@ -73,6 +75,7 @@ class Session:
         try:
             self._build(model, choice, self._closers)
         except BaseException:
+            self.failure.record(OffloadError(_NOT_MADE))  # handles may stand in the model already
             self._closers.close()
             raise
         self.meter.restart()
@@ -142,7 +145,7 @@ class Session:
         """Compute needs the unit: wait for its weights and put them under its parameters."""
         try:
             self._tiers.compute.begin(unit, training=self._in_training())
-        except StorageError as error:
+        except FATAL as error:
             self.failure.raise_first(error)
         self._uses[unit.index] = self.meter.trace.begin("compute", unit.name)
 
@@ -153,7 +156,7 @@ class Session:
             self.meter.trace.end(use)
         try:
             self._tiers.compute.end(unit)
-        except StorageError as error:
+        except FATAL as error:
             self.failure.raise_first(error)
 
     def take_gradient(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor) -> None:
@@ -165,7 +168,7 @@ class Session:
             early.invalidate(unit)
             self._tiers.host.wait_for_update(unit)
             self._tiers.intake.take(unit, spec, gradient, self._gradient_scale)
-        except StorageError as error:
+        except FATAL as error:
             self.failure.raise_first(error)
         early.gradient_arrived(unit)
 
@@ -173,7 +176,7 @@ class Session:
         """The unit has all the gradients of this backward."""
         try:
             self._tiers.intake.close(unit)
-        except StorageError as error:
+        except FATAL as error:
             self.failure.raise_first(error)
         if self.optimizer is not None and self._updates.early.is_held(unit):
             self._updates.updater.begin_early(unit, self._verdict.freeze_unit(unit, self._groups))

@@ -15,6 +15,9 @@ from swapper import StorageError
 WAIT_TIMEOUT_S = 600.0
 """No wait for another thread may take longer: something has died that did not say so."""
 
+FATAL = (StorageError, WaitTimeout)
+"""A fault of a disk or of another thread, wherever it is met, ends the engine."""
+
 _SLICE_S = 0.1
 """A wait looks this often whether something has failed meanwhile."""
 
@@ -22,8 +25,8 @@ _SLICE_S = 0.1
 class Failure:
     """Holds the first fatal error of any thread; every later call of the engine raises it.
 
-    ``with failure:`` is for code that waits for the store on the training thread: a fault there is fatal. It is entered
-    several times for each unit and step, so it is no generator.
+    ``with failure:`` is for code that waits for disks and threads on the training thread: a fault there is fatal. It is
+    entered several times for each unit and step, so it is no generator.
     """
 
     def __init__(self) -> None:
@@ -53,7 +56,7 @@ class Failure:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if isinstance(error, StorageError):
+        if isinstance(error, FATAL):
             self.raise_first(error)
 
 
@@ -62,7 +65,7 @@ class Monitor(threading.Condition):
 
     Each owner says beside its monitor what it guards, and its place in the order of locks. The order, outermost first:
     early updates (``update.early``), weights on a device, weights in host memory (``tiers.cache``), gradients
-    (``tiers.gradients``, ``tiers.transport``), ``Failure``. No thread waits for I/O while it holds one.
+    (``tiers.spill``, ``tiers.transport``), ``Failure``. No thread waits for I/O while it holds one.
     """
 
     def __init__(self, failure: Failure) -> None:
@@ -81,7 +84,7 @@ class Monitor(threading.Condition):
             self.wait(_SLICE_S)
 
     def wait_for_transfer(self, wait: Callable[[], object]) -> None:
-        """Make the blocking call ``wait`` with the lock given up; the state may have changed afterwards."""
+        """Make the blocking call ``wait`` without the lock; the state may have changed afterwards."""
         self.release()
         try:
             wait()
@@ -133,7 +136,7 @@ class Worker:
     """A background thread that makes calls one after the other.
 
     It is a daemon: the program may end without it. While it has nothing to do it refers to nothing of its owner, so an
-    engine that nobody refers to can be collected.
+    engine without other references can be collected.
     """
 
     def __init__(self, name: str) -> None:

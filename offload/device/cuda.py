@@ -1,6 +1,6 @@
 """CUDA as the device: torch's streams, events and caching allocator, and host memory that is registered as it is.
 
-[Note: Why memory is ordered by the compute stream] torch lends freed memory to whoever asks next on the same stream.
+[Note: Why memory is ordered by the compute stream] torch lends freed memory to the next request on the same stream.
 All memory of weights is allocated and freed on the stream that computes, so compute may go on using what is freed later
 in its own order; a copy into new memory waits for an event that compute recorded after the allocation.
 """

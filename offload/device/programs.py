@@ -88,5 +88,5 @@ class GpuPrograms:
 
 @cache
 def programs_of(device: torch.device) -> GpuPrograms:
-    """Those of a GPU, whoever asks: what was compiled once is there for every engine."""
+    """The programs of a GPU, shared by all engines: each is compiled once."""
     return GpuPrograms(device)

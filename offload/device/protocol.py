@@ -52,7 +52,7 @@ class Device(Protocol):
     """A device, its memory and its streams.
 
     ``compute`` is where the model's own operations go: the stream that is current where it is asked for. Memory is
-    ordered by it: what was allocated is for work that comes after it there, what was freed for whoever is next there.
+    ordered by it: new memory is for work that comes after its allocation there, freed memory for the work that is next.
     """
 
     @property

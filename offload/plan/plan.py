@@ -257,6 +257,15 @@ def _reasons(plan: Plan) -> Iterator[str]:
         )
     if any(item.unit.reused for item in on_host):
         yield "the tied weight in pieces and its gradients rest in RAM: each place that uses it would bring it in anew"
+    if plan.second_place_bytes and plan.formats.grads:
+        second = f"{plan.second_place_bytes / _MIB:,.1f} MiB"
+        if plan.places == 2:
+            yield f"trained records on NVMe have two places each ({second} more): no write overwrites current bytes"
+        else:
+            yield (
+                f"trained records on NVMe are written in place, for want of {second} more: a write that fails loses "
+                "its record, and no update begins during backward"
+            )
     if plan.nvme_bytes["grads"]:
         yield "gradients are spilled to NVMe: the budget is below what would keep them all in RAM"
     if plan.vacant_bytes:

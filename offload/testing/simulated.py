@@ -1,6 +1,6 @@
 """A device in host memory that runs everything as late as it may, and reports what was not ordered.
 
-Streams do nothing until somebody waits for them, or chance (``seed``) lets them do a piece: every order that events
+Streams do nothing until a thread waits for them, or chance (``seed``) lets them do a piece: every order that events
 allow can come about, without threads and without clocks. Fresh memory is NaN: a use before its copy shows.
 Beside that, each access is checked against those before it, by vector clocks: two of which one writes must be ordered
 by events, whatever order they happened to come in. For tests of the schedule; training on it is correct and slow.
@@ -214,7 +214,7 @@ class SimulatedDevice:
         obstacle: str | None = None,
         link_speed: float = 1.0,
     ) -> None:
-        """``eagerness`` is how likely a call lets some stream do a piece of work that nobody waits for yet.
+        """``eagerness`` is how likely a call lets some stream do a piece of work before it is waited for.
 
         ``obstacle`` is what it says hinders it to run kernels. ``link_speed`` is how many bytes per second its events
         say that copies make; at one a second no update is worth sending there.
@@ -266,7 +266,7 @@ class SimulatedDevice:
             start, nbytes = storage.data_ptr(), storage.nbytes()
             found = len(self.violations)
             self.access("compute", self.compute._tick(), start, nbytes, writes=True)
-            if len(self.violations) > found:  # somebody may still use it: be a report enough, and no crash
+            if len(self.violations) > found:  # it may still be in use: the report is enough, a crash would hide it
                 self._run_all()
             self._accesses = [item for item in self._accesses if not (start <= item.start < start + nbytes)]
             self.allocated_bytes -= nbytes
@@ -280,7 +280,7 @@ class SimulatedDevice:
             self._run_all()
             del self.pinned[address]
 
-    # For whoever checks.
+    # For tests.
 
     def host_access(self, address: int, nbytes: int, *, writes: bool) -> None:
         """The host, or a disk on its behalf, reads or writes this memory now."""

@@ -37,23 +37,47 @@ class Gradient:
         return self.sum_squares * self.scale * self.scale
 
 
-class GradientPlace(Protocol):
-    """Where the gradients of one unit rest, flat, as its weights lie. All three calls return the sum of squares."""
+class Loan(Protocol):
+    """The right to read a unit's gradients where they are, until it is ended. Any thread may end it."""
+
+    address: int
+
+    def end_loan(self) -> None: ...
+
+
+class GradientPlace:
+    """Where the gradients of one unit rest, flat, as its weights lie. One thread at a time calls all methods but
+    ``wait_until_spilled``."""
+
+    is_on_device = False
+    """The gradients stay on the device that makes them."""
+    spills = False
+    """The gradients leave host memory after the unit's backward, so that a later read costs a transfer."""
 
     def put(self, spec: ParameterSpec, gradient: torch.Tensor) -> float:
-        """Make the parameter's gradient a copy of this one."""
+        """Make the parameter's gradient a copy of this one. Like the next two, returns the sum of squares: NaN where it
+        is found later."""
+        raise NotImplementedError
 
     def add(self, spec: ParameterSpec, gradient: torch.Tensor) -> float:
         """Add one to it."""
+        raise NotImplementedError
 
     def rescale_and_add(self, spec: ParameterSpec, factor: float, gradient: torch.Tensor, scale: float) -> float:
         """Multiply it by ``factor``, and add ``scale`` times another one."""
+        raise NotImplementedError
+
+    def sum_squares(self, spec: ParameterSpec) -> float:
+        """Of the gradient that rests here; NaN where it is found later."""
+        raise NotImplementedError
 
     def read(self, spec: ParameterSpec) -> torch.Tensor:
         """A copy, in host memory."""
+        raise NotImplementedError
 
     def landing(self, spec: ParameterSpec) -> torch.Tensor | None:
-        """Where others may put it, flat; None if it must be brought here by ``put``."""
+        """Where a first gradient may be put from outside, flat; None if it must be brought here by ``put``."""
+        return None
 
     def close(self) -> None:
         """The unit has all its gradients of this backward."""
@@ -61,8 +85,21 @@ class GradientPlace(Protocol):
     def forget(self) -> None:
         """The gradients belong to a step now, or are not wanted."""
 
+    def leave(self) -> None:
+        """The unit's gradients rest elsewhere from now on. There are none now."""
 
-class HostPlace:
+    def lend(self) -> Loan | None:
+        """The gradients where they still lie, if an update that reads them there saves a transfer."""
+        return None
+
+    def wait_until_spilled(self) -> None:
+        """Block until a transfer can read them. Any thread."""
+
+    def begin_squares(self) -> None:
+        """Have sums of squares worked out that are found later."""
+
+
+class HostPlace(GradientPlace):
     """Gradients that rest in host memory."""
 
     def __init__(self, address: int, dtype: torch.dtype) -> None:
@@ -87,14 +124,7 @@ class HostPlace:
     def landing(self, spec: ParameterSpec) -> torch.Tensor | None:
         return self._tensor(spec).view(-1)
 
-    def close(self) -> None:
-        pass
-
-    def forget(self) -> None:
-        pass
-
     def sum_squares(self, spec: ParameterSpec) -> float:
-        """Of the gradient that rests here."""
         if spec.numel == 0:
             return 0.0
         return kernels.sum_squares(self._address(spec), spec.numel, self._kernel_dtype)
@@ -111,8 +141,10 @@ class HostPlace:
         return self._at + spec.offset * self._dtype.itemsize
 
 
-class DevicePlace:
+class DevicePlace(GradientPlace):
     """Gradients that rest in a device's memory, added up in the order of compute; their squares are found later."""
+
+    is_on_device = True
 
     def __init__(self, unit: UnitSpec, grads: torch.Tensor, squares: Squares | None) -> None:
         """``grads`` is flat, all of the unit's."""
@@ -134,20 +166,16 @@ class DevicePlace:
         self._tensor(spec).mul_(factor).add_(gradient.to(self._grads.device), alpha=scale)
         return self._later()
 
+    def sum_squares(self, spec: ParameterSpec) -> float:
+        return math.nan
+
     def read(self, spec: ParameterSpec) -> torch.Tensor:
         return self._tensor(spec).cpu()
-
-    def landing(self, spec: ParameterSpec) -> torch.Tensor | None:
-        return None
-
-    def close(self) -> None:
-        pass
 
     def forget(self) -> None:
         self.changed = False
 
     def begin_squares(self) -> None:
-        """Have the squares added up, if gradients have come."""
         if self.changed and self._squares is not None:
             self._squares.begin(self._unit.trainable, self._grads)
         self.changed = False

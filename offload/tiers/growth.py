@@ -14,7 +14,6 @@ from offload.tiers.device_weights import DeviceWeights
 from offload.tiers.gradients import DevicePlace, GradientStore
 from offload.tiers.home import DeviceHome, TileHomes, UnitHomes
 from offload.tiers.host_weights import HostWeights
-from offload.tiers.spill import SpilledPlace
 from offload.tiers.squares import Squares
 from offload.tiers.transport import GradientTransport
 from offload.tiers.window import DeviceWindow
@@ -124,9 +123,7 @@ class Growth:
             with tile.states.borrow(change=False) as address:
                 target.states.bring(address)
         self._host.leave(unit)
-        place = self._gradients.place(unit)
-        if isinstance(place, SpilledPlace):
-            place.leave()
+        self._gradients.place(unit).leave()
         self._homes[unit.index] = new
         if new.grads is not None and new.grads.tensor is not None:
             self._gradients.move(unit, DevicePlace(unit, new.grads.tensor, self._squares))

@@ -1,7 +1,7 @@
 """Homes: where a record rests between uses, and the one way to its bytes.
 
 A record is what is stored of one kind of one unit: its weights, its gradients, or one tile of its optimizer states. The
-plan gives each a tier, ``make_homes`` gives it a home there, and nothing else asks for the tier: a home whose bytes can
+plan gives each a tier, ``tiers.make`` makes its home there, and nothing else asks for the tier: a home whose bytes can
 be used where they are has an ``address`` (host memory) or a ``tensor`` (a device's memory); the bytes of a home on NVMe
 pass through a buffer by ``read`` and ``write``. Code that looks in from outside of the schedule borrows.
 """

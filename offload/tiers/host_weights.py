@@ -227,7 +227,7 @@ class HostWeights(WeightCache[Slot]):
         """The pinned weights are the new ones. They go back to the store, and waiting uses may go on."""
         entry = self._entries[unit.index]
         if entry.residency is Residency.PERMANENT:
-            entry.updating = False
+            entry.updating = False  # only this thread clears it, and no place depends on it: no lock is needed
             if self._num_waiting_for_update:
                 with self._changed:
                     self._changed.notify_all()
@@ -299,7 +299,8 @@ class HostWeights(WeightCache[Slot]):
 
     def forget_beside(self, unit: UnitSpec) -> None:
         """The weights beside, if any, are not wanted."""
-        self._entries[unit.index].beside = False
+        with self._changed:
+            self._entries[unit.index].beside = False
 
     def drain(self) -> None:
         """Wait for every transfer in flight, whatever becomes of it."""
@@ -320,8 +321,9 @@ class HostWeights(WeightCache[Slot]):
         return address
 
     def _forward_goes_on(self) -> bool:
-        """A forward is under way, and does not itself wait for an update: the update would only evict what it has just
-        brought in. Before the forward begins there is nothing to be polite to."""
+        """Compute has used units since the last step, and does not wait for an update: units that it needs sooner than
+        the next one to be updated keep their slots, since the update would only evict what it has just brought in. As
+        soon as compute waits for an update, or has not begun, the update may evict any unit that is not in use."""
         return self._forward_under_way and self._num_waiting_for_update == 0
 
     def _wait_for_update(self, entry: Entry[Slot]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
 
 import torch
@@ -15,6 +15,17 @@ from offload.optim.formats import Formats
 from offload.optim.rule import Rule
 from offload.tiers.home import Home, TileHomes, Transfer, UnitHomes
 from offload.units import ParameterSpec, UnitSpec
+
+
+def check_can_be_made(model: nn.Module) -> None:
+    """Raise ``ConfigError`` for a module with tensors on the meta device that has no ``reset_parameters``."""
+    for module in model.modules():
+        names = _meta_names(module._parameters) + _meta_names(module._buffers)
+        if names and getattr(module, "reset_parameters", None) is None:
+            raise ConfigError(
+                f"{type(module).__name__} has {', '.join(names)} on the meta device and no reset_parameters() to "
+                "initialise them. Give it one, or build the model on the CPU."
+            )
 
 
 class Loader:
@@ -50,7 +61,7 @@ class Loader:
 
         Parameters on the meta device are first made by their module's ``reset_parameters``, module by module in the
         order of ``model.modules()``, and each unit is stored as soon as all of it is there: the whole model never
-        exists at once. Raises ``ConfigError`` for a module that has no ``reset_parameters``.
+        exists at once. ``check_can_be_made`` has passed.
         """
         units_of: dict[nn.Module, list[UnitSpec]] = {}
         for unit in units:
@@ -137,16 +148,9 @@ class _Ring:
 
 def _make_real(module: nn.Module, units: Sequence[UnitSpec]) -> None:
     """Give a module whose own parameters are on the meta device real ones, initialised by ``reset_parameters``."""
-    names = [name for name, p in module._parameters.items() if p is not None and p.is_meta]
-    buffers = [name for name, b in module._buffers.items() if b is not None and b.is_meta]
+    names, buffers = _meta_names(module._parameters), _meta_names(module._buffers)
     if not names and not buffers:
         return
-    reset = getattr(module, "reset_parameters", None)
-    if reset is None:
-        raise ConfigError(
-            f"{type(module).__name__} has {', '.join(names + buffers)} on the meta device and no reset_parameters() "
-            "to initialise them. Give it one, or build the model on the CPU."
-        )
     shared = {spec.owners[0]: spec for unit in units for spec in unit.parameters if len(spec.owners) > 1}
     for name in names:
         old = module._parameters[name]
@@ -158,4 +162,8 @@ def _make_real(module: nn.Module, units: Sequence[UnitSpec]) -> None:
             site.module._parameters[site.name] = module._parameters[name]
     for name in buffers:
         module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")  # type: ignore[arg-type]
-    reset()
+    module.reset_parameters()  # type: ignore[operator]  # it is there: see ``check_can_be_made``
+
+
+def _meta_names(tensors: Mapping[str, torch.Tensor | None]) -> list[str]:
+    return [name for name, tensor in tensors.items() if tensor is not None and tensor.is_meta]

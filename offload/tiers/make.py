@@ -62,7 +62,6 @@ class Tiers:
     tile_buffers: Sequence[Lease]
     host: HostWeights
     gradients: GradientStore
-    buffers: BufferPool
     intake: GradientStore | GradientTransport
     """Takes gradients as compute makes them."""
     compute: Compute
@@ -179,7 +178,6 @@ def make_tiers(
         tile_buffers=tile_buffers,
         host=host,
         gradients=gradients,
-        buffers=pool,
         intake=intake,
         compute=compute,
         on_device=on_device,

@@ -21,10 +21,16 @@ class GradientBuffer:
 
     def __init__(self, lease: Lease) -> None:
         self.address = lease.address
+        self.pool: BufferPool | None = None
         self.owner: SpilledPlace | None = None
         self.writes: tuple[Transfer, ...] = ()
         self.lent = False
         """An early update reads it, or will: its bytes stay as they are until then. Guarded by the pool's monitor."""
+
+    def end_loan(self) -> None:
+        """The bytes are read no more. Any thread."""
+        if self.pool is not None:
+            self.pool.end_loan(self)
 
 
 class BufferPool:
@@ -32,6 +38,8 @@ class BufferPool:
 
     def __init__(self, buffers: Sequence[GradientBuffer], failure: Failure, meter: Meter) -> None:
         self._buffers = list(buffers)
+        for buffer in self._buffers:
+            buffer.pool = self
         self._meter = meter
         self._returned = Monitor(failure)
         """Guards ``lent`` of the buffers. All else of them belongs to the thread that adds gradients."""
@@ -81,6 +89,8 @@ class BufferPool:
 class SpilledPlace(HostPlace):
     """The gradients of one unit: in a buffer during its backward, in the store afterwards, one extent for each tile."""
 
+    spills = True
+
     def __init__(
         self, unit: UnitSpec, tiles: Sequence[TileHomes], pool: BufferPool, dtype: torch.dtype, meter: Meter
     ) -> None:
@@ -104,13 +114,11 @@ class SpilledPlace(HostPlace):
         self._is_spilled = False
 
     def lend(self) -> GradientBuffer | None:
-        """The buffer in which the gradients still lie, if they do, to be read until the pool's ``end_loan``."""
         if self.buffer is not None:
             self._pool.lend(self.buffer)
         return self.buffer
 
     def wait_until_spilled(self) -> None:
-        """Block until the store holds what was gathered. Any thread."""
         buffer = self.buffer  # which another unit may take meanwhile
         for write in () if buffer is None else buffer.writes:
             write.wait()
@@ -125,7 +133,6 @@ class SpilledPlace(HostPlace):
             self.buffer, buffer.owner = None, None
 
     def leave(self) -> None:
-        """The unit's gradients rest elsewhere from now on. There are none now."""
         buffer = self.buffer
         if buffer is not None:
             self._wait_for_spill(buffer)

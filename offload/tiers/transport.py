@@ -17,7 +17,7 @@ from offload.device.protocol import Device, Event
 from offload.memory import tensor_at
 from offload.report.meter import Meter
 from offload.report.trace import Span
-from offload.tiers.gradients import DevicePlace, GradientStore, HostPlace
+from offload.tiers.gradients import GradientStore
 from offload.tiers.squares import Squares
 from offload.units import ParameterSpec, UnitSpec
 from offload.waiting import Failure, Job, Monitor, Worker
@@ -66,7 +66,7 @@ class GradientTransport:
     def take(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor, scale: float = 1.0) -> None:
         """Send a complete gradient to its home. It must not change any more."""
         place = self._store.place(unit)
-        if isinstance(place, DevicePlace):
+        if place.is_on_device:
             self._store.take(unit, spec, gradient.to(self._dtype), scale)
             return
         gradient = gradient.detach()
@@ -105,9 +105,7 @@ class GradientTransport:
         """Wait until every gradient that was taken is in its place, and its squares are known."""
         if self._squares is not None:
             for unit in self._units:
-                place = self._store.place(unit)
-                if isinstance(place, DevicePlace):
-                    place.begin_squares()
+                self._store.place(unit).begin_squares()
         last, self._last = self._last, None
         if last is not None:
             with self._meter.stall("gradients"):
@@ -151,10 +149,7 @@ class GradientTransport:
         squared: bool,
     ) -> None:
         if landing is None:
-            place = self._store.place(unit)
-            sum_squares = math.nan  # ``settle`` knows it
-            if not squared and isinstance(place, HostPlace):
-                sum_squares = place.sum_squares(spec)
+            sum_squares = math.nan if squared else self._store.place(unit).sum_squares(spec)
             self._store.landed(unit, spec, scale, sum_squares)
             return
         self._store.take(unit, spec, target.view(spec.shape), scale)

@@ -61,7 +61,7 @@ class SwapWindow(_Holds):
         self._poison = poison  # mapped as long as anything may look at it
         self._storage = self.flat.untyped_storage()
         self._under: torch.UntypedStorage | None = None
-        """What the window last looked out on, or does now: made once for a unit that is at home in RAM."""
+        """The memory that was last under the window, or is now: made once for a unit that is resident in RAM."""
         self._address = 0
         self._is_open = False
 

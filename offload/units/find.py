@@ -23,7 +23,7 @@ def find_units(model: nn.Module, *, in_pieces: bool = False) -> list[UnitSpec]:
 
     Repeated blocks (children of one class in a ``ModuleList`` or ``Sequential``) are units; so is every other module
     that is small against the model; what a larger module owns itself is a unit of its own. With ``in_pieces`` a weight
-    that is much larger than all other units may be cut into several: see ``offload.pieces``.
+    that is much larger than all other units may be cut into several: see ``offload.units.pieces``.
     Raises ``ConfigError`` for a trainable parameter that is not a real floating-point tensor.
     """
     total = sum(p.numel() for p in model.parameters())

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from offload.errors import ConfigError
 from offload.units.pieces import Piece, WeightInPieces
 from swapper import PAGE_BYTES
 
@@ -55,7 +56,8 @@ class ParameterSpec:
         """The model's parameter as it stands there now."""
         module, name = self.owners[0]
         parameter = module._parameters[name]
-        assert parameter is not None
+        if parameter is None:
+            raise ConfigError(f"parameter {self.name} was taken out of the model while the engine was made")
         return parameter
 
     @property

@@ -1,12 +1,12 @@
 """Updates, on a device, of tiles that rest on the host: a tile goes there, takes its step, and comes back.
 
-The kernel is the one that updates what is at home there, so the bits are those of the CPU. Two tiles at a time keep
-both ways of the link busy: each has memory there with a stream of its own, in whose order it comes, is updated and
-goes. So a tile needs no event but its last, and more can be sent than there is memory for: they come in turn.
+The kernel is the one that updates units which are resident there, so the bits are those of the CPU. Two tiles at a time
+keep both ways of the link busy: each has memory there with a stream of its own, in whose order it comes, is updated and
+goes. So a tile needs no event but its last, and more tiles can be sent than there is memory for: they come in turn.
 
-[Note: Which side updates a tile] The one that will have it done first. The CPU's rate is measured as it goes, anew in
-each step, whose first tile is the CPU's; the link's before training. What was given to either side before counts. A CPU
-that is slow sees more tiles leave, a link that is slow none.
+[Note: Which side updates a tile] The side that will have it done first. The CPU's rate is measured as it goes, anew in
+each step, whose first tile is the CPU's; the link's rate is measured before training. The tiles that either side has
+been given already count. A slow CPU sees more tiles leave, a slow link none.
 """
 
 from __future__ import annotations

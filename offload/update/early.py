@@ -19,10 +19,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 
-from offload.tiers.gradients import GradientStore
+from offload.tiers.gradients import GradientStore, Loan
 from offload.tiers.home import StoredHome, TileHomes, Transfer, UnitHomes
 from offload.tiers.host_weights import HostWeights, Slot
-from offload.tiers.spill import BufferPool, GradientBuffer, SpilledPlace
 from offload.units import UnitSpec
 from offload.update.step import UnitUpdate
 from offload.waiting import Failure, Monitor
@@ -70,7 +69,7 @@ class EarlyUpdate:
     def __init__(self, unit: UnitSpec, owner: EarlyUpdates) -> None:
         self.unit = unit
         self.stage = Stage.HELD
-        self.loan: GradientBuffer | None = None
+        self.loan: Loan | None = None
         """Where the gradients still lie, if they need not be read back."""
         self._owner = owner
         self._slot: Slot | None = None
@@ -119,7 +118,6 @@ class EarlyUpdates:
         homes: Sequence[UnitHomes],
         host: HostWeights,
         gradients: GradientStore,
-        buffers: BufferPool,
         failure: Failure,
     ) -> None:
         """``max_held`` slots can be spared for early updates at a time. ``eligible`` units have two places for all that
@@ -130,7 +128,6 @@ class EarlyUpdates:
         self._max_held = max_held
         self._homes = homes
         self._gradients = gradients
-        self._buffers = buffers
         self._num_arrived = [0] * len(units)
         """Gradients of each unit that have come in the present backward."""
         self._num_expected = [0] * len(units)
@@ -192,9 +189,8 @@ class EarlyUpdates:
                 return False
             early.update = update
             early.tiles = update.touched(self._homes[unit.index].tiles)
-            place = self._gradients.place(unit)
-            if isinstance(place, SpilledPlace) and self._compute_may_wait(unit):
-                early.loan = place.lend()
+            if self._compute_may_wait(unit):
+                early.loan = self._gradients.place(unit).lend()
             grads = self._homes[unit.index].grads
             early.grads = early.loan.address if early.loan is not None else None if grads is None else grads.address
             early.become(Stage.QUEUED)
@@ -283,9 +279,7 @@ class EarlyUpdates:
             yield early
 
     def wait_until_spilled(self, unit: UnitSpec) -> None:
-        place = self._gradients.place(unit)
-        if isinstance(place, SpilledPlace):
-            place.wait_until_spilled()
+        self._gradients.place(unit).wait_until_spilled()
 
     def finished(self, early: EarlyUpdate) -> None:
         """All of it is on its way to the second places."""
@@ -317,9 +311,9 @@ class EarlyUpdates:
 
     def _end_loan(self, early: EarlyUpdate) -> None:
         if early.loan is not None:
-            self._buffers.end_loan(early.loan)
+            early.loan.end_loan()
             early.loan = None
 
     def _compute_may_wait(self, unit: UnitSpec) -> bool:
         """Compute may wait for an early update of ``unit`` where it finds no slot or no gradient buffer."""
-        return isinstance(self._gradients.place(unit), SpilledPlace) and self._num_steps == 0
+        return self._gradients.place(unit).spills and self._num_steps == 0

@@ -42,11 +42,10 @@ def make_updates(plan: Plan, tiers: Tiers, rule: Rule, failure: Failure, meter: 
     early = EarlyUpdates(
         units,
         lambda unit: plan.early and unit.index in streamed,
-        tiers.num_spare_slots - 1,
+        tiers.num_spare_slots - 1,  # the last one is for the unit that compute fetches ahead
         tiers.homes,
         tiers.host,
         tiers.gradients,
-        tiers.buffers,
         failure,
     )
     pipeline = Pipeline(tiers.tile_buffers, rule, plan.formats, meter, device_side)

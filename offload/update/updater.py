@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from offload.tiers.gradients import GradientStore
+from offload.tiers.gradients import GradientPlace, GradientStore
 from offload.tiers.home import StoredHome, TileHomes, Transfer, UnitHomes
 from offload.tiers.host_weights import HostWeights
-from offload.tiers.spill import SpilledPlace
 from offload.units import UnitSpec
 from offload.update.device_side import DeviceSide
 from offload.update.early import EarlyUpdates
@@ -24,20 +23,19 @@ from offload.waiting import Failure, Worker
 class _ConfirmedUpdate:
     """The update of one unit in a step that is certain. A task of the pipeline."""
 
-    def __init__(self, update: UnitUpdate, homes: UnitHomes, host: HostWeights, spilled: SpilledPlace | None) -> None:
+    def __init__(self, update: UnitUpdate, homes: UnitHomes, host: HostWeights, place: GradientPlace) -> None:
         self.update = update
         self.tiles: Sequence[TileHomes] = update.touched(homes.tiles)
         self.grads = None if homes.grads is None else homes.grads.address
         self._homes = homes
         self._host = host
-        self._spilled = spilled
+        self._place = place
 
     def begins(self) -> None:
         self._host.try_fetch(self.update.unit)
 
     def before_grads(self) -> None:
-        if self._spilled is not None:
-            self._spilled.wait_until_spilled()
+        self._place.wait_until_spilled()
 
     def weights_at_hand(self) -> bool:
         return self._homes.weights.address is not None
@@ -97,8 +95,7 @@ class Updater:
 
     def _confirmed(self, update: UnitUpdate) -> Task:
         place = self._gradients.place(update.unit)
-        spilled = place if isinstance(place, SpilledPlace) else None
-        return _ConfirmedUpdate(update, self._homes[update.unit.index], self._host, spilled)
+        return _ConfirmedUpdate(update, self._homes[update.unit.index], self._host, place)
 
     def _run(self, tasks: Iterable[Task]) -> None:
         try:

@@ -12,9 +12,13 @@ import torch
 from tiny import Tiny, batches, least_budget, loss_of, train
 from torch import nn
 
-from offload import OffloadEngine
+from offload import ConfigError, OffloadEngine, OffloadError, StorageIOError
 from offload.closing import Closers
+from offload.errors import WaitTimeout
 from offload.testing.simulated import SimulatedDevice
+from offload.tiers.host_weights import HostCarrier, HostWeights
+from offload.tiers.loading import Loader
+from offload.units import UnitSpec
 
 WIDTH, DEPTH = 128, 8
 
@@ -179,6 +183,58 @@ def test_an_engine_lives_as_long_as_its_model_is_trained(make_model) -> None:
         losses.append(loss.item())
     with OffloadEngine(make_model(), precision="fp32") as engine:
         assert losses == train(engine, 2)[0]
+
+
+class NeverMade(nn.Module):
+    """Its parameter is on the meta device, and nothing says how to initialise it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.empty(4, device="meta"))
+
+
+def test_a_model_that_cannot_be_made_is_refused_before_it_is_touched() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), NeverMade())
+    before = [type(parameter) for parameter in model.parameters()]
+    with pytest.raises(ConfigError, match="NeverMade has gain on the meta device"):
+        OffloadEngine(model, precision="fp32")
+    assert [type(parameter) for parameter in model.parameters()] == before
+    assert model[0].weight.norm() > 0
+
+
+def test_parameters_of_an_engine_that_could_not_be_made_raise_when_they_are_read(monkeypatch) -> None:
+    """They used to read memory that was unmapped by then."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    store_unit, stored = Loader._store_unit, []
+
+    def fail(loader: Loader, unit: UnitSpec) -> None:
+        if stored:
+            raise StorageIOError("planted")
+        stored.append(unit)
+        store_unit(loader, unit)
+
+    monkeypatch.setattr(Loader, "_store_unit", fail)
+    with pytest.raises(StorageIOError, match="planted"):
+        OffloadEngine(model, precision="fp32")
+    with pytest.raises(OffloadError, match="could not be made"):
+        model[0].weight.norm()
+
+
+def test_a_wait_that_reached_its_deadline_ends_the_engine_for_good(make_model, tmp_path: Path, monkeypatch) -> None:
+    budget = least_budget(make_model(), tmp_path)
+    with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory=budget) as engine:
+        train(engine, 1)
+        engine.synchronize()
+        with monkeypatch.context() as patch:
+            patch.setattr("offload.waiting.WAIT_TIMEOUT_S", 0.2)
+            patch.setattr(HostCarrier, "take_place", lambda carrier, unit: None)
+            patch.setattr(HostWeights, "_victim", lambda *_: None)
+            patch.setattr(HostWeights, "_compute_holds_all", lambda _: False)
+            with pytest.raises(WaitTimeout, match="a place for unit"):
+                for tokens, _ in batches(3):
+                    engine(tokens)
+        with pytest.raises(WaitTimeout, match="a place for unit"):
+            engine(tokens)
 
 
 def test_every_room_stands_on_lower_ones_only() -> None:
