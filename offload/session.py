@@ -144,6 +144,8 @@ class Session:
     def begin_use(self, unit: UnitSpec) -> None:
         """Compute needs the unit: wait for its weights and put them under its parameters."""
         try:
+            if self.optimizer is not None and graph_task() != -1:  # more gradients of the unit will come
+                self._updates.early.invalidate(unit)
             self._tiers.compute.begin(unit, training=self._in_training())
         except FATAL as error:
             self.failure.raise_first(error)

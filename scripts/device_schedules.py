@@ -284,7 +284,11 @@ def main() -> int:
     options = parser.parse_args()
     deadline, seed, failed = time.monotonic() + options.seconds, options.seed, 0
     while time.monotonic() < deadline:
-        wrong = check(seed, options.path)
+        try:
+            wrong = check(seed, options.path)
+        except Exception:
+            print(f"seed {seed}:", flush=True)
+            raise
         failed += bool(wrong)
         for line in wrong:
             print(f"seed {seed}: {line}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import aio_ext
 from offload.report.meter import Meter
@@ -256,12 +256,22 @@ class HostWeights(WeightCache[Slot]):
             entry.beside = False
             self._unpin(entry, computing=False)
 
-    def lend(self, unit: UnitSpec) -> Slot:
-        """The slot of a unit that is held, once nothing else uses it. The unit itself is absent from now on."""
+    def lend(self, unit: UnitSpec, wanted: Callable[[], bool]) -> Slot | None:
+        """The slot of a unit that is held, once nothing else uses it. The unit itself is absent from now on.
+
+        None if it is not ``wanted`` any more: the thread that says so may be the one that uses the unit. It is held no
+        more then.
+        """
         entry = self._entries[unit.index]
         with self._changed:
             while True:
-                self._changed.wait_until(lambda: entry.pins == 1, lambda: f"the use of unit {unit.name}")
+                self._changed.wait_until(
+                    lambda: entry.pins == 1 or not wanted(), lambda: f"the use of unit {unit.name}"
+                )
+                if not wanted():
+                    entry.beside = False
+                    self._unpin(entry, computing=False)
+                    return None
                 if entry.is_settled():
                     break
                 for transfer in (entry.fetch, entry.write):  # meanwhile others may use the unit again

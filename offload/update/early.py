@@ -93,9 +93,9 @@ class EarlyUpdate:
     def weights_at_hand(self) -> bool:
         return False
 
-    def weights(self) -> int:
-        self._slot = self._owner.host.lend(self.unit)
-        return self._slot.address
+    def weights(self) -> int | None:
+        self._slot = self._owner.host.lend(self.unit, lambda: self.stage is not Stage.VOID)
+        return None if self._slot is None else self._slot.address
 
     def write(self, states: StoredHome, address: int) -> Transfer:
         return states.write_beside(address)

@@ -43,14 +43,15 @@ class Task(Protocol):
     def weights_at_hand(self) -> bool:
         """``weights`` would not wait, and needs no place that a tile under update may hold."""
 
-    def weights(self) -> int:
-        """Have the unit's weights in host memory, to be changed; where they are."""
+    def weights(self) -> int | None:
+        """Have the unit's weights in host memory, to be changed; where they are. None: the task is void by now, and its
+        tiles are passed over."""
 
     def write(self, states: StoredHome, address: int) -> Transfer:
         """Start writing the new states of a tile."""
 
     def finish(self) -> None:
-        """All tiles are updated: the weights go to their home, and waiting uses may go on."""
+        """All tiles are updated, or passed over: the weights go to their home, and waiting uses may go on."""
 
 
 @dataclass(eq=False)
@@ -60,6 +61,8 @@ class _TaskState:
     """Tiles that are not done."""
     weights: int | None = None
     """Where they are, once they are taken."""
+    void: bool = False
+    """The tiles are passed over."""
 
 
 @dataclass(eq=False)
@@ -121,7 +124,9 @@ class Pipeline:
                 self._bring_back(wait=not is_read)
                 if is_read or (reading and not self._sent):
                     self._make_ready(reading[0])
-                    if not self._send(reading):
+                    if reading[0].state.void:
+                        self._pass_over(reading.popleft())
+                    elif not self._send(reading):
                         self._apply(reading[0])
                         self._finish(reading.popleft())
                 self._read_ahead(coming, reading)
@@ -162,10 +167,11 @@ class Pipeline:
     def _make_ready(self, job: _TileJob) -> None:
         """Wait until everything that the tile's update needs is in host memory."""
         state = job.state
-        if state.weights is None:
+        if state.weights is None and not state.void:
             while self._sent and not state.task.weights_at_hand():  # the update pins one place at a time
                 self._bring_back(wait=True)
             state.weights = state.task.weights()
+            state.void = state.weights is None
         for read in job.reads:
             read.wait()
 
@@ -214,6 +220,15 @@ class Pipeline:
                 self._free.append(buffer)
             else:
                 self._writes.append((job.state.task.write(stored, job.states), buffer))
+        self._count(job)
+
+    def _pass_over(self, job: _TileJob) -> None:
+        """The tile stays as it was."""
+        if job.buffer is not None:
+            self._free.append(job.buffer)
+        self._count(job)
+
+    def _count(self, job: _TileJob) -> None:
         job.state.num_left -= 1
         if job.state.num_left == 0:
             job.state.task.finish()

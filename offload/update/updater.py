@@ -40,7 +40,7 @@ class _ConfirmedUpdate:
     def weights_at_hand(self) -> bool:
         return self._homes.weights.address is not None
 
-    def weights(self) -> int:
+    def weights(self) -> int | None:
         return self._host.acquire_for_update(self.update.unit)
 
     def write(self, states: StoredHome, address: int) -> Transfer:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import gc
 import threading
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from tiny import Tiny, batches, least_budget, loss_of, train
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from offload import ConfigError, OffloadEngine, OffloadError, StorageIOError
 from offload.closing import Closers
 from offload.errors import WaitTimeout
+from offload.session import Session
 from offload.testing.simulated import SimulatedDevice
 from offload.tiers.host_weights import HostCarrier, HostWeights
 from offload.tiers.loading import Loader
@@ -235,6 +238,48 @@ def test_a_wait_that_reached_its_deadline_ends_the_engine_for_good(make_model, t
                     engine(tokens)
         with pytest.raises(WaitTimeout, match="a place for unit"):
             engine(tokens)
+
+
+class UsedTwice(Tiny):
+    """Each block is called twice in a row, and recomputed for each backward."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, checkpoint(block, x, use_reentrant=True), use_reentrant=True)
+        return self.head(self.norm(x))
+
+
+def test_a_unit_that_backward_uses_again_while_its_early_update_runs_harms_nothing(tmp_path: Path, monkeypatch) -> None:
+    """The update waited for the use to end, and the use for the update: forced, whatever the speed of the machine."""
+
+    def outcome(**options: object) -> list[float]:
+        torch.manual_seed(0)
+        with OffloadEngine(UsedTwice(width=64), precision="fp32", lr=1e-2, **options) as engine:
+            return train(engine, 2)[0]
+
+    expected = outcome()
+    budget = int(1.5 * least_budget(UsedTwice(width=64), tmp_path, precision="fp32"))
+    used_again = {name: threading.Event() for name in (f"blocks.{index}" for index in range(4))}
+    running: set[str] = set()
+    begin_use, lend = Session.begin_use, HostWeights.lend
+
+    def watched_use(session: Session, unit: UnitSpec) -> None:
+        if unit.name in running and unit.name in used_again:
+            used_again[unit.name].set()
+        begin_use(session, unit)
+
+    def late_lend(host: HostWeights, unit: UnitSpec, wanted: Callable[[], bool]) -> object:
+        running.add(unit.name)
+        if unit.name in used_again:
+            used_again[unit.name].wait(2)  # it is not used again where both of its gradients have come
+        return lend(host, unit, wanted)
+
+    monkeypatch.setattr("offload.waiting.WAIT_TIMEOUT_S", 20.0)
+    monkeypatch.setattr(Session, "begin_use", watched_use)
+    monkeypatch.setattr(HostWeights, "lend", late_lend)
+    assert outcome(nvme_path=tmp_path, host_memory=budget) == expected
+    assert any(event.is_set() for event in used_again.values())
 
 
 def test_every_room_stands_on_lower_ones_only() -> None:
