@@ -18,7 +18,7 @@ from offload.errors import ConfigError
 from offload.memory import available_bytes
 from offload.optim.choose import OptimizerChoice
 from offload.optim.formats import DEFAULT_TILE_BYTES, Formats
-from offload.plan.buffers import NUM_LANDINGS, tile_place_bytes
+from offload.plan.buffers import NUM_LANDINGS, device_tile_bytes
 from offload.plan.device import DevicePlan, plan_device
 from offload.plan.placement import make_plan
 from offload.plan.plan import Plan, Tier, UnitPlan
@@ -97,7 +97,7 @@ def _plan_device(
     updates = [0] * len(units)
     if choice is not None and obstacle is None:
         tile_bytes = DEFAULT_TILE_BYTES if config.tile_bytes == "auto" else int(config.tile_bytes)
-        updates = [tile_place_bytes(choice.rule.tiles_of(unit, tile_bytes), Formats.of(config)) for unit in units]
+        updates = [device_tile_bytes(choice.rule.tiles_of(unit, tile_bytes), Formats.of(config)) for unit in units]
     given = None if config.device_memory == "auto" else int(config.device_memory)
     return plan_device(units, Formats.of(config), states, updates, given, device.memory_bytes(), obstacle)
 

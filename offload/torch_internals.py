@@ -18,10 +18,26 @@ from torch.utils import _pytree
 
 from offload.errors import TorchUnsupported
 
-map_leaves: Callable[[Callable[[Any], Any], Any], Any] = _pytree.tree_map
+
+def _unsupported(name: str, what: str) -> TorchUnsupported:
+    return TorchUnsupported(
+        f"torch {torch.__version__} lacks {name}, or has changed it: {what}. Use a release of torch >= 2.6 that this "
+        "version of the engine knows, or a newer engine."
+    )
+
+
+def _found(owner: Any, name: str) -> Any:
+    """What torch has under this name. Raises ``TorchUnsupported``."""
+    try:
+        return getattr(owner, name)
+    except AttributeError as error:
+        raise _unsupported(name, str(error)) from error
+
+
+map_leaves: Callable[[Callable[[Any], Any], Any], Any] = _found(_pytree, "tree_map")
 """Replace each leaf of nested containers."""
 
-leaves_of: Callable[[Any], list[Any]] = _pytree.tree_leaves
+leaves_of: Callable[[Any], list[Any]] = _found(_pytree, "tree_leaves")
 """The leaves of nested containers."""
 
 
@@ -81,10 +97,10 @@ def wrapper(cls: type[torch.Tensor], meta: torch.Tensor, device: torch.device) -
     )
 
 
-no_torch_function: Any = torch._C._disabled_torch_function_impl
+no_torch_function: Any = _found(torch._C, "_disabled_torch_function_impl")
 """``__torch_function__`` of a class whose operations are to reach ``__torch_dispatch__`` unchanged."""
 
-autograd_gradient: Any = torch.Tensor.grad
+autograd_gradient: Any = _found(torch.Tensor, "grad")
 """Where autograd puts gradients, under the property of the same name."""
 
 
@@ -100,13 +116,6 @@ def check() -> None:
             raise _unsupported(name, "it gave something else than expected")
 
 
-def _unsupported(name: str, what: str) -> TorchUnsupported:
-    return TorchUnsupported(
-        f"torch {torch.__version__} lacks {name}, or has changed it: {what}. Use a release of torch >= 2.6 that this "
-        "version of the engine knows, or a newer engine."
-    )
-
-
 def _try_sequence_numbers() -> bool:
     before = next_sequence_number()
     node = (torch.ones(1, requires_grad=True) * 2).grad_fn
@@ -115,7 +124,7 @@ def _try_sequence_numbers() -> bool:
 
 
 def _try_graph_tasks() -> bool:
-    seen: list[int] = []
+    seen: list[str] = []
     leaf = torch.ones(1, requires_grad=True)
     result = leaf * 2
     node = result.grad_fn
@@ -123,12 +132,13 @@ def _try_graph_tasks() -> bool:
         return False
 
     def hook(gradients: Any) -> None:
-        seen.append(graph_task())
-        when_backward_ends(lambda: seen.append(-2))
+        seen.append("in a backward" if graph_task() >= 0 else "in none")
+        when_backward_ends(lambda: seen.append("its end"))
 
     node.register_prehook(hook)
+    leaf.register_post_accumulate_grad_hook(lambda _: seen.append("a gradient"))
     result.backward()  # type: ignore[no-untyped-call]
-    return len(seen) == 2 and seen[0] >= 0 and seen[1] == -2 and graph_task() == -1
+    return seen == ["in a backward", "a gradient", "its end"] and graph_task() == -1
 
 
 def _try_version_counter() -> bool:

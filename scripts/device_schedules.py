@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from offload import BudgetError, OffloadEngine, kernels
 from offload.optim.kernel_rule import KernelRule
 from offload.testing.simulated import SimulatedDevice
-from offload.tiers.gradients import DevicePlace
+from offload.tiers.gradients import DeviceGradients
 from offload.tiers.squares import Squares
 from offload.tiers.transport import GradientTransport
 from swapper import Store
@@ -149,7 +149,7 @@ def watched(device: SimulatedDevice, engine: OffloadEngine) -> Iterator[None]:
     """Tell the device of what the disk, the optimizer and the model do."""
     read, write, apply, take = Store.read, Store.write, KernelRule.apply, GradientTransport.take
     write_beside, read_sums = Store.write_beside, Squares._read
-    arithmetic = {name: getattr(DevicePlace, name) for name in ("put", "add", "rescale_and_add")}
+    arithmetic = {name: getattr(DeviceGradients, name) for name in ("put", "add", "rescale_and_add")}
 
     def watch_read(store: Any, extent: Any, address: int, nbytes: int, **options: Any) -> Any:
         device.host_access(address, nbytes, writes=True)
@@ -202,7 +202,7 @@ def watched(device: SimulatedDevice, engine: OffloadEngine) -> Iterator[None]:
         mock.patch.object(KernelRule, "apply", watch_apply),
         mock.patch.object(Store, "write_beside", watch_write_beside),
         mock.patch.object(GradientTransport, "take", watch_take),
-        mock.patch.multiple(DevicePlace, **{name: watch_arithmetic(name) for name in arithmetic}),
+        mock.patch.multiple(DeviceGradients, **{name: watch_arithmetic(name) for name in arithmetic}),
         mock.patch.object(Squares, "_read", watch_sums),
     ):
         yield

@@ -46,7 +46,7 @@ class UnitInModel:
 
     __slots__ = (
         "__weakref__",
-        "forward_depth",
+        "calls",
         "forward_sequence",
         "forward_start",
         "in_backward",
@@ -62,13 +62,18 @@ class UnitInModel:
         self.parameters = parameters
         self.sites: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         """Where each parameter stands in the model: module, name, handle, parameter."""
-        self.forward_depth = 0
-        """Modules of this unit whose forward is running."""
+        self.calls: list[nn.Module] = []
+        """Modules of this unit whose forward is running, the outermost first."""
         self.forward_start = 0
         """Serial number of the moment when the outermost of them began."""
         self.forward_sequence = 0
         """Autograd's number of the first node that it may have made."""
         self.in_backward = False
+
+    @property
+    def forward_depth(self) -> int:
+        """How many modules of this unit are in their forward."""
+        return len(self.calls)
 
 
 class _Hook(partial[Any]):
@@ -156,8 +161,8 @@ class Hooks:
         """No forward and no backward is running: close the units that an exception or an interrupt has left open."""
         self.close_backward()
         for unit in self._units:
-            if unit.forward_depth:
-                unit.forward_depth = 0
+            if unit.calls:
+                unit.calls.clear()
                 self._leave_forward(unit)
 
     def remove(self) -> None:
@@ -197,20 +202,20 @@ class Hooks:
                 module._parameters[name] = handle
 
     def _pre_forward(self, unit: UnitInModel, module: nn.Module, args: Any) -> None:
-        if unit.forward_depth == 0:
+        if not unit.calls:
             if not unit.in_backward:
                 self._schedule.begin_use(unit.spec)
             self._serial += 1
             unit.forward_start = self._serial
             unit.forward_sequence = next_sequence_number()
             self._show_parameters(unit)
-        unit.forward_depth += 1
+        unit.calls.append(module)
 
     def _post_forward(self, unit: UnitInModel, module: nn.Module, args: Any, output: Any) -> Any:
-        if unit.forward_depth == 0:
-            return output  # the pre-hook of this call raised: there is nothing to undo
-        unit.forward_depth -= 1
-        if unit.forward_depth > 0:
+        if not unit.calls or unit.calls[-1] is not module:
+            return output  # our pre-hook of this call raised, or one before it: there is nothing to undo
+        unit.calls.pop()
+        if unit.calls:
             return output
         leaves = _tensors(output)
         if any(map(unit.window.holds, leaves)):
@@ -240,7 +245,7 @@ class Hooks:
         for entry in [entry for entry in self._open if entry[1] > end]:
             self._leave_backward(entry)
         if not unit.in_backward:
-            if unit.forward_depth == 0:
+            if not unit.calls:
                 self._schedule.begin_use(unit.spec)
             unit.in_backward = True
             self._open.append((unit, start, task))
@@ -249,7 +254,7 @@ class Hooks:
         unit = entry[0]
         self._open.remove(entry)
         unit.in_backward = False
-        if unit.forward_depth == 0:
+        if not unit.calls:
             self._schedule.end_use(unit.spec)
         self._schedule.end_backward(unit.spec)
 

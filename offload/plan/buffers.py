@@ -12,16 +12,16 @@ from swapper import align
 NUM_LANDINGS = 2
 """Buffers in host memory for gradients from a device that must be added up: one is added while the next one comes."""
 
-NUM_TILE_PLACES = 2
+NUM_DEVICE_TILES = 2
 """Tiles under update on a device at a time: while one comes the other leaves."""
 
 SquaresGroup = tuple[ParameterSpec, ...]
 """Parameters whose gradients lie in one piece of memory, each as far from the first as in its unit."""
 
 
-def tile_place_bytes(tiles: Iterable[Tile], formats: Formats) -> int:
+def device_tile_bytes(tiles: Iterable[Tile], formats: Formats) -> int:
     """Device memory that updates of tiles as large as these take. A tile without states is not worth the way: 0."""
-    return NUM_TILE_PLACES * max((sum(tile_parts(tile, formats)) for tile in tiles if tile.nbytes), default=0)
+    return NUM_DEVICE_TILES * max((sum(tile_parts(tile, formats)) for tile in tiles if tile.nbytes), default=0)
 
 
 def tile_sizes(tile: Tile, formats: Formats) -> tuple[int, int, int]:

@@ -132,6 +132,8 @@ class WeightCache(Generic[P]):
         """The entries that have a place, in the order in which they got it."""
         self._num_lent = 0
         """Places that the update has, and gives back by itself."""
+        self._num_waiting_for_place = 0
+        """Uses that wait for one: nothing is fetched ahead meanwhile."""
 
     # What subclasses build on; called with the monitor held.
 
@@ -146,6 +148,15 @@ class WeightCache(Generic[P]):
         entry.pins += 1
         entry.num_computing += computing
 
+    def _pin_for_compute(self, entry: Entry[P], *, wrap: bool = True) -> None:
+        """Pin the unit for compute, and fetch the units that come next."""
+        self._pin(entry, computing=True)
+        try:
+            self._fetch_ahead(wrap=wrap)
+        except BaseException:
+            self._unpin(entry, computing=True)
+            raise
+
     def _unpin(self, entry: Entry[P], *, computing: bool) -> None:
         entry.pins -= 1
         entry.num_computing -= computing
@@ -157,6 +168,13 @@ class WeightCache(Generic[P]):
         While ``polite`` says so, units that are needed before this one keep their places.
         """
         deadline = Deadline(lambda: f"a place for unit {entry.unit.name} ({self._held()})")
+        self._num_waiting_for_place += 1
+        try:
+            self._bring_by(deadline, entry, polite)
+        finally:
+            self._num_waiting_for_place -= 1
+
+    def _bring_by(self, deadline: Deadline, entry: Entry[P], polite: Callable[[], bool]) -> None:
         while entry.residency is Residency.ABSENT:
             self._failure.check()
             must = not polite()
@@ -224,10 +242,14 @@ class WeightCache(Generic[P]):
         return place
 
     def _start_fetch(self, entry: Entry[P], place: P) -> None:
+        try:
+            entry.fetch = self._carrier.fetch(entry.unit, place)
+        except BaseException:
+            self._carrier.free_place(entry.unit, place)
+            raise
         entry.place = place
         entry.residency = Residency.FETCHING
         self._present[entry] = None
-        entry.fetch = self._carrier.fetch(entry.unit, place)
 
     def _evict(self, entry: Entry[P]) -> None:
         """Give the place of a unit back that is not in use and settled. Raises what its write-back failed with."""
@@ -248,7 +270,7 @@ class WeightCache(Generic[P]):
 
     def _fetch_ahead(self, *, wrap: bool = True) -> None:
         """Start fetching the units that come next, into places of units that are needed later."""
-        if not self._prefetch:
+        if not self._prefetch or self._num_waiting_for_place:
             return
         num_ahead, num_places = 0, self._carrier.num_places
         seen: set[int] = set()

@@ -135,8 +135,10 @@ class DeviceCarrier:
             self._meter.trace.end(span)
         except BaseException as error:
             self._failure.record(error)
-        finally:
+        try:
             self._lower.release(unit)
+        except BaseException as error:
+            self._failure.record(error)
 
 
 class DeviceWeights(WeightCache[Copy]):
@@ -177,8 +179,7 @@ class DeviceWeights(WeightCache[Copy]):
             self._learn(entry)
             if entry.outdated and entry.pins == 0:
                 self._drop(entry)
-            self._pin(entry, computing=True)
-            self._fetch_ahead(wrap=not training)
+            self._pin_for_compute(entry, wrap=not training)
         self._wait_for_fetch(entry, "read", computing=True)
         if entry.place is not None and entry.place.arrived is not None:
             self._device.compute.wait(entry.place.arrived)

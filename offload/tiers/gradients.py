@@ -1,8 +1,8 @@
 """One gradient store: the gradients of the coming step, where they rest, and what is known of each.
 
-There is one way to add a gradient, whatever the tier: the first one is put in its place, the next ones are added to it,
-and where gradients with different scales meet they are rescaled. What differs is the *place* that does the arithmetic:
-a home in host memory, a buffer that is spilled to NVMe (``offload.tiers.spill``), or a home in a device's memory.
+There is one way to add a gradient, whatever the tier: the first one is put where it rests, the next ones are added to
+it, and where gradients with different scales meet they are rescaled. The arithmetic is that of ``UnitGradients``, by
+the tier: a home in host memory, a buffer that is spilled to NVMe (``offload.tiers.spill``), or a device's memory.
 Gradients from a device that rest on the host come by ``offload.tiers.transport``.
 """
 
@@ -45,7 +45,7 @@ class Loan(Protocol):
     def end_loan(self) -> None: ...
 
 
-class GradientPlace:
+class UnitGradients:
     """Where the gradients of one unit rest, flat, as its weights lie. One thread at a time calls all methods but
     ``wait_until_spilled``."""
 
@@ -99,7 +99,7 @@ class GradientPlace:
         """Have sums of squares worked out that are found later."""
 
 
-class HostPlace(GradientPlace):
+class HostGradients(UnitGradients):
     """Gradients that rest in host memory."""
 
     def __init__(self, address: int, dtype: torch.dtype) -> None:
@@ -141,7 +141,7 @@ class HostPlace(GradientPlace):
         return self._at + spec.offset * self._dtype.itemsize
 
 
-class DevicePlace(GradientPlace):
+class DeviceGradients(UnitGradients):
     """Gradients that rest in a device's memory, added up in the order of compute; their squares are found later."""
 
     is_on_device = True
@@ -189,8 +189,8 @@ class DevicePlace(GradientPlace):
 
 
 class _OfUnit:
-    def __init__(self, place: GradientPlace) -> None:
-        self.place = place
+    def __init__(self, gradients: UnitGradients) -> None:
+        self.gradients = gradients
         self.known: dict[ParameterSpec, Gradient] = {}
         self.is_open = False
         """Gradients of the present backward may still come."""
@@ -199,21 +199,21 @@ class _OfUnit:
 class GradientStore:
     """The gradients of all units. One thread at a time adds and reads; the update reads where they rest."""
 
-    def __init__(self, places: Sequence[GradientPlace]) -> None:
-        """``places``: one for each unit, in order."""
-        self._of = [_OfUnit(place) for place in places]
+    def __init__(self, gradients: Sequence[UnitGradients]) -> None:
+        """``gradients``: one for each unit, in order."""
+        self._of = [_OfUnit(each) for each in gradients]
 
     def of(self, unit: UnitSpec) -> dict[ParameterSpec, Gradient]:
         """The unit's gradients for the coming step: of each parameter that has one."""
         return self._of[unit.index].known
 
-    def place(self, unit: UnitSpec) -> GradientPlace:
+    def gradients_of(self, unit: UnitSpec) -> UnitGradients:
         """Where the unit's gradients rest."""
-        return self._of[unit.index].place
+        return self._of[unit.index].gradients
 
-    def move(self, unit: UnitSpec, place: GradientPlace) -> None:
+    def move(self, unit: UnitSpec, gradients: UnitGradients) -> None:
         """The unit's gradients rest elsewhere from now on. There are none now."""
-        self._of[unit.index] = _OfUnit(place)
+        self._of[unit.index] = _OfUnit(gradients)
 
     # What compute asks for.
 
@@ -226,14 +226,14 @@ class GradientStore:
         self._add(unit, spec, gradient, scale)
 
     def landed(self, unit: UnitSpec, spec: ParameterSpec, scale: float, sum_squares: float) -> None:
-        """The gradient, the first one of a step, has been put where ``place(unit).landing(spec)`` says."""
+        """The gradient, the first one of a step, has been put where ``gradients_of(unit).landing(spec)`` says."""
         self._of[unit.index].known[spec] = Gradient(sum_squares, scale)
 
     def close(self, unit: UnitSpec) -> None:
         """The unit has all its gradients of this backward: spilled ones go to the store."""
         of = self._of[unit.index]
         of.is_open = False
-        of.place.close()
+        of.gradients.close()
 
     def settle(self) -> None:
         """Return when all gradients that were taken are in their places, and their squares are known."""
@@ -242,14 +242,14 @@ class GradientStore:
         """The gradients belong to a step now, or are not wanted: the next one begins a new sum."""
         of = self._of[unit.index]
         of.known = {}
-        of.place.forget()
+        of.gradients.forget()
 
     # What is asked from outside of a backward.
 
     def read(self, unit: UnitSpec, spec: ParameterSpec) -> torch.Tensor:
         """A copy of the gradient, which must be there, in host memory."""
         of = self._of[unit.index]
-        gradient = of.place.read(spec) * of.known[spec].scale
+        gradient = of.gradients.read(spec) * of.known[spec].scale
         self._close_outside(of)
         return gradient
 
@@ -274,26 +274,26 @@ class GradientStore:
         of, gradient = self._of[unit.index], plain(gradient)
         before = of.known.get(spec)
         if before is None:
-            sum_squares = of.place.put(spec, gradient)
+            sum_squares = of.gradients.put(spec, gradient)
         elif before.scale == scale:
-            sum_squares = of.place.add(spec, gradient)
+            sum_squares = of.gradients.add(spec, gradient)
         else:
-            sum_squares, scale = of.place.rescale_and_add(spec, before.scale, gradient, scale), 1.0
+            sum_squares, scale = of.gradients.rescale_and_add(spec, before.scale, gradient, scale), 1.0
         of.known[spec] = Gradient(sum_squares, scale)
 
     def _close_outside(self, of: _OfUnit) -> None:
         if not of.is_open:
-            of.place.close()
+            of.gradients.close()
 
 
-def host_or_device_place(
+def resident_gradients(
     unit: UnitSpec, homes: UnitHomes, dtype: torch.dtype, squares: Squares | None
-) -> GradientPlace | None:
-    """The place of a unit whose gradients have a home of their own; None if they are spilled, or there are none."""
+) -> UnitGradients | None:
+    """The gradients of a unit that have a home of their own; None if they are spilled, or there are none."""
     if homes.grads is not None and homes.grads.tensor is not None:
-        return DevicePlace(unit, homes.grads.tensor, squares)
+        return DeviceGradients(unit, homes.grads.tensor, squares)
     if homes.grads is not None and homes.grads.address is not None:
-        return HostPlace(homes.grads.address, dtype)
+        return HostGradients(homes.grads.address, dtype)
     return None
 
 

@@ -11,7 +11,7 @@ from offload.errors import DeviceMemoryError
 from offload.optim.formats import Formats
 from offload.plan.device import DevicePlan
 from offload.tiers.device_weights import DeviceWeights
-from offload.tiers.gradients import DevicePlace, GradientStore
+from offload.tiers.gradients import DeviceGradients, GradientStore
 from offload.tiers.home import DeviceHome, TileHomes, UnitHomes
 from offload.tiers.host_weights import HostWeights
 from offload.tiers.squares import Squares
@@ -123,8 +123,8 @@ class Growth:
             with tile.states.borrow(change=False) as address:
                 target.states.bring(address)
         self._host.leave(unit)
-        self._gradients.place(unit).leave()
+        self._gradients.gradients_of(unit).leave()
         self._homes[unit.index] = new
         if new.grads is not None and new.grads.tensor is not None:
-            self._gradients.move(unit, DevicePlace(unit, new.grads.tensor, self._squares))
+            self._gradients.move(unit, DeviceGradients(unit, new.grads.tensor, self._squares))
         self._weights.arrive(unit)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import aio_ext
 from offload.report.meter import Meter
@@ -132,13 +133,12 @@ class HostWeights(WeightCache[Slot]):
                 self._forward_under_way = True
             if entry.updating:
                 self._wait_for_update(entry)
+            pin = self._pin_for_compute if computing else partial(self._pin, computing=False)
             if entry.residency is Residency.ABSENT:
                 with self._meter.stall("slot"):
-                    self._pin(entry, computing=computing)
+                    pin(entry)
             else:
-                self._pin(entry, computing=computing)
-            if computing:
-                self._fetch_ahead()
+                pin(entry)
         self._wait_for_fetch(entry, "read", computing=computing)
         return self._address(entry)
 

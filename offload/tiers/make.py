@@ -24,11 +24,11 @@ from offload.report.trace import Trace
 from offload.tiers import bandwidth
 from offload.tiers.compute import Compute, ComputeOnDevice, ComputeOnHost
 from offload.tiers.device_weights import DeviceCarrier, DeviceWeights
-from offload.tiers.gradients import GradientPlace, GradientStore, host_or_device_place
+from offload.tiers.gradients import GradientStore, UnitGradients, resident_gradients
 from offload.tiers.growth import DeviceHomes, Growth
 from offload.tiers.home import Home, HostHome, StoredHome, TileHomes, UnitHomes
 from offload.tiers.host_weights import HostWeights, Slot
-from offload.tiers.spill import BufferPool, GradientBuffer, SpilledPlace
+from offload.tiers.spill import BufferPool, GradientBuffer, SpilledGradients
 from offload.tiers.squares import Squares
 from offload.tiers.transport import GradientTransport
 from offload.tiers.window import POISON, DeviceWindow, HostWindow, Window, window_class
@@ -131,10 +131,10 @@ def make_tiers(
     if device is not None and plan.device is not None and squares_on_device:
         squares = Squares(device, units, plan.device.resident, meter)
         closers.callback(squares.close)
-    places = [
-        _gradient_place(unit, homes[unit.index], pool, config.gradient_dtype, squares, on_host_meter) for unit in units
+    by_unit = [
+        _unit_gradients(unit, homes[unit.index], pool, config.gradient_dtype, squares, on_host_meter) for unit in units
     ]
-    gradients = GradientStore(places)
+    gradients = GradientStore(by_unit)
     if device is None or device_homes is None or plan.device is None:
         compute: Compute = ComputeOnHost(cast(Sequence[HostWindow], windows), host)
         intake: GradientStore | GradientTransport = gradients
@@ -303,16 +303,16 @@ def _close_resident(windows: Sequence[Window], homes: Sequence[UnitHomes]) -> No
             window.close()
 
 
-def _gradient_place(
+def _unit_gradients(
     unit: UnitSpec,
     homes: UnitHomes,
     pool: BufferPool,
     dtype: torch.dtype,
     squares: Squares | None,
     meter: Meter,
-) -> GradientPlace:
-    place = host_or_device_place(unit, homes, dtype, squares)
-    return SpilledPlace(unit, homes.tiles, pool, dtype, meter) if place is None else place
+) -> UnitGradients:
+    resident = resident_gradients(unit, homes, dtype, squares)
+    return SpilledGradients(unit, homes.tiles, pool, dtype, meter) if resident is None else resident
 
 
 def _profile(config: OffloadConfig) -> IoProfile | None:

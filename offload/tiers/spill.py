@@ -9,7 +9,7 @@ import torch
 
 from offload.memory import tensor_at
 from offload.report.meter import Meter
-from offload.tiers.gradients import HostPlace
+from offload.tiers.gradients import HostGradients
 from offload.tiers.home import StoredHome, TileHomes, Transfer
 from offload.units import ParameterSpec, UnitSpec
 from offload.waiting import Failure, Monitor
@@ -22,7 +22,7 @@ class GradientBuffer:
     def __init__(self, lease: Lease) -> None:
         self.address = lease.address
         self.pool: BufferPool | None = None
-        self.owner: SpilledPlace | None = None
+        self.owner: SpilledGradients | None = None
         self.writes: tuple[Transfer, ...] = ()
         self.lent = False
         """An early update reads it, or will: its bytes stay as they are until then. Guarded by the pool's monitor."""
@@ -44,7 +44,7 @@ class BufferPool:
         self._returned = Monitor(failure)
         """Guards ``lent`` of the buffers. All else of them belongs to the thread that adds gradients."""
 
-    def take(self, owner: SpilledPlace) -> GradientBuffer:
+    def take(self, owner: SpilledGradients) -> GradientBuffer:
         """A buffer that may be overwritten: a free one, else the one whose spill began first.
 
         When all belong to units whose backward is under way, the oldest is spilled early and read back if need be.
@@ -86,7 +86,7 @@ class BufferPool:
                 self._returned.wait_until(lambda: not buffer.lent, lambda: f"the early update of {name}")
 
 
-class SpilledPlace(HostPlace):
+class SpilledGradients(HostGradients):
     """The gradients of one unit: in a buffer during its backward, in the store afterwards, one extent for each tile."""
 
     spills = True

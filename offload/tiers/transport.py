@@ -65,15 +65,15 @@ class GradientTransport:
 
     def take(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor, scale: float = 1.0) -> None:
         """Send a complete gradient to its home. It must not change any more."""
-        place = self._store.place(unit)
-        if place.is_on_device:
+        resting = self._store.gradients_of(unit)
+        if resting.is_on_device:
             self._store.take(unit, spec, gradient.to(self._dtype), scale)
             return
         gradient = gradient.detach()
         gradient = (gradient.to_dense() if gradient.is_sparse else gradient).to(self._dtype).contiguous().view(-1)
         target = None
         if spec not in self._begun and self._dtype == self._home_dtype:
-            target = place.landing(spec)
+            target = resting.landing(spec)
         self._begun.add(spec)
         squared = self._squares is not None and target is not None
         if self._squares is not None:
@@ -105,7 +105,7 @@ class GradientTransport:
         """Wait until every gradient that was taken is in its place, and its squares are known."""
         if self._squares is not None:
             for unit in self._units:
-                self._store.place(unit).begin_squares()
+                self._store.gradients_of(unit).begin_squares()
         last, self._last = self._last, None
         if last is not None:
             with self._meter.stall("gradients"):
@@ -149,7 +149,7 @@ class GradientTransport:
         squared: bool,
     ) -> None:
         if landing is None:
-            sum_squares = math.nan if squared else self._store.place(unit).sum_squares(spec)
+            sum_squares = math.nan if squared else self._store.gradients_of(unit).sum_squares(spec)
             self._store.landed(unit, spec, scale, sum_squares)
             return
         self._store.take(unit, spec, target.view(spec.shape), scale)

@@ -22,7 +22,7 @@ from offload.device.protocol import Device, Event
 from offload.memory import tensor_at
 from offload.optim.formats import Formats
 from offload.optim.rule import Rule
-from offload.plan.buffers import NUM_TILE_PLACES, tile_parts, tile_sizes
+from offload.plan.buffers import NUM_DEVICE_TILES, tile_parts, tile_sizes
 from offload.report.meter import Meter
 from offload.report.report import LinkRates
 from offload.report.trace import Span
@@ -31,7 +31,7 @@ from offload.units import Tile
 from offload.update.step import TileBytes, UnitUpdate, apply
 
 
-class _Place:
+class _Buffer:
     """Memory for one tile with all that its update needs, and the stream in whose order it is used."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
@@ -66,16 +66,16 @@ class DeviceSide:
     def __init__(
         self, device: Device, rule: Rule, formats: Formats, nbytes: int, link: LinkRates, meter: Meter
     ) -> None:
-        """``nbytes`` are those of ``tile_place_bytes``; larger tiles stay on the host."""
+        """``nbytes`` are those of ``device_tile_bytes``; larger tiles stay on the host."""
         self.copied_bytes = (0, 0)
         """To the device and to the host, since the engine was made."""
         self._device = device
         self._rule = rule
         self._formats = formats
-        self._place_bytes = nbytes // NUM_TILE_PLACES
+        self._buffer_bytes = nbytes // NUM_DEVICE_TILES
         self._link = link
         self._meter = meter
-        self._places = deque(_Place(device, self._place_bytes) for _ in range(NUM_TILE_PLACES))
+        self._buffers = deque(_Buffer(device, self._buffer_bytes) for _ in range(NUM_DEVICE_TILES))
         self._trips: deque[Trip] = deque()
         """Those that are not over."""
         self._cpu_seconds = 0.0
@@ -92,7 +92,7 @@ class DeviceSide:
 
     def sooner(self, tile: Tile, num_elements: int) -> bool:
         """Sent now, the tile is back before the CPU has done ``num_elements``: it, and those that it does before."""
-        if sum(tile_parts(tile, self._formats)) > self._place_bytes:
+        if sum(tile_parts(tile, self._formats)) > self._buffer_bytes:
             return False
         queued = sum(max(self._ways(trip.tile)) for trip in self._trips)  # both ways are busy at the same time
         return queued + sum(self._ways(tile)) < num_elements * self._cpu_seconds
@@ -102,22 +102,22 @@ class DeviceSide:
 
         Nothing touches the memory ``at`` these addresses, except to read the gradients, until the trip is over.
         """
-        formats, place = self._formats, self._places[0]
-        self._places.rotate(-1)
+        formats, buffer = self._formats, self._buffers[0]
+        self._buffers.rotate(-1)
         sizes = tile_sizes(tile, formats)
         here = [tensor_at(address, nbytes, torch.uint8) for address, nbytes in zip(at, sizes, strict=True)]
         starts = accumulate(tile_parts(tile, formats), initial=0)
-        there = [place.memory[start : start + nbytes] for start, nbytes in zip(starts, sizes, strict=False)]
+        there = [buffer.memory[start : start + nbytes] for start, nbytes in zip(starts, sizes, strict=False)]
         span = self._meter.trace.begin("update on the device", update.unit.name, sum(self._moved(tile)))
         trip = Trip(tile, here + there, span)
         self._trips.append(trip)
         for target, source in zip(there, here, strict=True):
-            place.stream.copy(target, source)
+            buffer.stream.copy(target, source)
         addresses = TileBytes(*(view.data_ptr() for view in there))
-        apply(self._rule, formats, update, tile, addresses, place.stream.kernel)
+        apply(self._rule, formats, update, tile, addresses, buffer.stream.kernel)
         for target, source in zip(here[:2], there[:2], strict=True):
-            place.stream.copy(target, source)
-        trip.back = place.stream.record()
+            buffer.stream.copy(target, source)
+        trip.back = buffer.stream.record()
         into, out = self._moved(tile)
         self.copied_bytes = (self.copied_bytes[0] + into, self.copied_bytes[1] + out)
         return trip
@@ -131,14 +131,14 @@ class DeviceSide:
 
     def drain(self) -> None:
         """Wait for all trips, also one whose ``begin`` has failed; what they did is of no interest."""
-        for place in self._places if self._trips else ():
-            place.stream.record().wait()
+        for buffer in self._buffers if self._trips else ():
+            buffer.stream.record().wait()
         self._trips.clear()
 
     def close(self) -> None:
         """Free the device's memory. No trip is under way."""
-        for place in self._places:
-            place.close(self._device)
+        for buffer in self._buffers:
+            buffer.close(self._device)
 
     def _ways(self, tile: Tile) -> tuple[float, float]:
         """Seconds to the device, and back."""

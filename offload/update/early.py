@@ -190,7 +190,7 @@ class EarlyUpdates:
             early.update = update
             early.tiles = update.touched(self._homes[unit.index].tiles)
             if self._compute_may_wait(unit):
-                early.loan = self._gradients.place(unit).lend()
+                early.loan = self._gradients.gradients_of(unit).lend()
             grads = self._homes[unit.index].grads
             early.grads = early.loan.address if early.loan is not None else None if grads is None else grads.address
             early.become(Stage.QUEUED)
@@ -279,7 +279,7 @@ class EarlyUpdates:
             yield early
 
     def wait_until_spilled(self, unit: UnitSpec) -> None:
-        self._gradients.place(unit).wait_until_spilled()
+        self._gradients.gradients_of(unit).wait_until_spilled()
 
     def finished(self, early: EarlyUpdate) -> None:
         """All of it is on its way to the second places."""
@@ -316,4 +316,4 @@ class EarlyUpdates:
 
     def _compute_may_wait(self, unit: UnitSpec) -> bool:
         """Compute may wait for an early update of ``unit`` where it finds no slot or no gradient buffer."""
-        return self._gradients.place(unit).spills and self._num_steps == 0
+        return self._gradients.gradients_of(unit).spills and self._num_steps == 0

@@ -35,7 +35,7 @@ class Task(Protocol):
     """Where the unit's gradients lie in host memory; None if each tile's are read."""
 
     def begins(self) -> None:
-        """The first tile is on its way: the weights will be asked for next."""
+        """A tile is on its way: the weights will be asked for next."""
 
     def before_grads(self) -> None:
         """Wait until the gradients of the tiles can be read."""
@@ -142,8 +142,8 @@ class Pipeline:
             job = next(coming, None)
             if job is None:
                 return
+            reading.append(job)  # first: should it fail half-way, its reads are waited for
             self._begin(job)
-            reading.append(job)
 
     def _begin(self, job: _TileJob) -> None:
         """Find the tile's states and gradients, or start reading them."""
@@ -250,12 +250,14 @@ class Pipeline:
                 self._device.drain()
         for job in (*reading, *self._sent):
             for read in job.reads:
-                first = _outcome(read) or first
+                outcome = _outcome(read)
+                first = first or outcome
             if job.buffer is not None:
                 self._free.append(job.buffer)
         self._sent.clear()
         for write, buffer in self._writes:
-            first = _outcome(write) or first
+            outcome = _outcome(write)
+            first = first or outcome
             self._free.append(buffer)
         self._writes.clear()
         if first is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from offload.tiers.gradients import GradientPlace, GradientStore
+from offload.tiers.gradients import GradientStore, UnitGradients
 from offload.tiers.home import StoredHome, TileHomes, Transfer, UnitHomes
 from offload.tiers.host_weights import HostWeights
 from offload.units import UnitSpec
@@ -23,19 +23,19 @@ from offload.waiting import Failure, Worker
 class _ConfirmedUpdate:
     """The update of one unit in a step that is certain. A task of the pipeline."""
 
-    def __init__(self, update: UnitUpdate, homes: UnitHomes, host: HostWeights, place: GradientPlace) -> None:
+    def __init__(self, update: UnitUpdate, homes: UnitHomes, host: HostWeights, gradients: UnitGradients) -> None:
         self.update = update
         self.tiles: Sequence[TileHomes] = update.touched(homes.tiles)
         self.grads = None if homes.grads is None else homes.grads.address
         self._homes = homes
         self._host = host
-        self._place = place
+        self._gradients = gradients
 
     def begins(self) -> None:
         self._host.try_fetch(self.update.unit)
 
     def before_grads(self) -> None:
-        self._place.wait_until_spilled()
+        self._gradients.wait_until_spilled()
 
     def weights_at_hand(self) -> bool:
         return self._homes.weights.address is not None
@@ -94,8 +94,8 @@ class Updater:
         self.early.step_is_over()
 
     def _confirmed(self, update: UnitUpdate) -> Task:
-        place = self._gradients.place(update.unit)
-        return _ConfirmedUpdate(update, self._homes[update.unit.index], self._host, place)
+        gradients = self._gradients.gradients_of(update.unit)
+        return _ConfirmedUpdate(update, self._homes[update.unit.index], self._host, gradients)
 
     def _run(self, tasks: Iterable[Task]) -> None:
         try:

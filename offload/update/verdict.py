@@ -39,7 +39,10 @@ class Verdict:
     def norm(self) -> float:
         """The norm of all gradients of the coming step; not finite if one of them is not."""
         by_spec = self._norms_squared()
-        return math.sqrt(sum(by_spec[spec] for spec in self._named_order if spec in by_spec))
+        total = 0.0
+        for spec in self._named_order:  # not ``sum``, whose last bits depend on the release of Python
+            total += by_spec.get(spec, 0.0)
+        return math.sqrt(total)
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients of the coming step."""
@@ -48,7 +51,8 @@ class Verdict:
     def non_finite(self, step: int) -> NonFiniteGradient:
         """The error for gradients whose norm is not finite."""
         by_spec = self._norms_squared()
-        bad = next(spec.name for spec in self._named_order if not math.isfinite(by_spec.get(spec, 0.0)))
+        names = (spec.name for spec in self._named_order if not math.isfinite(by_spec.get(spec, 0.0)))
+        bad = next(names, "all parameters together")
         return NonFiniteGradient(
             f"step {step}: the gradient of {bad} is not finite. The step was not taken: weights and "
             "states are unchanged. Lower the learning rate, clip gradients, or look at this batch."

@@ -16,7 +16,7 @@ from offload import BudgetError, ConfigError, OffloadEngine, OffloadError
 from offload.errors import DeviceMemoryError
 from offload.testing.simulated import SimulatedDevice, _Event, _Stream
 from offload.tiers.device_weights import DeviceWeights
-from offload.tiers.gradients import GradientStore, HostPlace
+from offload.tiers.gradients import GradientStore, HostGradients
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -106,7 +106,7 @@ def test_norms_of_gradients_that_leave_are_worked_out_before(
     with pytest.raises(BudgetError) as caught:
         make(SimulatedDevice(), device_memory=1)
     with monkeypatch.context() as patch:
-        patch.delattr(HostPlace, "sum_squares")
+        patch.delattr(HostGradients, "sum_squares")
         with make(SimulatedDevice(), device_memory=caught.value.needed_bytes) as engine:
             assert not engine.plan.device.resident
             losses, found = train(engine)

@@ -321,7 +321,7 @@ def _share_one_place(patch: pytest.MonkeyPatch) -> None:
     begin = DeviceSide.begin
 
     def begin_in_one(updates: DeviceSide, *args: Any) -> Any:
-        updates._places[1].memory = updates._places[0].memory
+        updates._buffers[1].memory = updates._buffers[0].memory
         return begin(updates, *args)
 
     patch.setattr(DeviceSide, "begin", begin_in_one)

@@ -132,9 +132,6 @@ def test_what_works_in_another_way_is_refused(
     _expect_refusal(name, "it gave something else than expected" if name != WRAPPER else "")
 
 
-@pytest.mark.xfail(
-    strict=True, reason="_try_graph_tasks cannot tell a callback at the end of the backward from one in its middle"
-)
 def test_a_callback_that_comes_before_the_backward_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def call_at_once(call: Callable[[], None]) -> None:
         call()
@@ -143,7 +140,6 @@ def test_a_callback_that_comes_before_the_backward_ends_is_refused(monkeypatch: 
     _expect_refusal(BACKWARD, "it gave something else than expected")
 
 
-@pytest.mark.xfail(strict=True, raises=AttributeError, reason="these are looked up when the module is imported")
 @pytest.mark.parametrize(
     ("holder", "attribute"),
     [(torch._C, "_disabled_torch_function_impl"), (_pytree, "tree_map")],

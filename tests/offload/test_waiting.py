@@ -13,7 +13,7 @@ import pytest
 from offload import waiting
 from offload.errors import WaitTimeout
 from offload.waiting import Failure, Monitor, Worker
-from swapper import StorageIOError
+from swapper import OffloadError, StorageIOError
 
 FOREVER_S = 20.0
 """No test takes this long, unless it fails."""
@@ -73,15 +73,16 @@ def test_the_first_error_wins_and_every_later_check_raises_it() -> None:
         assert caught.value is first
 
 
-def test_an_error_of_the_store_is_fatal_and_others_are_not() -> None:
-    failure, fault = Failure(), StorageIOError("read of a: EIO")
+@pytest.mark.parametrize("fault", [StorageIOError("read of a: EIO"), WaitTimeout("the end of a use")])
+def test_a_fault_of_a_disk_or_another_thread_is_fatal_and_others_are_not(fault: Exception) -> None:
+    failure = Failure()
     with pytest.raises(KeyError), failure:
         raise KeyError("the user's own")
     failure.check()
-    with pytest.raises(StorageIOError) as caught, failure:
+    with pytest.raises(OffloadError) as caught, failure:
         raise fault
     assert caught.value is fault
-    with pytest.raises(StorageIOError) as caught, failure:
+    with pytest.raises(OffloadError) as caught, failure:
         pytest.fail("a block began after the first failure")
     assert caught.value is fault
 
@@ -142,7 +143,7 @@ def test_a_failure_of_another_thread_ends_a_wait() -> None:
 def test_a_wait_that_takes_too_long_says_for_what(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "WAIT_TIMEOUT_S", 0.01)
     monitor, uses = Monitor(Failure()), ["3 uses"]
-    with monitor, pytest.raises(WaitTimeout, match=r"the end of 2 uses took more than 0\.01 s") as caught:
+    with monitor, pytest.raises(WaitTimeout, match=r"the end of 2 uses.* 0\.01 s") as caught:
         uses.append("2 uses")  # the message is made when it is needed
         monitor.wait_until(lambda: False, lambda: f"the end of {uses[-1]}")
     assert "dmesg" in str(caught.value)
@@ -261,9 +262,9 @@ def test_a_call_that_hangs_is_an_error_that_names_the_thread(
     assert gate.entered.wait(FOREVER_S)
     with monkeypatch.context() as patch:
         patch.setattr(waiting, "WAIT_TIMEOUT_S", 0.01)
-        with pytest.raises(WaitTimeout, match="the end of thread offload-that-hangs took more than"):
+        with pytest.raises(WaitTimeout, match="the end of thread offload-that-hangs"):
             end(worker)
-        with pytest.raises(WaitTimeout, match="the call took more than"):
+        with pytest.raises(WaitTimeout, match="the call"):
             job.wait(lambda: "the call")
     gate.open.set()
     job.wait(lambda: "the call")
