@@ -4,7 +4,7 @@ updates on the other. It translates what the model does and what a step is into 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -144,9 +144,9 @@ class Session:
     def begin_use(self, unit: UnitSpec) -> None:
         """Compute needs the unit: wait for its weights and put them under its parameters."""
         try:
-            if self.optimizer is not None and graph_task() != -1:  # more gradients of the unit will come
+            if self._early_of and graph_task() != -1:  # more gradients of the unit will come
                 self._updates.early.invalidate(unit)
-            self._tiers.compute.begin(unit, training=self._in_training())
+            self._begin_compute(unit, training=self._in_training())
         except FATAL as error:
             self.failure.raise_first(error)
         self._uses[unit.index] = self.meter.trace.begin("compute", unit.name)
@@ -157,7 +157,7 @@ class Session:
         if use is not None:
             self.meter.trace.end(use)
         try:
-            self._tiers.compute.end(unit)
+            self._end_compute(unit)
         except FATAL as error:
             self.failure.raise_first(error)
 
@@ -167,20 +167,22 @@ class Session:
             return
         early = self._updates.early
         try:
-            early.invalidate(unit)
-            self._tiers.host.wait_for_update(unit)
-            self._tiers.intake.take(unit, spec, gradient, self._gradient_scale)
+            if self._early_of:
+                early.invalidate(unit)
+            self._wait_for_update(unit)
+            self._take(unit, spec, gradient, self._gradient_scale)
         except FATAL as error:
             self.failure.raise_first(error)
-        early.gradient_arrived(unit)
+        if early.is_expecting:
+            early.gradient_arrived(unit)
 
     def end_backward(self, unit: UnitSpec) -> None:
         """The unit has all the gradients of this backward."""
         try:
-            self._tiers.intake.close(unit)
+            self._close_gradients(unit)
         except FATAL as error:
             self.failure.raise_first(error)
-        if self.optimizer is not None and self._updates.early.is_held(unit):
+        if self._early_of and self._updates.early.is_held(unit):
             self._updates.updater.begin_early(unit, self._verdict.freeze_unit(unit, self._groups))
 
     # What the optimizer asks.
@@ -255,9 +257,15 @@ class Session:
         self._tiers = tiers = make_tiers(
             plan, config, device, self.failure, self.meter, closers, squares_on_device=on_device
         )
+        # Asked for several times in each use of a unit.
+        self._begin_compute, self._end_compute = tiers.compute.begin, tiers.compute.end
+        self._wait_for_update = tiers.host.wait_for_update
+        self._take, self._close_gradients = tiers.intake.take, tiers.intake.close
+        self._early_of: Mapping[UnitSpec, object] = {}
         updates: Updates | None = None
         if rule is not None:
             updates = self._updates = make_updates(plan, tiers, rule, self.failure, self.meter, closers)
+            self._early_of = updates.early.of_unit
             self._states = States(rule, units, tiers.homes)
         outside = self._outside = Outside(
             tiers.homes,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -41,19 +42,14 @@ leaves_of: Callable[[Any], list[Any]] = _found(_pytree, "tree_leaves")
 """The leaves of nested containers."""
 
 
-def graph_task() -> int:
-    """The number of the backward that this thread is in; -1 outside of all."""
-    return torch._C._current_graph_task_id()
+graph_task: Callable[[], int] = _found(torch._C, "_current_graph_task_id")
+"""The number of the backward that this thread is in; -1 outside of all."""
 
+next_sequence_number: Callable[[], int] = _found(torch._C._autograd, "_get_sequence_nr")
+"""The number that the next autograd node of this thread gets."""
 
-def next_sequence_number() -> int:
-    """The number that the next autograd node of this thread gets."""
-    return int(torch._C._autograd._get_sequence_nr())
-
-
-def sequence_number(node: Node) -> int:
-    """The number that an autograd node got when it was made."""
-    return node._sequence_nr()
+sequence_number: Callable[[Node], int] = methodcaller("_sequence_nr")
+"""The number that an autograd node got when it was made."""
 
 
 def when_backward_ends(call: Callable[[], None]) -> None:

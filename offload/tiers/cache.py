@@ -141,7 +141,7 @@ class WeightCache(Generic[P]):
         """Compute uses the unit now."""
         self._order.use(entry.unit.index)
 
-    def _pin(self, entry: Entry[P], *, computing: bool, polite: Callable[[], bool] = lambda: False) -> None:
+    def _pin(self, entry: Entry[P], *, computing: bool, polite: Callable[[], bool] | None = None) -> None:
         """Pin the unit; an absent one gets a place, and its fetch begins. See ``_bring`` for ``polite``."""
         if entry.residency is Residency.ABSENT:
             self._bring(entry, polite)
@@ -162,17 +162,18 @@ class WeightCache(Generic[P]):
         entry.num_computing -= computing
         self._changed.notify_all()
 
-    def _bring(self, entry: Entry[P], polite: Callable[[], bool]) -> None:
+    def _bring(self, entry: Entry[P], polite: Callable[[], bool] | None) -> None:
         """Reserve a place for an absent unit and start its fetch; waits for a place if it must.
 
-        While ``polite`` says so, units that are needed before this one keep their places.
+        An update gives ``polite``: while it says so, units that are needed before this one keep their places.
         """
         deadline = Deadline(lambda: f"a place for unit {entry.unit.name} ({self._held()})")
-        self._num_waiting_for_place += 1
+        is_use = polite is None
+        self._num_waiting_for_place += is_use
         try:
-            self._bring_by(deadline, entry, polite)
+            self._bring_by(deadline, entry, polite or _never)
         finally:
-            self._num_waiting_for_place -= 1
+            self._num_waiting_for_place -= is_use
 
     def _bring_by(self, deadline: Deadline, entry: Entry[P], polite: Callable[[], bool]) -> None:
         while entry.residency is Residency.ABSENT:
@@ -317,3 +318,7 @@ class WeightCache(Generic[P]):
             if entry.residency is Residency.FETCHING:
                 entry.residency = Residency.RESIDENT
                 entry.fetch = None
+
+
+def _never() -> bool:
+    return False

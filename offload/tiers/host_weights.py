@@ -105,6 +105,8 @@ class HostWeights(WeightCache[Slot]):
         )
         self._homes = homes
         self._streams = bool(slots)
+        self._resident = [homes[unit.index].weights.address for unit in units]
+        """Where the weights are of units that are resident in host memory; None for others."""
         self._forward_under_way = False
         """Compute has used units since the last step was frozen. Guarded by the monitor, as is the next one."""
         self._num_waiting_for_update = 0
@@ -126,7 +128,7 @@ class HostWeights(WeightCache[Slot]):
         if not self._streams:
             if entry.updating:
                 self.wait_for_update(unit)
-            return self._address(entry)
+            return self._resident[unit.index] or self._address(entry)
         with self._changed:
             if computing:
                 self._learn(entry)
@@ -202,6 +204,7 @@ class HostWeights(WeightCache[Slot]):
             if entry.place is not None:
                 self._evict(entry)
             entry.residency = Residency.PERMANENT
+            self._resident[unit.index] = None
 
     # The update thread.
 
@@ -325,7 +328,7 @@ class HostWeights(WeightCache[Slot]):
         """Where the weights are. Only while they are pinned, or permanently resident."""
         if entry.place is not None:
             return entry.place.address
-        address = self._homes[entry.unit.index].weights.address
+        address = self._resident[entry.unit.index]
         if address is None:
             raise RuntimeError(f"unit {entry.unit.name} is not in host memory")
         return address

@@ -132,10 +132,10 @@ class EarlyUpdates:
         """Gradients of each unit that have come in the present backward."""
         self._num_expected = [0] * len(units)
         """Gradients that will come in it, if it is like the last one."""
-        self._expecting = False
+        self.is_expecting = False
         """The present backward may be the last one of the step."""
-        self._of: dict[UnitSpec, EarlyUpdate] = {}
-        """By unit; the training thread's alone."""
+        self.of_unit: dict[UnitSpec, EarlyUpdate] = {}
+        """Those that are held or begun, by unit; the training thread's alone."""
         self._changed = Monitor(failure)
         """Guards the stages and the four below. Outermost: the cache's monitor may be taken while it is held."""
         self._queue: deque[EarlyUpdate] = deque()
@@ -150,22 +150,22 @@ class EarlyUpdates:
 
     def begin_backward(self, *, last: bool) -> None:
         """A backward begins. ``last``: it may be the last one of the step."""
-        self._expecting = last and any(self._eligible)
-        for index, unit in enumerate(self._units if self._expecting else ()):
+        self.is_expecting = last and any(self._eligible)
+        for index, unit in enumerate(self._units if self.is_expecting else ()):
             self._num_expected[index] = self._num_arrived[index] or len(unit.trainable)
             self._num_arrived[index] = 0
 
     def end_backward(self) -> None:
         """The backward is over, for better or worse."""
-        self._expecting = False
+        self.is_expecting = False
 
     def gradient_arrived(self, unit: UnitSpec) -> None:
         """If it was the unit's last one and compute still has the weights, hold them: its update may be next."""
         index = unit.index
-        if not self._expecting or not self._eligible[index]:
+        if not self.is_expecting or not self._eligible[index]:
             return
         self._num_arrived[index] += 1
-        if self._num_arrived[index] != self._num_expected[index] or unit in self._of:
+        if self._num_arrived[index] != self._num_expected[index] or unit in self.of_unit:
             return
         with self._changed:
             if self._num_holding >= self._max_held and not self._compute_may_wait(unit):
@@ -173,18 +173,18 @@ class EarlyUpdates:
             if not self.host.hold(unit):
                 return
             self._num_holding += 1
-        self._of[unit] = EarlyUpdate(unit, self)
+        self.of_unit[unit] = EarlyUpdate(unit, self)
 
     def is_held(self, unit: UnitSpec) -> bool:
         """An update of the unit would begin, now that its backward is over."""
-        early = self._of.get(unit)
+        early = self.of_unit.get(unit)
         return early is not None and early.stage is Stage.HELD
 
     def begin(self, unit: UnitSpec, update: UnitUpdate | None) -> bool:
         """Ask for the update of a unit that is held; None lets it go. True if ``tasks`` must be carried out anew."""
-        early = self._of[unit]
+        early = self.of_unit[unit]
         with self._changed:
-            if update is None or not self._expecting:
+            if update is None or not self.is_expecting:
                 self._cancel(early)
                 return False
             early.update = update
@@ -203,10 +203,10 @@ class EarlyUpdates:
     def invalidate(self, unit: UnitSpec) -> None:
         """The unit's weights, gradients or states are about to change: an early update of it is void, and reads nothing
         of the unit any more when this returns."""
-        early = self._of.get(unit)
+        early = self.of_unit.get(unit)
         if early is None or early.stage is Stage.HELD:
             return
-        del self._of[unit]
+        del self.of_unit[unit]
         with self._changed:
             if early.stage is Stage.QUEUED:
                 self._queue.remove(early)
@@ -224,7 +224,7 @@ class EarlyUpdates:
         """Flip the early updates that are what the step is to be, and forget all others; the updates still to do."""
         remaining = []
         for update in step:
-            early = self._of.get(update.unit)
+            early = self.of_unit.get(update.unit)
             if early is None or early.stage is Stage.HELD:
                 remaining.append(update)
                 continue
@@ -233,10 +233,10 @@ class EarlyUpdates:
                 stage = early.stage
                 if stage is Stage.RUNNING:  # one that is void need not be waited for: the unit's own update comes after
                     early.become(Stage.CONFIRMED if wanted else Stage.VOID)
-                    del self._of[update.unit]
+                    del self.of_unit[update.unit]
                 elif stage is Stage.WRITTEN and wanted:
                     early.become(Stage.OVER)
-                    del self._of[update.unit]
+                    del self.of_unit[update.unit]
             if stage is Stage.QUEUED or not wanted:
                 remaining.append(update)
             elif stage is Stage.WRITTEN:
@@ -246,13 +246,13 @@ class EarlyUpdates:
 
     def drop_all(self) -> None:
         """There will be no step with these gradients: forget every early update."""
-        for unit, early in list(self._of.items()):
+        for unit, early in list(self.of_unit.items()):
             if early.stage is Stage.HELD:
                 with self._changed:
                     self._cancel(early)
             else:
                 self.invalidate(unit)
-        self._of.clear()
+        self.of_unit.clear()
 
     # Both threads.
 
@@ -304,7 +304,7 @@ class EarlyUpdates:
     def _cancel(self, early: EarlyUpdate) -> None:
         """It has not begun, and never will. Called with the monitor held."""
         early.become(Stage.OVER)
-        self._of.pop(early.unit, None)
+        self.of_unit.pop(early.unit, None)
         self._num_holding -= 1
         self._end_loan(early)
         self.host.end_hold(early.unit)

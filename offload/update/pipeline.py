@@ -79,7 +79,7 @@ class _TileJob:
     """It is updated on a device."""
 
     def is_read(self) -> bool:
-        return all(read.done() for read in self.reads)
+        return not self.reads or all(read.done() for read in self.reads)
 
     def is_at_hand(self) -> bool:
         """``Pipeline._make_ready`` would not wait."""
@@ -100,6 +100,7 @@ class Pipeline:
     ) -> None:
         self._free = list(buffers)
         self._num_buffers = len(self._free)
+        self._num_ahead = max(self._num_buffers, 1 if device is None else _LOOK_AHEAD)
         self._rule = rule
         self._formats = formats
         self._meter = meter
@@ -121,7 +122,8 @@ class Pipeline:
             self._read_ahead(coming, reading)
             while (reading or self._sent) and not self._stopping:
                 is_read = bool(reading) and reading[0].is_read()
-                self._bring_back(wait=not is_read)
+                if self._sent:
+                    self._bring_back(wait=not is_read)
                 if is_read or (reading and not self._sent):
                     self._make_ready(reading[0])
                     if reading[0].state.void:
@@ -135,8 +137,9 @@ class Pipeline:
 
     def _read_ahead(self, coming: Iterator[_TileJob], reading: deque[_TileJob]) -> None:
         """Start reading as many tiles as there are free buffers; wait for a buffer only if nothing is on its way."""
-        while len(reading) < max(self._num_buffers, 1 if self._device is None else _LOOK_AHEAD):
-            self._reap(wait=not (self._free or reading or self._sent))
+        while len(reading) < self._num_ahead:
+            if self._writes:
+                self._reap(wait=not (self._free or reading or self._sent))
             if self._num_buffers and not self._free:
                 return
             job = next(coming, None)

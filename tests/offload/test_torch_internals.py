@@ -70,8 +70,6 @@ def test_what_is_gone_is_refused(function: str, name: str, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("holder", "attribute", "name"),
     [
-        (torch._C, "_current_graph_task_id", BACKWARD),
-        (torch._C._autograd, "_get_sequence_nr", SEQUENCE),
         (torch.autograd.grad_mode, "_unsafe_preserve_version_counter", VERSION),
         (torch.Tensor, "_make_wrapper_subclass", WRAPPER),
     ],
@@ -142,7 +140,12 @@ def test_a_callback_that_comes_before_the_backward_ends_is_refused(monkeypatch: 
 
 @pytest.mark.parametrize(
     ("holder", "attribute"),
-    [(torch._C, "_disabled_torch_function_impl"), (_pytree, "tree_map")],
+    [
+        (torch._C, "_disabled_torch_function_impl"),
+        (torch._C, "_current_graph_task_id"),
+        (torch._C._autograd, "_get_sequence_nr"),
+        (_pytree, "tree_map"),
+    ],
 )
 def test_what_torch_has_lost_is_refused_with_its_version_from_the_import_on(
     holder: Any, attribute: str, monkeypatch: pytest.MonkeyPatch

@@ -652,6 +652,21 @@ def test_an_update_leaves_a_forward_the_slots_that_it_needs_sooner() -> None:
     assert rig.told() == ["evict a", "read d", "write d", "use b", "use c"]
 
 
+def test_a_forward_fetches_ahead_while_an_update_leaves_it_its_slots() -> None:
+    rig = Rig("abcde", num_slots=3, prefetch=True)
+    rig.end_step("e")
+    rig.acquire("a")
+    update = Call(lambda: rig.update("e", "x"))
+    rig.looks.wait(update)
+    assert rig.told() == ["read a", "read b", "read c", "use a"]
+    rig.release("a")
+    assert rig.told() == ["evict a", "read d"]  # which is needed before e
+    rig.looks.wait(update)
+    rig.use("b")
+    update.result()
+    assert rig.told() == ["use b", "evict b", "read e", "write e"]
+
+
 @pytest.mark.parametrize("waits", ["a use", "a borrower", "all updates"])
 def test_an_update_evicts_what_it_must_as_soon_as_a_use_waits_for_one(waits: str) -> None:
     rig = a_forward_under_way()
