@@ -5,6 +5,7 @@ DeepSpeed ZeRO-3 where it is installed.
     python scripts/bench_step.py --sizes 12x768 24x1024 --plot step.png
     python scripts/bench_step.py --sizes chain:1000x16 --systems in_memory engine      # overhead of a unit
     python scripts/bench_step.py --sizes 12x768 48x1600 --systems engine --budgets 600MiB
+    pip install --no-deps --target OLD old.whl; python scripts/bench_step.py --systems engine --against old=OLD
 
 Every turn of a system is a process of its own; the systems take turns, so that a slow minute of the machine hits all.
 Steps before the timed ones warm it up. Bytes are counted by the kernel (``/proc/self/io``), and so is the peak of
@@ -112,6 +113,13 @@ def _arguments() -> argparse.Namespace:
         help='host memory of the engine: "all", "least" (of a device, too), a share of the model state, bytes such as '
         '600MiB, or "peer": the peak RSS of DeepSpeed with NVMe',
     )
+    parser.add_argument(
+        "--against",
+        nargs="+",
+        default=[],
+        metavar="NAME=DIR",
+        help="other installations of this project (pip install --target DIR), which take turns with the engine",
+    )
     parser.add_argument("--nvme-path", default=tempfile.gettempdir(), help="a directory on the SSD to measure")
     parser.add_argument("--io-backend", default="auto")
     parser.add_argument("--limit", action="store_true", help="run the engine in a memory cgroup of its budget, imports "
@@ -169,6 +177,8 @@ class _Comparison:
                     if host_memory is not None:
                         extra = {"host_memory": host_memory, "io_backend": self._arguments.io_backend}
                         yield Contender(system, budget, {**request, **extra})
+                        for name, _, folder in (other.partition("=") for other in self._arguments.against):
+                            yield Contender(f"engine {name}", budget, {**request, **extra, "installation": folder})
             else:
                 yield Contender(system, "", request)
 
@@ -218,7 +228,7 @@ class _Comparison:
             contender.failure = str(failure)
 
     def _limit(self, contender: Contender, contenders: list[Contender]) -> Limit | None:
-        if not self._arguments.limit or contender.system != "engine":
+        if not self._arguments.limit or not contender.system.startswith("engine"):
             return None
         memory = next((turn for other in contenders if other.system == "in_memory" for turn in other.turns), None)
         if memory is None:

@@ -60,7 +60,7 @@ class Squares:
         """What was begun for it holds no more."""
         self._begun.discard(spec)
 
-    def settle(self) -> dict[ParameterSpec, float]:
+    def collect(self) -> dict[ParameterSpec, float]:
         """Wait for the sums that were begun since the last call, and return them."""
         if not self._begun:
             return {}

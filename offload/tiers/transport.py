@@ -113,7 +113,7 @@ class GradientTransport:
         self._failure.check()
         if self._squares is None:
             return
-        sums = self._squares.settle()
+        sums = self._squares.collect()
         for unit in self._units if sums else ():
             for spec, gradient in self._store.of(unit).items():
                 gradient.sum_squares = sums.get(spec, gradient.sum_squares)

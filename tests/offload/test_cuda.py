@@ -71,9 +71,9 @@ def test_the_same_bits_over_all_budgets(
     host_memory = least(partial(make, device_memory=device_memory), "host_memory")
     outcomes, homes = [], []
     for chosen in (
-        {},  # auto: all at home on the device
+        {},  # auto: all resident on the device
         {"device_memory": 1 << 30},
-        {"device_memory": 6 * device_memory},  # some at home there
+        {"device_memory": 6 * device_memory},  # some resident there
         {"device_memory": device_memory},  # none
         {"device_memory": device_memory, "host_memory": host_memory},
     ):
@@ -120,7 +120,7 @@ OPTIMIZERS: list[dict[str, Any]] = [
 def test_updates_on_the_gpu_have_the_bits_of_the_cpu(
     make_model: Callable[..., Tiny], tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    """The same gradients, given by hand, to a model at home on the device and to one on the CPU."""
+    """The same gradients, given by hand, to a model resident on the device and to one on the CPU."""
 
     def outcome(device: str) -> tuple[list[float], dict[str, Any], dict[str, torch.Tensor]]:
         torch.manual_seed(1)
@@ -215,7 +215,7 @@ def test_kernels_can_run_here() -> None:
     assert CudaDevice(torch.device("cuda")).obstacle_to_kernels() is None
 
 
-def test_nothing_crosses_the_link_when_all_is_at_home(make_model: Callable[..., Tiny], tmp_path: Path) -> None:
+def test_nothing_crosses_the_link_when_all_is_resident(make_model: Callable[..., Tiny], tmp_path: Path) -> None:
     with OffloadEngine(make_model(width=512), device="cuda", nvme_path=tmp_path) as engine:
         assert len(engine.plan.device.resident) == len(engine.plan.units)
         train(engine, 3)

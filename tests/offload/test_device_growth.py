@@ -44,7 +44,7 @@ def make(make_model: Callable[..., Tiny], tmp_path: Path) -> Callable[..., Offlo
 
 
 def whole_bytes(make: Callable[..., OffloadEngine], **options: Any) -> int:
-    """Device memory that everything takes at home there."""
+    """Device memory that everything takes when resident there."""
     with make(SimulatedDevice(), **options) as engine:
         assert len(engine.plan.device.resident) == len(engine.plan.units)
         return engine.plan.device.total_bytes

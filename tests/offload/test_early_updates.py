@@ -93,7 +93,7 @@ class Stored:
 
 
 class InHostMemory:
-    """A record at home in RAM."""
+    """A record resident in RAM."""
 
     stored = None
 
@@ -149,7 +149,7 @@ class Host:
 
 
 class AtHome(UnitGradients):
-    """Gradients at home in host memory."""
+    """Gradients resident in host memory."""
 
 
 class Loan:
@@ -660,7 +660,7 @@ def test_written_updates_that_are_what_the_step_does_are_flipped_tile_by_tile_an
     ]
 
 
-def test_states_at_home_in_ram_are_not_flipped():
+def test_states_resident_in_ram_are_not_flipped():
     room = Room(num_tiles=2)
     room.homes[0].tiles[0].states = InHostMemory(0)
     room.hold(0)
@@ -880,7 +880,7 @@ def by_dropping_queued(room: Room) -> None:
         by_dropping_queued,
     ],
 )
-@pytest.mark.parametrize("spilled", [(), (0,)], ids=["at home", "spilled"])
+@pytest.mark.parametrize("spilled", [(), (0,)], ids=["resident", "spilled"])
 def test_however_an_update_ends_loans_and_holds_end_with_it_and_the_next_backward_holds_the_unit_again(end, spilled):
     room = Room(max_held=1, spilled=spilled)
     for _ in range(2):  # the place of the first one is free for the second

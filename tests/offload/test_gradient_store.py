@@ -185,7 +185,7 @@ class Rig:
         place = self.store.gradients_of(self.unit)
         if isinstance(place, DeviceGradients) and self._squares is not None:
             place.begin_squares()
-            for settled, value in self._squares.settle().items():
+            for settled, value in self._squares.collect().items():
                 if settled in self.store.of(self.unit):
                     self.store.of(self.unit)[settled].sum_squares = value
         return self.store.of(self.unit)[spec].sum_squares

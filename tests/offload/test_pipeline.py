@@ -109,7 +109,7 @@ class Stored:
 
 @dataclass(eq=False)
 class Resident:
-    """A record at home in RAM."""
+    """A record resident in RAM."""
 
     address: int | None
     stored: None = None
@@ -335,7 +335,7 @@ def test_as_many_tiles_as_there_are_other_buffers_are_in_flight_while_one_is_upd
     assert meanwhile == expected[num_buffers]
 
 
-def test_tiles_at_home_in_ram_use_no_buffer_and_need_none():
+def test_tiles_resident_in_ram_use_no_buffer_and_need_none():
     story = Story(num_buffers=0)
     story.pipeline.run([story.task("a", 2, resident=True), story.task("b", 1, resident=True)])
     assert story.events == [
@@ -349,7 +349,7 @@ def test_tiles_at_home_in_ram_use_no_buffer_and_need_none():
     ]
 
 
-def test_a_tile_at_home_in_ram_leaves_the_buffers_to_the_tiles_around_it():
+def test_a_tile_resident_in_ram_leaves_the_buffers_to_the_tiles_around_it():
     story = Story(num_buffers=2)
     story.pipeline.run([story.task("a", 1), story.task("b", 1, resident=True), story.task("c", 1)])
     assert story.events == [

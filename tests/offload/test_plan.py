@@ -101,7 +101,7 @@ def test_without_a_disk_the_plan_asks_for_what_everything_takes():
     assert all(item.weights is Tier.HOST for item in plan.units)
 
 
-def test_a_unit_that_would_make_every_buffer_as_large_as_itself_stays_at_home():
+def test_a_unit_that_would_make_every_buffer_as_large_as_itself_stays_resident():
     model = nn.Sequential(nn.Embedding(512, 64), *(nn.Sequential(nn.Linear(64, 64)) for _ in range(20)))
     units = find_units(model)
     with pytest.raises(BudgetError) as caught:

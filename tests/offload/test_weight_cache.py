@@ -813,7 +813,7 @@ def test_a_unit_that_is_not_in_use_is_not_held() -> None:
     rig.use("a")
     assert not rig.weights.hold(rig.units["a"])  # released
     rig.acquire("b")
-    assert not rig.weights.hold(rig.units["b"])  # at home
+    assert not rig.weights.hold(rig.units["b"])  # resident
     rig.acquire("a")
     assert rig.weights.hold(rig.units["a"])
 

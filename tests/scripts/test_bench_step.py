@@ -54,3 +54,12 @@ def test_a_system_that_cannot_run_is_reported_and_the_others_go_on(tmp_path: Pat
     assert done.returncode == 0
     assert "BudgetError" in done.stderr
     assert [run["system"] for run in json.loads(done.stdout)["runs"]] == ["in_memory"]
+
+
+def test_another_installation_takes_turns_with_this_one(tmp_path: Path):
+    other = tmp_path / "other" / "offload"
+    other.mkdir(parents=True)
+    (other / "__init__.py").write_text("raise SystemExit('this is the other one')")
+    done = _bench(tmp_path, "--systems", "engine", "--budgets", "all", "--against", f"old={other.parent}", "--json")
+    assert [run["system"] for run in json.loads(done.stdout)["runs"]] == ["engine"]
+    assert "engine old all: this is the other one" in done.stderr

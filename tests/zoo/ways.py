@@ -12,7 +12,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "small tiles": {"tile_bytes": 65536},
     "large tiles": {"tile_bytes": 1 << 20},
     "no prefetch": {"prefetch": False},
-    "some at home": {"host_memory": 1.5},
+    "some in RAM": {"host_memory": 1.5},
     "on a device": {"device": SimulatedDevice()},
-    "at home on a device": {"device": SimulatedDevice(), "device_memory": "1GiB", "host_memory": "1GiB"},
+    "resident on a device": {"device": SimulatedDevice(), "device_memory": "1GiB", "host_memory": "1GiB"},
 }

@@ -1,4 +1,4 @@
-"""Units that are at home in a device's memory, on a simulated one: bits, bytes, order, and looking in from outside."""
+"""Units that are resident in a device's memory, on a simulated one: bits, bytes, order, and looking in from outside."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def equal(left: Outcome, right: Outcome) -> bool:
     return left[0] == right[0] and all(torch.equal(value, right[1][name]) for name, value in left[1].items())
 
 
-def at_home(engine: OffloadEngine) -> int:
+def num_resident(engine: OffloadEngine) -> int:
     assert engine.plan.device is not None
     return len(engine.plan.device.resident)
 
@@ -49,7 +49,7 @@ OPTIONS: list[dict[str, Any]] = [
 def test_the_bits_are_those_of_the_cpu(make_model: Callable[..., Tiny], options: dict[str, Any]) -> None:
     def outcome(device: Any) -> Any:
         with OffloadEngine(make_model(), device=device, lr=1e-3, **options) as engine:
-            assert device == "cpu" or at_home(engine) == len(engine.plan.units)
+            assert device == "cpu" or num_resident(engine) == len(engine.plan.units)
             return train(engine, 6), engine.optimizer.state_dict()["state"]
 
     device = SimulatedDevice(seed=1)
@@ -113,7 +113,7 @@ def test_more_memory_brings_more_units_home_and_every_byte_is_counted(
             plan = engine.plan.device
             assert plan is not None and plan.total_bytes <= budget
             assert device.most_allocated_bytes <= plan.total_bytes - plan.gradients_bytes
-            counts.append(at_home(engine))
+            counts.append(num_resident(engine))
             hosted = [item.unit for item in engine.plan.units if item.unit.index not in plan.resident]
             trained = sum(spec.numel for unit in hosted for spec in unit.parameters)
             assert engine.report().to_host_bytes == 2 * trained
@@ -129,12 +129,12 @@ def test_more_memory_brings_more_units_home_and_every_byte_is_counted(
         ({}, "libnvrtc.so.12 is not installed", "libnvrtc.so.12 is not installed"),
     ],
 )
-def test_the_plan_says_why_no_unit_is_at_home(
+def test_the_plan_says_why_no_unit_is_resident(
     make_model: Callable[..., Tiny], options: dict[str, Any], obstacle: str | None, why: str
 ) -> None:
     device = SimulatedDevice(obstacle=obstacle)
     with OffloadEngine(make_model(), device=device, device_memory="64MiB", **options) as engine:
-        assert at_home(engine) == 0 and f"0 of 7 units resident in 0.0 MiB ({why})" in str(engine.plan)
+        assert num_resident(engine) == 0 and f"0 of 7 units resident in 0.0 MiB ({why})" in str(engine.plan)
         train(engine, 1)
 
 
@@ -143,7 +143,7 @@ def test_auto_leaves_half_of_the_device_to_activations(make_model: Callable[...,
         needed = engine.plan.device.total_bytes
     for memory, count in ((2 * needed, 7), (2 * needed - 2, 0)):
         with OffloadEngine(make_model(), device=SimulatedDevice(memory_bytes=memory)) as engine:
-            assert at_home(engine) == count
+            assert num_resident(engine) == count
 
 
 def test_frozen_units_come_home_first(make_model: Callable[..., Tiny]) -> None:
@@ -212,11 +212,11 @@ def test_a_gradient_that_is_not_finite_changes_nothing(make_model: Callable[...,
         train(engine, 1)
 
 
-def test_a_model_without_anything_to_train_is_at_home_too(make_model: Callable[..., Tiny]) -> None:
+def test_a_model_without_anything_to_train_is_resident_too(make_model: Callable[..., Tiny]) -> None:
     tokens, targets = batches(1)[0]
     device = SimulatedDevice()
     with OffloadEngine(make_model().requires_grad_(False), device=device) as engine:
-        assert at_home(engine) == 7
+        assert num_resident(engine) == 7
         assert loss_of(engine(tokens), targets).isfinite()
         engine.optimizer.step()
     assert device.allocated_bytes == 0
@@ -228,7 +228,7 @@ def test_inference_needs_weights_alone(make_model: Callable[..., Tiny]) -> None:
         expected = engine(tokens)
     device = SimulatedDevice(obstacle="no kernels are needed")
     with OffloadEngine(make_model(), optimizer=None, device=device) as engine, torch.no_grad():
-        assert at_home(engine) == 7 and torch.equal(engine(tokens), expected)
+        assert num_resident(engine) == 7 and torch.equal(engine(tokens), expected)
         assert device.allocated_bytes == engine.plan.device.total_bytes == engine.plan.device.resident_bytes["weights"]
 
 
@@ -254,8 +254,8 @@ def _beside_compute(method: str) -> Callable[[pytest.MonkeyPatch], None]:
 @pytest.mark.parametrize(
     "forget",
     [
-        forget_in("settle", _Stream),
-        forget_in("settle", _Event),
+        forget_in("collect", _Stream),
+        forget_in("collect", _Event),
         forget_in("borrow_part", _Stream),
         forget_in("borrow_part", _Event),
         _beside_compute("kernel"),

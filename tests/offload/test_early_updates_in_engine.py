@@ -75,7 +75,7 @@ def run(between, **options) -> tuple[list[float], dict[str, torch.Tensor], int]:
         return losses, {name: p.detach().clone() for name, p in model.named_parameters()}, len(begun)
 
 
-@pytest.mark.parametrize("share", [1, 1.5], ids=["gradients spilled", "gradients at home"])
+@pytest.mark.parametrize("share", [1, 1.5], ids=["gradients spilled", "gradients in RAM"])
 @pytest.mark.parametrize(
     "between",
     [nothing, change_lr, clip, change_a_gradient, drop_a_gradient, write_a_weight, evaluate, load_states],
