@@ -70,11 +70,6 @@ class UnitInModel:
         """Autograd's number of the first node that it may have made."""
         self.in_backward = False
 
-    @property
-    def forward_depth(self) -> int:
-        """How many modules of this unit are in their forward."""
-        return len(self.calls)
-
 
 class _Hook(partial[Any]):
     """A hook that belongs to its model: in a ``deepcopy`` of the module it does nothing."""

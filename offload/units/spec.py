@@ -60,11 +60,6 @@ class ParameterSpec:
             raise ConfigError(f"parameter {self.name} was taken out of the model while the engine was made")
         return parameter
 
-    @property
-    def parameter_name(self) -> str:
-        """The name that the model knows it by."""
-        return self.piece.whole.name if self.piece is not None else self.name
-
     def value(self) -> torch.Tensor:
         """The elements of ``parameter`` that this one has."""
         return self.part_of(self.parameter.detach())
