@@ -46,7 +46,7 @@ class UnitInModel:
 
     __slots__ = (
         "__weakref__",
-        "calls",
+        "forward_depth",
         "forward_sequence",
         "forward_start",
         "in_backward",
@@ -62,8 +62,8 @@ class UnitInModel:
         self.parameters = parameters
         self.sites: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         """Where each parameter stands in the model: module, name, handle, parameter."""
-        self.calls: list[nn.Module] = []
-        """Modules of this unit whose forward is running, the outermost first."""
+        self.forward_depth = 0
+        """Modules of this unit whose forward is running."""
         self.forward_start = 0
         """Serial number of the moment when the outermost of them began."""
         self.forward_sequence = 0
@@ -156,8 +156,8 @@ class Hooks:
         """No forward and no backward is running: close the units that an exception or an interrupt has left open."""
         self.close_backward()
         for unit in self._units:
-            if unit.calls:
-                unit.calls.clear()
+            if unit.forward_depth:
+                unit.forward_depth = 0
                 self._leave_forward(unit)
 
     def remove(self) -> None:
@@ -170,7 +170,8 @@ class Hooks:
         before, after = self._outside_of_graphs(self._pre_forward), self._outside_of_graphs(self._post_forward)
         for module in unit.spec.modules:
             self._installed += [
-                module.register_forward_pre_hook(_Hook(before, unit)),
+                # Before all others: one that raises must not leave our hook after the forward without ours before it.
+                module.register_forward_pre_hook(_Hook(before, unit), prepend=True),
                 module.register_forward_hook(_Hook(after, unit), always_call=True),
             ]
         for index, (parameter, spec) in enumerate(zip(unit.parameters, unit.spec.parameters, strict=True)):
@@ -197,20 +198,20 @@ class Hooks:
                 module._parameters[name] = handle
 
     def _pre_forward(self, unit: UnitInModel, module: nn.Module, args: Any) -> None:
-        if not unit.calls:
+        if unit.forward_depth == 0:
             if not unit.in_backward:
                 self._schedule.begin_use(unit.spec)
             self._serial += 1
             unit.forward_start = self._serial
             unit.forward_sequence = next_sequence_number()
             self._show_parameters(unit)
-        unit.calls.append(module)
+        unit.forward_depth += 1
 
     def _post_forward(self, unit: UnitInModel, module: nn.Module, args: Any, output: Any) -> Any:
-        if not unit.calls or unit.calls[-1] is not module:
-            return output  # our pre-hook of this call raised, or one before it: there is nothing to undo
-        unit.calls.pop()
-        if unit.calls:
+        if unit.forward_depth == 0:
+            return output  # the pre-hook of this call raised: there is nothing to undo
+        unit.forward_depth -= 1
+        if unit.forward_depth > 0:
             return output
         leaves = _tensors(output)
         if any(map(unit.window.holds, leaves)):
@@ -240,7 +241,7 @@ class Hooks:
         for entry in [entry for entry in self._open if entry[1] > end]:
             self._leave_backward(entry)
         if not unit.in_backward:
-            if not unit.calls:
+            if unit.forward_depth == 0:
                 self._schedule.begin_use(unit.spec)
             unit.in_backward = True
             self._open.append((unit, start, task))
@@ -249,7 +250,7 @@ class Hooks:
         unit = entry[0]
         self._open.remove(entry)
         unit.in_backward = False
-        if not unit.calls:
+        if unit.forward_depth == 0:
             self._schedule.end_use(unit.spec)
         self._schedule.end_backward(unit.spec)
 

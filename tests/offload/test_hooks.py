@@ -133,7 +133,7 @@ class Story:
         assert self.in_use == set()
         assert self.hooks._open == []
         for unit in self.units:
-            assert (unit.calls, unit.in_backward) == ([], False)
+            assert (unit.forward_depth, unit.in_backward) == (0, False)
             assert bool(torch.isnan(unit.window.flat).all())
             for parameter in unit.parameters:
                 assert parameter.grad is None
