@@ -113,7 +113,8 @@ class Session:
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Scale all gradients so that their norm is at most ``max_norm``; the norm before."""
-        self._tiers.intake.settle()
+        with self.failure:
+            self._tiers.intake.settle()
         norm = self._verdict.norm()
         if math.isfinite(norm):
             self._verdict.scale(min(max_norm / (norm + 1e-6), 1.0))
@@ -189,7 +190,10 @@ class Session:
 
     def take_step(self) -> None:
         """Freeze the step, and start its update."""
-        self.failure.check()
+        with self.failure:
+            self._take_step()
+
+    def _take_step(self) -> None:
         self.num_backwards = 0
         self._hooks.reset()
         self._tiers.intake.settle()
@@ -221,10 +225,11 @@ class Session:
 
     def drop_gradients(self) -> None:
         """Forget the gradients that were gathered for the coming step."""
-        self._tiers.intake.settle()
-        self._updates.early.drop_all()
-        for unit in self._units:
-            self._tiers.intake.forget(unit)
+        with self.failure:
+            self._tiers.intake.settle()
+            self._updates.early.drop_all()
+            for unit in self._units:
+                self._tiers.intake.forget(unit)
 
     def optimizer_states(self) -> dict[nn.Parameter, dict[str, Any]]:
         """Copies of all optimizer states, once the update is done."""

@@ -12,11 +12,12 @@ from offload.model.gradient_handle import GradientBacking, GradientHandle
 from offload.optim.formats import Formats
 from offload.optim.rule import Rule
 from offload.tiers.compute import Compute
-from offload.tiers.gradients import GradientStore
+from offload.tiers.gradients import Gradient, GradientStore
 from offload.tiers.home import UnitHomes
 from offload.tiers.host_weights import HostWeights
 from offload.units import ParameterSpec, UnitSpec, WeightInPieces
 from offload.waiting import Failure
+from swapper import OffloadError
 
 
 class Outside:
@@ -201,7 +202,7 @@ class PlainGradientBacking:
 
     def read(self) -> torch.Tensor:
         with self._outside.failure:
-            self._outside.settle()
+            self._known()
             return self._outside.gradients.read(self._unit, self.spec).to(self._outside.dtype)
 
     def write(self, value: torch.Tensor) -> None:
@@ -213,13 +214,22 @@ class PlainGradientBacking:
 
     def norm(self) -> float:
         """Its 2-norm, from the sum that was added up while it came."""
-        self._outside.settle()
-        return float(self._outside.gradients.of(self._unit)[self.spec].norm_squared ** 0.5)
+        return float(self._known().norm_squared ** 0.5)
 
     def multiply(self, factor: float) -> None:
         """Multiply it, when the update reads it. An early update with another factor does not pass the verdict."""
+        self._known().scale *= factor
+
+    def _known(self) -> Gradient:
+        """What is known of the gradient. Raises ``OffloadError`` if there is none any more."""
         self._outside.settle()
-        self._outside.gradients.of(self._unit)[self.spec].scale *= factor
+        found = self._outside.gradients.of(self._unit).get(self.spec)
+        if found is None:
+            raise OffloadError(
+                f"{self.name} is gone: a step has used it, or it was dropped. Take a copy before: "
+                "parameter.grad.detach().clone()"
+            )
+        return found
 
 
 class PiecewiseGradientBacking:

@@ -112,8 +112,8 @@ class StoredHome(Home):
         """The last write, unless it is over and good. A read begins after it."""
         write = self._last_write
         if write is not None and write.done():
-            write.wait()  # a failed one raises, here or in the next read
-            write = self._last_write = None
+            write.wait()  # a failed one raises
+            return None
         return write
 
     def read(self, address: int, *, urgent: bool = False) -> Transfer:

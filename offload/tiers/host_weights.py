@@ -359,7 +359,9 @@ class HostWeights(WeightCache[Slot]):
             entry.write = home.write(self._address(entry))
 
     def _wait_for_write(self, entry: Entry[Slot]) -> None:
-        """Bytes in flight must not change: wait for the last write-back before the weights are touched again."""
-        write = entry.write
-        if write is not None:
-            write.wait()
+        """Bytes in flight must not change, and a place of the store must not get two writes at a time: wait for the
+        last write before the weights are touched again, also for one beside, which came from another slot."""
+        home = self._homes[entry.unit.index].weights.stored
+        for write in (entry.write, None if home is None else home.write_in_flight):
+            if write is not None:
+                write.wait()

@@ -102,13 +102,32 @@ class SpilledGradients(HostGradients):
         self._meter = meter
         self._is_spilled = False
         """The store holds what was gathered so far for the coming step."""
+        self._is_changed = False
+        """The buffer holds more than the store does."""
+
+    def put(self, spec: ParameterSpec, gradient: torch.Tensor) -> float:
+        self._is_changed = True
+        return super().put(spec, gradient)
+
+    def add(self, spec: ParameterSpec, gradient: torch.Tensor) -> float:
+        self._is_changed = True
+        return super().add(spec, gradient)
+
+    def rescale_and_add(self, spec: ParameterSpec, factor: float, gradient: torch.Tensor, scale: float) -> float:
+        self._is_changed = True
+        return super().rescale_and_add(spec, factor, gradient, scale)
 
     def landing(self, spec: ParameterSpec) -> torch.Tensor | None:
         return None
 
     def close(self) -> None:
-        if self.buffer is not None and not self.buffer.writes:
-            self._spill(self.buffer)
+        buffer = self.buffer
+        if buffer is None or buffer.writes:
+            return
+        if self._is_changed:
+            self._spill(buffer)
+        elif not buffer.lent:  # it was only looked at
+            self.buffer, buffer.owner = None, None
 
     def forget(self) -> None:
         self._is_spilled = False
@@ -127,7 +146,7 @@ class SpilledGradients(HostGradients):
         """The buffer is for another unit from now on: the store has, or gets, what lies in it."""
         buffer = self.buffer
         if buffer is not None:
-            if not buffer.writes:
+            if self._is_changed:
                 self._spill(buffer)
             self._wait_for_spill(buffer)
             self.buffer, buffer.owner = None, None
@@ -164,6 +183,7 @@ class SpilledGradients(HostGradients):
     def _spill(self, buffer: GradientBuffer) -> None:
         buffer.writes = tuple(home.write(address) for home, address in self._parts(buffer))
         self._is_spilled = True
+        self._is_changed = False
 
     def _wait_for_spill(self, buffer: GradientBuffer) -> None:
         with self._meter.stall("write"):

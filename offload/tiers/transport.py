@@ -72,7 +72,8 @@ class GradientTransport:
         gradient = gradient.detach()
         gradient = (gradient.to_dense() if gradient.is_sparse else gradient).to(self._dtype).contiguous().view(-1)
         target = None
-        if spec not in self._begun and self._dtype == self._home_dtype:
+        is_first = spec not in self._begun and spec not in self._store.of(unit)  # a user may have set one
+        if is_first and self._dtype == self._home_dtype:
             target = resting.landing(spec)
         self._begun.add(spec)
         squared = self._squares is not None and target is not None

@@ -22,6 +22,7 @@ from offload.testing.simulated import SimulatedDevice
 from offload.tiers.host_weights import HostCarrier, HostWeights
 from offload.tiers.loading import Loader
 from offload.units import UnitSpec
+from offload.update.early import EarlyUpdates
 
 WIDTH, DEPTH = 128, 8
 
@@ -280,6 +281,51 @@ def test_a_unit_that_backward_uses_again_while_its_early_update_runs_harms_nothi
     monkeypatch.setattr(HostWeights, "lend", late_lend)
     assert outcome(nvme_path=tmp_path, host_memory=budget) == expected
     assert any(event.is_set() for event in used_again.values())
+
+
+def test_a_gradient_that_a_user_sets_is_added_to_on_a_device_too(make_model, tmp_path: Path) -> None:
+    def outcome(**options: object) -> torch.Tensor:
+        model = make_model()
+        with OffloadEngine(model, precision="fp32", **options):
+            weight = model.blocks[1].up.weight
+            weight.grad = torch.ones(weight.shape)
+            tokens, targets = batches(1)[0]
+            loss_of(model(tokens), targets).backward()
+            return weight.grad.detach().clone()
+
+    expected = outcome()
+    assert expected.mean() > 0.5
+    device = {"device": SimulatedDevice(0, obstacle="planted"), "device_memory": 1 << 21, "nvme_path": tmp_path}
+    assert torch.equal(outcome(**device), expected)
+
+
+def test_a_gradient_that_a_step_has_used_says_so(make_model) -> None:
+    model = make_model()
+    with OffloadEngine(model) as engine:
+        tokens, targets = batches(1)[0]
+        engine.backward(loss_of(engine(tokens), targets))
+        gradient = model.head.weight.grad
+        engine.step()
+        for use in (gradient.norm, gradient.clone, lambda: gradient.mul_(2.0)):
+            with pytest.raises(OffloadError, match=r"gradient of head\.weight is gone"):
+                use()
+
+
+def test_an_error_in_a_step_is_kept(make_model, tmp_path: Path, monkeypatch) -> None:
+    budget = least_budget(make_model(), tmp_path)
+    with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory=budget) as engine:
+        tokens, targets = batches(1)[0]
+        engine.backward(loss_of(engine(tokens), targets))
+
+        def fail(*_: object) -> None:
+            raise StorageIOError("write of weights: EIO")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(EarlyUpdates, "confirm", fail)
+            with pytest.raises(StorageIOError, match="EIO"):
+                engine.step()
+        with pytest.raises(StorageIOError, match="EIO"):
+            engine(tokens)
 
 
 def test_every_room_stands_on_lower_ones_only() -> None:

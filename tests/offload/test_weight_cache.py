@@ -957,6 +957,28 @@ def beside(rig: Rig, name: str, letter: str) -> None:
     rig.weights.give_back(rig.units[name], slot)
 
 
+def test_a_change_from_outside_waits_for_a_write_beside_that_is_in_flight() -> None:
+    """Both go to the place that is not current: in flight together their bytes would mix."""
+    rig = Rig("a", num_slots=2)
+    rig.store.keep("write beside a")
+    rig.hold("a")
+    slot = rig.lend("a")
+    with rig.borrow("a"):  # the old weights are resident again, in the other slot, when the write beside begins
+        fill(slot.address, "x")
+        rig.weights.give_back(rig.units["a"], slot)
+
+    def change() -> None:
+        with rig.borrow("a", change=True) as address:
+            fill(address, "z")
+
+    changed = Call(change)
+    write = rig.store.begun("write beside a")
+    assert write.waited_for.wait(FOREVER_S) and not changed.over
+    rig.store.end("write beside a")
+    changed.result()
+    assert rig.stored("a") == "z"
+
+
 def test_a_flip_waits_for_a_fetch_of_the_old_weights_and_for_those_who_use_them() -> None:
     rig = Rig("a", num_slots=2)
     beside(rig, "a", "x")
