@@ -52,8 +52,9 @@ class Outside:
         self._invalidate = invalidate
 
     def changing(self, units: Sequence[UnitSpec]) -> None:
-        """Weights, gradients or states of these units are about to change: what was computed from them is void, and
-        nothing else uses them any more. Every change from outside comes through here."""
+        """Weights, gradients or states of these units are about to change: early updates of them are void, and nothing
+        else uses them any more. Every change of their bytes from outside comes through here; a factor for a gradient
+        needs no such care, since an early update that was made without it does not pass the verdict."""
         for unit in units:
             self.dropping(unit)
             self._host.wait_for_update(unit)

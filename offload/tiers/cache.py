@@ -72,7 +72,8 @@ class Carrier(Protocol[P]):
 
 
 class Entry(Generic[P]):
-    """What the cache knows of one unit. Guarded by the cache's monitor."""
+    """What the cache knows of one unit. Guarded by the cache's monitor, except ``write``, which belongs to the thread
+    that may change the bytes of a pinned unit, and ``updating`` of a permanent unit, which only the update ends."""
 
     def __init__(self, unit: UnitSpec, residency: Residency) -> None:
         self.unit = unit
@@ -127,7 +128,8 @@ class WeightCache(Generic[P]):
         self._may_add_places = may_add_places
         self._order = UseOrder(len(units))
         self._changed = Monitor(failure)
-        """Guards the entries, the order of uses, the carrier's places and the counts below."""
+        """Guards the entries, the order of uses, the carrier's places and the counts below. After early updates in the
+        order of locks, a device's cache before the host's, and before gradients."""
         self._present: dict[Entry[P], None] = {}
         """The entries that have a place, in the order in which they got it."""
         self._num_lent = 0

@@ -2,8 +2,8 @@
 
 Updates change the weights in host memory, so a copy is good until the unit's next update. Two threads stand between:
 one waits until a unit is in host memory and up to date and starts its copy, one waits for copies to end and lets the
-host's memory go. The training thread starts no copy and waits for none: it waits until a copy has been *started*, and
-the device's own queue does the rest.
+host's memory go. Within a step the training thread waits for no copy: it waits until a copy has been *started*, and the
+device's own queue does the rest. Only ``outdate``, in ``step()``, waits until copies are over whose source will change.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class Growth:
         """Make ``units`` resident on the device, and keep to ``plan`` from now on. Their updates are over, and they
         have no gradients.
 
-        Raises ``DeviceMemoryError`` if there is no room for all of them. Nothing has changed then.
+        Raises ``DeviceMemoryError`` if there is no room for all of them. Only copies were dropped then.
         """
         for unit in units:
             self._weights.drop_copy(unit)

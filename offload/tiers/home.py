@@ -1,9 +1,10 @@
 """Homes: where a record rests between uses, and the one way to its bytes.
 
 A record is what is stored of one kind of one unit: its weights, its gradients, or one tile of its optimizer states. The
-plan gives each a tier, ``tiers.make`` makes its home there, and nothing else asks for the tier: a home whose bytes can
-be used where they are has an ``address`` (host memory) or a ``tensor`` (a device's memory); the bytes of a home on NVMe
-pass through a buffer by ``read`` and ``write``. Code that looks in from outside of the schedule borrows.
+plan gives each a tier, and ``tiers.make`` makes its home there. Other code does not ask for the tier, but for what a
+home can do. Bytes that can be used where they are have an ``address`` (host memory) or a ``tensor`` (a device's memory);
+the bytes of a home on NVMe pass through a buffer by ``read`` and ``write``. Code that looks in from outside of the
+schedule borrows.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ class HostHome(Home):
 
 
 class StoredHome(Home):
-    """On NVMe: ``trained`` bytes, which have two places where the disk is large enough, then ``frozen`` ones.
+    """On NVMe: ``trained`` bytes, which an update writes, then ``frozen`` ones. Trained weights and states have two
+    places where the disk is large enough; spilled gradients, which nothing needs after their step, have one.
 
     An update writes trained bytes only. Transfers of one record never overlap, except for a read with a write beside.
     """

@@ -42,7 +42,8 @@ class BufferPool:
             buffer.pool = self
         self._meter = meter
         self._returned = Monitor(failure)
-        """Guards ``lent`` of the buffers. All else of them belongs to the thread that adds gradients."""
+        """Guards ``lent`` of the buffers; all else of them belongs to the thread that adds gradients. After the caches
+        in the order of locks."""
 
     def take(self, owner: SpilledGradients) -> GradientBuffer:
         """A buffer that may be overwritten: a free one, else the one whose spill began first.

@@ -57,7 +57,7 @@ class GradientTransport:
         self._landings = list(landings)
         self._bytes_under_way = 0
         self._changed = Monitor(failure)
-        """Guards the two above."""
+        """Guards the two above. After the caches in the order of locks."""
         self._begun: set[ParameterSpec] = set()
         """Parameters of which a gradient for the coming step is here or on its way."""
         self._last: Job | None = None

@@ -10,7 +10,7 @@ and without, and a gradient that is not finite has changed nothing.
 early updates than leave compute its slots, and the other units are updated under the next forward. Where gradients are
 spilled a later update costs another read of them, so every unit is updated early, from the buffer that its gradients
 came to, and compute waits for the slot and the buffer. Such an update needs nothing that compute holds, unless the
-update of an earlier step is in its way.
+updates of an earlier step are not over: then the first rule holds for these units, too.
 """
 
 from __future__ import annotations
