@@ -2,9 +2,9 @@
 
 A record is what is stored of one kind of one unit: its weights, its gradients, or one tile of its optimizer states. The
 plan gives each a tier, and ``tiers.make`` makes its home there. Other code does not ask for the tier, but for what a
-home can do. Bytes that can be used where they are have an ``address`` (host memory) or a ``tensor`` (a device's memory);
-the bytes of a home on NVMe pass through a buffer by ``read`` and ``write``. Code that looks in from outside of the
-schedule borrows.
+home can do. Bytes that can be used where they are have an ``address`` (host memory) or a ``tensor`` (in a device's
+memory); the bytes of a home on NVMe pass through a buffer by ``read`` and ``write``. Code that looks in from outside of
+the schedule borrows.
 """
 
 from __future__ import annotations
