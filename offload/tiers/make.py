@@ -32,7 +32,7 @@ from offload.tiers.spill import BufferPool, GradientBuffer, SpilledGradients
 from offload.tiers.squares import Squares
 from offload.tiers.transport import GradientTransport
 from offload.tiers.window import POISON, DeviceWindow, HostWindow, Window, window_class
-from offload.units import UnitSpec, num_nested
+from offload.units import UnitSpec
 from offload.waiting import Failure
 from swapper import PAGE_BYTES, Arena, Lease, Store, align
 
@@ -67,13 +67,6 @@ class Tiers:
     compute: Compute
     on_device: OnDevice | None
     io_profile: IoProfile | None
-
-    @property
-    def num_spare_slots(self) -> int:
-        """Slots beside those that compute may need at a time."""
-        return len(self.slots) - self._num_nested
-
-    _num_nested: int = 0
 
 
 def make_tiers(
@@ -182,7 +175,6 @@ def make_tiers(
         compute=compute,
         on_device=on_device,
         io_profile=profile,
-        _num_nested=num_nested(units),
     )
 
 

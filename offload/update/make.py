@@ -9,6 +9,7 @@ from offload.optim.rule import Rule
 from offload.plan.plan import Plan
 from offload.report.meter import Meter
 from offload.tiers.make import Tiers
+from offload.units import num_nested
 from offload.update.device_side import DeviceSide, ResidentUpdates
 from offload.update.early import EarlyUpdates
 from offload.update.pipeline import Pipeline
@@ -42,7 +43,7 @@ def make_updates(plan: Plan, tiers: Tiers, rule: Rule, failure: Failure, meter: 
     early = EarlyUpdates(
         units,
         lambda unit: plan.early and unit.index in streamed,
-        tiers.num_spare_slots - 1,  # the last one is for the unit that compute fetches ahead
+        len(tiers.slots) - num_nested(units) - 1,  # the last one is for the unit that compute fetches ahead
         tiers.homes,
         tiers.host,
         tiers.gradients,

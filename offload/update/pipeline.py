@@ -159,12 +159,16 @@ class Pipeline:
             job.reads.append(stored.read(job.states))
         elif homes.states.address is not None:
             job.states = homes.states.address
+        else:
+            raise RuntimeError(f"states of unit {task.update.unit.name} rest where the pipeline cannot bring them from")
         if task.grads is not None:
             job.grads = task.grads + homes.tile.start * self._formats.grads
         elif homes.grads is not None and job.buffer is not None:
             task.before_grads()
             job.grads = job.buffer.address + (stored.nbytes if stored is not None else 0)
             job.reads.append(homes.grads.read(job.grads))
+        else:
+            raise RuntimeError(f"gradients of unit {task.update.unit.name} rest nowhere")
         task.begins()
 
     def _make_ready(self, job: _TileJob) -> None:
