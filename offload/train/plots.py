@@ -13,7 +13,14 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-_COLOURS = {"weights": "#4c72b0", "master": "#64b5cd", "moments": "#dd8452", "states": "#dd8452", "grads": "#55a868"}
+_COLOURS = {
+    "second places": "#8172b3",
+    "weights": "#4c72b0",
+    "master": "#64b5cd",
+    "moments": "#dd8452",
+    "states": "#dd8452",
+    "grads": "#55a868",
+}
 _OTHER_COLOUR = "#8c8c8c"
 _SMOOTHED_STEPS = 20
 
