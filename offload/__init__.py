@@ -10,15 +10,22 @@ if TYPE_CHECKING:
     from offload.engine import OffloadEngine as OffloadEngine
     from offload.errors import BudgetError as BudgetError
     from offload.errors import ConfigError as ConfigError
+    from offload.errors import DeviceMemoryError as DeviceMemoryError
     from offload.errors import NonFiniteGradient as NonFiniteGradient
+    from offload.errors import TorchUnsupported as TorchUnsupported
+    from offload.errors import WaitTimeout as WaitTimeout
     from offload.plan.plan import Plan as Plan
     from offload.report.report import Report as Report
     from swapper import OffloadError as OffloadError
+    from swapper import StorageCorrupt as StorageCorrupt
     from swapper import StorageError as StorageError
     from swapper import StorageFull as StorageFull
     from swapper import StorageIOError as StorageIOError
     from swapper import StorageTimeout as StorageTimeout
+    from swapper import StoreExists as StoreExists
     from swapper import StoreLocked as StoreLocked
+    from swapper import StoreMissing as StoreMissing
+    from swapper import StoreMisuse as StoreMisuse
     from swapper import StoreUnsafe as StoreUnsafe
 
 _HOMES = {
@@ -26,15 +33,22 @@ _HOMES = {
     "OffloadEngine": "offload.engine",
     "BudgetError": "offload.errors",
     "ConfigError": "offload.errors",
+    "DeviceMemoryError": "offload.errors",
     "NonFiniteGradient": "offload.errors",
+    "TorchUnsupported": "offload.errors",
+    "WaitTimeout": "offload.errors",
     "Plan": "offload.plan.plan",
     "Report": "offload.report.report",
     "OffloadError": "swapper",
+    "StorageCorrupt": "swapper",
     "StorageError": "swapper",
     "StorageFull": "swapper",
     "StorageIOError": "swapper",
     "StorageTimeout": "swapper",
+    "StoreExists": "swapper",
     "StoreLocked": "swapper",
+    "StoreMissing": "swapper",
+    "StoreMisuse": "swapper",
     "StoreUnsafe": "swapper",
 }
 __all__ = list(_HOMES)

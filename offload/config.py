@@ -3,41 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
 
+from offload import foreign, values
 from offload.device.protocol import Device
-from offload.errors import ConfigError
-
-Bytes = int | Literal["auto"]
+from offload.errors import ConfigError, warn
 
 OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "sgd")
 """Those that have a native kernel, by the names that ``optimizer=`` takes."""
 
-_SUFFIXES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_SUFFIXES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_SUFFIXES |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_PRECISIONS: dict[torch.dtype, Literal["bf16", "fp16", "fp32"]] = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float64: "fp32",
+}
 
-
-def parse_bytes(value: int | str, option: str) -> Bytes:
-    """A number of bytes, from a number or a text such as ``"12GiB"``; ``"auto"`` stays. Raises ``ConfigError``."""
-    if value == "auto":
-        return "auto"
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
-        if match is None or match[2].upper() not in _SUFFIXES:
-            raise ConfigError(f'{option}: expected bytes such as 1073741824, "12GiB" or "auto", got {value!r}')
-        value = int(float(match[1]) * _SUFFIXES[match[2].upper()])
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-        raise ConfigError(f"{option}: expected a number of bytes from 0 to 2^63, got {value!r}")
-    return value
+_LEAST_TILE_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +37,8 @@ class OffloadConfig:
     """The settings of one engine, checked when built. Raises ``ConfigError`` naming the option and the value."""
 
     nvme_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = ()
-    """Directories on local SSDs for the swap store; extents are spread over several. Empty: nothing goes to NVMe."""
+    """Directories on local SSDs for the swap store; extents are spread over several. "~" is your home. Empty: nothing
+    goes to NVMe."""
     device: str | torch.device | Device = "cpu"
     """Where the model computes: "cpu", "cuda", "cuda:1", or a ``Device`` of one's own (``offload.device.protocol``)."""
     device_memory: int | str = "auto"
@@ -57,8 +50,9 @@ class OffloadConfig:
     """Bytes of host memory that the engine may hold, staging included. "auto": most of what is free now."""
     nvme_capacity: int | str = "auto"
     """Bytes of NVMe that the store may reserve. "auto": what is free on the paths."""
-    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """dtype of weights and gradients. The 16-bit ones keep an fp32 master; "fp16" scales the loss, dynamically."""
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """dtype of weights and gradients. The 16-bit ones keep an fp32 master; "fp16" scales the loss, dynamically. "auto":
+    the dtype that the model has."""
     optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer | None = "adamw"
     """What updates the weights: "adam", "adamw", "adagrad", "lion" or "sgd"; a ``torch.optim.Optimizer`` class; or one
     that is built already over the model's parameters, whose groups, settings and states are taken over. None: no
@@ -86,40 +80,79 @@ class OffloadConfig:
     prefetch: bool = True
     """Read weights before they are asked for. False: on demand only, to measure what prefetching gains."""
 
+    def __new__(cls, *positional: object, **options: object) -> OffloadConfig:
+        """Refuses unknown options in words; the dataclass itself would raise ``TypeError``."""
+        if positional:
+            raise ConfigError(f"options have names: OffloadConfig(nvme_path=...), got {values.shown(positional[0])}")
+        foreign.check_names(options, cls._names())
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
-        paths = [self.nvme_path] if isinstance(self.nvme_path, (str, os.PathLike)) else list(self.nvme_path)
-        object.__setattr__(self, "nvme_path", tuple(Path(path) for path in paths))
+        self._check("nvme_path", values.as_paths)
+        self._check("device", values.as_device)
         for name in ("device_memory", "host_memory", "nvme_capacity", "tile_bytes"):
-            object.__setattr__(self, name, parse_bytes(getattr(self, name), name))
-        self._check_device()
-        self._check_choice("precision", ("bf16", "fp16", "fp32"))
-        self._check_choice("moments_dtype", ("fp32", "bf16", "int8"))
+            self._check(name, values.parse_bytes)
+        if self.tile_bytes != "auto" and int(self.tile_bytes) < _LEAST_TILE_BYTES:
+            values.refuse("tile_bytes", f"at least {_LEAST_TILE_BYTES} bytes", self.tile_bytes)
+        self._check("precision", values.as_choice, ("auto", *_DTYPES))
         self._check_optimizer()
-        self._check_choice("io_backend", ("auto", "io_uring", "threads", "portable"))
         for name in ("lr", "eps", "weight_decay"):
             if getattr(self, name) is not None:
-                self._check_number(name, getattr(self, name), 0, None)
-        self._check_number("gradient_clipping", self.gradient_clipping, 0, None)
+                self._check(name, values.as_number)
         if self.betas is not None:
-            if len(self.betas) != 2:
-                raise ConfigError(f"betas: expected two numbers, got {self.betas!r}")
-            for beta in self.betas:
-                self._check_number("betas", beta, 0, 1)
-        if not isinstance(self.gradient_accumulation_steps, int) or self.gradient_accumulation_steps < 1:
-            raise ConfigError(f"gradient_accumulation_steps must be >= 1, got {self.gradient_accumulation_steps!r}")
-        if self.tile_bytes != "auto" and int(self.tile_bytes) < 64 * 1024:
-            raise ConfigError(f"tile_bytes must be at least 65536, got {self.tile_bytes}")
+            self._check("betas", values.as_betas)
+        self._check("optimizer_options", values.as_options)
+        for name in ("lr", "betas", "eps", "weight_decay"):
+            if getattr(self, name) is not None and name in self.optimizer_options:
+                raise ConfigError(f"{name} is given twice, also in optimizer_options: leave one out")
+        self._check("moments_dtype", values.as_choice, ("fp32", "bf16", "int8"))
+        self._check("gradient_clipping", values.as_number)
+        self._check("gradient_accumulation_steps", values.as_count)
+        self._check("io_backend", values.as_choice, ("auto", "io_uring", "threads", "portable"))
+        self._check("prefetch", values.as_flag)
 
     @classmethod
     def of(cls, config: OffloadConfig | None, options: dict[str, Any]) -> OffloadConfig:
-        """``config`` with ``options`` laid over it. An unknown option is an error that names the nearest known one."""
-        known = [item.name for item in dataclasses.fields(cls)]
-        for name in options:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; known are: {', '.join(known)}"
-                raise ConfigError(f"unknown option {name!r}{hint}")
-        return cls(**options) if config is None else dataclasses.replace(config, **options)
+        """``config`` with ``options`` laid over it.
+
+        Raises ``ConfigError`` for an option that there is not, and for a ``config`` that is something else; it says
+        what to write instead.
+        """
+        if config is None:
+            return cls(**options)
+        if not isinstance(config, OffloadConfig):
+            foreign.refuse_config(config)
+        foreign.check_names(options, cls._names())
+        return dataclasses.replace(config, **options)
+
+    def of_model(self, model: nn.Module) -> OffloadConfig:
+        """The same with ``precision="auto"`` resolved: the dtype of most of the model's floating-point numbers.
+
+        Warns, once, of parameters that get another dtype than they have. Those on the meta device have no values yet.
+        Raises ``ConfigError`` if "auto" finds a dtype in which nothing is trained, or a parameter has no shape yet.
+        """
+        for name, parameter in model.named_parameters():
+            if is_lazy(parameter):
+                raise ConfigError(f"parameter {name} has no shape yet: run a batch through the lazy model first")
+        parameters = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
+        numel: Counter[torch.dtype] = Counter()
+        for parameter in parameters:
+            numel[parameter.dtype] += parameter.numel()
+        config = self
+        if self.precision == "auto":
+            most = max(numel, key=lambda dtype: numel[dtype], default=torch.float32)
+            if most not in _PRECISIONS:
+                raise ConfigError(
+                    f'precision: "auto" finds {most}, in which nothing is trained; choose "bf16" or "fp32"'
+                )
+            config = dataclasses.replace(self, precision=_PRECISIONS[most])
+        others: Counter[torch.dtype] = Counter()
+        for parameter in parameters:
+            if parameter.dtype != config.dtype and not parameter.is_meta:
+                others[parameter.dtype] += parameter.numel()
+        if others:
+            warn(config._conversions(others, only=len(numel) == 1))
+        return config
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -128,8 +161,10 @@ class OffloadConfig:
 
     @property
     def dtype(self) -> torch.dtype:
-        """dtype of the weights that the model computes with."""
-        return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.precision]
+        """dtype of the weights that the model computes with. Not to be asked for before ``of_model``."""
+        if self.precision == "auto":
+            raise RuntimeError("precision is still 'auto': only of_model() knows the dtype")
+        return _DTYPES[self.precision]
 
     @property
     def optimizer_settings(self) -> dict[str, Any]:
@@ -142,34 +177,33 @@ class OffloadConfig:
         """dtype in which gradients rest: that of the weights, and fp32 when several are added up."""
         return self.dtype if self.gradient_accumulation_steps == 1 else torch.float32
 
-    def _check_device(self) -> None:
-        if isinstance(self.device, (str, torch.device)):
-            try:
-                kind = torch.device(self.device).type
-            except RuntimeError as error:
-                raise ConfigError(f"device: {error}") from None
-            if kind not in ("cpu", "cuda"):
-                raise ConfigError(f'device: expected "cpu" or "cuda", got {self.device!r}')
+    def _conversions(self, others: Mapping[torch.dtype, int], *, only: bool) -> str:
+        """What becomes of parameters of other dtypes. ``only``: the model has no more than one."""
+        found = ", ".join(f"{numel:,} parameters are {dtype}" for dtype, numel in others.items())
+        master = "" if self.precision == "fp32" else " (what is trained keeps an fp32 master)"
+        keeper = torch.float32 if torch.float32 in others else next(iter(others)) if only else None
+        name = next((name for name, dtype in _DTYPES.items() if dtype == keeper), None)
+        way_out = "" if name is None else f"; precision={name!r} keeps them"
+        return f"precision={self.precision!r}: {found}, and become {self.dtype}{master}{way_out}"
+
+    @classmethod
+    def _names(cls) -> list[str]:
+        return [item.name for item in dataclasses.fields(cls)]
+
+    def _check(self, name: str, check: Callable[..., object], *more: object) -> None:
+        """Keep what ``check`` makes of the option."""
+        object.__setattr__(self, name, check(name, getattr(self, name), *more))
 
     def _check_optimizer(self) -> None:
         optimizer = self.optimizer
         if isinstance(optimizer, str):
-            self._check_choice("optimizer", OPTIMIZERS)
+            name = foreign.torch_name(optimizer)
+            if optimizer not in OPTIMIZERS and name is not None and name.lower() not in OPTIMIZERS:
+                values.refuse("optimizer", values.one_of(OPTIMIZERS), optimizer, f"torch.optim.{name}")
+            self._check("optimizer", values.as_choice, OPTIMIZERS)
         elif isinstance(optimizer, type):
             if not issubclass(optimizer, torch.optim.Optimizer):
                 raise ConfigError(f"optimizer: {optimizer.__name__} is not a torch.optim.Optimizer")
         elif optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigError(
-                f"optimizer: expected one of {', '.join(map(repr, OPTIMIZERS))}, a torch.optim.Optimizer (class or "
-                f"built), or None; got {optimizer!r}"
-            )
-
-    def _check_choice(self, name: str, allowed: tuple[Any, ...]) -> None:
-        if getattr(self, name) not in allowed:
-            raise ConfigError(f"{name}: expected one of {', '.join(map(repr, allowed))}, got {getattr(self, name)!r}")
-
-    def _check_number(self, name: str, value: object, low: float, high: float | None) -> None:
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not low <= value < (float("inf") if high is None else high):  # type: ignore[operator]
-            bound = f">= {low}" if high is None else f"from {low} to less than {high}"
-            raise ConfigError(f"{name} must be a number {bound}, got {value!r}")
+            expected = f"{values.one_of(OPTIMIZERS)}, a torch.optim.Optimizer (class or built), or None"
+            values.refuse("optimizer", expected, optimizer)

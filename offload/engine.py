@@ -38,10 +38,22 @@ class OffloadEngine:
     """
 
     def __init__(self, model: nn.Module, config: OffloadConfig | None = None, **options: Any) -> None:
-        self.config = OffloadConfig.of(config, options)
-        self.module = model
+        config = OffloadConfig.of(config, options)
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
         if any(isinstance(p, Handle) for p in model.parameters()):
-            raise ConfigError("the model is wrapped already; close its engine first")
+            raise ConfigError(
+                "the model's parameters are in an engine already. Its unwrap() gives an ordinary model back; after "
+                "close() they are gone: build the model again."
+            )
+        if config.optimizer is not None:
+            _refuse_ranks()
+        self.module = model
+        self.config = config.of_model(model)
+        with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
+            self._session = self._make(model)
+
+    def _make(self, model: nn.Module) -> Session:
         torch_internals.check()
         check_can_be_made(model)
         check_backend(self.config.io_backend)
@@ -51,7 +63,7 @@ class OffloadEngine:
         choice = choose(self.config, units)
         device = open_device(self.config.device)
         plan = plan_for(self.config, units, choice, device)
-        self._session = Session(model, self.config, units, plan, choice, device)
+        return Session(model, self.config, units, plan, choice, device)
 
     @property
     def optimizer(self) -> OffloadOptimizer | None:
@@ -90,12 +102,14 @@ class OffloadEngine:
     def step(self) -> None:
         """Take an optimizer step with the gradients since the last one. Returns at once: the update runs behind.
 
-        Does nothing until ``gradient_accumulation_steps`` calls of ``backward`` have been made. Raises
+        Does nothing until ``gradient_accumulation_steps`` calls of ``backward`` have been made. ``loss.backward()``
+        counts nothing: after it the step is taken, or ``ConfigError`` raised if there are to be several. Raises
         ``NonFiniteGradient`` if a gradient is NaN or infinite: the gradients are dropped and nothing else has changed.
         With ``precision="fp16"`` that is part of training: the step is skipped and the loss scale halved.
         """
         optimizer = self._require_training()
-        if self._session.num_backwards >= self.config.gradient_accumulation_steps:
+        self._session.failure.check()
+        if self._session.step_is_due():
             optimizer.step()  # through the optimizer, so that schedulers see it
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -138,9 +152,18 @@ class OffloadEngine:
     def close(self) -> None:
         """End the engine: transfers in flight are waited for, memory and disk are given back. Safe to call twice.
 
-        The model's parameters lose their values; take what you need before (``state_dict``).
+        The model's parameters lose their values: ``unwrap`` ends the engine and keeps them.
         """
         self._session.close()
+
+    def unwrap(self) -> nn.Module:
+        """End the engine and return the model, with ordinary parameters that have the values of the last step.
+
+        Gradients that no step has used go with them, optimizer states do not (``optimizer.state_dict()``, before).
+        Raises ``BudgetError`` if memory has no room for all weights at once: the engine goes on then.
+        """
+        self._session.unwrap()
+        return self.module
 
     def __enter__(self) -> OffloadEngine:
         return self
@@ -162,3 +185,17 @@ class OffloadEngine:
         if optimizer is None:
             raise ConfigError("the engine was made with optimizer=None: it does not train")
         return optimizer
+
+
+def _refuse_ranks() -> None:
+    """Raise ``ConfigError`` in one of several processes that are to train one model: each would train its own."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        world = distributed.get_world_size()
+    else:
+        world = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+    if world > 1:
+        raise ConfigError(
+            f"this is one of {world} processes of torch.distributed, and the engine trains in one: each would train a "
+            "model of its own. Start one process."
+        )

@@ -1,6 +1,9 @@
-"""The engine's own errors, beside those of the store. All of them are ``OffloadError``."""
+"""The engine's own errors, beside those of the store, and its warnings. All errors are ``OffloadError``."""
 
 from __future__ import annotations
+
+import sys
+import warnings
 
 from swapper.errors import OffloadError
 
@@ -34,3 +37,11 @@ class WaitTimeout(OffloadError):
 
 class TorchUnsupported(OffloadError):
     """This release of torch lacks, or has changed, something that the engine stands on."""
+
+
+def warn(message: str) -> None:
+    """Warn of something that the user has written, at the line of the user's program that called the engine."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)

@@ -2,26 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from offload.errors import ConfigError
-from offload.optim.rule import Group
+from offload.optim.rule import Group, options_of
 
 
 class Steps(Protocol):
     """What the optimizer asks of the engine. States are by parameter, as in ``torch.optim``."""
 
-    def take_step(self) -> None: ...
+    def trains(self, parameter: nn.Parameter) -> bool: ...
+
+    def accept(self, parameter: nn.Parameter) -> None: ...
+
+    def take_step(self, loss_scale: float | None = None) -> None: ...
 
     def drop_gradients(self) -> None: ...
 
     def optimizer_states(self) -> dict[nn.Parameter, dict[str, Any]]: ...
 
     def set_optimizer_states(self, states: dict[nn.Parameter, dict[str, Any]]) -> None: ...
+
+    def parameters_with_states(self) -> list[nn.Parameter]: ...
+
+    def states_of(self, parameter: nn.Parameter) -> dict[str, Any]: ...
+
+    def set_states_of(self, parameter: nn.Parameter, states: dict[str, Any]) -> None: ...
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
@@ -31,34 +45,64 @@ class OffloadOptimizer(torch.optim.Optimizer):
     that a scheduler that was built on it keeps working.
     """
 
+    _step_supports_amp_scaling = True
+    """For ``torch.amp.GradScaler``: gradients may come as they are. For the time of a step it sets ``found_inf`` and
+    ``grad_scale``, which they are to be divided by (None: it is done)."""
+
     def __init__(self, groups: list[Group], engine: Steps, source: torch.optim.Optimizer | None = None) -> None:
-        super().__init__(groups, {})
+        super().__init__(groups, options_of(groups[0]) if source is None else source.defaults)
         self._engine = engine
+        self.state = _States(engine)  # type: ignore[assignment]
         if source is not None:
-            self.defaults = source.defaults
-            source.state.clear()
+            source.state = self.state
             source.step = _Forward(self, source)  # type: ignore[method-assign,assignment]
-            source.zero_grad = self.zero_grad  # type: ignore[method-assign]
+            for name in ("zero_grad", "add_param_group", "state_dict", "load_state_dict"):
+                setattr(source, name, getattr(self, name))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take the step. A closure is refused: it would run the model again in the middle of it."""
+        """Take the step. As in ``torch.optim``, a ``closure`` computes the loss and its gradients before it, once.
+
+        With ``torch.amp.GradScaler`` the gradients are divided by its scale, and where one is infinite nothing happens.
+        """
+        loss = None
         if closure is not None:
-            raise ConfigError("optimizer.step(closure) is not supported: compute the loss, then call step()")
-        self._engine.take_step()
-        return None
+            with torch.enable_grad():
+                loss = closure()
+        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
+        if found_inf is None:
+            self._engine.take_step()
+        elif not found_inf:
+            scale: torch.Tensor | None = getattr(self, "grad_scale", None)
+            self._engine.take_step(1.0 if scale is None else float(scale))
+        return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients that no step has used."""
-        self._engine.drop_gradients()
+        """Drop gradients that no step has used; without ``set_to_none`` they become zeros."""
+        if set_to_none:
+            self._engine.drop_gradients()
+        else:
+            super().zero_grad(set_to_none=False)
+
+    def add_param_group(self, param_group: Group) -> None:
+        """As in ``torch.optim``, for parameters that the engine holds. Raises ``ConfigError`` for others."""
+        engine: Steps | None = getattr(self, "_engine", None)
+        if engine is not None:
+            params = param_group["params"]
+            params = [params] if isinstance(params, torch.Tensor) else list(params)
+            for parameter in params:
+                engine.accept(parameter[1] if isinstance(parameter, tuple) else parameter)
+            param_group = {**param_group, "params": params}
+        super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """As of any optimizer, with ordinary tensors: it holds all states in memory. Waits for the update."""
-        self.state.update(self._engine.optimizer_states())  # type: ignore[arg-type]
+        resting = self.state
+        self.state = defaultdict(dict, self._engine.optimizer_states())  # type: ignore[arg-type]
         try:
             return super().state_dict()
         finally:
-            self.state.clear()
+            self.state = resting
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over groups' options and states, as ``state_dict`` gave them. Weights stay."""
@@ -75,6 +119,57 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._engine.set_optimizer_states(
             {by_index[index]: states for index, states in state_dict["state"].items() if index in by_index}
         )
+
+
+class _States(MutableMapping[nn.Parameter, dict[str, Any]]):
+    """``optimizer.state``: the states of each parameter that has taken a step, as handles."""
+
+    def __init__(self, engine: Steps) -> None:
+        self._engine = engine
+
+    def __getitem__(self, parameter: nn.Parameter) -> dict[str, Any]:
+        return self._engine.states_of(parameter)
+
+    def __setitem__(self, parameter: nn.Parameter, states: dict[str, Any]) -> None:
+        self._engine.set_states_of(parameter, states)
+
+    def __delitem__(self, parameter: nn.Parameter) -> None:
+        raise ConfigError(
+            "optimizer states rest in the engine and cannot be taken out. To begin anew: "
+            'optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})'
+        )
+
+    def clear(self) -> None:
+        """Make all states what they are before the first step."""
+        self._engine.set_optimizer_states({})
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return iter(self._engine.parameters_with_states())
+
+    def __len__(self) -> int:
+        return len(self._engine.parameters_with_states())
+
+
+def refuse_others(own: OffloadOptimizer) -> RemovableHandle:
+    """From now on, a step of another optimizer over parameters that the engine of ``own`` trains raises
+    ``ConfigError``: it would change weights beside the engine, and keep its states in memory of its own. Returns what
+    ends it."""
+    of_engine = weakref.ref(own)
+
+    def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        own = of_engine()
+        if own is None or optimizer is own:
+            return
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        num_held = sum(map(own._engine.trains, parameters))
+        if num_held:
+            raise ConfigError(
+                f"{type(optimizer).__name__} was built over {num_held} parameters that an OffloadEngine holds and "
+                "updates. Use engine.optimizer in its place, or build it before the engine and hand it over: "
+                "OffloadEngine(model, optimizer=optimizer)."
+            )
+
+    return register_optimizer_step_pre_hook(refuse)
 
 
 class _Forward:

@@ -14,7 +14,7 @@ import torch
 import aio_ext
 from offload.config import OffloadConfig
 from offload.device.protocol import Device
-from offload.errors import ConfigError
+from offload.errors import ConfigError, warn
 from offload.memory import available_bytes
 from offload.optim.choose import OptimizerChoice
 from offload.optim.formats import DEFAULT_TILE_BYTES, Formats
@@ -24,7 +24,8 @@ from offload.plan.placement import make_plan
 from offload.plan.plan import Plan, Tier, UnitPlan
 from offload.tiers.window import CopyWindow, window_class
 from offload.units import UnitSpec, num_nested
-from swapper import align
+from swapper import StoreUnsafe, align
+from swapper.paths import Directory, Medium, look_at
 
 _AUTO_SHARE = 0.8
 """Of what is free, "auto" takes this much: activations, the loader and others need room too."""
@@ -36,7 +37,12 @@ _WHOLE_UNITS = 1 << 62
 def plan_for(
     config: OffloadConfig, units: Sequence[UnitSpec], choice: OptimizerChoice | None, device: Device | None
 ) -> Plan:
-    """The plan for these units on this machine. Raises ``BudgetError`` for budgets that are too small."""
+    """The plan for these units on this machine.
+
+    Raises ``BudgetError`` for budgets that are too small, and what ``check_paths`` raises, also if all of it fits into
+    memory: a wrong path is not kept until the day that it is needed.
+    """
+    check_paths(config.paths)
     host = config.host_memory
     host_bytes = int(available_bytes() * _AUTO_SHARE) if host == "auto" else int(host)
     nvme = config.nvme_capacity
@@ -63,6 +69,28 @@ def plan_for(
         return plan
     resident = [_resident_unit(unit, choice) for unit in units if unit.index in device_plan.resident]
     return plan.with_resident(resident, device_plan)
+
+
+def check_paths(paths: Sequence[Path]) -> None:
+    """Look at the directories for the store. Warns of those in memory.
+
+    Raises ``StoreUnsafe`` for one that cannot hold a store, ``ConfigError`` for one that is given twice.
+    """
+    found: dict[Directory, Path] = {}
+    for path in paths:
+        try:
+            directory = look_at(path)
+        except StoreUnsafe as error:
+            raise StoreUnsafe(f"nvme_path: {error.args[0]}", advice=error.advice) from None
+        if directory in found:
+            raise ConfigError(f"nvme_path: {path} is the same directory as {found[directory]}: give it once")
+        found[directory] = path
+    for directory, path in found.items():
+        if directory.medium is Medium.MEMORY:
+            warn(
+                f"nvme_path: {path} is on {directory.file_system}: what is stored there takes memory, and host_memory "
+                "does not count it"
+            )
 
 
 def open_device(device: str | torch.device | Device) -> Device | None:

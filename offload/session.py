@@ -4,25 +4,30 @@ updates on the other. It translates what the model does and what a step is into 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from offload.closing import Closers
 from offload.config import OffloadConfig
 from offload.device.protocol import Device
-from offload.errors import ConfigError, DeviceMemoryError
-from offload.memory import resident_bytes
+from offload.errors import BudgetError, ConfigError, DeviceMemoryError, warn
+from offload.memory import available_bytes, resident_bytes
 from offload.model.backing import Outside
+from offload.model.belongings import Belongings
+from offload.model.handle import Handle
 from offload.model.hooks import Hooks, UnitInModel
-from offload.model.make import give_ordinary_state_dicts, make_handles, move_to_device
+from offload.model.make import convert_statistics, give_ordinary_state_dicts, make_handles, move_to_device
+from offload.model.state_handle import StatesOfParameter
 from offload.optim.choose import OptimizerChoice
 from offload.optim.loss_scale import LossScale
 from offload.optim.rule import Group
-from offload.optimizer import OffloadOptimizer
+from offload.optimizer import OffloadOptimizer, refuse_others
 from offload.plan.plan import Plan
 from offload.report.meter import Meter
 from offload.report.report import Report
@@ -37,7 +42,12 @@ from offload.update.make import Updates, make_updates
 from offload.update.verdict import Verdict, groups_by_parameter
 from offload.waiting import FATAL, Failure
 from swapper import OffloadError
+from swapper.errors import readable_bytes
 
+_CLOSED = (
+    "the engine is closed, and the weights went with it: call engine.unwrap() instead of close() to keep them in the "
+    "model, or take them before (state_dict)"
+)
 _NOT_MADE = "the engine could not be made, and parameters that it had taken over are lost: build the model again"
 
 
@@ -60,13 +70,19 @@ class Session:
         self.global_step = 0
         self.last_report: Report | None = None
         self.num_backwards = 0
-        """Since the last step."""
+        """Those of ``backward`` since the last step."""
+        self._is_in_backward = False
+        """``backward`` runs: gradients that come otherwise are of a backward that the user called."""
+        self._has_other_gradients = False
+        """Such gradients have come since the last step."""
         self.loss_scale = LossScale() if config.precision == "fp16" else None
         self._units = units
         self._device = device
         self._gradient_scale = 1.0
         """What gradients of the present backward are still to be multiplied by."""
         self._step_scale = 1.0
+        self._has_warned_of_empty_step = False
+        self._model = weakref.ref(model)
         self._groups: dict[int, Group] = {}
         """By parameter, as they are in the present backward, if it may be the last one of the step."""
         self._uses: list[Span | None] = [None] * len(units)
@@ -100,6 +116,7 @@ class Session:
         self._gradient_scale = 1 / scale
         self._groups = groups_by_parameter(self._optimizer.param_groups) if last else {}
         self._updates.early.begin_backward(last=last)
+        self._is_in_backward = True
         try:
             (loss.float() * scale / steps).backward()  # type: ignore[no-untyped-call]
         except BaseException:
@@ -107,9 +124,22 @@ class Session:
             raise
         finally:
             self._gradient_scale = 1.0
+            self._is_in_backward = False
             self._updates.early.end_backward()
         self.failure.check()
         self.num_backwards += 1
+
+    def step_is_due(self) -> bool:
+        """``gradient_accumulation_steps`` backwards are done. Raises ``ConfigError`` if they were not ``backward``,
+        which divides the loss."""
+        steps = self.config.gradient_accumulation_steps
+        if self._has_other_gradients and steps > 1:
+            raise ConfigError(
+                f"engine.step() with gradient_accumulation_steps={steps} counts calls of engine.backward(loss), which "
+                "divides each loss, and there are gradients of loss.backward(). Call engine.backward(loss), or divide "
+                "the loss yourself and call engine.optimizer.step() when it is time."
+            )
+        return self._has_other_gradients or self.num_backwards >= steps
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Scale all gradients so that their norm is at most ``max_norm``; the norm before."""
@@ -131,9 +161,34 @@ class Session:
         on_host = resident_bytes([(arena.address, arena.nbytes)]) if arena.nbytes else 0
         return on_host + host.added_bytes, 0 if self._device is None else self._device.allocated_bytes
 
+    def unwrap(self) -> None:
+        """Give the model ordinary parameters with the present values and gradients, and end it. Raises ``BudgetError``
+        if memory has no room for them: nothing has changed then."""
+        self.failure.check()
+        model = self._model()
+        if model is None:
+            raise OffloadError("the model is gone: there is nothing to unwrap")
+        self._check_room_for_all()
+        ordinary: dict[int, nn.Parameter] = {}
+        sites: list[tuple[nn.Module, str, nn.Parameter]] = []
+        for module in model.modules():
+            for name, handle in module._parameters.items():
+                if not isinstance(handle, Handle):
+                    continue
+                if id(handle) not in ordinary:
+                    ordinary[id(handle)] = parameter = nn.Parameter(handle.value(), requires_grad=handle.requires_grad)
+                    gradient = handle.grad
+                    parameter.grad = None if gradient is None else gradient.detach().clone()
+                sites.append((module, name, ordinary[id(handle)]))
+        self._hooks.reset()
+        self._hooks.remove()
+        for module, name, parameter in sites:
+            module._parameters[name] = parameter
+        self.close()
+
     def close(self) -> None:
         """End it: transfers in flight are waited for, memory and disk are given back. Safe to call twice."""
-        self.failure.record(OffloadError("the engine is closed"))
+        self.failure.record(OffloadError(_CLOSED))
         try:
             self._hooks.reset()
         finally:
@@ -174,7 +229,9 @@ class Session:
             self._take(unit, spec, gradient, self._gradient_scale)
         except FATAL as error:
             self.failure.raise_first(error)
-        if early.is_expecting:
+        if not self._is_in_backward:
+            self._has_other_gradients = True
+        elif early.is_expecting:
             early.gradient_arrived(unit)
 
     def end_backward(self, unit: UnitSpec) -> None:
@@ -186,19 +243,55 @@ class Session:
         if self._early_of and self._updates.early.is_held(unit):
             self._updates.updater.begin_early(unit, self._verdict.freeze_unit(unit, self._groups))
 
+    def changed_in_use(self, unit: UnitSpec, spec: ParameterSpec, value: torch.Tensor) -> None:
+        """A forward has given one of its own weights another value: it becomes the parameter's."""
+        self._backings[spec].write(value)
+
     # What the optimizer asks.
 
-    def take_step(self) -> None:
+    def trains(self, parameter: nn.Parameter) -> bool:
+        """The parameter is one that the engine updates, or was before the engine took its value over."""
+        replaced = self._replaced.get(id(parameter))
+        if replaced is not None and replaced() is parameter:
+            return True
+        return parameter in self._specs and parameter.requires_grad
+
+    def accept(self, parameter: nn.Parameter) -> None:
+        """The parameter may join a parameter group. Raises ``ConfigError`` if the engine cannot train it."""
+        specs = self._specs.get(parameter)
+        if specs is None:
+            raise ConfigError(
+                f"a parameter of shape {tuple(parameter.shape)} is not one that the engine holds. Give it an optimizer "
+                "of its own, or put it into the model before the engine is made."
+            )
+        if not specs[0].trainable:
+            raise ConfigError(
+                f"parameter {specs[0].name} was not to be trained when the engine was made: it has no optimizer states."
+            )
+        if not self._verdict.groups_may_change:
+            raise ConfigError("an optimizer without a kernel keeps the parameter groups that it was made with")
+
+    def take_step(self, loss_scale: float | None = None) -> None:
         """Freeze the step, and start its update."""
         with self.failure:
-            self._take_step()
+            self._take_step(loss_scale)
 
-    def _take_step(self) -> None:
-        self.num_backwards = 0
+    def _take_step(self, loss_scale: float | None) -> None:
+        if self.loss_scale is not None and loss_scale is None and self._has_other_gradients:
+            raise ConfigError(
+                'precision="fp16": small gradients of a loss that is not scaled come out as 0. Call '
+                "engine.backward(loss), which scales it, or use torch.amp.GradScaler."
+            )
         self._hooks.reset()
+        self._verdict.check(self._optimizer.param_groups)
+        self._warn_of_lost_parameters()
         self._tiers.intake.settle()
-        norm = self._verdict.norm()
-        if self.loss_scale is not None:
+        if loss_scale is not None and loss_scale != 1:
+            self._verdict.scale(1 / loss_scale)
+        norm, before_clipping = self._verdict.norm(), self._verdict.norm_before_clipping()
+        self.num_backwards, self._has_other_gradients = 0, False
+        self._step_scale = 1.0 if loss_scale is None else loss_scale
+        if self.loss_scale is not None and loss_scale is None:
             self._step_scale = self.loss_scale.value
             self.loss_scale.update(math.isfinite(norm))
         if not math.isfinite(norm):
@@ -210,6 +303,7 @@ class Session:
         if self.config.gradient_clipping:
             self._verdict.scale(min(self.config.gradient_clipping / (norm + 1e-6), 1.0))
         step = self._verdict.freeze(self._optimizer.param_groups)
+        increment_version([p for spec in self._verdict.stepping for p in self._backings[spec].in_use])
         tiers, updates = self._tiers, self._updates
         tiers.compute.outdate([update.unit for update in step])
         on_host = step if updates.resident is None else updates.resident.update(step)
@@ -217,8 +311,14 @@ class Session:
         remaining = updates.early.confirm(on_host)
         for update in step:
             tiers.intake.forget(update.unit)
+        if not step and not self._has_warned_of_empty_step:
+            self._has_warned_of_empty_step = True
+            warn(
+                "optimizer.step(): no parameter has a gradient, and nothing changes. A step uses gradients up, as if "
+                "zero_grad() came after it; the next backward brings new ones."
+            )
         self.global_step += 1
-        self.last_report = self._reporter.report(self.plan.memory, self.global_step, norm, self._step_scale)
+        self.last_report = self._reporter.report(self.plan.memory, self.global_step, before_clipping, self._step_scale)
         updates.updater.start(remaining)
         self._grow_into_device()
         tiers.compute.end_step()
@@ -233,29 +333,75 @@ class Session:
 
     def optimizer_states(self) -> dict[nn.Parameter, dict[str, Any]]:
         """Copies of all optimizer states, once the update is done."""
+        return self._read_states(self._verdict.num_steps)
+
+    def set_optimizer_states(self, states: dict[nn.Parameter, dict[str, Any]]) -> None:
+        """Take over optimizer states by parameter. The others have taken no step."""
+        by_spec = self._by_spec(states)
+        others = {spec for spec in self._verdict.num_steps if spec not in by_spec}
+        with self.failure:
+            self._outside.changing(self._units)
+            num_steps = self._states.write(by_spec)
+            self._states.reset(others)
+            self._verdict.num_steps = num_steps
+
+    def parameters_with_states(self) -> list[nn.Parameter]:
+        """Those that have taken a step."""
+        return [parameter for parameter, specs in self._specs.items() if specs[0] in self._verdict.num_steps]
+
+    def states_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """The states of one parameter, as handles. None are there before its first step."""
+        specs = self._specs[parameter]
+        if specs[0] not in self._verdict.num_steps:
+            return {}
+
+        def read() -> dict[str, Any]:
+            return self._read_states({spec: self._verdict.num_steps[spec] for spec in specs})[parameter]
+
+        def write(some: dict[str, Any]) -> None:
+            self.set_states_of(parameter, {**read(), **some})
+
+        name = specs[0].piece.whole.name if specs[0].piece is not None else specs[0].name
+        return StatesOfParameter(name, read, write)
+
+    def set_states_of(self, parameter: nn.Parameter, states: dict[str, Any]) -> None:
+        """Take over the states of one parameter."""
+        with self.failure:
+            self._outside.changing(self._units)
+            self._verdict.num_steps.update(self._states.write(self._by_spec({parameter: states})))
+
+    def _read_states(self, steps: dict[ParameterSpec, int]) -> dict[nn.Parameter, dict[str, Any]]:
         self.wait_for_updates()
         with self.failure:
-            states = self._states.read(self._verdict.num_steps)
+            states = self._states.read(steps)
         return {
             parameter: self._states.joined({spec: states[spec] for spec in specs})
             for parameter, specs in self._specs.items()
             if specs[0] in states
         }
 
-    def set_optimizer_states(self, states: dict[nn.Parameter, dict[str, Any]]) -> None:
-        """Take over optimizer states by parameter."""
-        by_spec: dict[ParameterSpec, dict[str, Any]] = {}
+    def _by_spec(self, states: dict[nn.Parameter, dict[str, Any]]) -> dict[ParameterSpec, dict[str, Any]]:
+        found: dict[ParameterSpec, dict[str, Any]] = {}
         for parameter, values in states.items():
             if values:
-                by_spec.update(self._states.split(self._specs[parameter], values))
-        with self.failure:
-            self._outside.changing(self._units)
-            self._verdict.num_steps = self._states.write(by_spec)
+                found.update(self._states.split(self._specs[parameter], values))
+        return found
+
+    def _warn_of_lost_parameters(self) -> None:
+        """Say once of each parameter that it was replaced behind the engine."""
+        model = self._model()
+        for name in self._hooks.lost(model) if model is not None else ():
+            warn(
+                f"parameter {name} is no longer in the model, and what was put in its place is not the engine's: it is "
+                "not trained by engine.optimizer. Write into the parameter (parameter.data.copy_(value)) instead, or "
+                "change the model before the engine is made."
+            )
 
     # How it is made.
 
     def _build(self, model: nn.Module, choice: OptimizerChoice | None, closers: Closers) -> None:
         config, plan, device, units = self.config, self.plan, self._device, self._units
+        belongings = Belongings(units)
         rule = choice.rule if choice is not None else None
         had_states = choice.states() if choice is not None else {}
         on_device = plan.device is not None and plan.device.obstacle is None and rule is not None
@@ -285,11 +431,15 @@ class Session:
             tiers.intake.settle,
             _nothing if updates is None else updates.early.invalidate,
         )
-        handles = make_handles(units, outside)
+        handles = make_handles(units, tiers.parameters, outside)
+        self._backings = handles.backings
         self._specs = handles.specs_by_parameter()
         buffers = [slot.address for slot in tiers.slots], [lease.address for lease in tiers.tile_buffers]
+        parameters = [spec.parameter for unit in units for spec in unit.parameters]
+        self._replaced = {id(parameter): weakref.ref(parameter) for parameter in parameters if parameter.requires_grad}
         loader = Loader(tiers.homes, rule, plan.formats, config.dtype, *buffers)
         loader.load(model, units, handles.at_sites, handles.of_model)
+        convert_statistics(model, config.dtype)
         if device is not None:
             closers.callback(move_to_device(model, self.torch_device))
         # Dynamo would take a device's events for a part of the graph. On the CPU there are none, and importing it costs
@@ -300,6 +450,7 @@ class Session:
             for unit, window, parameters in zip(units, tiers.windows, tiers.parameters, strict=True)
         ]
         self._hooks = Hooks(in_model, handles.at_sites, handles.of_model, self, outside_of_graphs)
+        belongings.give(handles.of_model, {spec: backing.in_use[0] for spec, backing in handles.backings.items()})
         closers.callback(give_ordinary_state_dicts(units))
         self.optimizer: OffloadOptimizer | None = None
         if choice is not None:
@@ -308,6 +459,7 @@ class Session:
             for group, specs in choice.groups:
                 group["params"] = list(dict.fromkeys(handles.of_model[spec] for spec in specs))
             self.optimizer = OffloadOptimizer([group for group, _ in choice.groups], self, choice.source)
+            closers.callback(refuse_others(self.optimizer).remove)
             if had_states:
                 self.set_optimizer_states({handles.of_model[spec]: states for spec, states in had_states.items()})
         self.bandwidths = store_bandwidths(tiers)
@@ -321,6 +473,20 @@ class Session:
         if self.optimizer is None:
             raise ConfigError("the engine was made with optimizer=None: it does not train")
         return self.optimizer
+
+    def _check_room_for_all(self) -> None:
+        """Raise ``BudgetError`` if the weights and the gradients that are there do not fit into memory."""
+        numel = sum(spec.numel for unit in self._units for spec in unit.parameters)
+        if self.optimizer is not None:
+            numel += sum(spec.numel for unit in self._units for spec in self._tiers.gradients.of(unit))
+        needed = numel * self.config.dtype.itemsize
+        free = available_bytes() if self._device is None else self._device.memory_bytes()
+        if needed > free:
+            raise BudgetError(
+                f"the weights take {readable_bytes(needed)} as ordinary parameters, and {readable_bytes(free)} are "
+                "free: the model stays the engine's.",
+                needed,
+            )
 
     def _in_training(self) -> bool:
         """The present use of a unit belongs to a step that will change it."""

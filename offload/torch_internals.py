@@ -99,6 +99,9 @@ no_torch_function: Any = _found(torch._C, "_disabled_torch_function_impl")
 autograd_gradient: Any = _found(torch.Tensor, "grad")
 """Where autograd puts gradients, under the property of the same name."""
 
+requires_grad: Any = _found(torch.Tensor, "requires_grad")
+"""Whether autograd makes a gradient, under the property of the same name."""
+
 
 @cache
 def check() -> None:

@@ -36,8 +36,8 @@ from _step_deepspeed import TRIALS, Settings
 from _step_model import Shape
 from _step_process import Limit, Turns, WorkerFailed
 
-from offload.config import parse_bytes
 from offload.report.report import Bandwidths
+from offload.values import parse_bytes
 
 STATE_BYTES = {"fp32": 16, "bf16": 14}
 """Bytes of weights, masters, moments and gradients for one parameter."""
@@ -215,7 +215,7 @@ class _Comparison:
         if "/" in budget:
             part, whole = (int(number) for number in budget.split("/"))
             return self._state_bytes * part // whole
-        return int(parse_bytes(budget, "--budgets"))
+        return int(parse_bytes("--budgets", budget))
 
     def _take_turn(self, contender: Contender, contenders: list[Contender]) -> None:
         limit = self._limit(contender, contenders)

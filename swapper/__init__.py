@@ -14,6 +14,7 @@ from swapper.errors import (
     StoreMissing,
     StoreMisuse,
     StoreUnsafe,
+    readable_bytes,
 )
 from swapper.folders import create_store, open_store
 from swapper.store import Extent, Store
@@ -41,4 +42,5 @@ __all__ = [
     "align",
     "create_store",
     "open_store",
+    "readable_bytes",
 ]

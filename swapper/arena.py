@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import aio_ext
-from swapper.errors import OffloadError
+from swapper.errors import OffloadError, readable_bytes
 
 PAGE_BYTES = 4096
 """Alignment of every lease and every extent: what O_DIRECT asks for on any disk."""
@@ -45,7 +45,8 @@ class Arena:
         nbytes = align(nbytes)
         if self._next + nbytes > self.nbytes:
             raise OffloadError(
-                f"arena is used up: asked for {nbytes} bytes, {self.nbytes - self._next} of {self.nbytes} are left"
+                f"arena is used up: asked for {readable_bytes(nbytes)}, of {readable_bytes(self.nbytes)} "
+                f"{readable_bytes(self.nbytes - self._next)} are left"
             )
         lease = Lease(self._memory.address + self._next, nbytes)
         self._next += nbytes

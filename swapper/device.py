@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import aio_ext
 from aio_ext.profile import load_profile
 from swapper.arena import Arena
-from swapper.errors import StorageCorrupt, StorageTimeout
+from swapper.errors import StorageCorrupt, StorageTimeout, failed
 
 IO_TIMEOUT_S = 300.0
 """No transfer may take longer: a disk that is silent for this long is treated as gone."""
@@ -182,7 +182,10 @@ def open_device(
         devices = []
         for index, size in enumerate(sizes):
             file = open_file(index, size)
-            devices.append(FileDevice(file, backend=backend, queue_depth=queue_depth, block_bytes=block_bytes))
+            try:
+                devices.append(FileDevice(file, backend=backend, queue_depth=queue_depth, block_bytes=block_bytes))
+            except OSError as error:
+                raise failed(f"making a queue for {paths[index]}", error) from error
             undo.callback(devices[-1].close)
             sizes[index] = os.fstat(file).st_size
         _check_table(table, sizes, num_chunks if len(paths) > 1 else 0)
@@ -202,7 +205,12 @@ def _check_table(table: Sequence[tuple[int, int]], sizes: Sequence[int], num_chu
 
 def bandwidth_shares(paths: Sequence[Path]) -> list[float]:
     """What part of the bytes each path should carry: by the profiles that `aio_bench` wrote, if all have one."""
-    rates = [profile.mixed_bytes_per_s for path in paths if path.is_dir() and (profile := load_profile(path))]
+    rates = []
+    for path in paths:
+        with contextlib.suppress(OSError):  # a path that cannot be looked at is refused when it is opened
+            profile = load_profile(path)
+            if profile is not None:
+                rates.append(profile.mixed_bytes_per_s)
     if len(rates) < len(paths):
         return [1 / len(paths)] * len(paths)
     return [rate / sum(rates) for rate in rates]

@@ -31,9 +31,12 @@ class OffloadError(RuntimeError):
 
 
 class StoreUnsafe(OffloadError):
-    """The path cannot hold a store: missing, not a directory, not writable, or not what this package made."""
+    """The path cannot hold a store: missing, no directory, not writable, not local, or not what this package made."""
 
-    happened = "The path is missing, not a directory, not writable, a symbolic link, or others may change it."
+    happened = (
+        "The path is missing, not a directory, not writable or not on a local disk; or the store in it is a symbolic "
+        "link, or others may change it."
+    )
     numbers = "the path, and what the system said of it"
     survives = "Nothing was created or changed."
     advice = "Give a directory of your own on a local SSD."
@@ -133,6 +136,14 @@ def failed(what: str, error: OSError) -> StorageError:
     """What the system said of an operation, as the error that the user gets."""
     kind = StorageFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageIOError
     return kind(f"{what} failed: {error}.")
+
+
+def readable_bytes(nbytes: int) -> str:
+    """The exact number, and as people say it: ``227,278,848 bytes (216.8 MiB)``."""
+    power = min((max(nbytes, 1).bit_length() - 1) // 10, 4)
+    if power == 0:
+        return f"{nbytes:,} bytes"
+    return f"{nbytes:,} bytes ({nbytes / (1 << 10 * power):,.1f} {' KMGT'[power]}iB)"
 
 
 def errors() -> Iterator[type[OffloadError]]:

@@ -4,34 +4,41 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 from pathlib import Path
 
-from swapper.errors import StorageFull, StoreUnsafe, failed
+from swapper.errors import StorageFull, StoreUnsafe, failed, readable_bytes
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_SHOWN = 120
+"""Of a longer path, messages show so many letters at either end."""
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 
 
 def open_directory(path: Path) -> int:
     """The directory that a user gave, which may be a link. Raises ``StoreUnsafe``."""
+    name = named(path)
     try:
         return os.open(path, _DIRECTORY)
     except FileNotFoundError:
-        raise StoreUnsafe(f"{path} does not exist.", advice=f"Create it: mkdir -p {path}") from None
+        if path.is_symlink():
+            raise StoreUnsafe(f"{name} is a link to {named(path.readlink())}, which does not exist.") from None
+        raise StoreUnsafe(f"{name} does not exist.", advice=f"Create it: mkdir -p {shlex.quote(name)}") from None
     except NotADirectoryError:
-        raise StoreUnsafe(f"{path} is not a directory.") from None
+        raise StoreUnsafe(f"{name} is not a directory.") from None
     except OSError as error:
-        raise StoreUnsafe(f"{path} cannot be opened: {error.strerror}.") from None
+        raise StoreUnsafe(f"{name} cannot be opened: {error.strerror}.") from None
 
 
 def open_nameless(path: Path, directory: int) -> int:
-    """A new file without a directory entry, for direct I/O where the file system can. Raises ``StoreUnsafe``.
+    """A new file without a name in the open ``directory``, for direct I/O where the file system can.
 
-    Not every file system can make one: there, it is created and unlinked at once.
+    ``path`` is what the user calls it. Not every file system can make such a file: there, it is created and unlinked
+    at once. Raises ``StoreUnsafe``.
     """
     try:
         try:
-            descriptor = open_direct(path, os.O_TMPFILE)
+            descriptor = open_direct(".", os.O_TMPFILE, directory)
         except OSError as error:
             if error.errno not in _NO_TMPFILE:
                 raise
@@ -39,7 +46,7 @@ def open_nameless(path: Path, directory: int) -> int:
             descriptor = open_direct(name, os.O_CREAT | os.O_EXCL, directory)
             os.unlink(name, dir_fd=directory)
     except OSError as error:
-        raise StoreUnsafe(f"cannot create a file in {path}: {error.strerror}.") from None
+        raise StoreUnsafe(f"cannot create a file in {named(path)}: {error.strerror}.") from None
     return descriptor
 
 
@@ -74,13 +81,19 @@ def reserve(descriptor: int, nbytes: int, where: Path | str) -> None:
     free_bytes = available.f_bavail * available.f_frsize
     if needed > free_bytes:
         raise StorageFull(
-            f"{where} has too little room: {needed} bytes are needed, {free_bytes} are free.",
+            f"{where} has too little room: {readable_bytes(needed)} are needed, {readable_bytes(free_bytes)} are free.",
             advice="Free some, give another path, or raise host_memory so that less goes there.",
         )
     try:
         os.posix_fallocate(descriptor, 0, max(nbytes, 1))
     except OSError as error:
-        raise StorageFull(f"cannot reserve {nbytes} bytes in {where}: {error.strerror}.") from error
+        raise StorageFull(f"cannot reserve {readable_bytes(nbytes)} in {where}: {error.strerror}.") from error
+
+
+def named(path: Path) -> str:
+    """A path as a message shows it: in one line, and not a long one."""
+    text = str(path) if str(path).isprintable() else ascii(str(path))
+    return text if len(text) <= 2 * _SHOWN else f"{text[:_SHOWN]}...{text[-_SHOWN:]}"
 
 
 class Descriptor:

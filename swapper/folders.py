@@ -13,7 +13,7 @@ from swapper import owner
 from swapper.device import Device, open_device
 from swapper.directory import RealDirectory
 from swapper.durable import DurableStore, begin, take_up
-from swapper.errors import StorageCorrupt, StoreMissing, StoreMisuse, StoreUnsafe, failed
+from swapper.errors import StorageCorrupt, StoreMissing, StoreMisuse, StoreUnsafe, failed, readable_bytes
 from swapper.files import Descriptor, open_direct, open_directory, reserve
 from swapper.manifest import Entry, Manifest
 from swapper.store import lay_out
@@ -91,7 +91,10 @@ def open_store(
 
         def old_file(index: int, nbytes: int) -> int:
             if len(folders.files) == 1 and folders.sizes[index] < nbytes:
-                raise StorageCorrupt(f"{folders}: its data has {folders.sizes[index]} bytes, {nbytes} were reserved.")
+                raise StorageCorrupt(
+                    f"{folders}: its data has {readable_bytes(folders.sizes[index])}, "
+                    f"{readable_bytes(nbytes)} were reserved."
+                )
             return folders.files[index]
 
         def make_device(last: Manifest) -> Device:

@@ -17,7 +17,7 @@ from offload.device.protocol import Event
 from offload.dtypes import kernel_dtype
 from offload.errors import ConfigError, DeviceMemoryError
 from offload.waiting import Deadline
-from swapper import OffloadError
+from swapper import OffloadError, readable_bytes
 
 _PORTABLE = 1
 """``cudaHostRegisterPortable``: pinned for every GPU, whichever is current in the thread that asks."""
@@ -117,8 +117,9 @@ class CudaDevice:
         except torch.OutOfMemoryError as error:
             free = self.memory_bytes() - torch.cuda.memory_allocated(self.torch_device)
             raise DeviceMemoryError(
-                f"no room for {nbytes:,} bytes of weights on {self.torch_device}, {free:,} are free, in pieces. The "
-                "step was not taken. Lower device_memory, or make less activations (batch size, checkpointing)."
+                f"no room for {readable_bytes(nbytes)} of weights on {self.torch_device}, {readable_bytes(free)} are "
+                "free, in pieces. The step was not taken. Lower device_memory, or make less activations (batch size, "
+                "checkpointing)."
             ) from error
 
     def free(self, storage: torch.UntypedStorage) -> None:
@@ -129,8 +130,8 @@ class CudaDevice:
         code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
         if code != 0:
             raise OffloadError(
-                f"{nbytes:,} bytes of host memory cannot be registered with CUDA (cudaHostRegister gave {code}). "
-                "Raise the limit of locked memory (ulimit -l unlimited), or lower host_memory."
+                f"{readable_bytes(nbytes)} of host memory cannot be registered with CUDA (cudaHostRegister gave "
+                f"{code}). Raise the limit of locked memory (ulimit -l unlimited), or lower host_memory."
             )
 
     def unpin(self, address: int) -> None:

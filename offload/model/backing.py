@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch import nn
 
 from offload.memory import tensor_at
 from offload.model.gradient_handle import GradientBacking, GradientHandle
+from offload.model.handle import value_of
 from offload.optim.formats import Formats
 from offload.optim.rule import Rule
 from offload.tiers.compute import Compute
@@ -102,13 +105,16 @@ class Outside:
 
 
 class ParameterBacking:
-    """Backs the handle of one parameter, or of one piece of a large one."""
+    """Backs the handle of one parameter, or of one piece of a large one. ``in_use`` is the one in the unit's window."""
 
-    def __init__(self, unit: UnitSpec, spec: ParameterSpec, outside: Outside) -> None:
+    def __init__(self, unit: UnitSpec, spec: ParameterSpec, outside: Outside, in_use: nn.Parameter) -> None:
         self.name = spec.name
+        self.trainable = spec.trainable
+        self.in_use = (in_use,)
         self._unit = unit
         self._spec = spec
         self._outside = outside
+        self._gradient_handle: GradientHandle | None = None
 
     def read(self) -> torch.Tensor:
         """A copy of the value, once the last step's update has reached it."""
@@ -126,7 +132,11 @@ class ParameterBacking:
     def gradient(self) -> torch.Tensor | None:
         """A handle on the gradient for the coming step, or None if there is none."""
         backing = self.gradient_backing()
-        return None if backing is None else self.gradient_handle(backing, self._spec.shape)
+        if backing is None:
+            return None
+        if self._gradient_handle is None:
+            self._gradient_handle = self.gradient_handle(backing, self._spec.shape)
+        return self._gradient_handle
 
     @gradient.setter
     def gradient(self, value: torch.Tensor | None) -> None:
@@ -139,7 +149,7 @@ class ParameterBacking:
                 outside.gradients.discard(unit, spec)
             else:
                 outside.changing([unit])
-                outside.gradients.write(unit, spec, value.detach())
+                outside.gradients.write(unit, spec, value_of(value).detach())
 
     def gradient_backing(self) -> PlainGradientBacking | None:
         """What a handle on the gradient needs, if there is a gradient."""
@@ -162,6 +172,8 @@ class PiecewiseBacking:
     def __init__(self, whole: WeightInPieces, pieces: Sequence[ParameterBacking]) -> None:
         self.name = whole.name
         self.whole = whole
+        self.trainable = pieces[0].trainable
+        self.in_use = tuple(parameter for piece in pieces for parameter in piece.in_use)
         self._pieces = pieces
 
     def read(self) -> torch.Tensor:
@@ -185,7 +197,7 @@ class PiecewiseBacking:
     def gradient(self, value: torch.Tensor | None) -> None:
         if isinstance(value, GradientHandle) and value.is_of(self.whole):
             return
-        parts = [None] * len(self._pieces) if value is None else self.whole.split(value.detach())
+        parts = [None] * len(self._pieces) if value is None else self.whole.split(value_of(value).detach())
         for piece, part in zip(self._pieces, parts, strict=True):
             piece.gradient = part
 
@@ -194,6 +206,8 @@ class PlainGradientBacking:
     """Backs the handle of one gradient, ``parameter.grad``."""
 
     gradient: torch.Tensor | None = None
+    trainable = False
+    in_use: Sequence[nn.Parameter] = ()
 
     def __init__(self, unit: UnitSpec, spec: ParameterSpec, outside: Outside) -> None:
         self.name = f"the gradient of {spec.name}"
@@ -215,7 +229,11 @@ class PlainGradientBacking:
 
     def norm(self) -> float:
         """Its 2-norm, from the sum that was added up while it came."""
-        return float(self._known().norm_squared ** 0.5)
+        return float(self._known().ask() ** 0.5)
+
+    def is_finite(self) -> bool:
+        """No element is infinite or NaN."""
+        return math.isfinite(self._known().norm_squared)
 
     def multiply(self, factor: float) -> None:
         """Multiply it, when the update reads it. An early update with another factor does not pass the verdict."""
@@ -237,6 +255,8 @@ class PiecewiseGradientBacking:
     """The same for a weight in pieces. ``pieces`` are the backings of its pieces' gradients, in order."""
 
     gradient: torch.Tensor | None = None
+    trainable = False
+    in_use: Sequence[nn.Parameter] = ()
 
     def __init__(self, whole: WeightInPieces, pieces: Sequence[PlainGradientBacking]) -> None:
         self.name = f"the gradient of {whole.name}"
@@ -252,6 +272,9 @@ class PiecewiseGradientBacking:
 
     def norm(self) -> float:
         return float(sum(piece.norm() ** 2 for piece in self._pieces) ** 0.5)
+
+    def is_finite(self) -> bool:
+        return all(piece.is_finite() for piece in self._pieces)
 
     def multiply(self, factor: float) -> None:
         for piece in self._pieces:

@@ -1,8 +1,8 @@
 """``parameter.grad`` of a parameter that rests in the engine.
 
 A handle like any other, except that it knows two things without bringing the gradient in: its 2-norm, which was added
-up while the gradient came, and its product with a number, which the update applies. So ``clip_grad_norm_`` of torch
-moves no bytes.
+up while the gradient came, and its product with a number, which the update applies. So ``clip_grad_norm_`` and
+``GradScaler`` of torch move no bytes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ class GradientBacking(Backing, Protocol):
 
     def norm(self) -> float: ...
 
+    def is_finite(self) -> bool: ...
+
     def multiply(self, factor: float) -> None: ...
 
 
@@ -37,6 +39,8 @@ class GradientHandle(Handle):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
+        if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
+            return _unscale(*args)
         handle = args[0] if args else None
         if isinstance(handle, GradientHandle):
             if func is torch.ops.aten.linalg_vector_norm.default and _is_2_norm(*args[1:], **kwargs):
@@ -46,6 +50,17 @@ class GradientHandle(Handle):
                 handle._backing.multiply(float(args[1]))
                 return handle
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _unscale(gradients: list[torch.Tensor], found_inf: torch.Tensor, factor: torch.Tensor) -> None:
+    """What ``torch.amp.GradScaler`` does to gradients before a step, without bringing them in."""
+    for gradient in gradients:
+        if not isinstance(gradient, GradientHandle):
+            torch._amp_foreach_non_finite_check_and_unscale_([gradient], found_inf, factor)
+            continue
+        if not gradient._backing.is_finite():
+            found_inf.fill_(1.0)
+        gradient._backing.multiply(float(factor))
 
 
 def _is_2_norm(ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> bool:

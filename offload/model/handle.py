@@ -7,25 +7,33 @@ ordinary parameters instead, so nothing there pays for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from offload.errors import ConfigError
-from offload.torch_internals import autograd_gradient, map_leaves, no_torch_function, wrapper
+from offload.model.grad_call import CALLS
+from offload.torch_internals import autograd_gradient, map_leaves, no_torch_function, requires_grad, wrapper
 from swapper import OffloadError
 
 
 class Backing(Protocol):
     """The engine's side of a handle: ``read`` gives a copy of the value in host memory, ``write`` takes a new one.
 
-    ``gradient`` is what ``parameter.grad`` gives and takes.
+    ``gradient`` is what ``parameter.grad`` gives and takes. ``in_use`` are the ordinary parameters that stand in the
+    handle's place while their units are in use: one, or one for each piece.
     """
 
     name: str
     gradient: torch.Tensor | None
+    trainable: bool
+
+    @property
+    def in_use(self) -> Sequence[nn.Parameter]: ...
 
     def read(self) -> torch.Tensor: ...
 
@@ -36,9 +44,11 @@ class _View:
     """A view of another backing's value: one output of ``function`` applied to it."""
 
     gradient: torch.Tensor | None = None
+    trainable = False
 
     def __init__(self, base: Backing, function: Callable[[torch.Tensor], Any], position: int | None) -> None:
         self.name = base.name
+        self.in_use = base.in_use
         self._base = base
         self._function = function
         self._position = position
@@ -61,6 +71,8 @@ class Handle(torch.Tensor):
 
     _backing: Backing
     _meta: torch.Tensor
+    _tells_autograd = True
+    """A change in place is one for graphs that have saved the value: not through ``.data``, as for any tensor."""
 
     @staticmethod
     def __new__(cls, backing: Backing, meta: torch.Tensor, device: torch.device) -> Handle:
@@ -77,7 +89,20 @@ class Handle(torch.Tensor):
         """The same in host memory: what is larger than a device can be looked at there."""
         return self._backing.read()
 
-    __torch_function__ = no_torch_function
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        call = CALLS.get(func)
+        if func in _SEEKS_NODE and len(args) > 1 and args[0] is args[1] and args[0].requires_grad:
+            raise ConfigError(
+                f"parameter {args[0]._backing.name}: the node that accumulates its gradient is another in each use: "
+                "hooks on it would not be called. Use parameter.register_post_accumulate_grad_hook(hook)."
+            )
+        if call is None:
+            return no_torch_function(func, types, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            return call(_in_graphs, *args, **kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -88,12 +113,12 @@ class Handle(torch.Tensor):
             return _view(func, args, kwargs)
         values: dict[int, torch.Tensor] = {}
 
-        def value_of(item: Any) -> Any:
+        def brought_in(item: Any) -> Any:
             if not isinstance(item, Handle):
                 return item
             return values.setdefault(id(item), item.value()) if id(item) not in values else values[id(item)]
 
-        result = func(*map_leaves(value_of, args), **map_leaves(value_of, kwargs))
+        result = func(*map_leaves(brought_in, args), **map_leaves(brought_in, kwargs))
         written = [
             args[position] if position < len(args) else kwargs.get(argument.name)
             for position, argument in enumerate(func._schema.arguments)
@@ -102,6 +127,8 @@ class Handle(torch.Tensor):
         handles = {id(item): item for item in _flatten(written) if isinstance(item, Handle)}
         for key, handle in handles.items():
             handle._backing.write(values[key])
+            if handle._tells_autograd:
+                increment_version(handle._backing.in_use)
         of_value = {id(values[key]): handle for key, handle in handles.items()}
         return map_leaves(lambda item: of_value.get(id(item), item), result)
 
@@ -112,6 +139,8 @@ class Handle(torch.Tensor):
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        if value is not None:
+            _check_gradient(self, value)
         self._backing.gradient = value
 
     def take_autograd_gradient(self, *, keep: bool = False) -> torch.Tensor | None:
@@ -124,7 +153,9 @@ class Handle(torch.Tensor):
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
         """The handle without its gradient's history, as for any tensor."""
-        return self.detach()
+        data = self.detach()
+        data._tells_autograd = False  # type: ignore[attr-defined]
+        return data
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -134,19 +165,78 @@ class Handle(torch.Tensor):
                 f"parameter {self._backing.name} is {self.dtype} {tuple(self.shape)} and is held by the engine: it "
                 f"cannot become {value.dtype} {tuple(value.shape)}. Convert the model first, or set precision=."
             )
+        in_use = value._backing.in_use if isinstance(value, Handle) else ()
+        if isinstance(value, Handle) and in_use and in_use is not self._backing.in_use:
+            raise ConfigError(
+                f"{self._backing.name}.data = {value._backing.name}.data would make two parameters of one memory. To "
+                "copy the value: parameter.data.copy_(other). To tie weights: do it before the engine is made."
+            )
         if value is not self:
-            self._backing.write(_value_of(value.detach()))
+            self._backing.write(value_of(value.detach()))
 
-    # What works on memory, not through operations.
+    # What the ordinary parameters in its place must take over.
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """As for any parameter. One that was frozen when the engine was made stays so: it has no optimizer states."""
+        return requires_grad.__get__(self)  # type: ignore[no-any-return]
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        if value and isinstance(self, nn.Parameter) and not self._backing.trainable:
+            raise ConfigError(
+                f"parameter {self._backing.name} was not to be trained when the engine was made, so that there is no "
+                "room for its gradient and states. Make the engine while it requires grad, and freeze it then."
+            )
+        requires_grad.__set__(self, value)
+        for parameter in self._backing.in_use if isinstance(self, nn.Parameter) else ():
+            parameter.requires_grad = value
+
+    def requires_grad_(self, requires_grad: bool = True) -> Handle:  # type: ignore[override]
+        self.requires_grad = requires_grad
+        return self
+
+    def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
+        """As for any tensor. Raises ``ConfigError`` for a weight that is used in pieces."""
+        own = super().register_hook(hook)  # type: ignore[no-untyped-call]
+        return _Removers([own, *(p.register_hook(hook) for p in self._whole_in_use("register_hook"))])
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
+        """As for any parameter: ``hook`` gets this one. Raises ``ConfigError`` for a weight that is used in pieces."""
+        of_handle = weakref.ref(self)  # the collector does not see into hooks of tensors
+
+        def call(_: torch.Tensor) -> None:
+            handle = of_handle()
+            if handle is not None:
+                hook(handle)
+
+        in_use = self._whole_in_use("register_post_accumulate_grad_hook")
+        own = super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        return _Removers([own, *(p.register_post_accumulate_grad_hook(call) for p in in_use)])
+
+    def _whole_in_use(self, what: str) -> Sequence[nn.Parameter]:
+        parameters = self._backing.in_use if isinstance(self, nn.Parameter) else ()
+        if len(parameters) > 1:
+            raise ConfigError(
+                f"parameter {self._backing.name} is used in {len(parameters)} pieces, and its gradient comes in as "
+                f"many: {what} would not see it whole. Call backward(), and look at or change parameter.grad."
+            )
+        return parameters
+
+    # What works on memory, not through operations. Arrays are copies: one that is written to would be lost.
 
     def numpy(self, *, force: bool = False) -> Any:
-        return (self.value() if force else self._differentiable()).numpy()
+        array = (self.value() if force else self._differentiable()).numpy()
+        array.flags.writeable = False
+        return array
 
     def tolist(self) -> Any:
         return self.value_on_host().tolist()
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        return self._differentiable().__array__(dtype)
+        array = self._differentiable().__array__(dtype)
+        array.flags.writeable = False
+        return array
 
     def __dlpack__(self, **options: Any) -> Any:
         return self._differentiable().__dlpack__(**options)
@@ -155,7 +245,7 @@ class Handle(torch.Tensor):
         return repr(self._ordinary())
 
     def __format__(self, spec: str) -> str:
-        return format(self._differentiable(), spec)
+        return format(self._ordinary(), spec)
 
     def data_ptr(self) -> int:
         raise self._no_address()
@@ -195,6 +285,48 @@ class Handle(torch.Tensor):
         return value
 
 
+_SEEKS_NODE = (torch.Tensor.view_as, torch.Tensor.expand_as)
+"""With the tensor itself as the other one, they serve to find its node in the graph."""
+
+
+def _check_gradient(parameter: torch.Tensor, value: Any) -> None:
+    """Refuse what torch refuses as ``parameter.grad``."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"assigned grad expected to be a Tensor or None but got grad of type {type(value).__name__}")
+    if value.shape != parameter.shape or value.dtype != parameter.dtype:
+        raise RuntimeError(
+            f"assigned grad is {value.dtype} {tuple(value.shape)}, and the parameter {parameter.dtype} "
+            f"{tuple(parameter.shape)}"
+        )
+
+
+def _in_graphs(item: Any) -> list[Any]:
+    """What stands for a parameter in graphs: the one in its unit's window, and where no unit was in use the handle.
+
+    Raises ``ConfigError`` for a weight in pieces, whose uses are leaves of their own.
+    """
+    if not isinstance(item, Handle) or not isinstance(item, nn.Parameter):
+        return [item]
+    return [item, *item._whole_in_use("torch.autograd.grad")]
+
+
+class _Removers:
+    """Takes several hooks out again."""
+
+    def __init__(self, hooks: Sequence[Any]) -> None:
+        self._hooks = hooks
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def __enter__(self) -> _Removers:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+
 def make_handle(
     backing: Backing,
     shape: torch.Size,
@@ -208,7 +340,8 @@ def make_handle(
     return nn.Parameter(kind(backing, meta, device), requires_grad=requires_grad)  # type: ignore[arg-type]
 
 
-def _value_of(item: Any) -> Any:
+def value_of(item: Any) -> Any:
+    """An ordinary tensor for a handle; everything else as it is."""
     return item.value() if isinstance(item, Handle) else item
 
 
@@ -216,18 +349,23 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
     """A view of a handle is a handle: what is written to it reaches the parameter."""
     base, *rest = args
     if not isinstance(base, Handle):
-        return func(*map_leaves(_value_of, args), **map_leaves(_value_of, kwargs))
+        return func(*map_leaves(value_of, args), **map_leaves(value_of, kwargs))
     if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-        return type(base)(base._backing, base._meta, base.device)
+        return _like(base, type(base)(base._backing, base._meta, base.device))
 
     def function(value: torch.Tensor) -> Any:
         return func(value, *rest, **kwargs)
 
     outputs = function(base._meta)
     if isinstance(outputs, torch.Tensor):
-        return Handle(_View(base._backing, function, None), outputs, base.device)
+        return _like(base, Handle(_View(base._backing, function, None), outputs, base.device))
     views = [Handle(_View(base._backing, function, i), output, base.device) for i, output in enumerate(outputs)]
-    return type(outputs)(views)
+    return type(outputs)(_like(base, view) for view in views)
+
+
+def _like(base: Handle, view: Handle) -> Handle:
+    view._tells_autograd = base._tells_autograd
+    return view
 
 
 def _flatten(items: Any) -> list[Any]:

@@ -8,7 +8,7 @@ Units that are still open when the backward ends are closed then.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,7 +16,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
+from offload.errors import ConfigError
 from offload.model.handle import Handle
+from offload.model.own_writes import OwnWrites
 from offload.tiers.window import Window
 from offload.torch_internals import (
     graph_task,
@@ -30,7 +32,8 @@ from offload.units import ParameterSpec, UnitSpec
 
 
 class Schedule(Protocol):
-    """What the hooks tell: a unit is needed, is no longer needed, got a gradient, has all its gradients."""
+    """What the hooks tell: a unit is needed, is no longer needed, got a gradient, has all its gradients; its forward
+    has given one of its weights another value."""
 
     def begin_use(self, unit: UnitSpec) -> None: ...
 
@@ -39,6 +42,8 @@ class Schedule(Protocol):
     def take_gradient(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor) -> None: ...
 
     def end_backward(self, unit: UnitSpec) -> None: ...
+
+    def changed_in_use(self, unit: UnitSpec, spec: ParameterSpec, value: torch.Tensor) -> None: ...
 
 
 class UnitInModel:
@@ -50,6 +55,7 @@ class UnitInModel:
         "forward_sequence",
         "forward_start",
         "in_backward",
+        "own_writes",
         "parameters",
         "sites",
         "spec",
@@ -69,6 +75,7 @@ class UnitInModel:
         self.forward_sequence = 0
         """Autograd's number of the first node that it may have made."""
         self.in_backward = False
+        self.own_writes = OwnWrites(parameters)
 
 
 class _Hook(partial[Any]):
@@ -118,6 +125,10 @@ def _take_gradient(
         taker._post_accumulate(owner, owner.spec.parameters[index], parameter)
 
 
+def _stands(parameter: nn.Parameter, spec: ParameterSpec) -> bool:
+    return all(module._parameters.get(name) is parameter for module, name in spec.owners)
+
+
 class Hooks:
     """Puts a unit's parameters into the model around its forward and backward, and handles outside of them."""
 
@@ -142,6 +153,8 @@ class Hooks:
         self._open: list[tuple[UnitInModel, int, int]] = []
         """Units in backward: with the serial number at which the call began, and the graph task that opened it."""
         self._tasks: set[int] = set()
+        self._lost: set[ParameterSpec] = set()
+        """Parameters that were said to be lost."""
         self._installed: list[Any] = []
         for unit in units:
             self._install(unit)
@@ -159,6 +172,19 @@ class Hooks:
             if unit.forward_depth:
                 unit.forward_depth = 0
                 self._leave_forward(unit)
+
+    def lost(self, model: nn.Module) -> Iterator[str]:
+        """The names of trained parameters that stand nowhere in the model any more; each is named once."""
+        suspects = [
+            spec
+            for spec, handle in self._parameters.items()
+            if spec.trainable and spec not in self._lost and not _stands(handle, spec)
+        ]
+        present = {id(parameter) for parameter in model.parameters()} if suspects else set()
+        for spec in suspects:
+            if id(self._parameters[spec]) not in present:
+                self._lost.add(spec)
+                yield spec.name
 
     def remove(self) -> None:
         """Take the hooks out of the model."""
@@ -182,8 +208,8 @@ class Hooks:
             hook = _Hook(_take_gradient, weakref.ref(self), weakref.ref(unit), index)
             if spec.piece is not None:
                 spec.piece.on_gradient = hook
-            for holder in (parameter, self._parameters[spec]):
-                self._installed.append(holder.register_post_accumulate_grad_hook(hook))
+            for holder in (parameter, self._parameters[spec]):  # the handle's own method would do both
+                self._installed.append(torch.Tensor.register_post_accumulate_grad_hook(holder, hook))
 
     # A parameter that was put in the place of the engine's stays there.
 
@@ -205,6 +231,8 @@ class Hooks:
             unit.forward_start = self._serial
             unit.forward_sequence = next_sequence_number()
             self._show_parameters(unit)
+            if not torch.compiler.is_compiling():
+                unit.own_writes.begin()
         unit.forward_depth += 1
 
     def _post_forward(self, unit: UnitInModel, module: nn.Module, args: Any, output: Any) -> Any:
@@ -217,6 +245,9 @@ class Hooks:
         if any(map(unit.window.holds, leaves)):
             output = map_leaves(lambda leaf: _own(unit, leaf), output)
             leaves = _tensors(output)
+        if not torch.compiler.is_compiling():
+            for index, value in unit.own_writes.end():
+                self._schedule.changed_in_use(unit.spec, unit.spec.parameters[index], value)
         self._leave_forward(unit)
         if torch.is_grad_enabled():
             arrived = partial(self._pre_backward, unit, unit.forward_start, self._serial)
@@ -234,6 +265,11 @@ class Hooks:
 
     def _pre_backward(self, unit: UnitInModel, start: int, end: int, gradients: Any) -> None:
         """A gradient has reached the output of the call that ran from serial number ``start`` to ``end``."""
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                "create_graph=True: weights leave when their backward is over, and a backward through the gradients "
+                "(a gradient penalty, a Hessian) would not find them. Do that on a model that is not wrapped."
+            )
         task = graph_task()
         if task not in self._tasks:
             self._tasks.add(task)

@@ -14,13 +14,20 @@ from offload.model.handle import Handle, make_handle
 from offload.model.piecewise import PiecewiseHandle
 from offload.units import ParameterSpec, UnitSpec, WeightInPieces
 
+_WITH_STATISTICS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
+
 
 @dataclass(frozen=True)
 class Handles:
-    """``at_sites`` stand where a parameter or a piece is used, ``of_model`` where the model has the parameter."""
+    """``at_sites`` stand where a parameter or a piece is used, ``of_model`` where the model has the parameter.
+    ``backings`` are those of the former."""
 
     at_sites: dict[ParameterSpec, nn.Parameter]
     of_model: dict[ParameterSpec, nn.Parameter]
+    backings: dict[ParameterSpec, ParameterBacking]
 
     def specs_by_parameter(self) -> dict[nn.Parameter, list[ParameterSpec]]:
         """The model's parameters, each with its spec, or those of its pieces in order."""
@@ -30,10 +37,15 @@ class Handles:
         return found
 
 
-def make_handles(units: Sequence[UnitSpec], outside: Outside) -> Handles:
-    """A handle for each parameter, and for each piece of a large one."""
+def make_handles(units: Sequence[UnitSpec], in_use: Sequence[Sequence[nn.Parameter]], outside: Outside) -> Handles:
+    """A handle for each parameter, and for each piece of a large one. ``in_use`` are the parameters in the window of
+    each unit."""
     dtype, device = outside.dtype, outside.device
-    backings = {spec: ParameterBacking(unit, spec, outside) for unit in units for spec in unit.parameters}
+    backings = {
+        spec: ParameterBacking(unit, spec, outside, parameter)
+        for unit, parameters in zip(units, in_use, strict=True)
+        for spec, parameter in zip(unit.parameters, parameters, strict=True)
+    }
     at_sites = {spec: make_handle(b, spec.shape, dtype, device, spec.trainable) for spec, b in backings.items()}
     of_model = dict(at_sites)
     pieces: dict[WeightInPieces, list[ParameterSpec]] = {}
@@ -44,27 +56,39 @@ def make_handles(units: Sequence[UnitSpec], outside: Outside) -> Handles:
         backing = PiecewiseBacking(whole, [backings[spec] for spec in specs])
         handle = make_handle(backing, whole.shape, dtype, device, specs[0].trainable, PiecewiseHandle)
         of_model.update(dict.fromkeys(specs, handle))
-    return Handles(at_sites, of_model)
+    return Handles(at_sites, of_model, backings)
 
 
 def give_ordinary_state_dicts(units: Sequence[UnitSpec]) -> Callable[[], None]:
     """Let state dicts hold ordinary tensors, so that code which saves them needs to know nothing of handles. Returns
     the call that undoes it."""
 
-    def replace(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for name in module._parameters:
-            value = state_dict.get(prefix + name)
-            if isinstance(value, Handle):
-                state_dict[prefix + name] = value.value_on_host()
-
     modules = {site.module for unit in units for spec in unit.parameters for site in spec.owners}
-    hooks = [module.register_state_dict_post_hook(replace) for module in modules]  # type: ignore[no-untyped-call]
+    hooks = [module.register_state_dict_post_hook(_take_values) for module in modules]  # type: ignore[no-untyped-call]
 
     def undo() -> None:
         for hook in hooks:
             hook.remove()
 
     return undo
+
+
+def _take_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+    for name in module._parameters:
+        value = state_dict.get(prefix + name)
+        if isinstance(value, Handle):
+            state_dict[prefix + name] = value.value_on_host()
+
+
+def convert_statistics(model: nn.Module, dtype: torch.dtype) -> None:
+    """Running statistics get the dtype of their layer's weights, which it mixes them with. Other buffers, such as the
+    frequencies of rotary embeddings, keep theirs."""
+    for module in model.modules():
+        if not isinstance(module, _WITH_STATISTICS):
+            continue
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(dtype)
 
 
 def move_to_device(model: nn.Module, device: torch.device) -> Callable[[], None]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from offload import values
 from offload.config import OffloadConfig
 from offload.errors import ConfigError
 from offload.optim.formats import Formats
@@ -65,7 +66,8 @@ def choose(config: OffloadConfig, units: Sequence[UnitSpec]) -> OptimizerChoice 
     trainable = [spec for unit in units for spec in unit.parameters if spec.trainable]
     if isinstance(optimizer, str):
         kernel = KERNELS[optimizer]
-        group = {**kernel.defaults, **_known_options(config.optimizer_settings, kernel.defaults, optimizer)}
+        settings = _known_options(config.optimizer_settings, kernel.defaults, optimizer)
+        group = {**kernel.defaults, **_checked(settings, kernel.defaults)}
         return _native(config, kernel, [(group, trainable)])
     if isinstance(optimizer, type):
         built = _build(optimizer, config.optimizer_settings)
@@ -118,6 +120,12 @@ def _known_options(settings: dict[str, Any], known: Any, name: str) -> dict[str,
     return settings
 
 
+def _checked(settings: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a kernel, each of the kind that its default is. Raises ``ConfigError``."""
+    checks = {bool: values.as_flag, float: values.as_number, tuple: values.as_betas}
+    return {name: checks[type(defaults[name])](name, value) for name, value in settings.items()}
+
+
 def _build(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> torch.optim.Optimizer:
     """An optimizer of this class over a stand-in, for its groups' options and defaults."""
     parameters = inspect.signature(kind).parameters
@@ -125,8 +133,9 @@ def _build(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> torch
         _known_options(settings, list(parameters)[1:], kind.__name__)
     try:
         return kind([nn.Parameter(torch.zeros(2, 2))], **settings)  # type: ignore[call-arg]
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"optimizer {kind.__name__} cannot be built with {settings}: {error}") from error
+    except Exception as error:  # it is not ours: it may raise anything
+        said = " ".join(str(error).split())
+        raise ConfigError(f"optimizer {kind.__name__} cannot be built with {values.shown(settings)}: {said}") from error
 
 
 def _specs_of(group: Group, specs: dict[int, list[ParameterSpec]]) -> list[ParameterSpec]:

@@ -170,7 +170,10 @@ class TorchRule:
         return dict(self._loose.get(spec, {}))
 
     def set_loose_states(self, spec: ParameterSpec, states: dict[str, Any]) -> int:
-        self._loose[spec] = copy.deepcopy(states)
+        if states:
+            self._loose[spec] = copy.deepcopy(states)
+        else:  # as before the first step, which makes them all anew
+            self._loose.pop(spec, None)
         return int(states.get("step", 1))
 
     def _lay_out(self, spec: ParameterSpec, offset: int) -> tuple[_Record, int]:

@@ -9,7 +9,7 @@ from offload.errors import BudgetError
 from offload.optim.formats import Formats
 from offload.plan.buffers import squares_bytes
 from offload.units import UnitSpec, num_nested
-from swapper import align
+from swapper import align, readable_bytes
 
 MARGIN = 0.75
 """Of what the first step has left free, "auto" takes this much: activations are not the same in every step, and an
@@ -176,8 +176,8 @@ def plan_device(
     least = weights + gradients + needs.squares(())
     if device_bytes < least:
         raise BudgetError(
-            f"device_memory is too small: the least that works for this model is {least:,} bytes, "
-            f"{device_bytes:,} are given. Raise device_memory to {least}.",
+            f"device_memory is too small: the least that works for this model is {readable_bytes(least)}, "
+            f"{readable_bytes(device_bytes)} are given. Raise device_memory to {least}.",
             least,
         )
     resident: set[int] = set()

@@ -10,7 +10,7 @@ from offload.optim.formats import DEFAULT_TILE_BYTES, Formats
 from offload.plan.device import GOLDEN
 from offload.plan.plan import Plan, Staging, Tier, TilesOf, UnitPlan
 from offload.units import UnitSpec, num_nested
-from swapper import align
+from swapper import align, readable_bytes
 
 _TILES_A_UNIT = 8
 """Tiles smaller than the largest unit's weights divided by this save no memory worth the speed they cost."""
@@ -51,8 +51,9 @@ def make_plan(
         return everything.plan(host_bytes)
     if nvme_bytes == 0:
         raise BudgetError(
-            f"host_memory is too small to hold everything and there is no nvme_path: {everything.total_bytes:,} bytes "
-            f"are needed, {host_bytes:,} are given. Give an nvme_path, or a larger host_memory.",
+            "host_memory is too small to hold everything and there is no nvme_path: "
+            f"{readable_bytes(everything.total_bytes)} are needed, {readable_bytes(host_bytes)} are given. "
+            f"Give an nvme_path, or raise host_memory to {everything.total_bytes}.",
             everything.total_bytes,
         )
     for staging in _stagings(units, formats, tile_bytes, training=tiles_of is not None):
@@ -63,8 +64,8 @@ def make_plan(
     else:
         least = min(placement.total_bytes, everything.total_bytes)  # staging can take more than all of a small model
         raise BudgetError(
-            f"host_memory is too small: the least that works for this model is {least:,} bytes, "
-            f"{host_bytes:,} are given. Raise host_memory to {least}.",
+            f"host_memory is too small: the least that works for this model is {readable_bytes(least)}, "
+            f"{readable_bytes(host_bytes)} are given. Raise host_memory to {least}.",
             least,
         )
     placement.fill(host_bytes, whole_units=early)
@@ -72,8 +73,9 @@ def make_plan(
     needed = sum(plan.nvme_bytes.values())
     if needed > nvme_bytes:
         raise BudgetError(
-            f"nvme_capacity is too small: {needed:,} bytes must rest on NVMe with host_memory={host_bytes}, "
-            f"{nvme_bytes:,} are given. Raise nvme_capacity, or host_memory.",
+            f"nvme_capacity is too small: {readable_bytes(needed)} must rest on NVMe where host memory is "
+            f"{readable_bytes(host_bytes)}, {readable_bytes(nvme_bytes)} are given. "
+            f"Raise nvme_capacity to {needed}, or raise host_memory.",
             needed,
         )
     return plan

@@ -23,6 +23,7 @@ from offload import kernels
 from offload.device.protocol import Event
 from offload.dtypes import kernel_dtype
 from offload.errors import DeviceMemoryError
+from swapper import readable_bytes
 
 Clock = dict[str, int]
 """How much of each actor's work is known to be over."""
@@ -254,7 +255,9 @@ class SimulatedDevice:
         with self.lock:
             free = self._memory_bytes - self.allocated_bytes
             if nbytes > free:
-                raise DeviceMemoryError(f"no room for {nbytes:,} bytes of weights, {free:,} are free")
+                raise DeviceMemoryError(
+                    f"no room for {readable_bytes(nbytes)} of weights, {readable_bytes(free)} are free"
+                )
             storage.resize_(nbytes)
             storage.fill_(0xFF)  # type: ignore[attr-defined]
             self.allocated_bytes += nbytes

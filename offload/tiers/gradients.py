@@ -31,6 +31,15 @@ class Gradient:
     """Of the elements as they rest, before they are multiplied by ``scale``."""
     scale: float
     """What the elements are still to be multiplied by: loss scaling and clipping cost no pass over them."""
+    first_asked: float = math.nan
+    """The square of the norm when it was first asked for, which is before it was clipped."""
+
+    def ask(self) -> float:
+        """``norm_squared``, for a verdict or for clipping."""
+        now = self.norm_squared
+        if math.isnan(self.first_asked):
+            self.first_asked = now
+        return now
 
     @property
     def norm_squared(self) -> float:

@@ -276,12 +276,11 @@ def _make_windows(
         unit = item.unit
         window = make(unit.numel)
         windows.append(window)
+        flat = [window.flat[spec.offset : spec.offset + spec.numel].view(spec.shape) for spec in unit.parameters]
         parameters.append(
             [
-                nn.Parameter(
-                    window.flat[spec.offset : spec.offset + spec.numel].view(spec.shape), requires_grad=spec.trainable
-                )
-                for spec in unit.parameters
+                nn.Parameter(view.data, requires_grad=spec.trainable)  # ``data``: a version counter of its own
+                for view, spec in zip(flat, unit.parameters, strict=True)
             ]
         )
         if item.weights is not Tier.DEVICE:

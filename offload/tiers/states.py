@@ -62,6 +62,21 @@ class States:
             steps[spec] = self._rule.set_loose_states(spec, loose)
         return steps
 
+    def reset(self, specs: set[ParameterSpec]) -> None:
+        """Make the states of these parameters what they are before the first step."""
+        for unit in self._units:
+            wanted = [spec for spec in unit.parameters if spec in specs]
+            for tile in self._homes[unit.index].tiles if wanted else ():
+                fresh = torch.empty(tile.tile.nbytes, dtype=torch.uint8)
+                self._rule.begin(tile.tile, fresh.data_ptr())
+                with tile.states.borrow(change=True) as address:
+                    for spec in wanted:
+                        values = self._rule.states(tile.tile, fresh.data_ptr(), spec)
+                        for name, view in self._rule.states(tile.tile, address, spec).items():
+                            view.copy_(values[name])
+            for spec in wanted:
+                self._rule.set_loose_states(spec, {})
+
     def joined(self, states: dict[ParameterSpec, dict[str, Any]]) -> dict[str, Any]:
         """The states of one parameter, from those of its pieces in order."""
         (first, values), *others = states.items()

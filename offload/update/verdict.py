@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 from torch import nn
 
-from offload.errors import NonFiniteGradient
+from offload.errors import ConfigError, NonFiniteGradient
 from offload.optim.rule import Group, Rule
-from offload.tiers.gradients import GradientStore
+from offload.tiers.gradients import Gradient, GradientStore
 from offload.units import ALIGNMENT, ParameterSpec, UnitSpec
 from offload.update.step import Segment, UnitUpdate
 
@@ -35,14 +35,30 @@ class Verdict:
         self._rule = rule
         self.num_steps: dict[ParameterSpec, int] = {}
         """Steps that each parameter has taken; one without a gradient takes none."""
+        self.stepping: Sequence[ParameterSpec] = ()
+        """The parameters that took part in the last step."""
+        self._known = {id(parameter) for parameter in parameters.values()}
+
+    @property
+    def groups_may_change(self) -> bool:
+        """A parameter may come into a group after the engine was made."""
+        return self._rule.uniform
+
+    def check(self, param_groups: Sequence[Group]) -> None:
+        """Raise ``ConfigError`` if parameters have come into the groups that the engine does not hold."""
+        if not groups_by_parameter(param_groups).keys() <= self._known:
+            raise ConfigError(
+                "engine.optimizer.param_groups has parameters that the engine does not hold. Give them an optimizer of "
+                "their own, or put them into the model before the engine is made."
+            )
 
     def norm(self) -> float:
         """The norm of all gradients of the coming step; not finite if one of them is not."""
-        by_spec = self._norms_squared()
-        total = 0.0
-        for spec in self._named_order:  # not ``sum``, whose last bits depend on the release of Python
-            total += by_spec.get(spec, 0.0)
-        return math.sqrt(total)
+        return self._added_up({spec: gradient.ask() for spec, gradient in self._present()})
+
+    def norm_before_clipping(self) -> float:
+        """The same, of each gradient as it was when its norm was first asked for."""
+        return self._added_up({spec: gradient.first_asked for spec, gradient in self._present()})
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients of the coming step."""
@@ -50,7 +66,7 @@ class Verdict:
 
     def non_finite(self, step: int) -> NonFiniteGradient:
         """The error for gradients whose norm is not finite."""
-        by_spec = self._norms_squared()
+        by_spec = {spec: gradient.norm_squared for spec, gradient in self._present()}
         names = (spec.name for spec in self._named_order if not math.isfinite(by_spec.get(spec, 0.0)))
         bad = next(names, "all parameters together")
         return NonFiniteGradient(
@@ -72,6 +88,7 @@ class Verdict:
                 updates.append(update)
         for spec in stepping:
             self.num_steps[spec] = self.num_steps.get(spec, 0) + 1
+        self.stepping = stepping
         return updates
 
     def freeze_unit(self, unit: UnitSpec, groups: dict[int, Group]) -> UnitUpdate | None:
@@ -119,8 +136,15 @@ class Verdict:
         else:
             segments.append(Segment(spec.offset, spec.offset + spec.numel, frozen))
 
-    def _norms_squared(self) -> dict[ParameterSpec, float]:
-        return {spec: g.norm_squared for unit in self._units for spec, g in self._gradients.of(unit).items()}
+    def _present(self) -> Iterator[tuple[ParameterSpec, Gradient]]:
+        for unit in self._units:
+            yield from self._gradients.of(unit).items()
+
+    def _added_up(self, norms_squared: dict[ParameterSpec, float]) -> float:
+        total = 0.0
+        for spec in self._named_order:  # not ``sum``, whose last bits depend on the release of Python
+            total += norms_squared.get(spec, 0.0)
+        return math.sqrt(total)
 
 
 def groups_by_parameter(param_groups: Sequence[Group]) -> dict[int, Group]:

@@ -12,7 +12,7 @@ import torch
 from campaign import device_schedules, expect_trouble
 from tiny import Tiny, batches, loss_of, train
 
-from offload import BudgetError, ConfigError, OffloadEngine, OffloadError
+from offload import BudgetError, ConfigError, OffloadEngine
 from offload.errors import DeviceMemoryError
 from offload.testing.simulated import SimulatedDevice, _Event, _Stream
 from offload.tiers.device_weights import DeviceWeights
@@ -81,12 +81,16 @@ def test_the_campaign_finds_a_forgotten_wait(
 
 def test_the_least_device_memory_works_and_is_kept_to_the_byte(make_model: Callable[..., Tiny], tmp_path: Path) -> None:
     with pytest.raises(BudgetError, match="device_memory") as caught:
-        OffloadEngine(make_model(), nvme_path=tmp_path, device=SimulatedDevice(), device_memory=1)
+        OffloadEngine(make_model(), nvme_path=tmp_path, device=SimulatedDevice(), device_memory=1, precision="bf16")
     least = caught.value.needed_bytes
     with pytest.raises(BudgetError):
-        OffloadEngine(make_model(), nvme_path=tmp_path, device=SimulatedDevice(), device_memory=least - 1)
+        OffloadEngine(
+            make_model(), nvme_path=tmp_path, device=SimulatedDevice(), device_memory=least - 1, precision="bf16"
+        )
     device = SimulatedDevice(seed=1)
-    with OffloadEngine(make_model(), nvme_path=tmp_path, device=device, device_memory=least) as engine:
+    with OffloadEngine(
+        make_model(), nvme_path=tmp_path, device=device, device_memory=least, precision="bf16"
+    ) as engine:
         train(engine)
         assert engine.report().device_memory_bytes <= least
         sizes = [unit.numel * engine.plan.formats.weights for unit in (item.unit for item in engine.plan.units)]
@@ -99,7 +103,9 @@ def test_norms_of_gradients_that_leave_are_worked_out_before(
     make_model: Callable[..., Tiny], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def make(device: Any, **budget: int) -> OffloadEngine:
-        return OffloadEngine(make_model(), nvme_path=tmp_path, device=device, gradient_clipping=0.1, **budget)
+        return OffloadEngine(
+            make_model(), nvme_path=tmp_path, device=device, gradient_clipping=0.1, **budget, precision="bf16"
+        )
 
     with make("cpu") as engine:
         expected, weights = train(engine)
@@ -127,7 +133,7 @@ def test_auto_takes_what_the_first_step_has_left_free(make_model: Callable[..., 
 def test_what_stays_from_forward_to_backward_is_copied_once(make_model: Callable[..., Tiny], tmp_path: Path) -> None:
     def copied(**budget: int) -> int:
         device = SimulatedDevice(obstacle="planted")
-        with OffloadEngine(make_model(), nvme_path=tmp_path, device=device, **budget) as engine:
+        with OffloadEngine(make_model(), nvme_path=tmp_path, device=device, **budget, precision="bf16") as engine:
             train(engine, 3)
             everything = engine.plan.device.all_bytes
             assert engine.report().to_host_bytes == 2 * engine.plan.num_parameters  # all is trained, in bf16
@@ -140,10 +146,12 @@ def test_what_stays_from_forward_to_backward_is_copied_once(make_model: Callable
 
 
 def test_copies_give_way_to_activations_that_grew(make_model: Callable[..., Tiny], tmp_path: Path) -> None:
-    with OffloadEngine(make_model(), nvme_path=tmp_path) as engine:
+    with OffloadEngine(make_model(), nvme_path=tmp_path, precision="bf16") as engine:
         expected, _ = train(engine, 2)
     device = SimulatedDevice(memory_bytes=64 << 20, obstacle="planted")
-    with OffloadEngine(make_model(), nvme_path=tmp_path, device=device, device_memory="auto") as engine:
+    with OffloadEngine(
+        make_model(), nvme_path=tmp_path, device=device, device_memory="auto", precision="bf16"
+    ) as engine:
         losses, _ = train(engine, 1)
         device._memory_bytes = max(2 * item.unit.numel for item in engine.plan.units)
         tokens, targets = batches(2)[1]
@@ -206,30 +214,30 @@ def test_handles_are_of_the_device_and_see_each_other(make_model: Callable[..., 
         torch.testing.assert_close(gradient.norm(), gradient.value().norm())
 
 
-def test_what_moves_its_parameters_elsewhere_is_refused(tmp_path: Path) -> None:
+def test_what_a_forward_puts_in_the_place_of_its_parameters_data_is_the_value(tmp_path: Path) -> None:
     class Mover(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.weight.data = self.weight.data.clone()
+            self.weight.data = self.weight.data * 0.9
             return super().forward(x)
 
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = torch.nn.Linear(4, 4), Mover(4, 4)
+    def losses(device: object) -> list[float]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), Mover(4, 4))
+        with OffloadEngine(model, nvme_path=tmp_path, device=device, precision="fp32", lr=1e-2) as engine:
+            found = []
+            for _ in range(3):
+                loss = engine(torch.ones(2, 4)).square().sum()
+                engine.backward(loss)
+                engine.step()
+                found.append(loss.item())
+            return [*found, model[1].weight.sum().item()]
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.second(self.first(x))
-
-    with (
-        OffloadEngine(Model(), nvme_path=tmp_path, device=SimulatedDevice(), precision="fp32") as engine,
-        pytest.raises(OffloadError, match="moved its parameters"),
-    ):
-        engine(torch.ones(2, 4))
+    assert losses(SimulatedDevice()) == losses("cpu")
 
 
 def test_state_dicts_are_in_host_memory(make_model: Callable[..., Tiny], tmp_path: Path) -> None:
     device = SimulatedDevice()
-    with OffloadEngine(make_model(), nvme_path=tmp_path, device=device) as engine:
+    with OffloadEngine(make_model(), nvme_path=tmp_path, device=device, precision="bf16") as engine:
         train(engine, 1)
         before = device.most_allocated_bytes
         state = engine.state_dict()
@@ -244,7 +252,7 @@ def test_a_fault_of_the_store_reaches_the_training_thread(
     from swapper import StorageIOError
 
     device = SimulatedDevice(obstacle="planted")
-    engine = OffloadEngine(make_model(), nvme_path=tmp_path, device=device)
+    engine = OffloadEngine(make_model(), nvme_path=tmp_path, device=device, precision="bf16")
     train(engine, 1)
 
     def fail(self: HostWeights, unit: Any, **options: Any) -> int:
@@ -268,7 +276,7 @@ def test_a_fault_on_the_way_home_reaches_the_training_thread(
 
     monkeypatch.setattr(GradientStore, "landed", fail)
     device = SimulatedDevice(obstacle="planted")
-    engine = OffloadEngine(make_model(), nvme_path=tmp_path, device=device)
+    engine = OffloadEngine(make_model(), nvme_path=tmp_path, device=device, precision="bf16")
     with pytest.raises(RuntimeError, match="planted"):
         train(engine, 1)
     engine.close()
@@ -277,7 +285,7 @@ def test_a_fault_on_the_way_home_reaches_the_training_thread(
 
 def test_a_device_that_is_not_there_is_refused(make_model: Callable[..., Tiny]) -> None:
     with pytest.raises(ConfigError, match=re.escape("device")):
-        OffloadEngine(make_model(), device="tpu")
+        OffloadEngine(make_model(), device="tpu", precision="bf16")
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match='Use device="cpu"'):
-            OffloadEngine(make_model(), device="cuda")
+            OffloadEngine(make_model(), device="cuda", precision="bf16")

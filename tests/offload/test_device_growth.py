@@ -31,7 +31,14 @@ def make(make_model: Callable[..., Tiny], tmp_path: Path) -> Callable[..., Offlo
 
     def make(device: Any, *, on_nvme: bool = False, **options: Any) -> OffloadEngine:
         def build(**budgets: int) -> OffloadEngine:
-            settings = {"nvme_path": tmp_path, "tile_bytes": 64 << 10, "lr": 1e-2, **options, **budgets}
+            settings = {
+                "precision": "bf16",
+                "nvme_path": tmp_path,
+                "tile_bytes": 64 << 10,
+                "lr": 1e-2,
+                **options,
+                **budgets,
+            }
             return OffloadEngine(make_model(num_blocks=6, width=64), device=device, **settings)
 
         if not on_nvme:
@@ -130,7 +137,7 @@ def test_gradients_that_no_group_has_stay(make: Callable[..., OffloadEngine], ma
     device = SimulatedDevice(memory_bytes=int(whole_bytes(make) * 1.2))
     model = make_model(num_blocks=6, width=64)
     optimizer = torch.optim.AdamW([p for name, p in model.named_parameters() if not name.startswith("blocks.3")])
-    with OffloadEngine(model, device=device, optimizer=optimizer, tile_bytes=64 << 10) as engine:
+    with OffloadEngine(model, device=device, optimizer=optimizer, tile_bytes=64 << 10, precision="bf16") as engine:
         train(engine, 1)
         assert not engine.plan.device.resident
         assert engine.module.blocks[3].up.weight.grad.norm() > 0

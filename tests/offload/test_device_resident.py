@@ -74,7 +74,7 @@ def test_parameter_groups_and_checkpointing_by_an_optimizer_that_was_built(make_
         biases = [p for p in model.parameters() if p.ndim == 1]
         rest = [p for p in model.parameters() if p.ndim > 1]
         optimizer = torch.optim.AdamW([{"params": biases, "weight_decay": 0.0}, {"params": rest, "lr": 3e-3}], lr=1e-3)
-        with OffloadEngine(model, device=device, optimizer=optimizer) as engine:
+        with OffloadEngine(model, device=device, optimizer=optimizer, precision="bf16") as engine:
             return train(engine, 4)
 
     assert equal(outcome(SimulatedDevice()), outcome("cpu"))
@@ -82,7 +82,7 @@ def test_parameter_groups_and_checkpointing_by_an_optimizer_that_was_built(make_
 
 def test_nothing_crosses_the_link_or_rests_on_the_host(make_model: Callable[..., Tiny], tmp_path: Path) -> None:
     device = SimulatedDevice()
-    with OffloadEngine(make_model(), nvme_path=tmp_path, device=device) as engine:
+    with OffloadEngine(make_model(), nvme_path=tmp_path, device=device, precision="bf16") as engine:
         train(engine, 3)
         report = engine.report()
         assert report.to_device_bytes == report.to_host_bytes == 0
@@ -99,16 +99,18 @@ def test_nothing_crosses_the_link_or_rests_on_the_host(make_model: Callable[...,
 def test_more_memory_brings_more_units_home_and_every_byte_is_counted(
     make_model: Callable[..., Tiny], tmp_path: Path
 ) -> None:
-    with OffloadEngine(make_model(num_blocks=8), nvme_path=tmp_path) as engine:
+    with OffloadEngine(make_model(num_blocks=8), nvme_path=tmp_path, precision="bf16") as engine:
         expected = train(engine, 3)
     with pytest.raises(BudgetError) as caught:
-        OffloadEngine(make_model(num_blocks=8), nvme_path=tmp_path, device=SimulatedDevice(), device_memory=1)
+        OffloadEngine(
+            make_model(num_blocks=8), nvme_path=tmp_path, device=SimulatedDevice(), device_memory=1, precision="bf16"
+        )
     counts = []
     for factor in (1, 3, 6, 12, 40):
         device = SimulatedDevice(seed=factor)
         budget = caught.value.needed_bytes * factor
         model = make_model(num_blocks=8)
-        with OffloadEngine(model, nvme_path=tmp_path, device=device, device_memory=budget) as engine:
+        with OffloadEngine(model, nvme_path=tmp_path, device=device, device_memory=budget, precision="bf16") as engine:
             assert equal(train(engine, 3), expected)
             plan = engine.plan.device
             assert plan is not None and plan.total_bytes <= budget
@@ -139,10 +141,10 @@ def test_the_plan_says_why_no_unit_is_resident(
 
 
 def test_auto_leaves_half_of_the_device_to_activations(make_model: Callable[..., Tiny]) -> None:
-    with OffloadEngine(make_model(), device=SimulatedDevice()) as engine:
+    with OffloadEngine(make_model(), device=SimulatedDevice(), precision="bf16") as engine:
         needed = engine.plan.device.total_bytes
     for memory, count in ((2 * needed, 7), (2 * needed - 2, 0)):
-        with OffloadEngine(make_model(), device=SimulatedDevice(memory_bytes=memory)) as engine:
+        with OffloadEngine(make_model(), device=SimulatedDevice(memory_bytes=memory), precision="bf16") as engine:
             assert num_resident(engine) == count
 
 
@@ -162,7 +164,10 @@ def test_frozen_units_come_home_first(make_model: Callable[..., Tiny]) -> None:
 
 def test_states_and_weights_are_seen_and_changed_from_outside(make_model: Callable[..., Tiny]) -> None:
     device = SimulatedDevice(seed=3)
-    with OffloadEngine(make_model(), device=device, lr=1e-2) as engine, OffloadEngine(make_model(), lr=1e-2) as other:
+    with (
+        OffloadEngine(make_model(), device=device, lr=1e-2, precision="bf16") as engine,
+        OffloadEngine(make_model(), lr=1e-2, precision="bf16") as other,
+    ):
         train(engine, 3)
         other.load_state_dict(engine.state_dict())
         other.optimizer.load_state_dict(engine.optimizer.state_dict())
@@ -201,7 +206,7 @@ def test_gradients_are_seen_and_changed_from_outside(make_model: Callable[..., T
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(make_model: Callable[..., Tiny]) -> None:
-    with OffloadEngine(make_model(), device=SimulatedDevice(), lr=1e-2) as engine:
+    with OffloadEngine(make_model(), device=SimulatedDevice(), lr=1e-2, precision="bf16") as engine:
         train(engine, 1)
         before = {name: value.clone() for name, value in engine.state_dict().items()}
         tokens, targets = batches(1)[0]
@@ -215,7 +220,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(make_model: Callable[...,
 def test_a_model_without_anything_to_train_is_resident_too(make_model: Callable[..., Tiny]) -> None:
     tokens, targets = batches(1)[0]
     device = SimulatedDevice()
-    with OffloadEngine(make_model().requires_grad_(False), device=device) as engine:
+    with OffloadEngine(make_model().requires_grad_(False), device=device, precision="bf16") as engine:
         assert num_resident(engine) == 7
         assert loss_of(engine(tokens), targets).isfinite()
         engine.optimizer.step()
@@ -224,10 +229,10 @@ def test_a_model_without_anything_to_train_is_resident_too(make_model: Callable[
 
 def test_inference_needs_weights_alone(make_model: Callable[..., Tiny]) -> None:
     tokens, _ = batches(1)[0]
-    with OffloadEngine(make_model(), optimizer=None) as engine, torch.no_grad():
+    with OffloadEngine(make_model(), optimizer=None, precision="bf16") as engine, torch.no_grad():
         expected = engine(tokens)
     device = SimulatedDevice(obstacle="no kernels are needed")
-    with OffloadEngine(make_model(), optimizer=None, device=device) as engine, torch.no_grad():
+    with OffloadEngine(make_model(), optimizer=None, device=device, precision="bf16") as engine, torch.no_grad():
         assert num_resident(engine) == 7 and torch.equal(engine(tokens), expected)
         assert device.allocated_bytes == engine.plan.device.total_bytes == engine.plan.device.resident_bytes["weights"]
 

@@ -72,7 +72,14 @@ def make(make_model: Callable[..., Tiny], tmp_path: Path) -> Callable[..., Offlo
     def make(device: Any, *, on_nvme: bool = False, **options: Any) -> OffloadEngine:
         def build(**budgets: int) -> OffloadEngine:
             model = make_model(width=64, num_blocks=3)
-            settings = {"nvme_path": tmp_path, "tile_bytes": TILE_BYTES, "lr": 1e-2, **options, **budgets}
+            settings = {
+                "precision": "bf16",
+                "nvme_path": tmp_path,
+                "tile_bytes": TILE_BYTES,
+                "lr": 1e-2,
+                **options,
+                **budgets,
+            }
             return OffloadEngine(model, device=device, **settings)
 
         budgets = {}
@@ -156,7 +163,7 @@ def test_memory_for_updates_is_counted_to_the_byte_and_never_raises_the_least_bu
     device = SimulatedDevice()
 
     def make(**budget: int) -> OffloadEngine:
-        return OffloadEngine(make_model(num_blocks=6), device=device, tile_bytes=TILE_BYTES, **budget)
+        return OffloadEngine(make_model(num_blocks=6), device=device, tile_bytes=TILE_BYTES, **budget, precision="bf16")
 
     needed = least(make, "device_memory")
     taken = []
@@ -179,7 +186,7 @@ def test_memory_for_updates_is_counted_to_the_byte_and_never_raises_the_least_bu
 def test_auto_takes_memory_for_updates_where_there_is_plenty(make_model: Callable[..., Tiny]) -> None:
     def updates_bytes(memory_bytes: int) -> int:
         device = SimulatedDevice(memory_bytes=memory_bytes)
-        with OffloadEngine(make_model(num_blocks=6), device=device, tile_bytes=TILE_BYTES) as engine:
+        with OffloadEngine(make_model(num_blocks=6), device=device, tile_bytes=TILE_BYTES, precision="bf16") as engine:
             assert not engine.plan.device.resident
             return engine.plan.device.updates_bytes
 

@@ -25,7 +25,7 @@ from offload import (
 
 
 def test_a_non_finite_gradient_changes_nothing(make_model, tmp_path: Path):
-    with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory="3MiB", lr=1e-2) as engine:
+    with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory="5MiB", lr=1e-2) as engine:
         train(engine, 1)
         before = engine.state_dict()
         tokens, targets = batches(1)[0]
@@ -67,12 +67,12 @@ def test_nvme_capacity_is_obeyed(make_model, tmp_path: Path):
     [
         ({"host_memory": "lots"}, "host_memory: expected bytes"),
         ({"host_memory": -1}, "host_memory: expected a number of bytes"),
-        ({"hostmemory": "1GiB"}, "unknown option 'hostmemory'; did you mean 'host_memory'"),
-        ({"precision": "fp8"}, "precision: expected one of 'bf16', 'fp16', 'fp32', got 'fp8'"),
-        ({"lr": -1.0}, "lr must be a number >= 0"),
-        ({"betas": (0.9, 1.0)}, "betas must be a number from 0 to less than 1"),
-        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps must be >= 1"),
-        ({"tile_bytes": 17}, "tile_bytes must be at least 65536"),
+        ({"hostmemory": "1GiB"}, "unknown option 'hostmemory', did you mean 'host_memory'"),
+        ({"precision": "fp8"}, "precision: expected one of 'auto', 'bf16', 'fp16', 'fp32', got 'fp8'"),
+        ({"lr": -1.0}, "lr: expected a finite number >= 0"),
+        ({"betas": (0.9, 1.0)}, "betas: expected two numbers from 0 to less than 1"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: expected a whole number >= 1"),
+        ({"tile_bytes": 17}, "tile_bytes: expected at least 65536 bytes"),
         ({"device": "mps"}, 'device: expected "cpu" or "cuda"'),
         ({"optimizer": "lamb"}, "optimizer: expected one of"),
     ],
@@ -105,7 +105,7 @@ def test_a_wrong_path_is_refused_before_the_model_is_touched(make_model, tmp_pat
     (tmp_path / "file").touch()
     for path, error in ((tmp_path / "missing", StoreUnsafe), (tmp_path / "file", StoreUnsafe)):
         with pytest.raises(error):
-            OffloadEngine(model, nvme_path=path, host_memory="3MiB")
+            OffloadEngine(model, nvme_path=path, host_memory="5MiB")
     assert all(type(p) is torch.nn.Parameter for p in model.parameters())
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
@@ -119,7 +119,7 @@ import torch
 from tiny import Tiny, batches, loss_of
 from offload import OffloadEngine, OffloadError
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-engine = OffloadEngine(Tiny(), nvme_path={str(tmp_path)!r}, host_memory="3MiB")
+engine = OffloadEngine(Tiny(), nvme_path={str(tmp_path)!r}, host_memory="5MiB")
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
 first = None
 try:
@@ -153,7 +153,7 @@ def raise_limit_and_build(model: torch.nn.Module, path: Path) -> None:
     previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
     try:
-        OffloadEngine(model, nvme_path=path, host_memory="3MiB")
+        OffloadEngine(model, nvme_path=path, host_memory="5MiB")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, previous)
@@ -161,7 +161,7 @@ def raise_limit_and_build(model: torch.nn.Module, path: Path) -> None:
 
 def test_an_engine_that_is_dropped_ends_by_itself(make_model, tmp_path: Path):
     before = set(threading.enumerate())
-    engine = OffloadEngine(make_model(), nvme_path=tmp_path, host_memory="3MiB")
+    engine = OffloadEngine(make_model(), nvme_path=tmp_path, host_memory="5MiB")
     train(engine, 1)
     gone = weakref.ref(engine._session)
     del engine
@@ -183,7 +183,7 @@ import sys
 sys.path[:0] = {sys.path!r}
 from tiny import Tiny, train
 from offload import OffloadEngine
-engine = OffloadEngine(Tiny(), nvme_path={str(tmp_path)!r}, host_memory="3MiB")
+engine = OffloadEngine(Tiny(), nvme_path={str(tmp_path)!r}, host_memory="5MiB")
 train(engine, 2)
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -57,7 +57,9 @@ def test_writing_a_weight_is_seen_by_the_next_forward_and_the_next_step(engine):
 
 def test_a_written_bf16_weight_is_the_whole_master(make_model, tmp_path: Path):
     """The remainder of the old master must not come back with the next update."""
-    with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory="3MiB", lr=0.0, weight_decay=0.0) as engine:
+    with OffloadEngine(
+        make_model(), precision="bf16", nvme_path=tmp_path, host_memory="3MiB", lr=0.0, weight_decay=0.0
+    ) as engine:
         value = torch.full((256, 128), 0.3).bfloat16()
         with torch.no_grad():
             engine.module.head.weight.copy_(value)
@@ -127,7 +129,7 @@ def test_what_cannot_work_is_refused(engine):
         engine.module.double()
     with pytest.raises(OffloadError, match="has no address"):
         weight.data_ptr()
-    with pytest.raises(ConfigError, match="wrapped already"):
+    with pytest.raises(ConfigError, match="in an engine already"):
         OffloadEngine(engine.module)
 
 

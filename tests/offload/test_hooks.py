@@ -44,6 +44,8 @@ class Backing:
     """The value of a handle."""
 
     gradient = None
+    trainable = True
+    in_use = ()
 
     def __init__(self, name: str, value: torch.Tensor) -> None:
         self.name = name

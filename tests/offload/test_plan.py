@@ -35,8 +35,8 @@ def test_formats_say_what_each_parameter_costs():
     assert (FP32.weights, FP32.master, FP32.grads) == (4, 0, 4)
     fp16 = Formats.of(OffloadConfig(precision="fp16"))
     assert (fp16.weights, fp16.master, fp16.grads) == (2, 4, 2)
-    assert Formats.of(OffloadConfig(gradient_accumulation_steps=2)).grads == 4
-    assert Formats.of(OffloadConfig(optimizer=None)).master == 0
+    assert Formats.of(OffloadConfig(precision="bf16", gradient_accumulation_steps=2)).grads == 4
+    assert Formats.of(OffloadConfig(precision="bf16", optimizer=None)).master == 0
 
 
 def test_units_cover_every_parameter_once_and_do_not_overlap():

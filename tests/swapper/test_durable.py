@@ -230,7 +230,7 @@ def test_a_store_that_was_cut_short_or_damaged_is_refused(tmp_path: Path):
         open_store([tmp_path], "run")
     (folder / f"generation.{2:016x}").rename(manifest)
     os.truncate(folder / "data.0", PAGE_BYTES)
-    with pytest.raises(StorageCorrupt, match="its data has 4096 bytes, 32768 were reserved"):
+    with pytest.raises(StorageCorrupt, match=r"its data has 4,096 bytes .*, 32,768 bytes .* were reserved"):
         open_store([tmp_path], "run")
 
 

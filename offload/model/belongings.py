@@ -1,0 +1,61 @@
+"""What hangs on a parameter beside its value: attributes and hooks that were there before the engine was made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from offload.errors import ConfigError
+from offload.model.handle import Handle
+from offload.units import ParameterSpec, UnitSpec
+
+_Hooks = Mapping[int, Callable[[Any], Any]]
+
+
+class Belongings:
+    """Taken from the model's parameters, given to the handles that stand for them."""
+
+    def __init__(self, units: Sequence[UnitSpec]) -> None:
+        """Raises ``ConfigError`` for hooks on a weight that will be used in pieces. Nothing has changed then."""
+        self._attributes: dict[ParameterSpec, dict[str, Any]] = {}
+        self._hooks: dict[ParameterSpec, list[tuple[str, _Hooks]]] = {}
+        for unit in units:
+            for spec in unit.parameters:
+                self._take(spec)
+
+    def give(self, handles: Mapping[ParameterSpec, nn.Parameter], in_use: Mapping[ParameterSpec, nn.Parameter]) -> None:
+        """Hang all of it on the handles; attributes on the parameters that are in use, too."""
+        for spec, attributes in self._attributes.items():
+            for holder in (handles[spec], in_use[spec]):
+                vars(holder).update({name: value for name, value in attributes.items() if name not in vars(holder)})
+        for spec, kinds in self._hooks.items():
+            for method, hooks in kinds:
+                for key in hooks:
+                    getattr(handles[spec], method)(_while_registered(hooks, key))
+
+    def _take(self, spec: ParameterSpec) -> None:
+        parameter = spec.parameter
+        if isinstance(parameter, Handle):
+            return
+        if vars(parameter):
+            self._attributes[spec] = dict(vars(parameter))
+        hooks: dict[str, Any] = {
+            "register_hook": parameter._backward_hooks,
+            "register_post_accumulate_grad_hook": parameter._post_accumulate_grad_hooks,  # type: ignore[attr-defined]
+        }
+        present = [(method, found) for method, found in hooks.items() if found]
+        if present and spec.piece is not None:
+            raise ConfigError(
+                f"parameter {spec.piece.whole.name} has hooks and is large: it would be used in pieces, and hooks "
+                "would not see its gradient whole. Remove them (handle.remove())."
+            )
+        if present:
+            self._hooks[spec] = present
+
+
+def _while_registered(hooks: _Hooks, key: int) -> Callable[[Any], Any]:
+    """The hook, as long as its owner has not removed it."""
+    hook = hooks[key]
+    return lambda value: hook(value) if key in hooks else None

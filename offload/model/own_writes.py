@@ -1,0 +1,62 @@
+"""Finds what a module writes to its own weights while its forward runs: a largest norm, a clamp, a projection.
+
+Code outside of a forward writes to handles, which pass it on. Inside of it there are ordinary parameters over memory
+that is not the weights' home: a change must be found, or it is lost when the unit is evicted.
+
+A change through autograd's eyes moves the parameter's version, and ``parameter.data = tensor`` its address: both are
+looked at after each forward. A change in place of ``parameter.data`` shows in the bytes alone. They are compared in the
+first forward that may train; a module that changed them there has them compared from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+_AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class OwnWrites:
+    """Looks at the parameters in one unit's window, before and after each of its forwards."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._views = [parameter.data for parameter in parameters]
+        """Where each parameter belongs."""
+        self._compares_bytes = True
+        self._versions: list[int] = []
+        self._sums: list[torch.Tensor] = []
+
+    def begin(self) -> None:
+        """The forward begins; the weights are there."""
+        self._versions = [parameter._version for parameter in self._parameters]
+        self._sums = []
+        if self._compares_bytes and torch.is_grad_enabled():
+            self._sums = self._added_up()
+
+    def end(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """The forward is over: the index of each parameter that was changed and its value, an own copy. Parameters that
+        were pointed elsewhere are put back."""
+        changed = []
+        for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
+            moved = parameter.data_ptr() != view.data_ptr()
+            if moved or parameter._version != self._versions[index]:
+                changed.append(index)
+        if self._sums:
+            pairs = enumerate(zip(self._sums, self._added_up(), strict=True))
+            by_bytes = [index for index, (before, after) in pairs if not torch.equal(before, after)]
+            self._compares_bytes = bool(by_bytes)
+            changed = sorted({*changed, *by_bytes})
+        for index in changed:
+            parameter, view = self._parameters[index], self._views[index]
+            value = parameter.detach().clone()
+            parameter.data = view
+            yield index, value
+
+    def _added_up(self) -> list[torch.Tensor]:
+        """A number for each parameter's bytes."""
+        flat = (parameter.detach().reshape(-1) for parameter in self._parameters)
+        with torch.no_grad():
+            return [part.view(_AS_INTEGERS[part.itemsize]).sum(dtype=torch.int64) for part in flat]
