@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import os
 import warnings
 import weakref
 from _thread import start_new_thread
@@ -56,4 +57,13 @@ def _close_all() -> None:
         _close(closers._stack)
 
 
+def _forget_in_child() -> None:
+    """What was opened belongs to the parent: a process that was forked from it closes nothing."""
+    for closers in list(_open):
+        closers._is_open = False
+        closers._stack.pop_all()
+    _open.clear()
+
+
 atexit.register(_close_all)
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -13,7 +13,7 @@ from torch import nn
 
 from offload import torch_internals
 from offload.config import OffloadConfig
-from offload.errors import ConfigError
+from offload.errors import ConfigError, warn
 from offload.model.handle import Handle
 from offload.optim.choose import choose, has_kernel
 from offload.optimizer import OffloadOptimizer
@@ -57,9 +57,17 @@ class OffloadEngine:
         torch_internals.check()
         check_can_be_made(model)
         check_backend(self.config.io_backend)
+        for name, parameter in model.named_parameters():
+            if type(parameter.detach()) is not torch.Tensor:
+                raise ConfigError(
+                    f"parameter {name} is a {type(parameter.detach()).__name__}: the engine holds ordinary tensors. "
+                    "Make the engine before the model is sharded or quantized, or without that."
+                )
         units = find_units(model, in_pieces=has_kernel(self.config.optimizer))
         if not units:
             raise ConfigError("the model has no floating-point parameters: there is nothing to offload")
+        if self.config.optimizer is not None and not any(p.requires_grad for p in model.parameters()):
+            warn("no parameter of the model requires grad: the engine will train nothing (optimizer=None says that)")
         choice = choose(self.config, units)
         device = open_device(self.config.device)
         plan = plan_for(self.config, units, choice, device)
@@ -172,6 +180,11 @@ class OffloadEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(nn.Module, name):
+            raise AttributeError(f"an OffloadEngine is not a module and has no {name!r}: use engine.module.{name}")
+        raise AttributeError(f"'OffloadEngine' object has no attribute {name!r}")
 
     def _as_input(self, item: Any) -> Any:
         """A tensor as the model wants it: on its device, and in the weights' dtype if it is floating-point."""

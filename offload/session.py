@@ -199,6 +199,7 @@ class Session:
 
     def begin_use(self, unit: UnitSpec) -> None:
         """Compute needs the unit: wait for its weights and put them under its parameters."""
+        self.failure.check()
         try:
             if self._early_of and graph_task() != -1:  # more gradients of the unit will come
                 self._updates.early.invalidate(unit)
@@ -221,6 +222,7 @@ class Session:
         """A gradient is complete: bring it to its home."""
         if self.optimizer is None:
             return
+        self.failure.check()
         early = self._updates.early
         try:
             if self._early_of:
@@ -437,6 +439,9 @@ class Session:
         buffers = [slot.address for slot in tiers.slots], [lease.address for lease in tiers.tile_buffers]
         parameters = [spec.parameter for unit in units for spec in unit.parameters]
         self._replaced = {id(parameter): weakref.ref(parameter) for parameter in parameters if parameter.requires_grad}
+        for parameter in parameters:
+            if parameter.requires_grad and parameter.is_leaf:
+                parameter.register_post_accumulate_grad_hook(_refuse_old_graph)
         loader = Loader(tiers.homes, rule, plan.formats, config.dtype, *buffers)
         loader.load(model, units, handles.at_sites, handles.of_model)
         convert_statistics(model, config.dtype)
@@ -449,7 +454,9 @@ class Session:
             UnitInModel(unit, window, parameters)
             for unit, window, parameters in zip(units, tiers.windows, tiers.parameters, strict=True)
         ]
-        self._hooks = Hooks(in_model, handles.at_sites, handles.of_model, self, outside_of_graphs)
+        self._hooks = Hooks(
+            in_model, handles.at_sites, handles.of_model, self, outside_of_graphs, one_thread=device is None
+        )
         belongings.give(handles.of_model, {spec: backing.in_use[0] for spec, backing in handles.backings.items()})
         closers.callback(give_ordinary_state_dicts(units))
         self.optimizer: OffloadOptimizer | None = None
@@ -531,6 +538,13 @@ class Session:
 def with_measured_memory(report: Report, memory: tuple[int, int]) -> Report:
     """The report with what the engine takes of host and device memory."""
     return replace(report, host_memory_bytes=memory[0], device_memory_bytes=memory[1])
+
+
+def _refuse_old_graph(parameter: torch.Tensor) -> None:
+    raise ConfigError(
+        "this backward goes through a graph that was made before the engine was: the gradients would not reach the "
+        "model. Run the forward again."
+    )
 
 
 def _unchanged(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
 from offload.errors import WaitTimeout
-from swapper import StorageError
+from swapper import OffloadError, StorageError
 
 WAIT_TIMEOUT_S = 600.0
 """No wait for another thread may take longer: something has died that did not say so."""
@@ -33,6 +35,7 @@ class Failure:
         self._lock = threading.Lock()
         """Guards ``_error``. Innermost: nothing else is taken while it is held."""
         self._error: BaseException | None = None
+        _failures.add(self)
 
     def record(self, error: BaseException) -> BaseException:
         """Keep ``error`` unless there was one before it; returns the one that is kept."""
@@ -58,6 +61,22 @@ class Failure:
     ) -> None:
         if isinstance(error, FATAL):
             self.raise_first(error)
+
+
+_failures: weakref.WeakSet[Failure] = weakref.WeakSet()
+
+
+def _fail_in_child() -> None:
+    """A process that was forked has the engine's memory, and none of its threads: its first call must not wait."""
+    for failure in list(_failures):
+        failure._lock = threading.Lock()  # another thread may have held it
+        failure._error = OffloadError(
+            "the engine belongs to the process that made it, and this one was forked from it: use the model there, or "
+            "start this process without it (DataLoader workers need the data alone)"
+        )
+
+
+os.register_at_fork(after_in_child=_fail_in_child)
 
 
 class Monitor(threading.Condition):

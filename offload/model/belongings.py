@@ -1,10 +1,11 @@
-"""What hangs on a parameter beside its value: attributes and hooks that were there before the engine was made."""
+"""What hangs on a parameter beside its value: a gradient, attributes and hooks from before the engine was made."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from offload.errors import ConfigError
@@ -20,7 +21,8 @@ class Belongings:
     def __init__(self, units: Sequence[UnitSpec]) -> None:
         """Raises ``ConfigError`` for hooks on a weight that will be used in pieces. Nothing has changed then."""
         self._attributes: dict[ParameterSpec, dict[str, Any]] = {}
-        self._hooks: dict[ParameterSpec, list[tuple[str, _Hooks]]] = {}
+        self._gradients: dict[ParameterSpec, torch.Tensor] = {}
+        self._hooks: dict[ParameterSpec, list[tuple[str, _Hooks, list[int]]]] = {}
         for unit in units:
             for spec in unit.parameters:
                 self._take(spec)
@@ -30,9 +32,13 @@ class Belongings:
         for spec, attributes in self._attributes.items():
             for holder in (handles[spec], in_use[spec]):
                 vars(holder).update({name: value for name, value in attributes.items() if name not in vars(holder)})
+        for spec, gradient in self._gradients.items():
+            handle = handles[spec]
+            if handle.grad is None and handle.requires_grad:  # a weight in pieces has several specs
+                handle.grad = gradient.to(handle.dtype)
         for spec, kinds in self._hooks.items():
-            for method, hooks in kinds:
-                for key in hooks:
+            for method, hooks, keys in kinds:
+                for key in keys:
                     getattr(handles[spec], method)(_while_registered(hooks, key))
 
     def _take(self, spec: ParameterSpec) -> None:
@@ -41,11 +47,13 @@ class Belongings:
             return
         if vars(parameter):
             self._attributes[spec] = dict(vars(parameter))
+        if parameter.grad is not None:
+            self._gradients[spec] = parameter.grad
         hooks: dict[str, Any] = {
             "register_hook": parameter._backward_hooks,
             "register_post_accumulate_grad_hook": parameter._post_accumulate_grad_hooks,  # type: ignore[attr-defined]
         }
-        present = [(method, found) for method, found in hooks.items() if found]
+        present = [(method, found, list(found)) for method, found in hooks.items() if found]
         if present and spec.piece is not None:
             raise ConfigError(
                 f"parameter {spec.piece.whole.name} has hooks and is large: it would be used in pieces, and hooks "

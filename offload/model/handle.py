@@ -239,7 +239,7 @@ class Handle(torch.Tensor):
         return array
 
     def __dlpack__(self, **options: Any) -> Any:
-        return self._differentiable().__dlpack__(**options)
+        raise self._no_address()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self._ordinary())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from threading import get_ident
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +30,7 @@ from offload.torch_internals import (
     when_backward_ends,
 )
 from offload.units import ParameterSpec, UnitSpec
+from swapper import OffloadError
 
 
 class Schedule(Protocol):
@@ -125,8 +127,15 @@ def _take_gradient(
         taker._post_accumulate(owner, owner.spec.parameters[index], parameter)
 
 
+def _is_eager() -> bool:
+    return not torch.compiler.is_compiling() and not torch._C._is_tracing()
+
+
 def _stands(parameter: nn.Parameter, spec: ParameterSpec) -> bool:
-    return all(module._parameters.get(name) is parameter for module, name in spec.owners)
+    """It is where the model has it, and still a handle: ``torch.utils.swap_tensors`` makes something else of it."""
+    return isinstance(parameter, Handle) and all(
+        module._parameters.get(name) is parameter for module, name in spec.owners
+    )
 
 
 class Hooks:
@@ -139,10 +148,13 @@ class Hooks:
         parameters: dict[ParameterSpec, nn.Parameter],
         schedule: Schedule,
         outside_of_graphs: Callable[[Callable[..., Any]], Callable[..., Any]],
+        *,
+        one_thread: bool = True,
     ) -> None:
         """``handles`` stand at the sites of a parameter or a piece, ``parameters`` where the model has it.
 
-        ``outside_of_graphs`` keeps a function out of what ``torch.compile`` makes of a module.
+        ``outside_of_graphs`` keeps a function out of what ``torch.compile`` makes of a module. ``one_thread``: autograd
+        runs backward in the thread that asks for it, as it does on the CPU.
         """
         self._units = units
         self._outside_of_graphs = outside_of_graphs
@@ -150,6 +162,11 @@ class Hooks:
         self._handles = handles
         self._parameters = parameters
         self._serial = 0
+        self._one_thread = one_thread
+        self._thread = 0
+        """The one that has used units last."""
+        self._num_forwards = 0
+        """Units in forward."""
         self._open: list[tuple[UnitInModel, int, int]] = []
         """Units in backward: with the serial number at which the call began, and the graph task that opened it."""
         self._tasks: set[int] = set()
@@ -182,7 +199,7 @@ class Hooks:
         ]
         present = {id(parameter) for parameter in model.parameters()} if suspects else set()
         for spec in suspects:
-            if id(self._parameters[spec]) not in present:
+            if id(self._parameters[spec]) not in present or not isinstance(self._parameters[spec], Handle):
                 self._lost.add(spec)
                 yield spec.name
 
@@ -225,14 +242,17 @@ class Hooks:
 
     def _pre_forward(self, unit: UnitInModel, module: nn.Module, args: Any) -> None:
         if unit.forward_depth == 0:
+            if not torch.compiler.is_compiling():
+                self._enter(forward=True)
             if not unit.in_backward:
                 self._schedule.begin_use(unit.spec)
             self._serial += 1
             unit.forward_start = self._serial
             unit.forward_sequence = next_sequence_number()
             self._show_parameters(unit)
-            if not torch.compiler.is_compiling():
+            if _is_eager():
                 unit.own_writes.begin()
+            self._num_forwards += 1
         unit.forward_depth += 1
 
     def _post_forward(self, unit: UnitInModel, module: nn.Module, args: Any, output: Any) -> Any:
@@ -245,7 +265,7 @@ class Hooks:
         if any(map(unit.window.holds, leaves)):
             output = map_leaves(lambda leaf: _own(unit, leaf), output)
             leaves = _tensors(output)
-        if not torch.compiler.is_compiling():
+        if _is_eager():
             for index, value in unit.own_writes.end():
                 self._schedule.changed_in_use(unit.spec, unit.spec.parameters[index], value)
         self._leave_forward(unit)
@@ -257,8 +277,21 @@ class Hooks:
                     node.register_prehook(arrived)
         return output
 
+    def _enter(self, *, forward: bool) -> None:
+        """A thread begins to use a unit. Raises ``OffloadError`` while another one uses some."""
+        thread = get_ident()
+        if thread != self._thread:
+            if self._num_forwards or (self._open and self._one_thread):
+                raise OffloadError(
+                    "two threads run the model at once, and the engine brings weights in for one: give each thread its "
+                    "turn (a threading.Lock around forward and backward)"
+                )
+            if forward or self._one_thread:
+                self._thread = thread
+
     def _leave_forward(self, unit: UnitInModel) -> None:
         self._serial += 1
+        self._num_forwards -= 1
         self._show_handles(unit)
         if not unit.in_backward:
             self._schedule.end_use(unit.spec)
@@ -270,6 +303,7 @@ class Hooks:
                 "create_graph=True: weights leave when their backward is over, and a backward through the gradients "
                 "(a gradient penalty, a Hessian) would not find them. Do that on a model that is not wrapped."
             )
+        self._enter(forward=False)
         task = graph_task()
         if task not in self._tasks:
             self._tasks.add(task)

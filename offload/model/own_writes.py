@@ -5,7 +5,7 @@ that is not the weights' home: a change must be found, or it is lost when the un
 
 A change through autograd's eyes moves the parameter's version, and ``parameter.data = tensor`` its address: both are
 looked at after each forward. A change in place of ``parameter.data`` shows in the bytes alone. They are compared in the
-first forward that may train; a module that changed them there has them compared from then on.
+first forward with gradients and in the first one without; a module that changed them there has them compared in each.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ class OwnWrites:
         self._parameters = parameters
         self._views = [parameter.data for parameter in parameters]
         """Where each parameter belongs."""
-        self._compares_bytes = True
+        self._compares_bytes = {True: True, False: True}
+        """In forwards with gradients, and in those without."""
+        self._mode = True
+        """Of the forward that runs: with gradients."""
         self._versions: list[int] = []
         self._sums: list[torch.Tensor] = []
 
@@ -33,7 +36,8 @@ class OwnWrites:
         """The forward begins; the weights are there."""
         self._versions = [parameter._version for parameter in self._parameters]
         self._sums = []
-        if self._compares_bytes and torch.is_grad_enabled():
+        self._mode = torch.is_grad_enabled()
+        if self._compares_bytes[self._mode]:
             self._sums = self._added_up()
 
     def end(self) -> Iterator[tuple[int, torch.Tensor]]:
@@ -47,7 +51,7 @@ class OwnWrites:
         if self._sums:
             pairs = enumerate(zip(self._sums, self._added_up(), strict=True))
             by_bytes = [index for index, (before, after) in pairs if not torch.equal(before, after)]
-            self._compares_bytes = bool(by_bytes)
+            self._compares_bytes[self._mode] = bool(by_bytes)
             changed = sorted({*changed, *by_bytes})
         for index in changed:
             parameter, view = self._parameters[index], self._views[index]

@@ -1,6 +1,10 @@
 """What a user does beside the documented loop works as in PyTorch, or is refused with the way named. Never silence."""
 
 import copy
+import os
+import signal
+import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -496,6 +500,94 @@ def test_what_would_be_lost_is_refused(engine: OffloadEngine):
     assert weight.grad is weight.grad
     other.grad = weight.grad
     assert torch.equal(other.grad.clone(), weight.grad.clone())
+
+
+def test_gradients_from_before_count_and_graphs_from_before_are_refused():
+    plain, model = Plain(), built()
+    tokens, targets = batches(1)[0]
+    plain.backward(tokens, targets)
+    loss_of(model(tokens), targets).backward()
+    old = loss_of(model(tokens), targets)
+    with OffloadEngine(model, **OPTIONS) as engine:
+        with pytest.raises(ConfigError, match="made before the engine"):
+            old.backward()
+        plain.backward(tokens, targets)
+        backward(engine, tokens, targets)
+        engine.step()
+        plain.step()
+        assert_near(model, plain.model)
+
+
+def test_a_parameter_that_was_swapped_is_named(engine: OffloadEngine):
+    torch.utils.swap_tensors(engine.module.head.bias, nn.Parameter(torch.zeros(engine.module.head.bias.shape)))
+    backward(engine, *batches(1)[0])
+    with pytest.warns(UserWarning, match=r"head\.bias is no longer in the model"):
+        engine.step()
+
+
+def test_a_backward_after_close_is_an_error_and_no_crash():
+    engine = OffloadEngine(built(), **OPTIONS)
+    tokens, targets = batches(1)[0]
+    loss = loss_of(engine(tokens), targets)
+    engine.close()
+    with pytest.raises(OffloadError, match="the engine is closed"):
+        loss.backward()
+
+
+def test_a_close_in_the_middle_of_a_backward_is_an_error_and_no_crash():
+    engine = OffloadEngine(built(), **OPTIONS)
+    tokens, targets = batches(1)[0]
+    engine.module.blocks[2].register_full_backward_hook(lambda *_: engine.close())
+    loss = loss_of(engine(tokens), targets)
+    with pytest.raises(OffloadError, match="the engine is closed"):
+        loss.backward()
+
+
+def test_a_second_thread_is_refused_while_the_first_computes(engine: OffloadEngine):
+    tokens, _ = batches(1)[0]
+    inside, go = threading.Event(), threading.Event()
+
+    def stop(*_: object) -> None:
+        inside.set()
+        assert go.wait(60)
+
+    hook = engine.module.blocks[1].up.register_forward_pre_hook(stop)
+    first = threading.Thread(target=engine, args=(tokens,))
+    first.start()
+    assert inside.wait(60)
+    hook.remove()
+    try:
+        with pytest.raises(OffloadError, match="two threads"), torch.no_grad():
+            engine(tokens)
+    finally:
+        go.set()
+        first.join(60)
+    engine(tokens)
+
+
+def test_a_forked_process_gets_an_error_and_does_not_wait(engine: OffloadEngine):
+    tokens, targets = batches(1)[0]
+    backward(engine, tokens, targets)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            for use in (lambda: engine(tokens), lambda: engine.module.head.weight.sum(), engine.optimizer.step):
+                with pytest.raises(OffloadError, match="forked"):
+                    use()
+            engine.close()
+            code = 0
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + 60
+    while (found := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if found[0] == 0:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert found == (child, 0)
+    engine.step()
+    backward(engine, tokens, targets)
 
 
 class _MaxNorm(nn.Linear):
