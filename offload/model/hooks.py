@@ -189,6 +189,7 @@ class Hooks:
             if unit.forward_depth:
                 unit.forward_depth = 0
                 self._leave_forward(unit)
+        self._num_forwards = 0
 
     def lost(self, model: nn.Module) -> Iterator[str]:
         """The names of trained parameters that stand nowhere in the model any more; each is named once."""

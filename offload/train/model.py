@@ -101,13 +101,16 @@ def generate(
     """The prompt continued by up to ``length`` bytes.
 
     Cost: every byte is one forward pass of the whole model, and under the engine one fetch of every weight; hence
-    ``seconds_max``, after which the text ends where it is.
+    ``seconds_max``, after which the text ends where it is. All passes have ``context`` tokens, as training has: for each
+    length torch may keep a compiled product of each layer in memory. Attention is causal, so what fills a short text up
+    changes nothing.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.tensor([list(prompt)])
     deadline = time.monotonic() + seconds_max
     for _ in range(length):
-        logits = model(tokens[:, -context:])[:, -1].float().cpu()
+        recent = tokens[:, -context:]
+        logits = model(F.pad(recent, (0, context - recent.shape[1])))[:, recent.shape[1] - 1].float().cpu()
         following = torch.multinomial(torch.softmax(logits / temperature, dim=-1), 1, generator=generator)
         tokens = torch.cat((tokens, following), dim=1)
         if time.monotonic() > deadline:
