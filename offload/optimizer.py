@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.errors import ConfigError
 from offload.optim.rule import Group, options_of
+from offload.torch_internals import never_compiled
 
 
 class Steps(Protocol):
@@ -59,6 +60,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             for name in ("zero_grad", "add_param_group", "state_dict", "load_state_dict"):
                 setattr(source, name, getattr(self, name))
 
+    @never_compiled
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take the step. As in ``torch.optim``, a ``closure`` computes the loss and its gradients before it, once.
@@ -181,4 +183,5 @@ class _Forward:
 
     def __call__(self, closure: Callable[[], float] | None = None) -> float | None:
         self._source._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
-        return self._target.step(closure)
+        loss: float | None = self._target.step(closure)
+        return loss

@@ -52,6 +52,10 @@ sequence_number: Callable[[Node], int] = methodcaller("_sequence_nr")
 """The number that an autograd node got when it was made."""
 
 
+never_compiled: Callable[[Any], Any] = _found(torch, "_disable_dynamo")
+"""Keeps a function out of what ``torch.compile`` makes of its callers."""
+
+
 def when_backward_ends(call: Callable[[], None]) -> None:
     """Have ``call`` made at the end of the backward that this thread is in."""
     torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]

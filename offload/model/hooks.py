@@ -127,10 +127,6 @@ def _take_gradient(
         taker._post_accumulate(owner, owner.spec.parameters[index], parameter)
 
 
-def _is_eager() -> bool:
-    return not torch.compiler.is_compiling() and not torch._C._is_tracing()
-
-
 def _stands(parameter: nn.Parameter, spec: ParameterSpec) -> bool:
     """It is where the model has it, and still a handle: ``torch.utils.swap_tensors`` makes something else of it."""
     return isinstance(parameter, Handle) and all(
@@ -244,6 +240,11 @@ class Hooks:
     def _pre_forward(self, unit: UnitInModel, module: nn.Module, args: Any) -> None:
         if unit.forward_depth == 0:
             if not torch.compiler.is_compiling():
+                if torch._C._is_tracing():
+                    raise ConfigError(
+                        "torch.jit.trace would keep the weights as they are now, in memory that others pass through. "
+                        "Trace copy.deepcopy(model), or the model that engine.unwrap() gives."
+                    )
                 self._enter(forward=True)
             if not unit.in_backward:
                 self._schedule.begin_use(unit.spec)
@@ -251,7 +252,7 @@ class Hooks:
             unit.forward_start = self._serial
             unit.forward_sequence = next_sequence_number()
             self._show_parameters(unit)
-            if _is_eager():
+            if not torch.compiler.is_compiling():
                 unit.own_writes.begin()
             self._num_forwards += 1
         unit.forward_depth += 1
@@ -266,7 +267,7 @@ class Hooks:
         if any(map(unit.window.holds, leaves)):
             output = map_leaves(lambda leaf: _own(unit, leaf), output)
             leaves = _tensors(output)
-        if _is_eager():
+        if not torch.compiler.is_compiling():
             for index, value in unit.own_writes.end():
                 self._schedule.changed_in_use(unit.spec, unit.spec.parameters[index], value)
         self._leave_forward(unit)
