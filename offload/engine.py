@@ -181,6 +181,12 @@ class OffloadEngine:
     ) -> None:
         self.close()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigError(
+            "an OffloadEngine cannot be copied or pickled. Save engine.state_dict() and "
+            "engine.optimizer.state_dict(), or copy.deepcopy(engine.module)."
+        )
+
     def __getattr__(self, name: str) -> Any:
         if hasattr(nn.Module, name):
             raise AttributeError(f"an OffloadEngine is not a module and has no {name!r}: use engine.module.{name}")

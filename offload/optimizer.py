@@ -97,6 +97,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
             param_group = {**param_group, "params": params}
         super().add_param_group(param_group)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigError(
+            "engine.optimizer cannot be copied or pickled: its states rest in the engine. Save optimizer.state_dict()."
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """As of any optimizer, with ordinary tensors: it holds all states in memory. Waits for the update."""
         resting = self.state

@@ -285,6 +285,7 @@ class Session:
                 "engine.backward(loss), which scales it, or use torch.amp.GradScaler."
             )
         self._hooks.reset()
+        self._tiers.compute.reset()
         self._verdict.check(self._optimizer.param_groups)
         self._warn_of_lost_parameters()
         self._tiers.intake.settle()

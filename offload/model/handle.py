@@ -75,7 +75,14 @@ class Handle(torch.Tensor):
     """A change in place is one for graphs that have saved the value: not through ``.data``, as for any tensor."""
 
     @staticmethod
-    def __new__(cls, backing: Backing, meta: torch.Tensor, device: torch.device) -> Handle:
+    def __new__(
+        cls, backing: Backing, meta: torch.Tensor | None = None, device: torch.device | None = None, **other: Any
+    ) -> Handle:
+        if meta is None or device is None:  # libraries make ``type(parameter)(value, requires_grad=...)``
+            raise ConfigError(
+                "a parameter of this kind belongs to an OffloadEngine and is made by it alone: what moves a model "
+                "between devices by itself (accelerate's cpu_offload and device_map) is not for a model in an engine"
+            )
         handle = wrapper(cls, meta, device)
         handle._backing = backing
         handle._meta = meta

@@ -76,7 +76,7 @@ def give_ordinary_state_dicts(units: Sequence[UnitSpec]) -> Callable[[], None]:
 def _take_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
     for name in module._parameters:
         value = state_dict.get(prefix + name)
-        if isinstance(value, Handle):
+        if isinstance(value, Handle) and not isinstance(value, nn.Parameter):  # which ``keep_vars=True`` asks for
             state_dict[prefix + name] = value.value_on_host()
 
 

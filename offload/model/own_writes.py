@@ -63,4 +63,5 @@ class OwnWrites:
         """A number for each parameter's bytes."""
         flat = (parameter.detach().reshape(-1) for parameter in self._parameters)
         with torch.no_grad():
-            return [part.view(_AS_INTEGERS[part.itemsize]).sum(dtype=torch.int64) for part in flat]
+            sums = [part.view(_AS_INTEGERS[part.itemsize]).sum(dtype=torch.int64) for part in flat]
+        return sums if all(type(number) is torch.Tensor for number in sums) else []  # a fake one has no value

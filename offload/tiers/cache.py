@@ -164,6 +164,17 @@ class WeightCache(Generic[P]):
         entry.num_computing -= computing
         self._changed.notify_all()
 
+    def end_computing(self) -> list[UnitSpec]:
+        """Unpin the units that compute was interrupted in; which they are."""
+        left = [entry for entry in self._entries if entry.num_computing]
+        if left:
+            with self._changed:
+                for entry in left:
+                    entry.pins -= entry.num_computing
+                    entry.num_computing = 0
+                self._changed.notify_all()
+        return [entry.unit for entry in left]
+
     def _bring(self, entry: Entry[P], polite: Callable[[], bool] | None) -> None:
         """Reserve a place for an absent unit and start its fetch; waits for a place if it must.
 

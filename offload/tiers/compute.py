@@ -25,6 +25,9 @@ class Compute(Protocol):
     def end(self, unit: UnitSpec) -> None:
         """The use is over."""
 
+    def reset(self) -> None:
+        """No unit is in use: end the uses that an exception or an interrupt has left."""
+
     def outdate(self, units: Sequence[UnitSpec]) -> None:
         """The weights of these units are about to change in host memory: copies of them are void."""
 
@@ -48,6 +51,10 @@ class ComputeOnHost:
     def end(self, unit: UnitSpec) -> None:
         self._windows[unit.index].close()
         self._weights.release(unit)
+
+    def reset(self) -> None:
+        for unit in self._weights.end_computing():
+            self._windows[unit.index].close()
 
     def outdate(self, units: Sequence[UnitSpec]) -> None:
         pass
@@ -94,6 +101,9 @@ class ComputeOnDevice:
             raise OffloadError(f"unit {unit.name}: its forward has moved its parameters to other memory of its own")
         if self._depth == 0 and self._began is not None:
             self._uses.append((self._began, self._device.compute.record()))
+
+    def reset(self) -> None:
+        self._depth = 0
 
     def outdate(self, units: Sequence[UnitSpec]) -> None:
         self._weights.outdate(units)

@@ -63,19 +63,18 @@ class SwapWindow(_Holds):
         self._under: torch.UntypedStorage | None = None
         """The memory that was last under the window, or is now: made once for a unit that is resident in RAM."""
         self._address = 0
-        self._is_open = False
 
     def open(self, address: int) -> None:
+        self.close()  # an interrupt may have left it open
         if self._under is None or self._address != address:
             self._under = tensor_at(address, self.flat.numel(), self.flat.dtype).untyped_storage()
             self._address = address
         swap_memory(self._storage, self._under)
-        self._is_open = True
 
     def close(self) -> None:
-        if self._is_open and self._under is not None:
+        """Safe to call twice. What is under the window says whether it is open: an interrupt may come at any line."""
+        if self._under is not None and self.flat.data_ptr() != self._poison.address:
             swap_memory(self._storage, self._under)
-            self._is_open = False
 
 
 class CopyWindow(_Holds):

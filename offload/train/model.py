@@ -101,8 +101,8 @@ def generate(
     """The prompt continued by up to ``length`` bytes.
 
     Cost: every byte is one forward pass of the whole model, and under the engine one fetch of every weight; hence
-    ``seconds_max``, after which the text ends where it is. All passes have ``context`` tokens, as in training: torch may
-    keep a compiled product of each layer in memory for each length. Attention is causal, so what fills a short text up
+    ``seconds_max``, after which the text ends where it is. All passes have ``context`` tokens, as in training, because
+    torch may keep a compiled product of each layer for each length. Attention is causal, so what fills a short text up
     changes nothing.
     """
     generator = torch.Generator().manual_seed(seed)

@@ -590,6 +590,36 @@ def test_a_forked_process_gets_an_error_and_does_not_wait(engine: OffloadEngine)
     backward(engine, tokens, targets)
 
 
+@pytest.mark.parametrize("on_nvme", [False, True])
+def test_an_interrupt_while_weights_come_in_leaves_nothing_behind(on_nvme: bool, tmp_path: Path, monkeypatch):
+    plain, model = Plain(), built()
+    memory = {"nvme_path": tmp_path, "host_memory": least_budget(built(), tmp_path, **OPTIONS)} if on_nvme else {}
+    with OffloadEngine(model, **memory, **OPTIONS) as engine:
+        for window in engine._session._tiers.windows:
+            original = window.open
+            for after in (False, True):
+
+                def interrupted(address: int, window=window, original=original, after=after) -> None:
+                    monkeypatch.setattr(window, "open", original)
+                    if after:
+                        original(address)
+                    raise KeyboardInterrupt
+
+                monkeypatch.setattr(window, "open", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    engine(batches(1)[0][0])
+                engine.optimizer.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for tokens, targets in batches(3):
+                loss = backward(engine, tokens, targets)
+                assert loss == pytest.approx(plain.backward(tokens, targets), rel=1e-5)
+                engine.step()
+                plain.step()
+        assert_near(model, plain.model)
+        assert not any(entry.num_computing for entry in engine._session._tiers.host._entries)
+
+
 class _MaxNorm(nn.Linear):
     def __init__(self, how: str) -> None:
         super().__init__(64, 64)
