@@ -88,6 +88,11 @@ class Handle(torch.Tensor):
         handle._meta = meta
         return handle  # type: ignore[no-any-return]
 
+    @property
+    def backing(self) -> Backing:
+        """The same for all handles on one value."""
+        return self._backing
+
     def value(self) -> torch.Tensor:
         """The value now, as an ordinary tensor of the caller's own."""
         return self._backing.read().to(self.device)

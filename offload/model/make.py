@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from offload.model.backing import Outside, ParameterBacking, PiecewiseBacking
-from offload.model.handle import Handle, make_handle
+from offload.model.handle import Backing, Handle, make_handle
 from offload.model.piecewise import PiecewiseHandle
 from offload.units import ParameterSpec, UnitSpec, WeightInPieces
 
@@ -73,11 +74,25 @@ def give_ordinary_state_dicts(units: Sequence[UnitSpec]) -> Callable[[], None]:
     return undo
 
 
+_last_copies: weakref.WeakKeyDictionary[Backing, weakref.ref[torch.Tensor]] = weakref.WeakKeyDictionary()
+"""The copy of each value that the last state dict holds."""
+
+
 def _take_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
     for name in module._parameters:
         value = state_dict.get(prefix + name)
         if isinstance(value, Handle) and not isinstance(value, nn.Parameter):  # which ``keep_vars=True`` asks for
-            state_dict[prefix + name] = value.value_on_host()
+            state_dict[prefix + name] = _value_in(state_dict, value)
+
+
+def _value_in(state_dict: dict[str, Any], handle: Handle) -> torch.Tensor:
+    """The value of the handle. A tied weight is one tensor in one state dict: savers look for that."""
+    last = _last_copies.get(handle.backing)
+    copy = None if last is None else last()
+    if copy is None or not any(other is copy for other in state_dict.values()):
+        copy = handle.value_on_host()
+        _last_copies[handle.backing] = weakref.ref(copy)
+    return copy
 
 
 def convert_statistics(model: nn.Module, dtype: torch.dtype) -> None:

@@ -424,6 +424,19 @@ def test_a_wrapped_model_is_saved_as_an_ordinary_one(engine: OffloadEngine, tmp_
     assert all(type(parameter) is nn.Parameter for parameter in loaded.parameters())
 
 
+def test_a_tied_weight_is_one_tensor_in_a_state_dict():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    model[2].weight = model[0].weight
+    with OffloadEngine(model, **OPTIONS) as engine:
+        first = model.state_dict()
+        assert first["0.weight"] is first["2.weight"]
+        engine.backward(engine(torch.ones(2, 8)).sum())
+        engine.step()
+        second = model.state_dict()
+        assert second["0.weight"] is second["2.weight"] and not torch.equal(first["0.weight"], second["0.weight"])
+        assert isinstance(model.state_dict(keep_vars=True)["0.weight"], nn.Parameter)
+
+
 def test_a_parameter_that_was_replaced_is_named_once(engine: OffloadEngine):
     engine.module.blocks[1].up.weight = nn.Parameter(torch.zeros(128, 32))
     backward(engine, *batches(1)[0])
