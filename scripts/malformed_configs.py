@@ -236,7 +236,8 @@ def _fault_of_error(error: OffloadError, case: Case, model: nn.Module, folders: 
     what = str(error.args[0])
     if "\n" in what or len(what) > LINE_MAX:
         return "more than one line" if "\n" in what else "too long"
-    names = case.wrong or [*case.options, *case.options.get("optimizer_options", ())]
+    settings = case.options.get("optimizer_options")  # good ones may be another optimizer's
+    names = [*(case.wrong or case.options), *(settings if isinstance(settings, dict) else ())]
     if not any(name in what for name in names):
         return f"none of {', '.join(names)} is named"
     if any(type(parameter) is not nn.Parameter for parameter in model.parameters()):
