@@ -39,6 +39,7 @@ from offload.tiers.states import States
 from offload.torch_internals import graph_task
 from offload.units import ParameterSpec, UnitSpec
 from offload.update.make import Updates, make_updates
+from offload.update.step import UnitUpdate
 from offload.update.verdict import Verdict, groups_by_parameter
 from offload.waiting import FATAL, Failure
 from swapper import OffloadError
@@ -47,6 +48,10 @@ from swapper.errors import readable_bytes
 _CLOSED = (
     "the engine is closed, and the weights went with it: call engine.unwrap() instead of close() to keep them in the "
     "model, or take them before (state_dict)"
+)
+_HALF_A_STEP = (
+    "optimizer.step() was interrupted half-way: some weights may have taken the step and others not. Build the model "
+    "and the engine again, and go on from a checkpoint"
 )
 _NOT_MADE = "the engine could not be made, and parameters that it had taken over are lost: build the model again"
 
@@ -306,6 +311,21 @@ class Session:
         if self.config.gradient_clipping:
             self._verdict.scale(min(self.config.gradient_clipping / (norm + 1e-6), 1.0))
         step = self._verdict.freeze(self._optimizer.param_groups)
+        try:
+            self._begin_updates(step, before_clipping)
+        except BaseException as error:
+            if not isinstance(error, FATAL):  # some units wait for updates that nobody will make
+                self.failure.record(OffloadError(_HALF_A_STEP))
+            raise
+        if not step and not self._has_warned_of_empty_step:
+            self._has_warned_of_empty_step = True
+            warn(
+                "optimizer.step(): no parameter has a gradient, and nothing changes. A step uses gradients up, as if "
+                "zero_grad() came after it; the next backward brings new ones."
+            )
+
+    def _begin_updates(self, step: Sequence[UnitUpdate], grad_norm: float) -> None:
+        """The step is certain: hand it to those who carry it out."""
         increment_version([p for spec in self._verdict.stepping for p in self._backings[spec].in_use])
         tiers, updates = self._tiers, self._updates
         tiers.compute.outdate([update.unit for update in step])
@@ -314,14 +334,8 @@ class Session:
         remaining = updates.early.confirm(on_host)
         for update in step:
             tiers.intake.forget(update.unit)
-        if not step and not self._has_warned_of_empty_step:
-            self._has_warned_of_empty_step = True
-            warn(
-                "optimizer.step(): no parameter has a gradient, and nothing changes. A step uses gradients up, as if "
-                "zero_grad() came after it; the next backward brings new ones."
-            )
         self.global_step += 1
-        self.last_report = self._reporter.report(self.plan.memory, self.global_step, before_clipping, self._step_scale)
+        self.last_report = self._reporter.report(self.plan.memory, self.global_step, grad_norm, self._step_scale)
         updates.updater.start(remaining)
         self._grow_into_device()
         tiers.compute.end_step()

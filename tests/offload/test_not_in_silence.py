@@ -633,6 +633,20 @@ def test_an_interrupt_while_weights_come_in_leaves_nothing_behind(on_nvme: bool,
         assert not any(entry.num_computing for entry in engine._session._tiers.host._entries)
 
 
+def test_an_interrupt_in_the_middle_of_a_step_says_what_is_lost(engine: OffloadEngine, monkeypatch):
+    tokens, targets = batches(1)[0]
+    engine.backward(loss_of(engine(tokens), targets))
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine._session._updates.early, "confirm", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    with pytest.raises(OffloadError, match="interrupted half-way"):
+        engine(tokens)
+
+
 class _MaxNorm(nn.Linear):
     def __init__(self, how: str) -> None:
         super().__init__(64, 64)

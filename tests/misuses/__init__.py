@@ -1,0 +1,33 @@
+"""Misuses and unusual uses of the engine: each one must end as in PyTorch, or with an error that names the way.
+
+``FAMILIES`` has them all, one file for each.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from misuses.case import Case, Family
+
+_FILES = (
+    "loops",
+    "foreign_optimizers",
+    "schedulers",
+    "mixed_precision",
+    "clipping",
+    "gradients",
+    "reading_and_writing",
+    "conversions",
+    "surgery",
+    "inside_forward",
+    "features",
+    "processes",
+    "threads",
+    "lifetime",
+    "libraries",
+)
+
+FAMILIES: list[Family] = [import_module(f"misuses.{file}").family for file in _FILES]
+CASES: list[Case] = [case for family in FAMILIES for case in family.cases]
+if len({case.name for case in CASES}) < len(CASES):
+    raise ValueError("two cases have one name")

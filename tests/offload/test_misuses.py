@@ -1,0 +1,112 @@
+"""A slice of the campaign of misuses; ``PYTHONPATH=tests python -m misuses`` is the whole of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from misuses import CASES
+from misuses.case import Family
+from misuses.judging import Result, judge
+from misuses.running import Outcome
+
+_TESTS = Path(__file__).parents[1]
+
+_SLICE = [
+    *("own_loop", "plain_loop", "retained_graph_over_a_step", "exception_in_backward", "backward_to_all_inputs"),
+    *("adamw_after_wrapping", "optimizer_given", "settings_changed", "rollback", "scheduler_OneCycleLR"),
+    *("grad_scaler_unscale_clip", "clip_2_norm", "clip_value", "masked", "hook_scales", "frozen_after_wrapping"),
+    *("thawed_after_wrapping", "written_through_views", "swa", "half", "model_saved", "loaded_by_assignment"),
+    *("tied_before", "parameter_replaced", "wrapped_twice", "renormalised", "written_in_evaluation", "custom_function"),
+    *("functional_call", "parametrized_before", "checkpointed", "loader_forked", "group_of_two", "trained_in_thread"),
+    *("interrupt_in_backward", "forward_after_close", "unwrapped", "engine_dropped_model_used"),
+]
+
+
+def _python(*arguments: str) -> str:
+    """The output of a Python of its own: the campaign forks, which a process that has had threads should not."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_TESTS), str(_TESTS.parent)])}
+    found = subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert found.returncode == 0, f"{found.stdout}\n{found.stderr[-2000:]}"
+    return found.stdout
+
+
+def test_a_slice_of_the_campaign_comes_out_as_it_must():
+    assert {case.name for case in CASES} >= set(_SLICE)
+    assert f"{len(_SLICE)} cases in" in _python("-m", "misuses", "-v", "--patience", "3", *_SLICE)
+
+
+@pytest.mark.parametrize(
+    ("torch_outcome", "found", "expected"),
+    [
+        (Outcome(1.0), Outcome(1.0), Result.AS_IN_TORCH),
+        (Outcome(1.0), Outcome(1.1), Result.SILENT),
+        (Outcome(1.0), Outcome(1.0, said=["UserWarning: the engine ..."]), Result.SAID),
+        (Outcome(1.0), Outcome(1.1, said=["UserWarning: the engine ..."]), Result.SILENT),
+        (Outcome(1.0), Outcome(error="ConfigError", kinds=("ConfigError",), is_ours=True), Result.OUR_ERROR),
+        (Outcome(1.0), Outcome(error="KeyError", kinds=("KeyError",)), Result.BARE),
+        (Outcome(1.0), Outcome(died="killed by SIGSEGV"), Result.DIED),
+        (Outcome(error="ValueError"), Outcome(error="ValueError", kinds=("ValueError",)), Result.AS_IN_TORCH),
+        (Outcome(error="ValueError"), Outcome(1.0), Result.SILENT),
+        (Outcome(error="ValueError"), Outcome(error="KeyError", kinds=("KeyError",)), Result.BARE),
+        (Outcome(died="it hangs"), Outcome(1.0), Result.BROKEN),
+    ],
+)
+def test_the_judge_calls_each_outcome_by_its_name(torch_outcome, found, expected):
+    family = Family("test")
+    family.works("a case")(_nothing)
+    verdict = judge(family.cases[0], {"torch": torch_outcome, "ram": found, "nvme": found})
+    assert verdict.result is expected
+    assert bool(verdict.fault) is (expected not in (Result.AS_IN_TORCH, Result.SAID))
+
+
+def test_the_judge_asks_for_the_same_bits_on_nvme_and_for_a_message_that_names_the_way():
+    family = Family("test")
+    family.works("works")(_nothing)
+    family.refused("refused", "engine.optimizer")(_other)
+    works, refused = family.cases
+    near = judge(works, {"torch": Outcome(1.0), "ram": Outcome(1.0), "nvme": Outcome(1.0 + 1e-9)})
+    assert near.result is Result.SILENT and "other bits" in near.reason
+    said = Outcome(error="ConfigError", kinds=("ConfigError",), is_ours=True, message="no")
+    assert judge(refused, {"torch": Outcome(), "ram": said, "nvme": said}).fault
+    said.message = "use engine.optimizer"
+    assert not judge(refused, {"torch": Outcome(), "ram": said, "nvme": said}).fault
+
+
+_CRASH_AND_HANG = """
+import os, signal, time
+from misuses.case import Family
+from misuses.running import run
+family = Family("test")
+@family.works("crashes")
+def crashes(place):
+    os.kill(os.getpid(), signal.SIGSEGV)
+@family.works("hangs", seconds=1.0)
+def hangs(place):
+    time.sleep(30)
+@family.works("works")
+def works(place):
+    return 1.0
+run(family.cases, lambda case, outcomes: print(case.name, {o.died or o.value for o in outcomes.values()}))
+"""
+
+
+def test_a_case_that_crashes_or_hangs_is_a_finding_and_ends_nothing_else():
+    assert sorted(_python("-c", _CRASH_AND_HANG).splitlines()) == [
+        "crashes {'killed by SIGSEGV'}",
+        "hangs {'it hangs: not done after 1 s'}",
+        "works {1.0}",
+    ]
+
+
+def _nothing(place):
+    return None
+
+
+def _other(place):
+    return None
