@@ -155,7 +155,7 @@ def stateless(place):
 
 @family.works("`torch.compile(model, backend='eager')`", seconds=120)
 def compiled_model_eager(place):
-    engine = place.wrap(small(2))
+    engine = place.wrap(small(1))
     model = torch.compile(engine.module, backend="eager")
     found = []
     for loss in losses(engine, 2, model):
@@ -167,7 +167,7 @@ def compiled_model_eager(place):
 
 @family.works("`torch.compile(model, backend='aot_eager')`", seconds=120)
 def compiled_model(place):
-    engine = place.wrap(small(4))
+    engine = place.wrap(small(2))
     model = torch.compile(engine.module, backend="aot_eager")
     found = []
     for loss in losses(engine, 2, model):
@@ -177,35 +177,35 @@ def compiled_model(place):
     return found, values(engine.module)
 
 
-@family.works("`model.compile(backend='aot_eager')` before wrapping", seconds=120)
+@family.works("`model.compile(backend='eager')` before wrapping", seconds=120)
 def compiled_before_wrapping(place):
-    model = small(2)
-    model.compile(backend="aot_eager")
+    model = small(1)
+    model.compile(backend="eager")
     engine = place.wrap(model)
     return train(engine, 2), values(model)
 
 
 @family.works("`model.blocks[i] = torch.compile(block)` before wrapping", seconds=120)
 def compiled_blocks_before(place):
-    model = small(2)
+    model = small(1)
     for index, block in enumerate(model.blocks):
-        model.blocks[index] = torch.compile(block, backend="aot_eager")
+        model.blocks[index] = torch.compile(block, backend="eager")
     engine = place.wrap(model)
     return train(engine, 2), values(model)
 
 
-@family.works("`block.compile(backend='aot_eager')` after wrapping", seconds=120)
+@family.works("`block.compile(backend='eager')` after wrapping", seconds=120)
 def compiled_blocks_after(place):
-    model = small(2)
+    model = small(1)
     engine = place.wrap(model)
     for block in model.blocks:
-        block.compile(backend="aot_eager")
+        block.compile(backend="eager")
     return train(engine, 2), values(model)
 
 
 @family.works_or_refused("`torch.compile(model, fullgraph=True)`", "compile", seconds=120)
 def compiled_fullgraph(place):
-    engine = place.wrap(small(2))
+    engine = place.wrap(small(1))
     model = torch.compile(engine.module, backend="aot_eager", fullgraph=True)
     for loss in losses(engine, 1, model):
         engine.backward(loss)
@@ -215,7 +215,7 @@ def compiled_fullgraph(place):
 
 @family.works("`torch.compile` of a training step function", seconds=120)
 def compiled_step(place):
-    engine = place.wrap(small(2))
+    engine = place.wrap(small(1))
 
     def step(tokens, targets):
         loss = loss_of(engine.module(tokens), targets)
@@ -223,7 +223,7 @@ def compiled_step(place):
         return loss
 
     compiled = torch.compile(step, backend="eager")
-    for tokens, targets in data(2):
+    for tokens, targets in data(1):
         compiled(tokens, targets)
         engine.optimizer.step()
         engine.optimizer.zero_grad()
@@ -232,7 +232,7 @@ def compiled_step(place):
 
 @family.works("`torch.compile(optimizer.step)`", seconds=120)
 def compiled_optimizer_step(place):
-    engine = place.wrap(small(2))
+    engine = place.wrap(small(1))
     step = torch.compile(lambda: engine.optimizer.step(), backend="eager")
     for loss in losses(engine, 2):
         loss.backward()
