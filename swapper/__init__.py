@@ -16,15 +16,18 @@ from swapper.errors import (
     StoreUnsafe,
     readable_bytes,
 )
-from swapper.folders import create_store, open_store
-from swapper.store import Extent, Store
+from swapper.folders import create_store, open_store, remove_store
+from swapper.generation import Generation, open_generation
+from swapper.store import AnyStore, Extent, Store
 from swapper.ticket import Ticket
 
 __all__ = [
     "PAGE_BYTES",
+    "AnyStore",
     "Arena",
     "DurableStore",
     "Extent",
+    "Generation",
     "Lease",
     "OffloadError",
     "StorageCorrupt",
@@ -41,6 +44,8 @@ __all__ = [
     "Ticket",
     "align",
     "create_store",
+    "open_generation",
     "open_store",
     "readable_bytes",
+    "remove_store",
 ]

@@ -13,6 +13,7 @@ import aio_ext
 from aio_ext.profile import load_profile
 from swapper.arena import Arena
 from swapper.errors import StorageCorrupt, StorageTimeout, failed
+from swapper.files import give_back_ranges, reserve_ranges
 
 IO_TIMEOUT_S = 300.0
 """No transfer may take longer: a disk that is silent for this long is treated as gone."""
@@ -53,6 +54,17 @@ class Device(Protocol):
     def table(self) -> list[tuple[int, int]]:
         """Path and slot of each chunk of a space on several paths, as of the writes that are over; else nothing."""
 
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """The files that hold the bytes."""
+
+    def reserve(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Take the space of these ranges (offset, bytes), unless it was all taken at first. Raises ``StorageFull`` or
+        ``OSError``."""
+
+    def give_back(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Let the space of these ranges be used by others; what they hold is lost."""
+
     def register(self, arena: Arena) -> None: ...
     def statistics(self) -> aio_ext.Statistics: ...
     def close(self) -> None: ...
@@ -62,6 +74,9 @@ class FileDevice:
     """One file on one device, behind one queue."""
 
     def __init__(self, descriptor: int, *, backend: str, queue_depth: int, block_bytes: int) -> None:
+        self.descriptor = descriptor
+        self._reserved_before = os.fstat(descriptor).st_blocks * 512
+        """What the file had when it was opened and nobody has asked for since."""
         self.queue = aio_ext.Queue(backend=backend, depth=queue_depth, block_bytes=block_bytes)
         try:
             self.file = self.queue.register_file(descriptor)
@@ -88,6 +103,17 @@ class FileDevice:
 
     def table(self) -> list[tuple[int, int]]:
         return []
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        return (self.descriptor,)
+
+    def reserve(self, ranges: Sequence[tuple[int, int]]) -> None:
+        reserve_ranges(self.descriptor, ranges, self._reserved_before)
+        self._reserved_before = 0
+
+    def give_back(self, ranges: Sequence[tuple[int, int]]) -> None:
+        give_back_ranges(self.descriptor, ranges)
 
     def register(self, arena: Arena) -> None:
         self.queue.register_memory(arena.address, arena.nbytes)
@@ -144,6 +170,16 @@ class StripedDevice:
 
     def table(self) -> list[tuple[int, int]]:
         return self._space.table()
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        return tuple(device.descriptor for device in self._devices)
+
+    def reserve(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """All of it was taken at first: chunks move."""
+
+    def give_back(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """It stays: a chunk holds pieces of several extents."""
 
     def register(self, arena: Arena) -> None:
         for device in self._devices:

@@ -68,6 +68,35 @@ class RealDirectory:
         os.fsync(self._number)
 
 
+class MemoryDirectory:
+    """The directory of a store that is gone with its process."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, bytes] = {}
+
+    def names(self) -> list[str]:
+        return sorted(self._files)
+
+    def read(self, name: str, nbytes_max: int) -> bytes:
+        return self._files[name][: nbytes_max + 1]
+
+    def create(self, name: str, data: bytes) -> None:
+        self._files[name] = data
+
+    def sync_file(self, name: str) -> None:
+        pass
+
+    def rename(self, old: str, new: str) -> None:
+        self._files[new] = self._files.pop(old)
+
+    def remove(self, name: str) -> None:
+        if self._files.pop(name, None) is None:
+            raise FileNotFoundError(name)
+
+    def sync(self) -> None:
+        pass
+
+
 class open_file(contextlib.AbstractContextManager[int]):
     """A descriptor of a regular file of ours in a directory, closed at the end and in forked children.
 

@@ -3,7 +3,11 @@
 [Note: Copies] There is room for several copies of every extent: they are the places of its record, see [Note: Places].
 A copy that a kept generation needs is never written: a write goes to a copy that is neither needed nor current, and
 writes over the current one if there is no other. So until a commit is complete the last generation is untouched,
-and a retained generation costs no time, only its space.
+and a retained generation costs no time, only its space. An extent with one place is scratch: it is written over, and
+is no part of any generation.
+
+[Note: Space] The space of a place is taken when the store is made, or else by ``reserve``, or when it is first written.
+So there can be room for many generations in the layout that takes no room on the disk before they are there.
 
 [Note: The commit] 1. All writes are over, and good. 2. The data is synced. 3. The manifest, which names the copy and
 the checksum of every extent, is written under a temporary name and synced. 4. It is renamed. 5. The directory is
@@ -23,7 +27,7 @@ from dataclasses import replace
 
 from swapper.checksum import seed
 from swapper.device import IO_TIMEOUT_S, Device
-from swapper.directory import Directory
+from swapper.directory import Directory, RealDirectory
 from swapper.errors import (
     OffloadError,
     StorageCorrupt,
@@ -80,12 +84,50 @@ def read_manifest(directory: Directory, name: str) -> Manifest:
     return Manifest.decode(data, f"manifest {name}")
 
 
+def publish(directory: Directory, manifest: Manifest) -> None:
+    """Make it the last generation of ``directory``. Raises ``OSError``."""
+    _prepare(directory, manifest)
+    directory.rename(_NEW, last_name(manifest.generation))
+    directory.sync()
+
+
+def _prepare(directory: Directory, manifest: Manifest) -> None:
+    """Put the manifest under its temporary name, durably."""
+    with contextlib.suppress(FileNotFoundError):
+        directory.remove(_NEW)
+    directory.create(_NEW, manifest.encode())
+    directory.sync_file(_NEW)
+
+
+def layout_of(manifest: Manifest) -> tuple[tuple[Extent, ...], list[Record], int]:
+    """Extents and records as ``lay_out`` gives them; and the bytes of all places."""
+    entries = manifest.entries
+    return lay_out([entry.nbytes for entry in entries], [manifest.places(entry) for entry in entries])
+
+
+def used_bytes(manifest: Manifest) -> int:
+    """How far into the space of its store the bytes of a generation reach."""
+    _, records, _ = layout_of(manifest)
+    ends = [
+        record.offset_of(entry.copy) + entry.nbytes
+        for record, entry in zip(records, manifest.entries, strict=True)
+        if entry.generation
+    ]
+    return max(ends, default=0)
+
+
 MakeDevice = Callable[[Manifest], Device]
 """Gives the device that holds the data of a store, as its manifest describes it."""
 
 
-def begin(directory: Directory, make_device: MakeDevice, empty: Manifest, where: str) -> DurableStore:
-    """Publish ``empty`` as generation 0 of a new store. See ``create_store``."""
+def begin(
+    directory: Directory,
+    make_device: MakeDevice,
+    empty: Manifest,
+    where: str,
+    reserved: Sequence[int] | None = None,
+) -> DurableStore:
+    """Publish ``empty`` as generation 0 of a new store. See ``create_store``; ``reserved`` is that of the store."""
     names = _names(directory, where)
     if published(names):
         raise StoreExists(f"{where} is there already.")
@@ -93,7 +135,7 @@ def begin(directory: Directory, make_device: MakeDevice, empty: Manifest, where:
     try:
         _clear(directory, names)
         first = replace(empty, chunks=tuple(device.table()))
-        store = DurableStore(directory, device, {0: first}, set(), 0, where)
+        store = DurableStore(directory, device, {0: first}, set(), 0, where, reserved)
         with store._published(first):
             return store
     except BaseException:
@@ -101,7 +143,13 @@ def begin(directory: Directory, make_device: MakeDevice, empty: Manifest, where:
         raise
 
 
-def take_up(directory: Directory, make_device: MakeDevice, where: str, generation: int | None = None) -> DurableStore:
+def take_up(
+    directory: Directory,
+    make_device: MakeDevice,
+    where: str,
+    generation: int | None = None,
+    reserved: Sequence[int] | None = None,
+) -> DurableStore:
     """The store that ``directory`` tells of, at its last generation or at ``generation``. See ``open_store``."""
     names = _names(directory, where)
     found = published(names)
@@ -119,14 +167,15 @@ def take_up(directory: Directory, make_device: MakeDevice, where: str, generatio
     try:
         _clear(directory, names)
         retained = {number for number, name in found.items() if name == retained_name(number)}
-        return DurableStore(directory, device, kept, retained, base, where)
+        return DurableStore(directory, device, kept, retained, base, where, reserved)
     except BaseException:
         device.close()
         raise
 
 
 def _shape(manifest: Manifest) -> tuple[object, ...]:
-    return manifest.store, manifest.num_copies, manifest.num_paths, [entry.nbytes for entry in manifest.entries]
+    extents = [(entry.nbytes, manifest.places(entry)) for entry in manifest.entries]
+    return manifest.store, manifest.num_copies, manifest.num_paths, extents
 
 
 def _names(directory: Directory, where: str) -> list[str]:
@@ -159,21 +208,23 @@ class DurableStore(AnyStore):
         retained: set[int],
         base: int,
         where: str,
+        reserved: Sequence[int] | None = None,
     ) -> None:
-        """Start from the published manifests ``kept``, at generation ``base``. Takes over ``device``."""
+        """Start from the published manifests ``kept``, at generation ``base``. Takes over ``device``.
+
+        ``reserved`` is how many places of each extent get their space now; None: all of them have it already.
+        Raises ``StorageFull``.
+        """
         self._directory = directory
         self._transfers = Transfers(device, where)
         self._kept = dict(kept)
         self._last = max(kept)
         self._retained = set(retained)
         self._base = kept[base]
-        self._extents, copy_bytes = lay_out([entry.nbytes for entry in self._base.entries])
-        self._records = [
-            Record(extent.index, extent.offset, copy_bytes, self._base.num_copies) for extent in self._extents
-        ]
-        for extent, record, entry in zip(self._extents, self._records, self._base.entries, strict=True):
-            if entry.generation:
-                record.replaced(self._place(extent, entry.copy, entry.generation, entry.checksum))
+        self._extents, self._records, _ = layout_of(self._base)
+        self._reserved = [record.num_places if reserved is None else 0 for record in self._records]
+        """How many places of each extent have their space taken."""
+        self._take_base()
         self._writes: dict[int, Ticket | None] = {}
         """The last write of what is current and not committed, by extent; None while it is submitted."""
         self._beside: dict[int, Ticket] = {}
@@ -190,6 +241,8 @@ class DurableStore(AnyStore):
         self._pid = os.getpid()
         self._closers = contextlib.ExitStack()
         self._closers.callback(self._transfers.close)
+        if reserved is not None:
+            self.reserve(reserved)
 
     @property
     def generation(self) -> int:
@@ -206,6 +259,11 @@ class DurableStore(AnyStore):
         """The generations that can be opened, oldest first: those retained, and the last."""
         return tuple(sorted(self._retained | {self._last}))
 
+    @property
+    def shape(self) -> list[tuple[int, int]]:
+        """Bytes and places of each extent."""
+        return [(extent.nbytes, record.num_places) for extent, record in zip(self._extents, self._records, strict=True)]
+
     def read(self, extent: Extent, address: int, nbytes: int, *, urgent: bool = False) -> Ticket:
         """See ``AnyStore.read``. Waits while a commit is under way."""
         with self._entered(extent, nbytes):
@@ -220,12 +278,15 @@ class DurableStore(AnyStore):
         with self._entered(extent, nbytes):
             record = self._records[extent.index]
             place = self._place(extent, record.replaceable(self._needed(extent)), self._last + 1)
+            self._take_space(extent, place.number)
             record.give_up_beside()
             self._beside.pop(extent.index, None)
-            self._writes[extent.index] = None  # should Ctrl-C strike before there is a ticket
+            if record.num_places > 1:
+                self._writes[extent.index] = None  # should Ctrl-C strike before there is a ticket
             ticket = self._transfers.write(place.offset, address, nbytes, place.checksum, urgent=urgent)
             record.replaced(place)
-            self._writes[extent.index] = ticket
+            if record.num_places > 1:
+                self._writes[extent.index] = ticket
             return ticket
 
     def write_beside(self, extent: Extent, address: int, nbytes: int, *, urgent: bool = False) -> Ticket:
@@ -237,7 +298,7 @@ class DurableStore(AnyStore):
         with self._entered(extent, nbytes):
             record = self._records[extent.index]
             needed = self._needed(extent)
-            number = record.spare(needed)
+            number = record.spare(needed) if record.num_places > 1 else None
             if number is None:
                 raise StorageFull(
                     f"nothing can be written beside extent {extent.index}: {self._transfers.where} has "
@@ -247,6 +308,7 @@ class DurableStore(AnyStore):
                     advice="Release a retained generation, commit first, or create the store with places=2.",
                 )
             place = self._place(extent, number, self._last + 1)
+            self._take_space(extent, number)
             record.give_up_beside()
             ticket = self._transfers.write(place.offset, address, nbytes, place.checksum, urgent=urgent)
             self._beside[extent.index] = ticket
@@ -323,6 +385,70 @@ class DurableStore(AnyStore):
                 if generation != self._base.generation:
                     del self._kept[generation]
 
+    def rewind(self) -> None:
+        """Give up everything written since the last commit, or since the store was opened. No transfer of the caller's
+        may be in flight."""
+        with self._alone():
+            for ticket in (*self._writes.values(), *self._beside.values()):
+                if ticket is not None:
+                    with contextlib.suppress(StorageIOError, StorageFull):  # it is not wanted
+                        ticket.wait()
+            self._writes.clear()
+            self._beside.clear()
+            self._take_base()
+
+    def read_generation(self, generation: int, extent: Extent, address: int, nbytes: int) -> Ticket:
+        """Start reading what ``extent`` holds in a generation that is kept, whatever is current.
+
+        Raises ``StoreMissing`` if it is not kept, ``StoreMisuse`` if the extent is no part of it.
+        """
+        with self._entered(extent, nbytes):
+            if generation not in self._kept:
+                raise StoreMissing(f"generation {generation} is not kept; {sorted(self._kept)} are.")
+            entry = self._kept[generation].entries[extent.index]
+            if not entry.generation:
+                raise StoreMisuse(f"extent {extent.index} is no part of generation {generation}.")
+            place = self._place(extent, entry.copy, entry.generation, entry.checksum)
+            return self._transfers.read(place.offset, address, nbytes, place.checksum, urgent=False)
+
+    def reserve(self, num_places: Sequence[int]) -> None:
+        """Take the space of so many places of each of the first extents. Raises ``StorageFull``; nothing that was
+        there is lost then."""
+        with self._alone():
+            ranges: list[tuple[int, int]] = []
+            reserved = list(self._reserved)
+            for extent, want in zip(self._extents, num_places, strict=False):
+                record, have = self._records[extent.index], reserved[extent.index]
+                reserved[extent.index] = max(have, min(want, record.num_places))
+                numbers = range(have, reserved[extent.index])
+                ranges += [(record.offset_of(number), extent.nbytes) for number in numbers]
+            self._transfers.reserve(ranges)
+            self._reserved = reserved
+
+    def give_back(self) -> None:
+        """Give back all space that no kept generation needs. What was written since the last commit is lost; a place is
+        reserved again when it is needed. No transfer of the caller's may be in flight."""
+        self.rewind()
+        with self._alone():
+            ranges = []
+            for extent in self._extents:
+                record, needed = self._records[extent.index], self._needed(extent)
+                numbers = (number for number in range(record.num_places) if number not in needed)
+                ranges += [(record.offset_of(number), extent.nbytes) for number in numbers]
+            self._transfers.device.give_back(ranges)
+            self._reserved = [0] * len(self._reserved)
+
+    def link(self, folder: int) -> None:
+        """Make the last generation a part of the empty directory ``folder`` (a descriptor), without copying it: hard
+        links to the data, and the manifest. ``open_generation`` reads it there.
+
+        It must be retained as long as the directory is needed. Raises ``OSError`` where the file system cannot link.
+        """
+        with self._alone():
+            for index, descriptor in enumerate(self._transfers.device.descriptors):
+                os.link(f"/proc/self/fd/{descriptor}", f"data.{index}", dst_dir_fd=folder)
+            publish(RealDirectory(folder), self._kept[self._last])
+
     def close(self) -> None:
         """Wait for what is in flight, give files and lock back. Uncommitted writes are lost. May be called twice."""
         with self._alone(checked=False):
@@ -379,6 +505,24 @@ class DurableStore(AnyStore):
                 f"{IO_TIMEOUT_S:.0f} s."
             )
 
+    def _take_base(self) -> None:
+        """Make current what the generation that the store goes on from holds."""
+        for extent, record, entry in zip(self._extents, self._records, self._base.entries, strict=True):
+            record.give_up_beside()
+            place = None
+            if entry.generation:
+                place = self._place(extent, entry.copy, entry.generation, entry.checksum)
+            record.reset(place)
+
+    def _take_space(self, extent: Extent, number: int) -> None:
+        """The place ``number`` is about to be written."""
+        have = self._reserved[extent.index]
+        if number < have:
+            return
+        record = self._records[extent.index]
+        self._transfers.reserve([(record.offset_of(k), extent.nbytes) for k in range(have, number + 1)])
+        self._reserved[extent.index] = number + 1
+
     def _place(self, extent: Extent, copy: int, generation: int, value: int | None = None) -> Place:
         """Copy number ``copy`` with bytes of ``generation``, whose checksum is ``value`` if they are there already."""
         label = f"extent {extent.index}, generation {generation}"
@@ -393,11 +537,11 @@ class DurableStore(AnyStore):
     def _describe(self, generation: int, metadata: bytes) -> Manifest:
         entries = []
         for extent, record in zip(self._extents, self._records, strict=True):
-            place = record.current
-            if place is None:
-                entries.append(Entry(extent.nbytes, 0, 0, 0))
+            place, places = record.current, self._base.entries[extent.index].places
+            if place is None or record.num_places == 1:
+                entries.append(Entry(extent.nbytes, 0, 0, 0, places))
             else:
-                entries.append(Entry(extent.nbytes, place.generation, place.number, _sealed(place)))
+                entries.append(Entry(extent.nbytes, place.generation, place.number, _sealed(place), places))
         chunks = tuple(self._transfers.device.table())
         base = self._base
         return Manifest(
@@ -407,16 +551,17 @@ class DurableStore(AnyStore):
     @contextlib.contextmanager
     def _published(self, manifest: Manifest) -> Iterator[None]:
         """Make it the last generation on disk, and then, in the body, in memory."""
-        data = manifest.encode()
-        try:
-            with contextlib.suppress(FileNotFoundError):
-                self._directory.remove(_NEW)
-            self._directory.create(_NEW, data)
-            self._directory.sync_file(_NEW)
-        except OSError as error:
-            raise failed(f"manifest of generation {manifest.generation} of {self._transfers.where}", error) from error
+        with self._described(manifest):
+            _prepare(self._directory, manifest)
         with self._renamed(_NEW, last_name(manifest.generation)):
             yield
+
+    @contextlib.contextmanager
+    def _described(self, manifest: Manifest) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise failed(f"manifest of generation {manifest.generation} of {self._transfers.where}", error) from error
 
     @contextlib.contextmanager
     def _renamed(self, old: str, new: str) -> Iterator[None]:

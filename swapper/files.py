@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from swapper.errors import StorageFull, StoreUnsafe, failed, readable_bytes
 
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
+_fallocate = ctypes.CDLL(None).fallocate
+_fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _SHOWN = 120
 """Of a longer path, messages show so many letters at either end."""
@@ -88,6 +93,42 @@ def reserve(descriptor: int, nbytes: int, where: Path | str) -> None:
         os.posix_fallocate(descriptor, 0, max(nbytes, 1))
     except OSError as error:
         raise StorageFull(f"cannot reserve {readable_bytes(nbytes)} in {where}: {error.strerror}.") from error
+
+
+def reserve_ranges(descriptor: int, ranges: Sequence[tuple[int, int]], reserved_bytes: int = 0) -> None:
+    """Take the space of these ranges (offset, bytes) of a file, which grows as far as they reach. It has
+    ``reserved_bytes`` of them already.
+
+    Raises ``StorageFull``, before anything is taken if that can be seen.
+    """
+    joined: list[tuple[int, int]] = []
+    for offset, nbytes in sorted(ranges):
+        if joined and sum(joined[-1]) == offset:
+            joined[-1] = (joined[-1][0], joined[-1][1] + nbytes)
+        else:
+            joined.append((offset, nbytes))
+    needed = sum(nbytes for _, nbytes in joined) - reserved_bytes
+    available = os.fstatvfs(descriptor)
+    free_bytes = available.f_bavail * available.f_frsize
+    if needed > free_bytes:
+        raise StorageFull(
+            f"{readable_bytes(needed)} more are needed, {readable_bytes(free_bytes)} are free.",
+            survives="Nothing has changed.",
+        )
+    for offset, nbytes in joined:
+        if not nbytes:
+            continue
+        try:
+            os.posix_fallocate(descriptor, offset, nbytes)
+        except OSError as error:
+            raise StorageFull(f"cannot reserve {readable_bytes(nbytes)}: {error.strerror}.") from error
+
+
+def give_back_ranges(descriptor: int, ranges: Sequence[tuple[int, int]]) -> None:
+    """Give the space of these ranges (offset, bytes) of a file back, which keeps its size. Where the file system cannot
+    do that, the file stays as it is."""
+    for offset, nbytes in ranges:
+        _fallocate(descriptor, _KEEP_SIZE | _PUNCH_HOLE, offset, nbytes)
 
 
 def named(path: Path) -> str:

@@ -8,15 +8,17 @@ import re
 import stat
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 from swapper import owner
+from swapper.arena import align
 from swapper.device import Device, open_device
-from swapper.directory import RealDirectory
-from swapper.durable import DurableStore, begin, take_up
+from swapper.directory import Directory, MemoryDirectory, RealDirectory
+from swapper.durable import DurableStore, begin, layout_of, take_up, used_bytes
 from swapper.errors import StorageCorrupt, StoreMissing, StoreMisuse, StoreUnsafe, failed, readable_bytes
-from swapper.files import Descriptor, open_direct, open_directory, reserve
+from swapper.files import Descriptor, open_direct, open_directory, open_nameless, reserve
 from swapper.manifest import Entry, Manifest
-from swapper.store import lay_out
+from swapper.store import each
 
 SUFFIX = ".store"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
@@ -26,45 +28,60 @@ Paths = Sequence[str | os.PathLike[str]]
 
 def create_store(
     paths: Paths,
-    name: str,
+    name: str | None,
     extent_sizes: Sequence[int],
     *,
     retained_max: int = 0,
-    places: int = 1,
+    places: int | Sequence[int] = 1,
+    reserved: Sequence[int] | None = None,
     metadata: bytes = b"",
     backend: str = "auto",
     queue_depth: int = 32,
     block_bytes: int = 1 << 20,
 ) -> DurableStore:
-    """Make an empty durable store, generation 0, with all its space reserved, and open it.
+    """Make an empty durable store, generation 0, with its space reserved, and open it.
 
-    ``extent_sizes`` are bytes, rounded up to whole pages; the store takes ``1 + places + retained_max`` times their
-    sum: a copy for the last generation, one for each that is retained, and ``places`` for what is not committed. With
-    ``places=2`` there is always room for ``write_beside``. The manifests are under the first path; several paths share
-    the data.
+    ``extent_sizes`` are bytes, rounded up to whole pages. An extent takes ``1 + places + retained_max`` times its size:
+    a copy for the last generation, one for each that is retained, and ``places`` (1 or 2, for each extent or for all)
+    for what is not committed. With 2 there is always room for ``write_beside``. An extent with ``places`` 0 is scratch:
+    it has one place, is written over, and is no part of any generation.
+
+    The manifests are under the first path; several paths share the data. ``reserved`` is how many places of each extent
+    get their space now, if it is not all: see ``DurableStore.reserve``. On several paths all of it is taken at once.
+
+    Without a ``name`` the store is gone with its process, however that ends, except for generations that were linked
+    elsewhere.
 
     Raises ``StoreExists`` if it is there already, ``StoreLocked`` if it is open or being made elsewhere,
     ``StoreUnsafe`` for a path or a file that cannot be trusted, ``StorageFull``. A store whose creation was interrupted
     is no store: it is made anew.
     """
-    if places not in (1, 2):
-        raise StoreMisuse(f"places must be 1 or 2, got {places}.")
-    entries = tuple(Entry(extent.nbytes, 0, 0, 0) for extent in lay_out(extent_sizes)[0])
-    empty = Manifest(os.urandom(16), 0, 1 + places + retained_max, len(paths), entries, metadata=metadata)
+    kinds = each(places, len(extent_sizes), (0, 1, 2))
+    counts = [1 + kind + retained_max if kind else 1 for kind in kinds]
+    num_copies = max([2, *counts])
+    entries = tuple(
+        Entry(align(size), 0, 0, 0, 0 if count == num_copies else count)
+        for size, count in zip(extent_sizes, counts, strict=True)
+    )
+    empty = Manifest(os.urandom(16), 0, num_copies, len(paths), entries, metadata=metadata)
+    if len(paths) > 1:
+        reserved = None
     with contextlib.ExitStack() as undo:
-        folders = undo.enter_context(_Folders(paths, name, create=True))
+        folders: _AnyFolders = _Nameless(paths) if name is None else _Folders(paths, name, create=True)
+        undo.callback(folders.close)
 
         def new_file(index: int, nbytes: int) -> int:
-            reserve(folders.files[index], nbytes, folders.paths[index])
+            if reserved is None:
+                reserve(folders.files[index], nbytes, folders.paths[index])
             return folders.files[index]
 
         def make_device(manifest: Manifest) -> Device:
-            nbytes = manifest.copy_bytes * manifest.num_copies
+            nbytes = layout_of(manifest)[2]
             return open_device(
                 folders.paths, nbytes, new_file, backend=backend, queue_depth=queue_depth, block_bytes=block_bytes
             )
 
-        store = begin(folders.directory, make_device, empty, str(folders))
+        store = begin(folders.directory, make_device, empty, str(folders), reserved)
         undo.pop_all()
         store.closing(folders.close)
         return store
@@ -75,41 +92,96 @@ def open_store(
     name: str,
     *,
     generation: int | None = None,
+    reserved: Sequence[int] | None = None,
     backend: str = "auto",
     queue_depth: int = 32,
     block_bytes: int = 1 << 20,
 ) -> DurableStore:
     """Open a durable store at its last generation, or at a retained one, and clear away what a crash left of it.
 
-    Going on from a retained generation gives the next commit a number above all that are there.
+    Going on from a retained generation gives the next commit a number above all that are there. ``reserved`` is that of
+    ``create_store``.
 
     Raises ``StoreMissing`` if there is no such store or generation, ``StoreLocked`` if it is open elsewhere,
     ``StorageCorrupt`` if a manifest is damaged or a file too short, ``StoreUnsafe``. Nothing has changed then.
     """
+    if len(paths) > 1:
+        reserved = None
     with contextlib.ExitStack() as undo:
-        folders = undo.enter_context(_Folders(paths, name, create=False))
-
-        def old_file(index: int, nbytes: int) -> int:
-            if len(folders.files) == 1 and folders.sizes[index] < nbytes:
-                raise StorageCorrupt(
-                    f"{folders}: its data has {readable_bytes(folders.sizes[index])}, "
-                    f"{readable_bytes(nbytes)} were reserved."
-                )
-            return folders.files[index]
+        folders = _Folders(paths, name, create=False)
+        undo.callback(folders.close)
 
         def make_device(last: Manifest) -> Device:
             if last.num_paths != len(folders.paths):
                 raise StoreMisuse(f"{folders} lies on {last.num_paths} paths, {len(folders.paths)} were given.")
-            nbytes = last.copy_bytes * last.num_copies
+            nbytes = layout_of(last)[2]
+            needed = nbytes if reserved is None else used_bytes(last)
+            if len(folders.files) == 1 and folders.sizes[0] < needed:
+                raise StorageCorrupt(
+                    f"{folders}: its data has {readable_bytes(folders.sizes[0])}, {readable_bytes(needed)} were "
+                    "reserved."
+                )
             return open_device(
-                folders.paths, nbytes, old_file,
+                folders.paths, nbytes, lambda index, _: folders.files[index],
                 backend=backend, queue_depth=queue_depth, block_bytes=block_bytes, table=last.chunks,
             )  # fmt: skip
 
-        store = take_up(folders.directory, make_device, str(folders), generation)
+        store = take_up(folders.directory, make_device, str(folders), generation, reserved)
         undo.pop_all()
         store.closing(folders.close)
         return store
+
+
+def remove_store(paths: Paths, name: str) -> None:
+    """Remove a store and all its generations. Those that were linked elsewhere stay there.
+
+    Raises ``StoreMissing`` if there is none, ``StoreLocked`` if it is open.
+    """
+    folders = _Folders(paths, name, create=False)
+    try:
+        folders.remove()
+    except OSError as error:
+        raise failed(f"removing {folders}", error) from error
+    finally:
+        folders.close()
+
+
+class _AnyFolders(Protocol):
+    """Where the files of a store are, until ``close``."""
+
+    paths: tuple[Path, ...]
+    directory: Directory
+    files: list[int]
+
+    def close(self) -> None: ...
+
+
+class _Nameless:
+    """The files of a store that has no name."""
+
+    def __init__(self, paths: Paths) -> None:
+        if not paths:
+            raise StoreMisuse("a store needs at least one path.")
+        self.paths = tuple(Path(path) for path in paths)
+        self.directory: Directory = MemoryDirectory()
+        self.files: list[int] = []
+        self._closers = contextlib.ExitStack()
+        try:
+            for path in self.paths:
+                parent = Descriptor(open_directory(path))
+                self._closers.callback(parent.close)
+                file = Descriptor(open_nameless(path, parent.number))
+                self._closers.callback(file.close)
+                self.files.append(file.number)
+        except BaseException:
+            self.close()
+            raise
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.paths))
+
+    def close(self) -> None:
+        self._closers.close()
 
 
 class _Folders:
@@ -121,14 +193,16 @@ class _Folders:
         if not paths:
             raise StoreMisuse("a store needs at least one path.")
         self.paths = tuple(Path(path) for path in paths)
+        self.directory: Directory
         self.files: list[int] = []
         self.sizes: list[int] = []
         self._folder = name + SUFFIX
+        self._opened: list[int] = []
         self._closers = contextlib.ExitStack()
         try:
-            directories = [self._enter(path, create) for path in self.paths]
-            self.directory = RealDirectory(directories[0])
-            for index, directory in enumerate(directories):
+            self._opened = [self._enter(path, create) for path in self.paths]
+            self.directory = RealDirectory(self._opened[0])
+            for index, directory in enumerate(self._opened):
                 self.files.append(self._open_data(directory, index, create))
         except BaseException as error:
             self.close()
@@ -139,14 +213,16 @@ class _Folders:
     def __str__(self) -> str:
         return ", ".join(str(path / self._folder) for path in self.paths)
 
-    def __enter__(self) -> _Folders:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         self._closers.close()
+
+    def remove(self) -> None:
+        """Manifests first: without them what is left is the beginning of a store."""
+        for directory, path in zip(self._opened, self.paths, strict=True):
+            files = RealDirectory(directory)
+            for name in sorted(files.names(), key=lambda name: name.startswith("data.")):
+                files.remove(name)
+            (path / self._folder).rmdir()
 
     def _keep(self, number: int) -> int:
         self._closers.callback(Descriptor(number).close)
@@ -186,8 +262,8 @@ class _Folders:
         except OSError as error:
             raise StoreUnsafe(f"{name} of {self} cannot be opened: {error.strerror}.") from error
         info = os.fstat(file)
-        if not stat.S_ISREG(info.st_mode) or info.st_nlink > 1 or info.st_uid != os.geteuid():
-            raise StoreUnsafe(f"{name} of {self} is not a regular file of yours with one name.")
+        if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():  # checkpoints are further names of it
+            raise StoreUnsafe(f"{name} of {self} is not a regular file of yours.")
         owner.lock(file, directory, str(self))
         if os.fstat(file).st_nlink == 0:
             raise StoreMissing(f"{self} was removed just now.")

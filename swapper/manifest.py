@@ -33,12 +33,15 @@ _TRAILER_BYTES = 16
 
 @dataclass(frozen=True)
 class Entry:
-    """Where one extent's bytes rest, and how to know them. ``generation`` 0: it was never written."""
+    """Where one extent's bytes rest, and how to know them. ``generation`` 0: it was never written, or is no part of any
+    generation. ``places`` is how many the extent has, ``copy`` which of them it is; 0 stands for the store's
+    ``num_copies``."""
 
     nbytes: int
     generation: int
     copy: int
     checksum: int
+    places: int = 0
 
 
 @dataclass(frozen=True)
@@ -53,10 +56,14 @@ class Manifest:
     chunks: tuple[tuple[int, int], ...] = ()
     metadata: bytes = b""
 
+    def places(self, entry: Entry) -> int:
+        """How many places the extent of this entry has."""
+        return entry.places or self.num_copies
+
     @property
-    def copy_bytes(self) -> int:
-        """Bytes of one copy of all extents."""
-        return sum(entry.nbytes for entry in self.entries)
+    def nbytes(self) -> int:
+        """Bytes of all places of all extents."""
+        return sum(entry.nbytes * self.places(entry) for entry in self.entries)
 
     def encode(self) -> bytes:
         """The manifest as bytes. Raises ``StoreMisuse`` for what a reader would refuse."""
@@ -67,7 +74,7 @@ class Manifest:
             len(self.entries), self.num_copies, len(self.chunks), len(self.metadata), nbytes,
         )  # fmt: skip
         parts = [header]
-        parts += [_EXTENT.pack(r.nbytes, r.generation, r.copy, 0, r.checksum) for r in self.entries]
+        parts += [_EXTENT.pack(r.nbytes, r.generation, r.copy, r.places, r.checksum) for r in self.entries]
         parts += [_CHUNK.pack(*chunk) for chunk in self.chunks]
         parts.append(self.metadata)
         body = b"".join(parts)
@@ -104,10 +111,8 @@ class Manifest:
         if xxhash.xxh3_128_digest(memoryview(data)[:end]) != data[end:]:
             raise ValueError("its checksum is wrong")
         entries = []
-        for extent_bytes, written, copy, zero, checksum in _EXTENT.iter_unpack(data[_HEADER.size : chunks_begin]):
-            if zero != 0:
-                raise ValueError("an unused field is not zero")
-            entries.append(Entry(extent_bytes, written, copy, checksum))
+        for extent_bytes, written, copy, places, checksum in _EXTENT.iter_unpack(data[_HEADER.size : chunks_begin]):
+            entries.append(Entry(extent_bytes, written, copy, checksum, places))
         chunks = tuple(_CHUNK.iter_unpack(data[chunks_begin:metadata_begin]))
         manifest = cls(store, generation, num_copies, num_paths, tuple(entries), chunks, data[metadata_begin:end])
         manifest._check(nbytes)
@@ -125,10 +130,11 @@ class Manifest:
         for entry in self.entries:
             _between("bytes of an extent", entry.nbytes, 0, EXTENT_BYTES_MAX)
             _between("generation of an extent", entry.generation, 0, self.generation)
-            _between("copy of an extent", entry.copy, 0, self.num_copies - 1)
+            _between("places of an extent", entry.places, 0, self.num_copies)
+            _between("copy of an extent", entry.copy, 0, self.places(entry) - 1)
             if entry.nbytes % PAGE_BYTES:
                 raise ValueError(f"an extent has {entry.nbytes} bytes, no whole pages")
-        _between("bytes of the store", self.copy_bytes * self.num_copies, 0, STORE_BYTES_MAX)
+        _between("bytes of the store", self.nbytes, 0, STORE_BYTES_MAX)
         if len(set(self.chunks)) != len(self.chunks):
             raise ValueError("two chunks rest in one place")
         if self.chunks:

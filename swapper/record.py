@@ -41,12 +41,12 @@ class Record:
 
     __slots__ = ("_before", "_beside", "_current", "index", "num_places", "offset", "stride")
 
-    def __init__(self, index: int, offset: int, stride: int, num_places: int, current: Place | None = None) -> None:
+    def __init__(self, index: int, offset: int, stride: int, num_places: int) -> None:
         self.index = index
         self.offset = offset
         self.stride = stride
         self.num_places = num_places
-        self._current = current
+        self._current: Place | None = None
         self._before: Place | None = None
         """What was current before ``_current``."""
         self._beside: Place | None = None
@@ -94,6 +94,10 @@ class Record:
     def replaced(self, place: Place) -> None:
         """A write to ``place`` has begun: it is current from now on."""
         self._before, self._current = self.current, place
+
+    def reset(self, place: Place | None) -> None:
+        """Make ``place`` current, whatever was."""
+        self._before, self._current = None, place
 
     def give_up_beside(self) -> None:
         """What was written beside is not to be flipped. To be called before its place is written again."""

@@ -33,13 +33,27 @@ class Extent:
     nbytes: int
 
 
-def lay_out(sizes: Sequence[int]) -> tuple[tuple[Extent, ...], int]:
-    """One extent after the other, sizes rounded up to whole pages; and the bytes of all of them."""
-    extents, offset = [], 0
-    for index, size in enumerate(sizes):
-        extents.append(Extent(index, offset, align(size)))
-        offset += align(size)
-    return tuple(extents), offset
+def lay_out(sizes: Sequence[int], places: Sequence[int]) -> tuple[tuple[Extent, ...], list[Record], int]:
+    """The extents, sizes rounded up to whole pages, with their records; and the bytes of all places.
+
+    Extents with the same number of places lie together: all their first places, one after the other, then all their
+    second ones, and so on.
+    """
+    per_place: dict[int, int] = {}
+    starts = []
+    for size, count in zip(sizes, places, strict=True):
+        starts.append(per_place.setdefault(count, 0))
+        per_place[count] += align(size)
+    begin, nbytes = {}, 0
+    for count, stride in per_place.items():
+        begin[count] = nbytes
+        nbytes += count * stride
+    extents = tuple(
+        Extent(index, begin[count] + start, align(size))
+        for index, (size, count, start) in enumerate(zip(sizes, places, starts, strict=True))
+    )
+    records = [Record(e.index, e.offset, per_place[count], count) for e, count in zip(extents, places, strict=True)]
+    return extents, records, nbytes
 
 
 class AnyStore(abc.ABC):
@@ -155,12 +169,7 @@ class Store(AnyStore):
         block_bytes: int = 1 << 20,
     ) -> None:
         self.paths = tuple(Path(path) for path in paths)
-        self._extents, self.nbytes = lay_out(extent_sizes)
-        self._records: list[Record] = []
-        for extent, num_places in zip(self._extents, _each(places, len(self._extents)), strict=True):
-            stride = self.nbytes - extent.offset  # the second places follow all the first ones
-            self._records.append(Record(extent.index, extent.offset, stride, num_places))
-            self.nbytes += extent.nbytes * (num_places - 1)
+        self._extents, self._records, self.nbytes = lay_out(extent_sizes, each(places, len(extent_sizes), (1, 2)))
         self._closers = contextlib.ExitStack()
         try:
             device = open_device(
@@ -236,12 +245,12 @@ class Store(AnyStore):
         return file.number
 
 
-def _each(places: int | Sequence[int], num_extents: int) -> list[int]:
-    """The number of places of each extent. Raises ``StoreMisuse``."""
+def each(places: int | Sequence[int], num_extents: int, allowed: Sequence[int]) -> list[int]:
+    """The number of places of each extent, from one number for all or from one for each. Raises ``StoreMisuse``."""
     numbers = [places] * num_extents if isinstance(places, int) else list(places)
     if len(numbers) != num_extents:
         raise StoreMisuse(f"places has {len(numbers)} numbers, there are {num_extents} extents.")
     for index, number in enumerate(numbers):
-        if number not in (1, 2):
-            raise StoreMisuse(f"places of extent {index} must be 1 or 2, got {number}.")
+        if number not in allowed:
+            raise StoreMisuse(f"places of extent {index} must be {' or '.join(map(str, allowed))}, got {number}.")
     return numbers

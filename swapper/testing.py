@@ -12,7 +12,7 @@ import errno
 import os
 import random
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -180,6 +180,18 @@ class RamDevice:
 
     def table(self) -> list[tuple[int, int]]:
         return []
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        return ()
+
+    def reserve(self, ranges: Sequence[tuple[int, int]]) -> None:
+        end = max((offset + nbytes for offset, nbytes in ranges), default=0)
+        self._disk.data.extend(bytes(max(end - len(self._disk.data), 0)))
+
+    def give_back(self, ranges: Sequence[tuple[int, int]]) -> None:
+        for offset, nbytes in ranges:
+            self._disk.data[offset : offset + nbytes] = bytes(nbytes)
 
     def register(self, arena: Arena) -> None:
         pass

@@ -13,7 +13,7 @@ import contextlib
 import errno
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 
 from swapper.arena import Arena
 from swapper.checksum import Once, digest
@@ -259,6 +259,13 @@ class Transfers:
         sealing.start()
         transfer.add_done_callback(lambda over: None if over.error is None else second_try.start())
         return _WriteTicket(name, transfer, sealing, second_try)
+
+    def reserve(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Take the space of these ranges (offset, bytes). Raises ``StorageFull`` or ``StorageIOError``."""
+        try:
+            self.device.reserve(ranges)
+        except OSError as error:
+            raise self.failed("reserving space", error) from error
 
     def sync(self) -> None:
         """Make durable what was written. Raises ``StorageIOError`` or ``StorageTimeout``; never to be repeated then."""

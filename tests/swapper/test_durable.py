@@ -193,8 +193,8 @@ def test_what_cannot_be_trusted_is_refused(tmp_path: Path):
     with pytest.raises(StoreUnsafe, match=r"data\.0 of .* cannot be opened"):
         open_store([tmp_path], "run")
     (folder / "data.0").unlink()
-    os.link(tmp_path / "elsewhere", folder / "data.0")
-    with pytest.raises(StoreUnsafe, match="with one name"):
+    (folder / "data.0").mkdir()
+    with pytest.raises(StoreUnsafe, match=r"data\.0 of .* cannot be opened"):
         open_store([tmp_path], "run")
     for name in ("", "../run", ".hidden", "a/b", "x" * 65):
         with pytest.raises(StoreMisuse, match="cannot be the name of a store"):

@@ -233,9 +233,9 @@ def test_the_store_has_the_space_of_all_places_and_they_do_not_touch_each_other(
     store = Store([tmp_path], sizes, places=places)
     assert [(extent.offset, extent.nbytes) for extent in store.extents] == [
         (0, PAGE_BYTES),
-        (PAGE_BYTES, 3 * PAGE_BYTES),
-        (4 * PAGE_BYTES, PAGE_BYTES),
-        (5 * PAGE_BYTES, 2 * PAGE_BYTES),
+        (8 * PAGE_BYTES, 3 * PAGE_BYTES),  # after both places of the others
+        (PAGE_BYTES, PAGE_BYTES),
+        (2 * PAGE_BYTES, 2 * PAGE_BYTES),
     ]
     assert store.nbytes == (2 * 1 + 3 + 2 * 1 + 2 * 2) * PAGE_BYTES
     assert [os.fstat(file).st_size for file in open_files_under(tmp_path)] == [store.nbytes]

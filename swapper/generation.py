@@ -1,0 +1,152 @@
+"""One generation of a durable store, read where it was linked or copied to, whoever has the store open.
+
+A folder of its own holds it: ``data.0`` (and so on), and one manifest. What a generation needs is never written again,
+so nothing is locked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swapper.arena import Arena
+from swapper.checksum import seed
+from swapper.device import Device, open_device
+from swapper.directory import RealDirectory
+from swapper.durable import layout_of, published, read_manifest, used_bytes
+from swapper.errors import (
+    StorageCorrupt,
+    StoreMissing,
+    StoreMisuse,
+    StoreUnsafe,
+    failed,
+    readable_bytes,
+)
+from swapper.files import Descriptor, named
+from swapper.manifest import Manifest
+from swapper.store import Extent
+from swapper.ticket import Checksum, Ticket, Transfers
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def open_generation(folder: Path, *, backend: str = "auto") -> Generation:
+    """Open the last generation that ``folder`` holds.
+
+    Raises ``StoreMissing`` if there is none, ``StorageCorrupt`` if its manifest is damaged or its data too short,
+    ``StoreUnsafe`` for a folder or a file that cannot be opened.
+    """
+    return Generation(folder, backend)
+
+
+class Generation:
+    """Extents that are read, and verified, and ``metadata``. See ``open_generation``."""
+
+    def __init__(self, folder: Path, backend: str) -> None:
+        self.folder = folder
+        self._closers = contextlib.ExitStack()
+        try:
+            self._manifest = self._read_manifest()
+            self.extents, self._records, nbytes = layout_of(self._manifest)
+            self._transfers = Transfers(self._open_data(nbytes, backend), str(folder))
+            self._closers.callback(self._transfers.close)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError) and not isinstance(error, StoreUnsafe):
+                raise failed(f"opening {named(folder)}", error) from error
+            raise
+
+    @property
+    def generation(self) -> int:
+        """Its number."""
+        return self._manifest.generation
+
+    @property
+    def metadata(self) -> bytes:
+        """What was given to ``commit``."""
+        return self._manifest.metadata
+
+    def holds(self, extent: Extent) -> bool:
+        """The extent is a part of the generation."""
+        return self._manifest.entries[extent.index].generation > 0
+
+    def register(self, arena: Arena) -> None:
+        """As that of a store."""
+        self._transfers.register(arena)
+
+    def read(self, extent: Extent, address: int, nbytes: int) -> Ticket:
+        """Start reading ``extent`` into memory at ``address``. Raises ``StoreMisuse`` if it was never written."""
+        entry = self._manifest.entries[extent.index]
+        if nbytes != extent.nbytes:
+            raise StoreMisuse(f"extent {extent.index} has {extent.nbytes} bytes, not {nbytes}.")
+        if not entry.generation:
+            raise StoreMisuse(f"extent {extent.index} is no part of generation {self.generation}.")
+        label = f"extent {extent.index}, generation {entry.generation}"
+        identity = seed(self._manifest.store, extent.index, entry.generation, extent.nbytes)
+        checksum = Checksum(label, identity, entry.checksum)
+        offset = self._records[extent.index].offset_of(entry.copy)
+        return self._transfers.read(offset, address, nbytes, checksum, urgent=False)
+
+    def close(self) -> None:
+        """Wait for what is in flight, give the files back. Safe to call twice."""
+        self._closers.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read_manifest(self) -> Manifest:
+        try:
+            descriptor = Descriptor(os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        except (FileNotFoundError, NotADirectoryError):
+            raise StoreMissing(f"there is no checkpoint {named(self.folder)}.") from None
+        except OSError as error:
+            raise StoreUnsafe(f"{named(self.folder)} cannot be opened: {error.strerror}.") from None
+        self._closers.callback(descriptor.close)
+        directory = RealDirectory(descriptor.number)
+        found = published(directory.names())
+        if not found:
+            raise StoreMissing(f"{named(self.folder)} holds no generation: it was never finished.")
+        return read_manifest(directory, found[max(found)])
+
+    def _open_data(self, nbytes: int, backend: str) -> Device:
+        files, sizes = [], []
+        for index in range(self._manifest.num_paths):
+            descriptor, size = self._open_file(self.folder / f"data.{index}")
+            files.append(descriptor)
+            sizes.append(size)
+        needed = used_bytes(self._manifest)
+        if len(files) == 1 and sizes[0] < needed:
+            raise StorageCorrupt(
+                f"{named(self.folder)}: its data has {readable_bytes(sizes[0])}, {readable_bytes(needed)} are needed."
+            )
+        paths = [self.folder] * len(files)
+        return open_device(
+            paths, nbytes, lambda index, _: files[index],
+            backend=backend, queue_depth=32, block_bytes=1 << 20, table=self._manifest.chunks,
+        )  # fmt: skip
+
+    def _open_file(self, path: Path) -> tuple[int, int]:
+        """A descriptor and the size of a data file."""
+        try:
+            try:
+                number = os.open(path, _READ | os.O_DIRECT)
+            except OSError:
+                number = os.open(path, _READ)
+        except FileNotFoundError:
+            raise StorageCorrupt(f"{named(path)} is missing.") from None
+        except OSError as error:
+            raise StoreUnsafe(f"{named(path)} cannot be opened: {error.strerror}.") from None
+        self._closers.callback(Descriptor(number).close)
+        info = os.fstat(number)
+        if not stat.S_ISREG(info.st_mode):
+            raise StoreUnsafe(f"{named(path)} is not a regular file.")
+        return number, info.st_size
