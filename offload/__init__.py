@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from offload.birth.initialise import deferred_init as deferred_init
     from offload.config import OffloadConfig as OffloadConfig
     from offload.engine import OffloadEngine as OffloadEngine
     from offload.errors import BudgetError as BudgetError
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from offload.errors import NonFiniteGradient as NonFiniteGradient
     from offload.errors import TorchUnsupported as TorchUnsupported
     from offload.errors import WaitTimeout as WaitTimeout
+    from offload.errors import WeightsError as WeightsError
     from offload.plan.plan import Plan as Plan
     from offload.report.report import Report as Report
     from swapper import OffloadError as OffloadError
@@ -37,6 +39,7 @@ _HOMES = {
     "NonFiniteGradient": "offload.errors",
     "TorchUnsupported": "offload.errors",
     "WaitTimeout": "offload.errors",
+    "WeightsError": "offload.errors",
     "Plan": "offload.plan.plan",
     "Report": "offload.report.report",
     "OffloadError": "swapper",
@@ -50,6 +53,7 @@ _HOMES = {
     "StoreMissing": "swapper",
     "StoreMisuse": "swapper",
     "StoreUnsafe": "swapper",
+    "deferred_init": "offload.birth.initialise",
 }
 __all__ = list(_HOMES)
 

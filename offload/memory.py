@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,14 @@ def tensor_at(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(0, dtype=dtype)
     buffer = (ctypes.c_char * (numel * dtype.itemsize)).from_address(address)
     return torch.frombuffer(buffer, dtype=dtype)
+
+
+def passing_tensor(nbytes: int) -> torch.Tensor:
+    """Zeros of ``uint8`` in memory that goes back to the system with the tensor. What is freed in between is often kept
+    by the C library, in pieces: a hundred tensors that follow one another would take the memory of many."""
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
 
 def available_bytes() -> int:

@@ -1,0 +1,125 @@
+"""A model of ``transformers`` as its ``from_pretrained`` would build it, without memory, and where its weights are."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.birth.weights_file import Weights
+from offload.errors import ConfigError
+from swapper import OffloadError
+
+_FOR_HUB = ("revision", "token", "cache_dir", "local_files_only", "force_download")
+_IN_MEMORY = {
+    "device_map": "the engine's budgets say where weights rest",
+    "quantization_config": "the engine trains what is not quantized",
+    "gguf_file": "GGUF files are not read",
+    "state_dict": "give the directory with the weights",
+    "adapter_kwargs": "adapters are added by peft afterwards",
+    "key_mapping": "register it (transformers.conversion_mapping.register_checkpoint_conversion_mapping)",
+    "output_loading_info": "names that do not fit are in a warning",
+}
+"""Options of ``from_pretrained`` that are refused, and why."""
+
+
+def build(model_class: Any, name: str | os.PathLike[str], options: Mapping[str, Any]) -> tuple[Any, Path]:
+    """The model, in eval mode, and the directory of its weights.
+
+    ``model_class`` is a model or auto class, ``name`` a directory or the name of a repository on the hub, ``options``
+    are of ``from_pretrained``. Raises ``ConfigError`` for what cannot be streamed; what ``transformers`` raises for a
+    config that it does not know.
+    """
+    options = dict(options)
+    for option, why in _IN_MEMORY.items():
+        if options.get(option) is not None:
+            raise ConfigError(
+                f"model_kwargs: {option} is not taken here: {why}. Or load the model in memory "
+                f"({model_class.__name__}.from_pretrained) and make the engine of it."
+            )
+    hub = {key: options.pop(key) for key in _FOR_HUB if key in options}
+    directory = Path(name).expanduser()
+    if not directory.is_dir():
+        directory = _downloaded(name, hub)
+    given = options.pop("config", None)
+    dtype = options.pop("dtype", options.pop("torch_dtype", "auto"))
+    trusted = {"trust_remote_code": options.pop("trust_remote_code")} if "trust_remote_code" in options else {}
+    generation = options.pop("generation_config", None)
+    built = {key: options.pop(key) for key in ("attn_implementation", "experts_implementation") if key in options}
+    config, rest = _config(model_class, directory, given, {**options, **trusted})
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(f"the weights in {directory} are quantized, and the engine trains what is not")
+    if dtype is None or (dtype == "auto" and getattr(config, "dtype", None) is None):
+        dtype = _dtype_in(directory) if dtype == "auto" else torch.get_default_dtype()
+    config.name_or_path = str(name)
+    make = getattr(model_class, "from_config", None) or model_class._from_config
+    with torch.device("meta"):
+        model = make(config, **({} if dtype == "auto" else {"dtype": dtype}), **built, **rest, **trusted)
+    _keep_dtypes(model)
+    model.eval()
+    if model.can_generate():
+        model.generation_config = generation if generation is not None else _generation_config(directory, model)
+    return model, directory
+
+
+def _keep_dtypes(model: Any) -> None:
+    """Weights that the class wants in fp32 although the model is in 16 bits, as ``from_pretrained`` has them."""
+    patterns = model._get_dtype_plan(model.dtype) if hasattr(model, "_get_dtype_plan") else {}
+    if not patterns:
+        return
+    from transformers.core_model_loading import build_glob_alternation
+
+    any_pattern, pattern_of, _ = build_glob_alternation(list(patterns))
+    for name, parameter in model.named_parameters():
+        match = any_pattern.search(name)
+        if match is not None and match.lastgroup is not None and parameter.is_floating_point():
+            parameter.data = parameter.data.to(patterns[pattern_of[match.lastgroup]])
+
+
+def _downloaded(name: str | os.PathLike[str], options: Mapping[str, Any]) -> Path:
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ConfigError(
+            f"{name} is not a directory, and huggingface_hub, which could download it, is missing"
+        ) from None
+    try:
+        found = snapshot_download(os.fspath(name), allow_patterns=["*.json", "*.safetensors", "*.py"], **options)
+    except (OSError, ValueError) as error:  # a connection, a name that cannot be one
+        raise OffloadError(f"{name} is not a directory, and was not found on the hub: {error}") from error
+    return Path(found)
+
+
+def _config(model_class: Any, directory: Path, given: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The config, with those options that it knows, and the others."""
+    from transformers import AutoConfig, PreTrainedConfig
+
+    if isinstance(given, PreTrainedConfig):
+        return copy.deepcopy(given), options
+    config_class = getattr(model_class, "config_class", None) or AutoConfig
+    found, rest = config_class.from_pretrained(given or directory, return_unused_kwargs=True, **options)
+    rest.pop("trust_remote_code", None)
+    return found, rest
+
+
+def _dtype_in(directory: Path) -> torch.dtype:
+    """That of the first floating-point tensor."""
+    weights = Weights(directory)
+    try:
+        dtypes = (tensor.dtype for tensor in weights.tensors.values() if tensor.dtype.is_floating_point)
+        return next(dtypes, torch.get_default_dtype())
+    finally:
+        weights.close()
+
+
+def _generation_config(directory: Path, model: Any) -> Any:
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(directory)
+    except OSError:  # as ``from_pretrained``: what older configs say of generation
+        return GenerationConfig.from_pretrained(directory, config_file_name="config.json", _from_model_config=True)

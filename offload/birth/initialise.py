@@ -1,0 +1,198 @@
+"""Weights from the model's own initialisers, as if it had been built in memory: docs/birth.md says what is promised."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from offload.birth import hugging_face
+from offload.birth.origin import Origin
+from offload.birth.recording import Recording
+from offload.errors import ConfigError
+from offload.units import Site
+
+_Model = TypeVar("_Model", bound=nn.Module)
+
+_recordings: weakref.WeakKeyDictionary[nn.Module, Recording] = weakref.WeakKeyDictionary()
+"""How models were built by ``deferred_init``."""
+
+
+def deferred_init(build: Callable[..., _Model], *args: Any, **kwargs: Any) -> _Model:
+    """The model that ``build(*args, **kwargs)`` returns, with its weights on the meta device: it takes no memory.
+
+    ``OffloadEngine(model)`` gives it the weights that it would have now: whatever the program did to make them, with
+    the same random numbers, which count as drawn. Raises ``ConfigError`` if a program looks into its weights.
+    """
+    recording = Recording()
+    try:
+        with recording:
+            model = build(*args, **kwargs)
+    except (NotImplementedError, RuntimeError) as error:
+        if "meta" not in str(error):
+            raise
+        raise ConfigError(
+            f"the model cannot be built without memory, since it looks into its weights: {error}"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"deferred_init: expected a function that returns a model, and got {type(model).__name__}")
+    _recordings[model] = recording
+    return model
+
+
+@dataclass(frozen=True, eq=False)
+class _Recorded(Origin):
+    """What a recording does to ``tensor``, which is not the parameter itself: a handle takes that one's place."""
+
+    recording: Recording
+    tensor: torch.Tensor
+
+    def whole(self) -> torch.Tensor:
+        return self.recording.value(self.tensor)
+
+
+@dataclass(frozen=True, eq=False)
+class _Made(Origin):
+    """What was made in memory."""
+
+    tensor: torch.Tensor
+
+    def whole(self) -> torch.Tensor:
+        return self.tensor
+
+
+def initialise(model: nn.Module, wanted: Set[Site]) -> dict[Site, Origin]:
+    """Where the values of these sites' tensors, which are on the meta device, come from.
+
+    Random numbers are drawn now, in the order of an in-memory construction: by ``deferred_init``'s recording; a model
+    of ``transformers`` is built again; other modules' ``reset_parameters`` are called, those of children first.
+    Raises ``ConfigError`` for a module that nothing initialises.
+    """
+    origins: dict[Site, Origin] = {}
+    built = [_recordings[module] for module in model.modules() if module in _recordings]
+    for site in wanted:
+        tensor = tensor_of(site)
+        for recording in built:
+            if recording.fills(tensor):
+                origins[site] = _Recorded(recording, tensor.detach())
+    rest = wanted - origins.keys()
+    if rest:
+        recording = Recording()
+        with recording:
+            made = _Initialisers(rest).run(model)
+        origins.update(_origins(recording, made))
+    return origins
+
+
+def initialise_missing(model: nn.Module, wanted: Set[Site]) -> dict[Site, Origin]:
+    """The same for what a weights file of a ``transformers`` model lacks: as ``from_pretrained`` does, which draws for
+    nothing else."""
+    recording = Recording()
+    with recording:
+        hugging_face.initialise_missing(model, [tensor_of(site) for site in sites_of(model) if site not in wanted])
+    return _origins(recording, {site: tensor_of(site) for site in wanted})
+
+
+def forget(model: nn.Module) -> None:
+    """The model has its weights: how it was built is not needed any more."""
+    for module in model.modules():
+        _recordings.pop(module, None)
+
+
+def sites_of(model: nn.Module) -> Iterable[Site]:
+    """Where the model has parameters and buffers."""
+    for module in model.modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                yield Site(module, name)
+
+
+def tensor_of(site: Site) -> torch.Tensor:
+    """What the model has there."""
+    module, name = site
+    tensor: torch.Tensor | None = module._parameters.get(name)
+    if tensor is None:
+        tensor = module._buffers.get(name)
+    if tensor is None:
+        raise ConfigError(f"{type(module).__name__} has lost its {name} while the engine was made")
+    return tensor
+
+
+def _origins(recording: Recording, made: dict[Site, torch.Tensor]) -> dict[Site, Origin]:
+    origins: dict[Site, Origin] = {}
+    for site, tensor in made.items():
+        if tensor.device.type != "meta":
+            origins[site] = _Made(tensor.detach())
+        elif recording.fills(tensor) or not tensor.numel():
+            origins[site] = _Recorded(recording, tensor.detach())
+        else:
+            raise ConfigError(_nothing_fills(site.module, [site.name], "its initialisers leave it out"))
+    return origins
+
+
+class _Initialisers:
+    """One run over the initialisers of a model's modules, within a recording."""
+
+    def __init__(self, wanted: Set[Site]) -> None:
+        self._wanted = wanted
+        self._made: dict[Site, torch.Tensor] = {}
+        self._seen: set[nn.Module] = set()
+        self._shared: dict[int, torch.Tensor] = {}
+        """By ``id``, the tensors that an initialiser has filled."""
+
+    def run(self, model: nn.Module) -> dict[Site, torch.Tensor]:
+        """The tensors of the wanted sites, as they were recorded."""
+        self._visit(model)
+        return self._made
+
+    def _visit(self, module: nn.Module) -> None:
+        if module in self._seen:
+            return
+        self._seen.add(module)
+        if hugging_face.is_pretrained(module) and any(Site(*site) in self._wanted for site in sites_of(module)):
+            self._made.update(hugging_face.build_again(module, self._wanted))
+            self._seen.update(module.modules())
+            return
+        for child in module.children():
+            self._visit(child)
+        self._initialise(module)
+
+    def _initialise(self, module: nn.Module) -> None:
+        """Call the module's initialiser, if it has something to initialise.
+
+        A tied weight keeps what its first module gave it. What the second module draws for it is drawn, too, since it
+        had a weight of its own before they were tied.
+        """
+        names = [name for name in (*module._parameters, *module._buffers) if Site(module, name) in self._wanted]
+        if not names:
+            return
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if reset is None:
+            raise ConfigError(_nothing_fills(module, names, "no reset_parameters() to initialise them"))
+        tied = {name: p for name, p in module._parameters.items() if p is not None and id(p) in self._shared}
+        try:
+            for name, parameter in tied.items():
+                module._parameters[name] = nn.Parameter(torch.empty_like(parameter), parameter.requires_grad)
+            reset()
+        except Exception as error:
+            raise ConfigError(
+                f"{type(module).__name__}.reset_parameters() cannot run without memory ({error}). Build the model on "
+                "the CPU."
+            ) from error
+        finally:
+            module._parameters.update(tied)
+        for name in names:
+            tensor = self._made[Site(module, name)] = tensor_of(Site(module, name))
+            self._shared[id(tensor)] = tensor
+
+
+def _nothing_fills(module: nn.Module, names: list[str], why: str) -> str:
+    return (
+        f"{type(module).__name__} has {', '.join(names)} on the meta device and {why}. Build the model by "
+        "offload.deferred_init(build, ...) instead of under torch.device('meta'), give its weights (weights=), or "
+        "build it on the CPU."
+    )

@@ -1,0 +1,136 @@
+"""Weights from files: which tensor of a file is which of the model's, and what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from offload.birth import hugging_face
+from offload.birth.hugging_face import Converted
+from offload.birth.initialise import tensor_of
+from offload.birth.origin import Origin
+from offload.birth.weights_file import StoredTensor, Weights
+from offload.errors import ConfigError, WeightsError, warn
+from offload.units import Site
+
+_NAMES_SHOWN = 10
+
+
+@dataclass(frozen=True, eq=False)
+class _Stored(Origin):
+    """Read from a file when it is needed, and cast to the dtype that the model has."""
+
+    stored: StoredTensor
+    dtype: torch.dtype
+
+    def whole(self) -> torch.Tensor:
+        return self.stored.whole(self.dtype)
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        return self.stored.rows(start, stop, self.dtype)
+
+
+def origins_in(weights: Weights, model: nn.Module) -> dict[Site, Origin]:
+    """The origin of each parameter and persistent buffer that the files have.
+
+    Raises ``WeightsError``, in the words of ``load_state_dict``, for names that are missing or not expected and for
+    other shapes: all of them in one. As in ``from_pretrained`` a model of ``transformers`` is only warned of names.
+    Raises ``ConfigError`` where the files have several values for weights that the model ties.
+    """
+    sites = _sites_by_name(model)
+    tensors = {name: tensor_of(site) for name, site in sites.items()}
+    found: Mapping[str, StoredTensor | Converted] = weights.tensors
+    pretrained = hugging_face.is_pretrained(model)
+    if pretrained:
+        mapped = hugging_face.renamed(model, weights.tensors, {name: tensor.dtype for name, tensor in tensors.items()})
+        found, unexpected = mapped.found, mapped.unexpected
+        model._weight_conversions = mapped.used  # type: ignore[assignment]  # ``save_pretrained`` undoes them
+    else:
+        unexpected = [name for name in found if name not in sites]
+    tied: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        tied.setdefault(id(tensor), []).append(name)
+    present = [[name for name in names if name in found] for names in tied.values()]
+    missing = [name for names in tied.values() for name in names if not any(other in found for other in names)]
+    missing += [] if pretrained else _extra_states(model)
+    mismatched = [
+        f"size mismatch for {name}: copying a param with shape {found[name].shape} from checkpoint, the shape in "
+        f"current model is {tensors[name].shape}."
+        for names in present
+        for name in names
+        if found[name].shape != tensors[name].shape
+    ]
+    if mismatched or ((missing or unexpected) and not pretrained):
+        raise WeightsError(_misfit(model, weights.path, missing, unexpected, mismatched))
+    if pretrained:
+        missing, unexpected = hugging_face.worth_saying(model, missing, unexpected)
+    if missing or unexpected:
+        warn(_partly(weights.path, missing, unexpected))
+    for names in present:
+        _check_tied(weights.path, names, found)
+    origins: dict[Site, Origin] = {}
+    for names, group in zip(present, tied.values(), strict=True):
+        if names:
+            item = found[names[0]]
+            origin = _Stored(item, tensors[names[0]].dtype) if isinstance(item, StoredTensor) else item
+            origins.update((sites[name], origin) for name in group)
+    return origins
+
+
+def _sites_by_name(model: nn.Module) -> dict[str, Site]:
+    """What a state dict of the model has."""
+    found: dict[str, Site] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        persistent = [name for name in module._buffers if name not in module._non_persistent_buffers_set]
+        for name in (*module._parameters, *persistent):
+            if module._parameters.get(name) is not None or module._buffers.get(name) is not None:
+                found[f"{prefix}.{name}" if prefix else name] = Site(module, name)
+    return found
+
+
+def _extra_states(model: nn.Module) -> list[str]:
+    """The names of states beside tensors, which these files cannot have."""
+    return [
+        f"{prefix}._extra_state" if prefix else "_extra_state"
+        for prefix, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    ]
+
+
+def _check_tied(path: Path, names: Sequence[str], found: Mapping[str, StoredTensor | Converted]) -> None:
+    """Raise ``ConfigError`` if weights that are one in the model are several in the files, with different values."""
+    items = [item for item in (found[name] for name in names) if isinstance(item, StoredTensor)]
+    for other in items[1:]:
+        first = items[0]
+        if first.dtype != other.dtype or not all(map(torch.equal, first.parts(), other.parts())):
+            raise ConfigError(
+                f"the model ties {names[0]} and {', '.join(names[1:])} to one weight, and they differ in {path}. Build "
+                "the model without that (transformers: tie_word_embeddings=False in its config)."
+            )
+
+
+def _misfit(model: nn.Module, path: Path, missing: list[str], unexpected: list[str], mismatched: Sequence[str]) -> str:
+    lines = [f"the weights in {path} do not fit the model. Error(s) in loading state_dict for {type(model).__name__}:"]
+    for kind, names in (("Unexpected", unexpected), ("Missing", missing)):
+        if names:
+            quoted = ", ".join(f'"{name}"' for name in names)
+            lines.append(f"{kind} key(s) in state_dict: {quoted}.")
+    return "\n\t".join([*lines, *mismatched])
+
+
+def _partly(path: Path, missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    parts = [f"the weights in {path} are not quite the model's"]
+    if missing:
+        parts.append(f"not there, and as the model initialises them: {_some(missing)}")
+    if unexpected:
+        parts.append(f"there, and not used: {_some(unexpected)}")
+    return "; ".join(parts)
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN} more"

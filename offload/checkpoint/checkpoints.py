@@ -1,0 +1,344 @@
+"""The checkpoints of one engine: when a step is committed, and what saving and loading do in which order.
+
+[Note: The boundary of a step] What follows ``step()`` in the user's loop belongs to the step, a scheduler's ``step()`` for
+one. So a commit takes the states of registered objects at the first call into the engine afterwards: the next forward,
+a save, the end. By then a program has drawn the next batch. So what batches come from is taken when ``step()`` returns:
+random generators, and registered objects that are iterated over.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from offload.checkpoint.commit import Committer
+from offload.checkpoint.description import Description, describe
+from offload.checkpoint.folder import CheckpointDirectory
+from offload.checkpoint.load import Loading, Source
+from offload.checkpoint.random_states import get_random_states, set_random_states
+from offload.checkpoint.save import LinkedCheckpoints, copy_checkpoint, copy_layout
+from offload.config import OffloadConfig
+from offload.errors import ConfigError, warn
+from offload.model.backing import Outside
+from offload.tiers.make import Tiers
+from offload.tiers.store import RecordExtents
+from offload.units import UnitSpec
+from offload.waiting import Failure
+from swapper import OffloadError, StorageError, open_store
+
+
+class Run(Protocol):
+    """What the checkpoints ask of the session."""
+
+    global_step: int
+
+    def run_state(self) -> dict[str, Any]:
+        """All that a continuation needs beside the records, and objects of the user's."""
+
+    def set_run_state(self, state: dict[str, Any], gradients: Any) -> None:
+        """Take over what ``run_state`` gave; ``gradients`` brings in those that were accumulated."""
+
+    def wait_for_updates(self) -> None: ...
+
+
+_open: weakref.WeakSet[Checkpoints] = weakref.WeakSet()
+
+
+class Checkpoints:
+    """See the module's docstring. The training thread calls all methods."""
+
+    def __init__(
+        self,
+        run: Run,
+        config: OffloadConfig,
+        units: Sequence[UnitSpec],
+        tiers: Tiers,
+        outside: Outside,
+        device: torch.device,
+        failure: Failure,
+    ) -> None:
+        self._run = run
+        self._config = config
+        self._units = units
+        self._tiers = tiers
+        self._outside = outside
+        self._device = device
+        self._failure = failure
+        self._objects: list[Any] = []
+        self._feed: dict[str, Any] | None = None
+        """What batches come from, as it was when a step returned that is to be committed. None: there is none."""
+        self.committer: Committer | None = None
+        self._linked: LinkedCheckpoints | None = None
+        self._committed_step = 0
+        if tiers.opened is not None and tiers.records:
+            self.committer = Committer(
+                tiers.opened,
+                units,
+                tiers.homes,
+                tiers.records,
+                tiers.gradients,
+                outside.formats,
+                config.gradient_dtype,
+                tiers.host.wait_for_updates,
+                failure,
+            )
+            self._linked = LinkedCheckpoints(self.committer)
+        _open.add(self)
+        if config.durable and (committed := self._committed()) is not None:
+            warn(
+                f"nvme_path holds step {committed.run['step']} of an earlier run: engine.load_checkpoint() goes on from "
+                "it, and without that the first commit replaces it"
+            )
+
+    def register(self, objects: Iterable[Any]) -> None:
+        """Objects with ``state_dict`` and ``load_state_dict`` are saved and restored with every checkpoint."""
+        for item in objects:
+            if not callable(getattr(item, "state_dict", None)) or not callable(getattr(item, "load_state_dict", None)):
+                raise ConfigError(
+                    f"register_for_checkpointing: a {type(item).__name__} has no state_dict() and load_state_dict()"
+                )
+            if all(item is not known for known in self._objects):
+                self._objects.append(item)
+
+    # Commits.
+
+    def step_taken(self) -> None:
+        """A step was taken; its update runs."""
+        if self._config.durable and self._run.global_step % self._config.durable == 0:
+            self._feed = self._present_feed()
+
+    @property
+    def is_due(self) -> bool:
+        """A step waits for its boundary."""
+        return self._feed is not None
+
+    def pass_boundary(self) -> None:
+        """The first call into the engine after a step: commit it, if that is due."""
+        feed, self._feed = self._feed, None
+        if feed is not None and self.committer is not None:
+            self._committed_step = self._run.global_step
+            self.committer.begin_commit(self._describe(feed, None, self._tiers.records).encode())
+
+    def wait(self) -> None:
+        """Return when no commit is under way."""
+        if self.committer is not None:
+            self.committer.wait()
+
+    def finish(self) -> None:
+        """The end of the engine: the last step is committed, if nothing has failed. Safe to call twice."""
+        committer, self.committer = self.committer, None
+        if committer is None:
+            return
+        try:
+            if self._failure.is_known:
+                return
+            committer.wait()
+            if self._config.durable and self._run.global_step > self._committed_step:
+                feed = self._feed or self._present_feed()
+                committer.commit(self._describe(feed, None, self._tiers.records).encode())
+            if self._config.durable or (self._linked is not None and self._linked.any):
+                self._tiers.host.drain()
+                committer.store.give_back()
+        finally:
+            committer.stop()
+
+    # Saving.
+
+    def save(self, path: str | os.PathLike[str], tag: str | None, client_state: object) -> None:
+        """See ``OffloadEngine.save_checkpoint``."""
+        directory = CheckpointDirectory(path)
+        tag = f"step{self._run.global_step}" if tag is None else tag
+        directory.folder(tag)
+        self.pass_boundary()
+        self.wait()
+        feed = self._present_feed()
+        directory.make()
+        self._outside.settle()
+        linked, saved, removing = self._linked, False, None
+        if linked is not None and linked.can_save(directory, self._config.paths):
+            saved = linked.save(directory, tag, self._describe(feed, client_state, self._tiers.records).encode())
+            removing = linked.removing
+        if not saved:
+            self._copy_to(directory, tag, feed, client_state)
+        directory.retain(self._config.keep_last, self._config.keep_every, removing or _nothing)
+
+    def _copy_to(self, directory: CheckpointDirectory, tag: str, feed: dict[str, Any], client_state: object) -> None:
+        formats = self._outside.formats
+        metadata = self._describe(feed, client_state, self._copied_records()).encode()
+        self._run.wait_for_updates()
+        copy_checkpoint(
+            directory,
+            tag,
+            self._units,
+            self._tiers.homes,
+            formats,
+            self._tiers.gradients,
+            self._config.gradient_dtype,
+            self._outside.all_weights,
+            metadata,
+        )
+
+    # Loading.
+
+    def load(self, path: str | os.PathLike[str] | None, tag: str | None) -> Any:
+        """See ``OffloadEngine.load_checkpoint``."""
+        self._feed = None
+        self.wait()
+        if path is not None:
+            directory = CheckpointDirectory(path)
+            with directory.open(tag) as generation:
+                try:
+                    return self._load(generation, f"checkpoint {generation.folder}")
+                except StorageError as error:
+                    error.survives = "The engine is of no use any more: make model and engine again."
+                    error.advice = directory.others(generation.folder.name)
+                    raise
+        if tag is not None:
+            raise ConfigError("load_checkpoint: a tag belongs to the directory of save_checkpoint; give it, too")
+        if not self._config.durable:
+            raise ConfigError(
+                "load_checkpoint() without a directory goes on from what a run with durable=k has committed under "
+                "nvme_path. Give the directory of save_checkpoint, or make the engine with nvme_path and durable"
+            )
+        opened = self._tiers.opened
+        if opened is None:
+            return None
+        if opened.store.generation:
+            return self._rewind()
+        if opened.previous is None:
+            return None
+        with open_store(opened.paths, opened.previous, reserved=()) as store:
+            return self._load(store, f"the run under {opened.paths[0]}")
+
+    def _load(self, source: Source, where: str) -> Any:
+        """Copy a generation into the engine."""
+        description = Description.decode(source.metadata, where)
+        self._compare(description, where)
+        loading = self._loading(source, description)
+        return self._take_over(description, loading, loading.copy)
+
+    def _rewind(self) -> Any:
+        """Go back to the last generation of the engine's own store."""
+        store, tiers = self._tiers.store, self._tiers
+        if store is None:
+            return None
+        where = "the run under nvme_path"
+        description = Description.decode(store.metadata, where)
+        self._compare(description, where)
+        loading = self._loading(store, description)
+
+        def take() -> None:
+            self._outside.changing(self._units)
+            tiers.compute.outdate(self._units)
+            tiers.host.forget_copies()
+            store.rewind()
+            loading.take_residents(tiers.records)
+
+        return self._take_over(description, loading, take)
+
+    def _take_over(self, description: Description, loading: Loading, take_records: Any) -> Any:
+        """Records first: while they come the engine is neither the old one nor the new one."""
+        try:
+            take_records()
+            self._run.set_run_state(description.run, loading.take_gradients)
+        except OffloadError as error:
+            raise self._failure.record(error) from None
+        saved = description.run["objects"]
+        if len(saved) != len(self._objects):
+            raise self._failure.record(
+                ConfigError(
+                    f"the checkpoint has the states of {len(saved)} registered objects, and {len(self._objects)} are "
+                    "registered: call register_for_checkpointing before load_checkpoint, with the same objects in the "
+                    "same order"
+                )
+            )
+        for item, state in zip(self._objects, saved, strict=True):
+            item.load_state_dict(state)
+        set_random_states(description.run["random"], self._device)
+        return description.run["client_state"]
+
+    def _compare(self, description: Description, where: str) -> None:
+        own = self._describe({}, None, self._copied_records(), objects=())
+        difference = description.first_difference(own)
+        if difference is not None:
+            raise ConfigError(f"{where} is that of another model or run: {difference}. Nothing has changed")
+        if len(description.run["objects"]) != len(self._objects):
+            raise ConfigError(
+                f"{where} has the states of {len(description.run['objects'])} registered objects, and "
+                f"{len(self._objects)} are registered: call register_for_checkpointing before load_checkpoint, with the "
+                "same objects in the same order. Nothing has changed"
+            )
+
+    def _loading(self, source: Source, description: Description) -> Loading:
+        return Loading(
+            source,
+            description,
+            self._units,
+            self._tiers.homes,
+            self._outside,
+            self._tiers.gradients,
+        )
+
+    # What is saved.
+
+    def _describe(
+        self,
+        feed: dict[str, Any],
+        client_state: object,
+        records: Sequence[RecordExtents],
+        objects: Iterable[Any] | None = None,
+    ) -> Description:
+        own = self._objects if objects is None else objects
+        states = {id(item): item.state_dict() for item in own if not _is_iterated(item)}
+        fed = feed.get("objects", {})
+        run = {
+            **self._run.run_state(),
+            "random": feed.get("random"),
+            "objects": [fed[index] if index in fed else states[id(item)] for index, item in enumerate(own)],
+            "client_state": client_state,
+        }
+        return describe(self._config.precision, self._outside.rule, self._units, self._tiers.homes, records, run)
+
+    def _present_feed(self) -> dict[str, Any]:
+        iterated = {index: item.state_dict() for index, item in enumerate(self._objects) if _is_iterated(item)}
+        return {"random": get_random_states(self._device), "objects": iterated}
+
+    def _copied_records(self) -> list[RecordExtents]:
+        return copy_layout(self._units, self._tiers.homes, self._outside.formats)[1]
+
+    def _committed(self) -> Description | None:
+        """What is committed under ``nvme_path``."""
+        opened = self._tiers.opened
+        if opened is None:
+            return None
+        if opened.store.generation:
+            return Description.decode(opened.store.metadata, "the run under nvme_path")
+        if opened.previous is None:
+            return None
+        with open_store(opened.paths, opened.previous, reserved=()) as store:
+            return Description.decode(store.metadata, "the run under nvme_path")
+
+
+def _is_iterated(item: Any) -> bool:
+    return isinstance(item, (Iterator, Iterable))
+
+
+def _nothing(folder: Path) -> None:
+    return None
+
+
+def _finish_all() -> None:
+    """The program ends without having closed its engines."""
+    for checkpoints in list(_open):
+        with contextlib.suppress(Exception):  # an engine that has failed has nothing to commit
+            checkpoints.finish()
+
+
+atexit.register(_finish_all)  # before the calls of ``offload.closing``, which was imported first

@@ -1,0 +1,186 @@
+"""What a generation holds: the units of the model, and which extents their records are in.
+
+It is the metadata of the generation, beside the state of the run. A checkpoint can be read without the model's class: a
+parameter is found by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from offload.checkpoint.values import decode, encode
+from offload.errors import ConfigError
+from offload.optim.rule import Rule, TilePart
+from offload.tiers.home import UnitHomes
+from offload.tiers.store import RecordExtents
+from offload.units import ParameterSpec, Tile, UnitSpec
+from swapper import StorageCorrupt
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class SavedParameter:
+    """``offset`` is in elements, from the unit's start. A piece of a large weight has the name of the ``whole``, and
+    begins at row ``start`` of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    trainable: bool
+    whole: str | None = None
+    start: int = 0
+
+    @property
+    def numel(self) -> int:
+        numel = 1
+        for size in self.shape:
+            numel *= size
+        return numel
+
+
+@dataclass(frozen=True)
+class SavedTile:
+    """Optimizer states of the unit's elements ``[start, stop)``; ``nbytes`` are used of its extent. ``parts`` are those
+    of an optimizer without a kernel."""
+
+    start: int
+    stop: int
+    nbytes: int
+    extent: int
+    parts: tuple[TilePart, ...] = ()
+
+
+@dataclass(frozen=True)
+class SavedUnit:
+    """Extents are by their number. ``weights``: what is trained, then what is frozen."""
+
+    name: str
+    numel: int
+    trainable_numel: int
+    parameters: tuple[SavedParameter, ...]
+    weights: tuple[int, ...]
+    tiles: tuple[SavedTile, ...]
+    gradients: int | None
+
+
+@dataclass(frozen=True)
+class Description:
+    """``optimizer`` is what ``Rule.identity`` gave, None for a model that is not trained. ``run`` is the state of the
+    run, see ``offload.checkpoint.run_state``."""
+
+    precision: str
+    optimizer: dict[str, Any] | None
+    units: tuple[SavedUnit, ...]
+    run: dict[str, Any] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """As the metadata of a generation. Raises ``ConfigError`` for a state of the user's that cannot be saved."""
+        content = {"format": _FORMAT, "precision": self.precision, "optimizer": self.optimizer}
+        content["units"] = [asdict(unit) for unit in self.units]
+        return encode({**content, "run": self.run}, "the state")
+
+    @classmethod
+    def decode(cls, metadata: bytes, where: str) -> Description:
+        """The other way round. Raises ``StorageCorrupt``, and ``ConfigError`` for another version."""
+        content = decode(metadata, f"the description of {where}")
+        try:
+            if content["format"] != _FORMAT:
+                raise ConfigError(f"{where} has format {content['format']}, this program knows {_FORMAT}")
+            units = tuple(_unit(unit) for unit in content["units"])
+            return cls(content["precision"], content["optimizer"], units, content["run"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise StorageCorrupt(f"the description of {where} makes no sense: {error!r}.") from None
+
+    def first_difference(self, other: Description) -> str | None:
+        """In what a run described by ``other`` cannot go on from this one, if in anything."""
+        if self.precision != other.precision:
+            return f"precision is {self.precision!r} there and {other.precision!r} here"
+        difference = _difference_of_optimizers(self.optimizer, other.optimizer)
+        if difference is not None:
+            return difference
+        there, here = self._by_name(), other._by_name()
+        for name, (unit, parameter) in there.items():
+            if name not in here:
+                return f"parameter {name} is there and not in this model"
+            own_unit, own = here[name]
+            if parameter.shape != own.shape:
+                return f"parameter {name} has shape {parameter.shape} there and {own.shape} here"
+            if parameter.trainable != own.trainable:
+                trained = "trained" if parameter.trainable else "frozen"
+                return f"parameter {name} is {trained} there and {'trained' if own.trainable else 'frozen'} here"
+            if (unit.name, parameter.offset) != (own_unit.name, own.offset):
+                return f"parameter {name} is in unit {unit.name} there and in {own_unit.name} here"
+        missing = next((name for name in here if name not in there), None)
+        return None if missing is None else f"parameter {missing} is in this model and not there"
+
+    def _by_name(self) -> dict[str, tuple[SavedUnit, SavedParameter]]:
+        return {parameter.name: (unit, parameter) for unit in self.units for parameter in unit.parameters}
+
+
+def describe(
+    precision: str,
+    rule: Rule | None,
+    units: Sequence[UnitSpec],
+    homes: Sequence[UnitHomes],
+    records: Sequence[RecordExtents],
+    run: dict[str, Any],
+) -> Description:
+    """The description of a generation whose records are in these extents."""
+    saved = []
+    for unit, of_unit, extents in zip(units, homes, records, strict=True):
+        tiles = zip(of_unit.tiles, extents.tiles, strict=True)
+        saved.append(
+            SavedUnit(
+                unit.name,
+                unit.numel,
+                unit.trainable_numel,
+                tuple(_parameter(spec) for spec in unit.parameters),
+                tuple(extent.index for extent in extents.weights),
+                tuple(_tile(item.tile, extent.index, rule) for item, extent in tiles),
+                None if extents.gradients is None else extents.gradients.index,
+            )
+        )
+    return Description(precision, None if rule is None else rule.identity, tuple(saved), run)
+
+
+def _parameter(spec: ParameterSpec) -> SavedParameter:
+    saved = SavedParameter(spec.name, tuple(spec.shape), spec.offset, spec.trainable)
+    return saved if spec.piece is None else replace(saved, whole=spec.piece.whole.name, start=spec.piece.start)
+
+
+def _tile(tile: Tile, extent: int, rule: Rule | None) -> SavedTile:
+    parts = () if rule is None else tuple(rule.parts(tile))
+    return SavedTile(tile.start, tile.stop, tile.nbytes, extent, parts)
+
+
+def _difference_of_optimizers(there: dict[str, Any] | None, here: dict[str, Any] | None) -> str | None:
+    if there is None or here is None:  # only the weights are looked at
+        return None
+    for name in here:
+        if name != "moments" and there.get(name) != here[name]:
+            return f"{name} is {there.get(name)!r} there and {here[name]!r} here"
+    return None
+
+
+def _unit(content: dict[str, Any]) -> SavedUnit:
+    parameters = tuple(SavedParameter(**{**item, "shape": tuple(item["shape"])}) for item in content["parameters"])
+    tiles = tuple(_saved_tile(item) for item in content["tiles"])
+    return SavedUnit(**{**content, "parameters": parameters, "tiles": tiles, "weights": tuple(content["weights"])})
+
+
+def _saved_tile(content: dict[str, Any]) -> SavedTile:
+    parts = (TilePart(**{**part, "shape": tuple(part["shape"])}) for part in content.get("parts", ()))
+    return SavedTile(**{**content, "parts": tuple(parts)})
+
+
+def parts_of(unit: UnitSpec, width: int) -> Iterator[tuple[int, int]]:
+    """Offset and bytes of what is trained and what is frozen of a unit's weights, ``width`` bytes an element."""
+    if unit.trainable_numel:
+        yield 0, unit.trainable_numel * width
+    if unit.numel > unit.trainable_numel:
+        yield unit.trainable_numel * width, (unit.numel - unit.trainable_numel) * width

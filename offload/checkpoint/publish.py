@@ -1,0 +1,158 @@
+"""A directory of weights files that is complete or as it was before, whenever the machine stops.
+
+[Note: How weights become visible] New files are written and synced in a hidden folder of the directory, and renamed.
+Readers prefer ``model.safetensors`` to an index, and see of shards only what the index names. So one rename or removal
+makes the new weights the visible ones. Where new shards have the names of old ones, they first get other names beside
+them, and an index that says so; it makes way for the ordinary names once the old shards are gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from offload.errors import ConfigError
+from swapper import OffloadError, StorageFull, StoreUnsafe, readable_bytes
+from swapper.errors import failed
+
+INDEX_SUFFIX = ".safetensors.index.json"
+
+_UNFINISHED = re.compile(r"\.unfinished-([0-9]+)-[0-9a-f]{8}")
+
+
+class Unfinished:
+    """A hidden folder in ``target``, which is made if it is not there. Without ``publish`` nothing of it stays.
+
+    Raises ``StoreUnsafe`` for a target that cannot be a directory.
+    """
+
+    def __init__(self, target: str | os.PathLike[str]) -> None:
+        self.target = Path(target).expanduser()
+        self._made = not self.target.exists()
+        try:
+            self.target.mkdir(parents=True, exist_ok=True)
+            _remove_left_over(self.target)
+            self.folder = self.target / f".unfinished-{os.getpid()}-{os.urandom(4).hex()}"
+            self.folder.mkdir()
+        except OSError as error:
+            raise StoreUnsafe(f"{self.target} cannot be written to: {error.strerror}.") from None
+
+    def require(self, nbytes: int) -> None:
+        """Raise ``StorageFull`` unless there is room for so many bytes."""
+        found = os.statvfs(self.folder)
+        free_bytes = found.f_bavail * found.f_frsize
+        if nbytes > free_bytes:
+            raise StorageFull(
+                f"{self.target} has too little room: {readable_bytes(nbytes)} are needed, {readable_bytes(free_bytes)} "
+                "are free.",
+                survives="Nothing was written, and what was there is whole.",
+                advice="Free some space, or give another path.",
+            )
+
+    def publish(self, stem: str, others: Sequence[str] = ()) -> None:
+        """Put the synced weights files, which begin with ``stem``, and ``others`` into the target, in place of those
+        that are there."""
+        target, index = self.target, stem + INDEX_SUFFIX
+        names = [entry.name for entry in self.folder.iterdir() if entry.name not in others]
+        weights = re.compile(re.escape(stem) + r"(-[0-9]{5}-of-[0-9]{5})?\.safetensors")
+        old = [entry.name for entry in target.iterdir() if weights.fullmatch(entry.name)]
+        shards = [name for name in names if name != index]
+        provisional: list[Path] = []
+        for name in others:
+            (self.folder / name).replace(target / name)
+        if index in names and (target / index).exists() and set(shards) & set(old):
+            provisional = self._show_under_other_names(shards, index)
+        for name in shards:
+            (self.folder / name).replace(target / name)
+        if index in names:
+            (self.folder / index).replace(target / index)
+        sync_folder(target)
+        for path in [target / name for name in old if name not in shards] + provisional:
+            path.unlink(missing_ok=True)
+        if index not in names:
+            (target / index).unlink(missing_ok=True)
+        sync_folder(target)
+
+    def _show_under_other_names(self, shards: Sequence[str], index: str) -> list[Path]:
+        mark = self.folder.name.removeprefix(".unfinished-")
+        other = {name: name.replace(".safetensors", f"-{mark}.safetensors") for name in shards}
+        linked = []
+        try:
+            for name, new in other.items():
+                os.link(self.folder / name, self.target / new)
+                linked.append(self.target / new)
+        except OSError:  # a file system without links: no weights are better than mixed ones
+            (self.target / index).unlink()
+            return linked
+        content = json.loads((self.folder / index).read_text())
+        content["weight_map"] = {name: other[shard] for name, shard in content["weight_map"].items()}
+        write_synced(self.folder / "provisional", json.dumps(content).encode())
+        (self.folder / "provisional").replace(self.target / index)
+        sync_folder(self.target)
+        return linked
+
+    def __enter__(self) -> Unfinished:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if error is not None and self._made:
+            with contextlib.suppress(OSError):
+                self.target.rmdir()
+        if isinstance(error, OSError) and not isinstance(error, OffloadError):
+            raise failed(f"writing to {self.target}", error) from error
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a small file, and wait until the disk has it."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the disk has the names in a folder."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_folder(folder: Path, target: Path, is_ours: re.Pattern[str]) -> None:
+    """Make ``folder`` the ``target``, in place of one in which all names match ``is_ours``, if there is one."""
+    if target.exists() and any(target.iterdir()):
+        old = folder.with_name(f"{folder.name}-old")
+        check_replaceable(target, is_ours)
+        target.rename(old)
+        folder.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        folder.replace(target)
+    sync_folder(target.parent)
+
+
+def check_replaceable(target: Path, is_ours: re.Pattern[str]) -> None:
+    """Raise ``ConfigError`` if the directory holds other things."""
+    if target.exists() and not target.is_dir():
+        raise ConfigError(f"{target} is a file: give a directory")
+    for entry in target.iterdir() if target.is_dir() else ():
+        if not is_ours.fullmatch(entry.name):
+            raise ConfigError(f"{target} has other files in it ({entry.name}): give a directory of its own")
+
+
+def _remove_left_over(target: Path) -> None:
+    """Remove what dead processes left unfinished."""
+    for entry in target.iterdir():
+        found = _UNFINISHED.fullmatch(entry.name)
+        if found is not None and not Path(f"/proc/{found[1]}").exists():
+            shutil.rmtree(entry, ignore_errors=True)
