@@ -50,6 +50,10 @@ class OffloadConfig:
     """Bytes of host memory that the engine may hold, staging included. "auto": most of what is free now."""
     nvme_capacity: int | str = "auto"
     """Bytes of NVMe that the store may reserve. "auto": what is free on the paths."""
+    weights: str | os.PathLike[str] | None = None
+    """The model's weights are read from here: a safetensors file, an index of several, or a directory with either as
+    Hugging Face names them. They are cast to the dtypes that the model has. None: the model has them, or its
+    initialisers make those that are on the meta device."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """dtype of weights and gradients. The 16-bit ones keep an fp32 master; "fp16" scales the loss, dynamically. "auto":
     the dtype that the model has."""
@@ -77,6 +81,13 @@ class OffloadConfig:
     """Bytes of optimizer state read, updated and written in one go. "auto": 8 MiB, less if memory is short."""
     io_backend: Literal["auto", "io_uring", "threads", "portable"] = "auto"
     """What moves bytes to and from NVMe. "auto": io_uring, else threads. "portable" needs no extension, and is slow."""
+    durable: int = 0
+    """Commit every so many steps under ``nvme_path``: after any end of the process ``load_checkpoint()`` goes on from
+    there. 0: what is on NVMe is gone with the process, and checkpoints are saved by ``save_checkpoint`` alone."""
+    keep_last: int = 0
+    """Checkpoints that ``save_checkpoint`` leaves in its directory; it removes older ones. 0: all of them."""
+    keep_every: int = 0
+    """Of the older ones, those whose step is a multiple of this stay, too."""
     prefetch: bool = True
     """Read weights before they are asked for. False: on demand only, to measure what prefetching gains."""
 
@@ -94,6 +105,8 @@ class OffloadConfig:
             self._check(name, values.parse_bytes)
         if self.tile_bytes != "auto" and int(self.tile_bytes) < _LEAST_TILE_BYTES:
             values.refuse("tile_bytes", f"at least {_LEAST_TILE_BYTES} bytes", self.tile_bytes)
+        if self.weights is not None:
+            self._check("weights", values.as_path)
         self._check("precision", values.as_choice, ("auto", *_DTYPES))
         self._check_optimizer()
         for name in ("lr", "eps", "weight_decay"):
@@ -109,7 +122,10 @@ class OffloadConfig:
         self._check("gradient_clipping", values.as_number)
         self._check("gradient_accumulation_steps", values.as_count)
         self._check("io_backend", values.as_choice, ("auto", "io_uring", "threads", "portable"))
+        for name in ("durable", "keep_last", "keep_every"):
+            self._check(name, values.as_count, 0)
         self._check("prefetch", values.as_flag)
+        self._check_together()
 
     @classmethod
     def of(cls, config: OffloadConfig | None, options: dict[str, Any]) -> OffloadConfig:
@@ -128,7 +144,8 @@ class OffloadConfig:
     def of_model(self, model: nn.Module) -> OffloadConfig:
         """The same with ``precision="auto"`` resolved: the dtype of most of the model's floating-point numbers.
 
-        Warns, once, of parameters that get another dtype than they have. Those on the meta device have no values yet.
+        Warns, once, of parameters that get another dtype than they have (those on the meta device have no values yet),
+        and of a budget that bounds nothing.
         Raises ``ConfigError`` if "auto" finds a dtype in which nothing is trained, or a parameter has no shape yet.
         """
         for name, parameter in model.named_parameters():
@@ -152,12 +169,19 @@ class OffloadConfig:
                 others[parameter.dtype] += parameter.numel()
         if others:
             warn(config._conversions(others, only=len(numel) == 1))
+        if self.device_memory != "auto" and str(self.device) == "cpu":
+            warn("device_memory: the model computes on the CPU, and host_memory bounds everything there")
         return config
 
     @property
     def paths(self) -> tuple[Path, ...]:
         """``nvme_path`` as it is once checked."""
         return self.nvme_path  # type: ignore[return-value]
+
+    @property
+    def weights_path(self) -> Path | None:
+        """``weights`` as it is once checked."""
+        return self.weights  # type: ignore[return-value]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -193,6 +217,20 @@ class OffloadConfig:
     def _check(self, name: str, check: Callable[..., object], *more: object) -> None:
         """Keep what ``check`` makes of the option."""
         object.__setattr__(self, name, check(name, getattr(self, name), *more))
+
+    def _check_together(self) -> None:
+        """Raise ``ConfigError`` for options that have no effect with the others."""
+        if self.optimizer is None and self.optimizer_settings:
+            given = ", ".join(self.optimizer_settings)
+            raise ConfigError(
+                f"{given}: nothing is trained with optimizer=None. Name an optimizer, or leave {given} out"
+            )
+        if not self.nvme_path and self.nvme_capacity not in ("auto", 0):
+            raise ConfigError(
+                "nvme_capacity: nothing goes to NVMe without nvme_path. Give it, or leave nvme_capacity out"
+            )
+        if self.durable and not self.nvme_path:
+            raise ConfigError("durable: steps are committed under nvme_path. Give it, or leave durable out")
 
     def _check_optimizer(self) -> None:
         optimizer = self.optimizer

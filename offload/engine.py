@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -12,8 +14,11 @@ import torch
 from torch import nn
 
 from offload import torch_internals
+from offload.birth import from_pretrained
+from offload.birth.birth import Birth
+from offload.checkpoint.export import MAX_SHARD_BYTES, save_model
 from offload.config import OffloadConfig
-from offload.errors import ConfigError, warn
+from offload.errors import ConfigError, limits_named, warn
 from offload.model.handle import Handle
 from offload.optim.choose import choose, has_kernel
 from offload.optimizer import OffloadOptimizer
@@ -21,7 +26,6 @@ from offload.plan.plan import Plan
 from offload.planning import check_backend, open_device, plan_for
 from offload.report.report import Report
 from offload.session import Session, with_measured_memory
-from offload.tiers.loading import check_can_be_made
 from offload.units.find import find_units
 from swapper import OffloadError
 
@@ -50,12 +54,31 @@ class OffloadEngine:
             _refuse_ranks()
         self.module = model
         self.config = config.of_model(model)
-        with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
+        with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"), limits_named():
             self._session = self._make(model)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model_class: Any,
+        path: str | os.PathLike[str],
+        config: OffloadConfig | None = None,
+        *,
+        model_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> OffloadEngine:
+        """An engine over ``model_class.from_pretrained(path, **model_kwargs)`` of ``transformers``. The model is never
+        whole in memory: its weights are streamed to where they rest. The model, in eval mode, is ``engine.module``.
+
+        ``model_class`` is a model or auto class, ``path`` a directory with safetensors or the name of a repository on
+        the hub; ``config`` and ``options`` are the engine's. Raises ``WeightsError`` for files that are missing,
+        damaged or do not fit, ``ConfigError`` for what can only be loaded in memory.
+        """
+        model, weights = from_pretrained.build(model_class, path, model_kwargs or {})
+        return cls(model, config, weights=weights, **options)
 
     def _make(self, model: nn.Module) -> Session:
         torch_internals.check()
-        check_can_be_made(model)
         check_backend(self.config.io_backend)
         for name, parameter in model.named_parameters():
             if type(parameter.detach()) is not torch.Tensor:
@@ -71,7 +94,8 @@ class OffloadEngine:
         choice = choose(self.config, units)
         device = open_device(self.config.device)
         plan = plan_for(self.config, units, choice, device)
-        return Session(model, self.config, units, plan, choice, device)
+        with contextlib.closing(Birth(model, self.config.weights_path)) as birth:
+            return Session(model, self.config, units, plan, choice, device, birth)
 
     @property
     def optimizer(self) -> OffloadOptimizer | None:
@@ -119,6 +143,7 @@ class OffloadEngine:
         self._session.failure.check()
         if self._session.step_is_due():
             optimizer.step()  # through the optimizer, so that schedulers see it
+            self._session.zeroing_is_done()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients so that their global 2-norm is at most ``max_norm``; the norm before. Moves no bytes.
@@ -156,6 +181,56 @@ class OffloadEngine:
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> Any:
         """Load weights into the model. Each master becomes exactly the weight; moments stay."""
         return self.module.load_state_dict(state_dict, strict=strict)
+
+    def save_model(
+        self,
+        dir: str | os.PathLike[str],
+        dtype: str | None = None,
+        max_shard_bytes: int | str = MAX_SHARD_BYTES,
+    ) -> None:
+        """Write the weights for others into the directory ``dir``: safetensors as ``transformers`` writes them, which
+        its ``from_pretrained`` loads, with ``config.json`` for a model of its own. Of a model of ``peft`` the adapter.
+
+        ``dtype`` is "fp32", "bf16" or "fp16"; None: that of ``precision``. Another one than that is cast from the fp32
+        master. Tied weights are written once. Weights are read a few MiB at a time, so the model need not fit into
+        memory. What was in ``dir`` stays as it is until the new files are complete, and goes then if it is weights.
+
+        Raises ``StorageFull`` before anything is written if there is no room. Training can go on in any case.
+        """
+        self._session.failure.check()
+        save_model(self.module, self._session.weights(), dir, dtype or self.config.precision, max_shard_bytes)
+
+    def save_checkpoint(self, dir: str | os.PathLike[str], tag: str | None = None, client_state: object = None) -> None:
+        """Save all that a bit-identical continuation needs as ``dir/tag``; ``tag`` is "stepN" unless it is given.
+
+        That is: weights, optimizer states, accumulated gradients, parameter groups, the loss scale, the states of
+        random generators and of registered objects, and ``client_state``: numbers, strings, tensors, arrays, and lists,
+        tuples and dicts of them. What rests on NVMe is not copied if ``dir`` is on the file system of ``nvme_path``:
+        the files get a second name there. The options ``keep_last`` and ``keep_every`` say which checkpoints stay.
+
+        Raises ``StorageFull`` if there is no room: the checkpoints that there were are whole, and training can go on.
+        """
+        self._session.failure.check()
+        self._session.checkpoints.save(dir, tag, client_state)
+
+    def load_checkpoint(self, dir: str | os.PathLike[str] | None = None, tag: str | None = None) -> Any:
+        """Go on from a checkpoint: the latest in ``dir``, or the one with this ``tag``. Returns its ``client_state``.
+
+        Budgets, paths, I/O backends, ``moments_dtype`` and numbers of threads may be others than they were. Without
+        ``dir`` it goes on from the last step that a run with ``durable`` has committed under ``nvme_path``; if there is
+        none, nothing happens, and ``global_step`` is 0.
+
+        Raises ``ConfigError`` for a checkpoint of another model, ``StoreMissing`` if there is none, ``StorageCorrupt``
+        for a damaged one: the message names what else is there. If the damage shows while it is read, the engine is of
+        no use any more.
+        """
+        self._session.failure.check()
+        return self._session.checkpoints.load(dir, tag)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Have the states of these objects (schedulers, data loaders, ...) saved and restored with every commit and
+        checkpoint: whatever has ``state_dict`` and ``load_state_dict``. Call it before ``load_checkpoint``."""
+        self._session.checkpoints.register(objects)
 
     def close(self) -> None:
         """End the engine: transfers in flight are waited for, memory and disk are given back. Safe to call twice.

@@ -5,28 +5,34 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
+from offload.birth.birth import Birth
+from offload.checkpoint.checkpoints import Checkpoints
+from offload.checkpoint.model_weights import ModelWeights
 from offload.closing import Closers
 from offload.config import OffloadConfig
 from offload.device.protocol import Device
 from offload.errors import BudgetError, ConfigError, DeviceMemoryError, warn
+from offload.interrupts import held_back
 from offload.memory import available_bytes, resident_bytes
-from offload.model.backing import Outside
+from offload.model.backing import Outside, Zeroing
 from offload.model.belongings import Belongings
 from offload.model.handle import Handle
 from offload.model.hooks import Hooks, UnitInModel
+from offload.model.identity import give_back, ordinary
 from offload.model.make import convert_statistics, give_ordinary_state_dicts, make_handles, move_to_device
 from offload.model.state_handle import StatesOfParameter
 from offload.optim.choose import OptimizerChoice
 from offload.optim.loss_scale import LossScale
-from offload.optim.rule import Group
+from offload.optim.rule import Group, options_of
 from offload.optimizer import OffloadOptimizer, refuse_others
 from offload.plan.plan import Plan
 from offload.report.meter import Meter
@@ -67,6 +73,7 @@ class Session:
         plan: Plan,
         choice: OptimizerChoice | None,
         device: Device | None,
+        birth: Birth,
     ) -> None:
         self.config = config
         self.plan = plan
@@ -87,6 +94,7 @@ class Session:
         """What gradients of the present backward are still to be multiplied by."""
         self._step_scale = 1.0
         self._has_warned_of_empty_step = False
+        self._has_warned_of_used_gradients = False
         self._model = weakref.ref(model)
         self._groups: dict[int, Group] = {}
         """By parameter, as they are in the present backward, if it may be the last one of the step."""
@@ -94,7 +102,7 @@ class Session:
         """The present use of each unit by compute."""
         self._closers = Closers()
         try:
-            self._build(model, choice, self._closers)
+            self._build(model, choice, birth, self._closers)
         except BaseException:
             self.failure.record(OffloadError(_NOT_MADE))  # handles may stand in the model already
             self._closers.close()
@@ -122,6 +130,7 @@ class Session:
         self._groups = groups_by_parameter(self._optimizer.param_groups) if last else {}
         self._updates.early.begin_backward(last=last)
         self._is_in_backward = True
+        self.zeroing_is_done()
         try:
             (loss.float() * scale / steps).backward()  # type: ignore[no-untyped-call]
         except BaseException:
@@ -174,37 +183,41 @@ class Session:
         if model is None:
             raise OffloadError("the model is gone: there is nothing to unwrap")
         self._check_room_for_all()
-        ordinary: dict[int, nn.Parameter] = {}
-        sites: list[tuple[nn.Module, str, nn.Parameter]] = []
+        values: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        sites: list[tuple[nn.Module, str, int]] = []
         for module in model.modules():
             for name, handle in module._parameters.items():
                 if not isinstance(handle, Handle):
                     continue
-                if id(handle) not in ordinary:
-                    ordinary[id(handle)] = parameter = nn.Parameter(handle.value(), requires_grad=handle.requires_grad)
-                    gradient = handle.grad
-                    parameter.grad = None if gradient is None else gradient.detach().clone()
-                sites.append((module, name, ordinary[id(handle)]))
+                if id(handle) not in values:
+                    values[id(handle)] = handle, ordinary(handle)
+                sites.append((module, name, id(handle)))
         self._hooks.reset()
         self._hooks.remove()
-        for module, name, parameter in sites:
-            module._parameters[name] = parameter
+        parameters = {key: give_back(handle, value) for key, (handle, value) in values.items()}
+        for module, name, key in sites:
+            module._parameters[name] = parameters[key]
         self.close()
 
     def close(self) -> None:
         """End it: transfers in flight are waited for, memory and disk are given back. Safe to call twice."""
-        self.failure.record(OffloadError(_CLOSED))
         try:
-            self._hooks.reset()
+            self.checkpoints.finish()
         finally:
-            self._hooks.remove()
-            self._closers.close()
+            self.failure.record(OffloadError(_CLOSED))
+            try:
+                self._hooks.reset()
+            finally:
+                self._hooks.remove()
+                self._closers.close()
 
     # What the hooks tell.
 
     def begin_use(self, unit: UnitSpec) -> None:
         """Compute needs the unit: wait for its weights and put them under its parameters."""
         self.failure.check()
+        if self.checkpoints.is_due:
+            self.checkpoints.pass_boundary()
         try:
             if self._early_of and graph_task() != -1:  # more gradients of the unit will come
                 self._updates.early.invalidate(unit)
@@ -238,6 +251,8 @@ class Session:
             self.failure.raise_first(error)
         if not self._is_in_backward:
             self._has_other_gradients = True
+            if self._outside.zeroing is Zeroing.DUE:
+                self._outside.zeroing = Zeroing.MISSED
         elif early.is_expecting:
             early.gradient_arrived(unit)
 
@@ -279,21 +294,32 @@ class Session:
             raise ConfigError("an optimizer without a kernel keeps the parameter groups that it was made with")
 
     def take_step(self, loss_scale: float | None = None) -> None:
-        """Freeze the step, and start its update."""
+        """Freeze the step, and start its update. An interrupt comes before, or when all of it is on its way."""
         with self.failure:
-            self._take_step(loss_scale)
+            self._prepare_step(loss_scale)
+            with held_back():
+                self._take_step(loss_scale)
 
-    def _take_step(self, loss_scale: float | None) -> None:
+    def zeroing_is_done(self) -> None:
+        """Nobody expects the gradients that the last step has used up to be there still."""
+        self._outside.zeroing = Zeroing.DONE
+
+    def _prepare_step(self, loss_scale: float | None) -> None:
         if self.loss_scale is not None and loss_scale is None and self._has_other_gradients:
             raise ConfigError(
                 'precision="fp16": small gradients of a loss that is not scaled come out as 0. Call '
                 "engine.backward(loss), which scales it, or use torch.amp.GradScaler."
             )
+        self.checkpoints.pass_boundary()
+        self.checkpoints.wait()
         self._hooks.reset()
         self._tiers.compute.reset()
         self._verdict.check(self._optimizer.param_groups)
         self._warn_of_lost_parameters()
+        self._warn_of_used_gradients()
         self._tiers.intake.settle()
+
+    def _take_step(self, loss_scale: float | None) -> None:
         if loss_scale is not None and loss_scale != 1:
             self._verdict.scale(1 / loss_scale)
         norm, before_clipping = self._verdict.norm(), self._verdict.norm_before_clipping()
@@ -317,11 +343,23 @@ class Session:
             if not isinstance(error, FATAL):  # some units wait for updates that nobody will make
                 self.failure.record(OffloadError(_HALF_A_STEP))
             raise
+        if step:
+            self._outside.zeroing = Zeroing.DUE
         if not step and not self._has_warned_of_empty_step:
             self._has_warned_of_empty_step = True
             warn(
-                "optimizer.step(): no parameter has a gradient, and nothing changes. A step uses gradients up, as if "
-                "zero_grad() came after it; the next backward brings new ones."
+                "engine.optimizer.step(): no parameter has a gradient, and nothing changes. A step uses gradients up, "
+                "as if zero_grad() came after it; the next backward brings new ones."
+            )
+
+    def _warn_of_used_gradients(self) -> None:
+        """Say once that the gradients of this step would have been added to those of the last one in PyTorch."""
+        if self._outside.zeroing is Zeroing.MISSED and not self._has_warned_of_used_gradients:
+            self._has_warned_of_used_gradients = True
+            warn(
+                "engine.optimizer.step(): there was no zero_grad() since the last step, and nothing was added to its "
+                "gradients: a step uses them up, as if zero_grad() came after it. To add up several backwards, step "
+                "after the last of them. Else call zero_grad() before the backward, as for any optimizer."
             )
 
     def _begin_updates(self, step: Sequence[UnitUpdate], grad_norm: float) -> None:
@@ -335,6 +373,7 @@ class Session:
         for update in step:
             tiers.intake.forget(update.unit)
         self.global_step += 1
+        self.checkpoints.step_taken()
         self.last_report = self._reporter.report(self.plan.memory, self.global_step, grad_norm, self._step_scale)
         updates.updater.start(remaining)
         self._grow_into_device()
@@ -342,6 +381,7 @@ class Session:
 
     def drop_gradients(self) -> None:
         """Forget the gradients that were gathered for the coming step."""
+        self.zeroing_is_done()
         with self.failure:
             self._tiers.intake.settle()
             self._updates.early.drop_all()
@@ -414,9 +454,93 @@ class Session:
                 "change the model before the engine is made."
             )
 
+    def weights(self) -> ModelWeights:
+        """All weights, to be read unit by unit, once the update is done."""
+        self.wait_for_updates()
+        return ModelWeights(self._units, self._tiers.homes, self._outside, self._specs)
+
+    # What checkpoints ask.
+
+    def run_state(self) -> dict[str, Any]:
+        """All that a continuation needs beside weights and states, and what belongs to the user's objects."""
+        state: dict[str, Any] = {
+            "step": self.global_step,
+            "num_backwards": self.num_backwards,
+            "has_other_gradients": self._has_other_gradients,
+            "loss_scale": None if self.loss_scale is None else (self.loss_scale.value, self.loss_scale.num_good_steps),
+            "gradient_dtype": self.config.gradient_dtype,
+            "buffers": dict(self._persistent_buffers()),
+            "groups": [],
+            "states": {},
+            "gradients": {},
+        }
+        if self.optimizer is None:
+            return state
+        rule = self._outside.rule
+        if rule is not None and not rule.repeatable:
+            self.wait_for_updates()  # which change what it keeps beside its tiles
+        for group in self.optimizer.param_groups:
+            names = [spec.name for parameter in group["params"] for spec in self._specs[parameter]]
+            state["groups"].append({"options": options_of(group), "parameters": names})
+        for spec, step in self._verdict.num_steps.items():
+            state["states"][spec.name] = {"steps": step, **(rule.loose_states(spec, step) if rule is not None else {})}
+        for unit in self._units:
+            for spec, known in self._tiers.gradients.of(unit).items():
+                state["gradients"][spec.name] = (known.sum_squares, known.scale, known.first_asked)
+        return state
+
+    def set_run_state(
+        self, state: dict[str, Any], take_gradients: Callable[[dict[str, Sequence[float]]], None]
+    ) -> None:
+        """Take over what ``run_state`` gave. Raises ``ConfigError`` for other parameter groups."""
+        self.global_step = state["step"]
+        self.last_report = None
+        if state["loss_scale"] is not None and self.loss_scale is not None:
+            self.loss_scale.value, self.loss_scale.num_good_steps = state["loss_scale"]
+        with torch.no_grad():
+            for name, buffer in self._persistent_buffers():
+                if name in state["buffers"]:
+                    buffer.copy_(state["buffers"][name])
+        if self.optimizer is None or not state["groups"]:
+            return
+        self._set_groups(state["groups"])
+        rule, saved = self._outside.rule, state["states"]
+        num_steps = {}
+        for unit in self._units:
+            for spec in unit.trainable:
+                of_spec = dict(saved.get(spec.name, {}))
+                steps = of_spec.pop("steps", 0)
+                if rule is not None:
+                    rule.set_loose_states(spec, of_spec)
+                if steps:
+                    num_steps[spec] = steps
+        self._verdict.num_steps = num_steps
+        self.drop_gradients()
+        take_gradients(state["gradients"])
+        self.num_backwards, self._has_other_gradients = state["num_backwards"], state["has_other_gradients"]
+
+    def _persistent_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those that a state dict has, by their names there."""
+        model = self._model()
+        for prefix, module in model.named_modules() if model is not None else ():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    yield f"{prefix}.{name}" if prefix else name, buffer
+
+    def _set_groups(self, saved: Sequence[dict[str, Any]]) -> None:
+        groups = self._optimizer.param_groups
+        names = [[spec.name for p in group["params"] for spec in self._specs[p]] for group in groups]
+        for index, (own, there) in enumerate(zip_longest(names, (group["parameters"] for group in saved))):
+            if own != there:
+                raise ConfigError(
+                    f"parameter group {index} has other parameters in the checkpoint than in engine.optimizer"
+                )
+        for group, there in zip(groups, saved, strict=True):
+            group.update(there["options"])
+
     # How it is made.
 
-    def _build(self, model: nn.Module, choice: OptimizerChoice | None, closers: Closers) -> None:
+    def _build(self, model: nn.Module, choice: OptimizerChoice | None, birth: Birth, closers: Closers) -> None:
         config, plan, device, units = self.config, self.plan, self._device, self._units
         belongings = Belongings(units)
         rule = choice.rule if choice is not None else None
@@ -452,13 +576,11 @@ class Session:
         self._backings = handles.backings
         self._specs = handles.specs_by_parameter()
         buffers = [slot.address for slot in tiers.slots], [lease.address for lease in tiers.tile_buffers]
-        parameters = [spec.parameter for unit in units for spec in unit.parameters]
-        self._replaced = {id(parameter): weakref.ref(parameter) for parameter in parameters if parameter.requires_grad}
-        for parameter in parameters:
-            if parameter.requires_grad and parameter.is_leaf:
-                parameter.register_post_accumulate_grad_hook(_refuse_old_graph)
-        loader = Loader(tiers.homes, rule, plan.formats, config.dtype, *buffers)
-        loader.load(model, units, handles.at_sites, handles.of_model)
+        replaced = (spec.parameter for unit in units for spec in unit.parameters)
+        self._replaced = {id(parameter): weakref.ref(parameter) for parameter in replaced if parameter.requires_grad}
+        loader = Loader(tiers.homes, rule, plan.formats, config.dtype, birth.value, *buffers)
+        loader.load(birth.shown(units), handles.at_sites, handles.of_model)
+        birth.fill_rest()
         convert_statistics(model, config.dtype)
         if device is not None:
             closers.callback(move_to_device(model, self.torch_device))
@@ -486,8 +608,17 @@ class Session:
                 self.set_optimizer_states({handles.of_model[spec]: states for spec, states in had_states.items()})
         self.bandwidths = store_bandwidths(tiers)
         link = None if tiers.on_device is None else tiers.on_device.link
+        self.checkpoints = Checkpoints(self, config, units, tiers, outside, self.torch_device, self.failure)
+        if self.checkpoints.committer is not None:
+            outside.before_change = self.checkpoints.committer.changing
+            closers.callback(self.checkpoints.committer.stop)
         self._reporter = Reporter(
-            self.meter, tiers.store, self._copied_bytes, tiers.compute.busy_seconds, self.bandwidths, link
+            self.meter,
+            tiers.store,
+            self._copied_bytes,
+            tiers.compute.busy_seconds,
+            self.bandwidths,
+            link,
         )
 
     @property
@@ -532,7 +663,7 @@ class Session:
         on_device, plan = self._tiers.on_device, self.plan
         if on_device is None or plan.device is None:
             return
-        if self.global_step > 1 or self.config.device_memory != "auto":
+        if self.global_step > 1 or self.config.device_memory != "auto" or self.config.durable:
             return
         free_bytes = on_device.device.memory_bytes() - on_device.device.peak_bytes()
         grown = plan.grown(free_bytes)
@@ -553,13 +684,6 @@ class Session:
 def with_measured_memory(report: Report, memory: tuple[int, int]) -> Report:
     """The report with what the engine takes of host and device memory."""
     return replace(report, host_memory_bytes=memory[0], device_memory_bytes=memory[1])
-
-
-def _refuse_old_graph(parameter: torch.Tensor) -> None:
-    raise ConfigError(
-        "this backward goes through a graph that was made before the engine was: the gradients would not reach the "
-        "model. Run the forward again."
-    )
 
 
 def _unchanged(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -65,11 +65,11 @@ def parse_bytes(option: str, value: object) -> Bytes:
     return number
 
 
-def as_count(option: str, value: object) -> int:
-    """An integer of Python or numpy, at least 1."""
+def as_count(option: str, value: object, least: int = 1) -> int:
+    """An integer of Python or numpy, at least ``least``."""
     number = _whole(value)
-    if number is None or number < 1:
-        refuse(option, "a whole number >= 1", value)
+    if number is None or number < least:
+        refuse(option, f"a whole number >= {least}", value)
     return number
 
 
@@ -123,14 +123,22 @@ def one_of(allowed: Sequence[str]) -> str:
     return f"one of {', '.join(map(repr, allowed))}"
 
 
-def as_paths(option: str, value: object) -> tuple[Path, ...]:
+def as_path(option: str, value: object) -> Path:
+    """One path, as a text or path. Whether it is there is not asked here."""
+    expected = "a path"
+    if not isinstance(value, (str, os.PathLike)):
+        refuse(option, expected, value)
+    return as_paths(option, value, expected)[0]
+
+
+def as_paths(option: str, value: object, expected: str = "a directory, or a list of some") -> tuple[Path, ...]:
     """One directory or several, as texts or paths. Whether they are there is not asked here."""
     several = isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
     paths = []
     for item in value if several else [value]:  # type: ignore[attr-defined]
         text = os.fspath(item) if isinstance(item, (str, os.PathLike)) else None
         if not isinstance(text, str) or not text.strip() or "\0" in text:
-            refuse(option, "a directory, or a list of some", value)
+            refuse(option, expected, value)
         try:
             paths.append(Path(text).expanduser())
         except RuntimeError:

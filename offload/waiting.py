@@ -44,6 +44,11 @@ class Failure:
                 self._error = error
             return self._error
 
+    @property
+    def is_known(self) -> bool:
+        """There was an error."""
+        return self._error is not None
+
     def check(self) -> None:
         """Raise the first error, if there was one."""
         if self._error is not None:

@@ -1,9 +1,9 @@
 """The checkpoints of one engine: when a step is committed, and what saving and loading do in which order.
 
-[Note: The boundary of a step] What follows ``step()`` in the user's loop belongs to the step, a scheduler's ``step()`` for
-one. So a commit takes the states of registered objects at the first call into the engine afterwards: the next forward,
-a save, the end. By then a program has drawn the next batch. So what batches come from is taken when ``step()`` returns:
-random generators, and registered objects that are iterated over.
+[Note: The boundary of a step] What follows ``step()`` in the user's loop belongs to the step, a scheduler's ``step()``
+for one. So a commit takes the states of registered objects at the first call into the engine afterwards: the next
+forward, a save, the end. By then a program has drawn the next batch. So what batches come from is taken when ``step()``
+returns: random generators, and registered objects that are iterated over.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from offload.checkpoint.folder import CheckpointDirectory
 from offload.checkpoint.load import Loading, Source
 from offload.checkpoint.random_states import get_random_states, set_random_states
 from offload.checkpoint.save import LinkedCheckpoints, copy_checkpoint, copy_layout
+from offload.checkpoint.signals import Signals
 from offload.config import OffloadConfig
 from offload.errors import ConfigError, warn
 from offload.model.backing import Outside
@@ -72,10 +73,13 @@ class Checkpoints:
         self._device = device
         self._failure = failure
         self._objects: list[Any] = []
+        self.is_due = False
+        """A step waits for its boundary, to be committed."""
         self._feed: dict[str, Any] | None = None
-        """What batches come from, as it was when a step returned that is to be committed. None: there is none."""
+        """What batches come from, as it was when the last step returned. Known with ``durable`` only."""
         self.committer: Committer | None = None
         self._linked: LinkedCheckpoints | None = None
+        self._signals = Signals()
         self._committed_step = 0
         if tiers.opened is not None and tiers.records:
             self.committer = Committer(
@@ -91,10 +95,12 @@ class Checkpoints:
             )
             self._linked = LinkedCheckpoints(self.committer)
         _open.add(self)
+        if config.durable:
+            self._signals.watch()
         if config.durable and (committed := self._committed()) is not None:
             warn(
-                f"nvme_path holds step {committed.run['step']} of an earlier run: engine.load_checkpoint() goes on from "
-                "it, and without that the first commit replaces it"
+                f"nvme_path holds step {committed.run['step']} of an earlier run: engine.load_checkpoint() goes on "
+                "from it, and without that the first commit replaces it"
             )
 
     def register(self, objects: Iterable[Any]) -> None:
@@ -111,20 +117,25 @@ class Checkpoints:
 
     def step_taken(self) -> None:
         """A step was taken; its update runs."""
-        if self._config.durable and self._run.global_step % self._config.durable == 0:
+        if self._config.durable:
             self._feed = self._present_feed()
-
-    @property
-    def is_due(self) -> bool:
-        """A step waits for its boundary."""
-        return self._feed is not None
+            self.is_due = self._run.global_step % self._config.durable == 0
 
     def pass_boundary(self) -> None:
         """The first call into the engine after a step: commit it, if that is due."""
-        feed, self._feed = self._feed, None
-        if feed is not None and self.committer is not None:
-            self._committed_step = self._run.global_step
-            self.committer.begin_commit(self._describe(feed, None, self._tiers.records).encode())
+        if self._config.durable:
+            self._signals.watch()
+        if self.is_due and self.committer is not None:
+            self.committer.begin_commit(self._describe_step())
+        self.is_due = False
+
+    def _describe_step(self) -> bytes:
+        """What the last step has left, without what came after it."""
+        self._committed_step = self._run.global_step
+        feed = self._feed or self._present_feed()
+        description = self._describe(feed, None, self._tiers.records)
+        description.run.update(gradients={}, num_backwards=0, has_other_gradients=False)
+        return description.encode()
 
     def wait(self) -> None:
         """Return when no commit is under way."""
@@ -141,13 +152,13 @@ class Checkpoints:
                 return
             committer.wait()
             if self._config.durable and self._run.global_step > self._committed_step:
-                feed = self._feed or self._present_feed()
-                committer.commit(self._describe(feed, None, self._tiers.records).encode())
+                committer.commit(self._describe_step(), with_gradients=False)
             if self._config.durable or (self._linked is not None and self._linked.any):
                 self._tiers.host.drain()
                 committer.store.give_back()
         finally:
             committer.stop()
+            self._signals.restore()
 
     # Saving.
 
@@ -189,7 +200,7 @@ class Checkpoints:
 
     def load(self, path: str | os.PathLike[str] | None, tag: str | None) -> Any:
         """See ``OffloadEngine.load_checkpoint``."""
-        self._feed = None
+        self.is_due, self._feed = False, None
         self.wait()
         if path is not None:
             directory = CheckpointDirectory(path)
@@ -250,16 +261,7 @@ class Checkpoints:
             self._run.set_run_state(description.run, loading.take_gradients)
         except OffloadError as error:
             raise self._failure.record(error) from None
-        saved = description.run["objects"]
-        if len(saved) != len(self._objects):
-            raise self._failure.record(
-                ConfigError(
-                    f"the checkpoint has the states of {len(saved)} registered objects, and {len(self._objects)} are "
-                    "registered: call register_for_checkpointing before load_checkpoint, with the same objects in the "
-                    "same order"
-                )
-            )
-        for item, state in zip(self._objects, saved, strict=True):
+        for item, state in zip(self._objects, description.run["objects"], strict=True):
             item.load_state_dict(state)
         set_random_states(description.run["random"], self._device)
         return description.run["client_state"]
@@ -272,8 +274,8 @@ class Checkpoints:
         if len(description.run["objects"]) != len(self._objects):
             raise ConfigError(
                 f"{where} has the states of {len(description.run['objects'])} registered objects, and "
-                f"{len(self._objects)} are registered: call register_for_checkpointing before load_checkpoint, with the "
-                "same objects in the same order. Nothing has changed"
+                f"{len(self._objects)} are registered: call register_for_checkpointing before load_checkpoint, with "
+                "the same objects in the same order. Nothing has changed"
             )
 
     def _loading(self, source: Source, description: Description) -> Loading:

@@ -71,11 +71,12 @@ class Committer:
                 wanted[extents.gradients.index] = kept
         self.store.reserve(wanted)
 
-    def commit(self, metadata: bytes) -> int:
-        """Commit the state as it is once the last step's update is over, with the gradients that were accumulated; the
-        number of the generation."""
+    def commit(self, metadata: bytes, *, with_gradients: bool) -> int:
+        """Commit the state as it is once the last step's update is over, and the gradients that were accumulated since;
+        the number of the generation."""
         self.wait()
-        return self._commit(metadata, [unit for unit in self._units if self._gradients.of(unit)])
+        units = self._units if with_gradients else ()
+        return self._commit(metadata, [unit for unit in units if self._gradients.of(unit)])
 
     def begin_commit(self, metadata: bytes) -> None:
         """Commit what a step leaves, behind the training. An error is the engine's failure."""

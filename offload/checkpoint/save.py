@@ -54,7 +54,7 @@ class LinkedCheckpoints:
         """
         store = self._committer.store
         self._committer.reserve()
-        generation = self._committer.commit(metadata)
+        generation = self._committer.commit(metadata, with_gradients=True)
         store.retain()
         folder = directory.path / directory.unfinished()
         folder.mkdir(mode=0o700)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from enum import Enum, auto
 
 import torch
 from torch import nn
@@ -21,6 +22,19 @@ from offload.tiers.host_weights import HostWeights
 from offload.units import ParameterSpec, UnitSpec, WeightInPieces
 from offload.waiting import Failure
 from swapper import OffloadError
+
+
+class Zeroing(Enum):
+    """What is known of ``zero_grad()`` since a step has used the gradients up.
+
+    - ``DONE``: somebody has dropped them, or has seen that there are none. The same where nobody expects any.
+    - ``DUE``: not so far.
+    - ``MISSED``: not before the next backward, which would have added to them in PyTorch. May be dropped still.
+    """
+
+    DONE = auto()
+    DUE = auto()
+    MISSED = auto()
 
 
 class Outside:
@@ -49,10 +63,13 @@ class Outside:
         self.dtype = dtype
         self.device = device
         self.settle = settle
+        self.zeroing = Zeroing.DONE
         self._homes = homes
         self._host = host
         self._compute = compute
         self._invalidate = invalidate
+        self.before_change: Callable[[UnitSpec], None] = _nothing
+        """Called before weights, masters or states of a unit change; a commit under way still reads them."""
 
     def changing(self, units: Sequence[UnitSpec]) -> None:
         """Weights, gradients or states of these units are about to change: early updates of them are void, and nothing
@@ -61,6 +78,7 @@ class Outside:
         for unit in units:
             self.dropping(unit)
             self._host.wait_for_update(unit)
+            self.before_change(unit)
 
     def dropping(self, unit: UnitSpec) -> None:
         """Gradients of the unit are about to be forgotten. An update of the last step may go on reading them."""
@@ -76,10 +94,22 @@ class Outside:
     @contextlib.contextmanager
     def weights_to_change(self, unit: UnitSpec, spec: ParameterSpec) -> Iterator[int]:
         """The same, to be changed."""
+        with self.all_weights_to_change(unit) as address:
+            yield address + spec.offset * self.formats.weights
+
+    @contextlib.contextmanager
+    def all_weights(self, unit: UnitSpec) -> Iterator[int]:
+        """The address of the unit's weights, as ``weights``."""
+        with self._borrow(unit, change=False) as address:
+            yield address
+
+    @contextlib.contextmanager
+    def all_weights_to_change(self, unit: UnitSpec) -> Iterator[int]:
+        """The same, to be changed."""
         self.changing([unit])
         self._compute.outdate([unit])
         with self._borrow(unit, change=True) as address:
-            yield address + spec.offset * self.formats.weights
+            yield address
 
     def write_master(self, unit: UnitSpec, spec: ParameterSpec, weights: int) -> None:
         """Make the master what the parameter's weights, at this address, are."""
@@ -102,6 +132,10 @@ class Outside:
         if home.tensor is not None:
             return home.borrow(change=change)
         return self._host.borrow(unit, change=change)
+
+
+def _nothing(unit: UnitSpec) -> None:
+    return None
 
 
 class ParameterBacking:
@@ -143,6 +177,7 @@ class ParameterBacking:
         outside, unit, spec = self._outside, self._unit, self._spec
         if isinstance(value, GradientHandle) and value.is_of(spec):
             return
+        outside.zeroing = Zeroing.DONE
         with outside.failure:
             if value is None:
                 outside.dropping(unit)
@@ -154,8 +189,11 @@ class ParameterBacking:
     def gradient_backing(self) -> PlainGradientBacking | None:
         """What a handle on the gradient needs, if there is a gradient."""
         self._outside.settle()
-        there = self._spec in self._outside.gradients.of(self._unit)
-        return PlainGradientBacking(self._unit, self._spec, self._outside) if there else None
+        if self._spec in self._outside.gradients.of(self._unit):
+            return PlainGradientBacking(self._unit, self._spec, self._outside)
+        if self._outside.zeroing is Zeroing.DUE:
+            self._outside.zeroing = Zeroing.DONE
+        return None
 
     def gradient_handle(self, backing: GradientBacking, shape: torch.Size) -> GradientHandle:
         """A handle on a gradient of this parameter, or of the whole that it is a piece of."""
@@ -221,6 +259,7 @@ class PlainGradientBacking:
             return self._outside.gradients.read(self._unit, self.spec).to(self._outside.dtype)
 
     def write(self, value: torch.Tensor) -> None:
+        self._outside.zeroing = Zeroing.DONE  # zeros, it may be
         with self._outside.failure:
             self._outside.changing([self._unit])
             self._outside.gradients.write(self._unit, self.spec, value)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+import copy
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +15,7 @@ from offload.dtypes import kernel_dtype
 from offload.errors import ConfigError
 from offload.memory import tensor_at
 from offload.optim.formats import Formats
-from offload.optim.rule import Group
+from offload.optim.rule import Group, TilePart
 from offload.units import GRAIN, ParameterSpec, Tile, UnitSpec
 
 _SCALE_BYTES = 4
@@ -137,6 +138,7 @@ class KernelRule:
     ) -> None:
         """``dtypes`` are those of weights and gradients; ``moments`` is ``moments_dtype``."""
         self._kernel = kernel
+        self._moments = moments
         longest = max((kernel.states(group) for group in groups), key=len, default=())
         self._names = longest
         self._formats = formats
@@ -152,6 +154,26 @@ class KernelRule:
         starts = range(0, unit.trainable_numel, step)
         stops = [min(start + step, unit.trainable_numel) for start in starts]
         return tuple(Tile(start, stop, self._nbytes(stop - start)) for start, stop in zip(starts, stops, strict=True))
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        name = next(name for name, kernel in KERNELS.items() if kernel is self._kernel)
+        return {"optimizer": name, "states": list(self._names), "moments": self._moments}
+
+    def saved_as(self, moments: str) -> KernelRule:
+        if moments == self._moments:
+            return self
+        if moments not in _DTYPES or "int8" in (moments, self._moments):
+            raise ConfigError(f"moments_dtype {moments!r} of the checkpoint cannot become {self._moments!r}")
+        rule = copy.copy(self)
+        rule._moments, rule._dtype, rule._torch_dtype = moments, _DTYPES[moments], _TORCH_DTYPES[moments]
+        return rule
+
+    def tile_between(self, unit: UnitSpec, start: int, stop: int) -> Tile:
+        return Tile(start, stop, self._nbytes(stop - start))
+
+    def parts(self, tile: Tile) -> Sequence[TilePart]:
+        return ()
 
     def begin(self, tile: Tile, address: int) -> None:
         tensor_at(address, tile.nbytes, torch.uint8).zero_()

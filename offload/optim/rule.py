@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +13,18 @@ from offload.units import ParameterSpec, Tile, UnitSpec
 
 Group = dict[str, Any]
 """A parameter group of ``torch.optim``: its options by name, and ``params``."""
+
+
+@dataclass(frozen=True)
+class TilePart:
+    """A part of a tile, one state of one parameter or (``state`` "") its master: the byte where it begins, and what it
+    is."""
+
+    parameter: str
+    state: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 def options_of(group: Group) -> Group:
@@ -26,6 +39,19 @@ class Rule(Protocol):
     """``apply`` leaves nothing behind but what it writes to the addresses, so that it can be taken back."""
     uniform: bool
     """What ``freeze`` gives is the same for all parameters of a group with the same step and scale."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint of its states says of it: ``optimizer``, and ``moments``, the format of its states."""
+
+    def saved_as(self, moments: str) -> Rule:
+        """The rule whose states were saved in this format. Raises ``ConfigError`` if they cannot be taken over."""
+
+    def tile_between(self, unit: UnitSpec, start: int, stop: int) -> Tile:
+        """A tile of the unit's elements ``[start, stop)``, whatever ``tiles_of`` has cut."""
+
+    def parts(self, tile: Tile) -> Sequence[TilePart]:
+        """What a stranger needs to read a tile that ``identity`` does not explain; empty if it does."""
 
     @property
     def obstacle_on_devices(self) -> str | None:

@@ -19,7 +19,7 @@ from offload import kernels
 from offload.errors import ConfigError
 from offload.memory import tensor_at
 from offload.optim.formats import Formats
-from offload.optim.rule import Group, options_of
+from offload.optim.rule import Group, TilePart, options_of
 from offload.units import GRAIN, ParameterSpec, Tile, UnitSpec
 from swapper import OffloadError
 
@@ -107,6 +107,33 @@ class TorchRule:
         if unit.trainable_numel:
             close(unit.trainable_numel)
         return tuple(tiles)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        kind = type(self._optimizer)
+        return {"optimizer": f"{kind.__module__}.{kind.__qualname__}", "moments": "fp32"}
+
+    def saved_as(self, moments: str) -> TorchRule:
+        return self
+
+    def tile_between(self, unit: UnitSpec, start: int, stop: int) -> Tile:
+        records: dict[ParameterSpec, _Record] = {}
+        end = 0
+        for spec in unit.trainable:
+            if start <= spec.offset < stop:
+                records[spec], end = self._lay_out(spec, end)
+        tile = Tile(start, stop, end)
+        self._records[tile] = records
+        return tile
+
+    def parts(self, tile: Tile) -> Sequence[TilePart]:
+        found = []
+        for spec, record in self._records[tile].items():
+            if self._formats.master:
+                master = torch.float32 if self._formats.master == 4 else torch.uint16
+                found.append(TilePart(spec.name, "", record.master, tuple(spec.shape), master))
+            found += [TilePart(spec.name, s.name, s.offset, tuple(s.shape), s.dtype) for s in record.states]
+        return found
 
     def begin(self, tile: Tile, address: int) -> None:
         tensor_at(address, tile.nbytes, torch.uint8).zero_()

@@ -11,13 +11,13 @@ from offload.device.protocol import Device
 from offload.memory import tensor_at
 from offload.report.report import Bandwidths, LinkRates
 from offload.tiers.window import DeviceWindow
-from swapper import Extent, Store, Ticket
+from swapper import AnyStore, Extent, Ticket
 
 _SECONDS = 0.2
 """How long each of the three measurements takes."""
 
 
-def measure(store: Store, extents: Sequence[Extent], buffers: Sequence[int]) -> Bandwidths:
+def measure(store: AnyStore, extents: Sequence[Extent], buffers: Sequence[int]) -> Bandwidths:
     """Read, write, and do both at once, for a moment each. What is written is what was read: nothing changes.
 
     ``extents`` are of one kind, none larger than a buffer; ``buffers`` are addresses, two or more. Some extents are

@@ -12,12 +12,12 @@ model, compute can hold them all: then one place is added.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
+from offload.errors import warn
 from offload.report.meter import Meter
 from offload.tiers.home import Transfer
 from offload.tiers.order import UseOrder
@@ -248,10 +248,9 @@ class WeightCache(Generic[P]):
     def _add_place(self, entry: Entry[P]) -> P:
         place = self._carrier.add_place(entry.unit)
         users = ", ".join(other.unit.name for other in self._present)
-        warnings.warn(
+        warn(
             f"unit {entry.unit.name} is called from inside of units that it is no part of ({users}): the engine took "
-            "memory for one more unit than was planned",
-            stacklevel=2,
+            "memory for one more unit than was planned"
         )
         return place
 

@@ -269,6 +269,24 @@ class GradientStore:
         self._add(unit, spec, value.to("cpu", torch.float32), 1.0)
         self._close_outside(of)
 
+    def copy_to(self, unit: UnitSpec, address: int, dtype: torch.dtype) -> None:
+        """Copy the elements of the unit's gradients, as they rest, to host memory at ``address``."""
+        of = self._of[unit.index]
+        for spec in of.known:
+            target = tensor_at(address + spec.offset * dtype.itemsize, spec.numel, dtype)
+            target.copy_(of.gradients.read(spec).view(-1))
+        self._close_outside(of)
+
+    def restore(self, unit: UnitSpec, known: dict[ParameterSpec, Gradient], address: int, dtype: torch.dtype) -> None:
+        """Take over gradients that ``copy_to`` gave, and what was known of them."""
+        of = self._of[unit.index]
+        of.known = {}
+        for spec, gradient in known.items():
+            rest = tensor_at(address + spec.offset * dtype.itemsize, spec.numel, dtype).view(spec.shape)
+            of.gradients.put(spec, rest)
+            of.known[spec] = gradient
+        self._close_outside(of)
+
     def discard(self, unit: UnitSpec, spec: ParameterSpec) -> None:
         """The parameter has no gradient for the coming step."""
         self._of[unit.index].known.pop(spec, None)

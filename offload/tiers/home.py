@@ -21,7 +21,7 @@ from offload.device.protocol import Device
 from offload.memory import tensor_at
 from offload.report.trace import Trace
 from offload.units import Tile
-from swapper import Extent, Lease, Store, Ticket
+from swapper import AnyStore, Extent, Lease, Ticket
 
 
 class Transfer(Protocol):
@@ -66,6 +66,11 @@ class Home:
         the home when the block is over. Nothing else may use the record meanwhile."""
         raise NotImplementedError
 
+    def replace(self) -> contextlib.AbstractContextManager[int]:
+        """The address of memory, with any bytes, that is to become the whole record: it is in the home when the block
+        is over. Nothing else may use the record meanwhile."""
+        raise NotImplementedError
+
     def bring(self, address: int) -> None:
         """Fill a record that has moved here from host memory at ``address``. Returns when that is done."""
         raise NotImplementedError
@@ -82,6 +87,10 @@ class HostHome(Home):
     def borrow(self, *, change: bool) -> Iterator[int]:
         yield self.address
 
+    @contextlib.contextmanager
+    def replace(self) -> Iterator[int]:
+        yield self.address
+
 
 class StoredHome(Home):
     """On NVMe: ``trained`` bytes, which an update writes, then ``frozen`` ones. Trained weights and states have two
@@ -90,7 +99,7 @@ class StoredHome(Home):
     An update writes trained bytes only. Transfers of one record never overlap, except for a read with a write beside.
     """
 
-    def __init__(self, name: str, store: Store, trained: Extent | None, frozen: Extent | None, trace: Trace) -> None:
+    def __init__(self, name: str, store: AnyStore, trained: Extent | None, frozen: Extent | None, trace: Trace) -> None:
         parts = [extent for extent in (trained, frozen) if extent is not None]
         super().__init__(sum(extent.nbytes for extent in parts))
         self.name = name
@@ -150,14 +159,25 @@ class StoredHome(Home):
 
     @contextlib.contextmanager
     def borrow(self, *, change: bool) -> Iterator[int]:
+        with self._memory() as address:
+            self.read(address, urgent=True).wait()
+            yield address
+            if change:
+                self.fill(address).wait()
+
+    @contextlib.contextmanager
+    def replace(self) -> Iterator[int]:
+        with self._memory() as address:
+            yield address
+            self.fill(address).wait()
+
+    @contextlib.contextmanager
+    def _memory(self) -> Iterator[int]:
         if self._last_write is not None:
             self._last_write.wait()
         memory = aio_ext.Memory(self.nbytes)
         try:
-            self.read(memory.address, urgent=True).wait()
             yield memory.address
-            if change:
-                self.fill(memory.address).wait()
         finally:
             memory.close()
 
@@ -196,6 +216,12 @@ class DeviceHome(Home):
         yield host.data_ptr()
         if change:
             self._bring(part, host)
+
+    @contextlib.contextmanager
+    def replace(self) -> Iterator[int]:
+        host = torch.empty_like(self.tensor, device="cpu")
+        yield host.data_ptr()
+        self._bring(self.tensor, host)
 
     def bring(self, address: int) -> None:
         self._bring(self.tensor, tensor_at(address, self.tensor.numel(), self.tensor.dtype))

@@ -190,6 +190,19 @@ class HostWeights(WeightCache[Slot]):
             for unit in units:
                 self._entries[unit.index].updating = True
 
+    def forget_copies(self) -> None:
+        """What the store holds has changed: nothing that lies in a slot is good any more. No update is under way."""
+        for entry in self._entries:
+            with self._changed:
+                while entry.place is not None:
+                    self._changed.wait_until(lambda: entry.pins == 0, lambda: f"the use of unit {entry.unit.name}")  # noqa: B023
+                    if entry.is_settled():
+                        self._evict(entry)
+                        break
+                    for transfer in (entry.fetch, entry.write):
+                        if transfer is not None:
+                            self._changed.wait_for_transfer(transfer.wait)
+
     def leave(self, unit: UnitSpec) -> None:
         """The unit is resident in a higher tier from now on: nothing fetches it any more. Its update is over."""
         entry = self._entries[unit.index]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -12,7 +11,6 @@ import torch
 from torch import nn
 
 import aio_ext
-from aio_ext.profile import IoProfile, load_profile
 from offload.closing import Closers
 from offload.config import OffloadConfig
 from offload.device.protocol import Device
@@ -30,11 +28,12 @@ from offload.tiers.home import Home, HostHome, StoredHome, TileHomes, UnitHomes
 from offload.tiers.host_weights import HostWeights, Slot
 from offload.tiers.spill import BufferPool, GradientBuffer, SpilledGradients
 from offload.tiers.squares import Squares
+from offload.tiers.store import EngineStore, RecordExtents, extents_of_records, open_engine_store
 from offload.tiers.transport import GradientTransport
 from offload.tiers.window import POISON, DeviceWindow, HostWindow, Window, window_class
 from offload.units import UnitSpec
 from offload.waiting import Failure
-from swapper import PAGE_BYTES, Arena, Lease, Store, align
+from swapper import PAGE_BYTES, Arena, DurableStore, Lease, align
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,11 @@ class Tiers:
     """Everything that holds or moves bytes. ``homes`` change when units move to a device; the list stays."""
 
     arena: Arena
-    store: Store | None
+    store: DurableStore | None
+    opened: EngineStore | None
+    """How the store was opened."""
+    records: Sequence[RecordExtents]
+    """What of the store a commit puts each unit's records into; nothing if it cannot hold generations."""
     homes: list[UnitHomes]
     windows: Sequence[Window]
     parameters: Sequence[Sequence[nn.Parameter]]
@@ -66,7 +69,6 @@ class Tiers:
     """Takes gradients as compute makes them."""
     compute: Compute
     on_device: OnDevice | None
-    io_profile: IoProfile | None
 
 
 def make_tiers(
@@ -84,8 +86,8 @@ def make_tiers(
     ``squares_on_device``: kernels run on the device, so that it can add up squares of gradients.
     """
     units = [item.unit for item in plan.units]
-    profile = _profile(config)
-    store = _open_store(config, profile, plan)
+    opened = open_engine_store(config, plan)
+    store = opened.store if opened is not None else None
     landing_bytes = [plan.compute_bytes // NUM_LANDINGS] * NUM_LANDINGS if device is not None else []
     arena = Arena(plan.arena_bytes + sum(landing_bytes))
     closers.callback(arena.close)
@@ -164,6 +166,8 @@ def make_tiers(
     return Tiers(
         arena=arena,
         store=store,
+        opened=opened,
+        records=extents_of_records(plan, homes, opened) if opened is not None and opened.holds_generations else (),
         homes=homes,
         windows=windows,
         parameters=parameters,
@@ -174,15 +178,14 @@ def make_tiers(
         intake=intake,
         compute=compute,
         on_device=on_device,
-        io_profile=profile,
     )
 
 
 def store_bandwidths(tiers: Tiers) -> Bandwidths | None:
     """The store's bandwidths: as ``aio_bench.py`` has measured them, or measured now, on what is most of its bytes."""
-    store, profile = tiers.store, tiers.io_profile
-    if store is None:
+    if tiers.opened is None:
         return None
+    store, profile = tiers.opened.store, tiers.opened.profile
     if profile is not None:
         return Bandwidths(profile.read_bytes_per_s, profile.write_bytes_per_s, profile.mixed_q)
     tiles = [tile.states.stored for homes in tiers.homes for tile in homes.tiles]
@@ -197,24 +200,10 @@ def store_bandwidths(tiers: Tiers) -> Bandwidths | None:
     return None
 
 
-def _extents_of(item: UnitPlan, plan: Plan) -> Iterator[tuple[int, int]]:
-    """Bytes and places of one unit's extents, in the order in which ``_make_homes`` takes them."""
-    unit, formats = item.unit, plan.formats
-    if item.weights is Tier.NVME:
-        for numel, places in ((unit.trainable_numel, plan.places), (unit.numel - unit.trainable_numel, 1)):
-            if numel:
-                yield numel * formats.weights, places
-    for tile, tier in item.tiles:
-        if tier is Tier.NVME:
-            yield tile.nbytes, plan.places
-        if item.grads is Tier.NVME:
-            yield tile.numel * formats.grads, 1
-
-
 def _make_homes(
     plan: Plan,
     arena: Arena,
-    store: Store | None,
+    store: DurableStore | None,
     device_homes: DeviceHomes | None,
     windows: Sequence[Window],
     trace: Trace,
@@ -304,32 +293,6 @@ def _unit_gradients(
 ) -> UnitGradients:
     resident = resident_gradients(unit, homes, dtype, squares)
     return SpilledGradients(unit, homes.tiles, pool, dtype, meter) if resident is None else resident
-
-
-def _profile(config: OffloadConfig) -> IoProfile | None:
-    """What ``aio_bench.py`` has measured on the paths, if it has, and with the backend that is asked for."""
-    with contextlib.suppress(OSError):  # the store refuses a path that is not there, and says so
-        profile = load_profile(*config.paths) if config.paths else None
-        if profile is not None and config.io_backend in ("auto", profile.backend):
-            return profile
-    return None
-
-
-def _open_store(config: OffloadConfig, profile: IoProfile | None, plan: Plan) -> Store | None:
-    extents = [extent for item in plan.units for extent in _extents_of(item, plan)]
-    if not extents:
-        return None
-    sizes, places = [nbytes for nbytes, _ in extents], [count for _, count in extents]
-    if profile is None:
-        return Store(config.paths, sizes, places=places, backend=config.io_backend)
-    return Store(
-        config.paths,
-        sizes,
-        places=places,
-        backend=profile.backend,
-        queue_depth=profile.queue_depth,
-        block_bytes=profile.block_bytes,
-    )
 
 
 def _measure_link(

@@ -1,0 +1,221 @@
+"""The engine's store: extents of the records on NVMe, and of those that commits write there.
+
+[Note: What a commit needs] A record that rests on NVMe is committed where it is. One that rests in memory has extents
+of its own that only commits write. They take no room on the disk before they are needed: with ``durable`` at the
+start, otherwise when a checkpoint is saved.
+
+[Note: Names] Without ``durable`` the store has no name, and is gone with its process. With it, it is ``run-N.store``
+under the first path, and the next engine goes on from it: in place if its plan has the same extents, else by copying
+(``offload.checkpoint``). The old store is removed when the new one has committed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from aio_ext.profile import IoProfile, load_profile
+from offload.config import OffloadConfig
+from offload.plan.plan import Plan, Tier, UnitPlan
+from offload.tiers.home import UnitHomes
+from swapper import DurableStore, Extent, StoreMissing, align, create_store, open_store, remove_store
+
+CHECKPOINTS_MAX = 8
+"""Checkpoints that one store can hold without copying; more of them are copied."""
+
+_RUN = re.compile(r"run-([0-9]{1,9})\.store")
+
+
+@dataclass(frozen=True)
+class RecordExtents:
+    """Where a commit finds or puts the records of one unit: its weights (what is trained, then what is frozen), its
+    tiles, and gradients that were accumulated for the next step."""
+
+    weights: tuple[Extent, ...]
+    tiles: tuple[Extent, ...]
+    gradients: Extent | None
+
+
+@dataclass
+class EngineStore:
+    """``previous``: the name of the durable store of an earlier run, whose plan had other extents. ``profile``: what
+    was measured on the paths."""
+
+    store: DurableStore
+    paths: Sequence[Path]
+    profile: IoProfile | None
+    holds_generations: bool
+    previous: str | None = None
+
+    def remove_previous(self) -> None:
+        """Remove the earlier run's store, if there is one: this one holds all that is needed."""
+        if self.previous is not None:
+            remove_store(self.paths, self.previous)
+            self.previous = None
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """One extent to be made: ``places`` as in ``create_store``, ``reserved`` of them at the start."""
+
+    nbytes: int
+    places: int
+    reserved: int
+
+
+class _Opener:
+    """Opens stores of one layout."""
+
+    def __init__(self, config: OffloadConfig, kinds: Sequence[_Kind], retained_max: int) -> None:
+        self.profile = _profile(config)
+        self.paths = config.paths
+        self._kinds = kinds
+        self._retained_max = retained_max
+        profile = self.profile
+        self._backend = config.io_backend if profile is None else profile.backend
+        self._queue_depth = 32 if profile is None else profile.queue_depth
+        self._block_bytes = 1 << 20 if profile is None else profile.block_bytes
+
+    def create(self, name: str | None) -> DurableStore:
+        return create_store(
+            self.paths,
+            name,
+            [kind.nbytes for kind in self._kinds],
+            places=[kind.places for kind in self._kinds],
+            retained_max=self._retained_max,
+            reserved=[kind.reserved for kind in self._kinds],
+            backend=self._backend,
+            queue_depth=self._queue_depth,
+            block_bytes=self._block_bytes,
+        )
+
+    def open(self, name: str) -> tuple[DurableStore, bool]:
+        """A store that is there, and whether it has the layout. If not, it is only to be read."""
+        store = open_store(
+            self.paths,
+            name,
+            reserved=(),
+            backend=self._backend,
+            queue_depth=self._queue_depth,
+            block_bytes=self._block_bytes,
+        )
+        counts = [1 + kind.places + self._retained_max if kind.places else 1 for kind in self._kinds]
+        fits = store.shape == [(align(kind.nbytes), count) for kind, count in zip(self._kinds, counts, strict=True)]
+        if fits:
+            store.reserve([kind.reserved for kind in self._kinds])
+        return store, fits
+
+
+def open_engine_store(config: OffloadConfig, plan: Plan) -> EngineStore | None:
+    """Open the store that the plan needs, if it needs one. Raises what ``create_store`` and ``open_store`` raise."""
+    durable = bool(config.durable)
+    resting = [kind for item in plan.units for kind in _resting(item, plan, durable=durable)]
+    if not config.paths or not (resting or durable):
+        return None
+    several = len(config.paths) > 1  # all space is taken at once there: none for checkpoints that may come
+    holds_generations = durable or (plan.places == 2 and not several)
+    if holds_generations:
+        resting += [kind for item in plan.units for kind in _committed(item, plan, durable=durable)]
+    else:
+        resting = [replace(kind, places=kind.reserved - 1) for kind in resting]
+    opener = _Opener(config, resting, CHECKPOINTS_MAX if holds_generations and not several else 0)
+    if not durable:
+        return EngineStore(opener.create(None), opener.paths, opener.profile, holds_generations)
+    return _open_durable(opener)
+
+
+def _open_durable(opener: _Opener) -> EngineStore:
+    """The store of the last run on the paths, if it has the same extents; else a new one beside it."""
+    names = run_names(opener.paths[0])
+    number = _number(names[0]) + 1 if names else 1
+    previous = own = None
+    for name in names:
+        try:
+            store, fits = opener.open(name)
+        except StoreMissing:  # its creation was never finished
+            continue
+        is_last = store.generation > 0 and own is None and previous is None
+        if is_last and fits:
+            own = store
+            continue
+        store.close()
+        if is_last:
+            previous = name
+        else:
+            remove_store(opener.paths, name)  # nothing was ever committed there, or a newer run has replaced it
+    if own is None:
+        own = opener.create(f"run-{number}")
+    return EngineStore(own, opener.paths, opener.profile, holds_generations=True, previous=previous)
+
+
+def run_names(path: Path) -> list[str]:
+    """The names of durable runs' stores on a path, newest first."""
+    with contextlib.suppress(OSError):
+        found = [match[0].removesuffix(".store") for entry in path.iterdir() if (match := _RUN.fullmatch(entry.name))]
+        return sorted(found, key=_number, reverse=True)
+    return []
+
+
+def _number(name: str) -> int:
+    return int(name.partition("-")[2])
+
+
+def extents_of_records(plan: Plan, homes: Sequence[UnitHomes], store: EngineStore) -> list[RecordExtents]:
+    """Of each unit, in order."""
+    resting = sum(1 for item in plan.units for _ in _resting(item, plan, durable=False))
+    more = iter(store.store.extents[resting:])
+    found = []
+    for item, of_unit in zip(plan.units, homes, strict=True):
+        unit = item.unit
+        weights = of_unit.weights.stored
+        parts = sum(1 for numel in (unit.trainable_numel, unit.numel - unit.trainable_numel) if numel)
+        own = tuple(weights.extents) if weights is not None else tuple(next(more) for _ in range(parts))
+        tiles = []
+        for tile in of_unit.tiles:
+            stored = tile.states.stored
+            tiles.append(next(stored.extents) if stored is not None else next(more))
+        gradients = next(more) if unit.trainable_numel and plan.formats.grads else None
+        found.append(RecordExtents(own, tuple(tiles), gradients))
+    return found
+
+
+def _resting(item: UnitPlan, plan: Plan, *, durable: bool) -> Iterator[_Kind]:
+    """The extents of the unit's records on NVMe, in the order in which their homes take them."""
+    unit, formats = item.unit, plan.formats
+    trained = _Kind(0, 2, 3 if durable else plan.places)
+    frozen = _Kind(0, 1, 1)
+    if item.weights is Tier.NVME:
+        for numel, kind in ((unit.trainable_numel, trained), (unit.numel - unit.trainable_numel, frozen)):
+            if numel:
+                yield _Kind(numel * formats.weights, kind.places, kind.reserved)
+    for tile, tier in item.tiles:
+        if tier is Tier.NVME:
+            yield _Kind(tile.nbytes, trained.places, trained.reserved)
+        if item.grads is Tier.NVME:
+            yield _Kind(tile.numel * formats.grads, 0, 1)
+
+
+def _committed(item: UnitPlan, plan: Plan, *, durable: bool) -> Iterator[_Kind]:
+    """The extents of the unit's records in memory, which only commits write."""
+    unit, formats = item.unit, plan.formats
+    if item.weights is not Tier.NVME:
+        for numel, places in ((unit.trainable_numel, 2), (unit.numel - unit.trainable_numel, 1)):
+            if numel:
+                yield _Kind(numel * formats.weights, 1, places if durable else 0)
+    for tile, tier in item.tiles:
+        if tier is not Tier.NVME:
+            yield _Kind(tile.nbytes, 1, 2 if durable else 0)
+    if unit.trainable_numel and formats.grads:
+        yield _Kind(unit.trainable_numel * formats.grads, 1, 0)
+
+
+def _profile(config: OffloadConfig) -> IoProfile | None:
+    """What ``aio_bench.py`` has measured on the paths, if it has, and with the backend that is asked for."""
+    with contextlib.suppress(OSError):  # the store refuses a path that is not there, and says so
+        profile = load_profile(*config.paths) if config.paths else None
+        if profile is not None and config.io_backend in ("auto", profile.backend):
+            return profile
+    return None

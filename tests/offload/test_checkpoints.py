@@ -1,0 +1,502 @@
+"""Checkpoints: what is saved comes back to the last bit at any budgets, and what cannot be is refused in words."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from offload import BudgetError, ConfigError, OffloadEngine
+from swapper import StorageCorrupt, StorageFull, StoreLocked, StoreMissing
+
+VOCAB = 200
+
+
+def make_model(seed: int = 0, *, tied: bool = False) -> nn.Module:
+    torch.manual_seed(seed)
+    layers = [nn.TransformerEncoderLayer(32, 2, 64, 0.1, batch_first=True) for _ in range(4)]
+    model = nn.Sequential(nn.Embedding(VOCAB, 32), *layers, nn.Linear(32, VOCAB, bias=False))
+    if tied:
+        model[-1].weight = model[0].weight
+    return model
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randint(0, VOCAB, (2, 8), generator=torch.Generator().manual_seed(step))
+
+
+def backward(engine: OffloadEngine, step: int) -> float:
+    tokens = batch(step)
+    loss = nn.functional.cross_entropy(engine(tokens).flatten(0, 1).float(), tokens.flatten())
+    engine.backward(loss)
+    return loss.item()
+
+
+def train(engine: OffloadEngine, last: int, each=lambda: None) -> list[float]:
+    losses = []
+    while engine.global_step < last:
+        losses.append(backward(engine, engine.global_step))
+        engine.step()
+        each()
+    return losses
+
+
+def bits(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().clone().view(-1).float() for parameter in model.parameters()])
+
+
+def least(path: Path, **options) -> int:
+    with pytest.raises(BudgetError) as refused:
+        OffloadEngine(make_model(), nvme_path=path, host_memory=1, **options)
+    return refused.value.needed_bytes
+
+
+PROGRAMS = {
+    "fp32": {},
+    "clipped": {"gradient_clipping": 0.5},
+    "bf16": {"precision": "bf16"},
+    "int8 moments": {"moments_dtype": "int8"},
+    "an optimizer without a kernel": {"optimizer": torch.optim.Adamax},
+    "factored states": {"optimizer": torch.optim.Adafactor},
+    "sgd with momentum": {"optimizer": "sgd", "optimizer_options": {"momentum": 0.9}},
+}
+
+
+@pytest.mark.parametrize("options", PROGRAMS.values(), ids=PROGRAMS)
+def test_a_run_goes_on_with_the_same_bits_at_other_budgets(tmp_path: Path, options):
+    options = {"lr": 1e-3, **options}
+    with OffloadEngine(make_model(), **options) as engine:
+        expected, final = train(engine, 5), bits(engine.module)
+    small = least(tmp_path, **options)
+    for saving, loading in ((small, small), (small, "1GiB"), ("1GiB", small), (small * 5 // 4, small)):
+        saved = tmp_path / f"{saving}-{loading}"
+        with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory=saving, **options) as engine:
+            losses = train(engine, 2)
+            engine.save_checkpoint(saved, client_state={"epoch": 3, "seen": torch.arange(4)})
+            losses += train(engine, 5)
+            assert (losses, bits(engine.module).equal(final)) == (expected, True)
+        with OffloadEngine(make_model(1), nvme_path=tmp_path, host_memory=loading, **options) as engine:
+            train(engine, 1)  # what it did before does not matter
+            state = engine.load_checkpoint(saved)
+            assert state["epoch"] == 3 and state["seen"].tolist() == [0, 1, 2, 3]
+            assert engine.global_step == 2
+            assert (train(engine, 5), bits(engine.module).equal(final)) == (expected[2:], True)
+
+
+def test_without_nvme_all_is_copied_and_another_file_system_gets_a_copy(tmp_path: Path):
+    with OffloadEngine(make_model(), lr=1e-3) as engine:
+        expected = train(engine, 4)
+        engine.save_checkpoint(tmp_path / "in memory")
+        final = bits(engine.module)
+    elsewhere = Path("/dev/shm") / f"offload-test-{os.getpid()}"
+    try:
+        with OffloadEngine(make_model(), lr=1e-3, nvme_path=tmp_path, host_memory=least(tmp_path)) as engine:
+            losses = train(engine, 2)
+            engine.save_checkpoint(elsewhere, "a-tag")
+            assert losses + train(engine, 4) == expected
+        assert (elsewhere / "a-tag" / "data.0").stat().st_nlink == 1
+        with OffloadEngine(make_model(1), lr=1e-3) as engine:
+            engine.load_checkpoint(elsewhere, "a-tag")
+            assert (train(engine, 4), bits(engine.module).equal(final)) == (expected[2:], True)
+            engine.load_checkpoint(tmp_path / "in memory")
+            assert engine.global_step == 4 and bits(engine.module).equal(final)
+    finally:
+        shutil.rmtree(elsewhere, ignore_errors=True)
+
+
+def test_accumulated_gradients_go_on(tmp_path: Path):
+    options = {"lr": 1e-3, "gradient_accumulation_steps": 3, "gradient_clipping": 0.3}
+
+    def go_on(engine: OffloadEngine, first: int, last: int) -> list[float]:
+        losses = []
+        for index in range(first, last):
+            losses.append(backward(engine, index))
+            engine.step()
+        return losses
+
+    with OffloadEngine(make_model(), **options) as engine:
+        expected, final = go_on(engine, 0, 9), bits(engine.module)
+    small = least(tmp_path, **options)
+    for saving, loading in ((small, "1GiB"), ("1GiB", small)):
+        saved = tmp_path / str(saving)
+        with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory=saving, **options) as engine:
+            losses = go_on(engine, 0, 5)
+            engine.save_checkpoint(saved)
+            assert losses + go_on(engine, 5, 9) == expected
+        with OffloadEngine(make_model(1), nvme_path=tmp_path, host_memory=loading, **options) as engine:
+            engine.load_checkpoint(saved)
+            assert (go_on(engine, 5, 9), bits(engine.module).equal(final)) == (expected[5:], True)
+
+
+def test_random_states_schedulers_and_loaders_go_on(tmp_path: Path):
+    class Loader:
+        """Gives numbers from the global generators, and counts them."""
+
+        def __init__(self) -> None:
+            self.given = 0
+
+        def __iter__(self):
+            while True:
+                self.given += 1
+                yield random.random() + np.random.rand() + torch.rand(1).item()
+
+        def state_dict(self):
+            return {"given": self.given}
+
+        def load_state_dict(self, state):
+            self.given = state["given"]
+
+    def life(last: int, save_at: int | None, load: bool):
+        with OffloadEngine(make_model(), lr=1e-3) as engine:
+            schedule, loader = torch.optim.lr_scheduler.CosineAnnealingLR(engine.optimizer, 10), Loader()
+            engine.register_for_checkpointing(schedule, loader)
+            for seed in (random.seed, np.random.seed, torch.manual_seed):
+                seed(5)
+            if load:
+                engine.load_checkpoint(tmp_path)
+            seen = []
+            for number in loader:
+                seen.append((number, schedule.get_last_lr()[0], backward(engine, int(number * 100))))
+                engine.step()
+                schedule.step()
+                if engine.global_step == save_at:
+                    engine.save_checkpoint(tmp_path)
+                if engine.global_step == last:
+                    return seen, loader.given
+
+    expected, given = life(6, None, load=False)
+    assert life(3, 3, load=False)[0] == expected[:3]
+    assert life(6, None, load=True) == (expected[3:], given)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_durable_run_goes_on_by_itself(tmp_path: Path, every: int):
+    with OffloadEngine(make_model(), lr=1e-3) as engine:
+        expected, final = train(engine, 6), bits(engine.module)
+    small = least(tmp_path)
+    options = {"lr": 1e-3, "nvme_path": tmp_path, "durable": every}
+    with OffloadEngine(make_model(), host_memory=small, **options) as engine:
+        assert engine.load_checkpoint() is None
+        assert train(engine, 2) == expected[:2]
+    for budget, steps in ((small, 3), ("1GiB", 4), (small * 5 // 4, 5), (small, 6)):
+        with pytest.warns(UserWarning, match=f"nvme_path holds step {steps - 1} of an earlier run"):
+            engine = OffloadEngine(make_model(2), host_memory=budget, **options)
+        with engine:
+            engine.load_checkpoint()
+            assert engine.global_step == steps - 1
+            assert train(engine, steps) == expected[steps - 1 : steps]
+            result = bits(engine.module)
+        assert len(list(tmp_path.iterdir())) == 1
+    assert result.equal(final)
+
+
+def test_what_a_killed_process_has_committed_is_there(tmp_path: Path):
+    program = f"""
+import sys, os, signal, warnings
+sys.path[:0] = [{str(Path(__file__).parent)!r}]
+from test_checkpoints import *
+engine = OffloadEngine(make_model(), lr=1e-3, nvme_path={str(tmp_path)!r}, durable=1, host_memory={least(tmp_path)})
+train(engine, 3)
+backward(engine, 3)
+engine._session.checkpoints.wait()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -9
+    with OffloadEngine(make_model(), lr=1e-3) as engine:
+        expected = train(engine, 5)
+    with pytest.warns(UserWarning, match="holds step 3"):
+        engine = OffloadEngine(make_model(1), lr=1e-3, nvme_path=tmp_path, durable=1)
+    with engine:
+        engine.load_checkpoint()
+        assert train(engine, 5) == expected[3:]
+
+
+def test_a_program_that_ends_without_close_has_committed_its_last_step(tmp_path: Path):
+    program = f"""
+import sys
+sys.path[:0] = [{str(Path(__file__).parent)!r}]
+from test_checkpoints import *
+engine = OffloadEngine(make_model(), lr=1e-3, nvme_path={str(tmp_path)!r}, durable=10)
+train(engine, 3)
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
+    with pytest.warns(UserWarning, match="holds step 3"):
+        OffloadEngine(make_model(1), lr=1e-3, nvme_path=tmp_path, durable=10).close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_with_its_last_step_committed(tmp_path: Path, number):
+    program = f"""
+import sys
+sys.path[:0] = [{str(Path(__file__).parent)!r}]
+from test_checkpoints import *
+with OffloadEngine(make_model(), lr=1e-3, nvme_path={str(tmp_path)!r}, durable=1000) as engine:
+    train(engine, 1000, lambda: print(engine.global_step, flush=True))
+"""
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if int(line) == 3:
+                process.send_signal(number)
+                break
+        start = time.monotonic()
+        output, error = process.communicate(timeout=60)
+        assert time.monotonic() - start < 30
+    assert process.returncode == (143 if number == signal.SIGTERM else -signal.SIGINT), error
+    last = int((output.split() or ["3"])[-1])
+    with OffloadEngine(make_model(), lr=1e-3) as engine:
+        expected = train(engine, last + 2)
+    with pytest.warns(UserWarning, match=f"holds step ({last}|{last + 1}) "):
+        engine = OffloadEngine(make_model(1), lr=1e-3, nvme_path=tmp_path, durable=1000)
+    with engine:
+        engine.load_checkpoint()
+        first = engine.global_step
+        assert train(engine, last + 2) == expected[first:]
+
+
+def test_a_second_signal_ends_the_process_at_once(tmp_path: Path):
+    program = f"""
+import sys
+sys.path[:0] = [{str(Path(__file__).parent)!r}]
+from test_checkpoints import *
+with OffloadEngine(make_model(), lr=1e-3, nvme_path={str(tmp_path)!r}, durable=1) as engine:
+    try:
+        train(engine, 1000, lambda: print(engine.global_step, flush=True))
+    except SystemExit:
+        print("first", flush=True)
+        time.sleep(60)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", program], stdout=subprocess.PIPE, text=True
+    ) as process:
+        for line in process.stdout:
+            if line == "3\n":
+                process.send_signal(signal.SIGTERM)
+            if line == "first\n":
+                process.send_signal(signal.SIGTERM)
+                break
+        process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGTERM
+
+
+def test_handlers_of_ones_own_stay_and_all_are_given_back(tmp_path: Path):
+    own = lambda number, frame: None  # noqa: E731
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        with OffloadEngine(make_model(), nvme_path=tmp_path, durable=1) as engine:
+            train(engine, 1)
+            assert signal.getsignal(signal.SIGTERM) is own
+            assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_two_durable_runs_cannot_share_a_path(tmp_path: Path):
+    with (
+        OffloadEngine(make_model(), nvme_path=tmp_path, durable=1),
+        pytest.raises(StoreLocked, match="in use by process"),
+    ):
+        OffloadEngine(make_model(), nvme_path=tmp_path, durable=1)
+
+
+def test_checkpoints_that_are_not_to_stay_go_and_their_space_is_used_again(tmp_path: Path):
+    saved = tmp_path / "saved"
+    options = {"nvme_path": tmp_path, "host_memory": least(tmp_path), "keep_last": 2, "keep_every": 4}
+    with OffloadEngine(make_model(), lr=1e-3, **options) as engine:
+        train(engine, 14, lambda: engine.save_checkpoint(saved))
+        assert sorted(entry.name for entry in saved.iterdir()) == [
+            "latest", "step12", "step13", "step14", "step4", "step8",
+        ]  # fmt: skip
+        shutil.rmtree(saved / "step4")  # by the user's own hand
+        train(engine, 15, lambda: engine.save_checkpoint(saved))
+        assert len(engine._session.checkpoints._linked._folders) == 4
+    with OffloadEngine(make_model(1), lr=1e-3) as engine:
+        for step in (8, 12, 14, 15):
+            engine.load_checkpoint(saved, f"step{step}")
+            assert engine.global_step == step
+
+
+def test_more_checkpoints_than_the_store_holds_are_copied(tmp_path: Path):
+    with OffloadEngine(make_model(), lr=1e-3, nvme_path=tmp_path, host_memory=least(tmp_path)) as engine:
+        train(engine, 10, lambda: engine.save_checkpoint(tmp_path / "saved"))
+        final = bits(engine.module)
+    links = {entry.name: (entry / "data.0").stat().st_nlink for entry in (tmp_path / "saved").glob("step*")}
+    assert sorted(links.values()) == [1, 1, 8, 8, 8, 8, 8, 8, 8, 8]
+    with OffloadEngine(make_model(1), lr=1e-3) as engine:
+        engine.load_checkpoint(tmp_path / "saved")
+        assert bits(engine.module).equal(final)
+
+
+def test_a_tag_that_is_saved_again_is_replaced(tmp_path: Path):
+    for nvme in ((), tmp_path):
+        with OffloadEngine(make_model(), lr=1e-3, nvme_path=nvme) as engine:
+            train(engine, 1)
+            engine.save_checkpoint(tmp_path / "saved", "best")
+            train(engine, 2)
+            engine.save_checkpoint(tmp_path / "saved", "best", client_state=2)
+        with OffloadEngine(make_model(), lr=1e-3) as engine:
+            assert engine.load_checkpoint(tmp_path / "saved") == 2
+            assert engine.global_step == 2
+        assert sorted(entry.name for entry in (tmp_path / "saved").iterdir()) == ["best", "latest"]
+
+
+def test_what_is_not_this_models_or_not_whole_is_refused(tmp_path: Path):
+    with OffloadEngine(make_model(), lr=1e-3) as engine:
+        for last in (1, 2):
+            train(engine, last)
+            engine.save_checkpoint(tmp_path)
+        with pytest.raises(ConfigError, match=r"tag '\.\./x'"):
+            engine.save_checkpoint(tmp_path, "../x")
+        with pytest.raises(ConfigError, match=r"client_state.*\['f'\] is a function"):
+            engine.save_checkpoint(tmp_path, client_state={"f": lambda: 1})
+        with pytest.raises(ConfigError, match="without a directory"):
+            engine.load_checkpoint()
+        with pytest.raises(StoreMissing, match="there is no checkpoint"):
+            engine.load_checkpoint(tmp_path / "nothing")
+        with pytest.raises(StoreMissing, match=r"step9(.|\n)*step1 \(step 1\), step2 \(step 2\)"):
+            engine.load_checkpoint(tmp_path, "step9")
+        with pytest.raises(ConfigError, match="int has no state_dict"):
+            engine.register_for_checkpointing(3)
+    torch.manual_seed(0)
+    other = nn.Sequential(nn.Embedding(VOCAB, 32), nn.Linear(32, VOCAB))
+    for model, options, words in (
+        (other, {}, "parameter .* is there and not in this model"),
+        (make_model(), {"optimizer": "lion"}, "optimizer is 'adamw' there and 'lion' here"),
+        (make_model(), {"precision": "bf16"}, "precision is 'fp32' there and 'bf16' here"),
+    ):
+        with OffloadEngine(model, **options) as engine:
+            before = bits(model)
+            with pytest.raises(ConfigError, match=words):
+                engine.load_checkpoint(tmp_path)
+            assert bits(model).equal(before)
+    with OffloadEngine(make_model(), lr=1e-3) as engine:
+        engine.register_for_checkpointing(torch.optim.lr_scheduler.StepLR(engine.optimizer, 1))
+        with pytest.raises(ConfigError, match="the states of 0 registered objects, and 1 are registered"):
+            engine.load_checkpoint(tmp_path)
+    with (tmp_path / "step2" / "data.0").open("r+b") as file:
+        file.write(b"?")
+    with OffloadEngine(make_model(), lr=1e-3) as engine:
+        with pytest.raises(StorageCorrupt, match=r"gave wrong bytes(.|\n)*step1 \(step 1\)"):
+            engine.load_checkpoint(tmp_path)
+        with pytest.raises(StorageCorrupt):
+            backward(engine, 0)
+    (manifest,) = (tmp_path / "step1").glob("generation.*")
+    manifest.write_bytes(manifest.read_bytes()[:-1])
+    with OffloadEngine(make_model(), lr=1e-3) as engine, pytest.raises(StorageCorrupt, match="checkpoint step1"):
+        engine.load_checkpoint(tmp_path, "step1")
+
+
+def test_a_disk_without_room_is_said_before_anything_is_written(tmp_path: Path, monkeypatch):
+    with OffloadEngine(make_model(), lr=1e-3, nvme_path=tmp_path, host_memory=least(tmp_path)) as engine:
+        expected = train(engine, 1)
+        engine.save_checkpoint(tmp_path / "saved")
+        real = os.fstatvfs
+
+        def full(descriptor):
+            found = list(real(descriptor))
+            found[4] = 0  # blocks for us
+            return os.statvfs_result(found)
+
+        monkeypatch.setattr(os, "fstatvfs", full)
+        with pytest.raises(StorageFull, match="more are needed"):
+            engine.save_checkpoint(tmp_path / "saved", "second")
+        with pytest.raises(StorageFull, match="are needed"):
+            engine.save_checkpoint("/dev/shm/offload-test-full", "second")
+        monkeypatch.setattr(os, "fstatvfs", real)
+        expected += train(engine, 3)
+    shutil.rmtree("/dev/shm/offload-test-full", ignore_errors=True)
+    assert sorted(entry.name for entry in (tmp_path / "saved").iterdir()) == ["latest", "step1"]
+    with OffloadEngine(make_model(), lr=1e-3) as engine:
+        engine.load_checkpoint(tmp_path / "saved")
+        assert train(engine, 3) == expected[1:]
+
+
+def test_moments_in_another_format_are_converted(tmp_path: Path):
+    with OffloadEngine(make_model(), lr=1e-3) as engine:
+        train(engine, 3)
+        engine.save_checkpoint(tmp_path)
+        exact = {k: v["exp_avg"].clone() for k, v in engine.optimizer.state_dict()["state"].items()}
+        final = bits(engine.module)
+    with OffloadEngine(make_model(1), lr=1e-3, moments_dtype="bf16") as engine:
+        engine.load_checkpoint(tmp_path)
+        assert bits(engine.module).equal(final)
+        for key, states in engine.optimizer.state_dict()["state"].items():
+            assert states["exp_avg"].float().equal(exact[key].bfloat16().float())
+
+
+def test_tied_weights_and_evaluation_only(tmp_path: Path):
+    with OffloadEngine(make_model(tied=True), lr=1e-3, nvme_path=tmp_path) as engine:
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path / "saved")
+        final = bits(engine.module)
+    with OffloadEngine(make_model(1, tied=True), optimizer=None) as engine:
+        engine.load_checkpoint(tmp_path / "saved")
+        assert bits(engine.module).equal(final)
+    with OffloadEngine(make_model(1, tied=True), optimizer=None) as engine:
+        engine.save_checkpoint(tmp_path / "weights")
+        weights = bits(engine.module)
+    with OffloadEngine(make_model(2, tied=True), lr=1e-3, precision="fp32") as engine:
+        engine.load_checkpoint(tmp_path / "weights")
+        assert bits(engine.module).equal(weights)
+
+
+def test_a_change_from_outside_waits_for_the_commit_under_way(tmp_path: Path):
+    with OffloadEngine(make_model(), lr=1e-3, nvme_path=tmp_path, durable=1) as engine:
+        train(engine, 1)
+        with torch.no_grad():
+            for parameter in engine.module.parameters():
+                parameter.zero_()
+        backward(engine, 0)  # commits step 1, with zeros: they were written before its boundary
+        with torch.no_grad():
+            for parameter in engine.module.parameters():
+                parameter.fill_(1.0)  # after it
+        gc.collect()
+        engine._session.failure.record(KeyboardInterrupt())  # no commit at the end
+    with pytest.warns(UserWarning, match="holds step 1"):
+        engine = OffloadEngine(make_model(1), lr=1e-3, nvme_path=tmp_path, durable=1)
+    with engine:
+        engine.load_checkpoint()
+        assert bits(engine.module).eq(0).all()
+
+
+def test_running_statistics_go_on(tmp_path: Path):
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
+
+    def go_on(engine: OffloadEngine, last: int) -> list[float]:
+        losses = []
+        while engine.global_step < last:
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(engine.global_step))
+            loss = engine(x).square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        return losses
+
+    with OffloadEngine(make(), nvme_path=tmp_path, durable=1) as engine:
+        expected = go_on(engine, 4)
+        engine.module.eval()
+        final = engine(torch.ones(2, 8))
+    shutil.rmtree(tmp_path / "run-1.store")
+    with OffloadEngine(make(), nvme_path=tmp_path, durable=1) as engine:
+        go_on(engine, 2)
+    with pytest.warns(UserWarning, match="holds step 2"):
+        engine = OffloadEngine(make(), nvme_path=tmp_path, durable=1)
+    with engine:
+        engine.load_checkpoint()
+        assert go_on(engine, 4) == expected[2:]
+        engine.module.eval()
+        assert engine(torch.ones(2, 8)).equal(final)
