@@ -1,10 +1,12 @@
-"""The kernels' names of torch's dtypes."""
+"""What the options and the kernels call torch's dtypes."""
 
 from __future__ import annotations
 
 import torch
 
 from offload import kernels
+
+BY_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 _KERNEL_DTYPES = {
     torch.float32: kernels.Dtype.F32,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import resource
 import sys
 import warnings
+from collections.abc import Iterator
 
 from swapper.errors import OffloadError
 
@@ -18,6 +22,10 @@ class BudgetError(ConfigError):
     def __init__(self, message: str, needed_bytes: int) -> None:
         super().__init__(message)
         self.needed_bytes = needed_bytes
+
+
+class WeightsError(ConfigError):
+    """A file with weights that is not there, is damaged, or does not fit the model."""
 
 
 class NonFiniteGradient(OffloadError):
@@ -40,8 +48,24 @@ class TorchUnsupported(OffloadError):
 
 
 def warn(message: str) -> None:
-    """Warn of something that the user has written, at the line of the user's program that called the engine."""
+    """Warn of something that the user has written, at the line of the user's program that called the engine, or torch
+    that called it."""
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == __package__:
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (__package__, "torch"):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)
+
+
+@contextlib.contextmanager
+def limits_named() -> Iterator[None]:
+    """Where the system has no file descriptor left within, the error says so, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        raise OffloadError(
+            f"no file descriptor is left ({error.strerror}; this process may have {most:,} open): raise the limit "
+            "(ulimit -n), or close what is open (ls -l /proc/self/fd shows it)"
+        ) from error

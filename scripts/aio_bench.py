@@ -29,10 +29,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from aio_ext import Memory, Queue, available_backends, unavailable_backends
 from aio_ext.measure import READS, WRITES, Mode, Range, Sample, mixed_q
 from aio_ext.profile import IoProfile, file_system, profiles_path, save_profile
+from swapper.paths import Medium, medium_of
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MODES: tuple[Mode, ...] = get_args(Mode)
-NOT_LOCAL = {"tmpfs", "ramfs", "nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "glusterfs", "afs", "beegfs"}
 BLOCKS = (256 * KIB, 512 * KIB, 1 * MIB, 2 * MIB, 4 * MIB)
 DEPTHS = (4, 8, 16, 32, 64, 128)
 THREADS = (2, 4, 8)
@@ -92,8 +92,9 @@ def subject(path: Path, size: int | None, any_file_system: bool) -> Iterator[Sub
     if not path.is_dir():
         raise BenchError(f"{path} is not a directory")
     kind = file_system(path)
-    if not any_file_system and (kind in NOT_LOCAL or kind.startswith("fuse")):
-        raise BenchError(f"{path} is on {kind}, not on a local drive; --any-file-system measures it all the same")
+    medium = medium_of(kind)
+    if not any_file_system and medium is not Medium.DISK:
+        raise BenchError(f"{path} is on {kind}, behind {medium.value}; --any-file-system measures it all the same")
     free = shutil.disk_usage(path).free
     nbytes = size or min(GIB, free // 4) // (16 * MIB) * (16 * MIB)
     if nbytes < 64 * MIB or nbytes + 64 * MIB > free:

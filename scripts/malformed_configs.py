@@ -64,6 +64,7 @@ def wrong_anywhere() -> list[Any]:
 
 NUMBERS: list[Any] = [None, "1e-3", "auto", float("inf"), 10**400, False, {}, []]
 BYTES: list[Any] = [None, 1.5, 16e9, "12 GiBB", "1.5.2GiB", "-1GiB", "12,5 GiB", "1e9", "AUTO", 2**63, "9999999TiB", {}]
+COUNTS: list[Any] = [None, -1, 2.5, 4.0, "4", "auto", float("inf"), {}]
 BAD: dict[str, list[Any]] = {
     "nvme_path": [None, 5, ["/tmp", ""], "~no-such-user/x", "a\0b", {"/tmp": 1}, "{file}", "{missing}", "{dangling}",
                   ["{folder}", "{folder}"], ["{folder}", "{link}"], ["{folder}", "{folder}/."], "/proc", "/sys/kernel"],
@@ -86,6 +87,10 @@ BAD: dict[str, list[Any]] = {
     "gradient_accumulation_steps": [None, 0, 2.5, 4.0, "4", float("inf"), {}],
     "io_backend": [None, "uring", "io-uring", "libaio", "posix", "THREADS", 3],
     "prefetch": [None, 0, 1, "no", "True", "auto", []],
+    "weights": [5, "", "{missing}", "{file}", "{folder}", ["model.safetensors"], "a\0b", {}],
+    "durable": COUNTS,
+    "keep_last": COUNTS,
+    "keep_every": COUNTS,
 }  # fmt: skip
 GOOD: dict[str, list[Any]] = {
     "nvme_path": ["{folder}", Path("{folder}"), ["{folder}", "{other}"], "{link}", ()],
@@ -103,6 +108,10 @@ GOOD: dict[str, list[Any]] = {
     "gradient_clipping": [0, 1.0, np.float32(0.5)],
     "gradient_accumulation_steps": [1, 4, np.int64(2)],
     "prefetch": [True, False],
+    "weights": [None],
+    "durable": [0, 1, np.int64(5)],
+    "keep_last": [0, 2],
+    "keep_every": [0, 10],
 }
 CONFIGS: list[Any] = [
     "{folder}", Path("{folder}"), ["{folder}"], "cuda", torch.device("cpu"), {}, {"lr": 1e-3}, 5, b"x", OffloadConfig,
@@ -131,6 +140,8 @@ class Case:
 def draw(rng: random.Random) -> Case:
     """Some options that are in order, and mostly one to three things that are not."""
     case = Case({name: rng.choice(GOOD[name]) for name in rng.sample(NAMES, rng.choice((0, 0, 1, 2, 4)))})
+    if case.options.keys() & {"nvme_capacity", "durable"} and not case.options.get("nvme_path"):
+        case.options["nvme_path"] = "{folder}"
     draws: list[Callable[[Case, random.Random], None]] = [draw_value, draw_value, draw_value, draw_name]
     for add in rng.choices(draws, k=rng.choice((0, 1, 1, 1, 2, 3))):
         add(case, rng)

@@ -1,4 +1,4 @@
-"""What hangs on a parameter beside its value: a gradient, attributes and hooks from before the engine was made."""
+"""What a parameter has beside its value: a class, a gradient, attributes and hooks from before the engine was made."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class Belongings:
 
     def __init__(self, units: Sequence[UnitSpec]) -> None:
         """Raises ``ConfigError`` for hooks on a weight that will be used in pieces. Nothing has changed then."""
+        self._kinds: dict[ParameterSpec, type[nn.Parameter]] = {}
         self._attributes: dict[ParameterSpec, dict[str, Any]] = {}
         self._gradients: dict[ParameterSpec, torch.Tensor] = {}
         self._hooks: dict[ParameterSpec, list[tuple[str, _Hooks, list[int]]]] = {}
@@ -28,13 +29,18 @@ class Belongings:
                 self._take(spec)
 
     def give(self, handles: Mapping[ParameterSpec, nn.Parameter], in_use: Mapping[ParameterSpec, nn.Parameter]) -> None:
-        """Hang all of it on the handles; attributes on the parameters that are in use, too."""
+        """Give all of it to the handles; class and attributes to the parameters that are in use, too."""
+        for spec, kind in self._kinds.items():
+            handle = handles[spec]
+            if isinstance(handle, Handle) and not isinstance(handle, kind):  # a weight in pieces has several specs
+                handle.become_kind(kind)
+            in_use[spec].__class__ = kind
         for spec, attributes in self._attributes.items():
             for holder in (handles[spec], in_use[spec]):
                 vars(holder).update({name: value for name, value in attributes.items() if name not in vars(holder)})
         for spec, gradient in self._gradients.items():
             handle = handles[spec]
-            if handle.grad is None and handle.requires_grad:  # a weight in pieces has several specs
+            if handle.grad is None and handle.requires_grad:  # likewise
                 handle.grad = gradient.to(handle.dtype)
         for spec, kinds in self._hooks.items():
             for method, hooks, keys in kinds:
@@ -45,6 +51,8 @@ class Belongings:
         parameter = spec.parameter
         if isinstance(parameter, Handle):
             return
+        if type(parameter) is not nn.Parameter:
+            self._kinds[spec] = type(parameter)
         if vars(parameter):
             self._attributes[spec] = dict(vars(parameter))
         if parameter.grad is not None:

@@ -7,8 +7,10 @@ ordinary parameters instead, so nothing there pays for it.
 
 from __future__ import annotations
 
+import io
 import weakref
 from collections.abc import Callable, Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
 import torch
@@ -71,6 +73,8 @@ class Handle(torch.Tensor):
 
     _backing: Backing
     _meta: torch.Tensor
+    _kind: type[nn.Parameter] = nn.Parameter
+    """The class of ordinary parameters that it stands for."""
     _tells_autograd = True
     """A change in place is one for graphs that have saved the value: not through ``.data``, as for any tensor."""
 
@@ -254,10 +258,12 @@ class Handle(torch.Tensor):
         raise self._no_address()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(self._ordinary())
+        text = repr(self.ordinary())
+        node = self.grad_fn
+        return text if node is None else f"{text[:-1]}, grad_fn=<{type(node).__name__}>)"
 
     def __format__(self, spec: str) -> str:
-        return format(self._ordinary(), spec)
+        return format(self.ordinary(), spec)
 
     def data_ptr(self) -> int:
         raise self._no_address()
@@ -281,21 +287,51 @@ class Handle(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """An ordinary tensor (a ``Parameter`` if this is one): the copy is not the engine's."""
         if id(self) not in memo:
-            memo[id(self)] = self._ordinary()
+            memo[id(self)] = self.ordinary()
         return memo[id(self)]  # type: ignore[no-any-return]
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        ForkingPickler.register(cls, _for_another_process)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        value = self.value_on_host()
-        return (nn.Parameter(value, self.requires_grad) if isinstance(self, nn.Parameter) else value).__reduce_ex__(
-            protocol
-        )
+        return self._as_ordinary(self.value_on_host()).__reduce_ex__(protocol)
 
-    def _ordinary(self) -> torch.Tensor:
-        value = self.value()
-        if isinstance(self, nn.Parameter):
-            return nn.Parameter(value, requires_grad=self.requires_grad)
-        return value
+    def ordinary(self) -> torch.Tensor:
+        """The value as an ordinary tensor, a parameter if this is one."""
+        return self._as_ordinary(self.value())
 
+    def _as_ordinary(self, value: torch.Tensor) -> torch.Tensor:
+        if not isinstance(self, nn.Parameter):
+            return value
+        parameter = nn.Parameter(value, requires_grad=self.requires_grad)
+        parameter.__class__ = self._kind
+        return parameter
+
+    def become_kind(self, kind: type[nn.Parameter]) -> None:
+        """Be a parameter of a user's own class, too."""
+        self.__class__ = type(kind.__name__, (type(self), kind), {"_kind": kind})
+
+    def attributes(self) -> dict[str, Any]:
+        """What others have hung on it."""
+        return {name: value for name, value in vars(self).items() if name not in _OF_HANDLES}
+
+
+def _for_another_process(handle: Handle) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
+    """Torch would share the value's memory with the other process: a copy that is gone by the time it is looked at."""
+    content = io.BytesIO()
+    torch.save(handle, content)
+    return _from_another_process, (content.getvalue(),)
+
+
+def _from_another_process(content: bytes) -> Any:
+    return torch.load(io.BytesIO(content), weights_only=True)
+
+
+ForkingPickler.register(Handle, _for_another_process)
+
+_OF_HANDLES = {"_backing", "_meta", "_tells_autograd", "_is_param"}
+"""The attributes that each handle has."""
 
 _SEEKS_NODE = (torch.Tensor.view_as, torch.Tensor.expand_as)
 """With the tensor itself as the other one, they serve to find its node in the graph."""

@@ -80,8 +80,19 @@ class UnitInModel:
         self.own_writes = OwnWrites(parameters)
 
 
+class NotScriptable(ConfigError, AttributeError):
+    """A hook has no name. ``torch.jit.script`` is the one that cannot do without."""
+
+
 class _Hook(partial[Any]):
     """A hook that belongs to its model: in a ``deepcopy`` of the module it does nothing."""
+
+    @property
+    def __name__(self) -> str:
+        raise NotScriptable(
+            "torch.jit.script cannot compile the engine's hooks. Script the model that engine.unwrap() gives, or one "
+            "that is built anew and has loaded model.state_dict()."
+        )
 
     def __deepcopy__(self, memo: Any) -> _Hook:
         return _Hook(_nothing)
@@ -92,6 +103,9 @@ class _Hook(partial[Any]):
 
 def _nothing(*args: Any) -> None:
     return None
+
+
+_IN_PARTS = "an OffloadEngine brings weights in around each unit: compile its model without fullgraph=True"
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:
@@ -246,6 +260,8 @@ class Hooks:
                         "Trace copy.deepcopy(model), or the model that engine.unwrap() gives."
                     )
                 self._enter(forward=True)
+            else:
+                torch._dynamo.graph_break(msg=_IN_PARTS)  # dynamo's own error would not say it
             if not unit.in_backward:
                 self._schedule.begin_use(unit.spec)
             self._serial += 1

@@ -12,6 +12,7 @@ from torch import nn
 
 from offload.model.backing import Outside, ParameterBacking, PiecewiseBacking
 from offload.model.handle import Backing, Handle, make_handle
+from offload.model.identity import take_over
 from offload.model.piecewise import PiecewiseHandle
 from offload.units import ParameterSpec, UnitSpec, WeightInPieces
 
@@ -40,14 +41,20 @@ class Handles:
 
 def make_handles(units: Sequence[UnitSpec], in_use: Sequence[Sequence[nn.Parameter]], outside: Outside) -> Handles:
     """A handle for each parameter, and for each piece of a large one. ``in_use`` are the parameters in the window of
-    each unit."""
+    each unit.
+
+    The objects that stood in the model are the handles from now on, as far as torch allows it (``identity.py``).
+    """
     dtype, device = outside.dtype, outside.device
     backings = {
         spec: ParameterBacking(unit, spec, outside, parameter)
         for unit, parameters in zip(units, in_use, strict=True)
         for spec, parameter in zip(unit.parameters, parameters, strict=True)
     }
-    at_sites = {spec: make_handle(b, spec.shape, dtype, device, spec.trainable) for spec, b in backings.items()}
+    at_sites = {}
+    for spec, own in backings.items():
+        handle = make_handle(own, spec.shape, dtype, device, spec.trainable)
+        at_sites[spec] = handle if spec.piece is not None else take_over(spec.parameter, handle, spec.owners)
     of_model = dict(at_sites)
     pieces: dict[WeightInPieces, list[ParameterSpec]] = {}
     for spec in backings:
@@ -56,7 +63,7 @@ def make_handles(units: Sequence[UnitSpec], in_use: Sequence[Sequence[nn.Paramet
     for whole, specs in pieces.items():
         backing = PiecewiseBacking(whole, [backings[spec] for spec in specs])
         handle = make_handle(backing, whole.shape, dtype, device, specs[0].trainable, PiecewiseHandle)
-        of_model.update(dict.fromkeys(specs, handle))
+        of_model.update(dict.fromkeys(specs, take_over(specs[0].parameter, handle, specs[0].owners)))
     return Handles(at_sites, of_model, backings)
 
 

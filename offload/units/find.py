@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
+from offload.units.overlap import check_memory_is_distinct
 from offload.units.pieces import Piece, WeightInPieces, can_be_cut, piece_numel
 from offload.units.spec import ALIGNMENT, GRAIN, ParameterSpec, Site, UnitSpec
 
@@ -24,8 +25,10 @@ def find_units(model: nn.Module, *, in_pieces: bool = False) -> list[UnitSpec]:
     Repeated blocks (children of one class in a ``ModuleList`` or ``Sequential``) are units; so is every other module
     that is small against the model; what a larger module owns itself is a unit of its own. With ``in_pieces`` a weight
     that is much larger than all other units may be cut into several: see ``offload.units.pieces``.
-    Raises ``ConfigError`` for a trainable parameter that is not a real floating-point tensor.
+    Raises ``ConfigError`` for a trainable parameter that is not a real floating-point tensor, and for two that share
+    memory.
     """
+    check_memory_is_distinct(model.named_parameters())
     total = sum(p.numel() for p in model.parameters())
     owners = dict(_owners(model, total))
     sites: dict[int, list[Site]] = {}

@@ -170,6 +170,20 @@ def test_the_tool_refuses_what_is_not_a_local_directory(tmp_path: Path) -> None:
         assert reason in result.stderr and len(result.stderr.splitlines()) == 1
 
 
+def test_the_tool_knows_the_file_systems_that_the_store_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = importlib.util.spec_from_file_location("aio_bench", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "aio_bench", tool)
+    spec.loader.exec_module(tool)
+    for kind in ("orangefs", "fuse.sshfs", "devtmpfs"):
+        monkeypatch.setattr(tool, "file_system", lambda _, kind=kind: kind)
+        with pytest.raises(tool.BenchError, match=kind), tool.subject(tmp_path, None, any_file_system=False):
+            pass
+
+
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="DeepSpeed is installed")
 def test_without_deepspeed_the_comparison_says_null(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT.with_name("aio_peers.py")), str(tmp_path), "--json"]

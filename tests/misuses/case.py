@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+PLACES = ("torch", "ram", "nvme")
+
 
 class Expected(Enum):
     """What must come of a case once the engine is right.
@@ -45,6 +47,8 @@ class Case:
     """One that takes longer hangs."""
     needs: tuple[str, ...]
     """Libraries without which the case is left out."""
+    places: tuple[str, ...]
+    """Where it runs: "torch", "ram", "nvme"."""
     also: tuple[str, ...]
     """Errors of other libraries that are as good as one of ours, if the message matches ``way``."""
 
@@ -88,8 +92,9 @@ class Family:
         way: str,
         options: dict[str, Any],
     ) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
-        settings = {"rtol": 1e-5, "atol": 5e-6, "seconds": 60.0, "needs": (), "also": (), **options}
-        settings["needs"] = self._needs + settings["needs"]
+        settings: dict[str, Any] = {"rtol": 1e-5, "atol": 5e-6, "seconds": 60.0, "places": PLACES, **options}
+        settings["needs"] = self._needs + settings.get("needs", ())
+        settings.setdefault("also", ())
         re.compile(way)
 
         def add(body: Callable[[Any], Any]) -> Callable[[Any], Any]:

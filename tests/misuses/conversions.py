@@ -454,7 +454,10 @@ def state_dict_is_live(place):
     return state
 
 
-@family.works("`model.state_dict()['head.weight'].fill_(1)` writes to the model in PyTorch")
+@family.differs(
+    "`model.state_dict()['head.weight'].fill_(1)` writes to the model in PyTorch",
+    "a state dict holds copies. Write to the parameter: `model.head.weight.data.fill_(1)`.",
+)
 def state_dict_written(place):
     engine = place.small()
     engine.module.state_dict()["head.weight"].fill_(1)

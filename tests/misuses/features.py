@@ -153,7 +153,7 @@ def stateless(place):
 # Compilers and tracers
 
 
-@family.works("`torch.compile(model, backend='eager')`", seconds=120)
+@family.works("`torch.compile(model, backend='eager')`", seconds=120, places=("torch", "ram"))
 def compiled_model_eager(place):
     engine = place.wrap(small(1))
     model = torch.compile(engine.module, backend="eager")
@@ -165,7 +165,7 @@ def compiled_model_eager(place):
     return found, values(engine.module)
 
 
-@family.works("`torch.compile(model, backend='aot_eager')`", seconds=120)
+@family.works("`torch.compile(model, backend='aot_eager')`", seconds=120, places=("torch", "ram"))
 def compiled_model(place):
     engine = place.wrap(small(2))
     model = torch.compile(engine.module, backend="aot_eager")
@@ -177,7 +177,7 @@ def compiled_model(place):
     return found, values(engine.module)
 
 
-@family.works("`model.compile(backend='eager')` before wrapping", seconds=120)
+@family.works("`model.compile(backend='eager')` before wrapping", seconds=120, places=("torch", "ram"))
 def compiled_before_wrapping(place):
     model = small(1)
     model.compile(backend="eager")
@@ -185,7 +185,7 @@ def compiled_before_wrapping(place):
     return train(engine, 2), values(model)
 
 
-@family.works("`model.blocks[i] = torch.compile(block)` before wrapping", seconds=120)
+@family.works("`model.blocks[i] = torch.compile(block)` before wrapping", seconds=120, places=("torch", "ram"))
 def compiled_blocks_before(place):
     model = small(1)
     for index, block in enumerate(model.blocks):
@@ -194,7 +194,7 @@ def compiled_blocks_before(place):
     return train(engine, 2), values(model)
 
 
-@family.works("`block.compile(backend='eager')` after wrapping", seconds=120)
+@family.works("`block.compile(backend='eager')` after wrapping", seconds=120, places=("torch", "ram"))
 def compiled_blocks_after(place):
     model = small(1)
     engine = place.wrap(model)
@@ -203,7 +203,13 @@ def compiled_blocks_after(place):
     return train(engine, 2), values(model)
 
 
-@family.works_or_refused("`torch.compile(model, fullgraph=True)`", "compile", seconds=120)
+@family.works_or_refused(
+    "`torch.compile(model, fullgraph=True)`",
+    "without fullgraph",
+    also=("Unsupported",),
+    seconds=120,
+    places=("torch", "ram"),
+)
 def compiled_fullgraph(place):
     engine = place.wrap(small(1))
     model = torch.compile(engine.module, backend="aot_eager", fullgraph=True)
@@ -213,7 +219,7 @@ def compiled_fullgraph(place):
     return values(engine.module)
 
 
-@family.works("`torch.compile` of a training step function", seconds=120)
+@family.works("`torch.compile` of a training step function", seconds=120, places=("torch", "ram"))
 def compiled_step(place):
     engine = place.wrap(small(1))
 
@@ -230,7 +236,7 @@ def compiled_step(place):
     return values(engine.module)
 
 
-@family.works("`torch.compile(optimizer.step)`", seconds=120)
+@family.works("`torch.compile(optimizer.step)`", seconds=120, places=("torch", "ram"))
 def compiled_optimizer_step(place):
     engine = place.wrap(small(1))
     step = torch.compile(lambda: engine.optimizer.step(), backend="eager")
@@ -738,7 +744,9 @@ def not_contiguous(place):
     return _trained(place, model)
 
 
-@family.works_or_refused("two parameters over one memory: `b = nn.Parameter(a.data)`", "memory|tie|share")
+@family.refused(
+    "two parameters over one memory: `b = nn.Parameter(a.data)`", r"2\.0\.weight and 3\.0\.weight.*Tie them"
+)
 def parameters_share_memory(place):
     model = _mlp()
     model[3][0].weight = nn.Parameter(model[2][0].weight.data)

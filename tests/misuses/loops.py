@@ -75,7 +75,7 @@ def two_backwards_one_step(place):
     return values(engine.module)
 
 
-@family.works("`optimizer.step()` twice without `zero_grad`: the gradient acts twice")
+@family.said("`optimizer.step()` twice without `zero_grad`: the gradient acts twice", "uses gradients up")
 def step_twice(place):
     engine = place.small()
     for loss in losses(engine, 1):
@@ -85,7 +85,7 @@ def step_twice(place):
     return values(engine.module)
 
 
-@family.works("a loop that forgets `zero_grad`: gradients go on adding up")
+@family.said("a loop that forgets `zero_grad`: gradients go on adding up", r"no zero_grad\(\) since the last step")
 def zero_grad_forgotten(place):
     engine = place.small()
     for loss in losses(engine, 3):
@@ -104,13 +104,16 @@ def zero_grad_before_step(place):
     return values(engine.module)
 
 
-@family.works("gradients are read after the step, to log their norms")
+_USED_UP = "a step uses gradients up: `p.grad` is None after it, as after `zero_grad()`. Read them before the step."
+
+
+@family.differs("gradients are read after the step, to log their norms", _USED_UP)
 def gradients_read_after_step(place):
     engine = place.small()
     for loss in losses(engine, 1):
         loss.backward()
     engine.optimizer.step()
-    return {name: p.grad.norm().item() for name, p in engine.module.named_parameters()}
+    return gradients(engine.module)
 
 
 @family.works("`gradient_accumulation_steps=2` by the engine's calls")
@@ -206,7 +209,7 @@ def model_zero_grad(place):
     return values(engine.module)
 
 
-@family.works("`model.zero_grad(set_to_none=False)`")
+@family.differs("`model.zero_grad(set_to_none=False)` after the step: zeros, which are read", _USED_UP)
 def model_zero_grad_to_zero(place):
     engine = place.small()
     for loss in losses(engine, 3):

@@ -35,7 +35,6 @@ from swapper import OffloadError
 _PRELOAD = ("torch._dynamo", "torch.optim.lr_scheduler", "torch.optim.swa_utils", "offload.engine")
 """What an optimizer, or an engine, would import in each process anew."""
 
-PLACES = ("torch", "ram", "nvme")
 _ROOT = str(Path(__file__).parents[2])
 
 
@@ -72,7 +71,7 @@ class _Job:
 
 
 def run(
-    cases: Sequence[Case], done: Callable[[Case, dict[str, Outcome]], None], *, at_once: int = 2, patience: float = 1.0
+    cases: Sequence[Case], done: Callable[[Case, dict[str, Outcome]], None], *, at_once: int = 3, patience: float = 1.0
 ) -> None:
     """Run the cases in all places, ``at_once`` at a time, and tell of each one that is done. ``patience`` is a factor
     for the time that they have."""
@@ -81,7 +80,7 @@ def run(
         import_module(name)
     gc.collect()
     gc.freeze()  # what was imported is not looked through again in each process
-    waiting = [(case, place) for case in cases for place in PLACES]
+    waiting = [(case, place) for case in cases for place in case.places]
     waiting.reverse()
     running: dict[int, _Job] = {}
     outcomes: dict[str, dict[str, Outcome]] = {}
@@ -103,7 +102,7 @@ def run(
                 del running[pipe]
                 found = outcomes.setdefault(job.case.name, {})
                 found[job.place] = _end(job, late=not ended)
-                if len(found) == len(PLACES):
+                if len(found) == len(job.case.places):
                     done(job.case, outcomes.pop(job.case.name))
     finally:
         for job in running.values():

@@ -11,8 +11,9 @@ _HEAD = """\
 # What people do from outside, and what comes of it
 
 Each line is a small program. It runs three times: under plain PyTorch, under the engine with everything in RAM, and
-under the engine with the least budget and the rest on NVMe. "The same" means the numbers of plain PyTorch, and the same
-bits in RAM and on NVMe. This page is made by `PYTHONPATH=tests python -m misuses --markdown > docs/outside.md`.
+under the engine with the least budget and the rest on NVMe (programs with `torch.compile` run in RAM only). "The same"
+means the numbers of plain PyTorch, and the same bits in RAM and on NVMe. This page is made by
+`PYTHONPATH=tests python -m misuses --markdown > docs/outside.md`.
 """
 
 
@@ -21,7 +22,7 @@ def markdown(verdicts: Sequence[Verdict]) -> str:
     pages = [_HEAD]
     for family, items in groupby(verdicts, key=lambda verdict: verdict.case.family):
         lines = [f"\n## {family.capitalize()}\n", "| case | plain PyTorch | the engine |", "|---|---|---|"]
-        lines += [f"| {v.case.title} | {_cell(v.in_torch)} | {_cell(_engine(v))} |" for v in items]
+        lines += [f"| {_cell(v.case.title)} | {_cell(v.in_torch)} | {_cell(_engine(v))} |" for v in items]
         pages.append("\n".join(lines) + "\n")
     return "".join(pages)
 

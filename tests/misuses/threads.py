@@ -14,7 +14,6 @@ from tiny import loss_of
 
 from misuses.case import Family
 from misuses.place import data, losses, train, train_by_hand, values
-from swapper import OffloadError
 
 family = Family("threads and interrupts")
 
@@ -301,7 +300,7 @@ def real_interrupt(place):
 
 
 class _Interrupting:
-    """Raises ``KeyboardInterrupt`` at the ``position``-th call inside of the engine; counts them."""
+    """Sends Ctrl-C at the ``position``-th call inside of the engine; counts them."""
 
     def __init__(self, position):
         self.position = position
@@ -320,7 +319,7 @@ class _Interrupting:
             self.count += 1
             if self.count == self.position:
                 self.where = f"{frame.f_code.co_filename.rpartition('/offload/')[2]}:{frame.f_code.co_name}"
-                raise KeyboardInterrupt
+                signal.raise_signal(signal.SIGINT)
 
 
 def _go_on_after_interrupts(place, number, prepare, work):
@@ -359,9 +358,6 @@ def _go_on_after_interrupts(place, number, prepare, work):
         except TimeoutError:
             faults.append(f"{interrupt.where} ({position}): {doing} hangs")
             break  # what hangs is not left by further calls
-        except OffloadError as error:
-            if "interrupt" not in str(error):
-                faults.append(f"{interrupt.where} ({position}): {doing}: {error}")
         except Exception as error:
             faults.append(f"{interrupt.where} ({position}): {doing}: {type(error).__name__}: {error}")
         finally:
@@ -369,27 +365,34 @@ def _go_on_after_interrupts(place, number, prepare, work):
     return "; ".join(faults) or "nothing wrong"
 
 
-@family.works("Ctrl-C at twenty places in a forward, one after the other: training goes on", seconds=120)
+@family.works("Ctrl-C at sixteen places in a forward, one after the other: training goes on", seconds=120)
 def interrupts_all_over_forward(place):
-    return _go_on_after_interrupts(place, 20, lambda engine: None, lambda engine, _: list(losses(engine, 1)))
+    return _go_on_after_interrupts(place, 16, lambda engine: None, lambda engine, _: list(losses(engine, 1)))
 
 
-@family.works("Ctrl-C at twenty places in a backward: training goes on", seconds=120)
+def _loss_after_zero_grad(engine):
+    engine.optimizer.zero_grad()
+    return next(losses(engine, 1))
+
+
+@family.works("Ctrl-C at sixteen places in a backward: training goes on", seconds=120)
 def interrupts_all_over_backward(place):
-    return _go_on_after_interrupts(place, 20, lambda engine: next(losses(engine, 1)), lambda _, loss: loss.backward())
+    return _go_on_after_interrupts(place, 16, _loss_after_zero_grad, lambda _, loss: loss.backward())
 
 
-@family.works("Ctrl-C at forty places in a step: training goes on, or an error says what is lost", seconds=120)
+@family.works("Ctrl-C at thirty places in a step: training goes on", seconds=120)
 def interrupts_all_over_step(place):
     return _go_on_after_interrupts(
         place,
-        40,
-        lambda engine: next(losses(engine, 1)).backward(),
+        30,
+        lambda engine: _loss_after_zero_grad(engine).backward(),
         lambda engine, _: engine.optimizer.step(),
     )
 
 
-@family.works_or_refused("Ctrl-C at random moments, twelve times: training goes on", "interrupt", seconds=60)
+@family.works_or_refused(
+    "Ctrl-C at random moments, twelve times: training goes on", "interrupt|one more unit than was planned", seconds=60
+)
 def interrupts_at_random(place):
     engine = place.small()
     train_by_hand(engine, 1)

@@ -1,12 +1,15 @@
 """What a user does beside the documented loop works as in PyTorch, or is refused with the way named. Never silence."""
 
 import copy
+import errno
 import os
 import signal
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import pytest
@@ -745,3 +748,222 @@ def test_an_engine_may_be_made_where_gradients_are_off(mode: Callable[[], object
     plain.step()
     assert_near(model, plain.model)
     engine.close()
+
+
+# Objects that the user has kept from before.
+
+
+def test_what_was_kept_of_the_model_is_the_model(tmp_path: Path):
+    plain, model = Plain(), built()
+    model.head.bias.no_decay = True
+    kept, other = list(model.parameters()), list(plain.model.parameters())
+    average, expected = [p.detach().clone() for p in kept], [p.detach().clone() for p in other]
+    seen: list[list[float]] = [[], []]
+    for hooked, norms in ((model, seen[0]), (plain.model, seen[1])):
+        hooked.embed.weight.register_hook(lambda gradient, norms=norms: norms.append(gradient.norm().item()))
+    least = least_budget(built(), tmp_path, **OPTIONS)
+    with OffloadEngine(model, nvme_path=tmp_path, host_memory=least, **OPTIONS) as engine:
+        assert all(map(lambda p, q: p is q, kept, model.parameters()))
+        for tokens, targets in batches(3):
+            backward(engine, tokens, targets)
+            plain.backward(tokens, targets)
+            norm = nn.utils.clip_grad_norm_(kept, 0.5)
+            assert norm.item() == pytest.approx(nn.utils.clip_grad_norm_(other, 0.5).item(), rel=1e-4)
+            engine.step()
+            plain.step()
+            for (parameter, mean), (plain_parameter, plain_mean) in zip(
+                zip(kept, average, strict=True), zip(other, expected, strict=True), strict=True
+            ):
+                mean.lerp_(parameter.detach(), 0.5)
+                plain_mean.lerp_(plain_parameter.detach(), 0.5)
+                torch.testing.assert_close(mean, plain_mean, rtol=1e-4, atol=1e-6)
+        engine.unwrap()
+    assert all(map(lambda p, q: p is q, kept, model.parameters()))
+    assert all(type(parameter) is nn.Parameter for parameter in kept) and model.head.bias.no_decay
+    assert_near(model, plain.model)
+    for owner in (model, plain.model):
+        loss_of(owner(tokens), targets).backward()
+    assert seen[0] == pytest.approx(seen[1], rel=1e-3) and len(seen[0]) == 4
+
+
+def test_what_was_kept_of_a_recurrent_model_is_the_model():
+    model = nn.LSTM(8, 16, num_layers=2)
+    kept, values = list(model.parameters()), [weakref.ref(p.untyped_storage()) for p in model.parameters()]
+    with OffloadEngine(model, **OPTIONS) as engine:
+        assert all(map(lambda p, q: p is q, kept, model.parameters()))
+        assert not any(storage() for storage in values)
+        for _ in range(2):
+            engine(torch.ones(3, 2, 8))[0].sum().backward()
+            before = [p.detach().clone() for p in kept]
+            engine.step()
+            assert not any(map(torch.equal, before, [p.detach().clone() for p in kept]))
+        copy.deepcopy(model)(torch.ones(3, 2, 8))
+        engine.unwrap()
+    model(torch.ones(3, 2, 8))
+
+
+def test_weights_that_another_model_uses_are_the_same_there():
+    model, other = built(), built()
+    other.head.weight = model.head.weight
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    with OffloadEngine(model, **OPTIONS) as engine:
+        backward(engine, *batches(1)[0])
+        engine.step()
+        assert other.head.weight is model.head.weight and model.blocks[1].up.weight is model.blocks[0].up.weight
+        tokens = batches(1)[0][0]
+        expected = copy.deepcopy(model.head.weight)
+        assert torch.equal(other.norm(other.embed(tokens)) @ expected.t() + other.head.bias, _head_only(other, tokens))
+
+
+def _head_only(model: Tiny, tokens: torch.Tensor) -> torch.Tensor:
+    return model.norm(model.embed(tokens)) @ model.head.weight.t() + model.head.bias
+
+
+@pytest.mark.parametrize("look", [weakref.ref, torch._C._WeakTensorRef], ids=["Python", "C++"])
+def test_a_parameter_that_something_else_looks_at_gets_a_handle_of_its_own(look: Callable[[object], object]):
+    model = built()
+    old = model.head.weight
+    value, looking = old.detach().clone(), look(old)
+    with OffloadEngine(model, **OPTIONS) as engine:
+        assert type(old) is nn.Parameter and torch.equal(old, value) and looking is not None
+        assert model.head.weight is not old
+        backward(engine, *batches(1)[0])
+        engine.step()
+        assert not torch.equal(model.head.weight.detach(), value)
+        with pytest.raises(ConfigError, match=r"engine\.optimizer"):
+            torch.optim.SGD([old]).step()
+
+
+def test_a_parameter_of_a_users_own_class_stays_one():
+    class Special(nn.Parameter):
+        pass
+
+    model = built()
+    model.head.weight = Special(model.head.weight.detach())
+    seen = []
+    model.head.register_forward_hook(lambda module, *_: seen.append(type(module.weight)))
+    with OffloadEngine(model, **OPTIONS) as engine:
+        assert isinstance(model.head.weight, Special)
+        backward(engine, *batches(1)[0])
+        engine.step()
+        assert type(copy.deepcopy(model).head.weight) is Special
+        engine.unwrap()
+    assert type(model.head.weight) is Special and seen == [Special]
+
+
+def test_two_parameters_over_one_memory_are_refused():
+    model, value = built(), torch.zeros(128, 32)
+    model.blocks[0].up.weight, model.blocks[2].up.weight = nn.Parameter(value), nn.Parameter(value)
+    with pytest.raises(ConfigError, match=r"blocks\.0\.up\.weight and blocks\.2\.up\.weight share memory"):
+        OffloadEngine(model, **OPTIONS)
+    assert type(model.head.weight) is nn.Parameter
+    model.blocks[2].up.weight = model.blocks[0].up.weight
+    OffloadEngine(model, **OPTIONS).close()
+    beside, side_by_side = built(), torch.zeros(2, 128, 32)
+    beside.blocks[0].up.weight, beside.blocks[2].up.weight = map(nn.Parameter, side_by_side)
+    OffloadEngine(beside, **OPTIONS).close()
+
+
+# Gradients that a step has used up.
+
+
+def test_a_loop_without_zero_grad_is_told_once_that_a_step_uses_gradients_up(engine: OffloadEngine):
+    backward(engine, *batches(1)[0])
+    engine.optimizer.step()
+    backward(engine, *batches(1)[0])
+    with pytest.warns(UserWarning, match=r"no zero_grad\(\) since the last step") as caught:
+        engine.optimizer.step()
+    assert [Path(item.filename) for item in caught] == [Path(__file__)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        backward(engine, *batches(1)[0])
+        engine.optimizer.step()
+
+
+def test_who_knows_that_gradients_are_gone_is_not_told(engine: OffloadEngine):
+    def set_to_none() -> None:
+        for parameter in engine.module.parameters():
+            parameter.grad = None
+
+    ways: list[Callable[[], object]] = [
+        engine.optimizer.zero_grad,
+        lambda: engine.optimizer.zero_grad(set_to_none=False),
+        engine.module.zero_grad,
+        lambda: engine.module.zero_grad(set_to_none=False),
+        set_to_none,
+        lambda: engine.module.head.weight.grad,
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for way in ways:
+            backward(engine, *batches(1)[0])
+            engine.optimizer.step()
+            way()
+        for way in ways[:5]:  # the gradients of another's backward are dropped before the own one
+            backward(engine, *batches(1)[0])
+            way()
+            backward(engine, *batches(1)[0])
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+        for _ in range(2):
+            backward(engine, *batches(1)[0])
+            backward(engine, *batches(1)[0])
+            engine.step()
+        for _ in range(2):
+            engine.backward(loss_of(engine(batches(1)[0][0]), batches(1)[0][1]))
+            engine.optimizer.step()
+
+
+# What compiles, shows or sends a model.
+
+
+def test_scripting_names_the_way(engine: OffloadEngine):
+    with pytest.raises(ConfigError, match=r"torch\.jit\.script.*engine\.unwrap\(\)"):
+        torch.jit.script(engine.module.head)
+    assert not hasattr(next(iter(engine.module.head._forward_hooks.values())), "__name__")
+
+
+def test_a_view_is_shown_with_the_operation_that_made_it(engine: OffloadEngine):
+    assert repr(engine.module.head.bias[0]).endswith(", grad_fn=<SelectBackward0>)")
+    assert "grad_fn" not in repr(engine.module.head.bias) + repr(engine.module.head.bias.detach())
+
+
+def test_a_model_is_sent_to_another_process_by_value(engine: OffloadEngine):
+    """Torch would send a file descriptor of each copy, which is closed by the time that the process starts."""
+    sent = ForkingPickler.dumps(engine.module)
+    assert len(sent) > sum(parameter.numel() * 4 for parameter in engine.module.parameters())
+    found = ForkingPickler.loads(sent)
+    assert all(type(parameter) is nn.Parameter for parameter in found.parameters())
+    for parameter, other in zip(found.parameters(), engine.module.parameters(), strict=True):
+        assert torch.equal(parameter, other.detach().clone())
+
+
+# Options that have no effect.
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"optimizer": None, "lr": 1e-3}, r"lr: nothing is trained with optimizer=None"),
+        ({"optimizer": None, "optimizer_options": {"momentum": 0.9}}, r"momentum: nothing is trained"),
+        ({"nvme_capacity": "1GiB"}, r"nvme_capacity: .* without nvme_path"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(options: dict[str, object], said: str):
+    with pytest.raises(ConfigError, match=said):
+        OffloadEngine(built(), **options)
+
+
+def test_a_budget_that_bounds_nothing_is_said():
+    with pytest.warns(UserWarning, match="device_memory: the model computes on the CPU") as caught:
+        OffloadEngine(built(), device_memory="1GiB", **OPTIONS).close()
+    assert [Path(item.filename) for item in caught] == [Path(__file__)]
+
+
+def test_where_no_file_descriptor_is_left_the_error_names_the_limit(monkeypatch):
+    def no_more(*_: object) -> None:
+        raise OSError(errno.EMFILE, "memfd_create: Too many open files")
+
+    monkeypatch.setattr("aio_ext.Pattern", no_more)
+    with pytest.raises(OffloadError, match=r"no file descriptor is left .*may have [\d,]+ open.*ulimit -n"):
+        OffloadEngine(built(), **OPTIONS)

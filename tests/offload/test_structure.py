@@ -78,9 +78,11 @@ def test_a_unit_that_calls_one_outside_of_itself_beyond_the_spare_places_gets_on
         options["device_memory"] = 6 * (WIDTH * WIDTH + 4 * WIDTH) * 4
     budget = least_budget(Nested(), tmp_path, **options)
     del options["precision"]
-    with pytest.warns(UserWarning, match="called from inside of units that it is no part of"):
+    with pytest.warns(UserWarning, match="called from inside of units that it is no part of") as caught:
         losses = nested_losses(nvme_path=tmp_path, host_memory=budget, **options)
     assert losses == expected
+    if device == "cpu":
+        assert Path(caught[0].filename) == Path(__file__)
 
 
 class Adapted(nn.Module):

@@ -1,0 +1,54 @@
+"""Signals that come in the middle of what must be done whole.
+
+A handler of Python may raise: Ctrl-C does (``KeyboardInterrupt``), and so do time limits by ``signal.alarm``. Python
+calls it between any two lines of the main thread.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from threading import current_thread, main_thread
+from types import FrameType
+from typing import Any
+
+_Handler = Callable[[int, FrameType | None], Any]
+
+_SIGNALS = [
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)
+]
+"""Those that programs give handlers that raise. Ctrl-C first: it is the first to be held back and the last let go."""
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """What comes within is handled at the end, as if it had come there: what is within is done whole, or not begun.
+
+    In other threads than the main one nothing needs to be held back: Python handles no signals there. May be nested.
+    """
+    handlers: dict[int, _Handler] = {}
+    came: dict[int, FrameType | None] = {}
+    try:
+        for number in _SIGNALS if current_thread() is main_thread() else ():
+            handler = signal.getsignal(number)
+            if callable(handler):  # not SIG_DFL, SIG_IGN or what C has put there
+                handlers[number] = handler
+                signal.signal(number, came.__setitem__)
+        yield
+    finally:
+        for number in reversed(handlers):
+            signal.signal(number, handlers[number])
+        _handle([(handlers[number], number, frame) for number, frame in came.items()])
+
+
+def _handle(came: Sequence[tuple[_Handler, int, FrameType | None]]) -> None:
+    """Call all handlers, even if one raises."""
+    if came:
+        handler, number, frame = came[0]
+        try:
+            handler(number, frame)
+        finally:
+            _handle(came[1:])

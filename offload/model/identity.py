@@ -1,0 +1,93 @@
+"""Which object is which: the parameters that a user has kept become the handles, and ordinary ones again at the end.
+
+An optimizer, a list for ``clip_grad_norm_`` or an average of the weights that was made before the engine holds the
+model's parameters as objects. They stay what the model has: each exchanges its content with that of its handle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from offload.errors import ConfigError
+from offload.model.handle import Handle
+from offload.units import Site
+
+
+def take_over(parameter: nn.Parameter, handle: nn.Parameter, sites: Collection[Site]) -> nn.Parameter:
+    """Make ``parameter`` what ``handle`` is. Returns the object that is the handle now, without hooks.
+
+    Its value stands at ``sites`` as another object, until it is stored. A backward through a graph of before raises
+    ``ConfigError`` from now on.
+    """
+    for module, _ in sites:
+        if isinstance(module, nn.RNNBase):
+            _let_go(module)
+    if parameter.requires_grad and not parameter.is_inference():  # only graphs that are there keep this node
+        get_gradient_edge(parameter).node.register_prehook(_refuse_old_graph)
+    if not _exchange(parameter, handle):
+        return handle
+    _set_hooks(parameter, (None, None))
+    for module, name in sites:
+        module._parameters[name] = handle
+    return parameter
+
+
+def ordinary(handle: Handle) -> nn.Parameter:
+    """An ordinary parameter with the present value, gradient and attributes of the handle."""
+    parameter = handle.ordinary()
+    vars(parameter).update(handle.attributes())
+    gradient = handle.grad
+    parameter.grad = None if gradient is None else gradient.detach().clone()
+    return parameter  # type: ignore[return-value]
+
+
+def give_back(handle: nn.Parameter, parameter: nn.Parameter) -> nn.Parameter:
+    """Make ``handle`` what ``parameter`` is. Returns the object that is the parameter now, with the handle's hooks."""
+    hooks = _hooks(handle)
+    found = handle if _exchange(handle, parameter) else parameter
+    _set_hooks(found, hooks)
+    return found
+
+
+def _let_go(module: nn.RNNBase) -> None:
+    """A recurrent module lists its weights, and looks at them weakly: where one is another now, it makes a new list."""
+    module._flat_weights = []
+    module._flat_weight_refs = [_gone] * len(module._flat_weights_names)  # type: ignore[list-item]
+
+
+def _gone() -> None:
+    return None
+
+
+def _exchange(left: nn.Parameter, right: nn.Parameter) -> bool:
+    """Each becomes the other, apart from hooks. False if nothing has changed: something else looks at one of them."""
+    kind = type(left)
+    try:
+        torch.utils.swap_tensors(left, right)
+    except RuntimeError:
+        if type(left) is not kind:  # torch found it out half-way
+            left.__class__, right.__class__ = right.__class__, left.__class__
+            left.__dict__, right.__dict__ = right.__dict__, left.__dict__
+        return False
+    return True
+
+
+def _hooks(parameter: nn.Parameter) -> tuple[Any, Any]:
+    return parameter._backward_hooks, parameter._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+
+
+def _set_hooks(parameter: nn.Parameter, hooks: tuple[Any, Any]) -> None:
+    """Torch keeps them in two places, and exchanges one."""
+    parameter._backward_hooks, parameter._post_accumulate_grad_hooks = hooks  # type: ignore[attr-defined]
+
+
+def _refuse_old_graph(gradients: Any) -> None:
+    raise ConfigError(
+        "this backward goes through a graph that was made before the engine was: the gradients would not reach the "
+        "model. Run the forward again."
+    )

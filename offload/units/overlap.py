@@ -1,0 +1,47 @@
+"""Parameters that look into each other's memory: the engine would move and update each by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from offload.errors import ConfigError
+
+
+class _Range(NamedTuple):
+    """Where a parameter's elements lie."""
+
+    device: str
+    start: int
+    end: int
+    name: str
+    parameter: nn.Parameter
+
+
+def check_memory_is_distinct(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raise ``ConfigError`` if two of these named parameters overlap in memory and one of them is to be trained.
+
+    In PyTorch an update of one is an update of the other. Weights that lie side by side in one memory do not overlap.
+    """
+    ranges = [_range_of(name, p) for name, p in parameters if p.numel() and not p.is_meta and p.layout is torch.strided]
+    ranges.sort(key=lambda item: item[:3])
+    farthest: _Range | None = None
+    for found in ranges:
+        if farthest is None or farthest.device != found.device:
+            farthest = found
+        elif found.start < farthest.end and (farthest.parameter.requires_grad or found.parameter.requires_grad):
+            raise ConfigError(
+                f"parameters {farthest.name} and {found.name} share memory and are two: the engine would train each by "
+                f"itself. Tie them, so that they are one ({found.name} = {farthest.name}), or give one a clone()."
+            )
+        elif found.end > farthest.end:
+            farthest = found
+
+
+def _range_of(name: str, parameter: nn.Parameter) -> _Range:
+    span = sum((length - 1) * stride for length, stride in zip(parameter.shape, parameter.stride(), strict=True)) + 1
+    start = parameter.data_ptr()
+    return _Range(str(parameter.device), start, start + span * parameter.element_size(), name, parameter)

@@ -1,0 +1,137 @@
+"""Signals that come in the middle of a step: it is taken whole, or not at all, and the interrupt is raised then."""
+
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import Tiny, batches, least_budget, loss_of
+
+from offload import OffloadEngine
+from offload.interrupts import held_back
+
+OPTIONS = {"precision": "fp32", "tile_bytes": 65536, "lr": 1e-2}
+
+
+def test_what_comes_within_is_handled_at_the_end():
+    before = signal.getsignal(signal.SIGINT)
+    done = []
+    with pytest.raises(KeyboardInterrupt), held_back():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        done.append("all of it")
+    assert done == ["all of it"] and signal.getsignal(signal.SIGINT) is before
+
+
+def test_it_comes_although_there_was_an_error():
+    with pytest.raises(KeyboardInterrupt) as caught, held_back():
+        signal.raise_signal(signal.SIGINT)
+        raise ValueError
+    assert isinstance(caught.value.__context__, ValueError)
+
+
+def test_where_it_is_nested_it_waits_for_the_end_of_the_outer_one():
+    events = []
+    with pytest.raises(KeyboardInterrupt), held_back():
+        with held_back():
+            signal.raise_signal(signal.SIGINT)
+        events.append("after the inner one")
+    assert events == ["after the inner one"]
+
+
+def test_every_handler_is_called_and_put_back_exactly():
+    events: list[str] = []
+
+    def time_is_up(*_: object) -> None:
+        events.append("alarm")
+        raise TimeoutError
+
+    def stop(*_: object) -> None:
+        events.append("terminate")
+
+    handlers = {signal.SIGALRM: time_is_up, signal.SIGTERM: stop, signal.SIGUSR1: signal.SIG_IGN}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        with pytest.raises(TimeoutError), held_back():
+            for number in handlers:
+                signal.raise_signal(number)
+            events.append("the end")
+        assert events[0] == "the end" and sorted(events[1:]) == ["alarm", "terminate"]
+        assert {number: signal.getsignal(number) for number in handlers} == handlers
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_another_thread_holds_nothing_back():
+    before = signal.getsignal(signal.SIGINT)
+    found = []
+
+    def look() -> None:
+        with held_back():
+            found.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join(60)
+    assert found == [before]
+
+
+class _Interrupt:
+    """Sends Ctrl-C at the ``position``-th call inside of the engine, and counts them."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+        self.count = 0
+
+    def __enter__(self) -> "_Interrupt":
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(None)
+
+    def _call(self, frame: object, event: str, argument: object) -> None:
+        if "/offload/" in frame.f_code.co_filename:  # type: ignore[attr-defined]
+            self.count += 1
+            if self.count == self.position:
+                signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("on_nvme", [False, True])
+def test_a_step_that_is_interrupted_is_taken_whole_or_not_at_all(on_nvme: bool, tmp_path: Path):
+    def built() -> Tiny:
+        torch.manual_seed(0)
+        return Tiny(width=32, num_blocks=3)
+
+    memory = {}
+    if on_nvme:
+        memory = {"nvme_path": tmp_path, "host_memory": least_budget(built(), tmp_path, **OPTIONS)}
+
+    def run(position: int) -> tuple[int, int, dict[str, torch.Tensor]]:
+        """Two steps, the second one interrupted; how many calls it made, the steps taken, the weights."""
+        with OffloadEngine(built(), **memory, **OPTIONS) as engine:
+            for index, (tokens, targets) in enumerate(batches(2)):
+                engine.optimizer.zero_grad()
+                loss_of(engine(tokens), targets).backward()
+                interrupt = _Interrupt(position if index else 0)
+                try:
+                    with interrupt:
+                        engine.optimizer.step()
+                except KeyboardInterrupt:
+                    assert index
+            return interrupt.count, engine.global_step, engine.state_dict()
+
+    num_calls, taken, whole = run(0)
+    assert taken == 2
+    seen = set()
+    for position in range(1, num_calls, max(num_calls // 12, 1)):
+        _, taken, found = run(position)
+        seen.add(taken)
+        if taken == 2:
+            assert all(torch.equal(found[name], value) for name, value in whole.items()), position
+        else:
+            assert not all(torch.equal(found[name], value) for name, value in whole.items()), position
+    assert seen == {1, 2}
