@@ -24,7 +24,7 @@ from offload.plan.placement import make_plan
 from offload.plan.plan import Plan, Tier, UnitPlan
 from offload.tiers.window import CopyWindow, window_class
 from offload.units import UnitSpec, num_nested
-from swapper import StoreUnsafe, align
+from swapper import StorageFull, StoreUnsafe, align, readable_bytes
 from swapper.paths import Directory, Medium, look_at
 
 _AUTO_SHARE = 0.8
@@ -57,12 +57,18 @@ def plan_for(
     # On a device gradients arrive in host memory after their unit's backward: early updates wait for that, not yet.
     early = device is None and choice is not None and choice.rule.repeatable
     early = early and not config.gradient_clipping and config.precision != "fp16"
-    plan = make(early=early)
     spare_bytes = _free_bytes(config.paths) * _AUTO_SHARE if nvme == "auto" else nvme_bytes
-    has_room = sum(plan.nvme_bytes.values()) + plan.second_place_bytes <= spare_bytes
-    if early and not has_room:
+    plan = make(early=early)
+    if early and _store_bytes(plan, config, early=True) > spare_bytes:
         early, plan = False, make(early=False)
-        has_room = sum(plan.nvme_bytes.values()) + plan.second_place_bytes <= spare_bytes
+    needed_bytes = _store_bytes(plan, config, early=early)
+    has_room = needed_bytes <= spare_bytes
+    if config.durable and not has_room:
+        raise StorageFull(
+            f"durable={config.durable} needs {readable_bytes(needed_bytes)} under nvme_path, two places for each record: "
+            f"{readable_bytes(int(spare_bytes))} may be used.",
+            advice="Free some, give another path, raise host_memory or nvme_capacity, or leave durable out.",
+        )
     two = choice is not None and has_room and plan.second_place_bytes > 0
     plan = dataclasses.replace(plan, places=2 if two else 1, early=two and early)
     if device_plan is None:
@@ -148,6 +154,16 @@ def _compute_host_bytes(config: OffloadConfig, units: Sequence[UnitSpec], device
         copies = num_nested(units) if window_class() is CopyWindow else 0
         return copies * max(unit.numel for unit in units) * width + gradient_bytes
     return NUM_LANDINGS * gradient_bytes
+
+
+def _store_bytes(plan: Plan, config: OffloadConfig, *, early: bool) -> int:
+    """NVMe that the store takes with two places for each trained record; with ``durable`` also for those in memory,
+    and a third one where an early update writes beside what is current and what is committed."""
+    needed = sum(plan.nvme_bytes.values()) + plan.second_place_bytes
+    if config.durable:
+        needed += 2 * (plan.resident_bytes["weights"] + plan.resident_bytes["states"])
+        needed += plan.second_place_bytes if early else 0
+    return needed
 
 
 def _free_bytes(paths: Sequence[Path]) -> float:

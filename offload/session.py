@@ -608,7 +608,9 @@ class Session:
                 self.set_optimizer_states({handles.of_model[spec]: states for spec, states in had_states.items()})
         self.bandwidths = store_bandwidths(tiers)
         link = None if tiers.on_device is None else tiers.on_device.link
-        self.checkpoints = Checkpoints(self, config, units, tiers, outside, self.torch_device, self.failure)
+        self.checkpoints = Checkpoints(
+            self, config, units, tiers, outside, self.torch_device, self.failure, early=plan.early
+        )
         if self.checkpoints.committer is not None:
             outside.before_change = self.checkpoints.committer.changing
             closers.callback(self.checkpoints.committer.stop)

@@ -299,6 +299,8 @@ class Transfers:
         try:
             return submit(*request, urgent=urgent)
         except OSError as error:
+            if error.errno is None:
+                raise  # not the system's: a signal handler of the user's may raise a TimeoutError anywhere
             if error.errno == errno.ESHUTDOWN:
                 raise StoreMisuse(f"{name}: {self.where} is closed.") from None
             raise self.failed(name, error) from error

@@ -64,6 +64,8 @@ class Checkpoints:
         outside: Outside,
         device: torch.device,
         failure: Failure,
+        *,
+        early: bool,
     ) -> None:
         self._run = run
         self._config = config
@@ -92,6 +94,7 @@ class Checkpoints:
                 config.gradient_dtype,
                 tiers.host.wait_for_updates,
                 failure,
+                early=early,
             )
             self._linked = LinkedCheckpoints(self.committer)
         _open.add(self)

@@ -38,7 +38,11 @@ class Committer:
         gradient_dtype: torch.dtype,
         wait_for_updates: Callable[[], None],
         failure: Failure,
+        *,
+        early: bool,
     ) -> None:
+        """``early``: records on NVMe are written beside what is current, so that they take one more place."""
+        self._working = 2 if early else 1
         self.store: DurableStore = opened.store
         self._opened = opened
         self._units = units
@@ -59,12 +63,12 @@ class Committer:
         kept = sum(1 for number in self.store.generations if number) + 1
         wanted = [0] * len(self.store.extents)
         for unit, homes, extents in zip(self._units, self._homes, self._records, strict=True):
-            working = 2 if homes.weights.stored is not None else 0
+            working = self._working if homes.weights.stored is not None else 0
             trained = extents.weights[: 1 if unit.trainable_numel else 0]
             for extent in trained:
                 wanted[extent.index] = kept + working
             for tile, extent in zip(homes.tiles, extents.tiles, strict=True):
-                wanted[extent.index] = kept + (2 if tile.states.stored is not None else 0)
+                wanted[extent.index] = kept + (self._working if tile.states.stored is not None else 0)
             for extent in extents.weights[len(trained) :]:
                 wanted[extent.index] = 1
             if extents.gradients is not None and self._gradients.of(unit):
