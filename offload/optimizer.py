@@ -16,6 +16,8 @@ from offload.errors import ConfigError
 from offload.optim.rule import Group, options_of
 from offload.torch_internals import never_compiled
 
+_POSITION = "engine"
+
 
 class Steps(Protocol):
     """What the optimizer asks of the engine. States are by parameter, as in ``torch.optim``."""
@@ -31,6 +33,10 @@ class Steps(Protocol):
     def optimizer_states(self) -> dict[nn.Parameter, dict[str, Any]]: ...
 
     def set_optimizer_states(self, states: dict[nn.Parameter, dict[str, Any]]) -> None: ...
+
+    def position(self) -> dict[str, Any]: ...
+
+    def set_position(self, position: dict[str, Any]) -> None: ...
 
     def parameters_with_states(self) -> list[nn.Parameter]: ...
 
@@ -103,11 +109,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """As of any optimizer, with ordinary tensors: it holds all states in memory. Waits for the update."""
+        """As of any optimizer, with ordinary tensors. Waits for the update.
+
+        Beside the states it has the fp32 masters of 16-bit weights, and under ``"engine"`` the step and the loss scale:
+        with the model's state dict that is all that a continuation with the same bits needs. What rests on NVMe is
+        copied to a nameless file there, so that it takes no memory; it goes when the tensors go.
+        """
         resting = self.state
         self.state = defaultdict(dict, self._engine.optimizer_states())  # type: ignore[arg-type]
         try:
-            return super().state_dict()
+            return {**super().state_dict(), _POSITION: self._engine.position()}
         finally:
             self.state = resting
 
@@ -126,6 +137,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._engine.set_optimizer_states(
             {by_index[index]: states for index, states in state_dict["state"].items() if index in by_index}
         )
+        if _POSITION in state_dict:
+            self._engine.set_position(state_dict[_POSITION])
 
 
 class _States(MutableMapping[nn.Parameter, dict[str, Any]]):

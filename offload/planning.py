@@ -65,8 +65,8 @@ def plan_for(
     has_room = needed_bytes <= spare_bytes
     if config.durable and not has_room:
         raise StorageFull(
-            f"durable={config.durable} needs {readable_bytes(needed_bytes)} under nvme_path, two places for each record: "
-            f"{readable_bytes(int(spare_bytes))} may be used.",
+            f"durable={config.durable} needs {readable_bytes(needed_bytes)} under nvme_path, two places for each "
+            f"record: {readable_bytes(int(spare_bytes))} may be used.",
             advice="Free some, give another path, raise host_memory or nvme_capacity, or leave durable out.",
         )
     two = choice is not None and has_room and plan.second_place_bytes > 0

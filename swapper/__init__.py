@@ -18,6 +18,7 @@ from swapper.errors import (
 )
 from swapper.folders import create_store, open_store, remove_store
 from swapper.generation import Generation, open_generation
+from swapper.spool import Spool, let_go
 from swapper.store import AnyStore, Extent, Store
 from swapper.ticket import Ticket
 
@@ -30,6 +31,7 @@ __all__ = [
     "Generation",
     "Lease",
     "OffloadError",
+    "Spool",
     "StorageCorrupt",
     "StorageError",
     "StorageFull",
@@ -44,6 +46,7 @@ __all__ = [
     "Ticket",
     "align",
     "create_store",
+    "let_go",
     "open_generation",
     "open_store",
     "readable_bytes",

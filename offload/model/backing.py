@@ -15,9 +15,10 @@ from offload.model.gradient_handle import GradientBacking, GradientHandle
 from offload.model.handle import value_of
 from offload.optim.formats import Formats
 from offload.optim.rule import Rule
+from offload.spooled import Spooled
 from offload.tiers.compute import Compute
 from offload.tiers.gradients import Gradient, GradientStore
-from offload.tiers.home import UnitHomes
+from offload.tiers.home import TileHomes, UnitHomes
 from offload.tiers.host_weights import HostWeights
 from offload.units import ParameterSpec, UnitSpec, WeightInPieces
 from offload.waiting import Failure
@@ -52,6 +53,7 @@ class Outside:
         device: torch.device,
         failure: Failure,
         settle: Callable[[], None],
+        spooled: Spooled,
         invalidate: Callable[[UnitSpec], None],
     ) -> None:
         """``settle`` returns when all gradients are in their places. ``invalidate`` makes void what was computed from a
@@ -63,6 +65,7 @@ class Outside:
         self.dtype = dtype
         self.device = device
         self.settle = settle
+        self.spooled = spooled
         self.zeroing = Zeroing.DONE
         self._homes = homes
         self._host = host
@@ -111,21 +114,45 @@ class Outside:
         with self._borrow(unit, change=True) as address:
             yield address
 
-    def write_master(self, unit: UnitSpec, spec: ParameterSpec, weights: int) -> None:
-        """Make the master what the parameter's weights, at this address, are."""
+    def read_master(self, unit: UnitSpec, spec: ParameterSpec) -> torch.Tensor:
+        """A copy of the parameter's fp32 master, flat, once the last step's update has reached it."""
+        value = torch.empty(spec.numel)
+        with self.weights(unit, spec) as weights:
+            for tile, start, stop in self._tiles_of(unit, spec):
+                with tile.states.borrow(change=False) as address:
+                    value[start - spec.offset : stop - spec.offset] = self.formats.get_master(
+                        stop - start,
+                        weights + (start - spec.offset) * self.formats.weights,
+                        address + self._master_offset(tile, start),
+                    )
+        return value
+
+    def write_master(
+        self, unit: UnitSpec, spec: ParameterSpec, weights: int, value: torch.Tensor | None = None
+    ) -> None:
+        """Make the master ``value``, fp32 and flat, and the parameter's weights at this address what it is rounded to;
+        without a value, make the master what the weights are."""
         if self.rule is None or not self.formats.master or not spec.trainable:
             return
-        value = tensor_at(weights, spec.numel, self.dtype).float()
+        if value is None:
+            value = tensor_at(weights, spec.numel, self.dtype).float()
+        for tile, start, stop in self._tiles_of(unit, spec):
+            with tile.states.borrow(change=True) as address:
+                self.formats.put_master(
+                    value[start - spec.offset : stop - spec.offset],
+                    weights + (start - spec.offset) * self.formats.weights,
+                    address + self._master_offset(tile, start),
+                )
+
+    def _tiles_of(self, unit: UnitSpec, spec: ParameterSpec) -> Iterator[tuple[TileHomes, int, int]]:
+        """The tiles that hold a part of the parameter, and which of the unit's elements that is."""
         for homes in self._homes[unit.index].tiles:
-            tile = homes.tile
-            start, stop = max(spec.offset, tile.start), min(spec.offset + spec.numel, tile.stop)
+            start, stop = max(spec.offset, homes.tile.start), min(spec.offset + spec.numel, homes.tile.stop)
             if start < stop:
-                with homes.states.borrow(change=True) as address:
-                    self.formats.put_master(
-                        value[start - spec.offset : stop - spec.offset],
-                        weights + (start - spec.offset) * self.formats.weights,
-                        address + self.rule.master_offset(tile, start),
-                    )
+                yield homes, start, stop
+
+    def _master_offset(self, tile: TileHomes, element: int) -> int:
+        return 0 if self.rule is None else self.rule.master_offset(tile.tile, element)
 
     def _borrow(self, unit: UnitSpec, *, change: bool) -> contextlib.AbstractContextManager[int]:
         home = self._homes[unit.index].weights
@@ -156,11 +183,27 @@ class ParameterBacking:
             return self._tensor(address).clone()
 
     def write(self, value: torch.Tensor) -> None:
-        """Set the value. The fp32 master becomes exactly this; moments stay as they are."""
+        """Set the value. The fp32 master becomes exactly this, unless it is rounded to this already; moments stay as
+        they are."""
         outside, unit, spec = self._outside, self._unit, self._spec
         with outside.failure, outside.weights_to_change(unit, spec) as address, torch.no_grad():
+            rounded = value.to("cpu", outside.dtype).view(self._spec.shape)
+            if outside.formats.master and torch.equal(self._tensor(address), rounded):
+                return
             self._tensor(address).copy_(value)
             outside.write_master(unit, spec, address)
+
+    def read_master(self) -> torch.Tensor:
+        """A copy of the fp32 master."""
+        with self._outside.failure:
+            return self._outside.read_master(self._unit, self._spec).view(self._spec.shape)
+
+    def write_master(self, value: torch.Tensor) -> None:
+        """Set the fp32 master, and the weight to what it is rounded to."""
+        outside, unit, spec = self._outside, self._unit, self._spec
+        flat = value.detach().to("cpu", torch.float32).reshape(-1)
+        with outside.failure, outside.weights_to_change(unit, spec) as address, torch.no_grad():
+            outside.write_master(unit, spec, address, flat)
 
     @property
     def gradient(self) -> torch.Tensor | None:

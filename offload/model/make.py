@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from offload.model.backing import Outside, ParameterBacking, PiecewiseBacking
 from offload.model.handle import Backing, Handle, make_handle
 from offload.model.identity import take_over
 from offload.model.piecewise import PiecewiseHandle
+from offload.spooled import Spooled
 from offload.units import ParameterSpec, UnitSpec, WeightInPieces
 
 _WITH_STATISTICS = (
@@ -67,12 +69,13 @@ def make_handles(units: Sequence[UnitSpec], in_use: Sequence[Sequence[nn.Paramet
     return Handles(at_sites, of_model, backings)
 
 
-def give_ordinary_state_dicts(units: Sequence[UnitSpec]) -> Callable[[], None]:
-    """Let state dicts hold ordinary tensors, so that code which saves them needs to know nothing of handles. Returns
-    the call that undoes it."""
+def give_ordinary_state_dicts(units: Sequence[UnitSpec], spooled: Spooled) -> Callable[[], None]:
+    """Let state dicts hold ordinary tensors, so that code which saves them needs to know nothing of handles. They are
+    ``spooled``: together they may be larger than memory. Returns the call that undoes it."""
 
     modules = {site.module for unit in units for spec in unit.parameters for site in spec.owners}
-    hooks = [module.register_state_dict_post_hook(_take_values) for module in modules]  # type: ignore[no-untyped-call]
+    hook = partial(_take_values, spooled)
+    hooks = [module.register_state_dict_post_hook(hook) for module in modules]  # type: ignore[no-untyped-call]
 
     def undo() -> None:
         for hook in hooks:
@@ -85,19 +88,19 @@ _last_copies: weakref.WeakKeyDictionary[Backing, weakref.ref[torch.Tensor]] = we
 """The copy of each value that the last state dict holds."""
 
 
-def _take_values(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+def _take_values(spooled: Spooled, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
     for name in module._parameters:
         value = state_dict.get(prefix + name)
         if isinstance(value, Handle) and not isinstance(value, nn.Parameter):  # which ``keep_vars=True`` asks for
-            state_dict[prefix + name] = _value_in(state_dict, value)
+            state_dict[prefix + name] = _value_in(state_dict, value, spooled)
 
 
-def _value_in(state_dict: dict[str, Any], handle: Handle) -> torch.Tensor:
+def _value_in(state_dict: dict[str, Any], handle: Handle, spooled: Spooled) -> torch.Tensor:
     """The value of the handle. A tied weight is one tensor in one state dict: savers look for that."""
     last = _last_copies.get(handle.backing)
     copy = None if last is None else last()
     if copy is None or not any(other is copy for other in state_dict.values()):
-        copy = handle.value_on_host()
+        copy = spooled.keep(handle.value_on_host())
         _last_copies[handle.backing] = weakref.ref(copy)
     return copy
 

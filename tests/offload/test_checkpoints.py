@@ -500,3 +500,52 @@ def test_running_statistics_go_on(tmp_path: Path):
         assert go_on(engine, 4) == expected[2:]
         engine.module.eval()
         assert engine(torch.ones(2, 8)).equal(final)
+
+
+@pytest.mark.parametrize("order", ["weights first", "states first"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_state_dicts_continue_with_the_same_bits(tmp_path: Path, precision, order):
+    """What trainers save: the model's state dict and the optimizer's."""
+    options = {"lr": 1e-2, "precision": precision}
+    with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory=least(tmp_path, **options), **options) as engine:
+        train(engine, 3)
+        states = {"weights": engine.module.state_dict(), "states": engine.optimizer.state_dict()}
+        torch.save({**states, "random": torch.get_rng_state()}, tmp_path / "saved")
+        expected, final = train(engine, 8), bits(engine.module)
+    saved = torch.load(tmp_path / "saved", weights_only=True)
+    with OffloadEngine(make_model(1), **options) as engine:
+        loads = [("weights", engine.module), ("states", engine.optimizer)]
+        for name, target in loads if order == "weights first" else reversed(loads):
+            target.load_state_dict(saved[name])
+        torch.set_rng_state(saved["random"])
+        assert engine.global_step == 3
+        assert (train(engine, 8), bits(engine.module).equal(final)) == (expected, True)
+
+
+def test_state_dicts_of_a_model_on_nvme_take_no_memory(tmp_path: Path):
+    program = f"""
+import sys
+sys.path[:0] = [{str(Path(__file__).parent)!r}]
+from test_checkpoints import *
+
+def anonymous():
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines["RssAnon"].split()[0]) + int(lines["RssFile"].split()[0]) + int(lines["RssShmem"].split()[0])
+
+torch.manual_seed(0)
+model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(24)])  # 96 MiB, and 192 of moments
+with OffloadEngine(model, nvme_path={str(tmp_path)!r}, host_memory="64MiB", lr=1e-3) as engine:
+    for _ in range(2):
+        engine.backward(engine(torch.randn(4, 1024)).square().mean())
+        engine.step()
+    engine.synchronize()
+    before = anonymous()
+    states = engine.module.state_dict(), engine.optimizer.state_dict()
+    print((anonymous() - before) >> 10, sum(v.nbytes for v in states[0].values()) >> 20)
+    torch.save(states, {str(tmp_path / "saved")!r})
+assert list(Path({str(tmp_path)!r}).iterdir()) == [Path({str(tmp_path / "saved")!r})]
+"""
+    found = subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, capture_output=True, text=True)
+    taken_mib, weights_mib = map(int, found.stdout.split())
+    assert weights_mib == 96
+    assert taken_mib < 60, f"{taken_mib} MiB for state dicts of 288 MiB"
