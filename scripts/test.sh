@@ -7,4 +7,4 @@ cd "$root"
 "$venv/bin/python" -m ruff check .
 "$venv/bin/python" -m mypy
 "$venv/bin/lint-imports"
-exec "$venv/bin/python" -m pytest "$@"
+exec "$venv/bin/python" -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal "$@"
