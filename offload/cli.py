@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
+from offload.checkpoint.command import add_export, add_inspect
 from offload.train.arguments import add_train
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -69,6 +70,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="offload", description="Train models that do not fit into memory.", allow_abbrev=False)
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
     add_train(subparsers)
+    add_inspect(subparsers)
+    add_export(subparsers)
     return parser
 
 

@@ -7,7 +7,6 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -543,7 +542,7 @@ class Session:
     def set_run_state(
         self, state: dict[str, Any], take_gradients: Callable[[dict[str, Sequence[float]]], None]
     ) -> None:
-        """Take over what ``run_state`` gave. Raises ``ConfigError`` for other parameter groups."""
+        """Take over what ``run_state`` gave, of a run with the same parameter groups."""
         self.global_step = state["step"]
         self.last_report = None
         if state["loss_scale"] is not None and self.loss_scale is not None:
@@ -554,7 +553,8 @@ class Session:
                     buffer.copy_(state["buffers"][name])
         if self.optimizer is None or not state["groups"]:
             return
-        self._set_groups(state["groups"])
+        for own, saved_group in zip(self.optimizer.param_groups, state["groups"], strict=True):
+            own.update(saved_group["options"])
         rule, saved = self._outside.rule, state["states"]
         num_steps = {}
         for unit in self._units:
@@ -577,17 +577,6 @@ class Session:
             for name, buffer in module._buffers.items():
                 if buffer is not None and name not in module._non_persistent_buffers_set:
                     yield f"{prefix}.{name}" if prefix else name, buffer
-
-    def _set_groups(self, saved: Sequence[dict[str, Any]]) -> None:
-        groups = self._optimizer.param_groups
-        names = [[spec.name for p in group["params"] for spec in self._specs[p]] for group in groups]
-        for index, (own, there) in enumerate(zip_longest(names, (group["parameters"] for group in saved))):
-            if own != there:
-                raise ConfigError(
-                    f"parameter group {index} has other parameters in the checkpoint than in engine.optimizer"
-                )
-        for group, there in zip(groups, saved, strict=True):
-            group.update(there["options"])
 
     # How it is made.
 

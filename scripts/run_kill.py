@@ -86,7 +86,8 @@ def life(folder: Path, host_memory: str, durable: int) -> None:
     with make_engine(settings) as engine:
         torch.manual_seed(7)
         train(engine, folder / "checkpoints", folder / "log")
-        (folder / "end").write_text(digest(engine.module))
+        final = digest(engine.module)
+    (folder / "end").write_text(final)
 
 
 class Story:

@@ -17,7 +17,7 @@ from swapper.errors import (
     readable_bytes,
 )
 from swapper.folders import create_store, open_store, remove_store
-from swapper.generation import Generation, open_generation
+from swapper.generation import Generation, generation_metadata, open_generation
 from swapper.spool import Spool, let_go
 from swapper.store import AnyStore, Extent, Store
 from swapper.ticket import Ticket
@@ -46,6 +46,7 @@ __all__ = [
     "Ticket",
     "align",
     "create_store",
+    "generation_metadata",
     "let_go",
     "open_generation",
     "open_store",

@@ -260,6 +260,17 @@ class DurableStore(AnyStore):
         return tuple(sorted(self._retained | {self._last}))
 
     @property
+    def retained(self) -> tuple[int, ...]:
+        """The generations that stay until they are released, oldest first."""
+        return tuple(sorted(self._retained))
+
+    def metadata_of(self, generation: int) -> bytes:
+        """What was given to ``commit`` with a generation that is kept. Raises ``StoreMissing``."""
+        if generation not in self._kept:
+            raise StoreMissing(f"generation {generation} is not kept; {sorted(self._kept)} are.")
+        return self._kept[generation].metadata
+
+    @property
     def shape(self) -> list[tuple[int, int]]:
         """Bytes and places of each extent."""
         return [(extent.nbytes, record.num_places) for extent, record in zip(self._extents, self._records, strict=True)]

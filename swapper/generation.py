@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,6 +46,12 @@ def open_generation(folder: Path, *, backend: str = "auto") -> Generation:
     return Generation(folder, backend)
 
 
+def generation_metadata(folder: Path) -> bytes:
+    """The metadata of the last generation that ``folder`` holds, without its data. Raises as ``open_generation``."""
+    with _opened(folder) as directory:
+        return _read_manifest(directory, folder).metadata
+
+
 class Generation:
     """Extents that are read, and verified, and ``metadata``. See ``open_generation``."""
 
@@ -52,7 +59,8 @@ class Generation:
         self.folder = folder
         self._closers = contextlib.ExitStack()
         try:
-            self._manifest = self._read_manifest()
+            with _opened(folder) as directory:
+                self._manifest = _read_manifest(directory, folder)
             self.extents, self._records, nbytes = layout_of(self._manifest)
             self._transfers = Transfers(self._open_data(nbytes, backend), str(folder))
             self._closers.callback(self._transfers.close)
@@ -103,20 +111,6 @@ class Generation:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read_manifest(self) -> Manifest:
-        try:
-            descriptor = Descriptor(os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-        except (FileNotFoundError, NotADirectoryError):
-            raise StoreMissing(f"there is no checkpoint {named(self.folder)}.") from None
-        except OSError as error:
-            raise StoreUnsafe(f"{named(self.folder)} cannot be opened: {error.strerror}.") from None
-        self._closers.callback(descriptor.close)
-        directory = RealDirectory(descriptor.number)
-        found = published(directory.names())
-        if not found:
-            raise StoreMissing(f"{named(self.folder)} holds no generation: it was never finished.")
-        return read_manifest(directory, found[max(found)])
-
     def _open_data(self, nbytes: int, backend: str) -> Device:
         files, sizes = [], []
         for index in range(self._manifest.num_paths):
@@ -150,3 +144,24 @@ class Generation:
         if not stat.S_ISREG(info.st_mode):
             raise StoreUnsafe(f"{named(path)} is not a regular file.")
         return number, info.st_size
+
+
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[RealDirectory]:
+    try:
+        descriptor = Descriptor(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+    except (FileNotFoundError, NotADirectoryError):
+        raise StoreMissing(f"there is no checkpoint {named(folder)}.") from None
+    except OSError as error:
+        raise StoreUnsafe(f"{named(folder)} cannot be opened: {error.strerror}.") from None
+    try:
+        yield RealDirectory(descriptor.number)
+    finally:
+        descriptor.close()
+
+
+def _read_manifest(directory: RealDirectory, folder: Path) -> Manifest:
+    found = published(directory.names())
+    if not found:
+        raise StoreMissing(f"{named(folder)} holds no generation: it was never finished.")
+    return read_manifest(directory, found[max(found)])

@@ -177,7 +177,9 @@ class Checkpoints:
         self._outside.settle()
         linked, saved, removing = self._linked, False, None
         if linked is not None and linked.can_save(directory, self._config.paths):
-            saved = linked.save(directory, tag, self._describe(feed, client_state, self._tiers.records).encode())
+            description = self._describe(feed, client_state, self._tiers.records)
+            description.run["folder"] = str(directory.folder(tag).absolute())
+            saved = linked.save(directory, tag, description.encode())
             removing = linked.removing
         if not saved:
             self._copy_to(directory, tag, feed, client_state)
@@ -264,6 +266,7 @@ class Checkpoints:
             self._run.set_run_state(description.run, loading.take_gradients)
         except OffloadError as error:
             raise self._failure.record(error) from None
+        self._committed_step = -1  # what is committed is another state
         for item, state in zip(self._objects, description.run["objects"], strict=True):
             item.load_state_dict(state)
         set_random_states(description.run["random"], self._device)
@@ -272,6 +275,11 @@ class Checkpoints:
     def _compare(self, description: Description, where: str) -> None:
         own = self._describe({}, None, self._copied_records(), objects=())
         difference = description.first_difference(own)
+        groups = [[group["parameters"] for group in it.run["groups"]] for it in (description, own)]
+        if difference is None and all(groups) and groups[0] != groups[1]:
+            difference = (
+                f"there are {len(groups[0])} parameter groups there and {len(groups[1])} here, or with others in"
+            )
         if difference is not None:
             raise ConfigError(f"{where} is that of another model or run: {difference}. Nothing has changed")
         if len(description.run["objects"]) != len(self._objects):

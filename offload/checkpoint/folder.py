@@ -14,7 +14,7 @@ from pathlib import Path
 
 from offload.checkpoint.description import Description
 from offload.errors import ConfigError
-from swapper import Generation, OffloadError, StoreMissing, StoreUnsafe, open_generation
+from swapper import Generation, OffloadError, StoreMissing, StoreUnsafe, generation_metadata, open_generation
 
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
 _UNFINISHED = re.compile(r"\.unfinished-([0-9]+)-[0-9a-f]{8}(\.store)?")
@@ -73,8 +73,9 @@ class CheckpointDirectory:
         with contextlib.suppress(OSError):
             for entry in sorted(self.path.iterdir()):
                 if entry.is_dir() and _TAG.fullmatch(entry.name):
-                    with contextlib.suppress(OffloadError), open_generation(entry) as generation:
-                        found[entry.name] = int(Description.decode(generation.metadata, entry.name).run["step"])
+                    with contextlib.suppress(OffloadError):
+                        metadata = generation_metadata(entry)
+                        found[entry.name] = int(Description.decode(metadata, entry.name).run["step"])
         return dict(sorted(found.items(), key=lambda item: item[1]))
 
     def open(self, tag: str | None) -> Generation:

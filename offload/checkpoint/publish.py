@@ -79,6 +79,18 @@ class Unfinished:
             (target / index).unlink(missing_ok=True)
         sync_folder(target)
 
+    def publish_with(self, last: str, is_ours: re.Pattern[str]) -> None:
+        """Put all files into the target, in place of those that match ``is_ours``. Readers begin with the ``last``."""
+        names = [entry.name for entry in self.folder.iterdir()]
+        old = [entry.name for entry in self.target.iterdir() if is_ours.fullmatch(entry.name)]
+        (self.target / last).unlink(missing_ok=True)
+        sync_folder(self.target)
+        for name in sorted(names, key=lambda name: name == last):
+            (self.folder / name).replace(self.target / name)
+        for name in set(old) - set(names):
+            (self.target / name).unlink()
+        sync_folder(self.target)
+
     def _show_under_other_names(self, shards: Sequence[str], index: str) -> list[Path]:
         mark = self.folder.name.removeprefix(".unfinished-")
         other = {name: name.replace(".safetensors", f"-{mark}.safetensors") for name in shards}
@@ -119,6 +131,12 @@ def write_synced(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def sync_file(path: Path) -> None:
+    """Wait until the disk has a file that someone else wrote."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
 def sync_folder(path: Path) -> None:
     """Wait until the disk has the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
@@ -128,25 +146,12 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def replace_folder(folder: Path, target: Path, is_ours: re.Pattern[str]) -> None:
-    """Make ``folder`` the ``target``, in place of one in which all names match ``is_ours``, if there is one."""
-    if target.exists() and any(target.iterdir()):
-        old = folder.with_name(f"{folder.name}-old")
-        check_replaceable(target, is_ours)
-        target.rename(old)
-        folder.rename(target)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        folder.replace(target)
-    sync_folder(target.parent)
-
-
 def check_replaceable(target: Path, is_ours: re.Pattern[str]) -> None:
     """Raise ``ConfigError`` if the directory holds other things."""
     if target.exists() and not target.is_dir():
         raise ConfigError(f"{target} is a file: give a directory")
     for entry in target.iterdir() if target.is_dir() else ():
-        if not is_ours.fullmatch(entry.name):
+        if not is_ours.fullmatch(entry.name) and not _UNFINISHED.fullmatch(entry.name):
             raise ConfigError(f"{target} has other files in it ({entry.name}): give a directory of its own")
 
 

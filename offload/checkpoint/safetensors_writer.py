@@ -152,7 +152,7 @@ class SafetensorsWriter:
         if values.numel() == 0:
             return
         self._missing[part.name] -= values.numel()
-        content = memoryview(values.contiguous().view(torch.uint8).numpy())
+        content = memoryview(values.contiguous().view(torch.uint8).numpy().data)
         _write(shard.descriptor, content, shard.starts[part.name] + part.start * entry.dtype.itemsize)
         shard.written_bytes += len(content)
         if shard.written_bytes >= _WRITTEN_BACK_BYTES:

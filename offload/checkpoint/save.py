@@ -12,7 +12,7 @@ import torch
 
 import aio_ext
 from offload.checkpoint.commit import Committer
-from offload.checkpoint.description import parts_of
+from offload.checkpoint.description import Description, parts_of
 from offload.checkpoint.folder import CheckpointDirectory
 from offload.optim.formats import Formats
 from offload.tiers.gradients import GradientStore
@@ -30,8 +30,13 @@ class LinkedCheckpoints:
     until their folders are gone."""
 
     def __init__(self, committer: Committer) -> None:
+        """Also knows those of the processes that had the store before. One that was never finished is given up."""
         self._committer = committer
         self._folders: dict[int, Path] = {}
+        for number in committer.store.retained:
+            description = Description.decode(committer.store.metadata_of(number), f"generation {number}")
+            self._folders[number] = Path(description.run["folder"])
+        self.release_removed()
 
     @property
     def any(self) -> bool:
@@ -56,7 +61,7 @@ class LinkedCheckpoints:
         self._committer.reserve()
         generation = self._committer.commit(metadata, with_gradients=True)
         store.retain()
-        folder = directory.path / directory.unfinished()
+        folder = directory.path.absolute() / directory.unfinished()
         folder.mkdir(mode=0o700)
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -69,15 +74,16 @@ class LinkedCheckpoints:
         finally:
             os.close(descriptor)
         directory.publish(folder, tag)
-        replaced = [number for number, path in self._folders.items() if path == directory.folder(tag)]
-        self._folders[generation] = directory.folder(tag)
+        target = directory.folder(tag).absolute()
+        replaced = [number for number, path in self._folders.items() if path == target]
+        self._folders[generation] = target
         for number in replaced:
             self._release(number)
         return True
 
     def removing(self, folder: Path) -> None:
         """The checkpoint in this folder is gone."""
-        for number in [number for number, path in self._folders.items() if path == folder]:
+        for number in [number for number, path in self._folders.items() if path == folder.absolute()]:
             self._release(number)
 
     def release_removed(self) -> None:

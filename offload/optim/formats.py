@@ -47,6 +47,13 @@ class Formats:
         kernels.join_master(numel, value.data_ptr(), weight, master)
         return value
 
+    def copy_master(self, target: torch.Tensor, weight: int, master: int) -> None:
+        """Copy the fp32 masters whose weights and masters are at these addresses to ``target``, flat and fp32."""
+        if self.master == 2:
+            kernels.join_master(target.numel(), target.data_ptr(), weight, master)
+            return
+        target.copy_(tensor_at(master if self.master else weight, target.numel(), torch.float32))
+
     def put_master(self, value: torch.Tensor, weight: int, master: int) -> None:
         """Write fp32 ``value`` (flat) as the weights and masters at these addresses. It may be what is there."""
         value = value.contiguous()

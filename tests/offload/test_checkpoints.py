@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -326,6 +327,42 @@ def test_checkpoints_that_are_not_to_stay_go_and_their_space_is_used_again(tmp_p
         for step in (8, 12, 14, 15):
             engine.load_checkpoint(saved, f"step{step}")
             assert engine.global_step == step
+
+
+def test_a_durable_run_knows_the_checkpoints_of_the_process_before(tmp_path: Path):
+    saved = tmp_path / "saved"
+    options = {"lr": 1e-3, "nvme_path": tmp_path, "host_memory": least(tmp_path), "durable": 1, "keep_last": 3}
+    for last in (4, 8, 12):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            engine = OffloadEngine(make_model(), **options)
+        with engine:
+            engine.load_checkpoint()
+            while engine.global_step < last:
+                train(engine, engine.global_step + 1)
+                engine.save_checkpoint(saved)
+            assert len(engine._session._tiers.store.retained) == 3
+    shutil.rmtree(saved / "step11")
+    with pytest.warns(UserWarning, match="holds step 12"):
+        engine = OffloadEngine(make_model(), **options)
+    with engine:
+        assert len(engine._session._tiers.store.retained) == 2
+        engine.load_checkpoint(saved, "step10")
+        assert engine.global_step == 10
+
+
+def test_other_parameter_groups_are_refused_before_anything_changes(tmp_path: Path):
+    with OffloadEngine(make_model(), lr=1e-3) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(tmp_path)
+    model = make_model(1)
+    optimizer = torch.optim.AdamW([{"params": model[0].parameters()}, {"params": model[1:].parameters(), "lr": 1e-2}])
+    with OffloadEngine(model, optimizer=optimizer) as engine:
+        before = bits(model)
+        with pytest.raises(ConfigError, match="1 parameter groups are there and 2 here"):
+            engine.load_checkpoint(tmp_path)
+        assert bits(model).equal(before)
+        train(engine, 1)
 
 
 def test_more_checkpoints_than_the_store_holds_are_copied(tmp_path: Path):

@@ -1,0 +1,120 @@
+"""Weights for others: a model in an engine, or a checkpoint, becomes safetensors as ``transformers`` writes them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.checkpoint import hugging_face
+from offload.checkpoint.model_weights import ModelWeights
+from offload.checkpoint.publish import Unfinished, sync_file
+from offload.checkpoint.safetensors_writer import Entry, Part, SafetensorsWriter
+from offload.checkpoint.saved_weights import SavedWeights
+from offload.dtypes import BY_PRECISION
+from offload.errors import ConfigError
+from offload.model.handle import Handle
+from offload.values import Bytes, as_choice, parse_bytes
+
+MAX_SHARD_BYTES = "5GB"
+
+
+def save_model(
+    model: nn.Module,
+    weights: ModelWeights,
+    path: str | os.PathLike[str],
+    dtype: str,
+    max_shard_bytes: Bytes | str,
+) -> None:
+    """See ``OffloadEngine.save_model``."""
+    torch_dtype = as_dtype(dtype)
+    shard_bytes = as_shard_bytes(max_shard_bytes)
+    state_dict = model.state_dict(keep_vars=True)  # handles, and no values
+    with Unfinished(path) as unfinished:
+        if hugging_face.is_peft_model(model):
+            stem, state_dict = "adapter_model", hugging_face.adapter_of(model, state_dict)
+            hugging_face.write_adapter_config(model, unfinished.folder)
+            shard_bytes = 1 << 63  # peft reads one file
+        else:
+            stem = "model"
+            if hugging_face.is_transformers_model(model):
+                hugging_face.write_configs(model, unfinished.folder, torch_dtype)
+        for name in hugging_face.not_saved(model):
+            state_dict.pop(name, None)
+        kept, tied = _each_once(state_dict, hugging_face.tied_to_others(model))
+        entries = weights.entries(kept, torch_dtype)
+        _write(unfinished, entries, weights.parts(kept, torch_dtype), shard_bytes, tied, stem)
+
+
+def export_safetensors(
+    weights: SavedWeights, path: str | os.PathLike[str], dtype: str | None, max_shard_bytes: Bytes | str
+) -> Sequence[Entry]:
+    """Write the weights of a checkpoint; which tensors these are. As ``save_model``, without what only the model's
+    class knows: other names of tied weights, and the config."""
+    torch_dtype = as_dtype(dtype or weights.description.precision)
+    shard_bytes = as_shard_bytes(max_shard_bytes)
+    entries = weights.entries(torch_dtype)
+    with Unfinished(path) as unfinished:
+        _write(unfinished, entries, weights.parts(torch_dtype), shard_bytes, {}, "model")
+    return entries
+
+
+def as_dtype(dtype: str) -> torch.dtype:
+    """Raises ``ConfigError`` for another name than those of ``precision``."""
+    return BY_PRECISION[as_choice("dtype", dtype, tuple(BY_PRECISION))]
+
+
+def as_shard_bytes(value: Bytes | str) -> int:
+    """Raises ``ConfigError`` for what is no number of bytes, and for none."""
+    number = parse_bytes("max_shard_bytes", value)
+    if number == "auto" or number < 1:
+        raise ConfigError(f'max_shard_bytes: expected a number of bytes above 0, such as "5GB", got {value!r}')
+    return number
+
+
+def _write(
+    unfinished: Unfinished,
+    entries: Sequence[Entry],
+    parts: Generator[Part, None, None],
+    max_shard_bytes: int,
+    metadata: Mapping[str, str],
+    stem: str,
+) -> None:
+    others = [entry.name for entry in unfinished.folder.iterdir()]
+    with (
+        contextlib.closing(parts),
+        SafetensorsWriter(unfinished, entries, max_shard_bytes, metadata, stem=stem) as writer,
+    ):
+        for part in parts:
+            writer.write(part)
+        writer.finish()
+    for name in others:
+        sync_file(unfinished.folder / name)
+    unfinished.publish(stem, others)
+
+
+def _each_once(state_dict: Mapping[str, Any], tied_to_others: set[str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The state dict with each tensor under one name, and its other names: under the first one that the model does not
+    tie to others when it is loaded."""
+    names: dict[object, list[str]] = {}
+    for name, value in state_dict.items():
+        names.setdefault(_identity(name, value), []).append(name)
+    name_of: dict[str, str] = {}
+    for several in names.values():
+        first = next((name for name in several if name not in tied_to_others), several[0])
+        name_of.update(dict.fromkeys(several, first))
+    kept = {name: value for name, value in state_dict.items() if name_of[name] == name}
+    return kept, {name: other for name, other in name_of.items() if name != other}
+
+
+def _identity(name: str, value: Any) -> object:
+    """Equal for two names of one tensor."""
+    if isinstance(value, Handle):
+        return id(value) if isinstance(value, nn.Parameter) else name
+    if isinstance(value, torch.Tensor) and value.numel():
+        return value.data_ptr(), value.dtype, value.shape, value.stride(), str(value.device)
+    return name

@@ -1,0 +1,121 @@
+"""A checkpoint by the path that a user gives: its folder, a directory with several, or the store of a durable run."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from offload.checkpoint.description import Description
+from offload.checkpoint.folder import CheckpointDirectory
+from swapper import Generation, OffloadError, StoreLocked, StoreMissing, StoreUnsafe, open_generation
+from swapper.directory import RealDirectory
+from swapper.durable import published, read_manifest
+from swapper.errors import failed
+from swapper.files import Descriptor
+from swapper.owner import NAME as OWNER
+from swapper.owner import read_owner
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A generation and what it says of itself. ``in_use_by``: the process that trains with it now, if there is one."""
+
+    generation: Generation
+    description: Description
+    in_use_by: str | None
+
+    @property
+    def folder(self) -> Path:
+        return self.generation.folder
+
+    @property
+    def is_run(self) -> bool:
+        """It is the store of a durable run, and no checkpoint."""
+        return (self.folder / OWNER).exists()
+
+
+def holds_generation(folder: Path) -> bool:
+    """A generation, whole or damaged, is directly in this folder."""
+    try:
+        return bool(published(os.listdir(folder)))  # noqa: PTH208 - names are all that is asked for
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def open_checkpoint(path: Path, *, to_read: bool) -> Iterator[Opened]:
+    """Open the checkpoint in ``path``, or the latest of those in it.
+
+    ``to_read``: its records will be read. The store of a run is then kept from being trained with meanwhile: raises
+    ``StoreLocked`` if it is. Raises ``StoreMissing``, and ``StorageCorrupt``, which names the others that are whole.
+    """
+    path = path.expanduser()
+    with contextlib.ExitStack() as closing:
+        if holds_generation(path):
+            in_use_by = _enter_run(path, closing, to_read=to_read)
+            generation = closing.enter_context(open_generation(path))
+        elif path.is_dir():
+            generation = closing.enter_context(CheckpointDirectory(path).open(None))
+            in_use_by = _enter_run(generation.folder, closing, to_read=to_read)
+        else:
+            raise StoreMissing(
+                f"there is no directory {path}.", advice="Give a checkpoint, or the directory that it is in."
+            )
+        yield Opened(generation, Description.decode(generation.metadata, str(generation.folder)), in_use_by)
+
+
+def _enter_run(folder: Path, closing: contextlib.ExitStack, *, to_read: bool) -> str | None:
+    """Of the store of a run: who trains with it. Raises ``StoreLocked`` if it is to be read, and is in use."""
+    if not (folder / OWNER).exists():
+        return None
+    try:
+        directory = Descriptor(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        closing.callback(directory.close)
+        data = Descriptor(os.open(folder / "data.0", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
+    except OSError as error:
+        raise failed(f"opening {folder}", error) from error
+    closing.callback(data.close)
+    _check_paths(folder, directory.number)
+    try:
+        fcntl.flock(data.number, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if not to_read:
+            fcntl.flock(data.number, fcntl.LOCK_UN)
+        return None
+    except BlockingIOError:
+        owner = str(read_owner(directory.number) or "another process")
+        if to_read:
+            raise StoreLocked(
+                f"{folder} is in use by {owner}.",
+                survives="",
+                advice="Wait for the run to end, or take one of its checkpoints (save_checkpoint).",
+            ) from None
+        return owner
+
+
+def _check_paths(folder: Path, directory: int) -> None:
+    files = RealDirectory(directory)
+    found = published(files.names())
+    num_paths = read_manifest(files, found[max(found)]).num_paths
+    if num_paths > 1:
+        raise StoreUnsafe(
+            f"{folder} is a part of a run whose data lie on {num_paths} paths.",
+            survives="",
+            advice="Load it into an engine with these paths, and save a checkpoint (save_checkpoint).",
+        )
+
+
+def whole_checkpoints(directory: Path) -> Iterator[tuple[Path, Opened | OffloadError]]:
+    """Each checkpoint in a directory, open until the next one is asked for, or what is wrong with it. By name."""
+    for folder in sorted(entry for entry in directory.iterdir() if entry.is_dir() and not entry.name.startswith(".")):
+        if not holds_generation(folder):
+            continue
+        with contextlib.ExitStack() as one:
+            try:
+                found: Opened | OffloadError = one.enter_context(open_checkpoint(folder, to_read=False))
+            except OffloadError as error:
+                found = error
+            yield folder, found
