@@ -277,9 +277,7 @@ class Checkpoints:
         difference = description.first_difference(own)
         groups = [[group["parameters"] for group in it.run["groups"]] for it in (description, own)]
         if difference is None and all(groups) and groups[0] != groups[1]:
-            difference = (
-                f"there are {len(groups[0])} parameter groups there and {len(groups[1])} here, or with others in"
-            )
+            difference = f"{len(groups[0])} parameter groups are there and {len(groups[1])} here, or other ones"
         if difference is not None:
             raise ConfigError(f"{where} is that of another model or run: {difference}. Nothing has changed")
         if len(description.run["objects"]) != len(self._objects):
