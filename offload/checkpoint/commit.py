@@ -44,6 +44,7 @@ class Committer:
         """``early``: records on NVMe are written beside what is current, so that they take one more place."""
         self._working = 2 if early else 1
         self.store: DurableStore = opened.store
+        self.checkpoints_max = opened.checkpoints_max
         self._opened = opened
         self._units = units
         self._homes = homes

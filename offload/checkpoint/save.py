@@ -17,7 +17,7 @@ from offload.checkpoint.folder import CheckpointDirectory
 from offload.optim.formats import Formats
 from offload.tiers.gradients import GradientStore
 from offload.tiers.home import UnitHomes
-from offload.tiers.store import CHECKPOINTS_MAX, RecordExtents
+from offload.tiers.store import RecordExtents
 from offload.units import UnitSpec
 from swapper import DurableStore, Extent, StorageFull, Ticket, align, create_store
 from swapper.errors import failed
@@ -48,7 +48,7 @@ class LinkedCheckpoints:
         self.release_removed()
         return (
             len(paths) == 1
-            and len(self._folders) < CHECKPOINTS_MAX
+            and len(self._folders) < self._committer.checkpoints_max
             and directory.path.stat().st_dev == paths[0].stat().st_dev
         )
 

@@ -23,8 +23,11 @@ from offload.plan.plan import Plan, Tier, UnitPlan
 from offload.tiers.home import UnitHomes
 from swapper import DurableStore, Extent, StoreMissing, align, create_store, open_store, remove_store
 
-CHECKPOINTS_MAX = 8
+_CHECKPOINTS_MAX = 8
 """Checkpoints that one store can hold without copying; more of them are copied."""
+
+_FILE_BYTES_MAX = 8 << 40
+"""A file of a store has no more, holes included: ext4 ends at 16 TiB."""
 
 _RUN = re.compile(r"run-([0-9]{1,9})\.store")
 
@@ -48,6 +51,8 @@ class EngineStore:
     paths: Sequence[Path]
     profile: IoProfile | None
     holds_generations: bool
+    checkpoints_max: int
+    """Checkpoints that it can hold without copying."""
     previous: str | None = None
 
     def remove_previous(self) -> None:
@@ -72,8 +77,8 @@ class _Opener:
     def __init__(self, config: OffloadConfig, kinds: Sequence[_Kind], retained_max: int) -> None:
         self.profile = _profile(config)
         self.paths = config.paths
+        self.retained_max = retained_max
         self._kinds = kinds
-        self._retained_max = retained_max
         profile = self.profile
         self._backend = config.io_backend if profile is None else profile.backend
         self._queue_depth = 32 if profile is None else profile.queue_depth
@@ -85,7 +90,7 @@ class _Opener:
             name,
             [kind.nbytes for kind in self._kinds],
             places=[kind.places for kind in self._kinds],
-            retained_max=self._retained_max,
+            retained_max=self.retained_max,
             reserved=[kind.reserved for kind in self._kinds],
             backend=self._backend,
             queue_depth=self._queue_depth,
@@ -102,7 +107,7 @@ class _Opener:
             queue_depth=self._queue_depth,
             block_bytes=self._block_bytes,
         )
-        counts = [1 + kind.places + self._retained_max if kind.places else 1 for kind in self._kinds]
+        counts = [1 + kind.places + self.retained_max if kind.places else 1 for kind in self._kinds]
         fits = store.shape == [(align(kind.nbytes), count) for kind, count in zip(self._kinds, counts, strict=True)]
         if fits:
             store.reserve([kind.reserved for kind in self._kinds])
@@ -121,9 +126,14 @@ def open_engine_store(config: OffloadConfig, plan: Plan) -> EngineStore | None:
         resting += [kind for item in plan.units for kind in _committed(item, plan, durable=durable)]
     else:
         resting = [replace(kind, places=kind.reserved - 1) for kind in resting]
-    opener = _Opener(config, resting, CHECKPOINTS_MAX if holds_generations and not several else 0)
+    checkpoints_max = 0
+    if holds_generations and not several:
+        of_one = sum(kind.nbytes for kind in resting if kind.places)
+        checkpoints_max = max(min(_CHECKPOINTS_MAX, _FILE_BYTES_MAX // max(of_one, 1) - 3), 0)
+    opener = _Opener(config, resting, checkpoints_max)
     if not durable:
-        return EngineStore(opener.create(None), opener.paths, opener.profile, holds_generations)
+        store = opener.create(None)
+        return EngineStore(store, opener.paths, opener.profile, holds_generations, checkpoints_max)
     return _open_durable(opener)
 
 
@@ -148,7 +158,7 @@ def _open_durable(opener: _Opener) -> EngineStore:
             remove_store(opener.paths, name)  # nothing was ever committed there, or a newer run has replaced it
     if own is None:
         own = opener.create(f"run-{number}")
-    return EngineStore(own, opener.paths, opener.profile, holds_generations=True, previous=previous)
+    return EngineStore(own, opener.paths, opener.profile, True, opener.retained_max, previous)
 
 
 def run_names(path: Path) -> list[str]:
