@@ -240,7 +240,8 @@ def outcome_of(case: Case, folders: Folders) -> Outcome:
         )
     if case.wrong:
         return Outcome("passed", "nothing was said")
-    return Outcome("passed", None if folders.are_untouched() else "something was left behind")
+    untouched = folders.are_untouched() or bool(case.options.get("durable"))  # which leaves a store, to go on from
+    return Outcome("passed", None if untouched else "something was left behind")
 
 
 def _fault_of_error(error: OffloadError, case: Case, model: nn.Module, folders: Folders) -> str | None:

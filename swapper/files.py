@@ -114,6 +114,7 @@ def reserve_ranges(descriptor: int, ranges: Sequence[tuple[int, int]], reserved_
         raise StorageFull(
             f"{readable_bytes(needed)} more are needed, {readable_bytes(free_bytes)} are free.",
             survives="Nothing has changed.",
+            advice="Free some, give another path, or raise host_memory so that less goes there.",
         )
     for offset, nbytes in joined:
         if not nbytes:

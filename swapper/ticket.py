@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Sequence
 from swapper.arena import Arena
 from swapper.checksum import Once, digest
 from swapper.device import IO_TIMEOUT_S, Device, Transfer
-from swapper.errors import StorageCorrupt, StorageError, StorageTimeout, StoreMisuse, failed
+from swapper.errors import StorageCorrupt, StorageError, StorageFull, StorageTimeout, StoreMisuse, failed
 
 _OVER = (errno.ECANCELED, errno.ESHUTDOWN)
 """What a request gets that a queue had no time for before it was closed: a second try is of no use."""
@@ -264,6 +264,9 @@ class Transfers:
         """Take the space of these ranges (offset, bytes). Raises ``StorageFull`` or ``StorageIOError``."""
         try:
             self.device.reserve(ranges)
+        except StorageFull as error:
+            error.args = (f"{self.where} has too little room: {error.args[0]}",)
+            raise
         except OSError as error:
             raise self.failed("reserving space", error) from error
 

@@ -219,7 +219,7 @@ def _files_of(path: Path) -> list[Path]:
         if (path / FILE_NAME).exists():
             return [path / FILE_NAME]
         raise WeightsError(
-            f"there is neither {FILE_NAME} nor {INDEX_NAME} in {path}. Weights in another format (.bin, .pt) are not "
+            f"weights: there is neither {FILE_NAME} nor {INDEX_NAME} in {path}. Other formats (.bin, .pt) are not "
             "read: save them as safetensors (transformers: save_pretrained)."
         )
     return [path]
