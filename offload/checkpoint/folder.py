@@ -59,8 +59,12 @@ class CheckpointDirectory:
         else:
             folder.rename(target)
         latest = self.path / f".{_LATEST}"
-        latest.write_text(tag)
-        latest.rename(self.path / _LATEST)
+        try:
+            latest.write_text(tag)
+            latest.rename(self.path / _LATEST)
+        except OSError:  # the disk is full: without the file the highest step is the latest
+            for file in (latest, self.path / _LATEST):
+                file.unlink(missing_ok=True)
         descriptor = os.open(self.path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -67,16 +68,20 @@ class LinkedCheckpoints:
         try:
             store.link(descriptor)
         except OSError as error:
+            shutil.rmtree(folder, ignore_errors=True)
             store.release(generation)
             if error.errno in _NO_LINKS:
                 return False
             raise failed(f"linking the checkpoint into {directory.path}", error) from error
         finally:
             os.close(descriptor)
-        directory.publish(folder, tag)
         target = directory.folder(tag).absolute()
         replaced = [number for number, path in self._folders.items() if path == target]
         self._folders[generation] = target
+        try:
+            directory.publish(folder, tag)
+        except OSError as error:  # it may have its tag: the space stays
+            raise failed(f"naming the checkpoint {target}", error) from error
         for number in replaced:
             self._release(number)
         return True
