@@ -22,6 +22,7 @@ from offload.plan.buffers import NUM_LANDINGS, device_tile_bytes
 from offload.plan.device import DevicePlan, plan_device
 from offload.plan.placement import make_plan
 from offload.plan.plan import Plan, Tier, UnitPlan
+from offload.tiers.store import run_bytes
 from offload.tiers.window import CopyWindow, window_class
 from offload.units import UnitSpec, num_nested
 from swapper import StorageFull, StoreUnsafe, align, readable_bytes
@@ -58,6 +59,8 @@ def plan_for(
     early = device is None and choice is not None and choice.rule.repeatable
     early = early and not config.gradient_clipping and config.precision != "fp16"
     spare_bytes = _free_bytes(config.paths) * _AUTO_SHARE if nvme == "auto" else nvme_bytes
+    if config.durable and nvme == "auto":  # what an earlier run has there is gone on from in its place
+        spare_bytes += sum(map(run_bytes, config.paths))
     plan = make(early=early)
     if early and _store_bytes(plan, config, early=True) > spare_bytes:
         early, plan = False, make(early=False)

@@ -110,7 +110,7 @@ class FileDevice:
 
     def reserve(self, ranges: Sequence[tuple[int, int]]) -> None:
         reserve_ranges(self.descriptor, ranges, self._reserved_before)
-        self._reserved_before = 0
+        self._reserved_before = max(self._reserved_before - sum(nbytes for _, nbytes in ranges), 0)
 
     def give_back(self, ranges: Sequence[tuple[int, int]]) -> None:
         give_back_ranges(self.descriptor, ranges)

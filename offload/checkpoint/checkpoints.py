@@ -156,7 +156,7 @@ class Checkpoints:
             committer.wait()
             if self._config.durable and self._run.global_step > self._committed_step:
                 committer.commit(self._describe_step(), with_gradients=False)
-            if self._config.durable or (self._linked is not None and self._linked.any):
+            if not self._config.durable and self._linked is not None and self._linked.any:
                 self._tiers.host.drain()
                 committer.store.give_back()
         finally:

@@ -169,6 +169,15 @@ def run_names(path: Path) -> list[str]:
     return []
 
 
+def run_bytes(path: Path) -> int:
+    """Bytes of the disk that durable runs' stores take on a path."""
+    taken = 0
+    for name in run_names(path):
+        with contextlib.suppress(OSError):
+            taken += sum(file.stat().st_blocks * 512 for file in (path / f"{name}.store").iterdir())
+    return taken
+
+
 def _number(name: str) -> int:
     return int(name.partition("-")[2])
 

@@ -351,6 +351,21 @@ def test_a_durable_run_knows_the_checkpoints_of_the_process_before(tmp_path: Pat
         assert engine.global_step == 10
 
 
+def test_a_run_resumes_on_a_disk_that_it_has_filled_itself(tmp_path: Path, monkeypatch):
+    options = {"lr": 1e-3, "nvme_path": tmp_path, "host_memory": least(tmp_path), "durable": 1}
+    with OffloadEngine(make_model(), **options) as engine:
+        train(engine, 2)
+    monkeypatch.setattr("offload.planning._free_bytes", lambda paths: 0.0)
+    with pytest.warns(UserWarning, match="holds step 2"):
+        engine = OffloadEngine(make_model(1), **options)
+    with engine:
+        engine.load_checkpoint()
+        assert engine.global_step == 2
+    shutil.rmtree(tmp_path / "run-1.store")
+    with pytest.raises(StorageFull, match="durable=1 needs .* two places for each record: 0 bytes may be used"):
+        OffloadEngine(make_model(), **options)
+
+
 def test_other_parameter_groups_are_refused_before_anything_changes(tmp_path: Path):
     with OffloadEngine(make_model(), lr=1e-3) as engine:
         train(engine, 1)

@@ -118,6 +118,30 @@ def test_space_is_taken_when_it_is_needed(tmp_path: Path, lease):
             huge.close()
 
 
+def test_what_a_store_has_already_needs_no_room(tmp_path: Path, lease, monkeypatch):
+    with create_store([tmp_path], "run", SIZES, places=2, reserved=[3, 3, 3]) as store:
+        put(store, 0, 1, lease)
+        store.commit()
+    real = os.fstatvfs
+
+    def full(descriptor):
+        found = list(real(descriptor))
+        found[4] = 0  # blocks for us
+        return os.statvfs_result(found)
+
+    monkeypatch.setattr(os, "fstatvfs", full)
+    with open_store([tmp_path], "run", reserved=()) as store:
+        store.reserve([3, 3, 3])
+        assert get(store, 0, lease) == {1}
+    with (
+        create_store([tmp_path], "other", [0]) as store,
+        pytest.raises(StorageFull, match=r"huge\.store has too little"),
+    ):
+        store.reserve([1])
+        huge = create_store([tmp_path], "huge", [1 << 20], reserved=[1])
+        huge.close()
+
+
 def test_a_scratch_extent_is_written_over_and_is_in_no_generation(tmp_path: Path, lease):
     with create_store([tmp_path], "run", SIZES, places=[1, 0, 1]) as store:
         for value in (1, 2, 3):
