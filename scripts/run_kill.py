@@ -145,10 +145,13 @@ class Story:
         stores = [entry.name for entry in (folder / "nvme").iterdir()]
         if len(stores) != 1:
             raise SystemExit(f"left under nvme_path: {stores}")
-        left = sorted(entry.name for entry in (folder / "checkpoints").iterdir() if not entry.name.startswith("."))
-        if left[0] != "latest" or len(left) > 4:  # killed before the oldest was removed
-            raise SystemExit(f"checkpoints: {left}")
-        if result(lambda: resumed(folder / "checkpoints")) != self._final:
+        checkpoints = folder / "checkpoints"
+        tags = [entry.name for entry in checkpoints.glob("step*")]  # none if it was killed before each of them
+        if len(tags) > 3:  # it may have been killed before the oldest was removed
+            raise SystemExit(f"checkpoints: {tags}")
+        if not tags:
+            return
+        if result(lambda: resumed(checkpoints)) != self._final:
             raise SystemExit("a run that goes on from the last checkpoint ends with other weights")
 
 

@@ -362,7 +362,7 @@ def test_a_run_resumes_on_a_disk_that_it_has_filled_itself(tmp_path: Path, monke
         engine.load_checkpoint()
         assert engine.global_step == 2
     shutil.rmtree(tmp_path / "run-1.store")
-    with pytest.raises(StorageFull, match="durable=1 needs .* two places for each record: 0 bytes may be used"):
+    with pytest.raises(StorageFull, match=r"durable=1 needs .* two places for each record: 0 bytes may be used"):
         OffloadEngine(make_model(), **options)
 
 
