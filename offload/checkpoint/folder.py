@@ -17,7 +17,7 @@ from offload.errors import ConfigError
 from swapper import Generation, OffloadError, StoreMissing, StoreUnsafe, generation_metadata, open_generation
 
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
-_UNFINISHED = re.compile(r"\.unfinished-([0-9]+)-[0-9a-f]{8}(\.store)?")
+_UNFINISHED = re.compile(r"\.?unfinished-([0-9]+)-[0-9a-f]{8}(\.store)?")
 _LATEST = "latest"
 
 
@@ -40,7 +40,7 @@ class CheckpointDirectory:
 
     def folder(self, tag: str) -> Path:
         """Where the checkpoint of this tag is. Raises ``ConfigError`` for a tag that cannot be a name."""
-        if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag == _LATEST:
+        if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag == _LATEST or _UNFINISHED.fullmatch(tag):
             raise ConfigError(f"tag {tag!r}: expected letters, digits, '.', '_' and '-', at most 100, and not 'latest'")
         return self.path / tag
 
@@ -76,7 +76,7 @@ class CheckpointDirectory:
         found = {}
         with contextlib.suppress(OSError):
             for entry in sorted(self.path.iterdir()):
-                if entry.is_dir() and _TAG.fullmatch(entry.name):
+                if entry.is_dir() and _TAG.fullmatch(entry.name) and not _UNFINISHED.fullmatch(entry.name):
                     with contextlib.suppress(OffloadError):
                         metadata = generation_metadata(entry)
                         found[entry.name] = int(Description.decode(metadata, entry.name).run["step"])

@@ -20,7 +20,7 @@ from offload.tiers.gradients import GradientStore
 from offload.tiers.home import UnitHomes
 from offload.tiers.store import RecordExtents
 from offload.units import UnitSpec
-from swapper import DurableStore, Extent, StorageFull, Ticket, align, create_store
+from swapper import DurableStore, Extent, Ticket, align, create_store
 from swapper.errors import failed
 
 _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOENT, errno.EOPNOTSUPP)
@@ -141,10 +141,9 @@ def copy_checkpoint(
     for unit, extents in zip(units, records, strict=True):
         if extents.gradients is not None and not gradients.of(unit):
             present[extents.gradients.index] = 0
-    store = create_store([directory.path], name, sizes, reserved=present)
     folder = directory.path / f"{name}.store"
     try:
-        with store:
+        with create_store([directory.path], name, sizes, reserved=present) as store:
             _copy(store, units, homes, formats, gradients, gradient_dtype, borrow_weights, records)
             store.commit(metadata)
         hidden = directory.path / f".{name}"
@@ -152,9 +151,9 @@ def copy_checkpoint(
         (hidden / "owner").unlink(missing_ok=True)
         directory.publish(hidden, tag)
     except OSError as error:
-        if isinstance(error, StorageFull):
-            raise
         raise failed(f"saving the checkpoint in {directory.path}", error) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)  # it is still there if it was not finished
 
 
 def _copy(

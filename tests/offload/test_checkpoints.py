@@ -467,6 +467,7 @@ def test_a_disk_without_room_is_said_before_anything_is_written(tmp_path: Path, 
         with pytest.raises(StorageFull, match="are needed"):
             engine.save_checkpoint("/dev/shm/offload-test-full", "second")
         monkeypatch.setattr(os, "fstatvfs", real)
+        assert list(Path("/dev/shm/offload-test-full").iterdir()) == []
         expected += train(engine, 3)
     shutil.rmtree("/dev/shm/offload-test-full", ignore_errors=True)
     assert sorted(entry.name for entry in (tmp_path / "saved").iterdir()) == ["latest", "step1"]
@@ -601,3 +602,18 @@ assert list(Path({str(tmp_path)!r}).iterdir()) == [Path({str(tmp_path / "saved")
     taken_mib, weights_mib = map(int, found.stdout.split())
     assert weights_mib == 96
     assert taken_mib < 60, f"{taken_mib} MiB for state dicts of 288 MiB"
+
+
+def test_what_a_killed_process_left_unfinished_goes_and_is_no_checkpoint(tmp_path: Path):
+    with OffloadEngine(make_model(), lr=1e-3) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(tmp_path)
+        for name in ("unfinished-999999999-0123abcd.store", ".unfinished-999999999-0123abcd"):
+            shutil.copytree(tmp_path / "step1", tmp_path / name)
+        (tmp_path / "latest").unlink()
+        train(engine, 2)
+        engine.load_checkpoint(tmp_path)
+        assert engine.global_step == 1
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step1", "step2"]
