@@ -238,6 +238,8 @@ class DurableStore(AnyStore):
         self._turn_of: object | None = None
         """The call that has the store alone: a commit, another change of the generations, or ``close``. It waits for
         I/O, so it holds no lock; what it changes is its own until ``_turn_of`` is None again."""
+        self._reads_go_on = False
+        """That call lets reads begin meanwhile."""
         self._pid = os.getpid()
         self._closers = contextlib.ExitStack()
         self._closers.callback(self._transfers.close)
@@ -276,8 +278,8 @@ class DurableStore(AnyStore):
         return [(extent.nbytes, record.num_places) for extent, record in zip(self._extents, self._records, strict=True)]
 
     def read(self, extent: Extent, address: int, nbytes: int, *, urgent: bool = False) -> Ticket:
-        """See ``AnyStore.read``. Waits while a commit is under way."""
-        with self._entered(extent, nbytes):
+        """See ``AnyStore.read``. A commit that is under way does not hold it up."""
+        with self._entered(extent, nbytes, reads=True):
             place = self._records[extent.index].readable()
             return self._transfers.read(place.offset, address, nbytes, place.checksum, urgent=urgent)
 
@@ -340,7 +342,7 @@ class DurableStore(AnyStore):
         ``commit`` may be called again. Any other failure is final: the store raises it from then on, and ``open_store``
         finds the last generation or this one.
         """
-        with self._alone():
+        with self._alone(reads=True):
             for index, ticket in self._writes.items():
                 if ticket is None:
                     raise StorageIOError(f"write of extent {index} was interrupted.", advice="Repeat it.")
@@ -366,7 +368,7 @@ class DurableStore(AnyStore):
 
         Raises ``StorageFull`` if the store has no room for one more: see ``retained_max`` of ``create_store``.
         """
-        with self._alone():
+        with self._alone(reads=True):
             if self._last in self._retained:
                 return self._last
             if len(self._retained) >= self._base.num_copies - 2:
@@ -382,7 +384,7 @@ class DurableStore(AnyStore):
 
     def release(self, generation: int) -> None:
         """Let a retained generation go; its space is used again. Raises ``StoreMissing`` if it is not retained."""
-        with self._alone():
+        with self._alone(reads=True):
             if generation not in self._retained:
                 raise StoreMissing(f"generation {generation} is not retained; {sorted(self._retained)} are.")
             name = retained_name(generation)
@@ -413,10 +415,11 @@ class DurableStore(AnyStore):
 
         Raises ``StoreMissing`` if it is not kept, ``StoreMisuse`` if the extent is no part of it.
         """
-        with self._entered(extent, nbytes):
-            if generation not in self._kept:
+        with self._entered(extent, nbytes, reads=True):
+            manifest = self._kept.get(generation)
+            if manifest is None:
                 raise StoreMissing(f"generation {generation} is not kept; {sorted(self._kept)} are.")
-            entry = self._kept[generation].entries[extent.index]
+            entry = manifest.entries[extent.index]
             if not entry.generation:
                 raise StoreMisuse(f"extent {extent.index} is no part of generation {generation}.")
             place = self._place(extent, entry.copy, entry.generation, entry.checksum)
@@ -425,7 +428,7 @@ class DurableStore(AnyStore):
     def reserve(self, num_places: Sequence[int]) -> None:
         """Take the space of so many places of each of the first extents. Raises ``StorageFull``; nothing that was
         there is lost then."""
-        with self._alone():
+        with self._alone(reads=True):
             ranges: list[tuple[int, int]] = []
             reserved = list(self._reserved)
             for extent, want in zip(self._extents, num_places, strict=False):
@@ -455,7 +458,7 @@ class DurableStore(AnyStore):
 
         It must be retained as long as the directory is needed. Raises ``OSError`` where the file system cannot link.
         """
-        with self._alone():
+        with self._alone(reads=True):
             for index, descriptor in enumerate(self._transfers.device.descriptors):
                 os.link(f"/proc/self/fd/{descriptor}", f"data.{index}", dst_dir_fd=folder)
             publish(RealDirectory(folder), self._kept[self._last])
@@ -474,20 +477,23 @@ class DurableStore(AnyStore):
             self._closers = order.pop_all()
 
     @contextlib.contextmanager
-    def _entered(self, extent: Extent, nbytes: int) -> Iterator[None]:
-        """Under the lock, once no call has the store alone. Raises if the store or the caller is not fit for it."""
+    def _entered(self, extent: Extent, nbytes: int, *, reads: bool = False) -> Iterator[None]:
+        """Under the lock, once no call has the store alone, or one that lets ``reads`` go on. Raises if the store or
+        the caller is not fit for it."""
         self._check_process()
         with self._lock:
-            self._wait_for_turn()
-            if self._failure is not None:
-                raise self._failure
+            if not (reads and self._reads_go_on):
+                self._wait_for_turn()
+                if self._failure is not None:
+                    raise self._failure
             if nbytes != extent.nbytes:
                 raise StoreMisuse(f"extent {extent.index} has {extent.nbytes} bytes, not {nbytes}.")
             yield
 
     @contextlib.contextmanager
-    def _alone(self, *, checked: bool = True) -> Iterator[None]:
-        """Without the lock, while all other calls wait: no read or write begins, and no generation changes."""
+    def _alone(self, *, checked: bool = True, reads: bool = False) -> Iterator[None]:
+        """Without the lock, while all other calls wait: no write begins, and no generation changes. No read begins
+        either, unless ``reads`` says that what is current and kept stays as it is."""
         if checked:
             self._check_process()
         me = object()
@@ -496,12 +502,12 @@ class DurableStore(AnyStore):
                 self._wait_for_turn()
                 if checked and self._failure is not None:
                     raise self._failure
-                self._turn_of = me
+                self._turn_of, self._reads_go_on = me, reads
             yield
         finally:
             with self._lock:
                 if self._turn_of is me:
-                    self._turn_of = None
+                    self._turn_of, self._reads_go_on = None, False
                     self._lock.notify_all()
 
     def _check_process(self) -> None:
