@@ -2,8 +2,8 @@
 """Kill a process that writes and commits in a loop, with `kill -9`, and start the next one at once, over and over.
 
 Each process opens the store, checks that the last generation is the one that was last acknowledged or the next, and
-that every byte of it is right; then it writes and commits, with a scratch store beside it, until it dies. One in eight
-dies while it starts. No lock may outlive its owner, and of scratch stores nothing may be left.
+that every byte of it is right; then it writes and commits, with a store without a name beside it, until it dies. One in
+eight dies while it starts. No lock may outlive its owner, and of stores without a name nothing may be left.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 from store_model import Difference, run
 
-from swapper import Arena, DurableStore, Extent, Store, StoreMissing, create_store, open_store
+from swapper import Arena, DurableStore, Extent, StoreMissing, create_store, open_store
 
 EXTENT_BYTES = 256 << 10
 NUM_EXTENTS = 6
@@ -106,14 +106,15 @@ def _live(path: Path, backend: str, pipe: int) -> None:
     lease = arena.lease(EXTENT_BYTES)
     _check(store, arena)
     os.write(pipe, struct.pack("<q", store.generation))
-    scratch = Store([path], [EXTENT_BYTES], backend=backend)
+    nameless = create_store([path], None, [EXTENT_BYTES], backend=backend)
     while True:
         number = store.generation + 1
         for extent in store.extents:
             if _writer(extent, number) == number:
                 ctypes.memmove(lease.address, _bytes(extent, number), EXTENT_BYTES)
-                scratch.write(scratch.extents[0], lease.address, EXTENT_BYTES)
+                beside = nameless.write(nameless.extents[0], lease.address, EXTENT_BYTES)
                 store.write(extent, lease.address, EXTENT_BYTES).wait()
+                beside.wait()
         store.commit(b"generation %d" % number)
         os.write(pipe, struct.pack("<q", number))
 

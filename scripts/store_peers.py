@@ -2,8 +2,9 @@
 """The same faults for DeepSpeed's swap path and for `swapper`: what does each do?
 
 DeepSpeed's side is its `PartitionedOptimizerSwapper`, as its optimizer calls it, in the environment of `--python`; ours
-is a scratch `Store`. Each fault strikes a process of its own: values are written, something happens to the file or to
-the device, values are read. Some need root and loop devices, and are skipped without.
+is a store without a name, whose extents have one place. Each fault strikes a process of its own: values are written,
+something happens to the file or to the device, values are read. Some need root and loop devices, and are skipped
+without.
 """
 
 from __future__ import annotations
@@ -84,13 +85,13 @@ class DeepSpeed:
 
 
 class Swapper:
-    """Tensors as extents of a scratch store."""
+    """Tensors as extents of one place in a store without a name."""
 
     def __init__(self, path: str) -> None:
         sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-        from swapper import Arena, Store
+        from swapper import Arena, create_store
 
-        self._store = Store([path], [NBYTES] * 4)
+        self._store = create_store([path], None, [NBYTES] * 4, places=0)
         self._arena = Arena(NBYTES)
         self._address = self._arena.lease(NBYTES).address
         self._values: dict[int, float] = {}

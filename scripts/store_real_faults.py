@@ -30,7 +30,6 @@ from swapper import (
     StorageFull,
     StorageIOError,
     StorageTimeout,
-    Store,
     StoreUnsafe,
     create_store,
     open_store,
@@ -86,9 +85,9 @@ def read_only(backend: str) -> str:
     """At the start."""
     with _mounted(image_bytes=100 * MIB) as path:
         _command("mount", "-o", "remount,ro", path)
-        scratch = _error_of(lambda: Store([path], [EXTENT_BYTES], backend=backend), StoreUnsafe)
-        durable = _error_of(lambda: create_store([path], "s", [EXTENT_BYTES], backend=backend), StoreUnsafe)
-        return f"scratch: {scratch}; durable: {durable}"
+        named = _error_of(lambda: create_store([path], "s", [EXTENT_BYTES], backend=backend), StoreUnsafe)
+        nameless = _error_of(lambda: create_store([path], None, [EXTENT_BYTES], backend=backend), StoreUnsafe)
+        return f"with a name: {named}; without one: {nameless}"
 
 
 def remounted_read_only(backend: str) -> str:
@@ -110,12 +109,12 @@ def removed(backend: str) -> str:
     with tempfile.TemporaryDirectory() as folder, _store(Path(folder), backend, 2) as store:
         _commit_something(store)
         shutil.rmtree(Path(folder) / "s.store")
-        with Store([folder], [EXTENT_BYTES], backend=backend) as scratch:
-            _write_all(scratch, 3)
-            _check(scratch, 3)
+        with create_store([folder], None, [EXTENT_BYTES], backend=backend) as nameless:
+            _write_all(nameless, 3)
+            _check(nameless, 3)
         _check(store, 1)
         _write_all(store, 2)
-        return f"{_error_of(lambda: store.commit(b'2'), StorageIOError)}; a scratch store beside it is not affected"
+        return f"{_error_of(lambda: store.commit(b'2'), StorageIOError)}; a store without a name is not affected"
 
 
 def failing(backend: str) -> str:
@@ -196,7 +195,7 @@ def _commit_something(store: DurableStore) -> int:
     return store.commit(b"1")
 
 
-def _write_all(store: DurableStore | Store, value: int) -> None:
+def _write_all(store: DurableStore, value: int) -> None:
     arena = Arena(EXTENT_BYTES)
     lease = arena.lease(EXTENT_BYTES)
     for extent in store.extents:
@@ -204,7 +203,7 @@ def _write_all(store: DurableStore | Store, value: int) -> None:
         store.write(extent, lease.address, EXTENT_BYTES).wait(60)
 
 
-def _check(store: DurableStore | Store, value: int) -> None:
+def _check(store: DurableStore, value: int) -> None:
     arena = Arena(EXTENT_BYTES)
     lease = arena.lease(EXTENT_BYTES)
     for extent in store.extents:

@@ -1,6 +1,7 @@
 """A store for large blobs on local SSDs: preallocated extents, one arena of buffers, a ticket for each transfer."""
 
 from swapper.arena import PAGE_BYTES, Arena, Lease, align
+from swapper.copying import copy_generation
 from swapper.durable import DurableStore
 from swapper.errors import (
     OffloadError,
@@ -16,15 +17,14 @@ from swapper.errors import (
     StoreUnsafe,
     readable_bytes,
 )
+from swapper.extent import Extent
 from swapper.folders import create_store, open_store, remove_store
 from swapper.generation import Generation, generation_metadata, open_generation
 from swapper.spool import Spool, let_go
-from swapper.store import AnyStore, Extent, Store
 from swapper.ticket import Ticket
 
 __all__ = [
     "PAGE_BYTES",
-    "AnyStore",
     "Arena",
     "DurableStore",
     "Extent",
@@ -37,7 +37,6 @@ __all__ = [
     "StorageFull",
     "StorageIOError",
     "StorageTimeout",
-    "Store",
     "StoreExists",
     "StoreLocked",
     "StoreMissing",
@@ -45,6 +44,7 @@ __all__ = [
     "StoreUnsafe",
     "Ticket",
     "align",
+    "copy_generation",
     "create_store",
     "generation_metadata",
     "let_go",

@@ -24,9 +24,12 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
+import aio_ext
+from swapper.arena import Arena
 from swapper.checksum import seed
-from swapper.device import IO_TIMEOUT_S, Device
+from swapper.device import IO_TIMEOUT_S, Device, Transfer
 from swapper.directory import Directory, RealDirectory
 from swapper.errors import (
     OffloadError,
@@ -40,10 +43,13 @@ from swapper.errors import (
     StoreMisuse,
     failed,
 )
+from swapper.extent import Extent, lay_out
 from swapper.manifest import MANIFEST_BYTES_MAX, Entry, Manifest
 from swapper.record import Place, Record
-from swapper.store import AnyStore, Extent, lay_out
 from swapper.ticket import Checksum, Ticket, Transfers
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _NEW = "new"
 _NAME = re.compile(r"(generation|retained)\.([0-9a-f]{16})")
@@ -193,9 +199,10 @@ def _clear(directory: Directory, names: Sequence[str]) -> None:
             raise failed(f"removal of {name}, which a dead owner left", error) from error
 
 
-class DurableStore(AnyStore):
+class DurableStore:
     """Extents that are read and written at will and committed as a whole; see ``create_store`` and ``open_store``.
 
+    Each write has a checksum: a read gives the bytes that were written, or an error.
     What was written since the last ``commit`` is gone after a crash or a ``close``. ``generation`` and ``metadata`` are
     those of what was last committed or opened; generation 0 is the empty store. Any thread may call any method.
     """
@@ -246,6 +253,37 @@ class DurableStore(AnyStore):
         if reserved is not None:
             self.reserve(reserved)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        """The extents, in the order in which their sizes were given."""
+        return self._extents
+
+    @property
+    def backend(self) -> str:
+        """What moves the bytes: ``io_uring``, ``threads`` or ``portable``."""
+        return self._transfers.device.backend
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the queue had to do without, why, and the fix."""
+        return self._transfers.device.notes
+
+    @property
+    def num_second_reads(self) -> int:
+        """Reads that went wrong and were done once more. More than a few: look after the device."""
+        return self._transfers.num_second_reads
+
+    @property
+    def num_second_writes(self) -> int:
+        """Writes that failed and were done once more. More than a few: look after the device."""
+        return self._transfers.num_second_writes
+
     @property
     def generation(self) -> int:
         """The number of the generation that the store was last committed as, or opened at."""
@@ -268,24 +306,38 @@ class DurableStore(AnyStore):
 
     def metadata_of(self, generation: int) -> bytes:
         """What was given to ``commit`` with a generation that is kept. Raises ``StoreMissing``."""
-        if generation not in self._kept:
-            raise StoreMissing(f"generation {generation} is not kept; {sorted(self._kept)} are.")
-        return self._kept[generation].metadata
+        return self.manifest_of(generation).metadata
 
     @property
     def shape(self) -> list[tuple[int, int]]:
         """Bytes and places of each extent."""
         return [(extent.nbytes, record.num_places) for extent, record in zip(self._extents, self._records, strict=True)]
 
+    def register(self, arena: Arena) -> None:
+        """Tell the queue where its buffers are, so that the kernel need not map them for each transfer."""
+        self._transfers.register(arena)
+
+    def statistics(self) -> aio_ext.Statistics:
+        """What the queue has moved so far."""
+        return self._transfers.device.statistics()
+
     def read(self, extent: Extent, address: int, nbytes: int, *, urgent: bool = False) -> Ticket:
-        """See ``AnyStore.read``. A commit that is under way does not hold it up."""
+        """Start reading what is current of ``extent`` into memory at ``address``. ``urgent`` overtakes others.
+
+        ``nbytes`` is the extent's. The ``write`` before must be over, and so must the write that was flipped last.
+        A ``write_beside`` may be in flight. A commit that is under way does not hold it up.
+        Raises ``StoreMisuse`` for another size, and for an extent that was never written.
+        """
         with self._entered(extent, nbytes, reads=True):
             place = self._records[extent.index].readable()
             return self._transfers.read(place.offset, address, nbytes, place.checksum, urgent=urgent)
 
     def write(self, extent: Extent, address: int, nbytes: int, *, urgent: bool = False) -> Ticket:
-        """See ``AnyStore.write``. The bytes go to a copy that no kept generation needs.
+        """Start writing ``extent`` from memory at ``address``; later reads take these bytes.
 
+        The bytes go to a copy that is neither current nor needed by a kept generation, if there is one. Then the old
+        bytes are current again if the write fails; otherwise they are lost. What was written beside and not flipped is
+        given up. No read and no other write of the extent may be in flight.
         Waits while a commit is under way. A write that fails may be repeated; until then nothing can be committed.
         """
         with self._entered(extent, nbytes):
@@ -303,15 +355,23 @@ class DurableStore(AnyStore):
             return ticket
 
     def write_beside(self, extent: Extent, address: int, nbytes: int, *, urgent: bool = False) -> Ticket:
-        """See ``AnyStore.write_beside``. The bytes go to a copy that is neither current nor needed.
+        """Start writing ``extent`` from memory at ``address``, beside what is current, which stays current.
 
-        Waits while a commit is under way. What was written beside and not flipped is no part of a commit.
-        Raises ``StorageFull`` if there is no such copy: see ``places`` of ``create_store``.
+        Reads of the extent may be in flight; no other write may. The bytes become current with ``flip``; without it,
+        they are no part of a commit, and the next write takes their place.
+        The bytes go to a copy that is neither current nor needed. Waits while a commit is under way.
+        Raises ``StorageFull`` if there is no such copy, ``StoreMisuse`` if the extent has one place only: see
+        ``places`` of ``create_store``.
         """
         with self._entered(extent, nbytes):
             record = self._records[extent.index]
+            if record.num_places == 1:
+                raise StoreMisuse(
+                    f"extent {extent.index} has one place: nothing can be written beside what is current.",
+                    advice="Create the store with places=2, for this extent or for all.",
+                )
             needed = self._needed(extent)
-            number = record.spare(needed) if record.num_places > 1 else None
+            number = record.spare(needed)
             if number is None:
                 raise StorageFull(
                     f"nothing can be written beside extent {extent.index}: {self._transfers.where} has "
@@ -329,7 +389,13 @@ class DurableStore(AnyStore):
             return ticket
 
     def flip(self, extent: Extent) -> None:
-        """See ``AnyStore.flip``. Waits while a commit is under way."""
+        """Make current what was written beside ``extent`` last.
+
+        No read of the extent may be in flight. The write may be; a read, and the next write, must wait until it is
+        over. If it fails after this, what was current before is current again. Waits while a commit is under way.
+        Raises ``StoreMisuse`` if nothing was written beside since the last flip or write, and the error of the write
+        if that has failed already. Nothing has changed then.
+        """
         with self._entered(extent, extent.nbytes):
             self._records[extent.index].flip()
             self._writes[extent.index] = self._beside.pop(extent.index)
@@ -410,20 +476,25 @@ class DurableStore(AnyStore):
             self._beside.clear()
             self._take_base()
 
-    def read_generation(self, generation: int, extent: Extent, address: int, nbytes: int) -> Ticket:
-        """Start reading what ``extent`` holds in a generation that is kept, whatever is current.
+    def manifest_of(self, generation: int) -> Manifest:
+        """What a generation that is kept consists of. Raises ``StoreMissing``."""
+        manifest = self._kept.get(generation)
+        if manifest is None:
+            raise StoreMissing(f"generation {generation} is not kept; {sorted(self._kept)} are.")
+        return manifest
+
+    def read_part(self, generation: int, extent: Extent, start: int, address: int, nbytes: int) -> Transfer:
+        """Start reading ``nbytes``, from ``start`` on, of what ``extent`` holds in a generation that is kept, whatever
+        is current. They come as they are: the checksum is that of the whole extent.
 
         Raises ``StoreMissing`` if it is not kept, ``StoreMisuse`` if the extent is no part of it.
         """
-        with self._entered(extent, nbytes, reads=True):
-            manifest = self._kept.get(generation)
-            if manifest is None:
-                raise StoreMissing(f"generation {generation} is not kept; {sorted(self._kept)} are.")
-            entry = manifest.entries[extent.index]
+        with self._entered(extent, extent.nbytes, reads=True):
+            entry = self.manifest_of(generation).entries[extent.index]
             if not entry.generation:
                 raise StoreMisuse(f"extent {extent.index} is no part of generation {generation}.")
-            place = self._place(extent, entry.copy, entry.generation, entry.checksum)
-            return self._transfers.read(place.offset, address, nbytes, place.checksum, urgent=False)
+            offset = self._records[extent.index].offset_of(entry.copy) + start
+            return self._transfers.read_part(f"extent {extent.index}, generation {generation}", offset, address, nbytes)
 
     def reserve(self, num_places: Sequence[int]) -> None:
         """Take the space of so many places of each of the first extents. Raises ``StorageFull``; nothing that was

@@ -48,7 +48,7 @@ class StoreLocked(OffloadError):
     happened = "Another owner has the durable store open."
     numbers = "process id, host and start time of the owner"
     survives = "Nothing of the owner's was touched."
-    advice = "Wait for the owner to end, or give another name or directory. Scratch stores are never locked."
+    advice = "Wait for the owner to end, or give another name or directory. A store without a name is never locked."
 
 
 class StoreMissing(OffloadError):
@@ -102,7 +102,7 @@ class StorageIOError(StorageError):
 
     happened = "The device said no: a read or a write (after a second try), a sync, or a step of a commit."
     numbers = "file, range, error of the system, bytes done"
-    survives = "What is in memory, and the last committed generation. What a scratch store held is lost."
+    survives = "What is in memory, and the last committed generation. What a store without a name held is lost."
     advice = "Resume from the last commit or checkpoint. The device may be failing: see `dmesg`."
 
 
@@ -136,6 +136,14 @@ def failed(what: str, error: OSError) -> StorageError:
     """What the system said of an operation, as the error that the user gets."""
     kind = StorageFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageIOError
     return kind(f"{what} failed: {error}.")
+
+
+def unusable(what: str, error: OSError) -> StorageFull | StoreUnsafe:
+    """What the system said when something was to be made or opened, as the error that the user gets: that there is no
+    room (a file system can also run out of names), or that the path is of no use."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StorageFull(f"{what}: {error}.", survives="What was there is as it was.")
+    return StoreUnsafe(f"{what}: {error.strerror}.")
 
 
 def readable_bytes(nbytes: int) -> str:

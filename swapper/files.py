@@ -9,14 +9,18 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from swapper.errors import StorageFull, StoreUnsafe, failed, readable_bytes
+from swapper.errors import StorageFull, StoreUnsafe, failed, readable_bytes, unusable
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
-_fallocate = ctypes.CDLL(None).fallocate
+_fallocate = ctypes.CDLL(None, use_errno=True).fallocate
 _fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+_renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+_renameat2.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _SHOWN = 120
 """Of a longer path, messages show so many letters at either end."""
+_NO_FALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS)
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 
 
@@ -39,7 +43,7 @@ def open_nameless(path: Path, directory: int) -> int:
     """A new file without a name in the open ``directory``, for direct I/O where the file system can.
 
     ``path`` is what the user calls it. Not every file system can make such a file: there, it is created and unlinked
-    at once. Raises ``StoreUnsafe``.
+    at once. Raises ``StoreUnsafe`` or ``StorageFull``.
     """
     try:
         try:
@@ -51,7 +55,7 @@ def open_nameless(path: Path, directory: int) -> int:
             descriptor = open_direct(name, os.O_CREAT | os.O_EXCL, directory)
             os.unlink(name, dir_fd=directory)
     except OSError as error:
-        raise StoreUnsafe(f"cannot create a file in {named(path)}: {error.strerror}.") from None
+        raise unusable(f"cannot create a file in {named(path)}", error) from None
     return descriptor
 
 
@@ -80,6 +84,19 @@ def reserve(descriptor: int, nbytes: int, where: Path | str) -> None:
     """Make the file ``nbytes`` long, with all its space taken. Raises ``StorageFull``; the file may have grown then."""
     try:
         needed = nbytes - os.fstat(descriptor).st_blocks * 512
+    except OSError as error:
+        raise failed(f"asking for the room in {where}", error) from error
+    advice = "Free some, give another path, or raise host_memory so that less goes there."
+    require_room(descriptor, needed, where, advice)
+    try:
+        os.posix_fallocate(descriptor, 0, max(nbytes, 1))
+    except OSError as error:
+        raise StorageFull(f"cannot reserve {readable_bytes(nbytes)} in {where}: {error.strerror}.") from error
+
+
+def require_room(descriptor: int, needed: int, where: Path | str, advice: str) -> None:
+    """Raise ``StorageFull`` unless the file system of an open file or directory has ``needed`` bytes."""
+    try:
         available = os.fstatvfs(descriptor)
     except OSError as error:
         raise failed(f"asking for the room in {where}", error) from error
@@ -87,12 +104,19 @@ def reserve(descriptor: int, nbytes: int, where: Path | str) -> None:
     if needed > free_bytes:
         raise StorageFull(
             f"{where} has too little room: {readable_bytes(needed)} are needed, {readable_bytes(free_bytes)} are free.",
-            advice="Free some, give another path, or raise host_memory so that less goes there.",
+            advice=advice,
         )
-    try:
-        os.posix_fallocate(descriptor, 0, max(nbytes, 1))
-    except OSError as error:
-        raise StorageFull(f"cannot reserve {readable_bytes(nbytes)} in {where}: {error.strerror}.") from error
+
+
+def take_room(descriptor: int, nbytes: int) -> None:
+    """Make the file ``nbytes`` long, with all its space taken, where the file system can do that: those of a network
+    often cannot. Raises ``OSError``."""
+    while nbytes and _fallocate(descriptor, 0, 0, nbytes) != 0:
+        number = ctypes.get_errno()
+        if number in _NO_FALLOCATE:
+            return
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
 
 
 def reserve_ranges(descriptor: int, ranges: Sequence[tuple[int, int]], reserved_bytes: int = 0) -> None:
@@ -160,3 +184,13 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
+
+
+def exchange(path: Path, other: Path) -> bool:
+    """Exchange two names at once. False if the kernel or the file system cannot. Raises ``OSError``."""
+    if _renameat2(_AT_FDCWD, os.fsencode(path), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(number, os.strerror(number), str(path), None, str(other))

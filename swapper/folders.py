@@ -15,10 +15,18 @@ from swapper.arena import align
 from swapper.device import Device, open_device
 from swapper.directory import Directory, MemoryDirectory, RealDirectory
 from swapper.durable import DurableStore, begin, layout_of, take_up, used_bytes
-from swapper.errors import StorageCorrupt, StoreMissing, StoreMisuse, StoreUnsafe, failed, readable_bytes
+from swapper.errors import (
+    StorageCorrupt,
+    StoreExists,
+    StoreMissing,
+    StoreMisuse,
+    StoreUnsafe,
+    failed,
+    readable_bytes,
+    unusable,
+)
 from swapper.files import Descriptor, open_direct, open_directory, open_nameless, reserve
 from swapper.manifest import Entry, Manifest
-from swapper.store import each
 
 SUFFIX = ".store"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
@@ -50,13 +58,13 @@ def create_store(
     get their space now, if it is not all: see ``DurableStore.reserve``. On several paths all of it is taken at once.
 
     Without a ``name`` the store is gone with its process, however that ends, except for generations that were linked
-    elsewhere.
+    elsewhere. Its files are 0600 and have no directory entry; any number of such stores share a path.
 
     Raises ``StoreExists`` if it is there already, ``StoreLocked`` if it is open or being made elsewhere,
     ``StoreUnsafe`` for a path or a file that cannot be trusted, ``StorageFull``. A store whose creation was interrupted
     is no store: it is made anew.
     """
-    kinds = each(places, len(extent_sizes), (0, 1, 2))
+    kinds = _each(places, len(extent_sizes))
     counts = [1 + kind + retained_max if kind else 1 for kind in kinds]
     num_copies = max([2, *counts])
     entries = tuple(
@@ -81,10 +89,27 @@ def create_store(
                 folders.paths, nbytes, new_file, backend=backend, queue_depth=queue_depth, block_bytes=block_bytes
             )
 
-        store = begin(folders.directory, make_device, empty, str(folders), reserved)
+        try:
+            store = begin(folders.directory, make_device, empty, str(folders), reserved)
+        except StoreExists:
+            raise
+        except BaseException:
+            folders.discard()
+            raise
         undo.pop_all()
         store.closing(folders.close)
         return store
+
+
+def _each(places: int | Sequence[int], num_extents: int) -> list[int]:
+    """The ``places`` of each extent, from one number for all or from one for each. Raises ``StoreMisuse``."""
+    numbers = [places] * num_extents if isinstance(places, int) else list(places)
+    if len(numbers) != num_extents:
+        raise StoreMisuse(f"places has {len(numbers)} numbers, there are {num_extents} extents.")
+    for index, number in enumerate(numbers):
+        if number not in (0, 1, 2):
+            raise StoreMisuse(f"places of extent {index} must be 0, 1 or 2, got {number}.")
+    return numbers
 
 
 def open_store(
@@ -153,6 +178,9 @@ class _AnyFolders(Protocol):
     directory: Directory
     files: list[int]
 
+    def discard(self) -> None:
+        """Remove what is there of a store that could not be made."""
+
     def close(self) -> None: ...
 
 
@@ -180,6 +208,9 @@ class _Nameless:
     def __str__(self) -> str:
         return ", ".join(map(str, self.paths))
 
+    def discard(self) -> None:
+        """There is nothing: what has no name is gone when it is closed."""
+
     def close(self) -> None:
         self._closers.close()
 
@@ -198,6 +229,7 @@ class _Folders:
         self.sizes: list[int] = []
         self._folder = name + SUFFIX
         self._opened: list[int] = []
+        self._made: list[Path] = []
         self._closers = contextlib.ExitStack()
         try:
             self._opened = [self._enter(path, create) for path in self.paths]
@@ -206,6 +238,9 @@ class _Folders:
                 self.files.append(self._open_data(directory, index, create))
         except BaseException as error:
             self.close()
+            for folder in self._made:
+                with contextlib.suppress(OSError):  # files in it are removed when a store is made there
+                    folder.rmdir()
             if isinstance(error, OSError):
                 raise failed(f"opening {self}", error) from error
             raise
@@ -215,6 +250,11 @@ class _Folders:
 
     def close(self) -> None:
         self._closers.close()
+
+    def discard(self) -> None:
+        """Remove what is there of a store that could not be made."""
+        with contextlib.suppress(OSError):  # the error at hand says more
+            self.remove()
 
     def remove(self) -> None:
         """Manifests first: without them what is left is the beginning of a store."""
@@ -238,6 +278,7 @@ class _Folders:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(self._folder, 0o700, dir_fd=parent)
                     made = True
+                    self._made.append(where)
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
             directory = self._keep(os.open(self._folder, flags, dir_fd=parent))
             if made:
@@ -246,7 +287,7 @@ class _Folders:
         except FileNotFoundError:
             raise StoreMissing(f"there is no store {where}.") from None
         except OSError as error:
-            raise StoreUnsafe(f"{where} cannot be opened: {error.strerror}.") from error
+            raise unusable(f"{where} cannot be opened", error) from error
         info = os.fstat(directory)
         if info.st_uid != os.geteuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise StoreUnsafe(f"{where} belongs to user {info.st_uid}, mode {stat.S_IMODE(info.st_mode):o}.")
@@ -260,11 +301,18 @@ class _Folders:
         except FileNotFoundError:
             raise StoreMissing(f"{self} has no {name}; are the paths in the order of its creation?") from None
         except OSError as error:
-            raise StoreUnsafe(f"{name} of {self} cannot be opened: {error.strerror}.") from error
+            raise unusable(f"{name} of {self} cannot be opened", error) from error
         info = os.fstat(file)
         if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():  # checkpoints are further names of it
             raise StoreUnsafe(f"{name} of {self} is not a regular file of yours.")
-        owner.lock(file, directory, str(self))
+        try:
+            owner.lock(file, directory, str(self))
+        except OSError:
+            if create and info.st_size == 0:  # ours by the lock, and never a store
+                for left in (owner.NAME, name):
+                    with contextlib.suppress(OSError):
+                        os.unlink(left, dir_fd=directory)
+            raise
         if os.fstat(file).st_nlink == 0:
             raise StoreMissing(f"{self} was removed just now.")
         self.sizes.append(info.st_size)

@@ -26,9 +26,9 @@ from swapper.errors import (
     failed,
     readable_bytes,
 )
+from swapper.extent import Extent
 from swapper.files import Descriptor, named
 from swapper.manifest import Manifest
-from swapper.store import Extent
 from swapper.ticket import Checksum, Ticket, Transfers
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
-"""One extent's places in a store, and which of them is current: the same for scratch and durable stores.
+"""One extent's places in a store, and which of them is current.
 
 [Note: Places] A record has several places. A write goes to a place that nobody needs; a flip makes it current.
 So the bytes that were current stay readable until the new ones are certain. A place is needed if a generation that is
-kept has its bytes there; in a scratch store no place is. A record with one place is written over.
+kept has its bytes there. A record with one place is written over.
 
 [Note: A write that fails] A place knows whether its write has failed. A current place whose write has failed gives way
 to the place that was current before it, at the next look. That place still has its bytes: only a later write could
@@ -17,16 +17,13 @@ from collections.abc import Container
 from swapper.errors import StoreMisuse
 from swapper.ticket import Checksum
 
-NOTHING: frozenset[int] = frozenset()
-"""The places that the kept generations of a scratch store need."""
-
 
 class Place:
-    """The bytes of one write: where they lie, and how to know them. ``generation`` is 0 in a scratch store."""
+    """The bytes of one write: where they lie, and how to know them. ``generation`` is the one that they are for."""
 
     __slots__ = ("checksum", "generation", "number", "offset")
 
-    def __init__(self, number: int, offset: int, checksum: Checksum, generation: int = 0) -> None:
+    def __init__(self, number: int, offset: int, checksum: Checksum, generation: int) -> None:
         self.number = number
         self.offset = offset
         self.checksum = checksum
@@ -73,7 +70,7 @@ class Record:
         """Where place ``number`` begins in the store's space."""
         return self.offset + number * self.stride
 
-    def spare(self, needed: Container[int] = NOTHING) -> int | None:
+    def spare(self, needed: Container[int]) -> int | None:
         """The number of a place that is neither ``needed`` nor current; None if there is none."""
         current = self.current
         for number in range(self.num_places):
@@ -81,7 +78,7 @@ class Record:
                 return number
         return None
 
-    def replaceable(self, needed: Container[int] = NOTHING) -> int:
+    def replaceable(self, needed: Container[int]) -> int:
         """The number of the place that a write takes: a spare one, else the current one, which it writes over."""
         number = self.spare(needed)
         if number is not None:

@@ -219,6 +219,10 @@ class Transfers:
         transfer.add_done_callback(lambda _: work.start())
         return Ticket(name, transfer, work)
 
+    def read_part(self, label: str, offset: int, address: int, nbytes: int) -> Transfer:
+        """Start reading bytes that the caller verifies, behind all that is urgent."""
+        return self._start(f"read of {label}", self.device.read, offset, address, nbytes, urgent=False)
+
     def write(self, offset: int, address: int, nbytes: int, checksum: Checksum, *, urgent: bool) -> Ticket:
         """Start writing; ``checksum`` is sealed meanwhile. If the write fails for good, ``checksum.error`` says so."""
         name = f"write of {checksum.label}"

@@ -19,8 +19,8 @@ from swapper.errors import OffloadError, StorageError, StoreMissing, StoreUnsafe
 from swapper.files import Descriptor, open_directory
 from swapper.folders import SUFFIX, open_store
 
-_SCRATCH = re.compile(r"\.offload-[0-9]+-[0-9a-f]{16}")
-"""What a scratch store's file is called for a moment, where files without a name cannot be made."""
+_NAMELESS = re.compile(r"\.offload-[0-9]+-[0-9a-f]{16}")
+"""What a file without a name is called for a moment, where such a file cannot be made."""
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -71,12 +71,12 @@ def scrub(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def collect(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """Remove what dead owners left: unfinished stores, unfinished commits, replaced generations, scratch files.
+    """Remove what dead owners left: unfinished stores and commits, replaced generations, files that kept a name.
 
     All that is in use, was retained, or is not known to be ours, stays. Returns what was removed.
     """
     return [_clean(path / name, folder) for path in paths for name, folder in _folders(path)] + [
-        _clean_scratch(path) for path in paths
+        _clean_nameless(path) for path in paths
     ]
 
 
@@ -194,11 +194,11 @@ def _clean(where: Path, folder: int) -> dict[str, Any]:
     return found
 
 
-def _clean_scratch(path: Path) -> dict[str, Any]:
+def _clean_nameless(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"path": str(path), "removed": []}
     with contextlib.ExitStack() as closing:
         parent = _opened(closing, open_directory(path))
-        for name in filter(_SCRATCH.fullmatch, os.listdir(parent)):  # noqa: PTH208 - a descriptor
+        for name in filter(_NAMELESS.fullmatch, os.listdir(parent)):  # noqa: PTH208 - a descriptor
             info = os.stat(name, dir_fd=parent, follow_symlinks=False)
             if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
                 raise StoreUnsafe(f"{path / name} is not a regular file of yours.")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from offload.report.meter import Meter
 from offload.report.report import Bandwidths, LinkRates, Report
-from swapper import AnyStore
+from swapper import DurableStore
 
 
 class Reporter:
@@ -15,7 +15,7 @@ class Reporter:
     def __init__(
         self,
         meter: Meter,
-        store: AnyStore | None,
+        store: DurableStore | None,
         copied_bytes: Callable[[], tuple[int, int]],
         busy_seconds: Callable[[], float | None],
         bandwidths: Bandwidths | None,

@@ -20,8 +20,9 @@ import aio_ext
 from offload.device.protocol import Device
 from offload.memory import tensor_at
 from offload.report.trace import Trace
+from offload.tiers.bounce import Bounce
 from offload.units import Tile
-from swapper import AnyStore, Extent, Lease, Ticket
+from swapper import DurableStore, Extent, Lease, Ticket
 
 
 class Transfer(Protocol):
@@ -99,7 +100,9 @@ class StoredHome(Home):
     An update writes trained bytes only. Transfers of one record never overlap, except for a read with a write beside.
     """
 
-    def __init__(self, name: str, store: AnyStore, trained: Extent | None, frozen: Extent | None, trace: Trace) -> None:
+    def __init__(
+        self, name: str, store: DurableStore, trained: Extent | None, frozen: Extent | None, trace: Trace
+    ) -> None:
         parts = [extent for extent in (trained, frozen) if extent is not None]
         super().__init__(sum(extent.nbytes for extent in parts))
         self.name = name
@@ -195,9 +198,10 @@ class StoredHome(Home):
 class DeviceHome(Home):
     """In a device's memory, ordered by the stream that computes."""
 
-    def __init__(self, device: Device, tensor: torch.Tensor) -> None:
+    def __init__(self, device: Device, tensor: torch.Tensor, bounce: Bounce) -> None:
         super().__init__(tensor.nbytes)
         self._device = device
+        self._bounce = bounce
         self.tensor: torch.Tensor = tensor
 
     @contextlib.contextmanager
@@ -211,25 +215,23 @@ class DeviceHome(Home):
         device, part = self._device, self.tensor.view(torch.uint8)[start:stop]
         host = torch.empty_like(part, device="cpu")
         device.to_host.wait(device.compute.record())
-        device.to_host.copy(host, part)
-        device.to_host.record().wait()
+        self._bounce.to_host(host, part)
         yield host.data_ptr()
         if change:
             self._bring(part, host)
 
     @contextlib.contextmanager
     def replace(self) -> Iterator[int]:
-        host = torch.empty_like(self.tensor, device="cpu")
+        host = torch.empty(self.nbytes, dtype=torch.uint8)
         yield host.data_ptr()
-        self._bring(self.tensor, host)
+        self._bring(self.tensor.view(torch.uint8), host)
 
     def bring(self, address: int) -> None:
-        self._bring(self.tensor, tensor_at(address, self.tensor.numel(), self.tensor.dtype))
+        self._bring(self.tensor.view(torch.uint8), tensor_at(address, self.nbytes, torch.uint8))
 
     def _bring(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._device.to_device.wait(self._device.compute.record())
-        self._device.to_device.copy(target, source)
-        self._device.to_device.record().wait()
+        self._bounce.to_device(target, source)
 
 
 @dataclass

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import aio_ext
-from swapper import StorageIOError, Store, StoreUnsafe, readable_bytes
+from swapper import StorageIOError, StoreUnsafe, create_store, readable_bytes
 from swapper import paths as swapper_paths
 from swapper.paths import Medium, look_at, medium_of
 
@@ -40,7 +40,7 @@ def test_a_directory_is_the_same_by_all_its_names(tmp_path: Path):
 def test_a_store_can_be_on_a_link_to_a_directory(tmp_path: Path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
-    with Store([tmp_path / "link"], [4096]):
+    with create_store([tmp_path / "link"], None, [4096]):
         assert list((tmp_path / "real").iterdir()) == []
 
 
@@ -49,7 +49,7 @@ def refusal(path: Path) -> str:
     with pytest.raises(StoreUnsafe) as caught:
         look_at(path)
     with pytest.raises(StoreUnsafe) as from_store:
-        Store([path], [4096])
+        create_store([path], None, [4096])
     assert str(caught.value) == str(from_store.value)
     assert "\n" not in caught.value.args[0]
     return str(caught.value)
@@ -74,7 +74,7 @@ def test_a_queue_that_cannot_be_made_is_an_error_of_the_store(tmp_path: Path, mo
 
     monkeypatch.setattr(aio_ext, "Queue", fail)
     with pytest.raises(StorageIOError, match=r"making a queue for .* failed: .*Too many open files"):
-        Store([tmp_path], [4096])
+        create_store([tmp_path], None, [4096])
 
 
 def test_a_directory_that_may_not_be_written_is_refused(tmp_path: Path):

@@ -8,15 +8,15 @@ import pytest
 from store_helpers import fill, memory, open_files_under
 
 import swapper.durable
-import swapper.store
+import swapper.folders
 from swapper import (
     PAGE_BYTES,
     Arena,
+    DurableStore,
     StorageCorrupt,
     StorageFull,
     StorageIOError,
     StorageTimeout,
-    Store,
     StoreMisuse,
     create_store,
     open_store,
@@ -45,12 +45,12 @@ def other(arena):
 
 @pytest.fixture
 def on_ram(monkeypatch, tmp_path):
-    """Makes a scratch store on a disk in memory, with a plan of faults."""
+    """Makes a store without a name on a disk in memory, with a plan of faults."""
 
-    def make(plan: FaultPlan, places=2, sizes=SIZES) -> Store:
+    def make(plan: FaultPlan, places=1) -> DurableStore:
         device = lambda paths, nbytes, open_file, **_: RamDevice(RamDisk(bytearray(nbytes)), plan)  # noqa: E731
-        monkeypatch.setattr(swapper.store, "open_device", device)
-        return Store([tmp_path], sizes, places=places)
+        monkeypatch.setattr(swapper.folders, "open_device", device)
+        return create_store([tmp_path], None, SIZES, places=places)
 
     return make
 
@@ -86,7 +86,7 @@ def test_what_is_current_can_be_read_while_new_bytes_are_written_beside_it(on_ra
 
 @pytest.mark.parametrize("backend", ["io_uring", "threads", "portable"])
 def test_places_take_turns_on_a_real_path(tmp_path: Path, arena, lease, other, backend):
-    store = Store([tmp_path], SIZES, places=2, backend=backend)
+    store = create_store([tmp_path], None, SIZES, backend=backend)
     store.register(arena)
     for value in range(1, 6):
         for index in (0, 1):
@@ -154,7 +154,7 @@ def test_a_failed_write_leaves_the_bytes_before_it(on_ram, lease):
     store = on_ram(failing(2))
     put(store, 0, 1, lease).wait()
     put(store, 0, 2, lease).wait()
-    with pytest.raises(StorageIOError, match=r"write of extent 0 on .*Input/output error"):
+    with pytest.raises(StorageIOError, match=r"write of extent 0, generation 1 on .*Input/output error"):
         put(store, 0, 3, lease).wait()
     assert get(store, 0, lease) == {2}
     put(store, 0, 4, lease).wait()
@@ -164,7 +164,7 @@ def test_a_failed_write_leaves_the_bytes_before_it(on_ram, lease):
 
 
 def test_a_failed_write_over_the_only_place_is_found_by_the_next_read(on_ram, lease):
-    store = on_ram(failing(1), places=1)
+    store = on_ram(failing(1), places=0)
     put(store, 1, 1, lease).wait()
     with pytest.raises(StorageIOError):
         put(store, 1, 2, lease).wait()
@@ -172,7 +172,7 @@ def test_a_failed_write_over_the_only_place_is_found_by_the_next_read(on_ram, le
         get(store, 1, lease)
 
 
-@pytest.mark.parametrize("places", [1, 2])
+@pytest.mark.parametrize("places", [0, 1, 2])
 def test_an_extent_whose_first_write_failed_was_never_written(on_ram, lease, places):
     store = on_ram(failing(0), places=places)
     with pytest.raises(StorageIOError):
@@ -229,16 +229,17 @@ def test_ctrl_c_in_the_middle_of_a_write_beside_leaves_nothing_to_flip(on_ram, l
 
 
 def test_the_store_has_the_space_of_all_places_and_they_do_not_touch_each_other(tmp_path: Path, lease):
-    sizes, places = [PAGE_BYTES, 3 * PAGE_BYTES, 100, 2 * PAGE_BYTES], [2, 1, 2, 2]
-    store = Store([tmp_path], sizes, places=places)
+    sizes, places = [PAGE_BYTES, 3 * PAGE_BYTES, 100, 2 * PAGE_BYTES], [1, 0, 1, 1]
+    store = create_store([tmp_path], None, sizes, places=places)
     assert [(extent.offset, extent.nbytes) for extent in store.extents] == [
         (0, PAGE_BYTES),
         (8 * PAGE_BYTES, 3 * PAGE_BYTES),  # after both places of the others
         (PAGE_BYTES, PAGE_BYTES),
         (2 * PAGE_BYTES, 2 * PAGE_BYTES),
     ]
-    assert store.nbytes == (2 * 1 + 3 + 2 * 1 + 2 * 2) * PAGE_BYTES
-    assert [os.fstat(file).st_size for file in open_files_under(tmp_path)] == [store.nbytes]
+    nbytes = (2 * 1 + 3 + 2 * 1 + 2 * 2) * PAGE_BYTES
+    files = [os.fstat(file) for file in open_files_under(tmp_path)]
+    assert [file.st_size for file in files] == [nbytes] and files[0].st_blocks * 512 >= nbytes
     for index in range(4):
         put(store, index, index + 1, lease).wait()
     for index in (0, 2, 3):
@@ -251,8 +252,8 @@ def test_the_store_has_the_space_of_all_places_and_they_do_not_touch_each_other(
 
 
 def test_one_place_takes_the_space_of_one_and_says_how_to_get_two(tmp_path: Path, lease):
-    store = Store([tmp_path], SIZES)
-    assert store.nbytes == sum(SIZES)
+    store = create_store([tmp_path], None, SIZES, places=0)
+    assert [os.fstat(file).st_size for file in open_files_under(tmp_path)] == [sum(SIZES)]
     with pytest.raises(StoreMisuse, match=r"extent 1 has one place(.|\n)*places=2"):
         put(store, 1, 1, lease, beside=True)
     with pytest.raises(StoreMisuse, match="nothing was written beside"):
@@ -264,19 +265,19 @@ def test_one_place_takes_the_space_of_one_and_says_how_to_get_two(tmp_path: Path
 @pytest.mark.parametrize(
     ("places", "message"),
     [
-        (0, "extent 0 must be 1 or 2, got 0"),
-        ([1, 3], "extent 1 must be 1 or 2, got 3"),
+        (3, "extent 0 must be 0, 1 or 2, got 3"),
+        ([1, -1], "extent 1 must be 0, 1 or 2, got -1"),
         ([1], "1 numbers, there are 2"),
     ],
 )
 def test_another_number_of_places_is_refused(tmp_path: Path, places, message):
     with pytest.raises(StoreMisuse, match=message):
-        Store([tmp_path], SIZES, places=places)
+        create_store([tmp_path], None, SIZES, places=places)
     assert list(tmp_path.iterdir()) == [] and open_files_under(tmp_path) == []
 
 
 def test_the_bytes_of_the_other_place_and_of_an_older_write_are_wrong(tmp_path: Path, lease):
-    store = Store([tmp_path], [PAGE_BYTES], places=2)
+    store = create_store([tmp_path], None, [PAGE_BYTES])
     [descriptor] = open_files_under(tmp_path)
     whole = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR)  # without O_DIRECT
     contents = []
@@ -287,13 +288,13 @@ def test_the_bytes_of_the_other_place_and_of_an_older_write_are_wrong(tmp_path: 
     for stale in (contents[1], contents[2][PAGE_BYTES:] * 2):
         os.pwrite(whole, stale, 0)
         os.fsync(whole)
-        with pytest.raises(StorageCorrupt, match="read of extent 0 gave wrong bytes"):
+        with pytest.raises(StorageCorrupt, match="read of extent 0, generation 1 gave wrong bytes"):
             get(store, 0, lease)
     os.close(whole)
     store.close()
 
 
-# Durable stores: the places are the copies.
+# Commits: the places are the copies.
 
 
 def test_what_was_written_beside_and_not_flipped_is_no_part_of_a_commit(tmp_path: Path, lease):
@@ -347,7 +348,7 @@ def test_with_two_places_there_is_always_a_copy_to_write_beside(tmp_path: Path, 
             assert get(store, 1, lease) == {2 * generation + 1}
 
 
-def test_a_durable_store_without_a_free_copy_refuses_a_write_beside(tmp_path: Path, lease):
+def test_a_store_without_a_free_copy_refuses_a_write_beside(tmp_path: Path, lease):
     with create_store([tmp_path], "run", SIZES) as store:
         put(store, 0, 1, lease).wait()
         store.commit()
@@ -371,7 +372,7 @@ def test_several_paths_hold_both_places(tmp_path: Path):
         path.mkdir()
     arena = Arena(18 << 20)
     lease, other = arena.lease(9 << 20), arena.lease(9 << 20)
-    with Store(paths, [9 << 20, PAGE_BYTES], places=2) as store:
+    with create_store(paths, None, [9 << 20, PAGE_BYTES]) as store:
         for value in (1, 3, 5):
             put(store, 0, value, lease).wait()
             beside = put(store, 0, value + 1, lease, beside=True)

@@ -1,3 +1,5 @@
+"""What any store does, tried on stores without a name."""
+
 import asyncio
 import os
 import signal
@@ -15,9 +17,9 @@ from swapper import (
     OffloadError,
     StorageCorrupt,
     StorageFull,
-    Store,
     StoreMisuse,
     StoreUnsafe,
+    create_store,
 )
 
 BACKENDS = ["io_uring", "threads"]
@@ -28,7 +30,7 @@ def test_extents_keep_what_was_written_and_do_not_touch_each_other(tmp_path: Pat
     sizes = [PAGE_BYTES, 5 << 20, 3 * PAGE_BYTES, 100]
     arena = Arena(6 << 20)
     with_room = arena.lease(5 << 20)
-    store = Store([tmp_path], sizes, backend=backend)
+    store = create_store([tmp_path], None, sizes, backend=backend)
     store.register(arena)
     assert [extent.nbytes for extent in store.extents] == [PAGE_BYTES, 5 << 20, 3 * PAGE_BYTES, PAGE_BYTES]
     for number, extent in enumerate(store.extents):
@@ -49,7 +51,7 @@ def test_one_extent_is_spread_over_several_paths(tmp_path: Path):
         path.mkdir()
     arena = Arena(24 << 20)
     lease = arena.lease(24 << 20)
-    store = Store(paths, [PAGE_BYTES, 24 << 20])
+    store = create_store(paths, None, [PAGE_BYTES, 24 << 20])
     expected = bytes(range(256)) * (lease.nbytes // 256)
     memory(lease)[:] = expected
     store.write(store.extents[1], lease.address, lease.nbytes).wait()
@@ -66,7 +68,7 @@ def test_one_extent_is_spread_over_several_paths(tmp_path: Path):
 def test_nothing_has_a_name_and_the_file_is_private(tmp_path: Path):
     mask = os.umask(0)
     try:
-        store = Store([tmp_path], [1 << 20])
+        store = create_store([tmp_path], None, [1 << 20])
     finally:
         os.umask(mask)
     assert list(tmp_path.iterdir()) == []
@@ -77,7 +79,7 @@ def test_nothing_has_a_name_and_the_file_is_private(tmp_path: Path):
 
 def test_any_number_of_stores_share_a_path(tmp_path: Path):
     arena = Arena(2 * PAGE_BYTES)
-    stores = [Store([tmp_path], [PAGE_BYTES]) for _ in range(3)]
+    stores = [create_store([tmp_path], None, [PAGE_BYTES]) for _ in range(3)]
     leases = [arena.lease(PAGE_BYTES), arena.lease(PAGE_BYTES)]
     for value, store in enumerate(stores):
         fill(leases[0], value)
@@ -92,7 +94,7 @@ def test_any_number_of_stores_share_a_path(tmp_path: Path):
 def test_a_killed_owner_leaves_nothing(tmp_path: Path):
     code = (
         "import sys, swapper\n"
-        f"store = swapper.Store([{str(tmp_path)!r}], [64 << 20])\n"
+        f"store = swapper.create_store([{str(tmp_path)!r}], None, [64 << 20])\n"
         "print('ready', flush=True)\n"
         "sys.stdin.read()\n"
     )
@@ -104,7 +106,7 @@ def test_a_killed_owner_leaves_nothing(tmp_path: Path):
 
 
 def test_a_forked_child_keeps_nothing_of_the_store_open(tmp_path: Path):
-    store = Store([tmp_path], [PAGE_BYTES])
+    store = create_store([tmp_path], None, [PAGE_BYTES])
     child = os.fork()
     if child == 0:
         os._exit(len(open_files_under(tmp_path)))
@@ -117,16 +119,16 @@ def test_a_forked_child_keeps_nothing_of_the_store_open(tmp_path: Path):
 
 def test_paths_that_cannot_hold_a_store_are_refused(tmp_path: Path):
     with pytest.raises(StoreUnsafe, match="does not exist"):
-        Store([tmp_path / "missing"], [PAGE_BYTES])
+        create_store([tmp_path / "missing"], None, [PAGE_BYTES])
     (tmp_path / "file").touch()
     with pytest.raises(StoreUnsafe, match="not a directory"):
-        Store([tmp_path / "file"], [PAGE_BYTES])
+        create_store([tmp_path / "file"], None, [PAGE_BYTES])
     with pytest.raises(StorageFull, match="are needed"):
-        Store([tmp_path], [1 << 60])
+        create_store([tmp_path], None, [1 << 60])
     with pytest.raises(StoreUnsafe, match=r"cannot (be opened|create a file)"):
-        Store(["/proc"], [PAGE_BYTES])
+        create_store(["/proc"], None, [PAGE_BYTES])
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file"]
-    Store([tmp_path], [PAGE_BYTES]).close()
+    create_store([tmp_path], None, [PAGE_BYTES]).close()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -134,7 +136,7 @@ def test_a_failed_write_is_an_error_with_a_name(tmp_path: Path, backend):
     code = f"""
 import resource, swapper, signal
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-store = swapper.Store([{str(tmp_path)!r}], [8 << 20], backend={backend!r})
+store = swapper.create_store([{str(tmp_path)!r}], None, [8 << 20], backend={backend!r})
 arena = swapper.Arena(8 << 20)
 lease = arena.lease(8 << 20)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, 4 << 20))
@@ -146,14 +148,16 @@ except swapper.StorageIOError as error:
 store.close()
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert "write of extent 0 on" in run.stdout and "File too large" in run.stdout, run.stdout + run.stderr
+    assert "write of extent 0, generation 1 on" in run.stdout and "File too large" in run.stdout, (
+        run.stdout + run.stderr
+    )
 
 
 def test_wrong_bytes_are_never_returned(tmp_path: Path):
     """Whatever was changed, moved or left over on the disk: the read fails, and says which extent it was."""
     arena = Arena(4 * PAGE_BYTES)
     lease = arena.lease(4 * PAGE_BYTES)
-    store = Store([tmp_path], [4 * PAGE_BYTES] * 2)
+    store = create_store([tmp_path], None, [4 * PAGE_BYTES] * 2)
     first, second = store.extents
     for value, extent in ((1, first), (2, second)):
         fill(lease, value)
@@ -184,7 +188,7 @@ def test_wrong_bytes_are_never_returned(tmp_path: Path):
 def test_misuse_is_refused_before_anything_moves(tmp_path: Path):
     arena = Arena(2 * PAGE_BYTES)
     lease = arena.lease(2 * PAGE_BYTES)
-    store = Store([tmp_path], [PAGE_BYTES])
+    store = create_store([tmp_path], None, [PAGE_BYTES])
     [extent] = store.extents
     with pytest.raises(StoreMisuse, match="extent 0 was never written"):
         store.read(extent, lease.address, extent.nbytes)
@@ -194,7 +198,7 @@ def test_misuse_is_refused_before_anything_moves(tmp_path: Path):
     store.write(extent, lease.address, extent.nbytes).wait()
     store.close()
     for transfer in (store.read, store.write):
-        with pytest.raises(StoreMisuse, match=r"of extent 0: .* is closed"):
+        with pytest.raises(StoreMisuse, match=r" is closed"):
             transfer(extent, lease.address, extent.nbytes)
     arena.close()
 
@@ -202,7 +206,7 @@ def test_misuse_is_refused_before_anything_moves(tmp_path: Path):
 def test_tickets_can_be_awaited(tmp_path: Path):
     arena = Arena(1 << 20)
     lease = arena.lease(1 << 20)
-    store = Store([tmp_path], [1 << 20])
+    store = create_store([tmp_path], None, [1 << 20])
     [extent] = store.extents
 
     async def there_and_back() -> None:
