@@ -146,12 +146,16 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    programs: list[dict[str, Any]] = [{"lr": 1e-2}, {"lr": 1e-2, "precision": "bf16", "gradient_clipping": 0.1}]
+    programs: list[dict[str, Any]] = [
+        {"lr": 1e-2},
+        {"lr": 1e-2, "precision": "bf16", "gradient_clipping": 0.1},
+        {"lr": 1e-2, "moments_dtype": "int8"},
+    ]
     for options in programs:
         least = least_budget(options)
         for budget in (least, least * 3 // 2, "1GiB"):
             story = Story(options, budget)
-            story.tell(arguments.states // 6, arguments.seed)
+            story.tell(arguments.states // (3 * len(programs)), arguments.seed)
             print(f"{options}, host memory {budget}: {story.counts}", flush=True)
 
 

@@ -30,8 +30,8 @@ def add_inspect(subparsers: Any) -> None:
 def add_export(subparsers: Any) -> None:
     """Add the subcommand ``export``."""
     text = """Turn a checkpoint into a format that others read, without a GPU and without the model's class: into
-    safetensors as transformers has them (the config is not in a checkpoint: put config.json beside them), or into a
-    torch.distributed.checkpoint. Of several checkpoints the latest is taken."""
+    safetensors and a config as transformers has them, or into a torch.distributed.checkpoint. Of several checkpoints
+    the latest is taken."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "export", help="turn a checkpoint into safetensors", description=text, allow_abbrev=False
     )

@@ -10,15 +10,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from offload.checkpoint.values import decode, encode
+from offload.checkpoint.model_state import first_difference as difference_of_models
+from offload.checkpoint.values import Encoded, decode
 from offload.errors import ConfigError
 from offload.optim.rule import Rule, TilePart
 from offload.tiers.home import UnitHomes
 from offload.tiers.store import RecordExtents
 from offload.units import ParameterSpec, Tile, UnitSpec
 from swapper import StorageCorrupt
+from swapper.manifest import METADATA_BYTES_MAX
 
 _FORMAT = 1
+
+_SAID = {
+    "buffers": "buffers and parameters that are no floating-point numbers (in the model) take",
+    "objects": "the states of registered objects take",
+    "client_state": "client_state takes",
+}
+"""Parts of the run's state, in words."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +86,23 @@ class Description:
     run: dict[str, Any] = field(default_factory=dict)
 
     def encode(self) -> bytes:
-        """As the metadata of a generation. Raises ``ConfigError`` for a state of the user's that cannot be saved."""
+        """As the metadata of a generation. Raises ``ConfigError`` for a state of the user's that cannot be saved, and
+        for one that is too large."""
         content = {"format": _FORMAT, "precision": self.precision, "optimizer": self.optimizer}
         content["units"] = [asdict(unit) for unit in self.units]
-        return encode({**content, "run": self.run}, "the state")
+        encoded = Encoded({**content, "run": self.run}, "the state")
+        if encoded.nbytes > METADATA_BYTES_MAX:
+            raise ConfigError(self._too_large(encoded.nbytes))
+        return encoded.join()
+
+    def _too_large(self, nbytes: int) -> str:
+        sizes = {name: Encoded(value, name).nbytes for name, value in self.run.items()}
+        largest = max(sizes, key=lambda name: sizes[name])
+        return (
+            f"beside weights and optimizer states a checkpoint holds at most {METADATA_BYTES_MAX:,} bytes, and there "
+            f"are {nbytes:,}: {_SAID.get(largest, largest)} alone {sizes[largest]:,}. Save large tensors among them in "
+            "a file of their own. Nothing was written"
+        )
 
     @classmethod
     def decode(cls, metadata: bytes, where: str) -> Description:
@@ -116,7 +138,9 @@ class Description:
             if (unit.name, parameter.offset) != (own_unit.name, own.offset):
                 return f"parameter {name} is in unit {unit.name} there and in {own_unit.name} here"
         missing = next((name for name in here if name not in there), None)
-        return None if missing is None else f"parameter {missing} is in this model and not there"
+        if missing is not None:
+            return f"parameter {missing} is in this model and not there"
+        return difference_of_models(self.run, other.run)
 
     def _by_name(self) -> dict[str, tuple[SavedUnit, SavedParameter]]:
         return {parameter.name: (unit, parameter) for unit in self.units for parameter in unit.parameters}

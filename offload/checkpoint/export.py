@@ -53,12 +53,13 @@ def save_model(
 def export_safetensors(
     weights: SavedWeights, path: str | os.PathLike[str], dtype: str | None, max_shard_bytes: Bytes | str
 ) -> Sequence[Entry]:
-    """Write the weights of a checkpoint; which tensors these are. As ``save_model``, without what only the model's
-    class knows: other names of tied weights, and the config."""
+    """Write the weights of a checkpoint, and the model's config if it has one; which tensors these are. As
+    ``save_model``, without what only the model's class knows: other names of tied weights."""
     torch_dtype = as_dtype(dtype or weights.description.precision)
     shard_bytes = as_shard_bytes(max_shard_bytes)
     entries = weights.entries(torch_dtype)
     with Unfinished(path) as unfinished:
+        hugging_face.write_saved_configs(weights.configs, unfinished.folder, torch_dtype)
         _write(unfinished, entries, weights.parts(torch_dtype), shard_bytes, {}, "model")
     return entries
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,11 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
+
+CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+
+_DTYPE = "dtype"
+"""Of the weights, in ``config.json``."""
 
 
 def is_transformers_model(model: nn.Module) -> bool:
@@ -46,6 +52,44 @@ def write_adapter_config(model: Any, folder: Path) -> None:
     config.save_pretrained(folder, auto_mapping_dict=None if config.task_type is not None else mapping)
 
 
+def configs_of(model: Any) -> dict[str, dict[str, Any]]:
+    """The content of ``config.json`` and ``generation_config.json``, by their names, for a model that has them. None of
+    a model with an adapter, whose weights no config loads."""
+    config = getattr(model, "config", None)
+    if config is None or is_peft_model(model) or getattr(model, "_hf_peft_config_loaded", False):
+        return {}
+    if is_transformers_model(model):
+        configs = {CONFIG: {**_as_json(config), "architectures": [type(model).__name__]}}
+        if _generates(model):
+            configs[GENERATION_CONFIG] = _as_json(model.generation_config)
+        return configs
+    try:
+        return {CONFIG: _as_json(config)}
+    except (AttributeError, TypeError, ValueError):  # it is nothing that JSON can say
+        return {}
+
+
+def write_saved_configs(configs: Mapping[str, Mapping[str, Any]], folder: Path, dtype: torch.dtype) -> None:
+    """Write what ``configs_of`` gave, with the dtype of the weights beside it."""
+    for name, content in configs.items():
+        changed = {_DTYPE: str(dtype).removeprefix("torch.")} if name == CONFIG and "architectures" in content else {}
+        text = json.dumps({**content, **changed}, indent=2, sort_keys=True)
+        (folder / name).write_text(text + "\n", encoding="utf-8")
+
+
+def _as_json(config: Any) -> dict[str, Any]:
+    """What the config would write. Raises what it raises, and ``ValueError`` for what is no JSON object."""
+    text = config.to_json_string() if hasattr(config, "to_json_string") else json.dumps(config.to_dict())
+    content = json.loads(text)
+    if not isinstance(content, dict):
+        raise ValueError("the config is no JSON object")
+    return content
+
+
+def _generates(model: Any) -> bool:
+    return bool(model.can_generate()) and getattr(model, "generation_config", None) is not None
+
+
 def write_configs(model: Any, folder: Path, dtype: torch.dtype) -> None:
     """Write ``config.json``, and ``generation_config.json`` of models that generate. The model's own config stays.
 
@@ -60,7 +104,7 @@ def write_configs(model: Any, folder: Path, dtype: torch.dtype) -> None:
     config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
-    if model.can_generate() and getattr(model, "generation_config", None) is not None:
+    if _generates(model):
         model.generation_config.save_pretrained(folder)
 
 

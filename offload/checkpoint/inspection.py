@@ -14,6 +14,7 @@ import torch
 
 import aio_ext
 from offload.checkpoint.description import Description
+from offload.checkpoint.hugging_face import CONFIG
 from offload.checkpoint.opened import Opened, open_checkpoint, whole_checkpoints
 from offload.dtypes import BY_PRECISION
 from swapper import OffloadError, StorageError, StoreMissing
@@ -75,6 +76,7 @@ def _facts(opened: Opened) -> Facts:
         "path": str(opened.folder),
         "kind": "durable run" if opened.is_run else "checkpoint",
         "in_use_by": opened.in_use_by,
+        "model": run.get("configs", {}).get(CONFIG, {}).get("architectures"),
         "step": run["step"],
         "generation": opened.generation.generation,
         "precision": description.precision,
@@ -232,6 +234,8 @@ def table_of(directory: Path, found: Sequence[Facts], latest: str | None) -> str
 
 def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "kind", facts["kind"] + (f", in use by {facts['in_use_by']}" if facts["in_use_by"] else "")
+    if facts["model"]:
+        yield "model", ", ".join(facts["model"])
     yield "step", f"{facts['step']:,}"
     yield "generation", f"{facts['generation']:,}"
     scale = "" if facts["loss_scale"] is None else f", loss scale {facts['loss_scale']:g}"

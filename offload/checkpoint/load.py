@@ -55,8 +55,10 @@ class Loading:
     def copy(self) -> None:
         """Copy weights and states of all units. What was there before is lost, also if this raises."""
         saved = {unit.name: unit for unit in self._description.units}
+        moments = (self._description.optimizer or {}).get("moments", "fp32")
+        rule = None if self._rule is None else self._rule.saved_as(moments)
         for unit in self._units:
-            self._copy_unit(unit, saved[unit.name])
+            self._copy_unit(unit, saved[unit.name], rule)
 
     def take_residents(self, records: Sequence[RecordExtents]) -> None:
         """The generation is in the engine's own store: bring in what rests in memory. The rest is where it belongs."""
@@ -81,18 +83,17 @@ class Loading:
                 self._read(index, address)
                 self._gradients.restore(unit, of_unit, address, self._description.run["gradient_dtype"])
 
-    def _copy_unit(self, unit: UnitSpec, saved: SavedUnit) -> None:
+    def _copy_unit(self, unit: UnitSpec, saved: SavedUnit, saved_rule: Rule | None) -> None:
         with self._outside.all_weights_to_change(unit) as address:
             self._read_weights(unit, saved.weights, address)
             if not saved.tiles and self._rule is not None:  # of a model that was not trained
                 for spec in unit.trainable:
                     self._outside.write_master(unit, spec, address + spec.offset * self._formats.weights)
-        if self._rule is None or not saved.tiles:
+        if saved_rule is None or not saved.tiles:
             return
-        rule = self._rule.saved_as((self._description.optimizer or {}).get("moments", "fp32"))
         for homes in self._homes[unit.index].tiles:
             with homes.states.replace() as address:
-                self._fill(rule, unit, saved.tiles, homes, address)
+                self._fill(saved_rule, unit, saved.tiles, homes, address)
 
     def _fill(
         self, saved_rule: Rule, unit: UnitSpec, saved: Sequence[SavedTile], homes: TileHomes, address: int
@@ -129,22 +130,7 @@ class Loading:
         if width:
             source = tensor_at(memory + saved_rule.master_offset(there, start), (stop - start) * width, torch.uint8)
             tensor_at(address + rule.master_offset(tile, start), (stop - start) * width, torch.uint8).copy_(source)
-        targets = rule.states(tile, address, spec)
-        for name, values in saved_rule.states(there, memory, spec).items():
-            elements = min(spec.offset + spec.numel, there.stop) - max(spec.offset, there.start)
-            if values.numel() == elements:  # one value an element, or one for several
-                scale = 1
-            elif whole_in(spec, there) and whole_in(spec, tile):
-                targets[name].copy_(values)
-                continue
-            else:
-                scale = -(-elements // values.numel())
-            begin, end = (
-                (start - max(spec.offset, there.start)) // scale,
-                -(-(stop - max(spec.offset, there.start)) // scale),
-            )
-            at = (start - max(spec.offset, tile.start)) // scale
-            targets[name][at : at + end - begin].copy_(values[begin:end])
+        rule.put_states(tile, address, spec, saved_rule.states(there, memory, spec), max(spec.offset, there.start))
 
     def _read_weights(self, unit: UnitSpec, extents: Sequence[int], address: int) -> None:
         tickets = []
@@ -172,8 +158,3 @@ class Loading:
             yield memory.address
         finally:
             memory.close()
-
-
-def whole_in(spec: ParameterSpec, tile: Tile) -> bool:
-    """All of the parameter is in the tile."""
-    return tile.start <= spec.offset and spec.offset + spec.numel <= tile.stop

@@ -22,6 +22,7 @@ from offload.errors import ConfigError
 from offload.memory import passing_tensor, tensor_at
 from offload.optim.formats import Formats
 from offload.optim.kernel_rule import KERNELS, KernelRule
+from offload.optim.moments import read_moments
 from offload.units import Tile
 from swapper import StorageCorrupt
 
@@ -65,6 +66,7 @@ class SavedWeights:
         """What was read last, by kind."""
         self.tensors = {tensor.name: tensor for tensor in _tensors(description)}
         self.buffers: dict[str, torch.Tensor] = description.run.get("buffers", {})
+        self.configs: dict[str, dict[str, Any]] = description.run.get("configs", {})
 
     def __enter__(self) -> SavedWeights:
         return self
@@ -145,11 +147,6 @@ class SavedWeights:
         optimizer = self.description.optimizer
         if optimizer is None:
             raise ConfigError("the checkpoint is that of a model that is not trained: it has no optimizer states")
-        if optimizer["moments"] == "int8":
-            raise ConfigError(
-                "the moments are kept in 8 bits, for which torch has no name: load the checkpoint into an engine and "
-                "take engine.optimizer.state_dict()"
-            )
         if self._rule is None and not any(tile.parts for unit in self.description.units for tile in unit.tiles):
             raise ConfigError(f"how states of {optimizer['optimizer']} lie in the checkpoint is not written there")
 
@@ -159,7 +156,7 @@ class SavedWeights:
             return []
         if isinstance(self._rule, KernelRule):
             optimizer = self.description.optimizer or {}
-            dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[optimizer["moments"]]
+            dtype = torch.bfloat16 if optimizer["moments"] == "bf16" else torch.float32  # codes become numbers
             return [Entry(name, dtype, tensor.shape) for name in optimizer["states"]]
         unit, parameter = tensor.pieces[0]
         parts = (part for tile in unit.tiles for part in tile.parts)
@@ -184,7 +181,7 @@ class SavedWeights:
                     states = self._rule.states(_tile(tile), self._tile(unit, tile), _flat(piece))
                     origin = max(piece.offset, tile.start)
                     into = at + begin - piece.offset - first
-                    target[into : into + end - begin].copy_(states[name][begin - origin : end - origin])
+                    target[into : into + end - begin].copy_(read_moments(name, states, begin - origin, end - origin))
 
     def num_steps(self, tensor: SavedTensor) -> int:
         """Steps that the parameter has taken."""

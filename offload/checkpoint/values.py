@@ -22,11 +22,24 @@ from swapper import StorageCorrupt
 _LENGTH = struct.Struct("<Q")
 
 
+class Encoded:
+    """A value on its way to bytes, as large as it will be: ``nbytes``. Memory of tensors and arrays on the CPU is not
+    copied before ``join`` is called."""
+
+    def __init__(self, value: object, what: str) -> None:
+        """Raises ``ConfigError`` for a part of the value that has no place in it; ``what`` names the whole."""
+        self._memory: list[memoryview] = []
+        self._text = json.dumps(_Encoder(self._memory).of(value, what), separators=(",", ":")).encode()
+        self.nbytes = _LENGTH.size + len(self._text) + sum(part.nbytes for part in self._memory)
+
+    def join(self) -> bytes:
+        """The bytes."""
+        return b"".join((_LENGTH.pack(len(self._text)), self._text, *self._memory))
+
+
 def encode(value: object, what: str) -> bytes:
-    """``value`` as bytes. Raises ``ConfigError`` for a part that has no place in it; ``what`` names the whole."""
-    memory: list[bytes] = []
-    text = json.dumps(_Encoder(memory).of(value, what), separators=(",", ":")).encode()
-    return b"".join((_LENGTH.pack(len(text)), text, *memory))
+    """``value`` as bytes. Raises ``ConfigError`` as ``Encoded``."""
+    return Encoded(value, what).join()
 
 
 def decode(data: bytes, what: str) -> Any:
@@ -45,7 +58,7 @@ def decode(data: bytes, what: str) -> Any:
 
 
 class _Encoder:
-    def __init__(self, memory: list[bytes]) -> None:
+    def __init__(self, memory: list[memoryview]) -> None:
         self._memory = memory
         self._nbytes = 0
 
@@ -57,7 +70,7 @@ class _Encoder:
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-            return {"$array": [value.dtype.str, list(value.shape), *self._keep(np.ascontiguousarray(value).tobytes())]}
+            return {"$array": [value.dtype.str, list(value.shape), *self._keep(_bytes_of(value))]}
         if isinstance(value, np.generic) and not value.dtype.hasobject:
             return {"$scalar": [value.dtype.str, *self._keep(value.tobytes())]}
         if isinstance(value, (bytes, bytearray)):
@@ -93,13 +106,13 @@ class _Encoder:
         plain = value.detach().cpu().contiguous()
         if plain.is_sparse or plain.is_quantized:
             plain = plain.to_dense() if plain.is_sparse else plain.dequantize()
-        raw = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+        raw = plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else b""
         return {"$tensor": [str(plain.dtype).removeprefix("torch."), list(plain.shape), *self._keep(raw)]}
 
-    def _keep(self, raw: bytes) -> list[int]:
-        self._memory.append(raw)
-        self._nbytes += len(raw)
-        return [self._nbytes - len(raw), len(raw)]
+    def _keep(self, raw: bytes | memoryview) -> list[int]:
+        self._memory.append(memoryview(raw))
+        self._nbytes += self._memory[-1].nbytes
+        return [self._nbytes - self._memory[-1].nbytes, self._memory[-1].nbytes]
 
 
 class _Decoder:
@@ -149,6 +162,10 @@ class _Decoder:
 
 
 _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
+
+
+def _bytes_of(array: Any) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data if array.size else memoryview(b"")
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -15,7 +15,7 @@ try:
 except ImportError as error:
     raise ImportError(f"the native kernels are missing ({error}): build them with `pip install -e .`") from error
 
-from ._companions import Bring, accumulate, convert, join_master, split_master, sum_squares
+from ._companions import Bring, accumulate, convert, decode, encode, join_master, split_master, sum_squares
 from ._native import CODE_BLOCK, ISA, SQUARES_BLOCK, SQUARES_LANES, Dtype
 from ._optimizers import AdagradCoef, AdamCoef, LionCoef, SgdCoef, adagrad, adam, lion, sgd
 from ._update import Kernel, Native, on_host
@@ -37,6 +37,8 @@ __all__ = [
     "adagrad",
     "adam",
     "convert",
+    "decode",
+    "encode",
     "join_master",
     "lion",
     "on_host",

@@ -92,6 +92,37 @@ def join_master(numel: int, master_f32: int, weight: int, rest: int, num_threads
     _kernels.join_master(numel, master_f32, weight, rest, num_threads)
 
 
+def encode(numel: int, codes: int, scales: int, numbers_f32: int, *, signed: bool, num_threads: int = 1) -> None:
+    """Write ``numel`` numbers as a state in ``Dtype.INT8``, rounded at random as an update rounds it.
+
+    The random bits depend on what a block holds alone: the same bits everywhere. Numbers that ``decode`` gave keep
+    their values exactly. ``signed`` is False for squares, whose codes have no sign: what is below zero gets the least.
+
+    Shapes:  ``codes`` is uint8 ``(numel,)``, ``scales`` fp32, one for each ``CODE_BLOCK`` elements from the start.
+    Effects: writes ``codes`` and ``scales``; reads ``numbers_f32``. Allocates nothing.
+    Raises:  ``ValueError`` for an impossible address or count. Nothing has been written in that case.
+    """
+    _check_codes(numel, codes, scales, numbers_f32, num_threads)
+    _kernels.encode(numel, codes, scales, numbers_f32, signed, num_threads)
+
+
+def decode(numel: int, numbers_f32: int, codes: int, scales: int, *, signed: bool, num_threads: int = 1) -> None:
+    """Write the fp32 numbers that a state in ``Dtype.INT8`` stands for: the other way round, and exact.
+
+    Effects: writes ``numbers_f32``; reads ``codes`` and ``scales``. Allocates nothing.
+    Raises:  ``ValueError`` for an impossible address or count. Nothing has been written in that case.
+    """
+    _check_codes(numel, codes, scales, numbers_f32, num_threads)
+    _kernels.decode(numel, numbers_f32, codes, scales, signed, num_threads)
+
+
+def _check_codes(numel: int, codes: int, scales: int, numbers_f32: int, num_threads: int) -> None:
+    check_numel(numel, num_threads)
+    check_address("codes", codes, 1, numel)
+    check_address("scales", scales, 4, numel)
+    check_address("numbers_f32", numbers_f32, 4, numel)
+
+
 def _check_master(numel: int, master_f32: int, weight: int, rest: int, num_threads: int) -> None:
     check_numel(numel, num_threads)
     check_address("master_f32", master_f32, 4, numel)

@@ -15,6 +15,7 @@ from offload.dtypes import kernel_dtype
 from offload.errors import ConfigError
 from offload.memory import tensor_at
 from offload.optim.formats import Formats
+from offload.optim.moments import copy_moments, is_in_codes, num_blocks, scale_name
 from offload.optim.rule import Group, TilePart
 from offload.units import GRAIN, ParameterSpec, Tile, UnitSpec
 
@@ -163,8 +164,8 @@ class KernelRule:
     def saved_as(self, moments: str) -> KernelRule:
         if moments == self._moments:
             return self
-        if moments not in _DTYPES or "int8" in (moments, self._moments):
-            raise ConfigError(f"moments_dtype {moments!r} of the checkpoint cannot become {self._moments!r}")
+        if moments not in _DTYPES:
+            raise ConfigError(f"moments are in {moments!r} there, and this program knows {', '.join(_DTYPES)}")
         rule = copy.copy(self)
         rule._moments, rule._dtype, rule._torch_dtype = moments, _DTYPES[moments], _TORCH_DTYPES[moments]
         return rule
@@ -247,17 +248,27 @@ class KernelRule:
                 scales = tensor_at(
                     state + tile.numel * self._dtype.itemsize, tile.numel // kernels.CODE_BLOCK, torch.float32
                 )
-                views[f"{name}_scale"] = scales[start // kernels.CODE_BLOCK : -(-stop // kernels.CODE_BLOCK)]
+                views[scale_name(name)] = scales[start // kernels.CODE_BLOCK : num_blocks(stop)]
         return views
 
+    def put_states(self, tile: Tile, address: int, spec: ParameterSpec, states: Mapping[str, Any], first: int) -> None:
+        own = self.states(tile, address, spec)
+        for name in self._names if own else ():
+            start = max(spec.offset, tile.start, first)  # the start of a block: of a parameter, or of a tile
+            stop = min(spec.offset + spec.numel, tile.stop, first + torch.as_tensor(states[name]).numel())
+            if start < stop:
+                copy_moments(name, own, start - max(spec.offset, tile.start), states, start - first, stop - first)
+
     def names(self, spec: ParameterSpec) -> tuple[str, ...]:
-        scales = [f"{name}_scale" for name in self._names] if self._dtype is kernels.Dtype.INT8 else []
+        scales = [scale_name(name) for name in self._names] if self._dtype is kernels.Dtype.INT8 else []
         return (*self._names, *scales)
 
     def shape(self, spec: ParameterSpec, name: str) -> torch.Size:
-        if name.endswith("_scale"):
-            return torch.Size([-(-spec.numel // kernels.CODE_BLOCK)])
-        return spec.shape
+        return spec.shape if name in self._names else torch.Size([num_blocks(spec.numel)])
+
+    def shapes_like(self, spec: ParameterSpec, states: Mapping[str, Any]) -> dict[str, torch.Size]:
+        scales = [scale_name(name) for name in self._names if is_in_codes(name, states)]
+        return {name: self.shape(spec, name) for name in (*self._names, *scales)}
 
     def loose_states(self, spec: ParameterSpec, step: int) -> dict[str, Any]:
         return {"step": torch.tensor(float(step))}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,7 +45,7 @@ class Rule(Protocol):
         """What a checkpoint of its states says of it: ``optimizer``, and ``moments``, the format of its states."""
 
     def saved_as(self, moments: str) -> Rule:
-        """The rule whose states were saved in this format. Raises ``ConfigError`` if they cannot be taken over."""
+        """The rule whose states were saved in this format. Raises ``ConfigError`` for a format that there is not."""
 
     def tile_between(self, unit: UnitSpec, start: int, stop: int) -> Tile:
         """A tile of the unit's elements ``[start, stop)``, whatever ``tiles_of`` has cut."""
@@ -93,11 +93,18 @@ class Rule(Protocol):
     def states(self, tile: Tile, address: int, spec: ParameterSpec) -> dict[str, torch.Tensor]:
         """The part of the parameter's states that lies in this tile: flat tensors over its memory, by name."""
 
+    def put_states(self, tile: Tile, address: int, spec: ParameterSpec, states: Mapping[str, Any], first: int) -> None:
+        """Write what the tile holds of the parameter's states and ``states`` have of them, in any format of moments.
+        Those begin with element ``first`` of the unit. The bits stay where the format is that of the tile."""
+
     def names(self, spec: ParameterSpec) -> tuple[str, ...]:
         """The states of the parameter that rest in tiles."""
 
     def shape(self, spec: ParameterSpec, name: str) -> torch.Size:
         """The shape of a whole state of the parameter, put together from all tiles."""
+
+    def shapes_like(self, spec: ParameterSpec, states: Mapping[str, Any]) -> dict[str, torch.Size]:
+        """The shape of each state that rests in tiles, in the formats in which ``states`` have them."""
 
     def loose_states(self, spec: ParameterSpec, step: int) -> dict[str, Any]:
         """What belongs to the parameter's state and lies in no tile: the number of steps and the like."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,11 +187,18 @@ class TorchRule:
             state.name: tensor_at(address + state.offset, state.shape.numel(), state.dtype) for state in record.states
         }
 
+    def put_states(self, tile: Tile, address: int, spec: ParameterSpec, states: Mapping[str, Any], first: int) -> None:
+        for name, view in self.states(tile, address, spec).items():  # a tile has all of the parameter
+            view.copy_(torch.as_tensor(states[name]).reshape(-1))
+
     def names(self, spec: ParameterSpec) -> tuple[str, ...]:
         return tuple(self._schema(spec))
 
     def shape(self, spec: ParameterSpec, name: str) -> torch.Size:
         return self._schema(spec)[name][0]
+
+    def shapes_like(self, spec: ParameterSpec, states: Mapping[str, Any]) -> dict[str, torch.Size]:
+        return {name: shape for name, (shape, _) in self._schema(spec).items()}
 
     def loose_states(self, spec: ParameterSpec, step: int) -> dict[str, Any]:
         return dict(self._loose.get(spec, {}))

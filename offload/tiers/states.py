@@ -40,25 +40,22 @@ class States:
         }
 
     def write(self, states: dict[ParameterSpec, dict[str, Any]]) -> dict[ParameterSpec, int]:
-        """Take over ``states``, as ``read`` gave them; the steps that each parameter has taken.
+        """Take over ``states``, as ``read`` gave them, moments in any format; the steps that each parameter has taken.
 
         Raises ``ValueError`` for one that is missing or has another size; nothing was changed then.
         """
         for unit in self._units:
             self._check(unit, states)
-        done: dict[tuple[ParameterSpec, str], int] = {}
         for unit in self._units:
             wanted = [spec for spec in unit.parameters if spec in states]
             for tile in self._homes[unit.index].tiles if wanted else ():
                 with tile.states.borrow(change=True) as address:
                     for spec in wanted:
-                        for name, view in self._rule.states(tile.tile, address, spec).items():
-                            start = done.get((spec, name), 0)
-                            done[spec, name] = start + view.numel()
-                            view.copy_(torch.as_tensor(states[spec][name]).reshape(-1)[start : start + view.numel()])
+                        self._rule.put_states(tile.tile, address, spec, states[spec], spec.offset)
         steps = {}
         for spec, values in states.items():
-            loose = {name: value for name, value in values.items() if (spec, name) not in done}
+            resting = {*self._rule.names(spec), *self._rule.shapes_like(spec, values)}
+            loose = {name: value for name, value in values.items() if name not in resting}
             steps[spec] = self._rule.set_loose_states(spec, loose)
         return steps
 
@@ -92,7 +89,7 @@ class States:
     def split(self, specs: Sequence[ParameterSpec], states: dict[str, Any]) -> dict[ParameterSpec, dict[str, Any]]:
         """The other way round."""
         parts = {spec: dict(states) for spec in specs}
-        for name in self._rule.names(specs[0]) if len(specs) > 1 else ():
+        for name in self._rule.shapes_like(specs[0], states) if len(specs) > 1 else ():
             if name in states:
                 sizes = [self._rule.shape(spec, name).numel() for spec in specs]
                 flat = torch.as_tensor(states[name]).flatten()
@@ -107,9 +104,8 @@ class States:
 
     def _check(self, unit: UnitSpec, states: dict[ParameterSpec, dict[str, Any]]) -> None:
         for spec in unit.parameters:
-            for name in self._rule.names(spec) if spec in states else ():
+            for name, expected in self._rule.shapes_like(spec, states[spec]).items() if spec in states else ():
                 value = states[spec].get(name)
-                expected = self._rule.shape(spec, name)
                 if value is None or torch.as_tensor(value).numel() != expected.numel():
                     found = "missing" if value is None else tuple(torch.as_tensor(value).shape)
                     raise ValueError(f"optimizer state {name} of {spec.name}: expected {tuple(expected)}, {found}")

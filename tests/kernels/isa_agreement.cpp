@@ -129,6 +129,16 @@ int main() {
     compare("join", numel, Dtype::f32, WeightFormat::split, Dtype::f32,
             [&](const Table& table, const Arrays& arrays) { table.join(arrays, 0, numel); });
   }
+  for (const std::size_t numel : {1, 15, 33, 255, 256, 300, 515}) {
+    for (const bool is_signed : {false, true}) {
+      compare("encode", numel, Dtype::f32, WeightFormat::f32, Dtype::int8, [&](const Table& table, const Arrays& a) {
+        table.encode(a.states[0], a.scales[0], a.master, is_signed, 0, numel);
+      });
+      compare("decode", numel, Dtype::f32, WeightFormat::f32, Dtype::int8, [&](const Table& table, const Arrays& a) {
+        table.decode(a.master, a.states[0], a.scales[0], is_signed, 0, numel);
+      });
+    }
+  }
   std::printf("%s: %d differences\n", TABLE.name, differences);
   return differences != 0;
 }

@@ -19,6 +19,8 @@ from offload.kernels import (
     accumulate,
     adam,
     convert,
+    decode,
+    encode,
     join_master,
     split_master,
     sum_squares,
@@ -231,6 +233,52 @@ def test_int8_codes_are_within_an_eighth_and_right_on_average() -> None:
         large = grad.abs() > 1e-3 * grad.abs().max()
         error = (sums[name] / exact - 1)[large]
         assert error.abs().max() < 0.02 and error.mean().abs() < 0.002
+
+
+def test_codes_of_numbers_are_those_of_an_update_and_numbers_of_codes_keep_their_values() -> None:
+    """With both betas zero the moments are the gradient and its square."""
+    numel = 3 * CODE_BLOCK + 77
+    grad = torch.randn(numel, generator=torch.Generator().manual_seed(5)) * torch.logspace(-3, 1, numel)
+    grad[CODE_BLOCK : 2 * CODE_BLOCK] = 0
+    coef = AdamCoef(1e-3, 0.0, 0.0, 1e-8, 0.0, 1)
+    for name, signed, numbers in (("exp_avg", True, grad), ("exp_avg_sq", False, grad * grad)):
+        state = fresh(numel)
+        state |= {key: torch.zeros(numel, dtype=torch.uint8) for key in ("exp_avg", "exp_avg_sq")}
+        state |= {f"{key}_scale": torch.zeros(4) for key in ("exp_avg", "exp_avg_sq")}
+        step_adam(coef, grad, state, weight_dtype=Dtype.F32, moments_dtype=Dtype.INT8)
+        codes, scales = torch.zeros(numel, dtype=torch.uint8), torch.zeros(4)
+        encode(numel, codes.data_ptr(), scales.data_ptr(), numbers.data_ptr(), signed=signed)
+        assert torch.equal(scales, state[f"{name}_scale"])
+        difference = codes.int() - state[name].int()
+        assert difference.abs().max() <= 1 and difference.any()  # rounded with other random bits
+        decoded = torch.zeros(numel)
+        decode(numel, decoded.data_ptr(), state[name].data_ptr(), state[f"{name}_scale"].data_ptr(), signed=signed)
+        block = torch.arange(numel) // CODE_BLOCK
+        step = scales[block] * (2.0**-17 if signed else 2.0**-30)
+        assert ((decoded - numbers).abs() <= numbers.abs() / 8 + step).all()
+        encode(numel, codes.data_ptr(), scales.data_ptr(), decoded.data_ptr(), signed=signed)
+        again = torch.zeros(numel)
+        decode(numel, again.data_ptr(), codes.data_ptr(), scales.data_ptr(), signed=signed)
+        assert torch.equal(again, decoded)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_number_of_each_code_is_encoded_exactly(signed: bool) -> None:
+    """Whatever the largest code of a block is, among those that an update leaves there."""
+    least_scale, top = (2.0**-112, 119) if signed else (2.0**-96, 246)
+    for largest in range(top, 128 if signed else 256):
+        codes = torch.arange(CODE_BLOCK).clamp(max=largest).to(torch.uint8)
+        if signed:
+            codes[128:] = 128 + (torch.arange(128) + 1).clamp(max=largest)  # below zero
+        for scale in (least_scale, 2 * least_scale, 1.0, 2.0**20):
+            numbers, again, scales = torch.zeros(CODE_BLOCK), torch.zeros(CODE_BLOCK), torch.tensor([scale])
+            decode(CODE_BLOCK, numbers.data_ptr(), codes.data_ptr(), scales.data_ptr(), signed=signed)
+            others, other_scales = torch.zeros(CODE_BLOCK, dtype=torch.uint8), torch.zeros(1)
+            encode(CODE_BLOCK, others.data_ptr(), other_scales.data_ptr(), numbers.data_ptr(), signed=signed)
+            decode(CODE_BLOCK, again.data_ptr(), others.data_ptr(), other_scales.data_ptr(), signed=signed)
+            assert torch.equal(again, numbers)
+            if signed:
+                assert torch.equal(others, codes) and other_scales == scale
 
 
 def test_bf16_moments_are_the_fp32_ones_rounded() -> None:

@@ -24,6 +24,8 @@ from offload.kernels import (
     adagrad,
     adam,
     convert,
+    decode,
+    encode,
     join_master,
     lion,
     sgd,
@@ -241,3 +243,27 @@ def test_an_isa_can_be_asked_for_and_one_that_the_processor_lacks_is_a_clear_err
     wrong = start("altivec")
     assert wrong.returncode != 0
     assert "instruction set 'altivec' cannot run here; this processor and build have: " in wrong.stderr
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("signed", [True, False])
+def test_numbers_become_codes_and_codes_numbers_with_the_bits_of_scalar(
+    isa: str, signed: bool, guarded: Any, awkward: Any, use_isa: Any
+) -> None:
+    def there_and_back(numel: int, num_threads: int) -> list[Any]:
+        bits = awkward(numel, 1)
+        bits[: numel // 2] &= 0x3FFFFFFF  # a block with an infinity or a NaN shows nothing but that
+        bits[: numel // 2] |= 0x30000000
+        numbers, decoded = guarded(bits), guarded(np.full(numel, 7, np.uint32))
+        codes = guarded(np.full(numel, 3, np.uint8))
+        scales = guarded(np.full(-(-numel // CODE_BLOCK), 9, np.uint32))
+        encode(numel, codes.address, scales.address, numbers.address, signed=signed, num_threads=num_threads)
+        decode(numel, decoded.address, codes.address, scales.address, signed=signed, num_threads=num_threads)
+        assert (numbers.values == bits).all()
+        return [codes.values, scales.values, decoded.values]
+
+    for numel in (*LENGTHS, 40_000):
+        use_isa("scalar")
+        expected = there_and_back(numel, 1)
+        use_isa(isa)
+        assert_same(there_and_back(numel, 1 if numel < 40_000 else 3), expected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from pathlib import Path
@@ -11,50 +10,9 @@ from typing import Any
 import pytest
 import torch
 from births import EVERYWHERE, assert_same, held
+from transformers_models import MODELS, OF_TEXT, SMALL, VOCAB, class_and_config, transformers
 
 from offload import ConfigError, OffloadEngine, OffloadError, WeightsError, deferred_init
-
-transformers = pytest.importorskip("transformers")
-
-VOCAB = 200
-SMALL = {
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 160,
-    "vocab_size": VOCAB,
-    "pad_token_id": 0,
-}
-OF_T5 = {"d_model": 64, "d_kv": 16, "d_ff": 160, "num_layers": 2, "num_heads": 4, "vocab_size": VOCAB}
-SIDES = {
-    f"{side}_{name}": value
-    for side in ("encoder", "decoder")
-    for name, value in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 96))
-}
-PICTURES = {**SMALL, "image_size": 32, "patch_size": 8}
-
-MODELS: dict[str, tuple[str, Any]] = {
-    "llama": ("AutoModelForCausalLM", transformers.LlamaConfig(**SMALL, num_key_value_heads=2)),
-    "llama tied": ("AutoModelForCausalLM", transformers.LlamaConfig(**SMALL, tie_word_embeddings=True)),
-    "gpt2": ("AutoModelForCausalLM", transformers.GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=VOCAB)),
-    "t5": ("AutoModelForSeq2SeqLM", transformers.T5Config(**OF_T5, decoder_start_token_id=0)),
-    "bert": ("AutoModelForMaskedLM", transformers.BertConfig(**SMALL)),
-    "mixtral": (
-        "AutoModelForCausalLM",
-        transformers.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4),
-    ),
-    "gemma2": ("AutoModelForCausalLM", transformers.Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=16)),
-    "mamba": ("AutoModelForCausalLM", transformers.MambaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=VOCAB)),
-    "bart": ("AutoModelForSeq2SeqLM", transformers.BartConfig(d_model=64, vocab_size=VOCAB, **SIDES)),
-    "vit": ("AutoModelForImageClassification", transformers.ViTConfig(**{**PICTURES, "pad_token_id": None})),
-    "clip": ("AutoModel", transformers.CLIPConfig(text_config=dict(SMALL), vision_config=dict(PICTURES))),
-}
-TRAINED = ("llama", "llama tied", "gpt2", "t5", "bert", "mixtral")
-
-
-def class_and_config(name: str) -> tuple[Any, Any]:
-    class_name, config = MODELS[name]
-    return getattr(transformers, class_name), copy.deepcopy(config)  # a class may write its dtype into it
 
 
 def losses_of(engine: OffloadEngine, steps: int = 3) -> list[float]:
@@ -93,7 +51,7 @@ def test_its_own_initialisers_give_the_weights_of_a_model_in_memory(name: str, w
 
 @pytest.mark.parametrize("place", EVERYWHERE)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", OF_TEXT)
 def test_the_first_losses_are_those_of_the_model_in_memory(
     name: str, precision: str, place: dict[str, str], tmp_path: Path
 ) -> None:
@@ -194,7 +152,7 @@ def test_from_pretrained_gives_the_model_that_transformers_would_load(
 
 @pytest.mark.parametrize("place", EVERYWHERE)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", OF_TEXT)
 def test_a_streamed_model_trains_like_one_that_was_loaded(
     name: str, dtype: str, place: dict[str, str], tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+from transformers_models import OF_TEXT, VOCAB, class_and_config, transformers
 
 from offload import ConfigError, OffloadEngine
 from offload.checkpoint import publish, safetensors_writer
@@ -29,37 +30,13 @@ from offload.testing.simulated import SimulatedDevice
 from swapper import StorageFull
 
 safetensors = pytest.importorskip("safetensors.torch")
-transformers = pytest.importorskip("transformers")
-
-VOCAB = 200
-SMALL = {
-    "hidden_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 160,
-    "vocab_size": VOCAB,
-    "pad_token_id": 0,
-}
-OF_T5 = {"d_model": 64, "d_kv": 16, "d_ff": 160, "num_layers": 2, "num_heads": 4, "vocab_size": VOCAB}
-MODELS: dict[str, tuple[str, Any]] = {
-    "llama": ("AutoModelForCausalLM", transformers.LlamaConfig(**SMALL)),
-    "llama tied": ("AutoModelForCausalLM", transformers.LlamaConfig(**SMALL, tie_word_embeddings=True)),
-    "gpt2": ("AutoModelForCausalLM", transformers.GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=VOCAB)),
-    "t5": ("AutoModelForSeq2SeqLM", transformers.T5Config(**OF_T5, decoder_start_token_id=0)),
-    "bert": ("AutoModelForMaskedLM", transformers.BertConfig(**SMALL)),
-    "mixtral": (
-        "AutoModelForCausalLM",
-        transformers.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4),
-    ),
-}
 
 
 def from_transformers(name: str) -> tuple[Any, nn.Module]:
     """The auto class, and a model of it."""
-    class_name, config = MODELS[name]
-    kind = getattr(transformers, class_name)
+    kind, config = class_and_config(name)
     torch.manual_seed(0)
-    return kind, kind.from_config(copy.deepcopy(config))
+    return kind, kind.from_config(config)
 
 
 def losses(engine: OffloadEngine, first: int, last: int) -> list[float]:
@@ -110,7 +87,7 @@ def offload(*arguments: object) -> int:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", OF_TEXT)
 def test_transformers_loads_what_an_engine_saves_in_the_middle_of_training(tmp_path: Path, name: str, precision: str):
     kind, model = from_transformers(name)
     options = {"precision": precision, "lr": 1e-3}
@@ -128,7 +105,6 @@ def test_transformers_loads_what_an_engine_saves_in_the_middle_of_training(tmp_p
     assert "model.safetensors" in names(tmp_path / "one")
     assert len(list((tmp_path / "shards").glob("model-*-of-*.safetensors"))) > 2
     assert offload("export", tmp_path / "saved", tmp_path / "exported", "--max-shard-bytes", "100KB") == 0
-    shutil.copy(tmp_path / "one" / "config.json", tmp_path / "exported")
     for folder in ("one", "shards", "exported"):
         loaded, report = kind.from_pretrained(tmp_path / folder, output_loading_info=True)
         assert not report["unexpected_keys"] and not report["missing_keys"] and not report["mismatched_keys"]
@@ -564,6 +540,61 @@ def test_states_and_weights_come_back_through_torch(tmp_path: Path, make_model, 
     assert_same(read(tmp_path / "safetensors"), found["model"])
 
 
+def test_states_in_8_bits_become_the_numbers_that_they_stand_for(tmp_path: Path):
+    with OffloadEngine(make_huge(), moments_dtype="int8", lr=1e-3) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(tmp_path / "saved")
+    with OffloadEngine(make_huge(), moments_dtype="fp32", lr=1e-3) as engine:
+        engine.load_checkpoint(tmp_path / "saved")
+        states = states_of(engine)
+    assert offload("export", tmp_path / "saved", tmp_path / "dcp", "--format", "dcp", "--states") == 0
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "all.pt")
+    found = torch.load(tmp_path / "all.pt")["optimizer"]["state"]
+    for index, name in enumerate(dict(make_huge().named_parameters())):
+        assert_same({key: torch.as_tensor(value) for key, value in found[name].items()}, states[index])
+
+
+@pytest.mark.parametrize("name", ["llama tied", "t5", "mixtral"])
+def test_a_checkpoint_alone_becomes_a_model_in_another_process(tmp_path: Path, name: str):
+    kind, model = from_transformers(name)
+    model.generation_config.max_new_tokens = 7
+    with OffloadEngine(model, precision="bf16", lr=1e-3) as engine:
+        losses(engine, 0, 1)
+        engine.save_checkpoint(tmp_path / "saved")
+        engine.save_model(tmp_path / "weights")
+        expected = values(model)
+    command = [sys.executable, "-m", "offload", "export", tmp_path / "saved", tmp_path / "out"]
+    subprocess.run(command, check=True, capture_output=True)
+    for config in ("config.json", "generation_config.json"):
+        ours, own = (json.loads((tmp_path / folder / config).read_text()) for folder in ("out", "weights"))
+        assert ours == own
+    loaded, report = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report.values())
+    assert type(loaded) is type(model) and loaded.generation_config.max_new_tokens == 7
+    assert_same(values(loaded), expected)
+
+
+def test_a_config_of_another_library_is_exported_as_it_says(tmp_path: Path, make_model: Callable[..., Tiny]):
+    for config, expected in (
+        (
+            SimpleNamespace(to_dict=lambda: {"$width": 128, "rates": [1e-3, None]}),
+            {"$width": 128, "rates": [1e-3, None]},
+        ),
+        (SimpleNamespace(to_dict=lambda: {"made": object()}), None),
+        (SimpleNamespace(), None),
+    ):
+        model = make_model()
+        model.config = config
+        with OffloadEngine(model, lr=1e-3) as engine:
+            engine.save_checkpoint(tmp_path / "saved", "here")
+        assert offload("export", tmp_path / "saved", tmp_path / "out") == 0
+        if expected is None:
+            assert not (tmp_path / "out" / "config.json").exists()
+        else:
+            assert json.loads((tmp_path / "out" / "config.json").read_text()) == expected
+        shutil.rmtree(tmp_path / "out")
+
+
 def test_what_cannot_be_exported_is_one_line(tmp_path: Path, make_model, capsys: pytest.CaptureFixture[str]):
     with OffloadEngine(make_model(), moments_dtype="int8", nvme_path=tmp_path, durable=1) as engine:
         train(engine, 1)
@@ -579,7 +610,6 @@ def test_what_cannot_be_exported_is_one_line(tmp_path: Path, make_model, capsys:
     assert_same(read(tmp_path / "out"), expected)
     capsys.readouterr()
     for arguments, words in (
-        ((tmp_path / "saved", tmp_path / "x", "--format", "dcp", "--states"), "kept in 8 bits"),
         ((tmp_path / "saved", tmp_path / "out", "--format", "dcp"), r"other files in it (model.safetensors)"),
         ((tmp_path / "nothing", tmp_path / "x"), "there is no directory"),
         ((tmp_path / "out", tmp_path / "x"), "there is no checkpoint in"),

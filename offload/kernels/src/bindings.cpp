@@ -117,6 +117,20 @@ double sum_squares(std::size_t numel, Address source, int dtype, std::size_t num
   });
 }
 
+void encode(std::size_t numel, Address codes, Address scales, Address numbers, bool is_signed, std::size_t num_threads) {
+  const auto run = table_in_use().encode;
+  for_blocks(numel, num_threads, [&](std::size_t begin, std::size_t end) {
+    run(pointer(codes), floats(scales), pointer(numbers), is_signed, begin, end);
+  });
+}
+
+void decode(std::size_t numel, Address numbers, Address codes, Address scales, bool is_signed, std::size_t num_threads) {
+  const auto run = table_in_use().decode;
+  for_blocks(numel, num_threads, [&](std::size_t begin, std::size_t end) {
+    run(pointer(numbers), pointer(codes), floats(scales), is_signed, begin, end);
+  });
+}
+
 std::vector<std::string> isas_supported() {
   std::vector<std::string> names;
   for (const Table* table : tables_supported()) names.emplace_back(table->name);
@@ -140,6 +154,8 @@ PYBIND11_MODULE(_kernels, m) {
   define_master(m, "split_master", &Table::split);
   define_master(m, "join_master", &Table::join);
   m.def("sum_squares", &sum_squares);
+  m.def("encode", &encode);
+  m.def("decode", &decode);
   m.def("stream", &stream);
   m.def("isas_supported", &isas_supported);
   m.def("isa", [] { return table_in_use().name; });

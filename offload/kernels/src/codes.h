@@ -35,12 +35,15 @@ float least_of(float scale) {
 // A block whose largest magnitude is not finite becomes NaN, so that it shows; one of zeros stays zero. Else the power of two
 // that is below the largest magnitude, but not so small that `least_of` would not be a normal number.
 template <bool is_signed>
+constexpr std::uint32_t smallest_scale_bits = is_signed ? 0x07800000 : 0x0f800000;
+
+template <bool is_signed>
 float scale_for(float largest) {
   const auto bits = std::bit_cast<std::uint32_t>(largest);
   if (bits >= 0x7f800000) return Scalar::canonical(largest - largest);
   if (bits == 0) return 0;
   // largest / scale is below 3.7499: with what is added to signed numbers it stays below 3.75, the largest code.
-  constexpr std::uint32_t smallest = is_signed ? 0x07800000 : 0x0f800000;
+  constexpr std::uint32_t smallest = smallest_scale_bits<is_signed>;
   const std::uint32_t scale = ((bits + 0x00100200) & 0x7f800000) - 0x00800000;
   return std::bit_cast<float>(bits < smallest + 0x00800000 ? smallest : scale);
 }
@@ -165,6 +168,67 @@ void update_codes(const Rule& rule, const Arrays& arrays, std::size_t begin, std
       });
     }
   });
+}
+
+// Codes of elements [begin, end) of the block of numbers that starts at element `start`; `vectors` at once.
+template <class V, std::size_t vectors, bool is_signed>
+[[gnu::always_inline]] inline void encode_block(std::byte* codes, const std::byte* numbers, std::size_t start,
+                                                std::size_t begin, std::size_t end, float scale, std::uint32_t random) {
+  for (std::size_t i = begin; i < end; i += vectors * V::width) {
+    typename V::U32 found[vectors];
+    for (std::size_t k = 0; k < vectors; ++k) {
+      const std::size_t j = i + k * V::width;
+      found[k] = code_of<V, is_signed>(V::load_f32(numbers, start + j), scale, V::noise(random, j % kNoiseLanes));
+    }
+    if constexpr (vectors == 1) V::store_code(codes, start + i, found[0]);
+    else if constexpr (is_signed) V::store_signed_codes(codes, start + i, found);
+    else V::store_unsigned_codes(codes, start + i, found);
+  }
+}
+
+// The same for numbers that may have been codes before, whose values stay then. The largest of them gives their scale, or, of
+// squares, half of it, in which all of them have a code, too. Only the number of the largest code would give twice the scale.
+template <bool is_signed>
+float scale_for_numbers(float largest) {
+  const float scale = scale_for<is_signed>(largest), half = scale / 2;
+  const float of_largest_code = 3.75f * half - (is_signed ? least_of<true>(half) : 0);
+  const bool is_smallest = std::bit_cast<std::uint32_t>(scale) <= smallest_scale_bits<is_signed>;
+  return !is_smallest && largest == of_largest_code ? half : scale;
+}
+
+// Numbers that come from elsewhere become codes and scales, rounded as an update rounds them.
+template <class V, bool is_signed>
+void encode_codes(std::byte* codes, float* scales, const std::byte* numbers, std::size_t begin, std::size_t end) {
+  for (std::size_t start = begin; start < end; start += kCodeBlock) {
+    const std::size_t n = end - start < kCodeBlock ? end - start : kCodeBlock, whole = n - n % (kCodeVectors * V::width);
+    typename V::F32 largest_f32 = V::set(0);
+    for (std::size_t i = 0; i < whole; i += V::width) {
+      largest_f32 = V::larger_bits(largest_f32, V::magnitude(V::load_f32(numbers, start + i)));
+    }
+    float largest[kStatesMax] = {V::largest_lane(largest_f32)};
+    for (std::size_t i = whole; i < n; ++i) {
+      largest[0] = Scalar::larger_bits(largest[0], Scalar::magnitude(Scalar::load_f32(numbers, start + i)));
+    }
+    const float scale = scale_for_numbers<is_signed>(largest[0]);
+    const std::uint32_t random = hash(largest, 0);
+    encode_block<V, kCodeVectors, is_signed>(codes, numbers, start, 0, whole, scale, random);
+    encode_block<Scalar, 1, is_signed>(codes, numbers, start, whole, n, scale, random);
+    scales[start / kCodeBlock] = scale;
+    if (!(scale > 0)) std::memset(codes + start, 0, n);
+  }
+}
+
+// The other way round, exactly.
+template <class V, bool is_signed>
+void decode_codes(std::byte* numbers, const std::byte* codes, const float* scales, std::size_t begin, std::size_t end) {
+  for (std::size_t start = begin; start < end; start += kCodeBlock) {
+    const float scale = scales[start / kCodeBlock];
+    for_each<V>(start, end - start < kCodeBlock ? end : start + kCodeBlock,
+                [=](auto v, std::size_t i) __attribute__((always_inline)) {
+                  using W = decltype(v);
+                  W::store_f32(numbers, i, W::canonical(load_code<W, is_signed>(codes, i, scale)));
+                });
+  }
 }
 
 }  // namespace offload::OFFLOAD_ISA

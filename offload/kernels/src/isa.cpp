@@ -89,6 +89,17 @@ void join(const Arrays& arrays, std::size_t begin, std::size_t end) {
   });
 }
 
+void encode(std::byte* codes, float* scales, const std::byte* numbers, bool is_signed, std::size_t begin, std::size_t end) {
+  if (is_signed) encode_codes<Vec, true>(codes, scales, numbers, begin, end);
+  else encode_codes<Vec, false>(codes, scales, numbers, begin, end);
+}
+
+void decode(std::byte* numbers, const std::byte* codes, const float* scales, bool is_signed, std::size_t begin,
+            std::size_t end) {
+  if (is_signed) decode_codes<Vec, true>(numbers, codes, scales, begin, end);
+  else decode_codes<Vec, false>(numbers, codes, scales, begin, end);
+}
+
 // The bytes that an update with two states moves, by the widest loads and stores, and no arithmetic: the ceiling that benchmarks
 // compare with. An incomplete last pair of vectors is left out.
 void stream(const Arrays& arrays, std::size_t begin, std::size_t end) {
@@ -135,6 +146,8 @@ const Table OFFLOAD_JOIN(table_, OFFLOAD_ISA) = {
     .sum_squares = OFFLOAD_ISA::sum_squares,
     .split = OFFLOAD_ISA::split,
     .join = OFFLOAD_ISA::join,
+    .encode = OFFLOAD_ISA::encode,
+    .decode = OFFLOAD_ISA::decode,
     .stream = OFFLOAD_ISA::stream,
 };
 

@@ -12,6 +12,10 @@ template <class Rule>
 using Update = void (*)(const Rule&, const Arrays&, std::size_t begin, std::size_t end);
 using Map = void (*)(std::byte* destination, Dtype destination_dtype, const std::byte* source, Dtype source_dtype,
                      std::size_t begin, std::size_t end);
+using Encode = void (*)(std::byte* codes, float* scales, const std::byte* numbers, bool is_signed, std::size_t begin,
+                        std::size_t end);
+using Decode = void (*)(std::byte* numbers, const std::byte* codes, const float* scales, bool is_signed, std::size_t begin,
+                        std::size_t end);
 
 struct Table {
   const char* name;
@@ -29,6 +33,8 @@ struct Table {
   double (*sum_squares)(const std::byte* source, Dtype dtype, std::size_t begin, std::size_t end);
   void (*split)(const Arrays& arrays, std::size_t begin, std::size_t end);  // master -> weight and rest
   void (*join)(const Arrays& arrays, std::size_t begin, std::size_t end);   // weight and rest -> master
+  Encode encode;
+  Decode decode;
   void (*stream)(const Arrays& arrays, std::size_t begin, std::size_t end);
 };
 
