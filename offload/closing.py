@@ -23,30 +23,50 @@ class Closers:
     """
 
     def __init__(self) -> None:
-        self._stack = contextlib.ExitStack()
+        self._calls: list[Callable[[], object]] = []
         self._is_open = True
         _open.add(self)
 
-    def callback(self, call: Callable[..., object], *args: object) -> None:
-        """Have ``call(*args)`` made at the end, before the calls that were added earlier."""
-        self._stack.callback(call, *args)
+    def callback(self, call: Callable[[], object]) -> None:
+        """Have ``call`` made at the end, before the calls that were added earlier. It may be made twice: after an
+        interrupt."""
+        self._calls.append(call)
 
     def close(self) -> None:
-        """Make the calls. All are made, also when some raise; the last error is raised. Safe to call twice."""
-        self._is_open = False
-        self._stack.close()
+        """Make the calls. All are made, also when some raise; the last error is raised. Safe to call twice.
+
+        An interrupt, such as Ctrl-C, leaves the rest for the next ``close``, which the program's end makes: what
+        comes later gives memory back that a call which did not come to its end still needs.
+        """
+        try:
+            _make(self._calls)
+        finally:
+            self._is_open = bool(self._calls)
 
     def __del__(self) -> None:
         if self._is_open:
             warnings.warn("an OffloadEngine was dropped without close()", ResourceWarning, stacklevel=2)
-            left = self._stack.pop_all()
             with contextlib.suppress(RuntimeError):  # the program ends
-                start_new_thread(_close, (left,))  # no lock is taken here, unlike in threading.Thread
+                start_new_thread(_close, (self._calls,))  # no lock is taken here, unlike in threading.Thread
 
 
-def _close(stack: contextlib.ExitStack) -> None:
+def _make(calls: list[Callable[[], object]]) -> None:
+    """Make the calls, the last one first. Each leaves the list when it is over."""
+    failure: Exception | None = None
+    while calls:
+        try:
+            calls[-1]()
+        except Exception as error:
+            error.__context__ = failure
+            failure = error
+        calls.pop()
+    if failure is not None:
+        raise failure
+
+
+def _close(calls: list[Callable[[], object]]) -> None:
     try:
-        stack.close()
+        _make(calls)
     except Exception:
         _log.exception("an engine that was dropped could not be closed")
 
@@ -54,14 +74,14 @@ def _close(stack: contextlib.ExitStack) -> None:
 def _close_all() -> None:
     for closers in list(_open):
         closers._is_open = False
-        _close(closers._stack)
+        _close(closers._calls)
 
 
 def _forget_in_child() -> None:
     """What was opened belongs to the parent: a process that was forked from it closes nothing."""
     for closers in list(_open):
         closers._is_open = False
-        closers._stack.pop_all()
+        closers._calls.clear()
     _open.clear()
 
 

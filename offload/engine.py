@@ -20,6 +20,7 @@ from offload.checkpoint.export import MAX_SHARD_BYTES, save_model
 from offload.config import OffloadConfig
 from offload.errors import ConfigError, limits_named, warn
 from offload.model.handle import Handle
+from offload.model.inputs import Inputs
 from offload.optim.choose import choose, has_kernel
 from offload.optimizer import OffloadOptimizer
 from offload.plan.plan import Plan
@@ -93,6 +94,7 @@ class OffloadEngine:
             warn("no parameter of the model requires grad: the engine will train nothing (optimizer=None says that)")
         choice = choose(self.config, units)
         device = open_device(self.config.device)
+        self._inputs = Inputs(device, self.config.dtype)
         plan = plan_for(self.config, units, choice, device)
         with contextlib.closing(Birth(model, self.config.weights_path)) as birth:
             return Session(model, self.config, units, plan, choice, device, birth)
@@ -105,7 +107,7 @@ class OffloadEngine:
     @property
     def global_step(self) -> int:
         """Optimizer steps done."""
-        return self._session.global_step
+        return self._session.progress.global_step
 
     @property
     def plan(self) -> Plan:
@@ -119,10 +121,14 @@ class OffloadEngine:
         return replace(session.plan, seconds=seconds)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model. Floating-point inputs are cast to the weights' dtype."""
+        """Run the model. Floating-point inputs are cast to the weights' dtype; the caller may change what he gave as
+        soon as this returns."""
         self._session.failure.check()
-        args, kwargs = torch_internals.map_leaves(self._as_input, (args, kwargs))
-        return self.module(*args, **kwargs)
+        args, kwargs = self._inputs.bring((args, kwargs))
+        try:
+            return self.module(*args, **kwargs)
+        finally:
+            self._inputs.wait()
 
     def backward(self, loss: torch.Tensor) -> None:
         """Compute the gradients of ``loss`` (divided by ``gradient_accumulation_steps``) and bring them to their
@@ -206,7 +212,9 @@ class OffloadEngine:
         That is: weights, optimizer states, accumulated gradients, parameter groups, the loss scale, the states of
         random generators and of registered objects, and ``client_state``: numbers, strings, tensors, arrays, and lists,
         tuples and dicts of them. What rests on NVMe is not copied if ``dir`` is on the file system of ``nvme_path``:
-        the files get a second name there. The options ``keep_last`` and ``keep_every`` say which checkpoints stay.
+        the files get a second name there. On another one it is copied while training goes on: the next
+        ``save_checkpoint``, ``load_checkpoint`` and ``close`` wait for that, and raise what it has failed with. The
+        options ``keep_last`` and ``keep_every`` say which checkpoints stay.
 
         Raises ``StorageFull`` if there is no room: the checkpoints that there were are whole, and training can go on.
         """
@@ -225,7 +233,7 @@ class OffloadEngine:
         no use any more.
         """
         self._session.failure.check()
-        return self._session.checkpoints.load(dir, tag)
+        return self._session.load_checkpoint(dir, tag)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Have the states of these objects (schedulers, data loaders, ...) saved and restored with every commit and
@@ -266,13 +274,6 @@ class OffloadEngine:
         if hasattr(nn.Module, name):
             raise AttributeError(f"an OffloadEngine is not a module and has no {name!r}: use engine.module.{name}")
         raise AttributeError(f"'OffloadEngine' object has no attribute {name!r}")
-
-    def _as_input(self, item: Any) -> Any:
-        """A tensor as the model wants it: on its device, and in the weights' dtype if it is floating-point."""
-        if not isinstance(item, torch.Tensor):
-            return item
-        dtype = self.config.dtype if item.is_floating_point() else item.dtype
-        return item.to(self._session.torch_device, dtype, non_blocking=self._session.compute_is_elsewhere)
 
     def _require_training(self) -> OffloadOptimizer:
         optimizer = self._session.optimizer

@@ -5,9 +5,16 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+
+_MADV_POPULATE_WRITE = 23
+"""Of Linux 5.14 and later. Older ones refuse it."""
+
+_FAULT_BYTES = 64 << 20
+"""One thread faults in so much in one call."""
 
 
 def tensor_at(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -24,6 +31,24 @@ def passing_tensor(nbytes: int) -> torch.Tensor:
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+
+
+def fault_in(address: int, nbytes: int, num_threads: int) -> None:
+    """Have the kernel put memory under whole pages of a mapping, by several threads; what they hold stays. Where it
+    will not (an old kernel, no memory left), the first use of each page does, as always."""
+    madvise = ctypes.CDLL(None).madvise  # ctypes lets other threads run meanwhile
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    parts = [(address + start, min(_FAULT_BYTES, nbytes - start)) for start in range(0, nbytes, _FAULT_BYTES)]
+    with ThreadPoolExecutor(num_threads) as threads:
+        list(threads.map(lambda part: madvise(*part, _MADV_POPULATE_WRITE), parts))
+
+
+def trim_heap() -> None:
+    """Give memory back to the system that was freed: glibc keeps blocks of up to 32 MiB, in pieces that the next
+    temporaries may not fit into. Does nothing with other C libraries."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def available_bytes() -> int:

@@ -14,13 +14,14 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.errors import ConfigError
 from offload.optim.rule import Group, options_of
+from offload.progress import Progress
 from offload.torch_internals import never_compiled
 
 _POSITION = "engine"
 
 
 class Steps(Protocol):
-    """What the optimizer asks of the engine. States are by parameter, as in ``torch.optim``."""
+    """What the optimizer asks of the engine."""
 
     def trains(self, parameter: nn.Parameter) -> bool: ...
 
@@ -30,19 +31,19 @@ class Steps(Protocol):
 
     def drop_gradients(self) -> None: ...
 
-    def optimizer_states(self) -> dict[nn.Parameter, dict[str, Any]]: ...
 
-    def set_optimizer_states(self, states: dict[nn.Parameter, dict[str, Any]]) -> None: ...
+class States(Protocol):
+    """The states that rest in the engine, by parameter as in ``torch.optim``."""
 
-    def position(self) -> dict[str, Any]: ...
+    def of_all(self) -> dict[nn.Parameter, dict[str, Any]]: ...
 
-    def set_position(self, position: dict[str, Any]) -> None: ...
+    def replace_all(self, states: dict[nn.Parameter, dict[str, Any]]) -> None: ...
 
-    def parameters_with_states(self) -> list[nn.Parameter]: ...
+    def parameters(self) -> list[nn.Parameter]: ...
 
-    def states_of(self, parameter: nn.Parameter) -> dict[str, Any]: ...
+    def of(self, parameter: nn.Parameter) -> dict[str, Any]: ...
 
-    def set_states_of(self, parameter: nn.Parameter, states: dict[str, Any]) -> None: ...
+    def replace(self, parameter: nn.Parameter, states: dict[str, Any]) -> None: ...
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
@@ -56,10 +57,19 @@ class OffloadOptimizer(torch.optim.Optimizer):
     """For ``torch.amp.GradScaler``: gradients may come as they are. For the time of a step it sets ``found_inf`` and
     ``grad_scale``, which they are to be divided by (None: it is done)."""
 
-    def __init__(self, groups: list[Group], engine: Steps, source: torch.optim.Optimizer | None = None) -> None:
+    def __init__(
+        self,
+        groups: list[Group],
+        engine: Steps,
+        states: States,
+        progress: Progress,
+        source: torch.optim.Optimizer | None = None,
+    ) -> None:
         super().__init__(groups, options_of(groups[0]) if source is None else source.defaults)
         self._engine = engine
-        self.state = _States(engine)  # type: ignore[assignment]
+        self._states = states
+        self._progress = progress
+        self.state = _StateView(states)  # type: ignore[assignment]
         if source is not None:
             source.state = self.state
             source.step = _Forward(self, source)  # type: ignore[method-assign,assignment]
@@ -116,9 +126,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         copied to a nameless file there, so that it takes no memory; it goes when the tensors go.
         """
         resting = self.state
-        self.state = defaultdict(dict, self._engine.optimizer_states())  # type: ignore[arg-type]
+        self.state = defaultdict(dict, self._states.of_all())  # type: ignore[arg-type]
         try:
-            return {**super().state_dict(), _POSITION: self._engine.position()}
+            return {**super().state_dict(), _POSITION: self._progress.state_dict()}
         finally:
             self.state = resting
 
@@ -134,24 +144,24 @@ class OffloadOptimizer(torch.optim.Optimizer):
             for own, loaded in zip(self.param_groups, groups, strict=True)
             for index, parameter in zip(loaded["params"], own["params"], strict=True)
         }
-        self._engine.set_optimizer_states(
+        self._states.replace_all(
             {by_index[index]: states for index, states in state_dict["state"].items() if index in by_index}
         )
         if _POSITION in state_dict:
-            self._engine.set_position(state_dict[_POSITION])
+            self._progress.load_state_dict(state_dict[_POSITION])
 
 
-class _States(MutableMapping[nn.Parameter, dict[str, Any]]):
+class _StateView(MutableMapping[nn.Parameter, dict[str, Any]]):
     """``optimizer.state``: the states of each parameter that has taken a step, as handles."""
 
-    def __init__(self, engine: Steps) -> None:
-        self._engine = engine
+    def __init__(self, states: States) -> None:
+        self._states = states
 
     def __getitem__(self, parameter: nn.Parameter) -> dict[str, Any]:
-        return self._engine.states_of(parameter)
+        return self._states.of(parameter)
 
     def __setitem__(self, parameter: nn.Parameter, states: dict[str, Any]) -> None:
-        self._engine.set_states_of(parameter, states)
+        self._states.replace(parameter, states)
 
     def __delitem__(self, parameter: nn.Parameter) -> None:
         raise ConfigError(
@@ -161,13 +171,13 @@ class _States(MutableMapping[nn.Parameter, dict[str, Any]]):
 
     def clear(self) -> None:
         """Make all states what they are before the first step."""
-        self._engine.set_optimizer_states({})
+        self._states.replace_all({})
 
     def __iter__(self) -> Iterator[nn.Parameter]:
-        return iter(self._engine.parameters_with_states())
+        return iter(self._states.parameters())
 
     def __len__(self) -> int:
-        return len(self._engine.parameters_with_states())
+        return len(self._states.parameters())
 
 
 def refuse_others(own: OffloadOptimizer) -> RemovableHandle:

@@ -4,8 +4,9 @@ updates on the other. It translates what the model does and what a step is into 
 from __future__ import annotations
 
 import math
+import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch.autograd.graph import increment_version
 from offload.birth.birth import Birth
 from offload.checkpoint.checkpoints import Checkpoints
 from offload.checkpoint.model_weights import ModelWeights
+from offload.checkpoint.optimizer_states import OptimizerStates
+from offload.checkpoint.run_state import RunState, Training
 from offload.closing import Closers
 from offload.config import OffloadConfig
 from offload.device.protocol import Device
@@ -27,13 +30,13 @@ from offload.model.belongings import Belongings
 from offload.model.handle import Handle
 from offload.model.hooks import Hooks, UnitInModel
 from offload.model.identity import give_back, ordinary
-from offload.model.make import convert_statistics, give_ordinary_state_dicts, make_handles, move_to_device
-from offload.model.state_handle import StatesOfParameter
+from offload.model.make import Handles, convert_statistics, give_ordinary_state_dicts, make_handles, move_to_device
 from offload.optim.choose import OptimizerChoice
 from offload.optim.loss_scale import LossScale
-from offload.optim.rule import Group, options_of
+from offload.optim.rule import Group
 from offload.optimizer import OffloadOptimizer, refuse_others
 from offload.plan.plan import Plan
+from offload.progress import Progress
 from offload.report.meter import Meter
 from offload.report.report import Report
 from offload.report.reporter import Reporter
@@ -51,8 +54,6 @@ from offload.waiting import FATAL, Failure
 from swapper import OffloadError
 from swapper.errors import readable_bytes
 
-_MASTER = "master"
-"""In a state dict of the optimizer: the fp32 master of a 16-bit weight, which the weight alone does not tell."""
 _CLOSED = (
     "the engine is closed, and the weights went with it: call engine.unwrap() instead of close() to keep them in the "
     "model, or take them before (state_dict)"
@@ -81,15 +82,11 @@ class Session:
         self.plan = plan
         self.failure = Failure()
         self.meter = Meter()
-        self.global_step = 0
+        self.progress = Progress(LossScale() if config.precision == "fp16" else None)
         self.last_report: Report | None = None
-        self.num_backwards = 0
-        """Those of ``backward`` since the last step."""
+        self.optimizer: OffloadOptimizer | None = None
         self._is_in_backward = False
         """``backward`` runs: gradients that come otherwise are of a backward that the user called."""
-        self._has_other_gradients = False
-        """Such gradients have come since the last step."""
-        self.loss_scale = LossScale() if config.precision == "fp16" else None
         self._units = units
         self._device = device
         self._gradient_scale = 1.0
@@ -118,16 +115,11 @@ class Session:
         """Where the model computes."""
         return torch.device("cpu") if self._device is None else self._device.torch_device
 
-    @property
-    def compute_is_elsewhere(self) -> bool:
-        """A device computes."""
-        return self._device is not None
-
     def backward(self, loss: torch.Tensor) -> None:
         """Run the backward of ``loss``, which may be the last one of a step."""
-        scale = self.loss_scale.value if self.loss_scale is not None else 1.0
+        scale = self.progress.loss_scale.value if self.progress.loss_scale is not None else 1.0
         steps = self.config.gradient_accumulation_steps
-        last = self.num_backwards + 1 >= steps
+        last = self.progress.num_backwards + 1 >= steps
         self._gradient_scale = 1 / scale
         self._groups = groups_by_parameter(self._optimizer.param_groups) if last else {}
         self._updates.early.begin_backward(last=last)
@@ -143,19 +135,19 @@ class Session:
             self._is_in_backward = False
             self._updates.early.end_backward()
         self.failure.check()
-        self.num_backwards += 1
+        self.progress.num_backwards += 1
 
     def step_is_due(self) -> bool:
         """``gradient_accumulation_steps`` backwards are done. Raises ``ConfigError`` if they were not ``backward``,
         which divides the loss."""
         steps = self.config.gradient_accumulation_steps
-        if self._has_other_gradients and steps > 1:
+        if self.progress.has_other_gradients and steps > 1:
             raise ConfigError(
                 f"engine.step() with gradient_accumulation_steps={steps} counts calls of engine.backward(loss), which "
                 "divides each loss, and there are gradients of loss.backward(). Call engine.backward(loss), or divide "
                 "the loss yourself and call engine.optimizer.step() when it is time."
             )
-        return self._has_other_gradients or self.num_backwards >= steps
+        return self.progress.has_other_gradients or self.progress.num_backwards >= steps
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Scale all gradients so that their norm is at most ``max_norm``; the norm before."""
@@ -252,7 +244,7 @@ class Session:
         except FATAL as error:
             self.failure.raise_first(error)
         if not self._is_in_backward:
-            self._has_other_gradients = True
+            self.progress.has_other_gradients = True
             if self._outside.zeroing is Zeroing.DUE:
                 self._outside.zeroing = Zeroing.MISSED
         elif early.is_expecting:
@@ -307,7 +299,7 @@ class Session:
         self._outside.zeroing = Zeroing.DONE
 
     def _prepare_step(self, loss_scale: float | None) -> None:
-        if self.loss_scale is not None and loss_scale is None and self._has_other_gradients:
+        if self.progress.loss_scale is not None and loss_scale is None and self.progress.has_other_gradients:
             raise ConfigError(
                 'precision="fp16": small gradients of a loss that is not scaled come out as 0. Call '
                 "engine.backward(loss), which scales it, or use torch.amp.GradScaler."
@@ -325,15 +317,15 @@ class Session:
         if loss_scale is not None and loss_scale != 1:
             self._verdict.scale(1 / loss_scale)
         norm, before_clipping = self._verdict.norm(), self._verdict.norm_before_clipping()
-        self.num_backwards, self._has_other_gradients = 0, False
+        self.progress.begin_step()
         self._step_scale = 1.0 if loss_scale is None else loss_scale
-        if self.loss_scale is not None and loss_scale is None:
-            self._step_scale = self.loss_scale.value
-            self.loss_scale.update(math.isfinite(norm))
+        if self.progress.loss_scale is not None and loss_scale is None:
+            self._step_scale = self.progress.loss_scale.value
+            self.progress.loss_scale.update(math.isfinite(norm))
         if not math.isfinite(norm):
-            error = self._verdict.non_finite(self.global_step + 1)
+            error = self._verdict.non_finite(self.progress.global_step + 1)
             self.drop_gradients()
-            if self.loss_scale is None:
+            if self.progress.loss_scale is None:
                 raise error
             return
         if self.config.gradient_clipping:
@@ -374,9 +366,11 @@ class Session:
         remaining = updates.early.confirm(on_host)
         for update in step:
             tiers.intake.forget(update.unit)
-        self.global_step += 1
+        self.progress.global_step += 1
         self.checkpoints.step_taken()
-        self.last_report = self._reporter.report(self.plan.memory, self.global_step, grad_norm, self._step_scale)
+        self.last_report = self._reporter.report(
+            self.plan.memory, self.progress.global_step, grad_norm, self._step_scale
+        )
         updates.updater.start(remaining)
         self._grow_into_device()
         tiers.compute.end_step()
@@ -390,110 +384,6 @@ class Session:
             for unit in self._units:
                 self._tiers.intake.forget(unit)
 
-    def optimizer_states(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """Copies of all optimizer states, fp32 masters of 16-bit weights included, once the update is done."""
-        self.wait_for_updates()
-        steps, found = self._verdict.num_steps, {}
-        for unit in self._units:
-            with self.failure:
-                of_unit = self._states.read({spec: steps[spec] for spec in unit.trainable if spec in steps})
-            for spec, states in of_unit.items():
-                if self._outside.formats.master:
-                    states[_MASTER] = self._backings[spec].read_master()
-                found[spec] = {name: self._kept(value) for name, value in states.items()}
-        return {
-            parameter: self._joined({spec: found[spec] for spec in specs})
-            for parameter, specs in self._specs.items()
-            if specs[0] in found
-        }
-
-    def _kept(self, value: Any) -> Any:
-        return self._outside.spooled.keep(value) if isinstance(value, torch.Tensor) else value
-
-    def _joined(self, states: dict[ParameterSpec, dict[str, Any]]) -> dict[str, Any]:
-        """The states of one parameter, from those of its pieces in order."""
-        whole = self._states.joined(states)
-        if len(states) > 1:
-            if _MASTER in whole:
-                whole[_MASTER] = torch.cat([of_piece[_MASTER] for of_piece in states.values()])
-            whole = {name: self._kept(value) for name, value in whole.items()}
-        return whole
-
-    def set_optimizer_states(self, states: dict[nn.Parameter, dict[str, Any]]) -> None:
-        """Take over optimizer states by parameter. The others have taken no step."""
-        by_spec = self._by_spec(states)
-        others = {spec for spec in self._verdict.num_steps if spec not in by_spec}
-        with self.failure:
-            self._outside.changing(self._units)
-            num_steps = self._states.write(_without_masters(by_spec))
-            self._states.reset(others)
-            self._verdict.num_steps = num_steps
-        for spec, values in by_spec.items():
-            if _MASTER in values:
-                self._backings[spec].write_master(values[_MASTER])
-
-    def position(self) -> dict[str, Any]:
-        """Where the run stands, for a state dict of the optimizer."""
-        scale = self.loss_scale
-        return {
-            "global_step": self.global_step,
-            "loss_scale": [] if scale is None else [scale.value, scale.num_good_steps],
-        }
-
-    def set_position(self, position: dict[str, Any]) -> None:
-        """Take over what ``position`` gave."""
-        self.global_step = int(position["global_step"])
-        if position["loss_scale"] and self.loss_scale is not None:
-            self.loss_scale.value, self.loss_scale.num_good_steps = position["loss_scale"]
-
-    def parameters_with_states(self) -> list[nn.Parameter]:
-        """Those that have taken a step."""
-        return [parameter for parameter, specs in self._specs.items() if specs[0] in self._verdict.num_steps]
-
-    def states_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """The states of one parameter, as handles. None are there before its first step."""
-        specs = self._specs[parameter]
-        if specs[0] not in self._verdict.num_steps:
-            return {}
-
-        def read() -> dict[str, Any]:
-            return self._read_states({spec: self._verdict.num_steps[spec] for spec in specs})[parameter]
-
-        def write(some: dict[str, Any]) -> None:
-            self.set_states_of(parameter, {**read(), **some})
-
-        name = specs[0].piece.whole.name if specs[0].piece is not None else specs[0].name
-        return StatesOfParameter(name, read, write)
-
-    def set_states_of(self, parameter: nn.Parameter, states: dict[str, Any]) -> None:
-        """Take over the states of one parameter."""
-        with self.failure:
-            self._outside.changing(self._units)
-            by_spec = self._by_spec({parameter: states})
-            self._verdict.num_steps.update(self._states.write(_without_masters(by_spec)))
-
-    def _read_states(self, steps: dict[ParameterSpec, int]) -> dict[nn.Parameter, dict[str, Any]]:
-        self.wait_for_updates()
-        with self.failure:
-            states = self._states.read(steps)
-        return {
-            parameter: self._states.joined({spec: states[spec] for spec in specs})
-            for parameter, specs in self._specs.items()
-            if specs[0] in states
-        }
-
-    def _by_spec(self, states: dict[nn.Parameter, dict[str, Any]]) -> dict[ParameterSpec, dict[str, Any]]:
-        found: dict[ParameterSpec, dict[str, Any]] = {}
-        for parameter, values in states.items():
-            if not values:
-                continue
-            specs = self._specs[parameter]
-            found.update(self._states.split(specs, values))
-            if _MASTER in values:
-                for spec in specs:
-                    found[spec][_MASTER] = spec.part_of(values[_MASTER])
-        return found
-
     def _warn_of_lost_parameters(self) -> None:
         """Say once of each parameter that it was replaced behind the engine."""
         model = self._model()
@@ -504,90 +394,49 @@ class Session:
                 "change the model before the engine is made."
             )
 
+    def load_checkpoint(self, path: str | os.PathLike[str] | None, tag: str | None) -> Any:
+        """See ``OffloadEngine.load_checkpoint``."""
+        client_state = self.checkpoints.load(path, tag)
+        self.last_report = None
+        return client_state
+
     def weights(self) -> ModelWeights:
         """All weights, to be read unit by unit, once the update is done."""
         self.wait_for_updates()
         return ModelWeights(self._units, self._tiers.homes, self._outside, self._specs)
 
-    # What checkpoints ask.
-
-    def run_state(self) -> dict[str, Any]:
-        """All that a continuation needs beside weights and states, and what belongs to the user's objects."""
-        state: dict[str, Any] = {
-            "step": self.global_step,
-            "num_backwards": self.num_backwards,
-            "has_other_gradients": self._has_other_gradients,
-            "loss_scale": None if self.loss_scale is None else (self.loss_scale.value, self.loss_scale.num_good_steps),
-            "gradient_dtype": self.config.gradient_dtype,
-            "buffers": dict(self._persistent_buffers()),
-            "groups": [],
-            "states": {},
-            "gradients": {},
-        }
-        if self.optimizer is None:
-            return state
-        rule = self._outside.rule
-        if rule is not None and not rule.repeatable:
-            self.wait_for_updates()  # which change what it keeps beside its tiles
-        for group in self.optimizer.param_groups:
-            names = [spec.name for parameter in group["params"] for spec in self._specs[parameter]]
-            state["groups"].append({"options": options_of(group), "parameters": names})
-        for spec, step in self._verdict.num_steps.items():
-            state["states"][spec.name] = {"steps": step, **(rule.loose_states(spec, step) if rule is not None else {})}
-        for unit in self._units:
-            for spec, known in self._tiers.gradients.of(unit).items():
-                state["gradients"][spec.name] = (known.sum_squares, known.scale, known.first_asked)
-        return state
-
-    def set_run_state(
-        self, state: dict[str, Any], take_gradients: Callable[[dict[str, Sequence[float]]], None]
-    ) -> None:
-        """Take over what ``run_state`` gave, of a run with the same parameter groups."""
-        self.global_step = state["step"]
-        self.last_report = None
-        if state["loss_scale"] is not None and self.loss_scale is not None:
-            self.loss_scale.value, self.loss_scale.num_good_steps = state["loss_scale"]
-        with torch.no_grad():
-            for name, buffer in self._persistent_buffers():
-                if name in state["buffers"]:
-                    buffer.copy_(state["buffers"][name])
-        if self.optimizer is None or not state["groups"]:
-            return
-        for own, saved_group in zip(self.optimizer.param_groups, state["groups"], strict=True):
-            own.update(saved_group["options"])
-        rule, saved = self._outside.rule, state["states"]
-        num_steps = {}
-        for unit in self._units:
-            for spec in unit.trainable:
-                of_spec = dict(saved.get(spec.name, {}))
-                steps = of_spec.pop("steps", 0)
-                if rule is not None:
-                    rule.set_loose_states(spec, of_spec)
-                if steps:
-                    num_steps[spec] = steps
-        self._verdict.num_steps = num_steps
-        self.drop_gradients()
-        take_gradients(state["gradients"])
-        self.num_backwards, self._has_other_gradients = state["num_backwards"], state["has_other_gradients"]
-
-    def _persistent_buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those that a state dict has, by their names there."""
-        model = self._model()
-        for prefix, module in model.named_modules() if model is not None else ():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and name not in module._non_persistent_buffers_set:
-                    yield f"{prefix}.{name}" if prefix else name, buffer
-
     # How it is made.
 
     def _build(self, model: nn.Module, choice: OptimizerChoice | None, birth: Birth, closers: Closers) -> None:
-        config, plan, device, units = self.config, self.plan, self._device, self._units
-        belongings = Belongings(units)
-        rule = choice.rule if choice is not None else None
+        belongings = Belongings(self._units)
         had_states = choice.states() if choice is not None else {}
+        self._build_tiers(choice, closers)
+        handles = make_handles(self._units, self._tiers.parameters, self._outside)
+        self._backings = handles.backings
+        self._specs = handles.specs_by_parameter()
+        self._take_over(model, birth, handles, closers)
+        belongings.give(handles.of_model, {spec: backing.in_use[0] for spec, backing in handles.backings.items()})
+        closers.callback(give_ordinary_state_dicts(self._units, self._outside.spooled))
+        training = None if choice is None else self._build_optimizer(model, choice, had_states, handles, closers)
+        self._build_checkpoints(model, training, closers)
+        self.bandwidths = store_bandwidths(self._tiers)
+        link = None if self._tiers.on_device is None else self._tiers.on_device.link
+        self._reporter = Reporter(
+            self.meter,
+            self._tiers.store,
+            self._copied_bytes,
+            self._tiers.compute.busy_seconds,
+            self.bandwidths,
+            link,
+        )
+
+    def _build_tiers(self, choice: OptimizerChoice | None, closers: Closers) -> None:
+        """The tiers, the updates, and what reaches both from outside of a step."""
+        config, plan = self.config, self.plan
+        rule = choice.rule if choice is not None else None
         on_device = plan.device is not None and plan.device.obstacle is None and rule is not None
         self._tiers = tiers = make_tiers(
-            plan, config, device, self.failure, self.meter, closers, squares_on_device=on_device
+            plan, config, self._device, self.failure, self.meter, closers, squares_on_device=on_device
         )
         # Asked for several times in each use of a unit.
         self._begin_compute, self._end_compute = tiers.compute.begin, tiers.compute.end
@@ -598,8 +447,7 @@ class Session:
         if rule is not None:
             updates = self._updates = make_updates(plan, tiers, rule, self.failure, self.meter, closers)
             self._early_of = updates.early.of_unit
-            self._states = States(rule, units, tiers.homes)
-        outside = self._outside = Outside(
+        self._outside = Outside(
             tiers.homes,
             tiers.host,
             tiers.gradients,
@@ -613,56 +461,78 @@ class Session:
             Spooled(config.paths if any(plan.nvme_bytes.values()) else ()),
             _nothing if updates is None else updates.early.invalidate,
         )
-        handles = make_handles(units, tiers.parameters, outside)
-        self._backings = handles.backings
-        self._specs = handles.specs_by_parameter()
+
+    def _take_over(self, model: nn.Module, birth: Birth, handles: Handles, closers: Closers) -> None:
+        """Values go to their homes, handles into the model, and hooks round its units."""
+        config, tiers, units = self.config, self._tiers, self._units
         buffers = [slot.address for slot in tiers.slots], [lease.address for lease in tiers.tile_buffers]
         replaced = (spec.parameter for unit in units for spec in unit.parameters)
         self._replaced = {id(parameter): weakref.ref(parameter) for parameter in replaced if parameter.requires_grad}
-        loader = Loader(tiers.homes, rule, plan.formats, config.dtype, birth.value, *buffers)
+        loader = Loader(tiers.homes, self._outside.rule, self.plan.formats, config.dtype, birth.value, *buffers)
         loader.load(birth.shown(units), handles.at_sites, handles.of_model)
         birth.fill_rest()
         convert_statistics(model, config.dtype)
-        if device is not None:
+        if self._device is not None:
             closers.callback(move_to_device(model, self.torch_device))
         # Dynamo would take a device's events for a part of the graph. On the CPU there are none, and importing it costs
         # 1.5 s and 70 MB here.
-        outside_of_graphs = torch.compiler.disable if device is not None else _unchanged
+        outside_of_graphs = torch.compiler.disable if self._device is not None else _unchanged
         in_model = [
             UnitInModel(unit, window, parameters)
             for unit, window, parameters in zip(units, tiers.windows, tiers.parameters, strict=True)
         ]
         self._hooks = Hooks(
-            in_model, handles.at_sites, handles.of_model, self, outside_of_graphs, one_thread=device is None
+            in_model, handles.at_sites, handles.of_model, self, outside_of_graphs, one_thread=self._device is None
         )
-        belongings.give(handles.of_model, {spec: backing.in_use[0] for spec, backing in handles.backings.items()})
-        closers.callback(give_ordinary_state_dicts(units, outside.spooled))
-        self.optimizer: OffloadOptimizer | None = None
-        if choice is not None:
-            named_order = [spec for p in model.parameters() for spec in self._specs.get(p, ())]
-            self._verdict = Verdict(units, tiers.gradients, named_order, handles.of_model, choice.rule)
-            for group, specs in choice.groups:
-                group["params"] = list(dict.fromkeys(handles.of_model[spec] for spec in specs))
-            self.optimizer = OffloadOptimizer([group for group, _ in choice.groups], self, choice.source)
-            closers.callback(refuse_others(self.optimizer).remove)
-            if had_states:
-                self.set_optimizer_states({handles.of_model[spec]: states for spec, states in had_states.items()})
-        self.bandwidths = store_bandwidths(tiers)
-        link = None if tiers.on_device is None else tiers.on_device.link
+
+    def _build_optimizer(
+        self,
+        model: nn.Module,
+        choice: OptimizerChoice,
+        had_states: Mapping[ParameterSpec, dict[str, Any]],
+        handles: Handles,
+        closers: Closers,
+    ) -> Training:
+        """``had_states``: what the optimizer that was given has of earlier steps."""
+        gradients = self._tiers.gradients
+        named_order = [spec for p in model.parameters() for spec in self._specs.get(p, ())]
+        self._verdict = Verdict(self._units, gradients, named_order, handles.of_model, choice.rule)
+        states = OptimizerStates(
+            self._units,
+            self._specs,
+            self._backings,
+            States(choice.rule, self._units, self._tiers.homes),
+            self._verdict,
+            self._outside,
+            self.wait_for_updates,
+            self.failure,
+        )
+        for group, specs in choice.groups:
+            group["params"] = list(dict.fromkeys(handles.of_model[spec] for spec in specs))
+        groups = [group for group, _ in choice.groups]
+        self.optimizer = OffloadOptimizer(groups, self, states, self.progress, choice.source)
+        closers.callback(refuse_others(self.optimizer).remove)
+        if had_states:
+            states.replace_all({handles.of_model[spec]: of_spec for spec, of_spec in had_states.items()})
+        return Training(self.optimizer, self._specs, choice.rule, self._verdict, gradients, self.drop_gradients)
+
+    def _build_checkpoints(self, model: nn.Module, training: Training | None, closers: Closers) -> None:
+        run = RunState(model, self._units, self.progress, self.config.gradient_dtype, self.wait_for_updates, training)
         self.checkpoints = Checkpoints(
-            self, config, units, tiers, outside, self.torch_device, self.failure, early=plan.early
+            run,
+            self.config,
+            self._units,
+            self._tiers,
+            self._outside,
+            self.torch_device,
+            self.failure,
+            early=self.plan.early,
         )
         if self.checkpoints.committer is not None:
-            outside.before_change = self.checkpoints.committer.changing
+            self._outside.before_change = self.checkpoints.committer.changing
             closers.callback(self.checkpoints.committer.stop)
-        self._reporter = Reporter(
-            self.meter,
-            tiers.store,
-            self._copied_bytes,
-            tiers.compute.busy_seconds,
-            self.bandwidths,
-            link,
-        )
+        if self.checkpoints.background is not None:
+            closers.callback(self.checkpoints.background.finish)
 
     @property
     def _optimizer(self) -> OffloadOptimizer:
@@ -676,7 +546,7 @@ class Session:
         if self.optimizer is not None:
             numel += sum(spec.numel for unit in self._units for spec in self._tiers.gradients.of(unit))
         needed = numel * self.config.dtype.itemsize
-        free = available_bytes() if self._device is None else self._device.memory_bytes()
+        free = available_bytes() if self._device is None else self._device.free_bytes()
         if needed > free:
             raise BudgetError(
                 f"the weights take {readable_bytes(needed)} as ordinary parameters, and {readable_bytes(free)} are "
@@ -706,7 +576,7 @@ class Session:
         on_device, plan = self._tiers.on_device, self.plan
         if on_device is None or plan.device is None:
             return
-        if self.global_step > 1 or self.config.device_memory != "auto" or self.config.durable:
+        if self.progress.global_step > 1 or self.config.device_memory != "auto" or self.config.durable:
             return
         free_bytes = on_device.device.memory_bytes() - on_device.device.peak_bytes()
         grown = plan.grown(free_bytes)
@@ -722,10 +592,6 @@ class Session:
                 grown = plan.device.grown(free_bytes)
                 on_device.growth.grow((), grown)
         self.plan = plan.with_device(grown)
-
-
-def _without_masters(states: dict[ParameterSpec, dict[str, Any]]) -> dict[ParameterSpec, dict[str, Any]]:
-    return {spec: {name: value for name, value in of.items() if name != _MASTER} for spec, of in states.items()}
 
 
 def with_measured_memory(report: Report, memory: tuple[int, int]) -> Report:

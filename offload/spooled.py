@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from offload.memory import trim_heap
 from swapper import Spool, let_go
 
 _LEAST_BYTES = 1 << 20
@@ -27,4 +28,5 @@ class Spooled:
         kept = torch.frombuffer(memory, dtype=value.dtype).view(value.shape)
         kept.copy_(value)
         let_go(memory)
+        trim_heap()  # the values before this one
         return kept

@@ -167,6 +167,7 @@ class Worker:
         self._name = name
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._has_ended = threading.Event()
         self._stopping = False
 
     def submit(self, call: Callable[[], None]) -> Job:
@@ -176,6 +177,7 @@ class Worker:
             job.run(cancelled=True)
             return job
         if self._thread is None:
+            self._has_ended.clear()
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
         self._jobs.put(job)
@@ -191,15 +193,21 @@ class Worker:
 
     def _end(self, *, cancel: bool) -> None:
         self._stopping = self._stopping or cancel
-        self._jobs.put(None)
-        thread, self._thread = self._thread, None
-        if thread is None or thread is threading.current_thread():
+        thread = self._thread
+        if thread is None:
             return
-        thread.join(WAIT_TIMEOUT_S)
-        if thread.is_alive():
+        self._jobs.put(None)
+        if thread is threading.current_thread():
+            return
+        # An interrupted ``Thread.join`` may take a thread for ended that runs (Python 3.11).
+        if not self._has_ended.wait(WAIT_TIMEOUT_S):
             raise timed_out(f"the end of thread {self._name}")
+        self._thread = None
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job.run(cancelled=self._stopping)
-            del job  # what it refers to may be collected while nothing is to do
+        try:
+            while (job := self._jobs.get()) is not None:
+                job.run(cancelled=self._stopping)
+                del job  # what it refers to may be collected while nothing is to do
+        finally:
+            self._has_ended.set()

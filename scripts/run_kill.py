@@ -3,8 +3,9 @@
 
 Each round is one run of a small model with ``durable``, a learning-rate schedule, dropout, clipping and a data loader
 that draws from the random generator. It is killed at a random moment (also in commits, checkpoints, retention, resume)
-and started again, with other budgets, until it is through. Every loss that it ever printed for a step, and the final
-weights, must be those of a run in memory that was never killed; no file may be left but the store and the checkpoints.
+and started again, with other budgets, until it is through. In half of the rounds checkpoints go to another file system,
+behind the training. Every loss that it ever printed for a step, and the final weights, must be those of a run in memory
+that was never killed; no file may be left but the store and the checkpoints.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch import nn
 from offload import BudgetError, OffloadEngine
 
 NUM_STEPS = 12
+ELSEWHERE = "/dev/shm"
 WIDTH = 48
 VOCAB = 300
 
@@ -80,12 +82,12 @@ def digest(model: nn.Module) -> str:
     return found.hexdigest()
 
 
-def life(folder: Path, host_memory: str, durable: int) -> None:
+def life(folder: Path, checkpoints: Path, host_memory: str, durable: int) -> None:
     """What is killed."""
     settings = {"nvme_path": folder / "nvme", "host_memory": host_memory, "durable": durable, "keep_last": 2}
     with make_engine(settings) as engine:
         torch.manual_seed(7)
-        train(engine, folder / "checkpoints", folder / "log")
+        train(engine, checkpoints, folder / "log")
         final = digest(engine.module)
     (folder / "end").write_text(final)
 
@@ -102,21 +104,25 @@ class Story:
 
     def live(self) -> None:
         durable = self._rng.choice([1, 1, 2, 3])
-        with tempfile.TemporaryDirectory() as name:
+        elsewhere = self._rng.random() < 0.5
+        with (
+            tempfile.TemporaryDirectory() as name,
+            tempfile.TemporaryDirectory(dir=ELSEWHERE if elsewhere else None) as checkpoints,
+        ):
             folder = Path(name)
             (folder / "nvme").mkdir()
             (folder / "log").touch()
             while not (folder / "end").exists():
-                self._run_once(folder, durable)
+                self._run_once(folder, Path(checkpoints), durable)
             found = (folder / "end").read_text()
             if found != self._final:
                 raise SystemExit(f"the final weights differ: {found}, {self._final} was expected")
-            self._check(folder)
+            self._check(folder, Path(checkpoints))
 
-    def _run_once(self, folder: Path, durable: int) -> None:
+    def _run_once(self, folder: Path, checkpoints: Path, durable: int) -> None:
         budget = self._rng.choice(self._budgets)
         size = (folder / "log").stat().st_size
-        process = start(lambda: life(folder, budget, durable))
+        process = start(lambda: life(folder, checkpoints, budget, durable))
         status = None
         if self._rng.random() < 0.3:  # while it starts, or resumes
             delay_s = self._rng.uniform(0.0, 0.6)
@@ -140,12 +146,11 @@ class Story:
                 if self._expected[int(step)] != loss:
                     raise SystemExit(f"step {step} has loss {loss}, {self._expected[int(step)]} was expected")
 
-    def _check(self, folder: Path) -> None:
+    def _check(self, folder: Path, checkpoints: Path) -> None:
         """A checkpoint resumes, too, and nothing is left over."""
         stores = [entry.name for entry in (folder / "nvme").iterdir()]
         if len(stores) != 1:
             raise SystemExit(f"left under nvme_path: {stores}")
-        checkpoints = folder / "checkpoints"
         tags = [entry.name for entry in checkpoints.glob("step*")]  # none if it was killed before each of them
         if len(tags) > 3:  # it may have been killed before the oldest was removed
             raise SystemExit(f"checkpoints: {tags}")

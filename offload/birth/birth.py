@@ -14,6 +14,7 @@ from offload.birth.initialise import forget, initialise, initialise_missing, sit
 from offload.birth.origin import Origin
 from offload.birth.stored import origins_in
 from offload.birth.weights_file import Weights
+from offload.memory import trim_heap
 from offload.units import ParameterSpec, Site, UnitSpec
 
 
@@ -53,6 +54,8 @@ class Birth:
             for unit in units:
                 yield unit
                 bar.update(unit.numel)
+                if self._origins:
+                    trim_heap()
 
     def fill_rest(self) -> None:
         """Put into the model what nobody has asked for: buffers, and parameters that the engine does not hold."""

@@ -13,17 +13,21 @@ import contextlib
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from offload.checkpoint.background import BackgroundCopy
 from offload.checkpoint.commit import Committer
 from offload.checkpoint.description import Description, describe
 from offload.checkpoint.folder import CheckpointDirectory
+from offload.checkpoint.linked import LinkedCheckpoints
 from offload.checkpoint.load import Loading, Source
 from offload.checkpoint.random_states import get_random_states, set_random_states
-from offload.checkpoint.save import LinkedCheckpoints, copy_checkpoint, copy_layout
+from offload.checkpoint.run_state import RunState
+from offload.checkpoint.save import RecordCopy
 from offload.checkpoint.signals import Signals
 from offload.config import OffloadConfig
 from offload.errors import ConfigError, warn
@@ -32,22 +36,7 @@ from offload.tiers.make import Tiers
 from offload.tiers.store import RecordExtents
 from offload.units import UnitSpec
 from offload.waiting import Failure
-from swapper import OffloadError, StorageError, open_store
-
-
-class Run(Protocol):
-    """What the checkpoints ask of the session."""
-
-    global_step: int
-
-    def run_state(self) -> dict[str, Any]:
-        """All that a continuation needs beside the records, and objects of the user's."""
-
-    def set_run_state(self, state: dict[str, Any], gradients: Any) -> None:
-        """Take over what ``run_state`` gave; ``gradients`` brings in those that were accumulated."""
-
-    def wait_for_updates(self) -> None: ...
-
+from swapper import OffloadError, StorageError, StorageFull, open_store
 
 _open: weakref.WeakSet[Checkpoints] = weakref.WeakSet()
 
@@ -57,7 +46,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        run: Run,
+        run: RunState,
         config: OffloadConfig,
         units: Sequence[UnitSpec],
         tiers: Tiers,
@@ -81,6 +70,8 @@ class Checkpoints:
         """What batches come from, as it was when the last step returned. Known with ``durable`` only."""
         self.committer: Committer | None = None
         self._linked: LinkedCheckpoints | None = None
+        self.background: BackgroundCopy | None = None
+        """What brings checkpoints to other file systems, if the store can hold generations."""
         self._signals = Signals()
         self._committed_step = 0
         if tiers.opened is not None and tiers.records:
@@ -97,6 +88,10 @@ class Checkpoints:
                 early=early,
             )
             self._linked = LinkedCheckpoints(self.committer)
+            self.background = BackgroundCopy(self.committer.store, failure)
+        self._record_copy = RecordCopy(
+            units, tiers.homes, outside.formats, tiers.gradients, config.gradient_dtype, outside.all_weights
+        )
         _open.add(self)
         if config.durable:
             self._signals.watch()
@@ -122,7 +117,7 @@ class Checkpoints:
         """A step was taken; its update runs."""
         if self._config.durable:
             self._feed = self._present_feed()
-            self.is_due = self._run.global_step % self._config.durable == 0
+            self.is_due = self._run.progress.global_step % self._config.durable == 0
 
     def pass_boundary(self) -> None:
         """The first call into the engine after a step: commit it, if that is due."""
@@ -134,7 +129,7 @@ class Checkpoints:
 
     def _describe_step(self) -> bytes:
         """What the last step has left, without what came after it."""
-        self._committed_step = self._run.global_step
+        self._committed_step = self._run.progress.global_step
         feed = self._feed or self._present_feed()
         description = self._describe(feed, None, self._tiers.records)
         description.run.update(gradients={}, num_backwards=0, has_other_gradients=False)
@@ -146,65 +141,83 @@ class Checkpoints:
             self.committer.wait()
 
     def finish(self) -> None:
-        """The end of the engine: the last step is committed, if nothing has failed. Safe to call twice."""
+        """The end of the engine: the last step is committed, if nothing has failed, and a checkpoint that is on its way
+        is finished, unless a signal ends the run. Raises what it has failed with. Safe to call twice."""
         committer, self.committer = self.committer, None
         if committer is None:
             return
-        try:
+        with contextlib.ExitStack() as ending:
+            ending.callback(self._signals.restore)
+            ending.callback(committer.stop)
+            ending.callback(self._give_back, committer)
+            if self.background is not None:
+                ending.callback(self.background.finish, give_up=self._signals.came)
             if self._failure.is_known:
                 return
             committer.wait()
-            if self._config.durable and self._run.global_step > self._committed_step:
-                committer.commit(self._describe_step(), with_gradients=False)
-            if not self._config.durable and self._linked is not None and self._linked.any:
-                self._tiers.host.drain()
-                committer.store.give_back()
-        finally:
-            committer.stop()
-            self._signals.restore()
+            if self._config.durable and self._run.progress.global_step > self._committed_step:
+                committer.commit(self._describe_step())
+
+    def _give_back(self, committer: Committer) -> None:
+        """A store that ends with the process leaves its linked checkpoints no more space than they need."""
+        if not self._failure.is_known and not self._config.durable and self._linked is not None and self._linked.any:
+            self._tiers.host.drain()
+            committer.store.give_back()
 
     # Saving.
 
     def save(self, path: str | os.PathLike[str], tag: str | None, client_state: object) -> None:
         """See ``OffloadEngine.save_checkpoint``."""
         directory = CheckpointDirectory(path)
-        tag = f"step{self._run.global_step}" if tag is None else tag
+        tag = f"step{self._run.progress.global_step}" if tag is None else tag
         directory.folder(tag)
+        self.wait_for_background()
         self.pass_boundary()
         self.wait()
         feed = self._present_feed()
         directory.make()
         self._outside.settle()
-        linked, saved, removing = self._linked, False, None
-        if linked is not None and linked.can_save(directory, self._config.paths):
-            description = self._describe(feed, client_state, self._tiers.records)
-            description.run["folder"] = str(directory.folder(tag).absolute())
-            saved = linked.save(directory, tag, description.encode())
-            removing = linked.removing
-        if not saved:
+        if not self._save_generation(directory, tag, feed, client_state):
             self._copy_to(directory, tag, feed, client_state)
-        directory.retain(self._config.keep_last, self._config.keep_every, removing or _nothing)
+
+    def wait_for_background(self) -> None:
+        """Return when no checkpoint is on its way to another file system. Raises, once, what it has failed with."""
+        if self.background is not None:
+            self.background.wait()
+
+    def _save_generation(
+        self, directory: CheckpointDirectory, tag: str, feed: dict[str, Any], client_state: object
+    ) -> bool:
+        """Save what the engine's store retains. False if it cannot: nothing has changed then."""
+        committer, linked, background = self.committer, self._linked, self.background
+        if committer is None or linked is None or background is None or not linked.has_room():
+            return False
+        description = self._describe(feed, client_state, self._tiers.records)
+        retain = partial(directory.retain, self._config.keep_last, self._config.keep_every, linked.removing)
+        if directory.path.stat().st_dev == self._config.paths[0].stat().st_dev:
+            if not linked.save(directory, tag, description):
+                return False
+            retain()
+            return True
+        directory.require(committer.generation_bytes())
+        try:
+            committer.reserve()
+        except StorageFull:  # nothing can be held: training waits for the copy
+            return False
+        background.begin(committer.commit_retained(description.encode()), directory, tag, retain)
+        return True
 
     def _copy_to(self, directory: CheckpointDirectory, tag: str, feed: dict[str, Any], client_state: object) -> None:
-        formats = self._outside.formats
-        metadata = self._describe(feed, client_state, self._copied_records()).encode()
+        metadata = self._describe(feed, client_state, self._record_copy.layout()[1]).encode()
         self._run.wait_for_updates()
-        copy_checkpoint(
-            directory,
-            tag,
-            self._units,
-            self._tiers.homes,
-            formats,
-            self._tiers.gradients,
-            self._config.gradient_dtype,
-            self._outside.all_weights,
-            metadata,
-        )
+        self._record_copy.save(directory, tag, metadata)
+        directory.retain(self._config.keep_last, self._config.keep_every, _nothing)
 
     # Loading.
 
     def load(self, path: str | os.PathLike[str] | None, tag: str | None) -> Any:
         """See ``OffloadEngine.load_checkpoint``."""
+        self.wait_for_background()
         self.is_due, self._feed = False, None
         self.wait()
         if path is not None:
@@ -263,7 +276,7 @@ class Checkpoints:
         """Records first: while they come the engine is neither the old one nor the new one."""
         try:
             take_records()
-            self._run.set_run_state(description.run, loading.take_gradients)
+            self._run.set(description.run, loading.take_gradients)
         except OffloadError as error:
             raise self._failure.record(error) from None
         self._committed_step = -1  # what is committed is another state
@@ -273,7 +286,7 @@ class Checkpoints:
         return description.run["client_state"]
 
     def _compare(self, description: Description, where: str) -> None:
-        own = self._describe({}, None, self._copied_records(), objects=())
+        own = self._describe({}, None, self._record_copy.layout()[1], objects=())
         difference = description.first_difference(own)
         groups = [[group["parameters"] for group in it.run["groups"]] for it in (description, own)]
         if difference is None and all(groups) and groups[0] != groups[1]:
@@ -310,7 +323,7 @@ class Checkpoints:
         states = {id(item): item.state_dict() for item in own if not _is_iterated(item)}
         fed = feed.get("objects", {})
         run = {
-            **self._run.run_state(),
+            **self._run.get(),
             "random": feed.get("random"),
             "objects": [fed[index] if index in fed else states[id(item)] for index, item in enumerate(own)],
             "client_state": client_state,
@@ -320,9 +333,6 @@ class Checkpoints:
     def _present_feed(self) -> dict[str, Any]:
         iterated = {index: item.state_dict() for index, item in enumerate(self._objects) if _is_iterated(item)}
         return {"random": get_random_states(self._device), "objects": iterated}
-
-    def _copied_records(self) -> list[RecordExtents]:
-        return copy_layout(self._units, self._tiers.homes, self._outside.formats)[1]
 
     def _committed(self) -> Description | None:
         """What is committed under ``nvme_path``."""

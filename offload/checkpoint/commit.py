@@ -76,12 +76,26 @@ class Committer:
                 wanted[extents.gradients.index] = kept
         self.store.reserve(wanted)
 
-    def commit(self, metadata: bytes, *, with_gradients: bool) -> int:
-        """Commit the state as it is once the last step's update is over, and the gradients that were accumulated since;
-        the number of the generation."""
+    def generation_bytes(self) -> int:
+        """What a generation takes that has the gradients accumulated so far."""
+        extents = [extent for of_unit in self._records for extent in (*of_unit.weights, *of_unit.tiles)]
+        for unit, of_unit in zip(self._units, self._records, strict=True):
+            if of_unit.gradients is not None and self._gradients.of(unit):
+                extents.append(of_unit.gradients)
+        return sum(extent.nbytes for extent in extents)
+
+    def commit(self, metadata: bytes) -> None:
+        """Commit the state as it is once the last step's update is over."""
         self.wait()
-        units = self._units if with_gradients else ()
-        return self._commit(metadata, [unit for unit in units if self._gradients.of(unit)])
+        self._commit(metadata, ())
+
+    def commit_retained(self, metadata: bytes) -> int:
+        """The same, with gradients that were accumulated since, as a generation that stays until it is released; its
+        number."""
+        self.wait()
+        generation = self._commit(metadata, [unit for unit in self._units if self._gradients.of(unit)])
+        self.store.retain()
+        return generation
 
     def begin_commit(self, metadata: bytes) -> None:
         """Commit what a step leaves, behind the training. An error is the engine's failure."""
@@ -126,6 +140,7 @@ class Committer:
             for ticket in tickets:
                 ticket.wait()
         generation = self.store.commit(metadata)
+        self._frozen_done.update(self._units)
         self._opened.remove_previous()
         return generation
 
@@ -137,7 +152,6 @@ class Committer:
             for extent, (start, _) in zip(extents, parts_of(unit, self._formats.weights), strict=True)
             if start < unit.trainable_numel * self._formats.weights or unit not in self._frozen_done
         ]
-        self._frozen_done.add(unit)
         return self._write(borrowed, home, parts) if parts else []
 
     def _write(self, borrowed: contextlib.ExitStack, home: Home, parts: Sequence[tuple[Extent, int]]) -> list[Ticket]:

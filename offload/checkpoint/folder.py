@@ -9,15 +9,17 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from offload.checkpoint.description import Description
 from offload.errors import ConfigError
-from swapper import Generation, OffloadError, StoreMissing, StoreUnsafe, generation_metadata, open_generation
+from swapper import Generation, OffloadError, StoreMissing, generation_metadata, open_generation
+from swapper.errors import failed, unusable
+from swapper.files import Descriptor, exchange, open_directory, require_room
 
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
-_UNFINISHED = re.compile(r"\.?unfinished-([0-9]+)-[0-9a-f]{8}(\.store)?")
+_UNFINISHED = re.compile(r"\.unfinished-([0-9]+)-[0-9a-f]{8}")
 _LATEST = "latest"
 
 
@@ -36,28 +38,45 @@ class CheckpointDirectory:
                 if found is not None and not Path(f"/proc/{found[1]}").exists():
                     shutil.rmtree(entry, ignore_errors=True)
         except OSError as error:
-            raise StoreUnsafe(f"{self.path} cannot be made or looked at: {error.strerror}.") from None
+            raise unusable(f"{self.path} cannot be made or looked at", error) from None
 
     def folder(self, tag: str) -> Path:
         """Where the checkpoint of this tag is. Raises ``ConfigError`` for a tag that cannot be a name."""
-        if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag == _LATEST or _UNFINISHED.fullmatch(tag):
+        if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag == _LATEST:
             raise ConfigError(f"tag {tag!r}: expected letters, digits, '.', '_' and '-', at most 100, and not 'latest'")
         return self.path / tag
 
-    def unfinished(self) -> str:
-        """A new name for a checkpoint that is being made."""
-        return f".unfinished-{os.getpid()}-{os.urandom(4).hex()}"
+    def require(self, nbytes: int) -> None:
+        """Raise ``StorageFull`` unless there is room for so many bytes."""
+        directory = Descriptor(open_directory(self.path))
+        try:
+            require_room(directory.number, nbytes, self.path, "Free some space, or give another directory.")
+        finally:
+            directory.close()
+
+    @contextlib.contextmanager
+    def unfinished(self) -> Iterator[Path]:
+        """A hidden folder in which a checkpoint is made. What is complete is published from there, and nothing else
+        stays."""
+        folder = self._hidden()
+        folder.mkdir(mode=0o700)
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def publish(self, folder: Path, tag: str) -> None:
         """Give a complete checkpoint its tag, for good. One that had it before goes. Raises ``OSError``."""
         target = self.folder(tag)
-        if target.exists():
-            old = self.path / self.unfinished()
+        if not target.exists():
+            folder.rename(target)
+        elif exchange(folder, target):
+            shutil.rmtree(folder, ignore_errors=True)
+        else:  # a moment in which the tag has none
+            old = self._hidden()
             target.rename(old)
             folder.rename(target)
             shutil.rmtree(old, ignore_errors=True)
-        else:
-            folder.rename(target)
         latest = self.path / f".{_LATEST}"
         try:
             latest.write_text(tag)
@@ -76,7 +95,7 @@ class CheckpointDirectory:
         found = {}
         with contextlib.suppress(OSError):
             for entry in sorted(self.path.iterdir()):
-                if entry.is_dir() and _TAG.fullmatch(entry.name) and not _UNFINISHED.fullmatch(entry.name):
+                if entry.is_dir() and _TAG.fullmatch(entry.name):
                     with contextlib.suppress(OffloadError):
                         metadata = generation_metadata(entry)
                         found[entry.name] = int(Description.decode(metadata, entry.name).run["step"])
@@ -105,17 +124,24 @@ class CheckpointDirectory:
         return f"These are there, too: {', '.join(names)}." if names else "There is no other checkpoint beside it."
 
     def retain(self, keep_last: int, keep_every: int, removing: Callable[[Path], None]) -> None:
-        """Remove all checkpoints but the newest ``keep_last``, and those whose step is a multiple of ``keep_every``."""
+        """Remove all checkpoints but the newest ``keep_last``, and those whose step is a multiple of ``keep_every``.
+        Raises ``StorageIOError``."""
         if not keep_last:
             return
         steps = self.tags()
         for tag in list(steps)[:-keep_last]:
             if not keep_every or steps[tag] % keep_every:
-                folder = self.path / tag
-                old = self.path / self.unfinished()
-                folder.rename(old)
+                folder, old = self.path / tag, self._hidden()
+                try:
+                    folder.rename(old)
+                except OSError as error:
+                    raise failed(f"removing the old checkpoint {folder}", error) from error
                 shutil.rmtree(old, ignore_errors=True)
                 removing(folder)
+
+    def _hidden(self) -> Path:
+        """A new name for what is no checkpoint yet, or none any more."""
+        return self.path / f".unfinished-{os.getpid()}-{os.urandom(4).hex()}"
 
     def _latest(self) -> str | None:
         with contextlib.suppress(OSError):

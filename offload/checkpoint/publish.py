@@ -9,6 +9,7 @@ them, and an index that says so; it makes way for the ordinary names once the ol
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -18,8 +19,11 @@ from pathlib import Path
 from types import TracebackType
 
 from offload.errors import ConfigError
-from swapper import OffloadError, StorageFull, StoreUnsafe, readable_bytes
-from swapper.errors import failed
+from swapper import OffloadError, StorageFull, readable_bytes
+from swapper.errors import failed, unusable
+
+_NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP)
+"""What a file system without hard links says."""
 
 INDEX_SUFFIX = ".safetensors.index.json"
 
@@ -41,7 +45,7 @@ class Unfinished:
             self.folder = self.target / f".unfinished-{os.getpid()}-{os.urandom(4).hex()}"
             self.folder.mkdir()
         except OSError as error:
-            raise StoreUnsafe(f"{self.target} cannot be written to: {error.strerror}.") from None
+            raise unusable(f"{self.target} cannot be written to", error) from None
 
     def require(self, nbytes: int) -> None:
         """Raise ``StorageFull`` unless there is room for so many bytes."""
@@ -60,7 +64,7 @@ class Unfinished:
         that are there."""
         target, index = self.target, stem + INDEX_SUFFIX
         names = [entry.name for entry in self.folder.iterdir() if entry.name not in others]
-        weights = re.compile(re.escape(stem) + r"(-[0-9]{5}-of-[0-9]{5})?\.safetensors")
+        weights = re.compile(re.escape(stem) + r"(-[0-9]{5}-of-[0-9]{5}(-[0-9]+-[0-9a-f]{8})?)?\.safetensors")
         old = [entry.name for entry in target.iterdir() if weights.fullmatch(entry.name)]
         shards = [name for name in names if name != index]
         provisional: list[Path] = []
@@ -94,18 +98,22 @@ class Unfinished:
     def _show_under_other_names(self, shards: Sequence[str], index: str) -> list[Path]:
         mark = self.folder.name.removeprefix(".unfinished-")
         other = {name: name.replace(".safetensors", f"-{mark}.safetensors") for name in shards}
+        content = json.loads((self.folder / index).read_text())
+        content["weight_map"] = {name: other[shard] for name, shard in content["weight_map"].items()}
+        write_synced(self.folder / "provisional", json.dumps(content).encode())
         linked = []
         try:
             for name, new in other.items():
                 os.link(self.folder / name, self.target / new)
                 linked.append(self.target / new)
-        except OSError:  # a file system without links: no weights are better than mixed ones
-            (self.target / index).unlink()
-            return linked
-        content = json.loads((self.folder / index).read_text())
-        content["weight_map"] = {name: other[shard] for name, shard in content["weight_map"].items()}
-        write_synced(self.folder / "provisional", json.dumps(content).encode())
-        (self.folder / "provisional").replace(self.target / index)
+            (self.folder / "provisional").replace(self.target / index)
+        except OSError as error:
+            if error.errno in _NO_LINKS:  # no weights are better than mixed ones
+                (self.target / index).unlink()
+                return linked
+            for path in linked:
+                path.unlink()
+            raise
         sync_folder(self.target)
         return linked
 
@@ -120,7 +128,9 @@ class Unfinished:
             with contextlib.suppress(OSError):
                 self.target.rmdir()
         if isinstance(error, OSError) and not isinstance(error, OffloadError):
-            raise failed(f"writing to {self.target}", error) from error
+            told = failed(f"writing to {self.target}", error)
+            told.survives = "What was there is whole, and nothing of the new files is left."
+            raise told from error
 
 
 def write_synced(path: Path, content: bytes) -> None:

@@ -20,7 +20,8 @@ class Signals:
 
     def __init__(self) -> None:
         self._before: dict[signal.Signals, object] = {}
-        self._came = False
+        self.came = False
+        """A signal is ending the program."""
 
     def watch(self) -> None:
         """Have the next signal end the program in good order. Does nothing in other threads than the main one."""
@@ -31,8 +32,8 @@ class Signals:
             if number not in self._before and handler in _DEFAULTS:
                 self._before[number] = handler
                 signal.signal(number, self._handle)
-        if self._came:  # the program went on after all
-            self._came = False
+        if self.came:  # the program went on after all
+            self.came = False
             for number in self._before:
                 signal.signal(number, self._handle)
 
@@ -41,12 +42,12 @@ class Signals:
         if current_thread() is not main_thread():
             return
         for number, handler in self._before.items():
-            if self._came or signal.getsignal(number) == self._handle:
+            if self.came or signal.getsignal(number) == self._handle:
                 signal.signal(number, handler)  # type: ignore[arg-type]
         self._before.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._came = True
+        self.came = True
         for own in self._before:
             signal.signal(own, signal.SIG_DFL)
         if number == signal.SIGINT:

@@ -21,7 +21,7 @@ from aio_ext.profile import IoProfile, load_profile
 from offload.config import OffloadConfig
 from offload.plan.plan import Plan, Tier, UnitPlan
 from offload.tiers.home import UnitHomes
-from swapper import DurableStore, Extent, StoreMissing, align, create_store, open_store, remove_store
+from swapper import DurableStore, Extent, OffloadError, StoreMissing, align, create_store, open_store, remove_store
 
 _CHECKPOINTS_MAX = 8
 """Checkpoints that one store can hold without copying; more of them are copied."""
@@ -44,8 +44,8 @@ class RecordExtents:
 
 @dataclass
 class EngineStore:
-    """``previous``: the name of the durable store of an earlier run, whose plan had other extents. ``profile``: what
-    was measured on the paths."""
+    """``name``: that of a durable run's store. ``previous``: that of an earlier run, whose plan had other extents.
+    ``profile``: what was measured on the paths."""
 
     store: DurableStore
     paths: Sequence[Path]
@@ -54,6 +54,15 @@ class EngineStore:
     checkpoints_max: int
     """Checkpoints that it can hold without copying."""
     previous: str | None = None
+    name: str | None = None
+
+    def close(self) -> None:
+        """Close it. A durable run's store in which nothing was ever committed is removed: it only takes room."""
+        is_empty = self.store.generation == 0
+        self.store.close()
+        if self.name is not None and is_empty:
+            with contextlib.suppress(OffloadError):  # the next engine on the path removes it
+                remove_store(self.paths, self.name)
 
     def remove_previous(self) -> None:
         """Remove the earlier run's store, if there is one: this one holds all that is needed."""
@@ -110,7 +119,11 @@ class _Opener:
         counts = [1 + kind.places + self.retained_max if kind.places else 1 for kind in self._kinds]
         fits = store.shape == [(align(kind.nbytes), count) for kind, count in zip(self._kinds, counts, strict=True)]
         if fits:
-            store.reserve([kind.reserved for kind in self._kinds])
+            try:
+                store.reserve([kind.reserved for kind in self._kinds])
+            except BaseException:
+                store.close()
+                raise
         return store, fits
 
 
@@ -141,7 +154,7 @@ def _open_durable(opener: _Opener) -> EngineStore:
     """The store of the last run on the paths, if it has the same extents; else a new one beside it."""
     names = run_names(opener.paths[0])
     number = _number(names[0]) + 1 if names else 1
-    previous = own = None
+    previous = own = own_name = None
     for name in names:
         try:
             store, fits = opener.open(name)
@@ -149,7 +162,7 @@ def _open_durable(opener: _Opener) -> EngineStore:
             continue
         is_last = store.generation > 0 and own is None and previous is None
         if is_last and fits:
-            own = store
+            own, own_name = store, name
             continue
         store.close()
         if is_last:
@@ -157,8 +170,9 @@ def _open_durable(opener: _Opener) -> EngineStore:
         else:
             remove_store(opener.paths, name)  # nothing was ever committed there, or a newer run has replaced it
     if own is None:
-        own = opener.create(f"run-{number}")
-    return EngineStore(own, opener.paths, opener.profile, True, opener.retained_max, previous)
+        own_name = f"run-{number}"
+        own = opener.create(own_name)
+    return EngineStore(own, opener.paths, opener.profile, True, opener.retained_max, previous, own_name)
 
 
 def run_names(path: Path) -> list[str]:

@@ -16,52 +16,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from runs import VOCAB, backward, bits, least, make_model, train
 from torch import nn
 
-from offload import BudgetError, ConfigError, OffloadEngine
+from offload import ConfigError, OffloadEngine
 from swapper import StorageCorrupt, StorageFull, StoreLocked, StoreMissing
 
-VOCAB = 200
-
-
-def make_model(seed: int = 0, *, tied: bool = False) -> nn.Module:
-    torch.manual_seed(seed)
-    layers = [nn.TransformerEncoderLayer(32, 2, 64, 0.1, batch_first=True) for _ in range(4)]
-    model = nn.Sequential(nn.Embedding(VOCAB, 32), *layers, nn.Linear(32, VOCAB, bias=False))
-    if tied:
-        model[-1].weight = model[0].weight
-    return model
-
-
-def batch(step: int) -> torch.Tensor:
-    return torch.randint(0, VOCAB, (2, 8), generator=torch.Generator().manual_seed(step))
-
-
-def backward(engine: OffloadEngine, step: int) -> float:
-    tokens = batch(step)
-    loss = nn.functional.cross_entropy(engine(tokens).flatten(0, 1).float(), tokens.flatten())
-    engine.backward(loss)
-    return loss.item()
-
-
-def train(engine: OffloadEngine, last: int, each=lambda: None) -> list[float]:
-    losses = []
-    while engine.global_step < last:
-        losses.append(backward(engine, engine.global_step))
-        engine.step()
-        each()
-    return losses
-
-
-def bits(model: nn.Module) -> torch.Tensor:
-    return torch.cat([parameter.detach().clone().view(-1).float() for parameter in model.parameters()])
-
-
-def least(path: Path, **options) -> int:
-    with pytest.raises(BudgetError) as refused:
-        OffloadEngine(make_model(), nvme_path=path, host_memory=1, **options)
-    return refused.value.needed_bytes
-
+PATHS = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+"""What a program needs to import from here."""
 
 PROGRAMS = {
     "fp32": {},
@@ -205,7 +167,7 @@ def test_a_durable_run_goes_on_by_itself(tmp_path: Path, every: int):
 def test_what_a_killed_process_has_committed_is_there(tmp_path: Path):
     program = f"""
 import sys, os, signal, warnings
-sys.path[:0] = [{str(Path(__file__).parent)!r}]
+sys.path[:0] = {PATHS!r}
 from test_checkpoints import *
 engine = OffloadEngine(make_model(), lr=1e-3, nvme_path={str(tmp_path)!r}, durable=1, host_memory={least(tmp_path)})
 train(engine, 3)
@@ -226,7 +188,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_program_that_ends_without_close_has_committed_its_last_step(tmp_path: Path):
     program = f"""
 import sys
-sys.path[:0] = [{str(Path(__file__).parent)!r}]
+sys.path[:0] = {PATHS!r}
 from test_checkpoints import *
 engine = OffloadEngine(make_model(), lr=1e-3, nvme_path={str(tmp_path)!r}, durable=10)
 train(engine, 3)
@@ -240,7 +202,7 @@ train(engine, 3)
 def test_a_signal_ends_the_run_with_its_last_step_committed(tmp_path: Path, number):
     program = f"""
 import sys
-sys.path[:0] = [{str(Path(__file__).parent)!r}]
+sys.path[:0] = {PATHS!r}
 from test_checkpoints import *
 with OffloadEngine(make_model(), lr=1e-3, nvme_path={str(tmp_path)!r}, durable=1000) as engine:
     train(engine, 1000, lambda: print(engine.global_step, flush=True))
@@ -269,7 +231,7 @@ with OffloadEngine(make_model(), lr=1e-3, nvme_path={str(tmp_path)!r}, durable=1
 def test_a_second_signal_ends_the_process_at_once(tmp_path: Path):
     program = f"""
 import sys
-sys.path[:0] = [{str(Path(__file__).parent)!r}]
+sys.path[:0] = {PATHS!r}
 from test_checkpoints import *
 with OffloadEngine(make_model(), lr=1e-3, nvme_path={str(tmp_path)!r}, durable=1) as engine:
     try:
@@ -391,7 +353,18 @@ def test_more_checkpoints_than_the_store_holds_are_copied(tmp_path: Path):
         assert bits(engine.module).equal(final)
 
 
-def test_a_tag_that_is_saved_again_is_replaced(tmp_path: Path):
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_tag_that_is_saved_again_is_replaced(tmp_path: Path, monkeypatch, can_exchange: bool):
+    if can_exchange:  # in one moment: the tag that is there is never given another name
+        own_rename = Path.rename
+
+        def rename(path: Path, target: Path) -> Path:
+            assert path.name != "best"
+            return own_rename(path, target)
+
+        monkeypatch.setattr(Path, "rename", rename)
+    else:
+        monkeypatch.setattr("offload.checkpoint.folder.exchange", lambda folder, target: False)
     for nvme in ((), tmp_path):
         with OffloadEngine(make_model(), lr=1e-3, nvme_path=nvme) as engine:
             train(engine, 1)
@@ -578,7 +551,7 @@ def test_state_dicts_continue_with_the_same_bits(tmp_path: Path, precision, orde
 def test_state_dicts_of_a_model_on_nvme_take_no_memory(tmp_path: Path):
     program = f"""
 import sys
-sys.path[:0] = [{str(Path(__file__).parent)!r}]
+sys.path[:0] = {PATHS!r}
 from test_checkpoints import *
 
 def anonymous():
@@ -608,8 +581,7 @@ def test_what_a_killed_process_left_unfinished_goes_and_is_no_checkpoint(tmp_pat
     with OffloadEngine(make_model(), lr=1e-3) as engine:
         train(engine, 1)
         engine.save_checkpoint(tmp_path)
-        for name in ("unfinished-999999999-0123abcd.store", ".unfinished-999999999-0123abcd"):
-            shutil.copytree(tmp_path / "step1", tmp_path / name)
+        shutil.copytree(tmp_path / "step1", tmp_path / ".unfinished-999999999-0123abcd")
         (tmp_path / "latest").unlink()
         train(engine, 2)
         engine.load_checkpoint(tmp_path)

@@ -23,6 +23,7 @@ from offload.tiers.host_weights import HostCarrier, HostWeights
 from offload.tiers.loading import Loader
 from offload.units import UnitSpec
 from offload.update.early import EarlyUpdates
+from offload.waiting import Worker
 
 WIDTH, DEPTH = 128, 8
 
@@ -167,6 +168,39 @@ def test_collecting_an_engine_waits_for_nothing() -> None:
     assert not over.is_set()  # we are here while the call still waits
     go_on.set()
     assert over.wait(30) and thread[0] != threading.get_ident()
+
+
+def test_an_interrupt_leaves_the_rest_of_the_closing_for_later() -> None:
+    made, interrupts = [], [KeyboardInterrupt]
+
+    def wait_for_a_thread() -> None:
+        if interrupts:
+            raise interrupts.pop()
+        made.append("waited")
+
+    def fail() -> None:
+        raise OSError("disk")
+
+    closers = Closers()
+    closers.callback(lambda: made.append("memory given back"))
+    closers.callback(wait_for_a_thread)
+    closers.callback(fail)
+    with pytest.raises(KeyboardInterrupt):
+        closers.close()
+    assert made == []
+    closers.close()
+    closers.close()
+    assert made == ["waited", "memory given back"]
+
+
+def test_a_worker_that_ended_works_again() -> None:
+    worker, made = Worker("test"), []
+    worker.finish()
+    worker.submit(lambda: made.append(1)).wait(lambda: "the first call")
+    worker.finish()
+    worker.submit(lambda: made.append(2)).wait(lambda: "the second call")
+    worker.finish()
+    assert made == [1, 2]
 
 
 def test_dropping_an_engine_without_close_is_a_resource_warning(make_model) -> None:

@@ -207,15 +207,13 @@ def test_stop_lets_the_call_at_hand_end_and_makes_none_after_it(monkeypatch: pyt
     worker.submit(at_hand)
     later = [worker.submit(lambda: events.append("later")) for _ in range(3)]
     assert gate.entered.wait(FOREVER_S)
-    joining = threading.Event()
-    join = threading.Thread.join
+    joining, wait = threading.Event(), worker._has_ended.wait
 
-    def tell(thread: threading.Thread, timeout: float | None = None) -> None:
-        if thread.name == "stopped":
-            joining.set()
-        join(thread, timeout)
+    def tell(timeout: float | None = None) -> bool:
+        joining.set()
+        return wait(timeout)
 
-    monkeypatch.setattr(threading.Thread, "join", tell)
+    monkeypatch.setattr(worker._has_ended, "wait", tell)
     stop = Call(lambda: (worker.stop(), events.append("stopped")))
     assert joining.wait(FOREVER_S)
     gate.open.set()

@@ -1,0 +1,126 @@
+"""What a continuation needs beside the records of units: progress, parameter groups, what else the model has, and
+what is known of gradients that were accumulated."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.checkpoint.model_state import get_model_state, set_model_state
+from offload.errors import ConfigError
+from offload.optim.rule import Rule, options_of
+from offload.optimizer import OffloadOptimizer
+from offload.progress import Progress
+from offload.tiers.gradients import GradientStore
+from offload.units import ParameterSpec, UnitSpec
+from offload.update.verdict import Verdict
+
+TakeGradients = Callable[[dict[str, list[float]]], None]
+"""Brings in the gradients that were accumulated, of which this is known, by parameter."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """The parts of an engine that trains which a checkpoint looks at."""
+
+    optimizer: OffloadOptimizer
+    specs: Mapping[nn.Parameter, Sequence[ParameterSpec]]
+    rule: Rule
+    verdict: Verdict
+    gradients: GradientStore
+    drop_gradients: Callable[[], None]
+
+
+class RunState:
+    """Says where a run stands, and takes it over. No update may run while it does the latter."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[UnitSpec],
+        progress: Progress,
+        gradient_dtype: torch.dtype,
+        wait_for_updates: Callable[[], None],
+        training: Training | None,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._model_state = get_model_state(model)
+        """As it was when it was last asked for: the last commit may come when the model is gone."""
+        self._units = units
+        self.progress = progress
+        self._gradient_dtype = gradient_dtype
+        self.wait_for_updates = wait_for_updates
+        self._training = training
+
+    def get(self) -> dict[str, Any]:
+        """All that a continuation needs beside weights and states, and what belongs to the user's objects."""
+        model = self._model()
+        if model is not None:
+            self._model_state = get_model_state(model)
+        elif self._model_state["extra"]:  # tensors are the model's own, and these are what they once were
+            raise ConfigError(
+                "the last step cannot be committed: the model is gone, and with it the extra states of "
+                f"{', '.join(self._model_state['extra'])}. Call engine.close() while there is the model"
+            )
+        scale = self.progress.loss_scale
+        state: dict[str, Any] = {
+            "step": self.progress.global_step,
+            "num_backwards": self.progress.num_backwards,
+            "has_other_gradients": self.progress.has_other_gradients,
+            "loss_scale": None if scale is None else (scale.value, scale.num_good_steps),
+            "gradient_dtype": self._gradient_dtype,
+            **self._model_state,
+            "groups": [],
+            "states": {},
+            "gradients": {},
+        }
+        if self._training is not None:
+            self._add_training(state, self._training)
+        return state
+
+    def set(self, state: dict[str, Any], take_gradients: TakeGradients) -> None:
+        """Take over what ``get`` gave, of a run with the same parameter groups."""
+        progress = self.progress
+        progress.global_step = state["step"]
+        if state["loss_scale"] is not None and progress.loss_scale is not None:
+            progress.loss_scale.value, progress.loss_scale.num_good_steps = state["loss_scale"]
+        model = self._model()
+        if model is not None:
+            set_model_state(model, state)
+        if self._training is None or not state["groups"]:
+            return
+        self._set_training(state, self._training)
+        take_gradients(state["gradients"])
+        progress.num_backwards, progress.has_other_gradients = state["num_backwards"], state["has_other_gradients"]
+
+    def _add_training(self, state: dict[str, Any], training: Training) -> None:
+        rule = training.rule
+        if not rule.repeatable:
+            self.wait_for_updates()  # which change what it keeps beside its tiles
+        for group in training.optimizer.param_groups:
+            names = [spec.name for parameter in group["params"] for spec in training.specs[parameter]]
+            state["groups"].append({"options": options_of(group), "parameters": names})
+        for spec, step in training.verdict.num_steps.items():
+            state["states"][spec.name] = {"steps": step, **rule.loose_states(spec, step)}
+        for unit in self._units:
+            for spec, known in training.gradients.of(unit).items():
+                state["gradients"][spec.name] = (known.sum_squares, known.scale, known.first_asked)
+
+    def _set_training(self, state: dict[str, Any], training: Training) -> None:
+        for own, saved_group in zip(training.optimizer.param_groups, state["groups"], strict=True):
+            own.update(saved_group["options"])
+        num_steps = {}
+        for unit in self._units:
+            for spec in unit.trainable:
+                of_spec = dict(state["states"].get(spec.name, {}))
+                steps = of_spec.pop("steps", 0)
+                training.rule.set_loose_states(spec, of_spec)
+                if steps:
+                    num_steps[spec] = steps
+        training.verdict.num_steps = num_steps
+        training.drop_gradients()
