@@ -12,6 +12,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 
 import device_schedules
+from _device_around import run_in_thread as run_in_thread
 
 from offload import NonFiniteGradient
 
