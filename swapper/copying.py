@@ -21,11 +21,12 @@ import aio_ext
 from swapper.checksum import seed
 from swapper.device import IO_TIMEOUT_S, Transfer
 from swapper.directory import RealDirectory
-from swapper.durable import DurableStore, layout_of, publish, used_bytes
+from swapper.durable import DurableStore
 from swapper.errors import StorageCorrupt, StorageTimeout, failed
 from swapper.extent import Extent
 from swapper.files import Descriptor, named, open_direct, open_directory, require_room, take_room
 from swapper.manifest import Entry, Manifest
+from swapper.publication import layout_of, publish, used_bytes
 
 _PART_BYTES = 2 << 20
 """What is read at once: the store's other transfers wait for so much at most."""

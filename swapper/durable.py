@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -43,84 +42,24 @@ from swapper.errors import (
     StoreMisuse,
     failed,
 )
-from swapper.extent import Extent, lay_out
-from swapper.manifest import MANIFEST_BYTES_MAX, Entry, Manifest
-from swapper.record import Place, Record
+from swapper.extent import Extent
+from swapper.manifest import Entry, Manifest
+from swapper.publication import (
+    NEW,
+    last_name,
+    layout_of,
+    left_over,
+    prepare,
+    publish,
+    published,
+    read_manifest,
+    retained_name,
+)
+from swapper.record import Place
 from swapper.ticket import Checksum, Ticket, Transfers
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-_NEW = "new"
-_NAME = re.compile(r"(generation|retained)\.([0-9a-f]{16})")
-
-
-def last_name(generation: int) -> str:
-    """Under which a generation is published; it goes when the next one is."""
-    return f"generation.{generation:016x}"
-
-
-def retained_name(generation: int) -> str:
-    """Under which a generation stays until it is released."""
-    return f"retained.{generation:016x}"
-
-
-def published(names: Sequence[str]) -> dict[int, str]:
-    """The generations that count, oldest first, with the names of their manifests: those retained, and the last."""
-    found = sorted((int(match[2], 16), match[1] == "retained", name) for name in names if (match := _fits(name)))
-    return {number: name for number, kept, name in found if kept or number == found[-1][0]}
-
-
-def left_over(names: Sequence[str]) -> list[str]:
-    """Names that a dead owner left and no store needs: an unfinished commit, a generation that was replaced."""
-    needed = published(names).values()
-    return [name for name in names if name == _NEW or (_fits(name) and name not in needed)]
-
-
-def _fits(name: str) -> re.Match[str] | None:
-    return _NAME.fullmatch(name)
-
-
-def read_manifest(directory: Directory, name: str) -> Manifest:
-    """The manifest of this name. Raises ``StorageCorrupt`` or ``StorageIOError``: damaged, or not to be read."""
-    try:
-        data = directory.read(name, MANIFEST_BYTES_MAX)
-    except OSError as error:
-        raise failed(f"read of manifest {name}", error) from error
-    return Manifest.decode(data, f"manifest {name}")
-
-
-def publish(directory: Directory, manifest: Manifest) -> None:
-    """Make it the last generation of ``directory``. Raises ``OSError``."""
-    _prepare(directory, manifest)
-    directory.rename(_NEW, last_name(manifest.generation))
-    directory.sync()
-
-
-def _prepare(directory: Directory, manifest: Manifest) -> None:
-    """Put the manifest under its temporary name, durably."""
-    with contextlib.suppress(FileNotFoundError):
-        directory.remove(_NEW)
-    directory.create(_NEW, manifest.encode())
-    directory.sync_file(_NEW)
-
-
-def layout_of(manifest: Manifest) -> tuple[tuple[Extent, ...], list[Record], int]:
-    """Extents and records as ``lay_out`` gives them; and the bytes of all places."""
-    entries = manifest.entries
-    return lay_out([entry.nbytes for entry in entries], [manifest.places(entry) for entry in entries])
-
-
-def used_bytes(manifest: Manifest) -> int:
-    """How far into the space of its store the bytes of a generation reach."""
-    _, records, _ = layout_of(manifest)
-    ends = [
-        record.offset_of(entry.copy) + entry.nbytes
-        for record, entry in zip(records, manifest.entries, strict=True)
-        if entry.generation
-    ]
-    return max(ends, default=0)
-
 
 MakeDevice = Callable[[Manifest], Device]
 """Gives the device that holds the data of a store, as its manifest describes it."""
@@ -640,8 +579,8 @@ class DurableStore:
     def _published(self, manifest: Manifest) -> Iterator[None]:
         """Make it the last generation on disk, and then, in the body, in memory."""
         with self._described(manifest):
-            _prepare(self._directory, manifest)
-        with self._renamed(_NEW, last_name(manifest.generation)):
+            prepare(self._directory, manifest)
+        with self._renamed(NEW, last_name(manifest.generation)):
             yield
 
     @contextlib.contextmanager

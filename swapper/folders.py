@@ -14,7 +14,7 @@ from swapper import owner
 from swapper.arena import align
 from swapper.device import Device, open_device
 from swapper.directory import Directory, MemoryDirectory, RealDirectory
-from swapper.durable import DurableStore, begin, layout_of, take_up, used_bytes
+from swapper.durable import DurableStore, begin, take_up
 from swapper.errors import (
     StorageCorrupt,
     StoreExists,
@@ -27,6 +27,7 @@ from swapper.errors import (
 )
 from swapper.files import Descriptor, open_direct, open_directory, open_nameless, reserve
 from swapper.manifest import Entry, Manifest
+from swapper.publication import layout_of, used_bytes
 
 SUFFIX = ".store"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")

@@ -17,7 +17,6 @@ from swapper.arena import Arena
 from swapper.checksum import seed
 from swapper.device import Device, open_device
 from swapper.directory import RealDirectory
-from swapper.durable import layout_of, published, read_manifest, used_bytes
 from swapper.errors import (
     StorageCorrupt,
     StoreMissing,
@@ -29,6 +28,7 @@ from swapper.errors import (
 from swapper.extent import Extent
 from swapper.files import Descriptor, named
 from swapper.manifest import Manifest
+from swapper.publication import layout_of, published, read_manifest, used_bytes
 from swapper.ticket import Checksum, Ticket, Transfers
 
 if TYPE_CHECKING:

@@ -14,10 +14,11 @@ from typing import Any
 from swapper import owner
 from swapper.arena import PAGE_BYTES, Arena
 from swapper.directory import RealDirectory
-from swapper.durable import DurableStore, left_over, published, read_manifest
+from swapper.durable import DurableStore
 from swapper.errors import OffloadError, StorageError, StoreMissing, StoreUnsafe, failed
 from swapper.files import Descriptor, open_directory
 from swapper.folders import SUFFIX, open_store
+from swapper.publication import left_over, published, read_manifest
 
 _NAMELESS = re.compile(r"\.offload-[0-9]+-[0-9a-f]{16}")
 """What a file without a name is called for a moment, where such a file cannot be made."""

@@ -13,11 +13,11 @@ from offload.checkpoint.description import Description
 from offload.checkpoint.folder import CheckpointDirectory
 from swapper import Generation, OffloadError, StoreLocked, StoreMissing, StoreUnsafe, open_generation
 from swapper.directory import RealDirectory
-from swapper.durable import published, read_manifest
 from swapper.errors import failed
 from swapper.files import Descriptor
 from swapper.owner import NAME as OWNER
 from swapper.owner import read_owner
+from swapper.publication import published, read_manifest
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,86 @@
+"""The generations of a store in its directory: a manifest each, under a name that says whether it counts.
+
+A generation is published by one rename, see ``swapper.durable``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Sequence
+
+from swapper.directory import Directory
+from swapper.errors import failed
+from swapper.extent import Extent, lay_out
+from swapper.manifest import MANIFEST_BYTES_MAX, Manifest
+from swapper.record import Record
+
+NEW = "new"
+_NAME = re.compile(r"(generation|retained)\.([0-9a-f]{16})")
+
+
+def last_name(generation: int) -> str:
+    """Under which a generation is published; it goes when the next one is."""
+    return f"generation.{generation:016x}"
+
+
+def retained_name(generation: int) -> str:
+    """Under which a generation stays until it is released."""
+    return f"retained.{generation:016x}"
+
+
+def published(names: Sequence[str]) -> dict[int, str]:
+    """The generations that count, oldest first, with the names of their manifests: those retained, and the last."""
+    found = sorted((int(match[2], 16), match[1] == "retained", name) for name in names if (match := _fits(name)))
+    return {number: name for number, kept, name in found if kept or number == found[-1][0]}
+
+
+def left_over(names: Sequence[str]) -> list[str]:
+    """Names that a dead owner left and no store needs: an unfinished commit, a generation that was replaced."""
+    needed = published(names).values()
+    return [name for name in names if name == NEW or (_fits(name) and name not in needed)]
+
+
+def _fits(name: str) -> re.Match[str] | None:
+    return _NAME.fullmatch(name)
+
+
+def read_manifest(directory: Directory, name: str) -> Manifest:
+    """The manifest of this name. Raises ``StorageCorrupt`` or ``StorageIOError``: damaged, or not to be read."""
+    try:
+        data = directory.read(name, MANIFEST_BYTES_MAX)
+    except OSError as error:
+        raise failed(f"read of manifest {name}", error) from error
+    return Manifest.decode(data, f"manifest {name}")
+
+
+def publish(directory: Directory, manifest: Manifest) -> None:
+    """Make it the last generation of ``directory``. Raises ``OSError``."""
+    prepare(directory, manifest)
+    directory.rename(NEW, last_name(manifest.generation))
+    directory.sync()
+
+
+def prepare(directory: Directory, manifest: Manifest) -> None:
+    """Put the manifest under its temporary name, durably."""
+    with contextlib.suppress(FileNotFoundError):
+        directory.remove(NEW)
+    directory.create(NEW, manifest.encode())
+    directory.sync_file(NEW)
+
+
+def layout_of(manifest: Manifest) -> tuple[tuple[Extent, ...], list[Record], int]:
+    """Extents and records as ``lay_out`` gives them; and the bytes of all places."""
+    entries = manifest.entries
+    return lay_out([entry.nbytes for entry in entries], [manifest.places(entry) for entry in entries])
+
+
+def used_bytes(manifest: Manifest) -> int:
+    """How far into the space of its store the bytes of a generation reach."""
+    _, records, _ = layout_of(manifest)
+    ends = [
+        record.offset_of(entry.copy) + entry.nbytes
+        for record, entry in zip(records, manifest.entries, strict=True)
+        if entry.generation
+    ]
+    return max(ends, default=0)
