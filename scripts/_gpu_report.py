@@ -1,65 +1,141 @@
-"""What ``gpu_check.sh`` has found: one table, and one JSON object, which is also written to a file."""
+"""What ``gpu_check.sh`` has found: first what a reader wants, then each part, then one JSON object, also in a file."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import re
 import sys
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-import torch
-
 _MIB = 1 << 20
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)")
+_COUNTS = re.compile(r"^=*\s*((?:\d+ \w+,? ?)+) in [\d.]+s")
 
 
 def main() -> int:
     folder, written = Path(sys.argv[1]), Path(sys.argv[2])
-    parts = [_part(folder, *line.split("\t")) for line in (folder / "parts.tsv").read_text().splitlines()]
-    runs = [run for path in sorted(folder.glob("bench-*.log")) for run in _runs(path)]
-    result = {"date": str(date.today()), "machine": _machine(), "parts": parts, "runs": runs}
-    machine = result["machine"]
-    print(f"{result['date']}  {machine['gpu']}, {machine['cores']} cores, Linux {machine['kernel']}, "
-          f"torch {machine['torch']}, I/O by {machine['io_backend']}")  # fmt: skip
-    for part in parts:
-        verdict = "ok" if part["code"] == 0 else part["verdict"]
-        print(f"{part['name']:<24}{verdict:<12}{part['seconds']:>5} s  {part['last']}")
-    if runs:
-        print(f"{'model':<16}{'system':<12}{'budget':<8}{'params M':>9}{'host MiB':>10}{'device MiB':>12}{'step s':>9}"
-              f"{'bound s':>9} {'by':<10}{'of bound':>9}")  # fmt: skip
-    for run in runs:
-        bound = run["bound_seconds"] or 0.0
-        print(
-            f"{run['size']:<16}{run['system']:<12}{run['budget']:<8}{run['parameters'] / 1e6:>9.1f}"
-            f"{(run['host_memory_bytes'] or 0) / _MIB:>10,.0f}{(run['peak_device_bytes'] or 0) / _MIB:>12,.0f}"
-            f"{run['step_seconds_median']:>9.3f}{bound:>9.3f} {run['bound_by']:<10}"
-            f"{bound / run['step_seconds_median']:>9.2f}"
-        )
+    result = {"date": str(date.today()), "machine": _machine(), **read(folder)}
+    print(*summary(result), "", *parts_table(result["parts"]), *runs_table(result["runs"]), sep="\n")
     text = json.dumps(result)
     written.write_text(text)
     print(text)
-    return max((part["code"] != 0 for part in parts), default=0)
+    return int(any(part["code"] != 0 for part in result["parts"]))
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The parts, the kernels' and the link's rates, and the timed runs, from what the parts have printed."""
+    parts = [_part(folder, *line.split("\t")) for line in (folder / "parts.tsv").read_text().splitlines()]
+    runs = [run for path in sorted(folder.glob("bench-*.log")) for run in _last_object(path).get("runs", [])]
+    return {"parts": parts, "rates": _last_object(folder / "kernels.log"), "runs": runs}
+
+
+def summary(result: dict[str, Any]) -> list[str]:
+    """What runs, the bits, the share of bandwidth of each kernel and of the link, a step against its bound."""
+    machine, parts, rates = result["machine"], result["parts"], result["rates"]
+    lines = [
+        f"{result['date']}  {machine['gpu']}, {machine['cores']} cores, Linux {machine['kernel']}, "
+        f"torch {machine['torch']}, I/O by {machine['io_backend']}",
+        "runs:    " + (", ".join(part["name"] for part in parts if part["code"] == 0) or "nothing"),
+    ]
+    for part in parts:
+        if part["code"] != 0:
+            names = ", ".join(part["failed"][:8]) + (", ..." if len(part["failed"]) > 8 else "")
+            lines.append(f"NOT:     {part['name']}: {part['verdict']}" + (f": {names}" if names else ""))
+    return (
+        lines
+        + ["bits:    " + _bits(rates)]
+        + _shares(rates)
+        + [_step(run) for run in result["runs"] if run["bound_seconds"]]
+    )
+
+
+def _bits(rates: dict[str, Any]) -> str:
+    kernels = rates.get("kernels", [])
+    other = [row["name"] for row in kernels if not row["same_bits"]]
+    if not kernels:
+        return "not compared"
+    return f"OTHER THAN THE CPU'S: {', '.join(other)}" if other else f"those of the CPU, in all {len(kernels)} kernels"
+
+
+def _shares(rates: dict[str, Any]) -> list[str]:
+    if not rates:
+        return ["memory:  not measured"]
+    shares = ", ".join(f"{row['name']} {row['share']:.0%}" for row in rates["kernels"])
+    link = rates["link"]
+    to_device, to_host, slow_to_device, slow_to_host = (
+        link[f"{kind}_to_{end}_gb_per_s"] for kind in ("pinned", "not_pinned") for end in ("device", "host")
+    )
+    return [
+        f"memory:  of a copy's {rates['copy_gb_per_s']:,.0f} GB/s: {shares}",
+        f"link:    {to_device:.1f} GB/s to the device, {to_host:.1f} to the host; "
+        f"not pinned {slow_to_device:.1f}, {slow_to_host:.1f}",
+    ]
+
+
+def _step(run: dict[str, Any]) -> str:
+    share = run["bound_seconds"] / run["step_seconds_median"]
+    return (
+        f"step:    {run['size']} {run['system']} {run['budget']}: {run['step_seconds_median']:.3f} s, "
+        f"{share:.0%} of its bound by {run['bound_by']}"
+    )
+
+
+def parts_table(parts: list[dict[str, Any]]) -> list[str]:
+    """A line for each part: its verdict, its seconds, and the last that it said."""
+    return [f"{part['name']:<24}{part['verdict']:<12}{part['seconds']:>5} s  {part['last']}" for part in parts]
+
+
+def runs_table(runs: list[dict[str, Any]]) -> list[str]:
+    """A line for each timed run, below a heading."""
+    if not runs:
+        return []
+    lines = [
+        f"{'model':<16}{'system':<12}{'budget':<8}{'params M':>9}{'host MiB':>10}{'device MiB':>12}{'step s':>9}"
+        f"{'bound s':>9} {'by':<10}{'of bound':>9}"
+    ]
+    for run in runs:
+        bound = run["bound_seconds"] or 0.0
+        lines.append(
+            f"{run['size']:<16}{run['system']:<12}{run['budget']:<8}{run['parameters'] / 1e6:>9.1f}"
+            f"{(run['host_memory_bytes'] or 0) / _MIB:>10,.0f}{(run['peak_device_bytes'] or 0) / _MIB:>12,.0f}"
+            f"{run['step_seconds_median']:>9.3f}{bound:>9.3f} {run['bound_by'] or '':<10}"
+            f"{bound / run['step_seconds_median']:>9.2f}"
+        )
+    return lines
 
 
 def _part(folder: Path, name: str, code: str, seconds: str) -> dict[str, Any]:
     lines = (folder / f"{name}.log").read_text(errors="replace").strip().splitlines()
-    verdict = {"124": "too slow", "127": "not found"}.get(code, f"failed: {code}")
-    last = next((line[:200] for line in reversed(lines) if not line.startswith("{")), "")
-    return {"name": name, "code": int(code), "verdict": verdict, "seconds": int(seconds), "last": last}
+    verdict = {"0": "ok", "124": "too slow", "137": "too slow", "127": "not found"}.get(code, f"failed: {code}")
+    counts = next((match[1] for line in reversed(lines) if (match := _COUNTS.match(line))), None)
+    last = counts or next((line[:200] for line in reversed(lines) if not line.startswith("{")), "")
+    failed = [match[1] for line in lines if (match := _FAILED.match(line))]
+    return {
+        "name": name,
+        "code": int(code),
+        "verdict": verdict,
+        "seconds": int(seconds),
+        "last": last,
+        "failed": failed,
+    }
 
 
-def _runs(path: Path) -> list[dict[str, Any]]:
-    """The runs in a log whose last line is the benchmark's JSON object."""
+def _last_object(path: Path) -> dict[str, Any]:
+    """The JSON object in the last line of a log; empty if there is none."""
     try:
-        found: list[dict[str, Any]] = json.loads(path.read_text().strip().splitlines()[-1])["runs"]
-    except (ValueError, KeyError, IndexError, TypeError):
-        return []
-    return found
+        found = json.loads(path.read_text(errors="replace").strip().splitlines()[-1])
+    except (OSError, ValueError, IndexError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _machine() -> dict[str, Any]:
+    import torch
+
     try:
         from aio_ext import unavailable_backends
 

@@ -95,10 +95,20 @@ install_torch() {
       "OFFLOAD_TORCH_INDEX to an index that has it, or install any torch >= 2.6 for $python, and remove .venv"
 }
 
+# The GPU kernels' compiler for the tests. With a torch for CUDA comes one; else a release whose libraries do not find each
+# other by themselves, like those of some CUDA installations.
+compiler_version() {
+  "$venv/bin/python" - <<'PY'
+from importlib.metadata import requires
+if not any("cuda" in line or "nvidia" in line for line in requires("torch") or ()):
+    print("nvidia-cuda-nvrtc==13.0.88")
+PY
+}
+
 # No dependency may bring another torch than the one that is there.
 install_project() {
   say "building and installing the project"
-  printf 'torch==%s\n' "$(torch_version "$venv/bin/python")" >"$venv/constraints.txt"
+  { printf 'torch==%s\n' "$(torch_version "$venv/bin/python")" && compiler_version; } >"$venv/constraints.txt"
   pip install --constraint "$venv/constraints.txt" --editable "$root[dev]" ||
     fail "the project could not be built; the reason is above"
 }

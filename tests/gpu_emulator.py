@@ -6,7 +6,10 @@ import ctypes
 import shutil
 import subprocess
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -15,49 +18,53 @@ from offload.kernels.gpu import Program
 
 _SOURCES = Path(__file__).parents[1] / "offload" / "kernels" / "src"
 _COMPILER = shutil.which("c++")
+_one_at_a_time = Lock()
 
 _MAIN = """
 #include "{emulator}"
 #include "device.cu"
 
-template <class Function, class... Arguments>
+enum class Barriers {{ none, some }};
+
+template <Barriers barriers, class Function, class... Arguments>
 void launch(Function function, unsigned blocks, unsigned threads, Arguments... arguments) {{
   blockDim.x = threads;
   for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {{
-    for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x) function(arguments...);
+    if constexpr (barriers == Barriers::some) {{
+      Block::block().run(threads, [&] {{ function(arguments...); }});
+    }} else {{
+      for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x) function(arguments...);
+    }}
   }}
 }}
 
 // Arguments as cuLaunchKernel takes them: an address for each.
-template <class... Parameters, std::size_t... k>
+template <Barriers barriers, class... Parameters, std::size_t... k>
 void call(void (*function)(Parameters...), unsigned blocks, unsigned threads, void** arguments,
           std::index_sequence<k...>) {{
-  launch(function, blocks, threads, *static_cast<std::remove_const_t<Parameters>*>(arguments[k])...);
+  launch<barriers>(function, blocks, threads, *static_cast<std::remove_const_t<Parameters>*>(arguments[k])...);
 }}
-template <class... Parameters>
+template <Barriers barriers, class... Parameters>
 void call(void (*function)(Parameters...), unsigned blocks, unsigned threads, void** arguments) {{
-  call(function, blocks, threads, arguments, std::index_sequence_for<Parameters...>{{}});
+  call<barriers>(function, blocks, threads, arguments, std::index_sequence_for<Parameters...>{{}});
 }}
 
-#define ENTRY(name) \\
+#define ENTRY(name, barriers) \\
   extern "C" void launch_##name(unsigned blocks, unsigned threads, void** arguments) {{ \\
-    call(name, blocks, threads, arguments); \\
+    call<Barriers::barriers>(name, blocks, threads, arguments); \\
   }}
-ENTRY(update)
-ENTRY(square_lanes)
-ENTRY(square_blocks)
-ENTRY(square_ranges)
+ENTRY(update, none)
+ENTRY(square_lanes, some)
+ENTRY(square_ranges, some)
 """
 
 
 class Emulator:
     """Launches on the host what a GPU would run, at once. Skips the test where there is no compiler."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self) -> None:
         if _COMPILER is None:
             pytest.skip("no C++ compiler")
-        self._folder = folder
-        self._libraries: dict[Program, ctypes.CDLL] = {}
 
     def __call__(
         self, program: Program, function: str, num_blocks: int, num_threads: int, arguments: Sequence[Any]
@@ -67,13 +74,14 @@ class Emulator:
 
     def call(self, program: Program, function: str, num_blocks: int, num_threads: int, addresses: Any) -> None:
         """The same with the addresses of the arguments, as ``cuLaunchKernel`` takes them."""
-        if program not in self._libraries:
-            self._libraries[program] = self._compile(program)
-        getattr(self._libraries[program], f"launch_{function}")(num_blocks, num_threads, addresses)
+        with _one_at_a_time:  # the place of a thread is kept in global variables
+            getattr(_compiled(program), f"launch_{function}")(num_blocks, num_threads, addresses)
 
-    def _compile(self, program: Program) -> ctypes.CDLL:
-        number = len(self._libraries)
-        source, library = self._folder / f"{number}.cpp", self._folder / f"{number}.so"
+
+@cache
+def _compiled(program: Program) -> ctypes.CDLL:
+    with TemporaryDirectory() as folder:
+        source, library = Path(folder) / "kernels.cpp", Path(folder) / "kernels.so"
         source.write_text(_MAIN.format(emulator=Path(__file__).with_suffix(".h")))
         defines = [f"-D{text}" for text in ("OFFLOAD_ISA=gpu", *program.definitions())]
         flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", f"-I{_SOURCES}"]

@@ -2,7 +2,8 @@
 
 [Note: Why memory is ordered by the compute stream] torch lends freed memory to the next request on the same stream.
 All memory of weights is allocated and freed on the stream that computes, so compute may go on using what is freed later
-in its own order; a copy into new memory waits for an event that compute recorded after the allocation.
+in its own order; a copy into new memory waits for an event that compute recorded after the allocation. Where a user
+computes on several streams, the one under which memory was allocated waits for those that have used it.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ import time
 import torch
 
 from offload import kernels
+from offload.device.allocator import prefer_expandable_segments
+from offload.device.pinned import PinnedMemory, registry_of
 from offload.device.programs import GpuPrograms, programs_of
-from offload.device.protocol import Event
+from offload.device.protocol import Event, Shortages
 from offload.dtypes import kernel_dtype
 from offload.errors import ConfigError, DeviceMemoryError
 from offload.waiting import Deadline
-from swapper import OffloadError, readable_bytes
+from swapper import readable_bytes
 
-_PORTABLE = 1
-"""``cudaHostRegisterPortable``: pinned for every GPU, whichever is current in the thread that asks."""
+_BEFORE_COMPUTE = -1
+"""The priority of streams beside that of the model's operations: a tile's kernel does not queue behind their blocks."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 10e-6, 500e-6
 """Between two looks at an event that a thread waits for."""
@@ -64,10 +67,10 @@ class _Stream:
             target.copy_(source, non_blocking=True)
 
     def kernel(self, name: str) -> kernels.Kernel:
-        return self._programs.on(self.stream).kernel(name)
+        return self._programs.on(self.stream.cuda_stream).kernel(name)
 
     def sum_squares(self, source: torch.Tensor, ranges: torch.Tensor, lanes: torch.Tensor, sums: torch.Tensor) -> None:
-        self._programs.on(self.stream).sum_squares(
+        self._programs.on(self.stream.cuda_stream).sum_squares(
             kernel_dtype(source.dtype),
             source.data_ptr(),
             ranges.data_ptr(),
@@ -79,17 +82,24 @@ class _Stream:
 
 
 class CudaDevice:
-    """One GPU. Raises ``ConfigError`` if it is not there."""
+    """One GPU. Raises ``ConfigError`` if it is not there, or the device is of another kind."""
 
     def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise ConfigError(f'device="{device}": the engine computes on "cpu" and "cuda" alone')
         if not torch.cuda.is_available():
             raise ConfigError(f'device="{device}": torch.cuda.is_available() says no. Use device="cpu".')
+        prefer_expandable_segments()
         index = torch.cuda.current_device() if device.index is None else device.index
         if index >= torch.cuda.device_count():
             raise ConfigError(f'device="cuda:{index}": there are {torch.cuda.device_count()} GPUs')
         self.torch_device = torch.device("cuda", index)
-        self._programs = programs_of(self.torch_device)
+        self._programs = programs_of(index)
+        self._pinned = PinnedMemory(registry_of(index))
+        self._streams: list[_Stream] = []
         self.allocated_bytes = 0
+        self._owners: dict[int, torch.cuda.Stream] = {}
+        """By address: the stream under which memory was allocated, to whose pool it goes back."""
         self.to_device = self.new_stream()
         self.to_host = self.new_stream()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
@@ -99,7 +109,8 @@ class CudaDevice:
         return _Stream(torch.cuda.current_stream(self.torch_device), self._programs)
 
     def new_stream(self) -> _Stream:
-        return _Stream(torch.cuda.Stream(self.torch_device), self._programs)
+        self._streams.append(_Stream(torch.cuda.Stream(self.torch_device, _BEFORE_COMPUTE), self._programs))
+        return self._streams[-1]
 
     def obstacle_to_kernels(self) -> str | None:
         return self._programs.obstacle()
@@ -107,35 +118,53 @@ class CudaDevice:
     def memory_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self.torch_device)[0]) + torch.cuda.memory_reserved(self.torch_device)
 
+    def free_bytes(self) -> int:
+        return self.memory_bytes() - torch.cuda.memory_allocated(self.torch_device)
+
     def peak_bytes(self) -> int:
         return int(torch.cuda.max_memory_reserved(self.torch_device))
+
+    def shortages(self) -> Shortages:
+        counts = torch.cuda.memory_stats_as_nested_dict(self.torch_device)
+        return Shortages(counts.get("num_alloc_retries", 0), counts.get("num_ooms", 0))
 
     def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         try:
             storage.resize_(nbytes)
             self.allocated_bytes += nbytes
         except torch.OutOfMemoryError as error:
-            free = self.memory_bytes() - torch.cuda.memory_allocated(self.torch_device)
+            free = readable_bytes(self.free_bytes())
             raise DeviceMemoryError(
-                f"no room for {readable_bytes(nbytes)} of weights on {self.torch_device}, {readable_bytes(free)} are "
+                f"no room for {readable_bytes(nbytes)} of weights on {self.torch_device}, {free} are "
                 "free, in pieces. The step was not taken. Lower device_memory, or make less activations (batch size, "
                 "checkpointing)."
             ) from error
+        if nbytes:
+            self._owners[storage.data_ptr()] = torch.cuda.current_stream(self.torch_device)
+
+    def used(self, storage: torch.UntypedStorage) -> None:
+        owner, current = self._owners[storage.data_ptr()], torch.cuda.current_stream(self.torch_device)
+        if owner != current:
+            owner.wait_stream(current)
 
     def free(self, storage: torch.UntypedStorage) -> None:
+        if not storage.nbytes():
+            return
+        self.used(storage)
+        del self._owners[storage.data_ptr()]
         self.allocated_bytes -= storage.nbytes()
         storage.resize_(0)
 
+    def bring(self, tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Event | None]:
+        there = tensor.to(self.torch_device, dtype, non_blocking=True)
+        if tensor.is_cpu and tensor.is_pinned():  # torch goes on before such a copy is over
+            return there, self.compute.record()
+        return there, None
+
     def pin(self, address: int, nbytes: int) -> None:
-        code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
-        if code != 0:
-            raise OffloadError(
-                f"{readable_bytes(nbytes)} of host memory cannot be registered with CUDA (cudaHostRegister gave "
-                f"{code}). Raise the limit of locked memory (ulimit -l unlimited), or lower host_memory."
-            )
+        self._pinned.pin(address, nbytes)
 
     def unpin(self, address: int) -> None:
-        try:
-            torch.cuda.synchronize(self.torch_device)
-        finally:
-            torch.cuda.cudart().cudaHostUnregister(address)
+        for stream in self._streams:  # where this raises the memory stays registered: the GPU may still write to it
+            stream.record().wait()
+        self._pinned.unpin(address)

@@ -6,6 +6,7 @@ may and reports what was not ordered. The schedule is written against this page,
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -48,11 +49,23 @@ class Stream(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class Shortages:
+    """How often a request for device memory, whoever made it, was not granted at once since the process began.
+
+    ``emptied``: all memory that had been freed was given back to the driver first. ``failed``: there was no room.
+    """
+
+    emptied: int
+    failed: int
+
+
 class Device(Protocol):
     """A device, its memory and its streams.
 
     ``compute`` is where the model's own operations go: the stream that is current where it is asked for. Memory is
-    ordered by it: new memory is for work that comes after its allocation there, freed memory for the work that is next.
+    ordered by it: new memory is for work that comes after its allocation there, freed memory for the work that is next
+    on the stream under which it was allocated.
     """
 
     @property
@@ -68,7 +81,7 @@ class Device(Protocol):
     def to_host(self) -> Stream: ...
 
     def new_stream(self) -> Stream:
-        """One more, beside those three."""
+        """One more, beside those three, whose kernels go before those of compute."""
 
     def obstacle_to_kernels(self) -> str | None:
         """Why streams cannot run kernels here; None if they can."""
@@ -76,8 +89,14 @@ class Device(Protocol):
     def memory_bytes(self) -> int:
         """Memory that tensors may take together, what they have now included."""
 
+    def free_bytes(self) -> int:
+        """Memory that new tensors can take now."""
+
     def peak_bytes(self) -> int:
         """The most memory that was taken at a time by tensors, the engine's and the model's."""
+
+    def shortages(self) -> Shortages:
+        """Counts that grow when memory is short."""
 
     @property
     def allocated_bytes(self) -> int:
@@ -86,11 +105,19 @@ class Device(Protocol):
     def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Put memory under an empty storage. Raises ``DeviceMemoryError`` if there is none."""
 
+    def used(self, storage: torch.UntypedStorage) -> None:
+        """The work that compute was given so far uses this memory, which may have been allocated under another stream:
+        what gets the memory next comes after that work."""
+
     def free(self, storage: torch.UntypedStorage) -> None:
         """Empty a storage."""
 
+    def bring(self, tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Event | None]:
+        """The tensor as ``dtype`` on the device, for the work that compute is given next. Its own memory may change
+        after the event; None: at once."""
+
     def pin(self, address: int, nbytes: int) -> None:
-        """Let the device copy from and to this host memory by itself. Raises ``OffloadError`` if it cannot."""
+        """Let the device copy from and to this host memory by itself. If it cannot, warns: copies then block."""
 
     def unpin(self, address: int) -> None:
-        """Undo ``pin``, when nothing is in flight any more."""
+        """Undo ``pin``, when nothing is in flight any more. Raises ``WaitTimeout`` if that does not come."""

@@ -12,10 +12,13 @@ from ._native import SQUARES_LANES, Dtype
 from ._update import Kernel
 
 _THREADS = 256
-"""Of one block of a launch."""
+"""Of one block of a launch: ``kRangeThreads`` in src/device.cu."""
 
 _EACH = 4
 """Elements that a thread updates: ``kEach`` in src/device.cu."""
+
+_GROUPS = 4
+"""Blocks of a sum of squares that a block of threads works on, a thread a lane: ``kGroups`` in src/device.cu."""
 
 _RULES = {
     "adamw": "Adam<false, true>",
@@ -100,12 +103,11 @@ class GpuKernels:
         if num_ranges == 0:
             return
         program = Program("Sgd", _name(dtype), "f32", "f32")
-        start = partial(self._start, program)
         source_, ranges_, lanes_, sums_ = map(ctypes.c_void_p, (source, ranges, lanes, sums))
-        num_ranges_, num_blocks_ = ctypes.c_size_t(num_ranges), ctypes.c_size_t(num_blocks)
-        start("square_lanes", num_blocks * SQUARES_LANES, [source_, ranges_, num_ranges_, num_blocks_, lanes_])
-        start("square_blocks", num_blocks, [num_blocks_, lanes_])
-        start("square_ranges", num_ranges, [ranges_, num_ranges_, lanes_, sums_])
+        of_all = [source_, ranges_, ctypes.c_size_t(num_ranges), ctypes.c_size_t(num_blocks), lanes_]
+        if num_blocks:
+            self._launch(program, "square_lanes", -(-num_blocks // _GROUPS), _GROUPS * SQUARES_LANES, of_all)
+        self._launch(program, "square_ranges", num_ranges, _THREADS, [ranges_, lanes_, sums_])
 
     def _update(
         self,
@@ -129,11 +131,8 @@ class GpuKernels:
             grad, weight, rest, master, tuple(states), tuple(scales), grad_dtype, weight_format, state_dtype, seed
         )
         arguments = [(ctypes.c_float * len(constants))(*constants), arrays, ctypes.c_size_t(numel)]
-        self._start(program, "update", -(-numel // _EACH), arguments)
-
-    def _start(self, program: Program, function: str, num_threads: int, arguments: Sequence[Any]) -> None:
-        if num_threads:
-            self._launch(program, function, -(-num_threads // _THREADS), _THREADS, arguments)
+        if numel:
+            self._launch(program, "update", -(-numel // (_EACH * _THREADS)), _THREADS, arguments)
 
 
 def _name(dtype: Dtype) -> str:

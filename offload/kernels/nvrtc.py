@@ -28,11 +28,23 @@ class CompilerMissing(Exception):
 
 
 def compile_kernels(version: str, architecture: str, definitions: Sequence[str]) -> bytes:
-    """The binary of ``device.cu`` with these macros, for a GPU such as ``sm_90``.
+    """``device.cu`` with these macros: the binary for a GPU such as ``sm_90``, the PTX for one such as ``compute_90``.
 
-    ``version`` is that of CUDA, such as ``12.8``. Raises ``CompilerMissing``.
+    ``version`` is that of CUDA, such as ``12.8``. All compilers of its major version are tried in turn: an old one does
+    not know a new GPU, and one may be broken. Raises ``CompilerMissing`` with the first error if none can.
     """
-    library = _library(version)
+    major = version.split(".")[0]
+    name = "libnvrtc.so." + {"11": "11.2"}.get(major, major)
+    first_error: CompilerMissing | None = None
+    for candidate in _candidates(name):
+        try:
+            return _compile(_load(candidate, major), architecture, definitions)
+        except CompilerMissing as error:
+            first_error = first_error or error
+    raise first_error or CompilerMissing(f"{name} is not installed: pip install {_wheel(major)}")
+
+
+def _compile(library: ctypes.CDLL, architecture: str, definitions: Sequence[str]) -> bytes:
     texts = {name: (_SOURCES / name).read_bytes() for name in _HEADERS} | dict.fromkeys(_STANDARD_HEADERS, b"")
     program = ctypes.c_void_p()
     status = library.nvrtcCreateProgram(
@@ -52,28 +64,39 @@ def compile_kernels(version: str, architecture: str, definitions: Sequence[str])
         )
         if status != 0:
             raise CompilerMissing(f"NVRTC does not compile for {architecture}: {_log(library, program)}")
-        return _output(library, "CUBIN", program)
+        return _output(library, "PTX" if architecture.startswith("compute_") else "CUBIN", program)
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def _library(version: str) -> ctypes.CDLL:
-    major = version.split(".")[0]
-    name = "libnvrtc.so." + {"11": "11.2"}.get(major, major)
-    for candidate in (name, *_installed(name)):  # the first finds what torch has loaded, or the system knows
-        try:
-            return ctypes.CDLL(candidate)
-        except OSError:
-            continue
-    raise CompilerMissing(f"{name} is not installed: pip install nvidia-cuda-nvrtc-cu{major}")
-
-
-def _installed(name: str) -> Iterator[str]:
-    """Where pip puts it, conda, and NVIDIA's own installers."""
+def _candidates(name: str) -> Iterator[str]:
+    """Where pip puts it, conda, and NVIDIA's own installers, as far as it is there; then what the system knows."""
     for folder in sys.path:
         yield from map(str, sorted(Path(folder or ".").glob(f"nvidia/*/lib/{name}")))
-    yield str(Path(sys.prefix) / "lib" / name)
+    in_prefix = Path(sys.prefix) / "lib" / name
+    if in_prefix.exists():
+        yield str(in_prefix)
     yield from map(str, sorted(Path("/usr/local").glob(f"cuda*/lib64/{name}"), reverse=True))
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        return
+    yield name
+
+
+def _load(candidate: str, major: str) -> ctypes.CDLL:
+    """The compiler, which will ask for its builtins by name: some builds find them only if they are loaded already."""
+    try:
+        if "/" in candidate:
+            for builtins in sorted(Path(candidate).parent.glob(f"libnvrtc-builtins.so.{major}*")):
+                ctypes.CDLL(str(builtins))
+        return ctypes.CDLL(candidate)
+    except OSError as error:
+        raise CompilerMissing(f"NVRTC cannot be loaded: {error}") from error
+
+
+def _wheel(major: str) -> str:
+    return f"nvidia-cuda-nvrtc-cu{major}" if int(major) < 13 else f"nvidia-cuda-nvrtc=={major}.*"
 
 
 def _log(library: ctypes.CDLL, program: ctypes.c_void_p) -> str:

@@ -16,11 +16,11 @@ GUARD = 0xA5
 
 
 class Guarded:
-    """A copy of an array, one element past a cache line (so aligned to its element only), between guard bytes."""
+    """A copy of an array between guard bytes, one element past a cache line (aligned to its element only), or more."""
 
-    def __init__(self, values: npt.NDArray[Any]) -> None:
+    def __init__(self, values: npt.NDArray[Any], elements_past: int = 1) -> None:
         self._bytes = np.full(values.nbytes + 3 * GUARD_BYTES, GUARD, dtype=np.uint8)
-        self._start = GUARD_BYTES - self._bytes.ctypes.data % 64 + values.dtype.itemsize
+        self._start = GUARD_BYTES - self._bytes.ctypes.data % 64 + elements_past * values.dtype.itemsize
         self.values = self._bytes[self._start : self._start + values.nbytes].view(values.dtype)
         self.values[:] = values
         self.address = self._bytes.ctypes.data + self._start
@@ -36,8 +36,8 @@ def guarded() -> Iterator[Callable[[npt.NDArray[Any]], Guarded]]:
     """Makes guarded arrays; checks the guards of all of them at the end of the test."""
     made: list[Guarded] = []
 
-    def make(values: npt.NDArray[Any]) -> Guarded:
-        made.append(Guarded(values))
+    def make(values: npt.NDArray[Any], elements_past: int = 1) -> Guarded:
+        made.append(Guarded(values, elements_past))
         return made[-1]
 
     yield make

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 from offload import BudgetError, OffloadEngine, kernels
 from offload.device.cuda import CudaDevice
+from offload.device.driver import Context, DriverError
 from offload.dtypes import kernel_dtype
 from offload.model.handle import Handle
 from offload.report.report import LinkRates
@@ -185,6 +187,56 @@ def test_units_move_to_what_the_first_step_has_left_free(
         losses, found = train(engine)
         assert engine.plan.device.resident
     assert losses == expected and all(torch.equal(found[name], value) for name, value in weights.items())
+
+
+def test_memory_that_cannot_be_pinned_changes_no_bits(
+    make_model: Callable[..., Tiny], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(**budgets: int) -> OffloadEngine:
+        return OffloadEngine(make_model(), device="cuda", nvme_path=tmp_path, **budgets)
+
+    def refuse(context: Context, address: int, nbytes: int) -> None:
+        raise DriverError("planted")
+
+    device_memory = least(make, "device_memory")
+    with make(device_memory=device_memory) as engine:
+        expected, weights = train(engine)
+    monkeypatch.setattr(Context, "register", refuse)
+    with pytest.warns(UserWarning, match="could not be pinned"), make(device_memory=device_memory) as engine:
+        losses, found = train(engine)
+    assert losses == expected and all(torch.equal(found[name], value) for name, value in weights.items())
+
+
+def test_a_thread_that_has_not_used_cuda_launches_kernels() -> None:
+    device = CudaDevice(torch.device("cuda"))
+    source, ranges = torch.ones(1000).cuda(), torch.tensor([[0, 1000, 0]]).cuda()
+    lanes, sums = (torch.empty(numel, dtype=torch.float64).cuda() for numel in (kernels.SQUARES_LANES, 1))
+    torch.cuda.synchronize()
+    stream = device.new_stream()
+    thread = threading.Thread(target=stream.sum_squares, args=(source, ranges, lanes, sums))
+    thread.start()
+    thread.join()
+    stream.record().wait()
+    assert sums.tolist() == [1000.0]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")
+def test_a_gpu_that_is_not_the_current_one_trains_with_the_same_bits(
+    make_model: Callable[..., Tiny], tmp_path: Path
+) -> None:
+    outcomes = []
+    for device in ("cuda:0", "cuda:1"):
+        options: dict[str, Any] = {"device": device, "nvme_path": tmp_path, "tile_bytes": 64 << 10}
+        device_memory = 4 * least(partial(OffloadEngine, make_model(), **options), "device_memory")
+        with OffloadEngine(make_model(), device_memory=device_memory, **options) as engine:
+            losses = []
+            for tokens, targets in batches(4):
+                loss = loss_of(engine(tokens), targets.to(device))
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+            outcomes.append(losses)
+    assert outcomes[0] == outcomes[1]
 
 
 def test_an_event_says_when_its_stream_has_come_to_it() -> None:

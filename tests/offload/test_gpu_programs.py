@@ -1,94 +1,101 @@
-"""From the engine to the launch of a GPU's kernels, without a GPU: a device and a driver that run them on the host."""
+"""From the engine to the launch of a GPU's kernels, without a GPU: the CUDA classes over a driver that is strict."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import mmap
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fake_driver import ILLEGAL_ADDRESS, MISALIGNED, FakeDriver, Stand, compiled
 from gpu_emulator import Emulator
-from tiny import Tiny, train
+from tiny import Tiny, batches, loss_of, train
 
-from offload import OffloadEngine, kernels
+from offload import BudgetError, OffloadEngine, kernels, waiting
+from offload.device import cuda, driver, pinned
 from offload.device import programs as gpu_programs
+from offload.device.driver import Context, DriverError
 from offload.device.programs import GpuPrograms
 from offload.dtypes import kernel_dtype
-from offload.errors import OffloadError
-from offload.kernels.gpu import GpuKernels, Program
+from offload.errors import WaitTimeout
+from offload.interrupts import held_back
+from offload.kernels.gpu import GpuKernels
 from offload.kernels.nvrtc import CompilerMissing
-from offload.testing.simulated import SimulatedDevice, _Stream
-
-
-class Driver:
-    """What ``GpuPrograms`` calls of libcuda. A handle is an index into a list; ``result`` is what calls give back."""
-
-    def __init__(self, emulator: Emulator) -> None:
-        self.result = 0
-        self.launches: list[str] = []
-        self._emulator = emulator
-        self._handles: list[Any] = [None]
-
-    def cuModuleLoadData(self, module: Any, binary: bytes) -> int:
-        return self._give(module, binary)
-
-    def cuModuleGetFunction(self, function: Any, module: ctypes.c_void_p, name: bytes) -> int:
-        return self._give(function, (self._handles[module.value or 0], name.decode()))
-
-    def cuLaunchKernel(self, function: ctypes.c_void_p, *rest: Any) -> int:
-        binary, name = self._handles[function.value or 0]
-        num_blocks, _, _, num_threads, _, _, shared_bytes, stream, arguments, extra = rest
-        assert rest[1:3] == rest[4:6] == (1, 1) and shared_bytes == 0 and stream.value == 77 and extra is None
-        self.launches.append(name)
-        self._emulator.call(Program(*binary.decode().split(";")), name, num_blocks, num_threads, arguments)
-        return self.result
-
-    def cuGetErrorString(self, status: int, text: Any) -> int:
-        text._obj.value = b"planted"
-        return 0
-
-    def _give(self, handle: Any, value: Any) -> int:
-        self._handles.append(value)
-        handle._obj.value = len(self._handles) - 1
-        return self.result
-
-
-class Stream:
-    cuda_stream = 77
-
-    def synchronize(self) -> None:
-        pass
+from offload.report.report import LinkRates
+from offload.testing.simulated import SimulatedDevice
+from offload.testing.stream import SimulatedStream
+from offload.tiers import bandwidth
+from offload.tiers.window import DeviceWindow
 
 
 @pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Driver:
-    """A driver in the place of CUDA's, and a compiler whose binaries are the names of what they are compiled for."""
+def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
+    return Stand(monkeypatch, num_devices=2)
 
-    def compiled(version: str, architecture: str, definitions: tuple[str, ...]) -> bytes:
-        assert (version, architecture) == ("12.8", "sm_90")
-        return ";".join(text.split("=")[1].removeprefix("offload::") for text in definitions).encode()
 
-    @contextlib.contextmanager
-    def current(device: Any) -> Iterator[None]:
-        yield
-
-    found, load = Driver(Emulator(tmp_path)), ctypes.CDLL
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: found if name == "libcuda.so.1" else load(name))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     monkeypatch.setattr(gpu_programs, "compile_kernels", compiled)
-    monkeypatch.setattr(torch.cuda, "device", current)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
-    return found
+    return FakeDriver()
+
+
+@pytest.fixture
+def tensor(fake: FakeDriver) -> Callable[[int], torch.Tensor]:
+    """Makes tensors in memory of the GPU, which live as long as the test."""
+
+    kept = []
+
+    def make(numel: int) -> torch.Tensor:
+        kept.append(torch.ones(numel))
+        fake.lend(0, kept[-1].data_ptr(), kept[-1].nbytes)
+        return kept[-1]
+
+    return make
+
+
+@pytest.fixture
+def page() -> Iterator[int]:
+    """The address of a page of host memory."""
+    memory = mmap.mmap(-1, mmap.PAGESIZE)
+    yield torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+
+
+def step(native: Callable[[str], kernels.Kernel], weight: int, grad: int, numel: int) -> None:
+    coef = kernels.SgdCoef(0.1, 0.0, 0.0, 0.01, 1)
+    dtypes = {"grad_dtype": kernels.Dtype.F32, "weight_dtype": kernels.Dtype.F32}
+    kernels.sgd(coef, numel, grad=grad, weight=weight, native=native, **dtypes)
+
+
+def in_new_thread(call: Callable[[], Any]) -> BaseException | None:
+    """What ``call`` raises in a thread that has not used CUDA."""
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return raised[0] if raised else None
+
+
+# The engine over the kernels' text for GPUs.
 
 
 def test_the_engine_trains_by_the_kernels_text_for_gpus(
-    make_model: Callable[..., Tiny], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make_model: Callable[..., Tiny], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu = GpuKernels(Emulator(tmp_path))
+    gpu = GpuKernels(Emulator())
 
     def sum_squares(stream: Any, source: Any, ranges: Any, lanes: Any, sums: Any) -> None:
         tensors = (source, ranges, lanes, sums)
@@ -98,55 +105,276 @@ def test_the_engine_trains_by_the_kernels_text_for_gpus(
 
     with OffloadEngine(make_model(), gradient_clipping=0.1) as engine:
         expected, weights = train(engine)
-    monkeypatch.setattr(_Stream, "kernel", lambda stream, name: gpu.kernel(name))
-    monkeypatch.setattr(_Stream, "sum_squares", sum_squares)
+    monkeypatch.setattr(SimulatedStream, "kernel", lambda stream, name: gpu.kernel(name))
+    monkeypatch.setattr(SimulatedStream, "sum_squares", sum_squares)
     with OffloadEngine(make_model(), gradient_clipping=0.1, device=SimulatedDevice()) as engine:
         assert len(engine.plan.device.resident) == 7
         losses, found = train(engine)
     assert losses == expected and all(torch.equal(found[name], value) for name, value in weights.items())
 
 
-def test_programs_are_compiled_once_and_launched_with_their_arguments(driver: Driver) -> None:
-    programs = GpuPrograms(torch.device("cuda", 0))
+# The engine over the CUDA classes.
+
+
+def make_offloaded(make_model: Callable[..., Tiny], path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes engines whose tiles rest on the host, and that send most of them to the device for their updates."""
+    monkeypatch.setattr(bandwidth, "measure_link", lambda *_: LinkRates(1e15, 1e15))
+
+    def make(device: Any, **budgets: int) -> OffloadEngine:
+        options = {"nvme_path": path, "tile_bytes": 64 << 10, "lr": 1e-3, "gradient_clipping": 0.1, **budgets}
+        return OffloadEngine(make_model(num_blocks=8), device=device, **options)
+
+    return make
+
+
+def least(make: Callable[..., OffloadEngine]) -> int:
+    with pytest.raises(BudgetError) as caught:
+        make(device_memory=1)
+    return caught.value.needed_bytes
+
+
+def test_the_cuda_classes_train_with_the_bits_of_the_cpu(
+    make_model: Callable[..., Tiny], stand: Stand, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On the second of two GPUs: resident units, and tiles of the host that the update's own thread sends there."""
+    make = make_offloaded(make_model, tmp_path, monkeypatch)
+    with make("cpu") as engine:
+        expected, weights = train(engine)
+    for share in (None, 4):
+        device = stand.device(1)
+        budgets = {} if share is None else {"device_memory": share * least(partial(make, device))}
+        with make(device, **budgets) as engine:
+            assert (len(engine.plan.device.resident) == len(engine.plan.units)) == (share is None)
+            losses, found = train(engine)
+            assert stand.driver.num_registered >= 1
+        assert losses == expected and all(torch.equal(found[name], value) for name, value in weights.items())
+        assert stand.driver.num_registered == 0
+    assert len(stand.driver.threads) > 1 and {index for index, _ in stand.driver.launches} == {1}
+
+
+def test_a_launch_without_a_bound_context_is_found(
+    make_model: Callable[..., Tiny], stand: Stand, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As by a device guard of torch's, which binds nothing where the GPU is the current one already."""
+    monkeypatch.setattr(Context, "_bound", lambda context: contextlib.nullcontext())
+    make = make_offloaded(make_model, tmp_path, monkeypatch)
+    with pytest.warns(UserWarning, match="invalid device context"), make(stand.device()) as engine:
+        assert "invalid device context" in str(engine.plan)
+
+
+def test_memory_that_cannot_be_pinned_is_used_as_it_is(
+    make_model: Callable[..., Tiny], stand: Stand, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make = make_offloaded(make_model, tmp_path, monkeypatch)
+    with make("cpu") as engine:
+        expected, _ = train(engine)
+    stand.driver.plant("cuMemHostRegister_v2", 2)
+    said = pytest.warns(UserWarning, match=r"could not be pinned: .*out of memory \(2\)")
+    with said as warnings, make(stand.device()) as engine:
+        assert train(engine)[0] == expected
+    assert len(warnings) == 1 and stand.driver.count("cuMemHostUnregister") == 0
+
+
+def test_a_failure_that_the_runtime_remembers_is_found(
+    make_model: Callable[..., Tiny], stand: Stand, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As by ``cudaHostRegister``: the next work on the GPU raises it."""
+    monkeypatch.setattr(cuda, "registry_of", lambda index: pinned._Hip())
+    make, raised = make_offloaded(make_model, tmp_path, monkeypatch), pytest.raises(RuntimeError, match="CUDA error 2")
+    with pytest.warns(UserWarning, match="could not be pinned"), raised:
+        with_runtime = make(stand.device(), device_memory=2 << 20)
+        with with_runtime:
+            train(with_runtime)
+
+
+def test_host_memory_is_pinned_from_any_thread_and_for_its_gpu(stand: Stand, page: int) -> None:
+    device = stand.device(1)
+    assert in_new_thread(lambda: device.pin(page, mmap.PAGESIZE)) is None and stand.driver.num_registered == 1
+    with pytest.warns(UserWarning, match="already mapped"):
+        device.pin(page, mmap.PAGESIZE)
+    assert in_new_thread(lambda: device.unpin(page)) is None and stand.driver.num_registered == 0
+    assert stand.driver.num_bound == 0
+
+
+def test_memory_that_a_gpu_may_still_write_to_stays_pinned(
+    stand: Stand, page: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "WAIT_TIMEOUT_S", 0.01)
+    device = stand.device()
+    device.pin(page, mmap.PAGESIZE)
+    device.new_stream().stream.hangs = True
+    with pytest.raises(WaitTimeout, match="work on the GPU"):
+        device.unpin(page)
+    assert stand.driver.num_registered == 1
+
+
+def test_kernels_of_tiles_go_before_those_of_the_model(stand: Stand) -> None:
+    stand.device().new_stream()
+    assert [stream.priority for stream in stand.cuda.streams] == [-1, -1, -1] and torch.cuda.current_stream(
+        0
+    ).priority == 0
+
+
+# The link.
+
+
+def test_the_link_is_measured_with_two_copies_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Recorder:
+        """A device whose copies and waits are noted."""
+
+        torch_device = torch.device("cpu")
+        allocated_bytes = 0
+
+        def __init__(self) -> None:
+            self.compute = self.to_device = self.to_host = self
+            self.trace: list[str] = []
+            self.seconds = 0.0
+
+        def record(self) -> Any:
+            return self
+
+        def wait(self, event: Any = None) -> None:
+            self.trace.append("wait")
+
+        def seconds_since(self, earlier: Any) -> float:
+            return 2.0
+
+        def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+            self.trace.append("copy")
+            self.seconds += 0.03
+
+        def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+            storage.resize_(nbytes)
+
+        def free(self, storage: torch.UntypedStorage) -> None:
+            storage.resize_(0)
+
+    recorder, host = Recorder(), torch.zeros(256)
+    monkeypatch.setattr(bandwidth.time, "perf_counter", lambda: recorder.seconds)
+    window = DeviceWindow(256, torch.float32, recorder)  # type: ignore[arg-type]
+    rates = bandwidth.measure_link(recorder, window, host.data_ptr())  # type: ignore[arg-type]
+    each_way = ["copy", "copy", "wait", "copy", "wait", "copy", "wait", "wait"]
+    assert recorder.trace == ["wait", *each_way, *each_way]
+    assert rates == LinkRates(4 * 1024 / 2, 4 * 1024 / 2)
+
+
+# The driver.
+
+
+def test_programs_are_compiled_once_and_launched_with_their_arguments(
+    fake: FakeDriver, tensor: Callable[[int], torch.Tensor]
+) -> None:
+    programs = GpuPrograms(fake.context(), "12.8")
     assert programs.obstacle() is None
-    weight, expected, grad = torch.ones(1000), torch.ones(1000), torch.randn(1000)
-    coef = kernels.SgdCoef(0.1, 0.0, 0.0, 0.01, 1)
-    for native, target in ((programs.on(Stream()).kernel, weight), (kernels.on_host, expected)):  # type: ignore[arg-type]
+    weight, expected, grad = tensor(1000), torch.ones(1000), tensor(1000)
+    for native, target in ((programs.on(fake.stream()).kernel, weight), (kernels.on_host, expected)):
         for _ in range(2):
-            kernels.sgd(
-                coef,
-                1000,
-                grad=grad.data_ptr(),
-                grad_dtype=kernels.Dtype.F32,
-                weight=target.data_ptr(),
-                weight_dtype=kernels.Dtype.F32,
-                native=native,
-            )
-    assert torch.equal(weight, expected) and driver.launches == ["update", "update"]
-    assert len(driver._handles) == 3  # one program, one function
+            step(native, target.data_ptr(), grad.data_ptr(), 1000)
+    assert torch.equal(weight, expected) and fake.launches == [(0, "update"), (0, "update")]
+    assert fake.count("cuModuleLoadData") == fake.count("cuModuleGetFunction") == 1 and fake.num_bound == 0
 
 
-def test_what_the_driver_says_is_told(driver: Driver) -> None:
-    driver.result = 719
-    assert GpuPrograms(torch.device("cuda", 0)).obstacle() == "cuModuleLoadData failed on cuda:0: planted (719)"
-    driver.result = 0
-    programs = GpuPrograms(torch.device("cuda", 0))
-    kernel = programs.on(Stream()).kernel("sgd")  # type: ignore[arg-type]
+def test_a_thread_that_has_not_used_cuda_launches(fake: FakeDriver, tensor: Callable[[int], torch.Tensor]) -> None:
+    kernel = GpuPrograms(fake.context(), "12.8").on(0).kernel
+    weight, grad = tensor(8).data_ptr(), tensor(8).data_ptr()
+    assert in_new_thread(lambda: step(kernel, weight, grad, 8)) is None
+
+
+@pytest.mark.parametrize(
+    ("past", "numel", "status"),
+    [
+        (2, 4, MISALIGNED),
+        (0, 9, ILLEGAL_ADDRESS),  # one element more than there are
+        (4 << 10, 8, ILLEGAL_ADDRESS),
+    ],
+)
+def test_a_wrong_address_is_found_and_stays(
+    fake: FakeDriver, tensor: Callable[[int], torch.Tensor], past: int, numel: int, status: int
+) -> None:
+    kernel = GpuPrograms(fake.context(), "12.8").on(fake.stream()).kernel("sgd")
+    weight, grad = tensor(8).data_ptr(), tensor(8).data_ptr()
+    for wrong in (past, 0):  # the second is right, in a context whose GPU has failed
+        with pytest.raises(DriverError) as caught:
+            kernel([1.0, 0.0, 0.0], numel, grad, 0, 0, 0, weight + wrong, 0, [0, 0, 0], [0, 0, 0], 0, 0, 1)
+        assert caught.value.status == status
+    assert fake.num_bound == 0
+
+
+def test_a_stream_of_another_gpu_is_refused(stand: Stand) -> None:
+    kernel = GpuPrograms(stand.driver.context(0), "12.8").on(stand.driver.stream(1)).kernel
+    memory = torch.ones(8)
+    stand.driver.lend(0, memory.data_ptr(), memory.nbytes)
+    with pytest.raises(DriverError, match=r"cuLaunchKernel failed on cuda:0: invalid resource handle \(400\)"):
+        step(kernel, memory.data_ptr(), memory.data_ptr(), 8)
+
+
+def test_what_the_driver_says_is_told(fake: FakeDriver) -> None:
+    fake.plant("cuModuleLoadData", 2)
+    programs = GpuPrograms(fake.context(), "12.8")
+    assert programs.obstacle() == "cuModuleLoadData failed on cuda:0: out of memory (2)"
+    fake.plant("cuModuleLoadData", 12345)
+    assert programs.obstacle() == "cuModuleLoadData failed on cuda:0: unknown error (12345)"
+    fake.plant("cuModuleLoadData", 0)
+    assert programs.obstacle() is None
+    kernel = programs.on(fake.stream()).kernel("sgd")
     kernel([1.0, 0.0, 0.0], 0, 0, 0, 0, 0, 0, 0, [0, 0, 0], [0, 0, 0], 0, 0, 1)  # no elements: nothing is launched
-    assert driver.launches == []
-    driver.result = 700
-    weight = torch.ones(4)
-    with pytest.raises(OffloadError, match="planted"):
-        kernel([1.0, 0.0, 0.0], 4, weight.data_ptr(), 0, 0, 0, weight.data_ptr(), 0, [0, 0, 0], [0, 0, 0], 0, 0, 1)
+    assert fake.launches == [] and fake.num_bound == 0
 
 
-def test_a_missing_compiler_or_driver_is_an_obstacle(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_or_driver_is_an_obstacle(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*args: Any) -> bytes:
         raise CompilerMissing("libnvrtc.so.12 is not installed")
 
+    def no_library(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    without_cuda = "this torch is built without CUDA, and ROCm's compiler (hipRTC) is not used"
+    assert GpuPrograms(fake.context(), None).obstacle() == without_cuda
     with monkeypatch.context() as patch:
         patch.setattr(gpu_programs, "compile_kernels", missing)
-        assert GpuPrograms(torch.device("cuda", 0)).obstacle() == "libnvrtc.so.12 is not installed"
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.version, "cuda", None)
-        assert GpuPrograms(torch.device("cuda", 0)).obstacle() == "this torch is built without CUDA"
+        assert GpuPrograms(fake.context(), "12.8").obstacle() == "libnvrtc.so.12 is not installed"
+    driver.installed.cache_clear()
+    monkeypatch.setattr(driver.ctypes, "CDLL", no_library)
+    said = GpuPrograms(Context(0), "12.8").obstacle()
+    assert said == "there is no CUDA driver: libcuda.so.1: cannot open shared object file"
+
+
+def test_a_gpu_that_is_not_there_is_said(fake: FakeDriver) -> None:
+    assert (
+        GpuPrograms(fake.context(3), "12.8").obstacle() == "cuDeviceGet failed on cuda:3: invalid device ordinal (101)"
+    )
+
+
+# Signals.
+
+
+def test_an_interrupt_during_backward_is_raised_when_it_is_queued_and_the_batch_can_be_repeated(
+    make_model: Callable[..., Tiny], stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU backward runs on autograd's own thread; the main one, which alone handles signals, waits in C++."""
+    on_this_thread = torch.autograd.backward
+
+    def on_its_own_thread(*args: Any, **options: Any) -> None:
+        with held_back():
+            raised = in_new_thread(lambda: on_this_thread(*args, **options))
+        if raised is not None:
+            raise raised
+
+    def losses(interrupt: bool) -> list[float]:
+        with OffloadEngine(make_model(), gradient_clipping=0.1, device=stand.device()) as engine:
+            found = []
+            for tokens, targets in batches(3):
+                if interrupt:
+                    loss = loss_of(engine(tokens), targets)
+                    loss.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGINT))
+                    with pytest.raises(KeyboardInterrupt):
+                        engine.backward(loss)
+                    engine.optimizer.zero_grad()
+                loss = loss_of(engine(tokens), targets)
+                engine.backward(loss)
+                engine.step()
+                found.append(loss.item())
+            return found
+
+    monkeypatch.setattr(torch.autograd, "backward", on_its_own_thread)
+    assert losses(interrupt=True) == losses(interrupt=False)

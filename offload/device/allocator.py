@@ -1,0 +1,36 @@
+"""How torch's allocator divides a GPU's memory.
+
+[Note: Why segments should be expandable] Weights come and go in pieces as large as units, between activations of all
+sizes, and both take from one pool: so each can have what the other leaves. Segments of fixed sizes would leave gaps
+that fit neither. A pool of the engine's own (``torch.cuda.MemPool``) would have no gaps, and what is free in it would
+be closed to activations. So torch is asked for segments that grow and shrink by pages.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from offload.errors import warn
+
+_SETTING = "expandable_segments"
+_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""What torch reads, when CUDA is first used. Releases from 2.10 on prefer the second name."""
+
+_HAVE_NEW_NAME = (2, 10)
+
+
+def prefer_expandable_segments() -> None:
+    """Have torch use expandable segments, unless the user has set one of the variables. Warns where it is too late."""
+    if any(name in os.environ for name in _NAMES):
+        return
+    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    name = _NAMES[release >= _HAVE_NEW_NAME]
+    if torch.cuda.is_initialized():
+        warn(
+            f"CUDA was in use before the engine was made, which would have set {name}={_SETTING}:True: memory between "
+            "weights and activations may be left in pieces. Set it in the environment, or make the engine first."
+        )
+        return
+    os.environ[name] = f"{_SETTING}:True"

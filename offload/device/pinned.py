@@ -1,0 +1,77 @@
+"""Host memory that is registered where it lies, so that a GPU copies from and to it by itself.
+
+What cannot be registered is used as it is: CUDA then copies through a buffer of its own, and the call that asks for a
+copy returns when the host memory is free again. Events say when a copy is over in either case, so no order changes.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from offload.device.driver import DriverError, context_of
+from offload.errors import warn
+from swapper import readable_bytes
+
+_PORTABLE = 1
+"""``hipHostRegisterPortable``."""
+
+
+class Registry(Protocol):
+    """Registers host memory, and undoes it. Both raise ``DriverError``."""
+
+    def register(self, address: int, nbytes: int) -> None: ...
+
+    def unregister(self, address: int) -> None: ...
+
+
+class _Hip:
+    """The runtime of a torch that is built for ROCm, which has CUDA's names there."""
+
+    def register(self, address: int, nbytes: int) -> None:
+        self._check("hipHostRegister", torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
+
+    def unregister(self, address: int) -> None:
+        self._check("hipHostUnregister", torch.cuda.cudart().cudaHostUnregister(address))
+
+    def _check(self, name: str, code: object) -> None:
+        status = int(code)  # type: ignore[call-overload]
+        if status != 0:
+            raise DriverError(f"{name} failed ({status})", status)
+
+
+def registry_of(index: int) -> Registry:
+    """The one of a GPU of torch."""
+    return context_of(index) if torch.version.hip is None else _Hip()
+
+
+class PinnedMemory:
+    """What was registered for one device."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._addresses: set[int] = set()
+        self._has_warned = False
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Register memory. Warns, once, if that cannot be done: copies then block, and are slow."""
+        try:
+            self._registry.register(address, nbytes)
+            self._addresses.add(address)
+        except DriverError as error:
+            self._warn(f"{readable_bytes(nbytes)} of host memory could not be pinned: {error}")
+
+    def unpin(self, address: int) -> None:
+        """Undo ``pin``, whether or not it could be done. Nothing may be in flight."""
+        if address in self._addresses:
+            self._addresses.remove(address)
+            self._registry.unregister(address)
+
+    def _warn(self, what: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warn(
+                f"{what}. Training goes on with the same bits, and with copies that block, at a fraction of the link's "
+                "speed. Raise the limit of locked memory (ulimit -l unlimited), or lower host_memory."
+            )
