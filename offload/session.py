@@ -378,6 +378,7 @@ class Session:
     def drop_gradients(self) -> None:
         """Forget the gradients that were gathered for the coming step."""
         self.zeroing_is_done()
+        self.progress.begin_step()
         with self.failure:
             self._tiers.intake.settle()
             self._updates.early.drop_all()

@@ -85,6 +85,20 @@ def test_a_plain_backward_is_not_counted_as_one_of_several():
             engine.step()
 
 
+def test_micro_batches_whose_gradients_were_dropped_do_not_count():
+    tokens, targets = batches(1)[0]
+    with OffloadEngine(built(), gradient_accumulation_steps=2, **OPTIONS) as engine:
+        engine.backward(loss_of(engine(tokens), targets))
+        engine.optimizer.zero_grad()  # the user gives this micro-batch up
+        engine.backward(loss_of(engine(tokens), targets))
+        engine.step()
+        assert engine.global_step == 0
+        engine.backward(loss_of(engine(tokens), targets))
+        engine.step()
+        assert engine.global_step == 1
+
+
+
 def test_a_step_without_gradients_says_so_once(engine: OffloadEngine):
     with pytest.warns(UserWarning, match="no parameter has a gradient"):
         engine.optimizer.step()
