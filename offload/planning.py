@@ -136,7 +136,16 @@ def _plan_device(
         tile_bytes = DEFAULT_TILE_BYTES if config.tile_bytes == "auto" else int(config.tile_bytes)
         updates = [device_tile_bytes(choice.rule.tiles_of(unit, tile_bytes), Formats.of(config)) for unit in units]
     given = None if config.device_memory == "auto" else int(config.device_memory)
-    return plan_device(units, Formats.of(config), states, updates, given, device.memory_bytes(), obstacle)
+    free_bytes = device.free_bytes() + _taken_over_bytes(units, device)
+    return plan_device(units, Formats.of(config), states, updates, given, free_bytes, obstacle)
+
+
+def _taken_over_bytes(units: Sequence[UnitSpec], device: Device) -> int:
+    """What the model's parameters have of a GPU's memory: it is free when the engine has taken their values over."""
+    if device.torch_device.type == "cpu":
+        return 0
+    parameters = {spec.parameter for unit in units for spec in unit.parameters}
+    return sum(parameter.nbytes for parameter in parameters if parameter.device == device.torch_device)
 
 
 def _resident_unit(unit: UnitSpec, choice: OptimizerChoice | None) -> UnitPlan:

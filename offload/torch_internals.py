@@ -49,7 +49,10 @@ next_sequence_number: Callable[[], int] = _found(torch._C._autograd, "_get_seque
 """The number that the next autograd node of this thread gets."""
 
 sequence_number: Callable[[Node], int] = methodcaller("_sequence_nr")
-"""The number that an autograd node got when it was made."""
+"""The number that an autograd node got when it was made, by the count of the thread that made it."""
+
+belongs_to_backward: Callable[[Node], bool] = _found(torch._C, "_will_engine_execute_node")
+"""Whether a node, not the one that it began with, is part of the backward that this thread is in. It must be in one."""
 
 
 never_compiled: Callable[[Any], Any] = _found(torch, "_disable_dynamo")
@@ -135,12 +138,15 @@ def _try_graph_tasks() -> bool:
         return False
 
     def hook(gradients: Any) -> None:
-        seen.append("in a backward" if graph_task() >= 0 else "in none")
+        with torch.enable_grad():
+            other = (leaf * 2).grad_fn
+        is_part = other is not None and belongs_to_backward(node) and not belongs_to_backward(other)
+        seen.append("in a backward" if graph_task() >= 0 and is_part else "in none")
         when_backward_ends(lambda: seen.append("its end"))
 
     node.register_prehook(hook)
     leaf.register_post_accumulate_grad_hook(lambda _: seen.append("a gradient"))
-    result.backward()  # type: ignore[no-untyped-call]
+    result.sum().backward()  # type: ignore[no-untyped-call]
     return seen == ["in a backward", "a gradient", "its end"] and graph_task() == -1
 
 

@@ -17,23 +17,25 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from _device_around import Around, AroundDevice
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from offload import BudgetError, OffloadEngine, kernels
 from offload.optim.kernel_rule import KernelRule
 from offload.testing.simulated import SimulatedDevice
+from offload.tiers.bounce import Bounce
 from offload.tiers.gradients import DeviceGradients
 from offload.tiers.squares import Squares
 from offload.tiers.transport import GradientTransport
-from swapper import Store
+from swapper import DurableStore
 
 WIDTH = 32
 VOCAB = 64
@@ -41,6 +43,8 @@ HUGE_VOCAB = 20_011
 
 
 class Block(nn.Module):
+    """Adds to ``x``, and passes ``bias`` through, if there is one."""
+
     def __init__(self, hidden: int, recompute: str | None) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
@@ -48,13 +52,12 @@ class Block(nn.Module):
         self.down = nn.Linear(hidden, WIDTH)
         self._recompute = recompute
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._recompute is None:
-            return self._body(x)
-        return checkpoint(self._body, x, use_reentrant=self._recompute == "reentrant")
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> Any:
+        return recomputed(self._body, self._recompute, x, bias)
 
-    def _body(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+    def _body(self, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x = x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+        return (x if bias is None else x + bias), bias
 
 
 class Model(nn.Module):
@@ -77,14 +80,27 @@ class Model(nn.Module):
             self.head.weight = self.embed.weight
         if rng.random() < 0.3:
             self.blocks[rng.randrange(len(self.blocks))].requires_grad_(False)
+        self.recompute = None
+        if rng.random() < 0.5:  # the whole block, with the engine's hooks on it
+            self.recompute = recompute
+            for block in self.blocks:
+                block._recompute = None
+        self.early_stop = rng.random() < 0.5
+        self.has_bias = rng.random() < 0.5
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
-        for index, block in enumerate(self.blocks):
-            x = block(x)
-            if index == self.twice:
-                x = block(x)
+        bias = x.mean(-1, keepdim=True) if self.has_bias else None
+        with set_checkpoint_early_stop(self.early_stop):
+            for index, block in enumerate(self.blocks):
+                for _ in range(1 + (index == self.twice)):
+                    x, bias = recomputed(block, self.recompute, x, bias)
         return self.head(x * self.gain + self.shift.to(x.dtype))
+
+
+def recomputed(call: Callable[..., Any], how: str | None, *args: Any) -> Any:
+    """What ``call`` gives, whose activations are made anew in backward; unless ``how`` is None."""
+    return call(*args) if how is None else checkpoint(call, *args, use_reentrant=how == "reentrant")
 
 
 @dataclass(frozen=True)
@@ -109,34 +125,35 @@ class Program:
         torch.manual_seed(self.seed)
         return Model(random.Random(self.seed + 1))
 
-    def run(self, engine: OffloadEngine) -> tuple[list[Any], dict[str, Any]]:
+    def run(self, engine: OffloadEngine, around: Around) -> tuple[list[Any], dict[str, Any]]:
         """Losses and what was read on the way; the model's and the optimizer's state at the end."""
         rng = random.Random(self.seed + 2)
         generator = torch.Generator().manual_seed(self.seed)
         seen: list[Any] = []
-        for _ in range(rng.randint(2, 4)):
+        for step in range(rng.randint(2, 4)):
             for _ in range(engine.config.gradient_accumulation_steps):
                 tokens = torch.randint(0, engine.module.vocabulary, (2, 8), generator=generator)
-                logits = engine(tokens)
-                loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
-                engine.backward(loss)
-                seen.append(loss.item())
+                seen.append(around.forward_and_backward(engine, tokens, step))
             if rng.random() < 0.3:
                 seen.append(engine.module.blocks[0].up.weight.grad.float().norm().item()) if _trains(engine) else None
             if rng.random() < 0.3:
                 seen.append(float(torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0)))
+            around.change_weights()
             if rng.random() < 0.1:
                 engine.optimizer.zero_grad()
             else:
                 engine.step()
             if rng.random() < 0.4:
-                with torch.no_grad():
-                    seen += [engine(tokens).float().sum().item() for _ in range(rng.randint(1, 3))]
+                for _ in range(rng.randint(1, 3)):
+                    with torch.no_grad(), around.evaluation():
+                        seen.append(engine(tokens).float().sum().item())
             if rng.random() < 0.3:
+                around.change_weights()
                 with torch.no_grad():
                     engine.module.blocks[-1].down.weight.mul_(0.5)
             if rng.random() < 0.3:
                 seen.append(engine.module.gain.detach().float().sum().item())
+        around.change_weights()
         weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
         return seen, {"weights": weights, "states": engine.optimizer.state_dict()["state"]}
 
@@ -148,8 +165,9 @@ def _trains(engine: OffloadEngine) -> bool:
 @contextlib.contextmanager
 def watched(device: SimulatedDevice, engine: OffloadEngine) -> Iterator[None]:
     """Tell the device of what the disk, the optimizer and the model do."""
-    read, write, apply, take = Store.read, Store.write, KernelRule.apply, GradientTransport.take
-    write_beside, read_sums = Store.write_beside, Squares._read
+    read, write, apply, take = DurableStore.read, DurableStore.write, KernelRule.apply, GradientTransport.take
+    write_beside, read_sums = DurableStore.write_beside, Squares._read
+    fill, empty = Bounce._fill, Bounce._empty
     arithmetic = {name: getattr(DeviceGradients, name) for name in ("put", "add", "rescale_and_add")}
 
     def watch_read(store: Any, extent: Any, address: int, nbytes: int, **options: Any) -> Any:
@@ -185,6 +203,14 @@ def watched(device: SimulatedDevice, engine: OffloadEngine) -> Iterator[None]:
         device.host_access(squares._on_host.data_ptr(), squares._on_host.nbytes, writes=False)
         return read_sums(squares)
 
+    def watch_fill(bounce: Any, piece: torch.Tensor, source: torch.Tensor) -> None:
+        device.host_access(piece.data_ptr(), piece.nbytes, writes=True)
+        fill(bounce, piece, source)
+
+    def watch_empty(bounce: Any, piece: torch.Tensor, target: torch.Tensor) -> None:
+        device.host_access(piece.data_ptr(), piece.nbytes, writes=False)
+        empty(bounce, piece, target)
+
     def watch_take(gradients: Any, unit: Any, spec: Any, gradient: torch.Tensor, scale: float) -> None:
         device.compute_access(gradient, writes=True)
         take(gradients, unit, spec, gradient, scale)
@@ -198,11 +224,13 @@ def watched(device: SimulatedDevice, engine: OffloadEngine) -> Iterator[None]:
     modules = dict.fromkeys([*engine.module.modules(), *(m for unit in units for m in unit.modules)])
     hooks = [module.register_forward_pre_hook(compute) for module in modules]
     with (
-        mock.patch.object(Store, "read", watch_read),
-        mock.patch.object(Store, "write", watch_write),
+        mock.patch.object(DurableStore, "read", watch_read),
+        mock.patch.object(DurableStore, "write", watch_write),
         mock.patch.object(KernelRule, "apply", watch_apply),
-        mock.patch.object(Store, "write_beside", watch_write_beside),
+        mock.patch.object(DurableStore, "write_beside", watch_write_beside),
         mock.patch.object(GradientTransport, "take", watch_take),
+        mock.patch.object(Bounce, "_fill", watch_fill),
+        mock.patch.object(Bounce, "_empty", watch_empty),
         mock.patch.multiple(DeviceGradients, **{name: watch_arithmetic(name) for name in arithmetic}),
         mock.patch.object(Squares, "_read", watch_sums),
     ):
@@ -225,7 +253,7 @@ def check(seed: int, folder: Path) -> list[str]:
     program = Program(seed)
     rng = random.Random(seed + 3)
     with OffloadEngine(program.model(), nvme_path=folder, **program.options()) as engine:
-        expected = program.run(engine)
+        expected = program.run(engine, Around())
     wrong = []
 
     def on_cpu(**budgets: int) -> OffloadEngine:
@@ -233,14 +261,18 @@ def check(seed: int, folder: Path) -> list[str]:
 
     host_memory = int(least(on_cpu, "host_memory") * random.Random(seed + 4).choice((1, 1, 1.3, 2)))
     with on_cpu(host_memory=host_memory) as engine:
-        if not _equal(program.run(engine), expected):
+        if not _equal(program.run(engine, Around()), expected):
             wrong.append(f"other bits on the CPU with {host_memory} bytes")
     eagerness = rng.choice((0.0, 0.3, 0.9))
     link_speed = random.Random(seed + 5).choice((1.0, 1e9, 1e15, 1e15))  # updates on the CPU, on both, on the device
     auto = random.Random(seed + 6).choice((None, None, None, 1 << 40, 500_000, 900_000))
     if auto is not None and program.model().vocabulary == HUGE_VOCAB:
         auto *= 20
-    device = SimulatedDevice(seed, eagerness, memory_bytes=auto or 1 << 40, link_speed=link_speed)
+    memory_bytes, queue_depth = auto or 1 << 40, random.Random(seed + 7).choice((2, 8, 64))
+    device = SimulatedDevice(seed, eagerness, memory_bytes=memory_bytes, link_speed=link_speed, queue_depth=queue_depth)
+    around = AroundDevice(
+        seed, device, may_lack_memory=auto is None and program.options()["gradient_accumulation_steps"] == 1
+    )
 
     def make(**budgets: int) -> OffloadEngine:
         return OffloadEngine(program.model(), nvme_path=folder, device=device, **program.options(), **budgets)
@@ -255,10 +287,11 @@ def check(seed: int, folder: Path) -> list[str]:
     with watched(device, engine), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            found = program.run(engine)
+            found = program.run(engine, around)
             allowed = engine.plan.device.total_bytes - engine.plan.device.gradients_bytes
         finally:
             engine.close()
+            around.close()
     if any("memory for one more unit than was planned" in str(warning.message) for warning in said):
         # A block's second call, recomputed inside of another unit's backward, which no structure of the model shows.
         allowed += max(item.unit.numel for item in engine.plan.units) * engine.config.dtype.itemsize
@@ -287,6 +320,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60, help="how long to go on")
     parser.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()), help="a folder for the swap store")
     options = parser.parse_args()
+    torch.set_num_threads(1)  # models are small, and threads that wait for one another take the time of others
     deadline, seed, failed = time.monotonic() + options.seconds, options.seed, 0
     while time.monotonic() < deadline:
         try:

@@ -7,6 +7,7 @@ up while the gradient came, and its product with a number, which the update appl
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Protocol
 
 import torch
@@ -44,23 +45,40 @@ class GradientHandle(Handle):
         handle = args[0] if args else None
         if isinstance(handle, GradientHandle):
             if func is torch.ops.aten.linalg_vector_norm.default and _is_2_norm(*args[1:], **kwargs):
-                norm = handle._backing.norm()
-                return torch.tensor(norm, dtype=kwargs.get("dtype") or handle.dtype, device=handle.device)
+                norm, dtype = handle._backing.norm(), kwargs.get("dtype") or handle.dtype
+                return torch.full((), norm, dtype=dtype, device=handle.device)  # a copy would wait for the device
             if func in (torch.ops.aten.mul_.Tensor, torch.ops.aten.mul_.Scalar) and _is_number(args[1]):
-                handle._backing.multiply(float(args[1]))
+                handle._backing.multiply(_number_in(args[1]))
                 return handle
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def _unscale(gradients: list[torch.Tensor], found_inf: torch.Tensor, factor: torch.Tensor) -> None:
     """What ``torch.amp.GradScaler`` does to gradients before a step, without bringing them in."""
+    number = float(factor)
     for gradient in gradients:
         if not isinstance(gradient, GradientHandle):
             torch._amp_foreach_non_finite_check_and_unscale_([gradient], found_inf, factor)
             continue
         if not gradient._backing.is_finite():
             found_inf.fill_(1.0)
-        gradient._backing.multiply(float(factor))
+        gradient._backing.multiply(number)
+
+
+_last_number: tuple[weakref.ref[torch.Tensor], int, float] | None = None
+"""The tensor that was read last, its version then, and what it held."""
+
+
+def _number_in(value: Any) -> float:
+    """The number that ``value`` is or holds. To read one tensor waits for a device, and ``clip_grad_norm_`` multiplies
+    every gradient by the same one: it is read once."""
+    global _last_number
+    if not isinstance(value, torch.Tensor) or value.is_inference():
+        return float(value)
+    last = _last_number
+    if last is None or last[0]() is not value or last[1] != value._version:
+        _last_number = last = weakref.ref(value), value._version, float(value)
+    return last[2]
 
 
 def _is_2_norm(ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> bool:

@@ -2,7 +2,7 @@
 
 [Note: When a unit's backward is over] Autograd runs nodes in the reverse order of their creation. When the gradient of
 a call's output arrives, every node that was created after that call has run: units whose calls began later are done.
-Units that are still open when the backward ends are closed then.
+Units that are still open when the backward ends are closed then; where an exception ended it, before the next forward.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from offload.model.handle import Handle
 from offload.model.own_writes import OwnWrites
 from offload.tiers.window import Window
 from offload.torch_internals import (
+    belongs_to_backward,
     graph_task,
     leaves_of,
     map_leaves,
@@ -127,9 +128,15 @@ def _first_node(sequence: int, output: torch.Tensor) -> Node | None:
     """
     for tensor in (output._base, output):
         node = None if tensor is None else tensor.grad_fn
-        if node is not None and sequence_number(node) >= sequence:
+        if node is not None and sequence_number(node) >= sequence and not _is_older(node):
             return node
     return None
+
+
+def _is_older(node: Node) -> bool:
+    """The unit is being recomputed, and the node was made before. Each thread counts its nodes by itself, and autograd
+    may recompute in another one than that which ran the forward: there the numbers tell nothing."""
+    return graph_task() != -1 and belongs_to_backward(node)
 
 
 def _take_gradient(
@@ -179,7 +186,9 @@ class Hooks:
         """Units in forward."""
         self._open: list[tuple[UnitInModel, int, int]] = []
         """Units in backward: with the serial number at which the call began, and the graph task that opened it."""
-        self._tasks: set[int] = set()
+        self._tasks: dict[int, weakref.ref[Callable[[], None]]] = {}
+        """Graph tasks that have opened units, each with what it calls at its end. An exception ends one without a call:
+        then nothing refers to that any more."""
         self._lost: set[ParameterSpec] = set()
         """Parameters that were said to be lost."""
         self._installed: list[Any] = []
@@ -188,7 +197,7 @@ class Hooks:
 
     def close_backward(self, task: int | None = None) -> None:
         """Close the units that graph task ``task`` opened; all of them if it is None (an exception ended it)."""
-        self._tasks = set() if task is None else self._tasks - {task}
+        self._tasks = {} if task is None else {key: end for key, end in self._tasks.items() if key != task}
         for entry in [entry for entry in self._open if task is None or entry[2] == task]:
             self._leave_backward(entry)
 
@@ -259,6 +268,8 @@ class Hooks:
                         "torch.jit.trace would keep the weights as they are now, in memory that others pass through. "
                         "Trace copy.deepcopy(model), or the model that engine.unwrap() gives."
                     )
+                if self._open and graph_task() == -1:
+                    self._close_failed()
                 self._enter(forward=True)
             else:
                 torch._dynamo.graph_break(msg=_IN_PARTS)  # dynamo's own error would not say it
@@ -324,8 +335,9 @@ class Hooks:
         self._enter(forward=False)
         task = graph_task()
         if task not in self._tasks:
-            self._tasks.add(task)
-            when_backward_ends(partial(self.close_backward, task))
+            close = partial(self.close_backward, task)
+            self._tasks[task] = weakref.ref(close)
+            when_backward_ends(close)
         for entry in [entry for entry in self._open if entry[1] > end]:
             self._leave_backward(entry)
         if not unit.in_backward:
@@ -333,6 +345,11 @@ class Hooks:
                 self._schedule.begin_use(unit.spec)
             unit.in_backward = True
             self._open.append((unit, start, task))
+
+    def _close_failed(self) -> None:
+        """Close the units of backwards that an exception has ended."""
+        for task in [task for task, end in self._tasks.items() if end() is None]:
+            self.close_backward(task)
 
     def _leave_backward(self, entry: tuple[UnitInModel, int, int]) -> None:
         unit = entry[0]

@@ -29,10 +29,11 @@ class DevicePlan:
 
     ``resident`` are the indices of the units that rest there, and never leave; ``resident_bytes`` is what they take, by
     kind.
-    ``all_bytes``: the weights of all other units.
+    ``all_bytes``: the weights of all other units. ``least_weights_bytes``: those that compute needs at a time.
     """
 
     weights_bytes: int
+    least_weights_bytes: int
     gradients_bytes: int
     all_bytes: int
     num_units: int
@@ -164,7 +165,16 @@ def plan_device(
         if spare_bytes is not None:
             weights = min(spare_bytes - others - updated, max(everything, least))
         return DevicePlan(
-            weights, gradients, everything, len(units), frozenset(resident), resident_bytes, squares, updated, obstacle
+            weights,
+            least,
+            gradients,
+            everything,
+            len(units),
+            frozenset(resident),
+            resident_bytes,
+            squares,
+            updated,
+            obstacle,
         )
 
     every = range(len(units))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from offload.device.protocol import Device, Event
-from offload.errors import DeviceMemoryError
+from offload.errors import DeviceMemoryError, warn
 from offload.memory import tensor_at
 from offload.report.meter import Meter
 from offload.report.trace import Span
@@ -23,6 +23,7 @@ from offload.tiers.host_weights import HostWeights
 from offload.tiers.window import DeviceWindow
 from offload.units import UnitSpec
 from offload.waiting import WAIT_TIMEOUT_S, Failure, Worker, timed_out
+from swapper import readable_bytes
 
 _LOOK_AHEAD = 16
 """Uses ahead of the present one that prefetching considers: no device has more room to spare than that takes time."""
@@ -59,40 +60,59 @@ class DeviceCarrier:
         lower: HostWeights,
         device: Device,
         max_bytes: int,
+        least_bytes: int,
         failure: Failure,
         meter: Meter,
     ) -> None:
+        """``least_bytes`` are what compute takes at a time: below that nothing works."""
         self.max_bytes = max_bytes
+        self.used_bytes = 0
         self.copied_bytes = 0
         """Host to device, since the engine was made."""
+        self._least_bytes = least_bytes
+        self._headroom_bytes = max((window.nbytes for window in windows), default=0)
         self._windows = windows
         self._lower = lower
         self._device = device
         self._failure = failure
         self._meter = meter
-        self._used_bytes = 0
+        self._seen = device.shortages()
         self._starter = Worker("offload-to-device")
         self._finisher = Worker("offload-to-device-end")
 
     def take_place(self, unit: UnitSpec) -> Copy | None:
-        if self._used_bytes + self._windows[unit.index].nbytes > self.max_bytes:
+        if self.used_bytes + self._windows[unit.index].nbytes > self.max_bytes:
             return None
         try:
             return self.add_place(unit)
         except DeviceMemoryError:  # activations take more than they did when room was measured
+            self._shrink(self.used_bytes - self._headroom_bytes)
+            self._seen = self._device.shortages()
             return None
+
+    def shrink_if_short(self) -> int | None:
+        """Keep to fewer bytes if memory was short since the last call; None if it was not. Where an operation of the
+        model found none, to the least; that many bytes more were allowed before. Where one found some after torch had
+        emptied its cache, which is slow, to room for one more unit: 0."""
+        before, self._seen = self._seen, self._device.shortages()
+        if self._seen.failed != before.failed:
+            return self._shrink(0)
+        if self._seen.emptied != before.emptied:
+            self._shrink(self.used_bytes - self._headroom_bytes)
+            return 0
+        return None
 
     def add_place(self, unit: UnitSpec) -> Copy:
         window = self._windows[unit.index]
         window.allocate()
-        self._used_bytes += window.nbytes
+        self.used_bytes += window.nbytes
         return Copy(window, self._device.compute.record(), self._failure)
 
     def free_place(self, unit: UnitSpec, place: Copy) -> None:
         """The memory is for the work that compute is given next, and so for nothing before the copy is over."""
         if place.arrived is not None:
             self._device.compute.wait(place.arrived)
-        self._used_bytes -= place.window.nbytes
+        self.used_bytes -= place.window.nbytes
         place.window.close()
 
     def obstacle(self, unit: UnitSpec) -> Transfer | None:
@@ -109,6 +129,11 @@ class DeviceCarrier:
         """Wait for copies under way."""
         self._starter.stop()
         self._finisher.finish()
+
+    def _shrink(self, nbytes: int) -> int:
+        before = self.max_bytes
+        self.max_bytes = min(before, max(nbytes, self._least_bytes))
+        return before - self.max_bytes
 
     # The two threads.
 
@@ -175,6 +200,7 @@ class DeviceWeights(WeightCache[Copy]):
         ``training``: a step ends this order of uses, and the weights of later uses will have changed.
         """
         entry = self._entries[unit.index]
+        self._give_way()
         with self._changed:
             self._learn(entry)
             if entry.outdated and entry.pins == 0:
@@ -186,8 +212,11 @@ class DeviceWeights(WeightCache[Copy]):
 
     def release(self, unit: UnitSpec) -> None:
         """Compute was given all that uses the unit for now."""
+        entry = self._entries[unit.index]
+        if entry.place is not None:
+            entry.place.window.used()
         with self._changed:
-            self._unpin(self._entries[unit.index], computing=True)
+            self._unpin(entry, computing=True)
 
     def outdate(self, units: Sequence[UnitSpec]) -> None:
         """The weights of these units are about to change in host memory: copies of them are over, and void."""
@@ -230,6 +259,24 @@ class DeviceWeights(WeightCache[Copy]):
                 if entry.place is not None and entry.place.arrived is not None:
                     entry.place.arrived.wait()
                 self._evict(entry)
+
+    def _give_way(self) -> None:
+        """Drop copies that are not in use, those needed last first, where the model's own operations lack memory."""
+        if not self._present:
+            return
+        more = self.copies.shrink_if_short()
+        if more is None:
+            return
+        with self._changed:
+            idle = sorted((entry for entry in self._present if entry.pins == 0), key=self._distance, reverse=True)
+            for entry in idle:
+                if self.copies.used_bytes > self.copies.max_bytes and entry.pins == 0 and entry.place is not None:
+                    self._drop(entry)
+        if more:
+            warn(
+                f"the device had no room for what the model computes: copies of weights there, which took up to "
+                f"{readable_bytes(more)} more, give way from now on. What failed can be run again."
+            )
 
     def _drop(self, entry: Entry[Copy]) -> None:
         """Evict a unit that is not in use, whose copy has been or is just being started."""

@@ -10,6 +10,7 @@ from offload.device.protocol import Device
 from offload.errors import DeviceMemoryError
 from offload.optim.formats import Formats
 from offload.plan.device import DevicePlan
+from offload.tiers.bounce import Bounce
 from offload.tiers.device_weights import DeviceWeights
 from offload.tiers.gradients import DeviceGradients, GradientStore
 from offload.tiers.home import DeviceHome, TileHomes, UnitHomes
@@ -29,6 +30,7 @@ class DeviceHomes:
         self._formats = formats
         self._dtype = grads_dtype
         self._storages: list[torch.UntypedStorage] = []
+        self._bounce = Bounce(device)
 
     def make(self, unit: UnitSpec, tiles: Sequence[Tile], window: DeviceWindow) -> UnitHomes:
         """Homes for a unit whose window is open. Raises ``DeviceMemoryError``."""
@@ -42,10 +44,10 @@ class DeviceHomes:
         grads = self._view(storage, 0, self._dtype, grads_numel)
         grads.zero_()  # the padding stays so
         states = [
-            TileHomes(tile, DeviceHome(self._device, self._view(storage, start, torch.uint8, tile.nbytes)))
+            TileHomes(tile, self._home(self._view(storage, start, torch.uint8, tile.nbytes)))
             for tile, start in zip(tiles, starts, strict=False)
         ]
-        return UnitHomes(DeviceHome(self._device, window.target), DeviceHome(self._device, grads), states)
+        return UnitHomes(self._home(window.target), self._home(grads), states)
 
     def undo(self, count: int) -> None:
         """Free what was made last for so many units."""
@@ -55,6 +57,10 @@ class DeviceHomes:
     def close(self) -> None:
         """Free the device's memory."""
         self.undo(len(self._storages))
+        self._bounce.close()
+
+    def _home(self, tensor: torch.Tensor) -> DeviceHome:
+        return DeviceHome(self._device, tensor, self._bounce)
 
     def _view(self, storage: torch.UntypedStorage, start: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
         tensor = torch.empty(0, dtype=dtype, device=self._device.torch_device)

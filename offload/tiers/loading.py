@@ -73,7 +73,8 @@ class Loader:
             for spec, value in values.items():
                 weight = tensor_at(weights + spec.offset * self._formats.weights, spec.numel, self._dtype)
                 for start in range(0, spec.numel, _PART_NUMEL):
-                    weight[start : start + _PART_NUMEL].copy_(value[start : start + _PART_NUMEL].cpu().float())
+                    part = value[start : start + _PART_NUMEL].float().to(self._dtype)  # where it is: the link has less
+                    weight[start : start + _PART_NUMEL].copy_(part)
             for tile in homes.tiles:
                 with _filled(tile.states, self._tile_buffers) as address:
                     self._fill_tile(tile, address, weights, values)
@@ -98,7 +99,7 @@ class Loader:
 def _filled(home: Home, buffers: _Ring) -> Iterator[int]:
     """Where a record is to be put; it is on its way to its home at the end."""
     if home.stored is None:
-        with home.borrow(change=True) as address:
+        with home.replace() as address:
             yield address
         return
     address = buffers.take()

@@ -14,6 +14,7 @@ import aio_ext
 from offload.closing import Closers
 from offload.config import OffloadConfig
 from offload.device.protocol import Device
+from offload.memory import fault_in
 from offload.plan.buffers import NUM_LANDINGS
 from offload.plan.plan import Plan, Tier, UnitPlan
 from offload.report.meter import Meter
@@ -92,11 +93,12 @@ def make_tiers(
     arena = Arena(plan.arena_bytes + sum(landing_bytes))
     closers.callback(arena.close)
     if device is not None:
+        fault_in(arena.address, arena.nbytes, torch.get_num_threads())  # to pin it, the kernel would use one
         device.pin(arena.address, max(arena.nbytes, PAGE_BYTES))
-        closers.callback(device.unpin, arena.address)
-    if store is not None:
-        closers.callback(store.close)
-        store.register(arena)
+        closers.callback(partial(device.unpin, arena.address))
+    if opened is not None:
+        closers.callback(opened.close)
+        opened.store.register(arena)
     windows, parameters = _make_windows(plan, config.dtype, device)
     device_homes = None
     if device is not None:
@@ -104,7 +106,7 @@ def make_tiers(
         closers.callback(device_homes.close)
     homes = _make_homes(plan, arena, store, device_homes, windows, meter.trace)
     if device is not None:
-        closers.callback(_close_resident, windows, homes)
+        closers.callback(partial(_close_resident, windows, homes))
     slots = [Slot(arena.lease(plan.slot_bytes)) for _ in range(plan.staging.num_slots)]
     grad_buffers = [GradientBuffer(arena.lease(plan.grad_buffer_bytes)) for _ in range(plan.staging.num_grad_buffers)]
     tile_buffers = [arena.lease(plan.tile_buffer_bytes) for _ in range(plan.staging.num_tile_buffers)]
@@ -136,7 +138,9 @@ def make_tiers(
         on_device = None
     else:
         own = cast(Sequence[DeviceWindow], windows)
-        carrier = DeviceCarrier(own, host, device, plan.device.weights_bytes, failure, meter)
+        carrier = DeviceCarrier(
+            own, host, device, plan.device.weights_bytes, plan.device.least_weights_bytes, failure, meter
+        )
         weights = DeviceWeights(
             units,
             lambda unit: homes[unit.index].weights.tensor is not None,

@@ -9,11 +9,14 @@ from collections.abc import Collection, Sequence
 
 import torch
 
+import aio_ext
 from offload.device.protocol import Device
 from offload.kernels import SQUARES_LANES
+from offload.memory import tensor_at
 from offload.plan.buffers import SquaresGroup, num_blocks, squares_groups, squares_parts, squares_rows
 from offload.report.meter import Meter
 from offload.units import ParameterSpec, UnitSpec
+from swapper import PAGE_BYTES, align
 
 
 class Squares:
@@ -25,6 +28,10 @@ class Squares:
         self._meter = meter
         self._storage = torch.UntypedStorage(0, device=device.torch_device)
         self._begun: set[ParameterSpec] = set()
+        num_trainable = sum(len(unit.trainable) for unit in units)
+        self._landing = aio_ext.Memory(max(align(8 * num_trainable), PAGE_BYTES))
+        device.pin(self._landing.address, self._landing.nbytes)
+        self._on_host = tensor_at(self._landing.address, num_trainable, torch.float64)
         self._lay_out(resident)
 
     def move(self, resident: Collection[int]) -> None:
@@ -41,7 +48,6 @@ class Squares:
         ranges = self._view(0, torch.int64, 3 * len(rows)).view(len(rows), 3)
         ranges.copy_(torch.tensor(rows, dtype=torch.int64).view(len(rows), 3))
         self._sums = self._view(ranges_bytes + lanes_bytes, torch.float64, len(rows))
-        self._on_host = torch.zeros(len(rows), dtype=torch.float64)
         self._kernel_arguments: dict[SquaresGroup, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._places: dict[ParameterSpec, int] = {}
         for group in groups:
@@ -74,8 +80,10 @@ class Squares:
         return {spec: sums[self._places[spec]] for spec in begun}
 
     def close(self) -> None:
-        """Free the device's memory."""
+        """Free the device's memory, and what the host has for it."""
         self._device.free(self._storage)
+        self._device.unpin(self._landing.address)
+        self._landing.close()
 
     def _read(self) -> list[float]:
         return self._on_host.tolist()  # type: ignore[no-any-return]

@@ -110,6 +110,10 @@ class DeviceWindow(_Holds):
     def allocate(self) -> None:
         self._device.allocate(self._storage, self.nbytes)
 
+    def used(self) -> None:
+        """Compute was given work on what is in the window, on the stream that is current now."""
+        self._device.used(self._storage)
+
     def close(self) -> None:
         self._device.free(self._storage)
 

@@ -14,9 +14,12 @@ from tiny import Tiny, batches, loss_of, train
 
 from offload import BudgetError, ConfigError, OffloadEngine
 from offload.errors import DeviceMemoryError
-from offload.testing.simulated import SimulatedDevice, _Event, _Stream
+from offload.memory import tensor_at
+from offload.testing.simulated import SimulatedDevice
+from offload.testing.stream import SimulatedEvent, SimulatedStream
 from offload.tiers.device_weights import DeviceWeights
 from offload.tiers.gradients import GradientStore, HostGradients
+from swapper import PAGE_BYTES, Arena, create_store
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -34,22 +37,22 @@ def _no_wait(*args: Any, **options: Any) -> None:
 
 
 def _forget_compute_waits(patch: pytest.MonkeyPatch) -> None:
-    wait = _Stream.wait
-    patch.setattr(_Stream, "wait", lambda self, event: None if self.name == "compute" else wait(self, event))
+    wait = SimulatedStream.wait
+    patch.setattr(SimulatedStream, "wait", lambda self, event: None if self.computes else wait(self, event))
 
 
 def _forget_the_allocation(patch: pytest.MonkeyPatch) -> None:
-    wait = _Stream.wait
-    patch.setattr(_Stream, "wait", lambda self, event: None if self.name == "to_device" else wait(self, event))
+    wait = SimulatedStream.wait
+    patch.setattr(SimulatedStream, "wait", lambda self, event: None if self.name == "to_device" else wait(self, event))
 
 
 def _forget_that_compute_makes_gradients(patch: pytest.MonkeyPatch) -> None:
-    wait = _Stream.wait
-    patch.setattr(_Stream, "wait", lambda self, event: None if self.name == "to_host" else wait(self, event))
+    wait = SimulatedStream.wait
+    patch.setattr(SimulatedStream, "wait", lambda self, event: None if self.name == "to_host" else wait(self, event))
 
 
 def _let_the_host_go_on(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(_Event, "wait", _no_wait)
+    patch.setattr(SimulatedEvent, "wait", _no_wait)
 
 
 def _keep_old_copies(patch: pytest.MonkeyPatch) -> None:
@@ -57,8 +60,8 @@ def _keep_old_copies(patch: pytest.MonkeyPatch) -> None:
 
 
 def _free_gradients_at_once(patch: pytest.MonkeyPatch) -> None:
-    copy = _Stream.copy
-    patch.setattr(_Stream, "copy", lambda self, target, source: copy(self, target, source.clone()))
+    copy = SimulatedStream.copy
+    patch.setattr(SimulatedStream, "copy", lambda self, target, source: copy(self, target, source.clone()))
 
 
 @pytest.mark.parametrize(
@@ -77,6 +80,29 @@ def test_the_campaign_finds_a_forgotten_wait(
 ) -> None:
     forget(monkeypatch)
     expect_trouble(tmp_path)
+
+
+@pytest.mark.parametrize("operation", ["read", "write", "write_beside"])
+def test_a_disk_that_does_not_wait_for_a_copy_shows(
+    operation: str, make_model: Callable[..., Tiny], tmp_path: Path
+) -> None:
+    device = SimulatedDevice(eagerness=0.0)
+    arena = Arena(PAGE_BYTES)
+    address = arena.lease(PAGE_BYTES).address
+    buffer = tensor_at(address, PAGE_BYTES // 4, torch.float32)
+    with (
+        create_store([tmp_path], None, [PAGE_BYTES]) as store,
+        OffloadEngine(make_model()) as engine,
+        device_schedules.watched(device, engine),
+    ):
+        [extent] = store.extents
+        device.pin(address, PAGE_BYTES)
+        store.write(extent, address, PAGE_BYTES).wait()
+        assert device.violations == []
+        device.to_host.copy(buffer, torch.zeros_like(buffer))
+        getattr(store, operation)(extent, address, PAGE_BYTES).wait()
+    assert len(device.violations) == 1
+    arena.close()
 
 
 def test_the_least_device_memory_works_and_is_kept_to_the_byte(make_model: Callable[..., Tiny], tmp_path: Path) -> None:
@@ -153,13 +179,13 @@ def test_copies_give_way_to_activations_that_grew(make_model: Callable[..., Tiny
         make_model(), nvme_path=tmp_path, device=device, device_memory="auto", precision="bf16"
     ) as engine:
         losses, _ = train(engine, 1)
-        device._memory_bytes = max(2 * item.unit.numel for item in engine.plan.units)
+        device.pools.capacity_bytes = max(2 * item.unit.numel for item in engine.plan.units)
         tokens, targets = batches(2)[1]
         loss = loss_of(engine(tokens), targets)
         engine.backward(loss)
         engine.step()
         assert [*losses, loss.item()] == expected
-        device._memory_bytes = 4096
+        device.pools.capacity_bytes = 4096
         with pytest.raises(DeviceMemoryError, match="no room"):
             engine(tokens)
 

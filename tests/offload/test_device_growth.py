@@ -14,7 +14,8 @@ from tiny import Tiny, train
 
 from offload import BudgetError, NonFiniteGradient, OffloadEngine
 from offload.errors import DeviceMemoryError
-from offload.testing.simulated import SimulatedDevice, _Event, _Stream
+from offload.testing.simulated import SimulatedDevice
+from offload.testing.stream import SimulatedEvent, SimulatedStream
 from offload.tiers.growth import DeviceHomes
 
 OPTIONS: list[dict[str, Any]] = [
@@ -86,10 +87,16 @@ def test_units_move_home_after_the_first_step_and_the_bits_stay(
         assert device.violations == [] and device.allocated_bytes == 0
 
 
-@pytest.mark.parametrize("kind", [_Stream, _Event], ids=["memory-before-copy", "copy-before-use"])
-def test_a_forgotten_wait_shows(make: Callable[..., OffloadEngine], kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [("_bring", SimulatedStream), ("end_one", SimulatedEvent)],
+    ids=["memory-before-copy", "copy-before-use"],
+)
+def test_a_forgotten_wait_shows(
+    make: Callable[..., OffloadEngine], function: str, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = SimulatedDevice(memory_bytes=int(whole_bytes(make) * 1.2))
-    forget_in("_bring", kind)(monkeypatch)
+    forget_in(function, kind)(monkeypatch)
     engine = make(device)
     with engine, device_schedules.watched(device, engine), contextlib.suppress(NonFiniteGradient):
         train(engine, 3)

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint_sequential
 from offload import BudgetError, NonFiniteGradient, OffloadEngine
 from offload.optim.formats import Formats
 from offload.plan.device import plan_device
-from offload.testing.simulated import SimulatedDevice, _Event, _Stream
+from offload.testing.simulated import SimulatedDevice
+from offload.testing.stream import SimulatedEvent, SimulatedStream
 from offload.units.find import find_units
 
 Outcome = tuple[list[float], dict[str, torch.Tensor]]
@@ -240,7 +241,7 @@ def test_inference_needs_weights_alone(make_model: Callable[..., Tiny]) -> None:
 # What the campaign is there to find, here too: each of these is one forgotten wait, or work in the wrong place.
 
 
-class _Beside(_Stream):
+class _Beside(SimulatedStream):
     """A stream that compute does not wait for, and whose work is done in time by luck."""
 
     def _give(self, work: Callable[[], None]) -> None:
@@ -250,8 +251,8 @@ class _Beside(_Stream):
 
 def _beside_compute(method: str) -> Callable[[pytest.MonkeyPatch], None]:
     def forget(patch: pytest.MonkeyPatch) -> None:
-        do = getattr(_Stream, method)
-        patch.setattr(_Stream, method, lambda self, *args: do(_Beside(self.device, "beside"), *args))
+        do = getattr(SimulatedStream, method)
+        patch.setattr(SimulatedStream, method, lambda self, *args: do(_Beside(self.device, "beside"), *args))
 
     return forget
 
@@ -259,10 +260,10 @@ def _beside_compute(method: str) -> Callable[[pytest.MonkeyPatch], None]:
 @pytest.mark.parametrize(
     "forget",
     [
-        forget_in("collect", _Stream),
-        forget_in("collect", _Event),
-        forget_in("borrow_part", _Stream),
-        forget_in("borrow_part", _Event),
+        forget_in("collect", SimulatedStream),
+        forget_in("collect", SimulatedEvent),
+        forget_in("borrow_part", SimulatedStream),
+        forget_in("end_one", SimulatedEvent),
         _beside_compute("kernel"),
         _beside_compute("sum_squares"),
     ],

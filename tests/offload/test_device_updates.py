@@ -23,7 +23,8 @@ from offload.plan.buffers import tile_parts
 from offload.plan.plan import Tier
 from offload.report.meter import Meter
 from offload.report.report import LinkRates
-from offload.testing.simulated import SimulatedDevice, _Event, _Stream
+from offload.testing.simulated import SimulatedDevice
+from offload.testing.stream import SimulatedEvent, SimulatedStream
 from offload.units import Tile
 from offload.update.device_side import DeviceSide, Trip
 from offload.update.pipeline import Pipeline
@@ -242,7 +243,7 @@ def test_the_side_is_that_which_will_be_done_first() -> None:
 @pytest.mark.parametrize("forgotten", [False, True])
 def test_a_tile_comes_to_memory_that_is_there(forgotten: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if forgotten:
-        forget_in("__init__", _Stream)(monkeypatch)
+        forget_in("__init__", SimulatedStream)(monkeypatch)
     device, memory = SimulatedDevice(), torch.arange(14_000).to(torch.uint8)
     side = updates(device)
     side.end(send(side, memory))
@@ -260,12 +261,12 @@ def test_a_fault_on_the_way_reaches_the_training_thread_and_nothing_hangs(
         device = SimulatedDevice(seed=number, link_speed=DEVICE)
         engine = make(device, on_nvme=on_nvme)
         train(engine, 1)
-        kind, count = (_Event, 0) if where == "wait" else (_Stream, 0)
+        kind, count = (SimulatedEvent, 0) if where == "wait" else (SimulatedStream, 0)
         work = getattr(kind, where)
 
         def fail(self: Any, *args: Any, number: int = number, work: Any = work) -> Any:
             nonlocal count
-            stream = self._stream if isinstance(self, _Event) else self
+            stream = self.stream if isinstance(self, SimulatedEvent) else self
             count += stream.name.startswith("stream")
             if stream.name.startswith("stream") and count == number:
                 raise RuntimeError("planted")
@@ -336,7 +337,7 @@ def _share_one_place(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "forget",
-    [forget_in("end", _Event), _count_too_early, _share_one_place],
+    [forget_in("end", SimulatedEvent), _count_too_early, _share_one_place],
     ids=["back-before-use", "unit-before-tile", "one-place"],
 )
 @pytest.mark.parametrize("on_nvme", [False, True], ids=["in RAM", "on NVMe"])

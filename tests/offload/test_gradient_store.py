@@ -18,6 +18,7 @@ from offload.errors import WaitTimeout
 from offload.memory import tensor_at
 from offload.report.meter import Meter
 from offload.testing.simulated import SimulatedDevice
+from offload.tiers.bounce import Bounce
 from offload.tiers.gradients import DeviceGradients, GradientStore, HostGradients, resident_gradients
 from offload.tiers.home import DeviceHome, Home, HostHome, TileHomes, UnitHomes
 from offload.tiers.spill import BufferPool, GradientBuffer, SpilledGradients
@@ -413,7 +414,8 @@ def test_a_unit_whose_gradients_rest_elsewhere_begins_anew_there() -> None:
 
 def test_the_home_of_gradients_decides_their_place() -> None:
     unit, memory = make_unit(), aio_ext.Memory(GRAIN * 4)
-    on_device = DeviceHome(SimulatedDevice(), torch.zeros(GRAIN))
+    device = SimulatedDevice()
+    on_device = DeviceHome(device, torch.zeros(GRAIN), Bounce(device))
 
     def place(grads: Home | None) -> Any:
         return resident_gradients(unit, UnitHomes(Home(0), grads, []), torch.float32, None)

@@ -1314,7 +1314,7 @@ class DeviceRig:
             self.windows[-1].close()
         units = list(self.units.values())
         self.carrier = DeviceCarrier(
-            self.windows, self.host.weights, self.device, room * PART_BYTES, self.failure, Meter()
+            self.windows, self.host.weights, self.device, room * PART_BYTES, 0, self.failure, Meter()
         )
         self.weights = DeviceWeights(
             units, lambda unit: False, self.carrier, self.device, self.failure, Meter(), prefetch=prefetch
