@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from offload.checkpoint.command import add_export, add_inspect
+from offload.compat.command import add_config
 from offload.train.arguments import add_train
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -72,6 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_train(subparsers)
     add_inspect(subparsers)
     add_export(subparsers)
+    add_config(subparsers)
     return parser
 
 

@@ -1,0 +1,1 @@
+"""Other libraries' front doors, standing on the engine's public names."""

@@ -1,0 +1,167 @@
+"""The section ``optimizer``: which optimizer of ours, or class of torch, is meant, and with which settings."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload import foreign, values
+from offload.compat.deepspeed.checking import Row, check, joined
+from offload.compat.deepspeed.keys import ADAGRAD_PARAMS, ADAM_PARAMS, LION_PARAMS, Block, Effect
+from offload.compat.deepspeed.kinds import AUTO
+from offload.compat.deepspeed.sources import Sources
+from offload.errors import ConfigError
+
+_PATH = "optimizer.params"
+_DEFAULT = "the default"
+
+_ADAMS = ("adam", "adamw", "fusedadam", "cpuadam", "deepspeedcpuadam")
+_LIONS = ("lion", "fusedlion", "deepspeedcpulion")
+_ADAGRADS = ("adagrad", "deepspeedcpuadagrad")
+_REFUSED = {
+    "onebitadam": "it compresses what processes send to each other, and one process trains: write AdamW",
+    "onebitlamb": "it compresses what processes send to each other, and one process trains: write AdamW",
+    "zerooneadam": "it compresses what processes send to each other, and one process trains: write AdamW",
+    "lamb": "there is no kernel for it: write AdamW, or give initialize(optimizer=) an optimizer that you have built",
+    "fusedlamb": "there is no kernel for it: write AdamW, or give initialize(optimizer=) an optimizer that you built",
+    "muon": "it chooses parameters by their names: build torch.optim.Muon over yours, and give it to initialize",
+    "muadam": "its rates follow the model's widths: build the groups yourself, and give initialize(optimizer=...)",
+    "muadamw": "its rates follow the model's widths: build the groups yourself, and give initialize(optimizer=...)",
+    "musgd": "its rates follow the model's widths: build the groups yourself, and give initialize(optimizer=...)",
+}
+"""Types of DeepSpeed that are not there, and what to do instead."""
+
+_NAMED = ("lr", "betas", "eps", "weight_decay")
+"""Settings that are options of the engine by themselves."""
+
+PARAMS: Mapping[str, Block] = {"Adam, AdamW": ADAM_PARAMS, "Lion": LION_PARAMS, "Adagrad": ADAGRAD_PARAMS}
+"""The keys of ``optimizer.params``, by the types that have them."""
+
+
+@dataclass(frozen=True)
+class OptimizerPart:
+    """An optimizer that is not built yet. ``kind`` is a name with a kernel, or a class of torch."""
+
+    kind: str | type[torch.optim.Optimizer]
+    settings: dict[str, Any]
+    rows: tuple[Row, ...]
+    resolved: dict[str, Any]
+    """What "auto" has become, by key."""
+
+    def options(self) -> dict[str, Any]:
+        """As options of ``OffloadConfig``."""
+        options: dict[str, Any] = {"optimizer": self.kind}
+        options |= {name: self.settings[name] for name in _NAMED if name in self.settings}
+        others = {name: value for name, value in self.settings.items() if name not in _NAMED}
+        return {**options, "optimizer_options": others} if others else options
+
+    def build(self, parameters: Any) -> torch.optim.Optimizer:
+        """The optimizer of torch over these parameters or groups. Raises ``ConfigError`` where torch has none."""
+        kind = self.kind
+        if isinstance(kind, str):
+            classes = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "adagrad": torch.optim.Adagrad}
+            if kind not in classes:
+                raise ConfigError(
+                    f"optimizer.type={kind!r} trains all parameters alike, and model_parameters has groups, or not "
+                    "all of them: set requires_grad instead, or use AdamW"
+                )
+            kind = classes[kind]
+        try:
+            return kind(parameters, **self.settings)  # type: ignore[call-arg]
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"model_parameters: {' '.join(str(error).split())}") from None
+
+
+def optimizer_part(section: Mapping[str, Any], sources: Sources) -> OptimizerPart | None:
+    """The optimizer of the section; None if it names none. Raises ``ConfigError`` for what is not there."""
+    given: dict[str, Any] = section.get("params", {})
+    if "type" not in section:
+        if given:
+            raise ConfigError('optimizer.params is given without optimizer.type: write "type": "AdamW"')
+        return None
+    theirs = section["type"]
+    name = theirs.lower()
+    if name in _REFUSED:
+        raise ConfigError(f"optimizer.type={theirs!r} is not there: {_REFUSED[name]}")
+    if name in _ADAMS:
+        return _adam(name, given, sources)
+    if name in _LIONS:
+        return _kernel("lion", LION_PARAMS, {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}, given, sources)
+    if name in _ADAGRADS:
+        return _kernel("adagrad", ADAGRAD_PARAMS, {"lr": 1e-2, "weight_decay": 0.0}, given, sources)
+    return _of_torch(theirs, given, sources)
+
+
+def _adam(name: str, given: dict[str, Any], sources: Sources) -> OptimizerPart:
+    part = _kernel("adamw", ADAM_PARAMS, {"lr": 1e-3, "weight_decay": 0.0}, given, sources)
+    settings = dict(part.settings)
+    modes = [settings.pop(key) for key in ("adam_w_mode", "adamw_mode") if key in settings]
+    if settings.pop("torch_adam", False) is True and given.get("weight_decay") is None and not modes.count(False):
+        settings["weight_decay"] = 0.01  # what torch's AdamW has
+    if settings.get("amsgrad") is False:
+        del settings["amsgrad"]
+    decoupled = name == "adamw" or False not in modes
+    return OptimizerPart("adamw" if decoupled else "adam", settings, part.rows, part.resolved)
+
+
+def _kernel(
+    kind: str, block: Block, defaults: dict[str, Any], given: dict[str, Any], sources: Sources
+) -> OptimizerPart:
+    """Settings of a type that DeepSpeed has of its own, with its defaults."""
+    checked = check(given, block, _PATH)
+    settings, resolved = dict(defaults), {}
+    for name, value in checked.values.items():
+        spec = block.keys[name]
+        if value == AUTO and isinstance(value, str):
+            found = sources.betas() if name == "betas" else sources.number(name)
+            if found is not None:
+                settings[name] = found
+            resolved[joined(_PATH, name)] = settings.get(name, _DEFAULT)
+        elif getattr(spec, "effect", None) is Effect.HONOURED or name == "torch_adam":
+            settings[name] = value
+    return OptimizerPart(kind, settings, checked.rows, resolved)
+
+
+def _of_torch(theirs: str, given: dict[str, Any], sources: Sources) -> OptimizerPart:
+    name = foreign.torch_name(theirs)
+    if name is None:
+        known = ["Adam", "AdamW", "Lion", "Adagrad", "SGD"]
+        near = difflib.get_close_matches(theirs.lower(), [item.lower() for item in known], 1)
+        hint = next((item for item in known if item.lower() in near), None)
+        expected = f"one of {', '.join(known)}, or a class of torch.optim"
+        values.refuse("optimizer.type", expected, theirs, None if hint is None else repr(hint))
+    kind: type[torch.optim.Optimizer] = getattr(torch.optim, name)
+    known_names = list(inspect.signature(kind).parameters)[1:]
+    settings, resolved = {}, {}
+    for key, value in given.items():
+        if key not in known_names:
+            near = difflib.get_close_matches(str(key), known_names, 1)
+            hint = f", did you mean {near[0]!r}?" if near else f", known are: {', '.join(known_names)}"
+            raise ConfigError(f"unknown key {values.shown(key)} in {_PATH}{hint}")
+        if isinstance(value, str) and value == AUTO:
+            found = sources.betas() if key == "betas" else sources.number(key)
+            resolved[joined(_PATH, key)] = _DEFAULT if found is None else found
+            value = found
+        if value is not None:
+            settings[key] = tuple(value) if isinstance(value, list) else value
+    _try(kind, settings)
+    rows = tuple(
+        Row(joined(_PATH, key), values.shown(value), Effect.HONOURED, f"{key} of torch.optim.{name}")
+        for key, value in given.items()
+    )
+    return OptimizerPart(kind, settings, rows, resolved)
+
+
+def _try(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> None:
+    """Raise ``ConfigError`` if torch does not take the settings."""
+    try:
+        kind([nn.Parameter(torch.zeros(2, 2))], **settings)  # type: ignore[call-arg]
+    except Exception as error:  # torch checks settings with what comes
+        said = " ".join(str(error).split())
+        raise ConfigError(f"{_PATH}: {kind.__name__} cannot be built with {values.shown(settings)}: {said}") from None
