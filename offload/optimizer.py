@@ -69,10 +69,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._engine = engine
         self._states = states
         self._progress = progress
+        self._source = source
         self.state = _StateView(states)  # type: ignore[assignment]
         if source is not None:
             source.state = self.state
-            source.step = _Forward(self, source)  # type: ignore[method-assign,assignment]
+            source.step = _Forward(self)  # type: ignore[method-assign,assignment]
             for name in ("zero_grad", "add_param_group", "state_dict", "load_state_dict"):
                 setattr(source, name, getattr(self, name))
 
@@ -93,6 +94,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         elif not found_inf:
             scale: torch.Tensor | None = getattr(self, "grad_scale", None)
             self._engine.take_step(1.0 if scale is None else float(scale))
+        if self._source is not None:
+            self._source._opt_called = True  # type: ignore[attr-defined]  # what schedulers on it look at
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -205,11 +208,12 @@ def refuse_others(own: OffloadOptimizer) -> RemovableHandle:
 class _Forward:
     """The ``step`` of the optimizer that the user had built."""
 
-    def __init__(self, target: OffloadOptimizer, source: torch.optim.Optimizer) -> None:
+    _wrapped_by_lr_sched = True
+    """Schedulers put a step of their own in place of one without this mark, or warn that theirs is gone."""
+
+    def __init__(self, target: OffloadOptimizer) -> None:
         self._target = target
-        self._source = source
 
     def __call__(self, closure: Callable[[], float] | None = None) -> float | None:
-        self._source._opt_called = True  # type: ignore[attr-defined]  # what schedulers look at
         loss: float | None = self._target.step(closure)
         return loss

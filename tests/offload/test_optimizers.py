@@ -1,6 +1,7 @@
 """Every optimizer, over tiles in RAM and on NVMe: the same bits in both, and what ``torch.optim`` gives in memory."""
 
 import copy
+import warnings
 from pathlib import Path
 
 import pytest
@@ -147,6 +148,22 @@ def grouped(model: nn.Module) -> list[dict]:
     decayed = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() <= 1]
     return [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "lr": 3e-3, "weight_decay": 0.0}]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_scheduler_on_a_built_optimizer_never_warns_of_the_order_of_steps(before: bool):
+    model = Tiny()
+    own = torch.optim.AdamW(model.parameters(), lr=1.0)
+    schedulers = [torch.optim.lr_scheduler.StepLR(own, 1)] if before else []
+    with OffloadEngine(model, optimizer=own, precision="fp32") as engine, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler = schedulers[0] if before else torch.optim.lr_scheduler.StepLR(own, 1)
+        for take_step in (engine.step, own.step, engine.optimizer.step):
+            tokens, targets = batches(1)[0]
+            engine.backward(loss_of(engine(tokens), targets))
+            take_step()
+            scheduler.step()
+        assert engine.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.NAdam])
