@@ -13,7 +13,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 
 from offload.checkpoint.background import BackgroundCopy
 from offload.checkpoint.commit import Committer
-from offload.checkpoint.description import Description, describe
+from offload.checkpoint.description import Description, SavedUnits, describe_units
 from offload.checkpoint.folder import CheckpointDirectory
 from offload.checkpoint.linked import LinkedCheckpoints
 from offload.checkpoint.load import Loading, Source
@@ -33,7 +33,6 @@ from offload.config import OffloadConfig
 from offload.errors import ConfigError, warn
 from offload.model.backing import Outside
 from offload.tiers.make import Tiers
-from offload.tiers.store import RecordExtents
 from offload.units import UnitSpec
 from offload.waiting import Failure
 from swapper import OffloadError, StorageError, StorageFull, open_store
@@ -131,7 +130,7 @@ class Checkpoints:
         """What the last step has left, without what came after it."""
         self._committed_step = self._run.progress.global_step
         feed = self._feed or self._present_feed()
-        description = self._describe(feed, None, self._tiers.records)
+        description = self._describe(feed, None, self._own_units)
         description.run.update(gradients={}, num_backwards=0, has_other_gradients=False)
         return description.encode()
 
@@ -192,7 +191,7 @@ class Checkpoints:
         committer, linked, background = self.committer, self._linked, self.background
         if committer is None or linked is None or background is None or not linked.has_room():
             return False
-        description = self._describe(feed, client_state, self._tiers.records)
+        description = self._describe(feed, client_state, self._own_units)
         retain = partial(directory.retain, self._config.keep_last, self._config.keep_every, linked.removing)
         if directory.path.stat().st_dev == self._config.paths[0].stat().st_dev:
             if not linked.save(directory, tag, description):
@@ -208,7 +207,7 @@ class Checkpoints:
         return True
 
     def _copy_to(self, directory: CheckpointDirectory, tag: str, feed: dict[str, Any], client_state: object) -> None:
-        metadata = self._describe(feed, client_state, self._record_copy.layout()[1]).encode()
+        metadata = self._describe(feed, client_state, self._copied_units).encode()
         self._run.wait_for_updates()
         self._record_copy.save(directory, tag, metadata)
         directory.retain(self._config.keep_last, self._config.keep_every, _nothing)
@@ -286,7 +285,7 @@ class Checkpoints:
         return description.run["client_state"]
 
     def _compare(self, description: Description, where: str) -> None:
-        own = self._describe({}, None, self._record_copy.layout()[1], objects=())
+        own = self._describe({}, None, self._copied_units, objects=())
         difference = description.first_difference(own)
         groups = [[group["parameters"] for group in it.run["groups"]] for it in (description, own)]
         if difference is None and all(groups) and groups[0] != groups[1]:
@@ -316,7 +315,7 @@ class Checkpoints:
         self,
         feed: dict[str, Any],
         client_state: object,
-        records: Sequence[RecordExtents],
+        units: SavedUnits,
         objects: Iterable[Any] | None = None,
     ) -> Description:
         own = self._objects if objects is None else objects
@@ -328,7 +327,18 @@ class Checkpoints:
             "objects": [fed[index] if index in fed else states[id(item)] for index, item in enumerate(own)],
             "client_state": client_state,
         }
-        return describe(self._config.precision, self._outside.rule, self._units, self._tiers.homes, records, run)
+        rule = self._outside.rule
+        return Description(self._config.precision, None if rule is None else rule.identity, units, run)
+
+    @cached_property
+    def _own_units(self) -> SavedUnits:
+        """In the extents of the engine's store."""
+        return describe_units(self._units, self._tiers.homes, self._tiers.records, self._outside.rule)
+
+    @cached_property
+    def _copied_units(self) -> SavedUnits:
+        """In the extents of a copy."""
+        return describe_units(self._units, self._tiers.homes, self._record_copy.layout()[1], self._outside.rule)
 
     def _present_feed(self) -> dict[str, Any]:
         iterated = {index: item.state_dict() for index, item in enumerate(self._objects) if _is_iterated(item)}

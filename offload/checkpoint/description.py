@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from offload.checkpoint.model_state import first_difference as difference_of_models
-from offload.checkpoint.values import Encoded, decode
+from offload.checkpoint.values import Encoded, Json, as_json, decode
 from offload.errors import ConfigError
 from offload.optim.rule import Rule, TilePart
 from offload.tiers.home import UnitHomes
@@ -75,6 +76,15 @@ class SavedUnit:
     gradients: int | None
 
 
+class SavedUnits(tuple[SavedUnit, ...]):
+    """The units of a model, as they are saved with each commit."""
+
+    @cached_property
+    def as_json(self) -> Json:
+        """They stay the same: they are made into JSON once."""
+        return as_json([asdict(unit) for unit in self], "the units")
+
+
 @dataclass(frozen=True)
 class Description:
     """``optimizer`` is what ``Rule.identity`` gave, None for a model that is not trained. ``run`` is the state of the
@@ -82,15 +92,14 @@ class Description:
 
     precision: str
     optimizer: dict[str, Any] | None
-    units: tuple[SavedUnit, ...]
+    units: SavedUnits
     run: dict[str, Any] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         """As the metadata of a generation. Raises ``ConfigError`` for a state of the user's that cannot be saved, and
         for one that is too large."""
         content = {"format": _FORMAT, "precision": self.precision, "optimizer": self.optimizer}
-        content["units"] = [asdict(unit) for unit in self.units]
-        encoded = Encoded({**content, "run": self.run}, "the state")
+        encoded = Encoded({**content, "units": self.units.as_json, "run": self.run}, "the state")
         if encoded.nbytes > METADATA_BYTES_MAX:
             raise ConfigError(self._too_large(encoded.nbytes))
         return encoded.join()
@@ -111,7 +120,7 @@ class Description:
         try:
             if content["format"] != _FORMAT:
                 raise ConfigError(f"{where} has format {content['format']}, this program knows {_FORMAT}")
-            units = tuple(_unit(unit) for unit in content["units"])
+            units = SavedUnits(_unit(unit) for unit in content["units"])
             return cls(content["precision"], content["optimizer"], units, content["run"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, ConfigError):
@@ -146,15 +155,10 @@ class Description:
         return {parameter.name: (unit, parameter) for unit in self.units for parameter in unit.parameters}
 
 
-def describe(
-    precision: str,
-    rule: Rule | None,
-    units: Sequence[UnitSpec],
-    homes: Sequence[UnitHomes],
-    records: Sequence[RecordExtents],
-    run: dict[str, Any],
-) -> Description:
-    """The description of a generation whose records are in these extents."""
+def describe_units(
+    units: Sequence[UnitSpec], homes: Sequence[UnitHomes], records: Sequence[RecordExtents], rule: Rule | None
+) -> SavedUnits:
+    """The units of a generation whose records are in these extents."""
     saved = []
     for unit, of_unit, extents in zip(units, homes, records, strict=True):
         tiles = zip(of_unit.tiles, extents.tiles, strict=True)
@@ -169,7 +173,7 @@ def describe(
                 None if extents.gradients is None else extents.gradients.index,
             )
         )
-    return Description(precision, None if rule is None else rule.identity, tuple(saved), run)
+    return SavedUnits(saved)
 
 
 def _parameter(spec: ParameterSpec) -> SavedParameter:

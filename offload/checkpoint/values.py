@@ -10,6 +10,7 @@ import json
 import struct
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
@@ -20,6 +21,19 @@ from offload.errors import ConfigError
 from swapper import StorageCorrupt
 
 _LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class Json:
+    """A part of a value that was made into JSON before, see ``as_json``."""
+
+    content: Any
+
+
+def as_json(value: object, what: str) -> Json:
+    """A value without tensors and arrays, to be encoded again and again as a part of others. Raises ``ConfigError`` as
+    ``Encoded``."""
+    return Json(_Encoder([]).of(value, what))
 
 
 class Encoded:
@@ -65,6 +79,8 @@ class _Encoder:
     def of(self, value: Any, path: str) -> Any:
         if isinstance(value, (bool, str, type(None))):
             return value
+        if isinstance(value, Json):
+            return value.content
         if isinstance(value, (int, float)) and type(value) in (int, float):
             return value
         if isinstance(value, torch.Tensor):

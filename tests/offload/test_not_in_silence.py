@@ -98,7 +98,6 @@ def test_micro_batches_whose_gradients_were_dropped_do_not_count():
         assert engine.global_step == 1
 
 
-
 def test_a_step_without_gradients_says_so_once(engine: OffloadEngine):
     with pytest.warns(UserWarning, match="no parameter has a gradient"):
         engine.optimizer.step()
