@@ -236,12 +236,12 @@ def _cpu() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=20)
+    parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--budget", nargs="+", default=["200MiB", "500MiB"],
                         help="host memory of the engine; 0: the least. Under the limit: the first one")  # fmt: skip
-    parser.add_argument("--beside", default="192MiB", help="memory under the limit beside the budget")
-    parser.add_argument("--tokens", type=int, default=10, help="new tokens of each prompt in a turn")
+    parser.add_argument("--beside", default="320MiB", help="memory under the limit beside the budget")
+    parser.add_argument("--tokens", type=int, default=8, help="new tokens of each prompt in a turn")
     parser.add_argument("--prompts", type=int, default=1, help="prompts in a turn")
     parser.add_argument("--batch", type=int, default=1, help="prompts in one generate")
     parser.add_argument("--length", type=int, default=16, help="tokens of a prompt")

@@ -7,4 +7,6 @@ cd "$root"
 "$venv/bin/python" -m ruff check .
 "$venv/bin/python" -m mypy
 "$venv/bin/lint-imports"
+# Several processes share the cores: threads of torch that wait by spinning would take them from the others.
+export OMP_WAIT_POLICY=passive
 exec "$venv/bin/python" -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal "$@"
