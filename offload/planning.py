@@ -57,7 +57,6 @@ def plan_for(
     make = partial(make_plan, on_host, formats, tiles_of, host_bytes, nvme_bytes, tile_bytes, compute_bytes)
     # On a device gradients arrive in host memory after their unit's backward: early updates wait for that, not yet.
     early = device is None and choice is not None and choice.rule.repeatable
-    early = early and not config.gradient_clipping and config.precision != "fp16"
     spare_bytes = _free_bytes(config.paths) * _AUTO_SHARE if nvme == "auto" else nvme_bytes
     if config.durable and nvme == "auto":  # what an earlier run has there is gone on from in its place
         spare_bytes += sum(map(run_bytes, config.paths))

@@ -47,6 +47,7 @@ from offload.tiers.make import make_tiers, store_bandwidths
 from offload.tiers.states import States
 from offload.torch_internals import graph_task
 from offload.units import ParameterSpec, UnitSpec
+from offload.update.forecast import Forecast
 from offload.update.make import Updates, make_updates
 from offload.update.step import UnitUpdate
 from offload.update.verdict import Verdict, groups_by_parameter
@@ -95,8 +96,8 @@ class Session:
         self._has_warned_of_empty_step = False
         self._has_warned_of_used_gradients = False
         self._model = weakref.ref(model)
-        self._groups: dict[int, Group] = {}
-        """By parameter, as they are in the present backward, if it may be the last one of the step."""
+        self._groups: dict[int, Group] | None = None
+        """By parameter, once an early update for the coming step has asked for them."""
         self._uses: list[Span | None] = [None] * len(units)
         """The present use of each unit by compute."""
         self._closers = Closers()
@@ -118,22 +119,17 @@ class Session:
     def backward(self, loss: torch.Tensor) -> None:
         """Run the backward of ``loss``, which may be the last one of a step."""
         scale = self.progress.loss_scale.value if self.progress.loss_scale is not None else 1.0
-        steps = self.config.gradient_accumulation_steps
-        last = self.progress.num_backwards + 1 >= steps
         self._gradient_scale = 1 / scale
-        self._groups = groups_by_parameter(self._optimizer.param_groups) if last else {}
-        self._updates.early.begin_backward(last=last)
         self._is_in_backward = True
         self.zeroing_is_done()
         try:
-            (loss.float() * scale / steps).backward()  # type: ignore[no-untyped-call]
+            (loss.float() * scale / self.config.gradient_accumulation_steps).backward()  # type: ignore[no-untyped-call]
         except BaseException:
             self._hooks.close_backward()
             raise
         finally:
             self._gradient_scale = 1.0
             self._is_in_backward = False
-            self._updates.early.end_backward()
         self.failure.check()
         self.progress.num_backwards += 1
 
@@ -235,10 +231,9 @@ class Session:
         if self.optimizer is None:
             return
         self.failure.check()
-        early = self._updates.early
         try:
             if self._early_of:
-                early.invalidate(unit)
+                self._updates.early.invalidate(unit)
             self._wait_for_update(unit)
             self._take(unit, spec, gradient, self._gradient_scale)
         except FATAL as error:
@@ -247,8 +242,8 @@ class Session:
             self.progress.has_other_gradients = True
             if self._outside.zeroing is Zeroing.DUE:
                 self._outside.zeroing = Zeroing.MISSED
-        elif early.is_expecting:
-            early.gradient_arrived(unit)
+        if self._forecast is not None:
+            self._updates.early.gradient_arrived(unit)
 
     def end_backward(self, unit: UnitSpec) -> None:
         """The unit has all the gradients of this backward."""
@@ -256,8 +251,20 @@ class Session:
             self._close_gradients(unit)
         except FATAL as error:
             self.failure.raise_first(error)
-        if self._early_of and self._updates.early.is_held(unit):
-            self._updates.updater.begin_early(unit, self._verdict.freeze_unit(unit, self._groups))
+        if self._forecast is not None:
+            self._begin_early_update(unit, self._forecast)
+
+    def _begin_early_update(self, unit: UnitSpec, forecast: Forecast) -> None:
+        """Update the unit now if its gradients are complete, and if the step will multiply them by what is expected."""
+        unclipped = forecast.unclipped(unit.index, self._tiers.gradients.of(unit).values())
+        if not self._updates.early.is_held(unit):
+            return
+        update = None
+        if unclipped:
+            if self._groups is None:
+                self._groups = groups_by_parameter(self._optimizer.param_groups)
+            update = self._verdict.freeze_unit(unit, self._groups, forecast.factor)
+        self._updates.updater.begin_early(unit, update)
 
     def changed_in_use(self, unit: UnitSpec, spec: ParameterSpec, value: torch.Tensor) -> None:
         """A forward has given one of its own weights another value: it becomes the parameter's."""
@@ -328,8 +335,11 @@ class Session:
             if self.progress.loss_scale is None:
                 raise error
             return
+        factor = self._verdict.factor()
         if self.config.gradient_clipping:
             self._verdict.scale(min(self.config.gradient_clipping / (norm + 1e-6), 1.0))
+        if self._forecast is not None and factor:
+            self._forecast.step_taken(norm / factor, self._verdict.factor())
         step = self._verdict.freeze(self._optimizer.param_groups)
         try:
             self._begin_updates(step, before_clipping)
@@ -366,6 +376,7 @@ class Session:
         remaining = updates.early.confirm(on_host)
         for update in step:
             tiers.intake.forget(update.unit)
+        self._groups = None
         self.progress.global_step += 1
         self.checkpoints.step_taken()
         self.last_report = self._reporter.report(
@@ -379,6 +390,9 @@ class Session:
         """Forget the gradients that were gathered for the coming step."""
         self.zeroing_is_done()
         self.progress.begin_step()
+        self._groups = None
+        if self._forecast is not None:
+            self._forecast.begin()
         with self.failure:
             self._tiers.intake.settle()
             self._updates.early.drop_all()
@@ -444,10 +458,15 @@ class Session:
         self._wait_for_update = tiers.host.wait_for_update
         self._take, self._close_gradients = tiers.intake.take, tiers.intake.close
         self._early_of: Mapping[UnitSpec, object] = {}
+        self._forecast: Forecast | None = None
         updates: Updates | None = None
         if rule is not None:
-            updates = self._updates = make_updates(plan, tiers, rule, self.failure, self.meter, closers)
+            num_backwards = config.gradient_accumulation_steps
+            updates = self._updates = make_updates(
+                plan, tiers, rule, self.failure, self.meter, closers, num_backwards=num_backwards
+            )
             self._early_of = updates.early.of_unit
+            self._forecast = Forecast(config.gradient_clipping) if plan.early else None
         self._outside = Outside(
             tiers.homes,
             tiers.host,

@@ -33,6 +33,12 @@ class Gradient:
     """What the elements are still to be multiplied by: loss scaling and clipping cost no pass over them."""
     first_asked: float = math.nan
     """The square of the norm when it was first asked for, which is before it was clipped."""
+    came_with: float = math.nan
+    """``scale`` as it was before anything was multiplied between backward and step."""
+
+    def __post_init__(self) -> None:
+        if math.isnan(self.came_with):
+            self.came_with = self.scale
 
     def ask(self) -> float:
         """``norm_squared``, for a verdict or for clipping."""

@@ -2,9 +2,11 @@
 
 [Note: Why an early update harms nothing] It reads a unit's weights and states, and writes the new ones beside the
 current ones, to the second place that each record has. Only the step's verdict flips the places, and only if the step
-is the one that the update was made for: the same gradients, learning rate and step number, nothing clipped, everything
-finite. Otherwise the bytes beside are forgotten and the unit is updated in its turn. So a step gives the same bits with
+is the one that the update was made for: the same gradients and factor, learning rate and step number, everything finite. Otherwise the bytes beside are forgotten and the unit is updated in its turn. So a step gives the same bits with
 and without, and a gradient that is not finite has changed nothing.
+
+[Note: When a unit's gradients are complete] Nobody says which backward is the last one of a step. A unit has its gradients
+when as many have come as for the last step. One that comes after all makes the update void.
 
 [Note: When compute waits for an early update] Where gradients are resident in host memory never: there are no more
 early updates than leave compute its slots, and the other units are updated under the next forward. Where gradients are
@@ -119,9 +121,11 @@ class EarlyUpdates:
         host: HostWeights,
         gradients: GradientStore,
         failure: Failure,
+        *,
+        num_backwards: int,
     ) -> None:
         """``max_held`` slots can be spared for early updates at a time. ``eligible`` units have two places for all that
-        an update writes."""
+        an update writes. ``num_backwards`` are expected before the first step."""
         self.host = host
         self._eligible = [eligible(unit) for unit in units]
         self._units = units
@@ -129,11 +133,9 @@ class EarlyUpdates:
         self._homes = homes
         self._gradients = gradients
         self._num_arrived = [0] * len(units)
-        """Gradients of each unit that have come in the present backward."""
-        self._num_expected = [0] * len(units)
-        """Gradients that will come in it, if it is like the last one."""
-        self.is_expecting = False
-        """The present backward may be the last one of the step."""
+        """Gradients of each unit that have come for the coming step."""
+        self._num_expected = [num_backwards * len(unit.trainable) for unit in units]
+        """Gradients that will come for it, if it is like the last one that the unit took part in."""
         self.of_unit: dict[UnitSpec, EarlyUpdate] = {}
         """Those that are held or begun, by unit; the training thread's alone."""
         self._changed = Monitor(failure)
@@ -148,21 +150,10 @@ class EarlyUpdates:
 
     # The training thread, during backward.
 
-    def begin_backward(self, *, last: bool) -> None:
-        """A backward begins. ``last``: it may be the last one of the step."""
-        self.is_expecting = last and any(self._eligible)
-        for index, unit in enumerate(self._units if self.is_expecting else ()):
-            self._num_expected[index] = self._num_arrived[index] or len(unit.trainable)
-            self._num_arrived[index] = 0
-
-    def end_backward(self) -> None:
-        """The backward is over, for better or worse."""
-        self.is_expecting = False
-
     def gradient_arrived(self, unit: UnitSpec) -> None:
         """If it was the unit's last one and compute still has the weights, hold them: its update may be next."""
         index = unit.index
-        if not self.is_expecting or not self._eligible[index]:
+        if not self._eligible[index]:
             return
         self._num_arrived[index] += 1
         if self._num_arrived[index] != self._num_expected[index] or unit in self.of_unit:
@@ -184,7 +175,7 @@ class EarlyUpdates:
         """Ask for the update of a unit that is held; None lets it go. True if ``tasks`` must be carried out anew."""
         early = self.of_unit[unit]
         with self._changed:
-            if update is None or not self.is_expecting:
+            if update is None:
                 self._cancel(early)
                 return False
             early.update = update
@@ -241,6 +232,9 @@ class EarlyUpdates:
                 remaining.append(update)
             elif stage is Stage.WRITTEN:
                 self._flip(early)
+        for index, num_arrived in enumerate(self._num_arrived):
+            if num_arrived:
+                self._num_expected[index] = num_arrived
         self.drop_all()
         return remaining
 
@@ -253,6 +247,7 @@ class EarlyUpdates:
             else:
                 self.invalidate(unit)
         self.of_unit.clear()
+        self._num_arrived = [0] * len(self._units)
 
     # Both threads.
 

@@ -29,8 +29,11 @@ class Updates:
     """Updates, on a device, of tiles that rest on the host."""
 
 
-def make_updates(plan: Plan, tiers: Tiers, rule: Rule, failure: Failure, meter: Meter, closers: Closers) -> Updates:
-    """Tie them together. What must be undone goes into ``closers``, also when this raises."""
+def make_updates(
+    plan: Plan, tiers: Tiers, rule: Rule, failure: Failure, meter: Meter, closers: Closers, *, num_backwards: int
+) -> Updates:
+    """Tie them together. What must be undone goes into ``closers``, also when this raises. ``num_backwards`` are expected
+    before the first step."""
     units = [item.unit for item in plan.units]
     streamed = {item.unit.index for item in plan.units if item.streamed}
     device_side, resident = None, None
@@ -48,6 +51,7 @@ def make_updates(plan: Plan, tiers: Tiers, rule: Rule, failure: Failure, meter: 
         tiers.host,
         tiers.gradients,
         failure,
+        num_backwards=num_backwards,
     )
     pipeline = Pipeline(tiers.tile_buffers, rule, plan.formats, meter, device_side)
     updater = Updater(pipeline, early, tiers.homes, tiers.host, tiers.gradients, device_side, failure)

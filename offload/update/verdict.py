@@ -60,6 +60,10 @@ class Verdict:
         """The same, of each gradient as it was when its norm was first asked for."""
         return self._added_up({spec: gradient.first_asked for spec, gradient in self._present()})
 
+    def factor(self) -> float:
+        """What the gradients of the coming step were multiplied by since they came; of the first one, if they differ."""
+        return next((gradient.scale / gradient.came_with for _, gradient in self._present() if gradient.came_with), 1.0)
+
     def scale(self, factor: float) -> None:
         """Multiply all gradients of the coming step."""
         self._gradients.multiply(self._units, factor)
@@ -91,20 +95,23 @@ class Verdict:
         self.stepping = stepping
         return updates
 
-    def freeze_unit(self, unit: UnitSpec, groups: dict[int, Group]) -> UnitUpdate | None:
-        """What the coming step would do to the unit, as things stand now; None if nothing, or if it is not to be.
+    def freeze_unit(self, unit: UnitSpec, groups: dict[int, Group], factor: float) -> UnitUpdate | None:
+        """What the coming step would do to the unit, if nothing changes but that gradients are multiplied by ``factor``;
+        None if nothing, or if it is not to be.
 
         ``groups`` by ``id`` of their parameters.
         """
         if not all(math.isfinite(gradient.sum_squares) for gradient in self._gradients.of(unit).values()):
             return None
-        return self._update(unit, self._taking_part(unit, groups), {})
+        return self._update(unit, self._taking_part(unit, groups), {}, factor)
 
-    def _update(self, unit: UnitSpec, taking_part: dict[ParameterSpec, Group], common: _Common) -> UnitUpdate | None:
+    def _update(
+        self, unit: UnitSpec, taking_part: dict[ParameterSpec, Group], common: _Common, factor: float = 1.0
+    ) -> UnitUpdate | None:
         segments: list[Segment] = []
         for spec, group in taking_part.items():
             if spec.numel:
-                self._append(segments, spec, self._frozen(unit, spec, group, common))
+                self._append(segments, spec, self._frozen(unit, spec, group, common, factor))
         return UnitUpdate(unit, tuple(segments)) if segments else None
 
     def _taking_part(self, unit: UnitSpec, groups: dict[int, Group]) -> dict[ParameterSpec, Group]:
@@ -117,9 +124,9 @@ class Verdict:
                 found[spec] = group
         return found
 
-    def _frozen(self, unit: UnitSpec, spec: ParameterSpec, group: Group, common: _Common) -> Hashable:
+    def _frozen(self, unit: UnitSpec, spec: ParameterSpec, group: Group, common: _Common, factor: float) -> Hashable:
         """The parameter's step. ``common`` holds those that others of the same moment may share."""
-        step, scale = self.num_steps.get(spec, 0) + 1, self._gradients.of(unit)[spec].scale
+        step, scale = self.num_steps.get(spec, 0) + 1, self._gradients.of(unit)[spec].scale * factor
         if not self._rule.uniform:
             return self._rule.freeze(spec, group, step, scale)
         key = (id(group), step, scale)

@@ -202,6 +202,7 @@ class Room:
         spilled: Iterable[int] = (),
         eligible: Iterable[int] | None = None,
         num_tiles: int = 1,
+        num_backwards: int = 1,
     ) -> None:
         self.events: list[tuple[str, str]] = []
         self.units = [unit_of(index, num_tiles) for index in range(num_units)]
@@ -229,6 +230,7 @@ class Room:
             self.host,
             Gradients(self.places),
             self.failure,
+            num_backwards=num_backwards,
         )
 
     def tell(self, what: str, name: str) -> None:
@@ -259,8 +261,7 @@ class Room:
                 self.early.gradient_arrived(self.units[index])
 
     def hold(self, *indices: int) -> None:
-        """A last backward, in which all gradients of these units come."""
-        self.early.begin_backward(last=True)
+        """A backward, in which all gradients of these units come."""
         self.gradients(*indices)
 
     def queue(self, *indices: int) -> None:
@@ -345,7 +346,6 @@ def test_a_stage_follows_another_only_as_allowed(before: Stage, after: Stage):
 
 def test_a_unit_is_held_when_all_its_gradients_have_come_and_not_before():
     room = Room(2)
-    room.early.begin_backward(last=True)
     room.early.gradient_arrived(room.units[1])
     room.early.gradient_arrived(room.units[0])
     assert room.told() == [] and not room.early.is_held(room.units[0])
@@ -367,27 +367,19 @@ def test_a_unit_whose_weights_are_not_in_use_is_not_held_and_takes_no_place():
     assert room.told() == [("hold", "u0"), ("hold", "u1")]
 
 
-def test_nothing_is_held_before_the_last_backward_of_a_step_nor_after_it_nor_where_there_are_no_second_places():
-    room = Room(2, eligible=[0])
-    room.early.begin_backward(last=False)
+def test_nothing_is_held_before_the_last_backward_of_a_step_nor_where_there_are_no_second_places():
+    room = Room(2, eligible=[0], num_backwards=2)
     room.gradients(0, 1)
-    room.early.end_backward()
-    room.early.begin_backward(last=True)
-    room.gradients(1)
-    room.early.end_backward()
-    room.gradients(0)
     assert room.told() == []
-    room.hold(0, 1)
+    room.gradients(0, 1)
     assert room.told() == [("hold", "u0")]
 
 
-def test_the_second_backward_expects_as_many_gradients_as_came_in_the_first():
+def test_the_second_step_expects_as_many_gradients_as_came_for_the_first():
     room = Room(2)
-    room.early.begin_backward(last=True)
     room.early.gradient_arrived(room.units[0])  # one of two: the other parameter took no part
-    room.early.end_backward()
     assert room.told() == []
-    room.early.begin_backward(last=True)
+    room.early.confirm([])
     room.early.gradient_arrived(room.units[0])
     assert room.told() == [("hold", "u0")]
     room.early.gradient_arrived(room.units[1])
@@ -396,12 +388,12 @@ def test_the_second_backward_expects_as_many_gradients_as_came_in_the_first():
     assert room.told() == [("hold", "u1")]
 
 
-def test_a_unit_whose_gradients_come_twice_in_a_backward_is_held_after_all_of_them_from_the_second_backward_on():
+def test_a_unit_whose_gradients_come_twice_is_held_after_all_of_them_from_the_second_step_on():
     room = Room()
     room.hold(0)
     assert room.told() == [("hold", "u0")]
-    room.gradients(0)  # once more, as under a checkpoint
-    room.early.drop_all()
+    room.gradients(0)  # of another micro-batch, or once more, as under a checkpoint
+    room.early.confirm([])
     assert room.told() == [("end hold", "u0")]
     room.hold(0)
     assert room.told() == []
@@ -409,12 +401,10 @@ def test_a_unit_whose_gradients_come_twice_in_a_backward_is_held_after_all_of_th
     assert room.told() == [("hold", "u0")]
 
 
-def test_a_backward_that_is_not_the_last_one_is_no_measure_of_how_many_gradients_come():
+def test_gradients_that_are_dropped_are_no_measure_of_how_many_come():
     room = Room()
-    room.early.begin_backward(last=False)
     room.early.gradient_arrived(room.units[0])
-    room.early.end_backward()
-    room.early.begin_backward(last=True)
+    room.early.drop_all()
     room.early.gradient_arrived(room.units[0])
     assert room.told() == []
     room.early.gradient_arrived(room.units[0])
@@ -463,15 +453,6 @@ def test_an_update_that_will_not_come_ends_the_hold():
     assert room.early.begin(room.units[0], None) is False
     assert room.told() == [("hold", "u0"), ("end hold", "u0")]
     assert not room.early.is_held(room.units[0])
-    assert carried_out(room) == []
-
-
-def test_an_update_that_is_asked_for_after_the_backward_has_ended_ends_the_hold():
-    room = Room()
-    room.hold(0)
-    room.early.end_backward()
-    assert room.early.begin(room.units[0], room.update(0)) is False
-    assert room.told() == [("hold", "u0"), ("end hold", "u0")]
     assert carried_out(room) == []
 
 
@@ -895,7 +876,7 @@ def test_however_an_update_ends_loans_and_holds_end_with_it_and_the_next_backwar
         )
         carried_out(room)
         assert room.told() == []
-        room.early.end_backward()
+        room.early.drop_all()
 
 
 # With weights in host memory that are no fake.

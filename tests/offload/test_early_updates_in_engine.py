@@ -158,11 +158,121 @@ def test_a_gradient_that_is_not_finite_takes_back_what_has_begun(tmp_path: Path)
         assert engine.global_step == 2
 
 
-def test_clipping_and_small_disks_leave_it_out(tmp_path: Path):
+def test_small_disks_leave_it_out(tmp_path: Path):
     budget = int(1.5 * least_budget(built(), tmp_path, **OPTIONS))
     with OffloadEngine(built(), nvme_path=tmp_path, host_memory=budget, **OPTIONS) as engine:
         assert engine.plan.early and engine.plan.memory["second places"]["nvme"] == engine.plan.second_place_bytes > 0
         needed = sum(engine.plan.nvme_bytes.values())
-    for options in ({"gradient_clipping": 1.0}, {"nvme_capacity": needed}, {"precision": "fp16"}):
-        with OffloadEngine(built(), nvme_path=tmp_path, host_memory=budget, **{**OPTIONS, **options}) as engine:
-            assert not engine.plan.early
+    with OffloadEngine(built(), nvme_path=tmp_path, host_memory=budget, nvme_capacity=needed, **OPTIONS) as engine:
+        assert not engine.plan.early
+
+
+# With a factor between backward and step.
+
+
+def with_engine_step(bound: float):
+    """``gradient_clipping`` in the options, and the engine's own loop."""
+
+    def take(engine: OffloadEngine, loss: torch.Tensor, scaler: torch.amp.GradScaler) -> None:
+        engine.backward(loss)
+        engine.step()
+
+    return {"gradient_clipping": bound}, take
+
+
+def with_own_clipping(bound: float):
+    """A loop of PyTorch."""
+
+    def take(engine: OffloadEngine, loss: torch.Tensor, scaler: torch.amp.GradScaler) -> None:
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(engine.module.parameters(), bound)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+
+    return {}, take
+
+
+def with_micro_batches(bound: float):
+    """The same in two micro-batches, which nobody tells the engine of."""
+
+    def take(engine: OffloadEngine, loss: torch.Tensor, scaler: torch.amp.GradScaler) -> None:
+        (loss / 2).backward(retain_graph=True)
+        (loss / 2).backward()
+        torch.nn.utils.clip_grad_norm_(engine.module.parameters(), bound)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+
+    return {}, take
+
+
+def with_scaler(bound: float):
+    """The same with ``GradScaler``."""
+
+    def take(engine: OffloadEngine, loss: torch.Tensor, scaler: torch.amp.GradScaler) -> None:
+        scaler.scale(loss).backward()
+        scaler.unscale_(engine.optimizer)
+        torch.nn.utils.clip_grad_norm_(engine.module.parameters(), bound)
+        scaler.step(engine.optimizer)
+        scaler.update()
+        engine.optimizer.zero_grad()
+
+    return {}, take
+
+
+def with_fp16(bound: float):
+    """Half precision, with the engine's own loss scale."""
+    options, take = with_engine_step(bound)
+    return {**options, "precision": "fp16"}, take
+
+
+LOOPS = [with_engine_step, with_own_clipping, with_micro_batches, with_scaler, with_fp16]
+
+
+def trained(
+    loop, bound: float, **more
+) -> tuple[list[float], dict[str, torch.Tensor], list[int], list[int], list[float]]:
+    """Losses, weights, and of each of six steps: early updates that were begun, and updates left for after it; norms."""
+    options, take = loop(bound)
+    model = built()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with OffloadEngine(model, **{**OPTIONS, "lr": 1e-3, **options}, **more) as engine:
+        early = engine._session._updates.early
+        begin, confirm = early.begin, early.confirm
+        begun, left, losses, norms = [0] * 6, [0] * 6, [], []
+
+        def count_begun(unit, update):
+            begun[index] += update is not None
+            return begin(unit, update)
+
+        def count_left(step):
+            remaining = confirm(step)
+            left[index] = len(remaining)
+            return remaining
+
+        early.begin, early.confirm = count_begun, count_left
+        for index, (tokens, targets) in enumerate(batches(6)):
+            loss = loss_of(engine(tokens), targets)
+            drain(engine._session._updates.updater._worker)
+            take(engine, loss, scaler)
+            losses.append(loss.item())
+            norms.append(engine.report().grad_norm)
+        return losses, {name: p.detach().clone() for name, p in model.named_parameters()}, begun, left, norms
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("clipped", ["never", "always", "after a while"])
+def test_steps_that_are_not_clipped_are_updated_early_and_those_that_are_do_not_try(loop, clipped: str, tmp_path: Path):
+    norms = trained(loop, 1e9)[4]
+    ahead = {"never": 1e9, "always": 1e-3, "after a while": 1.001 * max(norms[:3])}[clipped]
+    expected_losses, expected, none, *_ = trained(loop, ahead)
+    budget = int(1.5 * least_budget(built(), tmp_path, **OPTIONS))
+    losses, weights, begun, left, _ = trained(loop, ahead, nvme_path=tmp_path, host_memory=budget)
+    assert not any(none)
+    assert losses == expected_losses
+    for name, value in expected.items():
+        assert torch.equal(weights[name], value), name
+    if clipped == "never":
+        learnt = 3 if loop is with_scaler else 1  # how many backwards a step has, and what the scale is
+        assert all(begun[learnt:]) and max(left[learnt:]) < 10  # of 14 units
+    if clipped == "always":  # the bound is known, or was seen
+        assert not any(begun[2 if loop is with_scaler else 1 :])
