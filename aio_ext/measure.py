@@ -13,13 +13,18 @@ from .memory import Memory
 from .queue import Queue
 from .ticket import Ticket
 
-Mode = Literal["read", "write", "mixed"]
+Mode = Literal["read", "write", "mixed", "update"]
+"""What is moved. "mixed": reads and writes that know nothing of each other, as two programs would make them. "update":
+each tile is read, and when it is there it is written from the same buffer, as the engine's update does."""
 
 READS, WRITES = 7, 6
-"""Bytes read to bytes written in "mixed": what the engine moves with everything on NVMe (14 and 12 a parameter)."""
+"""Bytes read to bytes written at once: what the engine moves with everything on NVMe (14 and 12 a parameter)."""
 
-REQUEST_BYTES = 16 << 20
+REQUEST_BYTES = 8 << 20
 """What is asked for at a time, a tile of the engine: a Python thread must be woken for each request."""
+
+NUM_BUFFERS = 6
+"""How many tiles the engine has in memory at a time, and so the most that its update has in flight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,44 +52,91 @@ class Sample:
 
 
 class Range:
-    """A file of a queue and the memory that it is read to and written from."""
+    """A file of a queue and the memory that it is read to and written from, all of it in turn.
+
+    The size of the memory decides whether blocks are found in the processor's cache, so compare only what goes around
+    equally large memories. Any size does from one block on: requests that wait behind those in flight may share memory
+    with them, since nobody looks at the bytes.
+    """
 
     def __init__(self, queue: Queue, file: int, nbytes: int, memory: Memory, depth: int, block_bytes: int) -> None:
+        if min(memory.nbytes, nbytes) < block_bytes:
+            raise ValueError(
+                f"a block has {block_bytes} bytes, there are {memory.nbytes} of memory and {nbytes} of the file"
+            )
         self._queue = queue
         self._file = file
         self._nbytes = nbytes
         self._memory = memory
-        # Requests are big and there are always some waiting, so that the queue's depth is what limits.
-        self._request_bytes = max(min(REQUEST_BYTES, nbytes) // block_bytes, 1) * block_bytes
-        self._requests_in_flight = 2 + -(-depth * block_bytes // self._request_bytes)
-        if self._requests_in_flight * self._request_bytes > memory.nbytes:
-            raise ValueError(
-                f"depth {depth} of {block_bytes} bytes needs {self._requests_in_flight * self._request_bytes} bytes of "
-                f"memory, there are {memory.nbytes}"
-            )
+        self._request_bytes = min(REQUEST_BYTES, nbytes, memory.nbytes) // block_bytes * block_bytes or block_bytes
+        self._num_places = memory.nbytes // self._request_bytes
+        # Two tiles always wait behind what is in flight, so that the queue's depth is what limits.
+        self._requests_in_flight = -(-(depth * block_bytes + 2 * REQUEST_BYTES) // self._request_bytes)
 
     def measure(self, mode: Mode, nbytes: int) -> Sample:
         """Move about ``nbytes`` from the start of the file on, around its end if need be.
 
-        Effects: "write" and "mixed" overwrite the file with what the memory holds.
+        Effects: all but "read" overwrite the file with what the memory holds.
         Raises:  :class:`QueueError` if a request fails.
         """
+        num_requests = -(-nbytes // self._request_bytes)
+        with _Clock(self._queue) as clock:
+            if mode == "update":
+                self._update(-(-num_requests * READS // (READS + WRITES)))
+            else:
+                self._stream(mode, num_requests)
+        return clock.sample
+
+    def _stream(self, mode: Literal["read", "write", "mixed"], num_requests: int) -> None:
         in_flight: deque[Ticket] = deque()
         kinds = _kinds(mode)
         at = {"read": 0, "write": 0 if mode == "write" else self._nbytes // 2}
-        with _Clock(self._queue) as clock:
-            for number in range(-(-nbytes // self._request_bytes)):
-                if len(in_flight) == self._requests_in_flight:
-                    in_flight.popleft().wait(300)
-                kind = next(kinds)
-                offset = at[kind] % (self._nbytes // self._request_bytes * self._request_bytes)
-                offset -= offset % self._request_bytes
-                address = self._memory.address + number % self._requests_in_flight * self._request_bytes
-                in_flight.append(self._submit(kind, offset, address, self._request_bytes))
-                at[kind] += self._request_bytes
-            while in_flight:
+        for number in range(num_requests):
+            if len(in_flight) == self._requests_in_flight:
                 in_flight.popleft().wait(300)
-        return clock.sample
+            kind = next(kinds)
+            in_flight.append(self._submit(kind, self._offset(at[kind]), self._place(number), self._request_bytes))
+            at[kind] += self._request_bytes
+        while in_flight:
+            in_flight.popleft().wait(300)
+
+    def _update(self, num_tiles: int) -> None:
+        """Read tiles into every free buffer; write each from its buffer to its second place, half the file away.
+
+        Of ``READS`` tiles ``WRITES`` are written. The others stand for what an update only reads. No buffer is in two
+        requests at a time.
+        """
+        free = deque(self._place(number) for number in range(self._num_places))
+        reading: deque[tuple[int, int, Ticket]] = deque()
+        writing: deque[tuple[int, Ticket]] = deque()
+        begun = 0
+        while begun < num_tiles or reading:
+            while free and begun < num_tiles:
+                address = free.popleft()
+                read = self._submit("read", self._offset(begun * self._request_bytes), address, self._request_bytes)
+                reading.append((begun, address, read))
+                begun += 1
+            if reading:
+                tile, address, read = reading.popleft()
+                read.wait(300)
+                if tile % READS < WRITES:
+                    place = self._offset(tile * self._request_bytes + self._nbytes // 2)
+                    writing.append((address, self._submit("write", place, address, self._request_bytes)))
+                else:
+                    free.append(address)
+            while writing and (writing[0][1].done() or not (free or reading)):
+                address, write = writing.popleft()
+                write.wait(300)
+                free.append(address)
+        for _, write in writing:
+            write.wait(300)
+
+    def _offset(self, at: int) -> int:
+        """Where the request is that begins ``at`` bytes behind the start of the file, which has no end."""
+        return at // self._request_bytes % (self._nbytes // self._request_bytes) * self._request_bytes
+
+    def _place(self, number: int) -> int:
+        return self._memory.address + number % self._num_places * self._request_bytes
 
     def move(self, kind: Literal["read", "write"], sizes: Sequence[int]) -> Sample:
         """Ask for requests of these sizes at once, one behind the other, around the ends of the file and the memory."""
@@ -149,7 +201,7 @@ def mixed_q(read_seconds: float, write_seconds: float, both_seconds: float) -> f
     return (low + high) / 2
 
 
-def _kinds(mode: Mode) -> Iterator[Literal["read", "write"]]:
+def _kinds(mode: Literal["read", "write", "mixed"]) -> Iterator[Literal["read", "write"]]:
     """Reads and writes, spread evenly."""
     if mode != "mixed":
         while True:

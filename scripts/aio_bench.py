@@ -7,6 +7,7 @@ Works in a file that it makes itself and that has no name from then on: nothing 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -16,31 +17,40 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from aio_ext import Memory, Queue, available_backends, unavailable_backends
-from aio_ext.measure import READS, WRITES, Mode, Range, Sample, mixed_q
+from aio_ext.measure import NUM_BUFFERS, READS, REQUEST_BYTES, WRITES, Mode, Range, Sample, mixed_q
 from aio_ext.profile import IoProfile, file_system, profiles_path, save_profile
 from swapper.paths import Medium, medium_of
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-MODES: tuple[Mode, ...] = get_args(Mode)
+MODES: tuple[Mode, ...] = ("read", "write", "mixed")
+"""What is compared and kept in the profile."""
+USES: tuple[Mode, ...] = ("read", "update")
+"""What settings are chosen by: the engine reads weights ahead of compute, and its update reads and writes tiles."""
 BLOCKS = (256 * KIB, 512 * KIB, 1 * MIB, 2 * MIB, 4 * MIB)
 DEPTHS = (4, 8, 16, 32, 64, 128)
-THREADS = (2, 4, 8)
-MEMORY_BYTES = 288 * MIB
-IN_FLIGHT_BYTES_MAX = 256 * MIB
-PROBE_SECONDS, PAIR_SECONDS = 0.25, 0.5
-SAME = 0.97
-"""A setting that reaches so much of the best counts as equal; of equals the one with the least in flight is taken."""
+THREADS = (2, 4)
+"""Depths of the other backends: the engine gives them no more threads."""
+ENGINE_BYTES = NUM_BUFFERS * REQUEST_BYTES
+"""The engine's tile buffers. No more than that is tried in flight."""
+TENSOR_MEMORY_BYTES = 288 * MIB
+PROBE_SECONDS, PAIR_SECONDS = 0.1, 0.4
+ROUNDS, ENGINE_ROUNDS = 7, 3
+FASTER = 1.05
+"""A setting is faster than another if in three rounds of four it is so by this factor."""
+GLIBC_HUGE_PAGES = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0"
+"""From the heap, not by mmap: that would begin at any page, and cost small buffers most of their 2 MiB pages."""
+FIO_MISSING = "fio is not installed: nothing to compare with (`apt-get install fio`)"
 
 
 class BenchError(Exception):
@@ -59,32 +69,35 @@ class Setting:
 
 @dataclass
 class Subject:
-    """A path under test: the nameless file, the memory, and what was found."""
+    """A path under test: the nameless file, memory as large as the engine's buffers, and the GiB/s that were found."""
 
     path: Path
     fd: int
     nbytes: int
     memory: Memory
     bytes_per_s: float = 1e9
-    tried: dict[Setting, dict[str, float]] = field(default_factory=dict)
+    tried: dict[Setting, dict[str, list[float]]] = field(default_factory=dict)
 
     @contextmanager
-    def range(self, setting: Setting) -> Iterator[Range]:
-        with Queue(setting.backend, setting.depth, setting.block_bytes, num_threads=min(setting.depth, 256)) as queue:
-            queue.register_memory(self.memory.address, self.memory.nbytes)
+    def range(self, setting: Setting, memory: Memory | None = None) -> Iterator[Range]:
+        memory = memory or self.memory
+        with Queue(setting.backend, setting.depth, setting.block_bytes) as queue:
+            queue.register_memory(memory.address, memory.nbytes)
             file = queue.register_file(self.fd)
-            yield Range(queue, file, self.nbytes, self.memory, setting.depth, setting.block_bytes)
+            yield Range(queue, file, self.nbytes, memory, setting.depth, setting.block_bytes)
 
     def bytes_for(self, seconds: float) -> int:
-        return int(min(max(self.bytes_per_s * seconds, 64 * MIB), 16 * GIB))
+        return int(min(max(self.bytes_per_s * seconds, 32 * MIB), 16 * GIB))
 
     def probe(self, setting: Setting) -> float:
-        """GiB/s that count: one read, one write and one mixed pass, by the time they take together."""
-        if setting not in self.tried:
-            nbytes = self.bytes_for(PROBE_SECONDS)
-            with self.range(setting) as range_:
-                self.tried[setting] = {mode: range_.measure(mode, nbytes).gib_per_s for mode in MODES}
-        return statistics.harmonic_mean(self.tried[setting].values())
+        """GiB/s that count: of what the engine does, by the time that all of it takes together."""
+        nbytes = self.bytes_for(PROBE_SECONDS)
+        with self.range(setting) as range_:
+            rates = {use: range_.measure(use, nbytes).gib_per_s for use in USES}
+        found = self.tried.setdefault(setting, {use: [] for use in USES})
+        for use in USES:
+            found[use].append(rates[use])
+        return statistics.harmonic_mean(rates.values())
 
 
 @contextmanager
@@ -112,74 +125,124 @@ def subject(path: Path, size: int | None, any_file_system: bool) -> Iterator[Sub
         raise BenchError(f"no file with direct I/O can be made in {path}: {error.strerror}") from None
     try:
         os.posix_fallocate(fd, 0, nbytes)
-        with Memory(MEMORY_BYTES) as memory:
+        with Memory(ENGINE_BYTES) as memory:
             memory.populate()
             yield Subject(path, fd, nbytes, memory)
     finally:
         os.close(fd)
 
 
-def grid(backend: str, blocks: Sequence[int] = BLOCKS, depths: Sequence[int] = ()) -> list[Setting]:
-    """The settings of a backend with these blocks and depths (none: all that are tried) that fit into the memory."""
-    depths = depths or (DEPTHS if backend == "io_uring" else THREADS)
+def default(backend: str) -> Setting:
+    """What the engine takes without a profile."""
+    return Setting(backend, MIB, 32 if backend == "io_uring" else max(THREADS))
+
+
+def grid(backend: str, blocks: Sequence[int] = BLOCKS) -> list[Setting]:
+    """The settings of a backend with these blocks whose blocks in flight fit into the engine's buffers."""
+    depths = DEPTHS if backend == "io_uring" else THREADS
     settings = [Setting(backend, block, depth) for block in blocks for depth in depths]
-    return [setting for setting in settings if setting.block_bytes * setting.depth <= IN_FLIGHT_BYTES_MAX]
+    return [setting for setting in settings if setting.block_bytes * setting.depth <= ENGINE_BYTES]
+
+
+def rivals(backend: str) -> list[Setting]:
+    """The default's rivals: with other blocks, and the default's depth or what fits of it."""
+    start = default(backend)
+    deepest = {setting.block_bytes: setting for setting in grid(backend) if setting.depth <= start.depth}
+    return list(deepest.values())
+
+
+def chosen(scores: Mapping[Setting, Sequence[float]]) -> Setting:
+    """The first setting, unless one is faster; of those that nothing is faster than, the one with least in flight.
+
+    ``scores``: one of each setting in each round. Rounds are compared with themselves, so that what the machine does
+    meanwhile takes no part; and noise alone does not move the choice from one run to the next.
+    """
+
+    def faster(one: Setting, other: Setting) -> bool:
+        ratios = [a / b for a, b in zip(scores[one], scores[other], strict=True)]
+        return statistics.quantiles(ratios, n=4)[0] >= FASTER
+
+    first = next(iter(scores))
+    best = max(scores, key=lambda setting: statistics.median(scores[setting]))
+    good = [setting for setting in scores if faster(setting, first) and not faster(best, setting)]
+    return min(good, key=lambda setting: (setting.depth * setting.block_bytes, setting.depth), default=first)
 
 
 def search(it: Subject, bar: tqdm[None], backends: Sequence[str], full: bool) -> Setting:
-    """The setting to use. Adaptive: the block size at a depth of 32, the depth at the best block size, the threads."""
+    """The setting to use. Adaptive: the block size, then the depth at that block size, then the backend. The default
+    and the first of the backends are the ones to be beaten, twice: the best of many is often the luckiest."""
 
-    def best(settings: Sequence[Setting]) -> Setting:
-        for setting in settings:
-            bar.set_description(str(setting))
-            it.probe(setting)
-            bar.update()
-        fastest = max(it.probe(setting) for setting in settings)
-        good = [setting for setting in settings if it.probe(setting) >= SAME * fastest]
-        return min(good, key=lambda setting: setting.depth * setting.block_bytes)
+    def best(first: Setting, others: Sequence[Setting]) -> Setting:
+        settings = [first, *(setting for setting in others if setting != first)]
+        scores: dict[Setting, list[float]] = {setting: [] for setting in settings}
+        for turn in range(ROUNDS):
+            for setting in settings[turn % len(settings) :] + settings[: turn % len(settings)]:
+                bar.set_description(f"{setting}, {turn + 1} of {ROUNDS}")
+                scores[setting].append(it.probe(setting))
+                bar.update()
+        return chosen(scores)
+
+    def settled(first: Setting, others: Sequence[Setting]) -> Setting:
+        winner = best(first, others)
+        return first if winner == first else best(first, [winner])
 
     winners = []
     for backend in backends:
         if full:
-            winners.append(best(grid(backend)))
+            winners.append(settled(default(backend), grid(backend)))
             continue
-        block = best(grid(backend, depths=[32 if backend == "io_uring" else 4])).block_bytes
-        winners.append(best(grid(backend, blocks=[block])))
-    fastest = max(it.probe(setting) for setting in winners)
-    return next(setting for setting in winners if it.probe(setting) >= SAME * fastest)
+        first = settled(default(backend), rivals(backend))
+        winners.append(settled(first, grid(backend, [first.block_bytes])))
+    return settled(winners[0], winners[1:]) if len(winners) > 1 else winners[0]
+
+
+def num_probes(backends: Sequence[str], full: bool) -> int:
+    """About as many as the search makes."""
+    settings = sum(len(grid(b)) if full else len(rivals(b)) + len(grid(b, [MIB])) for b in backends)
+    return ROUNDS * (settings + (len(backends) if len(backends) > 1 else 0))
 
 
 class Fio:
-    """fio on the same file, at the same settings, with huge pages where some are reserved."""
+    """fio on the same file, at the same block size, with as much in flight as its buffers are to have.
 
-    def __init__(self, it: Subject, setting: Setting) -> None:
+    It has no buffers beside those in flight: with as much memory as the engine it has more in flight than the engine.
+    2 MiB pages are those reserved, where there are enough; else glibc asks the kernel for transparent ones.
+    """
+
+    def __init__(self, it: Subject, block_bytes: int, footprint_bytes: int) -> None:
         self._it = it
-        self._setting = setting
-        needed = -(-setting.block_bytes * (setting.depth + 1) // (2 * MIB))
-        self.huge_pages = _free_huge_pages() >= needed
+        self._block_bytes = block_bytes
+        self.depth = footprint_bytes // block_bytes
+        needed = -(-block_bytes * (self.depth + 1) // (2 * MIB))
+        self._reserved = _free_huge_pages() >= needed
+        self.huge_pages = self._reserved or _transparent_pages()
         self.engines: dict[Mode, str] = {}
 
     def choose_engines(self) -> None:
         """The faster of io_uring and libaio, for each mode."""
         nbytes = self._it.bytes_for(PROBE_SECONDS)
         for mode in MODES:
-            rates = {engine: self._run(mode, nbytes, engine).bytes_per_s for engine in ("io_uring", "libaio")}
-            self.engines[mode] = max(rates, key=lambda engine: rates[engine])
+            rates: dict[str, list[float]] = {"io_uring": [], "libaio": []}
+            for _ in range(ENGINE_ROUNDS):
+                for engine, found in rates.items():
+                    found.append(self._run(mode, nbytes, engine).bytes_per_s)
+            self.engines[mode] = max(rates, key=lambda engine: statistics.median(rates[engine]))
 
     def measure(self, mode: Mode, nbytes: int) -> Sample:
         return self._run(mode, nbytes, self.engines[mode])
 
     def _run(self, mode: Mode, nbytes: int, engine: str) -> Sample:
         command = [
-            *("fio", "--name=bench", "--output-format=json", "--direct=1", "--allow_file_create=0", "--thread"),
+            *("fio", "--name=bench", "--output-format=json", "--direct=1", "--allow_file_create=0"),
             *(f"--filename=/proc/{os.getpid()}/fd/{self._it.fd}", f"--ioengine={engine}", "--group_reporting"),
-            *(f"--bs={self._setting.block_bytes}", f"--iodepth={self._setting.depth}", "--invalidate=0"),
+            *(f"--bs={self._block_bytes}", f"--iodepth={self.depth}", "--invalidate=0"),
             *(f"--size={self._it.nbytes}", f"--io_size={nbytes // MIB * MIB}", "--scramble_buffers=0"),
             f"--rw={'rw' if mode == 'mixed' else mode}",
             f"--rwmixread={round(100 * READS / (READS + WRITES))}",
-            *(["--mem=shmhuge", f"--hugepage-size={2 * MIB}"] if self.huge_pages else []),
+            *(["--mem=shmhuge", f"--hugepage-size={2 * MIB}"] if self._reserved else []),
         ]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        environment = os.environ if self._reserved else {**os.environ, "GLIBC_TUNABLES": GLIBC_HUGE_PAGES}
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
         if result.returncode != 0:
             raise BenchError(f"fio failed: {result.stderr.strip().splitlines()[-1:] or result.returncode}")
         job = json.loads(result.stdout[result.stdout.index("{") :])["jobs"][0]
@@ -189,7 +252,7 @@ class Fio:
             write_bytes=job["write"]["io_bytes"],
             seconds=seconds,
             cpu_seconds=(job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000,
-            depth_mean=float(self._setting.depth),
+            depth_mean=float(self.depth),
         )
 
 
@@ -200,28 +263,62 @@ def _free_huge_pages() -> int:
         return 0
 
 
+def _transparent_pages() -> bool:
+    """glibc 2.35 and later can ask for them, if the kernel gives any."""
+    libc, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
+    try:
+        switch = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return False
+    return libc == "glibc" and tuple(map(int, version.split(".")[:2])) >= (2, 35) and "[never]" not in switch
+
+
 Samples = dict[str, list[Sample]]
 
 
-def compare(it: Subject, setting: Setting, fio: Fio | None, pairs: int, bar: tqdm[None]) -> tuple[Samples, Samples]:
-    """Ours and fio's samples of each mode, taken in turns, so that both meet the same moods of the machine."""
-    ours: Samples = {mode: [] for mode in MODES}
-    theirs: Samples = {mode: [] for mode in MODES}
-    if fio:
-        bar.set_description("fio: io_uring or libaio")
-        fio.choose_engines()
-    with it.range(setting) as range_:
+@dataclass
+class Contest:
+    """Ours and fio's samples of each mode, both going around ``footprint_bytes`` of memory."""
+
+    footprint_bytes: int
+    range: Range
+    fio: Fio | None
+    ours: Samples = field(default_factory=lambda: {mode: [] for mode in MODES})
+    theirs: Samples = field(default_factory=lambda: {mode: [] for mode in MODES})
+
+    def turns(self, mode: Mode, nbytes: int) -> list[Callable[[], None]]:
+        turns = [lambda: self.ours[mode].append(self.range.measure(mode, nbytes))]
+        if self.fio:
+            fio = self.fio
+            turns.append(lambda: self.theirs[mode].append(fio.measure(mode, nbytes)))
+        return turns
+
+
+def compare(it: Subject, setting: Setting, with_fio: bool, pairs: int, bar: tqdm[None]) -> tuple[Contest, Contest]:
+    """Ours and fio's samples at the engine's footprint, and at that of what is in flight, which a cache may hold.
+
+    All are taken in turns, so that they meet the same moods of the machine.
+    """
+    in_flight = setting.block_bytes * setting.depth
+    with Memory(in_flight) as small, it.range(setting) as large_range, it.range(setting, small) as small_range:
+        small.populate()
+        contests = [
+            Contest(size, range_, Fio(it, setting.block_bytes, size) if with_fio else None)
+            for size, range_ in ((it.memory.nbytes, large_range), (in_flight, small_range))
+        ]
+        for contest in contests:
+            if contest.fio:
+                bar.set_description(f"fio: io_uring or libaio, {contest.footprint_bytes // MIB} MiB")
+                contest.fio.choose_engines()
         for pair in range(pairs):
             for mode in MODES:
                 bar.set_description(f"{mode} {pair + 1} of {pairs}")
-                nbytes = int(it.tried[setting][mode] * GIB * PAIR_SECONDS) // (64 * MIB) * 64 * MIB or 64 * MIB
-                turns = [lambda m=mode, n=nbytes: ours[m].append(range_.measure(m, n))]
-                if fio:
-                    turns.append(lambda m=mode, n=nbytes: theirs[m].append(fio.measure(m, n)))
+                nbytes = it.bytes_for(PAIR_SECONDS) // (32 * MIB) * (32 * MIB)
+                turns = [turn for contest in contests for turn in contest.turns(mode, nbytes)]
                 for turn in turns if pair % 2 == 0 else reversed(turns):
                     turn()
                 bar.update()
-    return ours, theirs
+    return contests[0], contests[1]
 
 
 def sustained(it: Subject, setting: Setting, gib: float, bar: tqdm[None]) -> dict[str, float]:
@@ -244,7 +341,8 @@ def tensors(it: Subject, setting: Setting, count: int, bar: tqdm[None]) -> dict[
     small = [draw.randrange(64 * KIB, MIB + 1, 4 * KIB) for _ in range(count)]
     large = [256 * MIB] * (sum(small) // (256 * MIB)) or [sum(small)]
     result: dict[str, Any] = {"count": count, "bytes": sum(small)}
-    with it.range(setting) as range_:
+    with Memory(TENSOR_MEMORY_BYTES) as memory, it.range(setting, memory) as range_:
+        memory.populate()
         for kind in ("read", "write"):
             samples: dict[str, list[Sample]] = {"small": [], "large": []}
             for turn in range(5):
@@ -265,46 +363,64 @@ def median_rate(samples: Sequence[Sample]) -> float:
     return statistics.median(sample.gib_per_s for sample in samples)
 
 
-def result_of(it: Subject, setting: Setting, ours: Samples, theirs: Samples, fio: Fio | None) -> dict[str, Any]:
-    rates = {mode: median_rate(ours[mode]) for mode in MODES}
+def result_of(it: Subject, setting: Setting, engine: Contest, in_flight: Contest) -> dict[str, Any]:
+    rates = {mode: median_rate(engine.ours[mode]) for mode in MODES}
     share = READS / (READS + WRITES)
     q = mixed_q(share / rates["read"], (1 - share) / rates["write"], 1 / rates["mixed"])
-    result: dict[str, Any] = {
+    return {
         "path": str(it.path),
         "file_system": file_system(it.path),
         "kernel": platform.release(),
         "cpus": os.cpu_count(),
+        "cache_bytes": last_level_cache_bytes(),
         "backend": setting.backend,
         "block_bytes": setting.block_bytes,
         "queue_depth": setting.depth,
-        **{f"{mode}_gib_per_s": round(rates[mode], 3) for mode in MODES},
         "mixed_q": round(q, 2),
-        "cpu_seconds_per_gib": {m: round(statistics.median(s.cpu_seconds_per_gib for s in ours[m]), 4) for m in MODES},
-        "samples_gib_per_s": {mode: [round(s.gib_per_s, 3) for s in ours[mode]] for mode in MODES},
+        **contest_of(engine),
+        "in_flight": contest_of(in_flight),
         "huge_bytes": it.memory.huge_bytes(),
         "unavailable": unavailable_backends(),
-        "fio": None,
     }
-    if fio:
-        result["fio"] = {
-            **{f"{mode}_gib_per_s": round(median_rate(theirs[mode]), 3) for mode in MODES},
-            "ratio": {
-                mode: round(
-                    statistics.median(
-                        a.bytes_per_s / b.bytes_per_s for a, b in zip(ours[mode], theirs[mode], strict=True)
-                    ),
-                    3,
-                )
-                for mode in MODES
-            },
-            "cpu_seconds_per_gib": {
-                mode: round(statistics.median(s.cpu_seconds_per_gib for s in theirs[mode]), 4) for mode in MODES
-            },
-            "samples_gib_per_s": {mode: [round(s.gib_per_s, 3) for s in theirs[mode]] for mode in MODES},
+
+
+def contest_of(contest: Contest) -> dict[str, Any]:
+    """What was found at one footprint."""
+    fio = contest.fio
+    return {
+        "footprint_bytes": contest.footprint_bytes,
+        **_figures(contest.ours),
+        "fio": fio
+        and {
+            **_figures(contest.theirs),
+            "ratio": {mode: round(_ratio(contest.ours[mode], contest.theirs[mode]), 3) for mode in MODES},
+            "queue_depth": fio.depth,
             "engines": fio.engines,
             "huge_pages": fio.huge_pages,
-        }
-    return result
+        },
+    }
+
+
+def _figures(samples: Samples) -> dict[str, Any]:
+    cpu = {mode: statistics.median(sample.cpu_seconds_per_gib for sample in samples[mode]) for mode in MODES}
+    return {
+        **{f"{mode}_gib_per_s": round(median_rate(samples[mode]), 3) for mode in MODES},
+        "cpu_seconds_per_gib": {mode: round(cpu[mode], 4) for mode in MODES},
+        "samples_gib_per_s": {mode: [round(s.gib_per_s, 3) for s in samples[mode]] for mode in MODES},
+    }
+
+
+def _ratio(ours: Sequence[Sample], theirs: Sequence[Sample]) -> float:
+    return statistics.median(a.bytes_per_s / b.bytes_per_s for a, b in zip(ours, theirs, strict=True))
+
+
+def last_level_cache_bytes() -> int | None:
+    """The largest cache of the first processor, as Linux tells; None where it does not."""
+    sizes = []
+    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        with contextlib.suppress(OSError, ValueError):
+            sizes.append(int(file.read_text().strip().removesuffix("K")) * KIB)
+    return max(sizes, default=None)
 
 
 def profile_of(result: dict[str, Any]) -> IoProfile:
@@ -322,25 +438,19 @@ def profile_of(result: dict[str, Any]) -> IoProfile:
 
 
 def print_table(result: dict[str, Any]) -> None:
-    fio = result["fio"]
     setting = Setting(result["backend"], result["block_bytes"], result["queue_depth"])
     print(f"{result['path']} ({result['file_system']}, Linux {result['kernel']}, {result['cpus']} CPUs): {setting}")
-    print(
-        f"{'':8}{'GiB/s':>8}{'spread':>16}{'CPU s/GiB':>11}" + (f"{'fio':>8}{'ratio':>8}{'its CPU':>9}" if fio else "")
-    )
-    for mode in MODES:
-        samples = result["samples_gib_per_s"][mode]
-        spread = f"{min(samples):.2f} to {max(samples):.2f}"
-        line = f"{mode:8}{result[f'{mode}_gib_per_s']:8.2f}{spread:>16}{result['cpu_seconds_per_gib'][mode]:11.3f}"
-        if fio:
-            line += f"{fio[f'{mode}_gib_per_s']:8.2f}{fio['ratio'][mode]:8.2f}{fio['cpu_seconds_per_gib'][mode]:9.3f}"
-        print(line)
+    cache = result["cache_bytes"]
+    if cache:
+        print(f"last-level cache: {cache // MIB} MiB; what rests in it is moved faster on some machines")
+    print_contest(result, "as the engine's buffers")
+    print_contest(result["in_flight"], "what is in flight")
     print(f"mixed is {READS} bytes read to {WRITES} written; q = {result['mixed_q']} (1: they share the drive)")
-    if result["huge_bytes"] < MEMORY_BYTES:
+    if result["huge_bytes"] < ENGINE_BYTES:
         print(
-            f"only {result['huge_bytes'] // MIB} of {MEMORY_BYTES // MIB} MiB of memory rest on huge pages: expect less"
+            f"only {result['huge_bytes'] // MIB} of {ENGINE_BYTES // MIB} MiB of memory rest on huge pages: expect less"
         )
-    if fio and not fio["huge_pages"]:
+    if result["fio"] and not result["fio"]["huge_pages"]:
         print("fio ran on ordinary pages: none of 2 MiB are reserved (`sysctl vm.nr_hugepages=64` reserves some)")
     if "sustained" in result:
         s = result["sustained"]
@@ -354,17 +464,36 @@ def print_table(result: dict[str, Any]) -> None:
         print(reason)
 
 
+def print_contest(found: dict[str, Any], what: str) -> None:
+    fio = found["fio"]
+    print(
+        f"memory {found['footprint_bytes'] / MIB:g} MiB, {what}"
+        + (f"; fio has {fio['queue_depth']} blocks in flight:\n" if fio else ":\n")
+        + f"{'':8}{'GiB/s':>8}{'spread':>16}{'CPU s/GiB':>11}"
+        + (f"{'fio':>8}{'ratio':>8}{'its CPU':>9}" if fio else "")
+    )
+    for mode in MODES:
+        samples = found["samples_gib_per_s"][mode]
+        spread = f"{min(samples):.2f} to {max(samples):.2f}"
+        line = f"{mode:8}{found[f'{mode}_gib_per_s']:8.2f}{spread:>16}{found['cpu_seconds_per_gib'][mode]:11.3f}"
+        if fio:
+            line += f"{fio[f'{mode}_gib_per_s']:8.2f}{fio['ratio'][mode]:8.2f}{fio['cpu_seconds_per_gib'][mode]:9.3f}"
+        print(line)
+
+
 def plot(it: Subject, target: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(MODES), figsize=(13, 4), sharey=True, constrained_layout=True)
-    for axis, mode in zip(axes, MODES, strict=True):
+    figure, axes = pyplot.subplots(1, len(USES), figsize=(10, 4), sharey=True, constrained_layout=True)
+    for axis, mode in zip(axes, USES, strict=True):
         for backend, block in sorted({(s.backend, s.block_bytes) for s in it.tried}):
             points = sorted(
-                (s.depth, v[mode]) for s, v in it.tried.items() if (s.backend, s.block_bytes) == (backend, block)
+                (s.depth, statistics.median(v[mode]))
+                for s, v in it.tried.items()
+                if (s.backend, s.block_bytes) == (backend, block)
             )
             axis.plot(
                 *zip(*points, strict=True),
@@ -382,30 +511,31 @@ def plot(it: Subject, target: Path) -> None:
 
 def bench(path: Path, options: argparse.Namespace) -> dict[str, Any]:
     backends = options.backend or [name for name in available_backends() if name != "portable"] or ["portable"]
+    has_fio = shutil.which("fio") is not None
     with subject(path, options.size, options.any_file_system) as it:
-        points = sum(len(grid(b)) if options.full else len(BLOCKS) + len(grid(b, blocks=[MIB])) for b in backends)
         with tqdm(
-            total=points + options.pairs * len(MODES),
+            total=num_probes(backends, options.full) + options.pairs * len(MODES),
             disable=True if options.json else None,
             leave=False,
             file=sys.stderr,
         ) as bar:
             bar.set_description("first write")
-            start = Setting(backends[0], MIB, 4)
-            with it.range(start) as range_:  # blocks that were never written are a matter of the file system
+            with it.range(default(backends[0])) as range_:  # blocks never written are a matter of the file system
                 range_.measure("write", it.nbytes)
                 it.bytes_per_s = range_.measure("read", it.nbytes // 4).bytes_per_s
             setting = search(it, bar, backends, options.full)
-            fio = Fio(it, setting) if shutil.which("fio") and not options.no_fio else None
-            ours, theirs = compare(it, setting, fio, options.pairs, bar)
-            result = result_of(it, setting, ours, theirs, fio)
+            result = result_of(it, setting, *compare(it, setting, has_fio and not options.no_fio, options.pairs, bar))
+            if not (has_fio or options.no_fio):
+                result["unavailable"]["fio"] = FIO_MISSING
             if options.sustained:
                 result["sustained"] = sustained(it, setting, options.sustained, bar)
             if options.tensors:
                 result["tensors"] = tensors(it, setting, options.tensors, bar)
         if options.plot:
             plot(it, options.plot)
-        result["tried"] = [{**asdict(s), **{m: round(v, 3) for m, v in rates.items()}} for s, rates in it.tried.items()]
+        result["tried"] = [
+            {**asdict(s), **{use: [round(v, 3) for v in found[use]] for use in USES}} for s, found in it.tried.items()
+        ]
     if not options.no_profile:
         save_profile(path, profile_of(result))
     return result

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Compare the queue with DeepSpeed's async_io on one file, in turns, each at its own best settings.
+"""Compare the queue with DeepSpeed's async_io on one file, in turns, each at its own best settings, over tensors of
+equal sizes.
 
 Runs in an environment that has both (DeepSpeed with libaio-dev; DS_ACCELERATOR=cpu where there is no GPU). DeepSpeed is
 no dependency: without it, the object printed says ``"deepspeed": null``. Works in a file without a name.
@@ -38,6 +39,7 @@ SWEEP = {
     "overlap_events": (False, True),
     "intra_op_parallelism": (1, 2, 4, 8),
 }
+SWEEP_ROUNDS = 3
 
 
 class Mover(ABC):
@@ -118,13 +120,15 @@ def best_of_deepspeed(it: Subject, tensors: list[Any], bar: tqdm[None]) -> dict[
     """The settings with the least time for reads, writes and both together."""
     settings = [dict(zip(SWEEP, values, strict=True)) for values in itertools.product(*SWEEP.values())]
     few = tensors[: max(2, len(tensors) // 4)]
-    seconds = []
-    for setting in settings:
-        bar.set_description(f"DeepSpeed {setting}")
-        mover = DeepSpeed(it, setting, few)
-        seconds.append(sum(1 / mover.rate(mode, len(few), few[0].numel())["gib_per_s"] for mode in MODES))
-        bar.update()
-    return settings[seconds.index(min(seconds))]
+    seconds: list[list[float]] = [[] for _ in settings]
+    for turn in range(SWEEP_ROUNDS):
+        for setting, found in zip(settings, seconds, strict=True):
+            bar.set_description(f"DeepSpeed, {turn + 1} of {SWEEP_ROUNDS}: {setting}")
+            mover = DeepSpeed(it, setting, few)
+            found.append(sum(1 / mover.rate(mode, len(few), few[0].numel())["gib_per_s"] for mode in MODES))
+            bar.update()
+    medians = [statistics.median(found) for found in seconds]
+    return settings[medians.index(min(medians))]
 
 
 def compare(it: Subject, options: argparse.Namespace, bar: tqdm[None]) -> dict[str, Any]:

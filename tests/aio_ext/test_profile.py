@@ -5,15 +5,21 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import random
+import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
+from tqdm import tqdm
 
 from aio_ext import Memory, Queue
-from aio_ext.measure import Range, mixed_q
+from aio_ext.measure import NUM_BUFFERS, REQUEST_BYTES, Range, mixed_q
 from aio_ext.profile import (
     IoProfile,
     file_system,
@@ -23,6 +29,8 @@ from aio_ext.profile import (
     profiles_path,
     save_profile,
 )
+from offload.optim.formats import DEFAULT_TILE_BYTES
+from offload.plan import placement
 
 MIB = 1 << 20
 SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "aio_bench.py"
@@ -120,7 +128,7 @@ def test_q_is_kept_in_bounds_when_the_measurement_is_not() -> None:
     assert mixed_q(0.0, 1.0, 1.0) == 1.0
 
 
-@pytest.mark.parametrize("mode", ["read", "write", "mixed"])
+@pytest.mark.parametrize("mode", ["read", "write", "mixed", "update"])
 def test_a_measurement_counts_what_the_queue_moved(fd: int, mode: str) -> None:
     with Memory(32 * MIB) as memory, Queue(depth=4, block_bytes=MIB) as queue:
         range_ = Range(queue, queue.register_file(fd), 8 * MIB, memory, 4, MIB)
@@ -128,8 +136,73 @@ def test_a_measurement_counts_what_the_queue_moved(fd: int, mode: str) -> None:
         statistics = queue.statistics()
         assert (sample.read_bytes, sample.write_bytes) == (statistics.read.bytes, statistics.write.bytes)
         assert sample.read_bytes + sample.write_bytes == 104 * MIB
-        assert sample.read_bytes == {"read": 104 * MIB, "write": 0, "mixed": 56 * MIB}[mode]
+        assert sample.read_bytes == {"read": 104 * MIB, "write": 0, "mixed": 56 * MIB, "update": 56 * MIB}[mode]
         assert 0 < sample.depth_mean <= 4 and sample.bytes_per_s > 0
+
+
+class Recorder:
+    """A queue whose requests are over at once, and what was asked of it: kind, MiB of the file, MiB of the memory."""
+
+    def __init__(self, memory: Memory) -> None:
+        self._start = memory.address
+        self.events: list[tuple[str, int, int]] = []
+
+    def read(self, _: int, offset: int, address: int, nbytes: int) -> Recorder:
+        return self._asked("read", offset, address, nbytes)
+
+    def write(self, _: int, offset: int, address: int, nbytes: int) -> Recorder:
+        return self._asked("write", offset, address, nbytes)
+
+    def _asked(self, kind: str, offset: int, address: int, nbytes: int) -> Recorder:
+        self.events.append((kind, offset // MIB, (address - self._start) // MIB))
+        self.nbytes = nbytes
+        return self
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self, _: float) -> None:
+        pass
+
+    def statistics(self) -> Any:
+        return Queue("portable").statistics()
+
+
+def test_an_update_writes_each_tile_from_the_buffer_that_it_was_read_into() -> None:
+    with Memory(16 * MIB) as memory:
+        queue = Recorder(memory)
+        Range(queue, 0, 128 * MIB, memory, 32, MIB).measure("update", 13 * 8 * MIB)  # type: ignore[arg-type]
+    assert queue.nbytes == REQUEST_BYTES
+    assert queue.events == [
+        ("read", 0, 0), ("read", 8, 8),  # both buffers
+        ("write", 64, 0), ("read", 16, 0),  # to the second place, and the next tile into the same buffer
+        ("write", 72, 8), ("read", 24, 8),
+        ("write", 80, 0), ("read", 32, 0),
+        ("write", 88, 8), ("read", 40, 8),
+        ("write", 96, 0), ("read", 48, 0),
+        ("write", 104, 8),  # the seventh tile is only read
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("memory_mib", [4, 16, 48])
+def test_a_measurement_goes_around_all_of_its_memory_and_no_more(memory_mib: int) -> None:
+    with Memory(memory_mib * MIB) as memory:
+        queue = Recorder(memory)
+        Range(queue, 0, 256 * MIB, memory, 32, MIB).measure("read", 128 * MIB)  # type: ignore[arg-type]
+    step = min(memory_mib, 8)
+    assert queue.events == [("read", at, at % memory_mib) for at in range(0, 128, step)]
+
+
+def test_a_measurement_without_memory_for_a_block_is_refused() -> None:
+    with Memory(MIB) as memory, pytest.raises(ValueError, match="a block has 2097152 bytes, there are 1048576"):
+        Range(Recorder(memory), 0, 64 * MIB, memory, 4, 2 * MIB)  # type: ignore[arg-type]
+
+
+def test_what_is_measured_has_the_engines_buffers(tool: ModuleType) -> None:
+    assert (REQUEST_BYTES, NUM_BUFFERS) == (DEFAULT_TILE_BYTES, placement._NUM_TILE_BUFFERS)
+    settings = [setting for backend in ("io_uring", "threads") for setting in tool.grid(backend)]
+    assert max(setting.block_bytes * setting.depth for setting in settings) <= REQUEST_BYTES * NUM_BUFFERS
+    assert tool.default("io_uring") in tool.rivals("io_uring") and tool.default("threads") in tool.rivals("threads")
 
 
 def test_requests_of_given_sizes_go_around_the_ends_of_file_and_memory(fd: int) -> None:
@@ -140,25 +213,127 @@ def test_requests_of_given_sizes_go_around_the_ends_of_file_and_memory(fd: int) 
         assert queue.statistics().write.requests == 9
 
 
+@pytest.fixture
+def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """``aio_bench``."""
+    spec = importlib.util.spec_from_file_location("aio_bench", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "aio_bench", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+class NoisyDrive:
+    """A drive as fast as ``rate`` says, on a machine whose mood swings from one second to the next by a tenth."""
+
+    def __init__(self, rate: Callable[[Any], float], seed: int) -> None:
+        self._rate, self._draw = rate, random.Random(seed)
+
+    def probe(self, setting: Any) -> float:
+        return self._rate(setting) * self._draw.gauss(1, 0.1)
+
+
+def searched(tool: ModuleType, rate: Callable[[Any], float]) -> list[Any]:
+    """What fifty searches find."""
+    bar, backends = tqdm(disable=True), ["io_uring", "threads"]
+    return [tool.search(NoisyDrive(rate, seed), bar, backends, full=False) for seed in range(50)]
+
+
+def test_searches_agree_on_the_default_where_all_settings_are_as_fast(tool: ModuleType) -> None:
+    assert set(searched(tool, lambda _: 2.0)) == {tool.default("io_uring")}
+
+
+def test_searches_agree_on_a_block_size_that_is_faster(tool: ModuleType) -> None:
+    found = searched(tool, lambda setting: 3.0 if setting.block_bytes == 2 * MIB else 2.0)
+    assert {setting.block_bytes for setting in found} == {2 * MIB}
+
+
+def test_a_setting_that_is_faster_is_chosen_and_of_equals_the_one_with_least_in_flight(tool: ModuleType) -> None:
+    default, best = tool.default("io_uring"), tool.Setting("io_uring", 2 * MIB, 16)
+    smaller, slower = tool.Setting("io_uring", 2 * MIB, 4), tool.Setting("io_uring", MIB, 4)
+    moods = [1.0, 1.3, 0.7, 1.1, 0.8, 0.9, 1.2]
+    rates = {default: 2.0, slower: 1.5, best: 2.6}
+    scores = {setting: [rate * mood for mood in moods] for setting, rate in rates.items()}
+    assert tool.chosen(scores) == best
+    assert tool.chosen({**scores, smaller: [rate * 0.99 for rate in scores[best]]}) == smaller
+    assert tool.chosen({default: [2.0] * 7, best: [2.6, 1.9, 2.6, 1.9, 2.6, 2.6, 2.6]}) == default, "not in every round"
+
+
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=120)
 
 
-def test_the_tool_prints_one_object_writes_the_profile_and_leaves_no_file(tmp_path: Path) -> None:
+def run(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    """What the tool finds in a hurry."""
+    for name, value in (("PROBE_SECONDS", 0.001), ("PAIR_SECONDS", 0.001), ("ROUNDS", 2), ("ENGINE_ROUNDS", 1)):
+        monkeypatch.setattr(tool, name, value)
+    monkeypatch.setattr(sys, "argv", ["aio_bench", *arguments, "--size", "64", "--pairs", "2", "--json"])
+    assert tool.main() == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_tool_prints_one_object_writes_the_profile_and_leaves_no_file(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "drive").mkdir()
     picture = tmp_path / "out.png"
-    result = bench(
-        str(tmp_path / "drive"), "--size", "64", "--pairs", "1", "--no-fio", "--json", "--plot", str(picture)
-    )
-    assert result.returncode == 0, result.stderr
-    found = json.loads(result.stdout)
+    found = run(tool, monkeypatch, capsys, str(tmp_path / "drive"), "--no-fio", "--plot", str(picture))
     rates = [found[f"{mode}_gib_per_s"] for mode in ("read", "write", "mixed")]
-    assert all(rate > 0 for rate in rates) and found["fio"] is None
+    assert all(rate > 0 for rate in rates) and found["fio"] is None and "fio" not in found["unavailable"]
     assert found["backend"] in ("io_uring", "threads") and found["block_bytes"] >= 4096 and found["queue_depth"] >= 1
+    assert found["footprint_bytes"] == NUM_BUFFERS * REQUEST_BYTES
+    assert all(len(tried[use]) >= 2 for tried in found["tried"] for use in ("read", "update"))
     assert picture.stat().st_size > 1000
     assert list((tmp_path / "drive").iterdir()) == []
     profile = load_profile(tmp_path)
     assert profile is not None and profile.block_bytes == found["block_bytes"]
+
+
+FIO = """#!{python}
+import json, sys
+given = dict(argument[2:].partition("=")[::2] for argument in sys.argv[1:])
+with open({log!r}, "a") as log:
+    print(json.dumps(given), file=log)
+moved = {{"io_bytes": int(given["io_size"]), "runtime": 10}}
+nothing = {{"io_bytes": 0, "runtime": 0}}
+read, write = (nothing, moved) if given["rw"] == "write" else (moved, nothing)
+print(json.dumps({{"jobs": [{{"read": read, "write": write, "usr_cpu": 1, "sys_cpu": 1, "job_runtime": 10}}]}}))
+"""
+
+
+def test_fio_is_compared_at_the_memory_of_the_engine_and_at_that_of_what_is_in_flight(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program, log = tmp_path / "bin" / "fio", tmp_path / "log"
+    program.parent.mkdir()
+    program.write_text(FIO.format(python=sys.executable, log=str(log)))
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    found = run(tool, monkeypatch, capsys, str(tmp_path), "--backend", "threads")
+    block, depth = found["block_bytes"], found["queue_depth"]
+    runs = [json.loads(line) for line in log.read_text().splitlines()]
+    assert {int(given["bs"]) for given in runs} == {block}
+    in_flight = sorted({int(given["iodepth"]) * block for given in runs})
+    assert in_flight == [found["in_flight"]["footprint_bytes"], found["footprint_bytes"]]
+    assert in_flight == [block * depth, NUM_BUFFERS * REQUEST_BYTES]
+    for contest in (found, found["in_flight"]):
+        assert contest["fio"]["queue_depth"] * block == contest["footprint_bytes"]
+        assert all(contest["fio"]["ratio"][mode] > 0 for mode in ("read", "write", "mixed"))
+    tool.print_table(found)
+    text = capsys.readouterr().out
+    assert f"memory 48 MiB, as the engine's buffers; fio has {48 * MIB // block} blocks in flight:" in text
+    assert f"memory {block * depth // MIB} MiB, what is in flight; fio has {depth} blocks in flight:" in text
+
+
+def test_the_tool_says_that_fio_is_missing(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = run(tool, monkeypatch, capsys, str(tmp_path), "--backend", "threads")
+    assert found["fio"] is None and found["in_flight"]["fio"] is None
+    tool.print_table(found)
+    assert "fio is not installed: nothing to compare with (`apt-get install fio`)" in capsys.readouterr().out
 
 
 def test_the_tool_refuses_what_is_not_a_local_directory(tmp_path: Path) -> None:
@@ -171,13 +346,8 @@ def test_the_tool_refuses_what_is_not_a_local_directory(tmp_path: Path) -> None:
 
 
 def test_the_tool_knows_the_file_systems_that_the_store_refuses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = importlib.util.spec_from_file_location("aio_bench", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "aio_bench", tool)
-    spec.loader.exec_module(tool)
     for kind in ("orangefs", "fuse.sshfs", "devtmpfs"):
         monkeypatch.setattr(tool, "file_system", lambda _, kind=kind: kind)
         with pytest.raises(tool.BenchError, match=kind), tool.subject(tmp_path, None, any_file_system=False):
