@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from offload import torch_internals
+from offload import torch_internals, values
 from offload.birth import from_pretrained
 from offload.birth.birth import Birth
 from offload.checkpoint.export import MAX_SHARD_BYTES, save_model
@@ -27,8 +27,12 @@ from offload.plan.plan import Plan
 from offload.planning import check_backend, open_device, plan_for
 from offload.report.report import Report
 from offload.session import Session, with_measured_memory
+from offload.units import UnitSpec
 from offload.units.find import find_units
 from swapper import OffloadError
+
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 class OffloadEngine:
@@ -46,7 +50,7 @@ class OffloadEngine:
         config = OffloadConfig.of(config, options)
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-        if any(isinstance(p, Handle) for p in model.parameters()):
+        if self.holds(model):
             raise ConfigError(
                 "the model's parameters are in an engine already. Its unwrap() gives an ordinary model back; after "
                 "close() they are gone: build the model again."
@@ -78,22 +82,22 @@ class OffloadEngine:
         model, weights = from_pretrained.build(model_class, path, model_kwargs or {})
         return cls(model, config, weights=weights, **options)
 
+    @staticmethod
+    def holds(model: nn.Module) -> bool:
+        """Whether an engine has the parameters of ``model``, or had them when it was closed."""
+        return any(isinstance(parameter, Handle) for parameter in model.parameters())
+
     def _make(self, model: nn.Module) -> Session:
         torch_internals.check()
         check_backend(self.config.io_backend)
-        for name, parameter in model.named_parameters():
-            if type(parameter.detach()) is not torch.Tensor:
-                raise ConfigError(
-                    f"parameter {name} is a {type(parameter.detach()).__name__}: the engine holds ordinary tensors. "
-                    "Make the engine before the model is sharded or quantized, or without that."
-                )
-        units = find_units(model, in_pieces=has_kernel(self.config.optimizer))
+        units = find_units(model, in_pieces=has_kernel(self.config.optimizer), dtype=self.config.dtype)
         if not units:
             raise ConfigError("the model has no floating-point parameters: there is nothing to offload")
         if self.config.optimizer is not None and not any(p.requires_grad for p in model.parameters()):
             warn("no parameter of the model requires grad: the engine will train nothing (optimizer=None says that)")
         choice = choose(self.config, units)
         device = open_device(self.config.device)
+        _refuse_quantised_elsewhere(units, self.config, torch.device("cpu") if device is None else device.torch_device)
         self._inputs = Inputs(device, self.config.dtype)
         plan = plan_for(self.config, units, choice, device)
         with contextlib.closing(Birth(model, self.config.weights_path)) as birth:
@@ -136,6 +140,26 @@ class OffloadEngine:
         self._session.failure.check()
         self._require_training()
         self._session.backward(loss)
+
+    def together(
+        self, micro_batches: Iterable[_Item], function: Callable[[_Item], _Result], at_once: int | None = None
+    ) -> list[_Result]:
+        """Call ``function`` with each micro-batch, and bring each unit's weights in once for all of them; the results.
+
+        ``function`` is the body of a training loop: it computes a loss and calls ``backward`` or ``loss.backward()``.
+        The calls are under way at the same time, each in a thread of its own; one computes at a time. Losses, gradients
+        and all later weights have the bits of the loop ``[function(each) for each in micro_batches]``. The activations
+        of all of them are in memory at a time, of ``at_once`` of them if that is given. ``step`` comes after the call.
+
+        Where the function draws random numbers in the model (dropout), and in a few other cases, the calls come one
+        after the other, as in a loop, and there is one warning. Raises ``OffloadError`` if something comes in another
+        order than in a loop all the same, ``ConfigError`` on a device. After an error of any call the gradients of the
+        coming step are dropped.
+        """
+        self._session.failure.check()
+        if at_once is not None:
+            values.as_count("at_once", at_once)
+        return self._session.together(micro_batches, function, at_once)
 
     def step(self) -> None:
         """Take an optimizer step with the gradients since the last one. Returns at once: the update runs behind.
@@ -235,6 +259,11 @@ class OffloadEngine:
         self._session.failure.check()
         return self._session.load_checkpoint(dir, tag)
 
+    def wait_for_checkpoint(self) -> None:
+        """Return when no checkpoint is on its way to another file system. Raises, once, what it has failed with."""
+        self._session.failure.check()
+        self._session.checkpoints.wait_for_background()
+
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Have the states of these objects (schedulers, data loaders, ...) saved and restored with every commit and
         checkpoint: whatever has ``state_dict`` and ``load_state_dict``. Call it before ``load_checkpoint``."""
@@ -280,6 +309,22 @@ class OffloadEngine:
         if optimizer is None:
             raise ConfigError("the engine was made with optimizer=None: it does not train")
         return optimizer
+
+
+def _refuse_quantised_elsewhere(units: Sequence[UnitSpec], config: OffloadConfig, device: torch.device) -> None:
+    """Raise ``ConfigError`` for quantised parameters that were made for another device, or whose values are to come
+    from files."""
+    for spec in (spec for unit in units for spec in unit.parameters if spec.packing is not None):
+        if config.weights_path is not None:
+            raise ConfigError(
+                f"weights={config.weights_path}: parameter {spec.name} is quantised, and the files have ordinary "
+                "values. Load them into the model, quantise it, and make the engine without weights=."
+            )
+        if spec.parameter.device.type != device.type:
+            raise ConfigError(
+                f"parameter {spec.name} was quantised on {spec.parameter.device}, and the model computes on {device}, "
+                "where its bytes may have to lie otherwise: quantise the model there."
+            )
 
 
 def _refuse_ranks() -> None:

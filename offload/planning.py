@@ -54,7 +54,17 @@ def plan_for(
     device_plan = _plan_device(config, units, choice, device) if device is not None else None
     on_host = [unit for unit in units if device_plan is None or unit.index not in device_plan.resident]
     compute_bytes = _compute_host_bytes(config, on_host, device)
-    make = partial(make_plan, on_host, formats, tiles_of, host_bytes, nvme_bytes, tile_bytes, compute_bytes)
+    make = partial(
+        make_plan,
+        on_host,
+        formats,
+        tiles_of,
+        host_bytes,
+        nvme_bytes,
+        tile_bytes,
+        compute_bytes,
+        num_backwards=config.gradient_accumulation_steps,
+    )
     # On a device gradients arrive in host memory after their unit's backward: early updates wait for that, not yet.
     early = device is None and choice is not None and choice.rule.repeatable
     spare_bytes = _free_bytes(config.paths) * _AUTO_SHARE if nvme == "auto" else nvme_bytes

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from offload.model.handle import Handle
 from offload.model.hooks import Hooks, UnitInModel
 from offload.model.identity import give_back, ordinary
 from offload.model.make import Handles, convert_statistics, give_ordinary_state_dicts, make_handles, move_to_device
+from offload.model.together import Habits, run_together
 from offload.optim.choose import OptimizerChoice
 from offload.optim.loss_scale import LossScale
 from offload.optim.rule import Group
@@ -45,7 +46,7 @@ from offload.spooled import Spooled
 from offload.tiers.loading import Loader
 from offload.tiers.make import make_tiers, store_bandwidths
 from offload.tiers.states import States
-from offload.torch_internals import graph_task
+from offload.torch_internals import graph_task, outside_of_graphs
 from offload.units import ParameterSpec, UnitSpec
 from offload.update.forecast import Forecast
 from offload.update.make import Updates, make_updates
@@ -62,6 +63,10 @@ _CLOSED = (
 _HALF_A_STEP = (
     "optimizer.step() was interrupted half-way: some weights may have taken the step and others not. Build the model "
     "and the engine again, and go on from a checkpoint"
+)
+_STILL_RUNNING = (
+    "engine.together() was interrupted, and again while it waited for the end of a micro-batch: that may still run. "
+    "Build the model and the engine again, and go on from a checkpoint"
 )
 _NOT_MADE = "the engine could not be made, and parameters that it had taken over are lost: build the model again"
 
@@ -86,18 +91,19 @@ class Session:
         self.progress = Progress(LossScale() if config.precision == "fp16" else None)
         self.last_report: Report | None = None
         self.optimizer: OffloadOptimizer | None = None
-        self._is_in_backward = False
-        """``backward`` runs: gradients that come otherwise are of a backward that the user called."""
         self._units = units
         self._device = device
-        self._gradient_scale = 1.0
-        """What gradients of the present backward are still to be multiplied by."""
+        self._habits = Habits()
         self._step_scale = 1.0
         self._has_warned_of_empty_step = False
         self._has_warned_of_used_gradients = False
         self._model = weakref.ref(model)
         self._groups: dict[int, Group] | None = None
         """By parameter, once an early update for the coming step has asked for them."""
+        self._may_read_ahead = False
+        """States that the coming step's update begins with rest on NVMe, and nobody has asked for them."""
+        self._backward_has_begun = False
+        """A gradient of the coming step has come."""
         self._uses: list[Span | None] = [None] * len(units)
         """The present use of each unit by compute."""
         self._closers = Closers()
@@ -119,8 +125,8 @@ class Session:
     def backward(self, loss: torch.Tensor) -> None:
         """Run the backward of ``loss``, which may be the last one of a step."""
         scale = self.progress.loss_scale.value if self.progress.loss_scale is not None else 1.0
-        self._gradient_scale = 1 / scale
-        self._is_in_backward = True
+        lane = self._hooks.lane
+        lane.gradient_scale = 1 / scale
         self.zeroing_is_done()
         try:
             (loss.float() * scale / self.config.gradient_accumulation_steps).backward()  # type: ignore[no-untyped-call]
@@ -128,10 +134,27 @@ class Session:
             self._hooks.close_backward()
             raise
         finally:
-            self._gradient_scale = 1.0
-            self._is_in_backward = False
+            lane.gradient_scale = None
         self.failure.check()
         self.progress.num_backwards += 1
+
+    def together(
+        self, micro_batches: Iterable[Any], function: Callable[[Any], Any], num_at_once: int | None
+    ) -> list[Any]:
+        """See ``OffloadEngine.together``."""
+        if self._device is not None:
+            raise ConfigError(
+                "engine.together() is for models that compute on the CPU: a device's backward runs in a thread of "
+                "torch's, which cannot wait. Run the micro-batches in a loop, or in one batch."
+            )
+        return run_together(self._hooks, function, iter(micro_batches), num_at_once, self._habits, self._spoiled)
+
+    def _spoiled(self, *, is_over: bool) -> None:
+        """Micro-batches have ended in the middle, some of them perhaps not yet."""
+        if not is_over:
+            self.failure.record(OffloadError(_STILL_RUNNING))
+        elif self.optimizer is not None and not self.failure.is_known:
+            self.drop_gradients()
 
     def step_is_due(self) -> bool:
         """``gradient_accumulation_steps`` backwards are done. Raises ``ConfigError`` if they were not ``backward``,
@@ -214,6 +237,9 @@ class Session:
             self._begin_compute(unit, training=self._in_training())
         except FATAL as error:
             self.failure.raise_first(error)
+        except BaseException:  # an interrupt: nobody will end this use
+            self._tiers.compute.abandon(unit)
+            raise
         self._uses[unit.index] = self.meter.trace.begin("compute", unit.name)
 
     def end_use(self, unit: UnitSpec) -> None:
@@ -235,13 +261,17 @@ class Session:
             if self._early_of:
                 self._updates.early.invalidate(unit)
             self._wait_for_update(unit)
-            self._take(unit, spec, gradient, self._gradient_scale)
+            scale = self._hooks.lane.gradient_scale
+            self._take(unit, spec, gradient, 1.0 if scale is None else scale)
         except FATAL as error:
             self.failure.raise_first(error)
-        if not self._is_in_backward:
+        if scale is None:
             self.progress.has_other_gradients = True
             if self._outside.zeroing is Zeroing.DUE:
                 self._outside.zeroing = Zeroing.MISSED
+        if not self._backward_has_begun:
+            self._backward_has_begun = True
+            self._reporter.backward_begins()
         if self._forecast is not None:
             self._updates.early.gradient_arrived(unit)
 
@@ -251,19 +281,22 @@ class Session:
             self._close_gradients(unit)
         except FATAL as error:
             self.failure.raise_first(error)
-        if self._forecast is not None:
-            self._begin_early_update(unit, self._forecast)
+        unclipped = self._forecast is not None and self._forecast.unclipped(
+            unit.index, self._tiers.gradients.of(unit).values()
+        )
+        if self._early_of and self._updates.early.is_held(unit):
+            self._begin_early_update(unit, unclipped=unclipped)
+        if self._may_read_ahead and not unclipped:
+            self._may_read_ahead = False
+            self._updates.updater.read_ahead()
 
-    def _begin_early_update(self, unit: UnitSpec, forecast: Forecast) -> None:
-        """Update the unit now if its gradients are complete, and if the step will multiply them by what is expected."""
-        unclipped = forecast.unclipped(unit.index, self._tiers.gradients.of(unit).values())
-        if not self._updates.early.is_held(unit):
-            return
+    def _begin_early_update(self, unit: UnitSpec, *, unclipped: bool) -> None:
+        """Update the unit now if the step will multiply its gradients, which are complete, by what is expected."""
         update = None
-        if unclipped:
+        if unclipped and self._forecast is not None:
             if self._groups is None:
                 self._groups = groups_by_parameter(self._optimizer.param_groups)
-            update = self._verdict.freeze_unit(unit, self._groups, forecast.factor)
+            update = self._verdict.freeze_unit(unit, self._groups, self._forecast.factor)
         self._updates.updater.begin_early(unit, update)
 
     def changed_in_use(self, unit: UnitSpec, spec: ParameterSpec, value: torch.Tensor) -> None:
@@ -338,11 +371,12 @@ class Session:
         factor = self._verdict.factor()
         if self.config.gradient_clipping:
             self._verdict.scale(min(self.config.gradient_clipping / (norm + 1e-6), 1.0))
+        updates_wait = self._forecast is None or self._forecast.factor != self._verdict.factor()
         if self._forecast is not None and factor:
             self._forecast.step_taken(norm / factor, self._verdict.factor())
         step = self._verdict.freeze(self._optimizer.param_groups)
         try:
-            self._begin_updates(step, before_clipping)
+            self._begin_updates(step, before_clipping, updates_wait=updates_wait)
         except BaseException as error:
             if not isinstance(error, FATAL):  # some units wait for updates that nobody will make
                 self.failure.record(OffloadError(_HALF_A_STEP))
@@ -353,8 +387,20 @@ class Session:
             self._has_warned_of_empty_step = True
             warn(
                 "engine.optimizer.step(): no parameter has a gradient, and nothing changes. A step uses gradients up, "
-                "as if zero_grad() came after it; the next backward brings new ones."
+                "as if zero_grad() came after it; the next backward brings new ones." + self._of_newcomers()
             )
+
+    def _of_newcomers(self) -> str:
+        """What to say of parameters that have a gradient and came into the model after the engine was made."""
+        model = self._model()
+        named = model.named_parameters() if model is not None else ()
+        names = [name for name, parameter in named if not isinstance(parameter, Handle) and parameter.grad is not None]
+        if not names:
+            return ""
+        return (
+            f" {len(names)} parameters that came into the model later have one ({names[0]}, ...): add adapters before "
+            "the engine is made, or give them an optimizer of their own."
+        )
 
     def _warn_of_used_gradients(self) -> None:
         """Say once that the gradients of this step would have been added to those of the last one in PyTorch."""
@@ -366,7 +412,7 @@ class Session:
                 "after the last of them. Else call zero_grad() before the backward, as for any optimizer."
             )
 
-    def _begin_updates(self, step: Sequence[UnitUpdate], grad_norm: float) -> None:
+    def _begin_updates(self, step: Sequence[UnitUpdate], grad_norm: float, *, updates_wait: bool) -> None:
         """The step is certain: hand it to those who carry it out."""
         increment_version([p for spec in self._verdict.stepping for p in self._backings[spec].in_use])
         tiers, updates = self._tiers, self._updates
@@ -376,28 +422,38 @@ class Session:
         remaining = updates.early.confirm(on_host)
         for update in step:
             tiers.intake.forget(update.unit)
-        self._groups = None
+        self._forget_what_was_expected()
         self.progress.global_step += 1
         self.checkpoints.step_taken()
         self.last_report = self._reporter.report(
-            self.plan.memory, self.progress.global_step, grad_norm, self._step_scale
+            self.plan.memory, self.progress.global_step, grad_norm, self._step_scale, updates_wait=updates_wait
         )
+        busy = self._reporter.disk_busy
+        if busy is not None and not updates_wait:
+            updates.early.balance(*busy)
         updates.updater.start(remaining)
         self._grow_into_device()
         tiers.compute.end_step()
 
     def drop_gradients(self) -> None:
         """Forget the gradients that were gathered for the coming step."""
+        self._hooks.refuse_others("zero_grad()")
         self.zeroing_is_done()
         self.progress.begin_step()
-        self._groups = None
-        if self._forecast is not None:
-            self._forecast.begin()
+        self._forget_what_was_expected()
         with self.failure:
             self._tiers.intake.settle()
-            self._updates.early.drop_all()
+            self._updates.updater.drop_all()
             for unit in self._units:
                 self._tiers.intake.forget(unit)
+
+    def _forget_what_was_expected(self) -> None:
+        """No gradient of the coming step is there."""
+        self._groups = None
+        self._backward_has_begun = False
+        self._may_read_ahead = self.plan.nvme_bytes["states"] > 0
+        if self._forecast is not None:
+            self._forecast.begin()
 
     def _warn_of_lost_parameters(self) -> None:
         """Say once of each parameter that it was replaced behind the engine."""
@@ -407,6 +463,13 @@ class Session:
                 f"parameter {name} is no longer in the model, and what was put in its place is not the engine's: it is "
                 "not trained by engine.optimizer. Write into the parameter (parameter.data.copy_(value)) instead, or "
                 "change the model before the engine is made."
+            )
+        replaced = self._hooks.replaced()
+        if replaced:
+            warn(
+                f"{len(replaced)} quantised parameters ({replaced[0]}, ...) were replaced, as by a merge of adapters: "
+                "what stands there is in memory beside the engine's budget, and checkpoints keep what stood there. "
+                "Merge in the model that engine.unwrap() gives."
             )
 
     def load_checkpoint(self, path: str | os.PathLike[str] | None, tag: str | None) -> Any:
@@ -479,7 +542,7 @@ class Session:
             self.failure,
             tiers.intake.settle,
             Spooled(config.paths if any(plan.nvme_bytes.values()) else ()),
-            _nothing if updates is None else updates.early.invalidate,
+            _nothing if updates is None else updates.updater.invalidate,
         )
 
     def _take_over(self, model: nn.Module, birth: Birth, handles: Handles, closers: Closers) -> None:
@@ -494,9 +557,6 @@ class Session:
         convert_statistics(model, config.dtype)
         if self._device is not None:
             closers.callback(move_to_device(model, self.torch_device))
-        # Dynamo would take a device's events for a part of the graph. On the CPU there are none, and importing it costs
-        # 1.5 s and 70 MB here.
-        outside_of_graphs = torch.compiler.disable if self._device is not None else _unchanged
         in_model = [
             UnitInModel(unit, window, parameters)
             for unit, window, parameters in zip(units, tiers.windows, tiers.parameters, strict=True)
@@ -617,10 +677,6 @@ class Session:
 def with_measured_memory(report: Report, memory: tuple[int, int]) -> Report:
     """The report with what the engine takes of host and device memory."""
     return replace(report, host_memory_bytes=memory[0], device_memory_bytes=memory[1])
-
-
-def _unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
 
 
 def _nothing(unit: UnitSpec) -> None:

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import Node
-from torch.utils import _pytree
+from torch.utils import _python_dispatch, _pytree
+from torch.utils._device import DeviceContext
+from torch.utils.hooks import RemovableHandle
 
 from offload.errors import TorchUnsupported
 
@@ -55,8 +57,49 @@ belongs_to_backward: Callable[[Node], bool] = _found(torch._C, "_will_engine_exe
 """Whether a node, not the one that it began with, is part of the backward that this thread is in. It must be in one."""
 
 
+def others_listen() -> bool:
+    """Something sees, or changes, the operations of this thread: a mode (the default device is none), hooks of saved
+    tensors, a transform of ``torch.func``."""
+    modes = [*_function_modes(), *_dispatch_modes()]
+    return (
+        not all(isinstance(mode, DeviceContext) for mode in modes)
+        or _saved_tensors_hooks(False) is not None
+        or _transforms() is not None
+    )
+
+
+_function_modes: Callable[[], list[Any]] = _found(torch.overrides, "_get_current_function_mode_stack")
+_dispatch_modes: Callable[[], list[Any]] = _found(_python_dispatch, "_get_current_dispatch_mode_stack")
+_saved_tensors_hooks: Callable[[bool], Any] = _found(torch._C._autograd, "_top_saved_tensors_default_hooks")
+_transforms: Callable[[], Any] = _found(torch._C._functorch, "peek_interpreter_stack")
+
+
 never_compiled: Callable[[Any], Any] = _found(torch, "_disable_dynamo")
 """Keeps a function out of what ``torch.compile`` makes of its callers."""
+
+
+def outside_of_graphs(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
+    """``torch.compile`` runs this function as it is, between two graphs, and says ``reason`` where it may not."""
+    try:
+        return torch.compiler.disable(function, reason=reason)  # type: ignore[no-any-return]
+    except TypeError:  # torch 2.6 asks for no reason
+        return torch.compiler.disable(function)  # type: ignore[no-any-return]
+
+
+def same_number(first: RemovableHandle | None, register: Callable[[], RemovableHandle]) -> RemovableHandle:
+    """Have a hook registered under the number of ``first``, which is in another module; None: under a new one.
+
+    What ``torch.compile`` makes of a module depends on the numbers of the hooks in it: two that differ in nothing else
+    would be compiled twice, and after eight it gives up.
+    """
+    following = RemovableHandle.next_id
+    if first is not None:
+        RemovableHandle.next_id = first.id
+    try:
+        return register()
+    finally:
+        if first is not None:
+            RemovableHandle.next_id = following
 
 
 def when_backward_ends(call: Callable[[], None]) -> None:
@@ -150,6 +193,13 @@ def _try_graph_tasks() -> bool:
     return seen == ["in a backward", "a gradient", "its end"] and graph_task() == -1
 
 
+def _try_listeners() -> bool:
+    with torch.device("cpu"):
+        before = others_listen()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        return others_listen() and not before
+
+
 def _try_version_counter() -> bool:
     tensor = torch.zeros(1)
     before = tensor._version
@@ -186,6 +236,7 @@ def _try_wrapper() -> bool:
 _TRIALS: dict[str, Callable[[], bool]] = {
     "the sequence numbers of autograd's nodes": _try_sequence_numbers,
     "the numbers and callbacks of a backward": _try_graph_tasks,
+    "modes and hooks of saved tensors": _try_listeners,
     "changes that keep a tensor's version": _try_version_counter,
     "torch.utils._pytree": _try_containers,
     "wrapper subclasses of Tensor": _try_wrapper,

@@ -17,8 +17,9 @@ def print_table(result: dict[str, Any]) -> None:
     print(f"{result['date']}  {machine['cores']} cores {machine['cpu']}, {machine['memory_bytes'] / 2**30:.0f} GiB, "
           f"Linux {machine['kernel']}, torch {machine['torch']}, {result['config']['precision']}")  # fmt: skip
     print(
-        f"{'model':<14}{'system':<15}{'budget':<8}{'params M':>9}{'host MiB':>9}{'RSS MiB':>9}{'read B/p':>9}"
-        f"{'write B/p':>10}{'step s (min med max)':>23}{'bound s':>9} {'by':<8}{'of bound':>8}"
+        f"{'model':<14}{'system':<15}{'budget':<8}{'clipped':<10}{'params M':>9}{'host MiB':>9}{'RSS MiB':>9}"
+        f"{'read B/p':>9}{'write B/p':>10}{'step s (min med max)':>23}{'bound s':>9} {'by':<8}{'of bound':>8}"
+        f"{'schedule s':>11}{'of it':>6}"
     )
     for run in result["runs"]:
         print(_row(run))
@@ -42,11 +43,14 @@ def _row(run: dict[str, Any]) -> str:
     times = f"{min(seconds):.3f} {run['step_seconds_median']:.3f} {max(seconds):.3f}"
     bound = run["bound_seconds"]
     share = f"{bound:>9.3f} {run['bound_by']:<8}{bound / run['step_seconds_median']:>8.2f}" if bound else ""
+    schedule = run["schedule_seconds"]
+    if schedule:
+        share += f"{schedule:>11.3f}{schedule / run['step_seconds_median']:>6.2f}"
     budget = "" if run["settings"] else run["budget"]
     limit = f"  limit {run['limit_bytes'] / _MIB:,.0f} MiB" if run["limit_bytes"] else ""
     device = f"  device {run['peak_device_bytes'] / _MIB:,.0f} MiB" if run["peak_device_bytes"] else ""
     return (
-        f"{run['size']:<14}{run['system']:<15}{budget:<8}{numel / 1e6:>9.1f}{host:>9}"
+        f"{run['size']:<14}{run['system']:<15}{budget:<8}{run['clipping']:<10}{numel / 1e6:>9.1f}{host:>9}"
         f"{run['peak_rss_bytes'] / _MIB:>9,.0f}{run['nvme_read_bytes_per_step'] / numel:>9.2f}"
         f"{run['nvme_write_bytes_per_step'] / numel:>10.2f}{times:>23}{share}{limit}{device}"
     )
@@ -56,7 +60,8 @@ def _overheads(runs: list[dict[str, Any]]) -> list[str]:
     """For chains, whose units do next to nothing: what the engine adds to each."""
     lines = []
     for run in runs:
-        plain = [one for one in runs if one["size"] == run["size"] and one["system"] == "in_memory"]
+        same = [one for one in runs if (one["size"], one["clipping"]) == (run["size"], run["clipping"])]
+        plain = [one for one in same if one["system"] == "in_memory"]
         if run["size"].startswith("chain:") and run["num_units"] and plain:
             extra = (run["step_seconds_median"] - plain[0]["step_seconds_median"]) / run["num_units"]
             lines.append(f"{run['size']} {run['budget']}: {extra * 1e6:.0f} us over plain PyTorch a unit and step")

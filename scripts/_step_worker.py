@@ -34,6 +34,7 @@ class InMemory:
     def __init__(self, shape: Shape, request: dict[str, Any]) -> None:
         torch.manual_seed(0)
         self._clipping = request["clipping"]
+        self._norms: list[float] = []
         with torch.device(request["device"]):
             self._model = shape.model()
         self._weights = list(self._model.parameters())
@@ -47,7 +48,7 @@ class InMemory:
         loss = self._model(tokens, targets)
         loss.backward()
         if self._clipping:
-            torch.nn.utils.clip_grad_norm_(self._weights, self._clipping)
+            self._norms.append(float(torch.nn.utils.clip_grad_norm_(self._weights, self._clipping)))
         if self._masters is not self._weights:
             for master, weight in zip(self._masters, self._weights, strict=True):
                 assert weight.grad is not None
@@ -63,7 +64,7 @@ class InMemory:
         """Nothing runs behind a step."""
 
     def facts(self) -> dict[str, Any]:
-        return {"parameters": sum(weight.numel() for weight in self._weights)}
+        return {"parameters": sum(weight.numel() for weight in self._weights), "norms": self._norms}
 
     def close(self) -> None:
         pass
@@ -80,11 +81,13 @@ class Engine:
         options["device_memory"] = request["device_memory"]
         torch.manual_seed(0)  # the engine initialises the model
         self._engine = OffloadEngine(model, **options)
+        self._schedules: list[float] = []
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:
         loss = self._engine(tokens, targets)
         self._engine.backward(loss)
         self._engine.step()
+        self._schedules.append(getattr(self._engine.report(), "schedule_seconds", 0.0))  # older engines know of none
         return float(loss.item())
 
     def settle(self) -> None:
@@ -98,6 +101,7 @@ class Engine:
             "num_units": len(plan.units),
             "host_memory_bytes": plan.host_bytes,
             "device_memory_bytes": None if plan.device is None else plan.device.total_bytes,
+            "schedule_seconds": self._schedules,
             "engine_efficiency": report.efficiency,
             "engine_bound_by": report.bound_by,
             "link_seconds": {"to_device": report.to_device_seconds, "to_host": report.to_host_seconds},

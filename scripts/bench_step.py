@@ -42,6 +42,9 @@ from offload.values import parse_bytes
 STATE_BYTES = {"fp32": 16, "bf16": 14}
 """Bytes of weights, masters, moments and gradients for one parameter."""
 
+NEVER = 1e9
+"""A norm that no gradient here reaches."""
+
 ALL = 1 << 40
 """More memory than any model here needs."""
 
@@ -52,6 +55,7 @@ class Contender:
 
     system: str
     budget: str
+    clipping: str
     request: dict[str, Any]
     turns: list[dict[str, Any]] = field(default_factory=list)
     failure: str | None = None
@@ -98,7 +102,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device-memory", default="auto", help="what the engine may hold of a GPU's memory")
     parser.add_argument("--checkpointing", action="store_true", help="keep the inputs of blocks only, for backward")
     parser.add_argument("--precision", choices=list(STATE_BYTES), default="fp32")
-    parser.add_argument("--clipping", type=float, default=1.0, help="bound of the gradient norm; 0: none (default: 1)")
+    parser.add_argument(
+        "--clipping",
+        nargs="+",
+        default=["1"],
+        help='bounds of the gradient norm, which take turns: a number, 0 (no clipping), "never" (a bound that no step '
+        'reaches), "always", or "sometimes" (the median norm of steps in memory) (default: 1)',
+    )
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=2, help="turns of each system (default: 2)")
@@ -151,7 +161,7 @@ class _Comparison:
         self._state_bytes = STATE_BYTES[arguments.precision] * sum(p.numel() for p in model.parameters())
         self._turns = Turns(arguments.lock)
         self._common = {"shape": asdict(self._shape), "precision": arguments.precision, "nvme_path": folder}
-        self._common |= {name: getattr(arguments, name) for name in ("clipping", "device", "device_memory")}
+        self._common |= {name: getattr(arguments, name) for name in ("device", "device_memory")}
         self.trials: list[dict[str, Any]] = []
 
     def run(self) -> list[dict[str, Any]]:
@@ -165,22 +175,42 @@ class _Comparison:
         return [self._summary(contender, rows) for contender in rows]
 
     def _contenders(self) -> Iterator[Contender]:
+        bounds = {name: self._bound(name) for name in self._arguments.clipping}
         for system in self._arguments.systems:
             request = {**self._common, "system": system}
+            settings: Settings | None = None
             if system in TRIALS:
-                settings = self._fastest(request, TRIALS[system])
-                if settings is not None:
-                    yield Contender(system, output.brief(settings), {**request, "settings": settings})
-            elif system == "engine":
-                for budget in self._arguments.budgets:
-                    host_memory = self._host_memory(budget)
-                    if host_memory is not None:
-                        extra = {"host_memory": host_memory, "io_backend": self._arguments.io_backend}
-                        yield Contender(system, budget, {**request, **extra})
-                        for name, _, folder in (other.partition("=") for other in self._arguments.against):
-                            yield Contender(f"engine {name}", budget, {**request, **extra, "installation": folder})
-            else:
-                yield Contender(system, "", request)
+                settings = self._fastest({**request, "clipping": next(iter(bounds.values()))}, TRIALS[system])
+                if settings is None:
+                    continue
+            for name, bound in bounds.items():
+                yield from self._with(system, name, {**request, "clipping": bound}, settings)
+
+    def _with(
+        self, system: str, clipping: str, request: dict[str, Any], settings: Settings | None
+    ) -> Iterator[Contender]:
+        """A system clipped in one way, with each budget that it can have."""
+        if settings is not None:
+            yield Contender(system, output.brief(settings), clipping, {**request, "settings": settings})
+        elif system != "engine":
+            yield Contender(system, "", clipping, request)
+        else:
+            for budget in self._arguments.budgets:
+                host_memory = self._host_memory(budget)
+                if host_memory is not None:
+                    extra = {"host_memory": host_memory, "io_backend": self._arguments.io_backend}
+                    yield Contender(system, budget, clipping, {**request, **extra})
+                    for name, _, folder in (other.partition("=") for other in self._arguments.against):
+                        with_other = {**request, **extra, "installation": folder}
+                        yield Contender(f"engine {name}", budget, clipping, with_other)
+
+    def _bound(self, clipping: str) -> float:
+        """The bound of the norm that goes by this name."""
+        if clipping != "sometimes":
+            return {"never": NEVER, "always": 1e-3}.get(clipping) or float(clipping)
+        request = {**self._common, "system": "in_memory", "clipping": NEVER}
+        turn = self._turns.take(request, self._arguments.warm_up, self._arguments.steps)
+        return float(statistics.median(turn["norms"]))
 
     def _fastest(self, request: dict[str, Any], choices: list[Settings]) -> Settings | None:
         """The settings with the fastest step; those that abort are out, None if all do."""
@@ -196,7 +226,7 @@ class _Comparison:
         return [row for row in rows if (row["size"], row["system"]) == (self._size, system)]
 
     def _try(self, request: dict[str, Any], settings: Settings) -> dict[str, Any]:
-        contender = Contender(request["system"], output.brief(settings), {**request, "settings": settings})
+        contender = Contender(request["system"], output.brief(settings), "", {**request, "settings": settings})
         self._take_turn(contender, [])
         row = {"size": self._size, "system": contender.system, "settings": settings, "failure": contender.failure}
         if contender.turns:
@@ -238,19 +268,22 @@ class _Comparison:
     def _summary(self, contender: Contender, rows: list[Contender]) -> dict[str, Any]:
         seconds = contender.seconds
         median = statistics.median(seconds)
-        in_memory = [row for row in rows if row.system == "in_memory"]
+        in_memory = [row for row in rows if (row.system, row.clipping) == ("in_memory", contender.clipping)]
         compute = statistics.median(in_memory[0].seconds) if in_memory else None
         read_bytes, write_bytes = contender.median("nvme_read_bytes"), contender.median("nvme_write_bytes")
         rates = _bandwidths(rows)
         nvme = rates.seconds(int(read_bytes), int(write_bytes)) if rates else 0.0
         last = contender.turns[-1]
         link = last.get("link_seconds") or {}
+        last_steps = [turn.get("schedule_seconds", ())[-self._arguments.steps :] for turn in contender.turns]
+        schedule = [seconds for turn in last_steps for seconds in turn]
         bounds = {"compute": compute or 0.0, "nvme": nvme, **link}
         bound_by = max(bounds, key=lambda name: bounds[name])
         return {
             "size": self._size,
             "system": contender.system,
             "budget": contender.budget,
+            "clipping": contender.clipping,
             "parameters": last["parameters"],
             "num_units": last.get("num_units"),
             "model_state_bytes": self._state_bytes,
@@ -260,6 +293,7 @@ class _Comparison:
             "bound_seconds": bounds[bound_by] or None,
             "bound_by": bound_by,
             "nvme_seconds": nvme,
+            "schedule_seconds": statistics.median(schedule) if schedule else 0.0,
             "nvme_read_bytes_per_step": read_bytes,
             "nvme_write_bytes_per_step": write_bytes,
             "planned_read_bytes": last.get("planned_read_bytes"),

@@ -34,7 +34,7 @@ _SAID = {
 @dataclass(frozen=True)
 class SavedParameter:
     """``offset`` is in elements, from the unit's start. A piece of a large weight has the name of the ``whole``, and
-    begins at row ``start`` of it."""
+    begins at row ``start`` of it. ``packing`` says how the bytes of a quantised one lie."""
 
     name: str
     shape: tuple[int, ...]
@@ -42,6 +42,7 @@ class SavedParameter:
     trainable: bool
     whole: str | None = None
     start: int = 0
+    packing: str | None = None
 
     @property
     def numel(self) -> int:
@@ -141,6 +142,8 @@ class Description:
             own_unit, own = here[name]
             if parameter.shape != own.shape:
                 return f"parameter {name} has shape {parameter.shape} there and {own.shape} here"
+            if parameter.packing != own.packing:
+                return f"parameter {name} is {_packed(parameter)} there and {_packed(own)} here"
             if parameter.trainable != own.trainable:
                 trained = "trained" if parameter.trainable else "frozen"
                 return f"parameter {name} is {trained} there and {'trained' if own.trainable else 'frozen'} here"
@@ -177,8 +180,13 @@ def describe_units(
 
 
 def _parameter(spec: ParameterSpec) -> SavedParameter:
-    saved = SavedParameter(spec.name, tuple(spec.shape), spec.offset, spec.trainable)
+    packing = None if spec.packing is None else str(spec.packing)
+    saved = SavedParameter(spec.name, tuple(spec.shape), spec.offset, spec.trainable, packing=packing)
     return saved if spec.piece is None else replace(saved, whole=spec.piece.whole.name, start=spec.piece.start)
+
+
+def _packed(parameter: SavedParameter) -> str:
+    return "not quantised" if parameter.packing is None else f"quantised as {parameter.packing}"
 
 
 def _tile(tile: Tile, extent: int, rule: Rule | None) -> SavedTile:

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from offload.checkpoint.safetensors_writer import Entry, Part
-from offload.errors import warn
+from offload.errors import ConfigError, warn
 from offload.memory import passing_tensor, tensor_at
 from offload.model.backing import Outside
 from offload.model.handle import Handle
+from offload.model.packed_handle import PackedHandle
 from offload.tiers.home import UnitHomes
 from offload.units import ParameterSpec, UnitSpec
 
@@ -42,6 +43,11 @@ class ModelWeights:
         """Those of ``parts``. Parameters of the engine get ``dtype``, other tensors keep theirs."""
         found = []
         for name, value in state_dict.items():
+            if isinstance(value, PackedHandle):
+                raise ConfigError(
+                    f"{name} is quantised, and ordinary numbers are written here: save engine.state_dict() by "
+                    "torch.save, or what was trained over it as an adapter of peft"
+                )
             if isinstance(value, torch.Tensor):
                 own = dtype if isinstance(value, Handle) else value.dtype
                 found.append(Entry(name, own, tuple(value.shape)))

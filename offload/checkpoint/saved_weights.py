@@ -241,6 +241,11 @@ def _tensors(description: Description) -> Iterator[SavedTensor]:
     pieces: dict[str, list[tuple[SavedUnit, SavedParameter]]] = {}
     for unit in description.units:
         for parameter in unit.parameters:
+            if parameter.packing is not None:
+                raise ConfigError(
+                    f"parameter {parameter.name} is quantised, and ordinary numbers are exported. Load the checkpoint "
+                    "into an engine over the same model, and save what was trained: engine.save_model(dir) of peft."
+                )
             pieces.setdefault(parameter.whole or parameter.name, []).append((unit, parameter))
     for name, parts in pieces.items():
         parts.sort(key=lambda part: part[1].start)

@@ -51,10 +51,11 @@ class Belongings:
         parameter = spec.parameter
         if isinstance(parameter, Handle):
             return
-        if type(parameter) is not nn.Parameter:
+        own = frozenset[str]() if spec.packing is None else spec.packing.own_attributes
+        if type(parameter) is not nn.Parameter and spec.packing is None:
             self._kinds[spec] = type(parameter)
-        if vars(parameter):
-            self._attributes[spec] = dict(vars(parameter))
+        if attributes := {name: value for name, value in vars(parameter).items() if name not in own}:
+            self._attributes[spec] = attributes
         if parameter.grad is not None:
             self._gradients[spec] = parameter.grad
         hooks: dict[str, Any] = {

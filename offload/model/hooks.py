@@ -19,19 +19,22 @@ from torch.autograd.graph import Node
 
 from offload.errors import ConfigError
 from offload.model.handle import Handle
-from offload.model.own_writes import OwnWrites
-from offload.tiers.window import Window
+from offload.model.lane import Lane
+from offload.model.unit_in_model import UnitInModel
 from offload.torch_internals import (
     belongs_to_backward,
     graph_task,
     leaves_of,
     map_leaves,
     next_sequence_number,
+    same_number,
     sequence_number,
     when_backward_ends,
 )
 from offload.units import ParameterSpec, UnitSpec
 from swapper import OffloadError
+
+__all__ = ["Hooks", "NotScriptable", "Schedule", "Turns", "UnitInModel"]
 
 
 class Schedule(Protocol):
@@ -49,36 +52,30 @@ class Schedule(Protocol):
     def changed_in_use(self, unit: UnitSpec, spec: ParameterSpec, value: torch.Tensor) -> None: ...
 
 
-class UnitInModel:
-    """What stands in the model for one unit: its parameters, which are views of ``window``, and the calls under way."""
+class Turns(Protocol):
+    """Micro-batches that are on their way together, each in a lane: the hooks tell what they are about to do. Each call
+    may raise in the place of a micro-batch, whose thread makes it. See ``offload.model.turns``."""
 
-    __slots__ = (
-        "__weakref__",
-        "forward_depth",
-        "forward_sequence",
-        "forward_start",
-        "in_backward",
-        "own_writes",
-        "parameters",
-        "sites",
-        "spec",
-        "window",
-    )
+    def arrive(self, unit: UnitInModel, *, backward: bool) -> None:
+        """The lane is about to use a unit that it does not use yet: others may compute first."""
 
-    def __init__(self, spec: UnitSpec, window: Window, parameters: Sequence[nn.Parameter]) -> None:
-        self.spec = spec
-        self.window = window
-        self.parameters = parameters
-        self.sites: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
-        """Where each parameter stands in the model: module, name, handle, parameter."""
-        self.forward_depth = 0
-        """Modules of this unit whose forward is running."""
-        self.forward_start = 0
-        """Serial number of the moment when the outermost of them began."""
-        self.forward_sequence = 0
-        """Autograd's number of the first node that it may have made."""
-        self.in_backward = False
-        self.own_writes = OwnWrites(parameters)
+    def left(self, unit: UnitInModel, start: int) -> None:
+        """The call that began at ``start`` has an output whose gradient the hooks wait for."""
+
+    def opened(self, unit: UnitInModel, start: int) -> None:
+        """The backward of that call begins."""
+
+    def is_awaited(self, unit: UnitInModel) -> bool:
+        """Another lane will use the unit next."""
+
+    def gradient(self, spec: ParameterSpec, *, in_its_place: bool) -> None:
+        """A gradient has come; ``in_its_place``: during its unit's backward."""
+
+    def changed(self, unit: UnitInModel) -> None:
+        """A forward of the unit has changed its weights."""
+
+    def refuse_others(self, what: str) -> None:
+        """``what`` comes in one lane. Raises ``OffloadError`` if another one has calls under way, or will have some."""
 
 
 class NotScriptable(ConfigError, AttributeError):
@@ -107,6 +104,8 @@ def _nothing(*args: Any) -> None:
 
 
 _IN_PARTS = "an OffloadEngine brings weights in around each unit: compile its model without fullgraph=True"
+
+_TOGETHER = "engine.together()"
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:
@@ -164,31 +163,31 @@ class Hooks:
         handles: dict[ParameterSpec, nn.Parameter],
         parameters: dict[ParameterSpec, nn.Parameter],
         schedule: Schedule,
-        outside_of_graphs: Callable[[Callable[..., Any]], Callable[..., Any]],
+        outside_of_graphs: Callable[[Callable[..., Any], str], Callable[..., Any]],
         *,
         one_thread: bool = True,
     ) -> None:
         """``handles`` stand at the sites of a parameter or a piece, ``parameters`` where the model has it.
 
-        ``outside_of_graphs`` keeps a function out of what ``torch.compile`` makes of a module. ``one_thread``: autograd
-        runs backward in the thread that asks for it, as it does on the CPU.
+        ``outside_of_graphs`` keeps a function out of what ``torch.compile`` makes of a module, and has a reason to say
+        where that is not possible. ``one_thread``: autograd runs backward in the thread that asks for it, as it does on
+        the CPU.
         """
         self._units = units
-        self._outside_of_graphs = outside_of_graphs
+        self._begin_forward = outside_of_graphs(self._enter_forward, _IN_PARTS)
+        self._end_forward = outside_of_graphs(self._finish_forward, _IN_PARTS)
+        self._numbered: Sequence[Any] = (None, None)
+        """The two hooks of one module. Those of all others have their numbers."""
         self._schedule = schedule
         self._handles = handles
         self._parameters = parameters
         self._serial = 0
         self._one_thread = one_thread
-        self._thread = 0
-        """The one that has used units last."""
-        self._num_forwards = 0
-        """Units in forward."""
-        self._open: list[tuple[UnitInModel, int, int]] = []
-        """Units in backward: with the serial number at which the call began, and the graph task that opened it."""
-        self._tasks: dict[int, weakref.ref[Callable[[], None]]] = {}
-        """Graph tasks that have opened units, each with what it calls at its end. An exception ends one without a call:
-        then nothing refers to that any more."""
+        self.lane = Lane()
+        """The one that computes."""
+        self._turns: Turns | None = None
+        self._kept: list[UnitInModel] = []
+        """Units that the last lane has left, and that another one will use next."""
         self._lost: set[ParameterSpec] = set()
         """Parameters that were said to be lost."""
         self._installed: list[Any] = []
@@ -197,18 +196,72 @@ class Hooks:
 
     def close_backward(self, task: int | None = None) -> None:
         """Close the units that graph task ``task`` opened; all of them if it is None (an exception ended it)."""
-        self._tasks = {} if task is None else {key: end for key, end in self._tasks.items() if key != task}
-        for entry in [entry for entry in self._open if task is None or entry[2] == task]:
+        lane = self.lane
+        lane.tasks = {} if task is None else {key: end for key, end in lane.tasks.items() if key != task}
+        for entry in [entry for entry in lane.open if task is None or entry[2] == task]:
             self._leave_backward(entry)
 
     def reset(self) -> None:
         """No forward and no backward is running: close the units that an exception or an interrupt has left open."""
+        if self._turns is not None:
+            self._turns.refuse_others("a step, or the engine's end,")
+        self.end_calls()
+        for unit in self._units:  # an interrupt may have come between a use and what is known of it
+            unit.num_users = 0
+            if unit.is_over:
+                self._end_backward(unit)
+
+    def end_calls(self) -> None:
+        """Close what the lane that computes has left open."""
         self.close_backward()
         for unit in self._units:
             if unit.forward_depth:
                 unit.forward_depth = 0
                 self._leave_forward(unit)
-        self._num_forwards = 0
+        self.lane.in_forward.clear()
+
+    # Several micro-batches on their way together.
+
+    def check_idle(self) -> None:
+        """Raise ``OffloadError`` if the model runs, or micro-batches are under way."""
+        if self._turns is not None:
+            raise OffloadError(f"{_TOGETHER} within a micro-batch of another one: give it all of them at once")
+        self._enter(forward=True)
+        if self.lane.open and graph_task() == -1:
+            self._close_failed()
+        if self.lane.in_forward or self.lane.open:
+            raise OffloadError(f"{_TOGETHER} within a forward or backward of the model: call it in the training loop")
+
+    def begin_turns(self, turns: Turns) -> Lane:
+        """``turns`` says from now on which lane computes. The one that does now."""
+        self._turns = turns
+        return self.lane
+
+    def end_turns(self, lane: Lane) -> None:
+        """All are over: ``lane``, in which the caller's own calls are, goes on."""
+        self._turns = None
+        self._kept = []
+        self.switch(lane)
+
+    def switch(self, lane: Lane) -> None:
+        """Go on with the calls of another lane."""
+        before = self.lane
+        if lane is not before:
+            before.put_aside(following=lane)
+            lane.take_up()
+            self.lane = lane
+
+    def keep(self, wanted: UnitInModel | None) -> None:
+        """Of the units that were left for others only ``wanted`` will be used next: release the rest."""
+        kept, self._kept = self._kept, [unit for unit in self._kept if unit is wanted]
+        for unit in kept:
+            if unit is not wanted:
+                self._release(unit)
+
+    def refuse_others(self, what: str) -> None:
+        """``what`` concerns all micro-batches. Raises ``OffloadError`` if it comes in one, with others under way."""
+        if self._turns is not None:
+            self._turns.refuse_others(what)
 
     def lost(self, model: nn.Module) -> Iterator[str]:
         """The names of trained parameters that stand nowhere in the model any more; each is named once."""
@@ -223,6 +276,16 @@ class Hooks:
                 self._lost.add(spec)
                 yield spec.name
 
+    def replaced(self) -> list[str]:
+        """The names of quantised parameters that others stand in the place of; each is named once."""
+        found = [
+            spec
+            for spec, handle in self._parameters.items()
+            if spec.packing is not None and spec not in self._lost and not _stands(handle, spec)
+        ]
+        self._lost.update(found)
+        return [spec.name for spec in found]
+
     def remove(self) -> None:
         """Take the hooks out of the model."""
         for hook in self._installed:
@@ -230,13 +293,14 @@ class Hooks:
         self._installed.clear()
 
     def _install(self, unit: UnitInModel) -> None:
-        before, after = self._outside_of_graphs(self._pre_forward), self._outside_of_graphs(self._post_forward)
+        before, after = _Hook(self._pre_forward, unit), _Hook(self._post_forward, unit)
         for module in unit.spec.modules:
-            self._installed += [
-                # Before all others: one that raises must not leave our hook after the forward without ours before it.
-                module.register_forward_pre_hook(_Hook(before, unit), prepend=True),
-                module.register_forward_hook(_Hook(after, unit), always_call=True),
-            ]
+            # Before all others: one that raises must not leave our hook after the forward without ours before it.
+            first = partial(module.register_forward_pre_hook, before, prepend=True)
+            last = partial(module.register_forward_hook, after, always_call=True)
+            of_module = [same_number(known, hook) for known, hook in zip(self._numbered, (first, last), strict=True)]
+            self._numbered = of_module
+            self._installed += of_module
         for index, (parameter, spec) in enumerate(zip(unit.parameters, unit.spec.parameters, strict=True)):
             handle = self._handles[spec]
             unit.sites += [(module, name, handle, parameter) for module, name in spec.sites]
@@ -248,116 +312,149 @@ class Hooks:
             for holder in (parameter, self._parameters[spec]):  # the handle's own method would do both
                 self._installed.append(torch.Tensor.register_post_accumulate_grad_hook(holder, hook))
 
-    # A parameter that was put in the place of the engine's stays there.
-
-    def _show_parameters(self, unit: UnitInModel) -> None:
-        for module, name, handle, parameter in unit.sites:
-            if module._parameters.get(name) is handle:
-                module._parameters[name] = parameter
-
-    def _show_handles(self, unit: UnitInModel) -> None:
-        for module, name, handle, parameter in unit.sites:
-            if module._parameters.get(name) is parameter:
-                module._parameters[name] = handle
+    # Of the two hooks the compiler takes what only counts into a graph, and leaves the rest outside.
 
     def _pre_forward(self, unit: UnitInModel, module: nn.Module, args: Any) -> None:
         if unit.forward_depth == 0:
-            if not torch.compiler.is_compiling():
-                if torch._C._is_tracing():
-                    raise ConfigError(
-                        "torch.jit.trace would keep the weights as they are now, in memory that others pass through. "
-                        "Trace copy.deepcopy(model), or the model that engine.unwrap() gives."
-                    )
-                if self._open and graph_task() == -1:
-                    self._close_failed()
-                self._enter(forward=True)
-            else:
-                torch._dynamo.graph_break(msg=_IN_PARTS)  # dynamo's own error would not say it
-            if not unit.in_backward:
-                self._schedule.begin_use(unit.spec)
-            self._serial += 1
-            unit.forward_start = self._serial
-            unit.forward_sequence = next_sequence_number()
-            self._show_parameters(unit)
-            if not torch.compiler.is_compiling():
-                unit.own_writes.begin()
-            self._num_forwards += 1
+            self._begin_forward(unit)
         unit.forward_depth += 1
 
     def _post_forward(self, unit: UnitInModel, module: nn.Module, args: Any, output: Any) -> Any:
         if unit.forward_depth == 0:
             return output  # the pre-hook of this call raised: there is nothing to undo
         unit.forward_depth -= 1
-        if unit.forward_depth > 0:
-            return output
+        return output if unit.forward_depth > 0 else self._end_forward(unit, output)
+
+    def _enter_forward(self, unit: UnitInModel) -> None:
+        """The outermost call of the unit's modules begins."""
+        if not torch.compiler.is_compiling():
+            if torch._C._is_tracing():
+                raise ConfigError(
+                    "torch.jit.trace would keep the weights as they are now, in memory that others pass through. "
+                    "Trace copy.deepcopy(model), or the model that engine.unwrap() gives."
+                )
+            if self.lane.open and graph_task() == -1:
+                self._close_failed()
+            self._enter(forward=True)
+        if not unit.in_backward:
+            self._begin_use(unit)
+        self._serial += 1
+        unit.forward_start = self._serial
+        unit.forward_sequence = next_sequence_number()
+        unit.show_parameters()
+        if not torch.compiler.is_compiling():
+            unit.own_writes.begin()
+        self.lane.in_forward.append(unit)
+
+    def _finish_forward(self, unit: UnitInModel, output: Any) -> Any:
+        """It is over. Returns its output, without views of the weights."""
         leaves = _tensors(output)
         if any(map(unit.window.holds, leaves)):
             output = map_leaves(lambda leaf: _own(unit, leaf), output)
             leaves = _tensors(output)
         if not torch.compiler.is_compiling():
             for index, value in unit.own_writes.end():
-                self._schedule.changed_in_use(unit.spec, unit.spec.parameters[index], value)
+                if self._turns is not None:
+                    self._turns.changed(unit)
+                self._schedule.changed_in_use(unit.spec, unit.watched[index], value)
         self._leave_forward(unit)
         if torch.is_grad_enabled():
-            arrived = partial(self._pre_backward, unit, unit.forward_start, self._serial)
-            for leaf in leaves:
-                node = _first_node(unit.forward_sequence, leaf)
-                if node is not None:
-                    node.register_prehook(arrived)
+            arrived = partial(self._pre_backward, unit, self.lane, unit.forward_start, self._serial)
+            nodes = [node for leaf in leaves if (node := _first_node(unit.forward_sequence, leaf)) is not None]
+            for node in nodes:
+                node.register_prehook(arrived)
+            if nodes and self._turns is not None:
+                self._turns.left(unit, unit.forward_start)
         return output
 
     def _enter(self, *, forward: bool) -> None:
         """A thread begins to use a unit. Raises ``OffloadError`` while another one uses some."""
-        thread = get_ident()
-        if thread != self._thread:
-            if self._num_forwards or (self._open and self._one_thread):
+        thread, lane = get_ident(), self.lane
+        if thread != lane.thread:
+            if lane.in_forward or self._turns is not None or (lane.open and self._one_thread):
                 raise OffloadError(
                     "two threads run the model at once, and the engine brings weights in for one: give each thread its "
                     "turn (a threading.Lock around forward and backward)"
                 )
             if forward or self._one_thread:
-                self._thread = thread
+                lane.thread = thread
+
+    def _begin_use(self, unit: UnitInModel) -> None:
+        if self._turns is not None:
+            self._turns.arrive(unit, backward=graph_task() != -1)
+        if unit in self._kept:
+            self._kept.remove(unit)
+        elif unit.num_users == 0:
+            self._schedule.begin_use(unit.spec)
+        unit.num_users += 1
+
+    def _end_use(self, unit: UnitInModel) -> None:
+        unit.num_users -= 1
+        if unit.num_users == 0:
+            if self._turns is not None and self._turns.is_awaited(unit):
+                self._kept.append(unit)
+            else:
+                self._release(unit)
+
+    def _release(self, unit: UnitInModel) -> None:
+        self._schedule.end_use(unit.spec)
+        if unit.is_over:
+            self._end_backward(unit)
+
+    def _end_backward(self, unit: UnitInModel) -> None:
+        unit.is_over = False
+        self._schedule.end_backward(unit.spec)
 
     def _leave_forward(self, unit: UnitInModel) -> None:
         self._serial += 1
-        self._num_forwards -= 1
-        self._show_handles(unit)
+        if unit in self.lane.in_forward:
+            self.lane.in_forward.remove(unit)
+        unit.show_handles()
         if not unit.in_backward:
-            self._schedule.end_use(unit.spec)
+            self._end_use(unit)
 
-    def _pre_backward(self, unit: UnitInModel, start: int, end: int, gradients: Any) -> None:
-        """A gradient has reached the output of the call that ran from serial number ``start`` to ``end``."""
+    def _pre_backward(self, unit: UnitInModel, lane: Lane, start: int, end: int, gradients: Any) -> None:
+        """A gradient has reached the output of a call in ``lane``, from serial number ``start`` to ``end``."""
         if torch.is_grad_enabled():
             raise ConfigError(
                 "create_graph=True: weights leave when their backward is over, and a backward through the gradients "
                 "(a gradient penalty, a Hessian) would not find them. Do that on a model that is not wrapped."
             )
         self._enter(forward=False)
+        if lane is not self.lane:
+            raise OffloadError(
+                f"{_TOGETHER}: a backward reaches a forward that ran in another micro-batch, or outside of the call. "
+                "Call the backward within the function whose forward it belongs to"
+            )
         task = graph_task()
-        if task not in self._tasks:
+        if task not in lane.tasks:
             close = partial(self.close_backward, task)
-            self._tasks[task] = weakref.ref(close)
+            lane.tasks[task] = weakref.ref(close)
             when_backward_ends(close)
-        for entry in [entry for entry in self._open if entry[1] > end]:
+        for entry in [entry for entry in lane.open if entry[1] > end]:
             self._leave_backward(entry)
         if not unit.in_backward:
             if unit.forward_depth == 0:
-                self._schedule.begin_use(unit.spec)
+                self._begin_use(unit)
             unit.in_backward = True
-            self._open.append((unit, start, task))
+            lane.open.append((unit, start, task))
+            if self._turns is not None:
+                self._turns.opened(unit, start)
 
     def _close_failed(self) -> None:
         """Close the units of backwards that an exception has ended."""
-        for task in [task for task, end in self._tasks.items() if end() is None]:
+        for task in [task for task, end in self.lane.tasks.items() if end() is None]:
             self.close_backward(task)
 
     def _leave_backward(self, entry: tuple[UnitInModel, int, int]) -> None:
         unit = entry[0]
-        self._open.remove(entry)
+        self.lane.open.remove(entry)
         unit.in_backward = False
+        unit.is_over = True
         if unit.forward_depth == 0:
-            self._schedule.end_use(unit.spec)
-        self._schedule.end_backward(unit.spec)
+            self._end_use(unit)
+        else:
+            self._end_backward(unit)
 
     def _post_accumulate(self, unit: UnitInModel, spec: ParameterSpec, parameter: torch.Tensor) -> None:
         if isinstance(parameter, Handle):
@@ -366,6 +463,8 @@ class Hooks:
         else:
             gradient, parameter.grad = parameter.grad, None
         if gradient is not None:
+            if self._turns is not None:
+                self._turns.gradient(spec, in_its_place=unit.in_backward)
             self._schedule.take_gradient(unit.spec, spec, gradient)
             if not unit.in_backward:
                 self._schedule.end_backward(unit.spec)

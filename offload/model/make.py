@@ -14,6 +14,7 @@ from torch import nn
 from offload.model.backing import Outside, ParameterBacking, PiecewiseBacking
 from offload.model.handle import Backing, Handle, make_handle
 from offload.model.identity import take_over
+from offload.model.packed_handle import PackedBacking, PackedHandle
 from offload.model.piecewise import PiecewiseHandle
 from offload.spooled import Spooled
 from offload.units import ParameterSpec, UnitSpec, WeightInPieces
@@ -49,13 +50,14 @@ def make_handles(units: Sequence[UnitSpec], in_use: Sequence[Sequence[nn.Paramet
     """
     dtype, device = outside.dtype, outside.device
     backings = {
-        spec: ParameterBacking(unit, spec, outside, parameter)
+        spec: _backing(unit, spec, outside, parameter)
         for unit, parameters in zip(units, in_use, strict=True)
         for spec, parameter in zip(unit.parameters, parameters, strict=True)
     }
     at_sites = {}
     for spec, own in backings.items():
-        handle = make_handle(own, spec.shape, dtype, device, spec.trainable)
+        kind = Handle if spec.packing is None else PackedHandle
+        handle = make_handle(own, spec.shape, dtype, device, spec.trainable, kind)
         at_sites[spec] = handle if spec.piece is not None else take_over(spec.parameter, handle, spec.owners)
     of_model = dict(at_sites)
     pieces: dict[WeightInPieces, list[ParameterSpec]] = {}
@@ -67,6 +69,12 @@ def make_handles(units: Sequence[UnitSpec], in_use: Sequence[Sequence[nn.Paramet
         handle = make_handle(backing, whole.shape, dtype, device, specs[0].trainable, PiecewiseHandle)
         of_model.update(dict.fromkeys(specs, take_over(specs[0].parameter, handle, specs[0].owners)))
     return Handles(at_sites, of_model, backings)
+
+
+def _backing(unit: UnitSpec, spec: ParameterSpec, outside: Outside, in_use: nn.Parameter) -> ParameterBacking:
+    if spec.packing is not None:
+        return PackedBacking(unit, spec, spec.packing, outside, in_use)
+    return ParameterBacking(unit, spec, outside, in_use)
 
 
 def give_ordinary_state_dicts(units: Sequence[UnitSpec], spooled: Spooled) -> Callable[[], None]:
@@ -100,7 +108,8 @@ def _value_in(state_dict: dict[str, Any], handle: Handle, spooled: Spooled) -> t
     last = _last_copies.get(handle.backing)
     copy = None if last is None else last()
     if copy is None or not any(other is copy for other in state_dict.values()):
-        copy = spooled.keep(handle.value_on_host())
+        value = handle.value_on_host()
+        copy = value if isinstance(handle, PackedHandle) else spooled.keep(value)  # which is for ordinary tensors
         _last_copies[handle.backing] = weakref.ref(copy)
     return copy
 

@@ -32,16 +32,19 @@ def make_plan(
     tile_bytes: int | None = None,
     compute_bytes: int = 0,
     early: bool = False,
+    num_backwards: int = 1,
 ) -> Plan:
     """Give every kind of every unit a tier, within the budgets, by traffic saved per byte.
 
-    Weights save three transfers of themselves a step (read for the update, read for backward, written), states and
-    gradients two. Access is cyclic, so what is resident in RAM is fixed and spread evenly over the units, and the disk
-    always has something to do. ``early`` tells that streamed units may be updated during backward: their gradients are
-    not read back then, so resident weights save no more than the rest, and whole units are resident, which leaves the
-    disk work in forward and in backward. A tied weight in pieces would go over the disk for each of its sites; it is
-    always resident, and so are its gradients. ``tiles_of`` is None where nothing is trained. ``tile_bytes=None`` lets
-    the tile shrink when memory is short. ``compute_bytes`` are taken beside all that.
+    Access is cyclic, so what is resident in RAM is fixed and spread evenly over the units, and the disk always has
+    something to do. In a step of ``num_backwards`` = k micro-batches, a byte of weights saves 2k + 1 transfers (read
+    for each forward and backward, written), one of states two, one of gradients 2k. With k = 1 states come before
+    gradients: theirs are both after the verdict, where the disk has most to do if a step is clipped. ``early`` tells
+    that streamed units may be updated during backward: then units are resident with their weights and states together,
+    which is what such an update moves, and the others have work for the disk in forward and in backward. A tied weight
+    in pieces would go over the disk for each of its sites; it is always resident, and so are its gradients.
+    ``tiles_of`` is None where nothing is trained. ``tile_bytes=None`` lets the tile shrink when memory is short.
+    ``compute_bytes`` are taken beside all that.
 
     Raises ``BudgetError``, naming the least budget that works.
     """
@@ -68,7 +71,7 @@ def make_plan(
             f"{readable_bytes(host_bytes)} are given. Raise host_memory to {least}.",
             least,
         )
-    placement.fill(host_bytes, whole_units=early)
+    placement.fill(host_bytes, by_unit=early, gradients_first=num_backwards > 1)
     plan = placement.plan(host_bytes)
     needed = sum(plan.nvme_bytes.values())
     if needed > nvme_bytes:
@@ -138,8 +141,9 @@ class _Placement:
                 self.weights_resident, self.grads_resident = weights, grads
                 return
 
-    def fill(self, host_bytes: int, *, whole_units: bool) -> None:
-        """Keep what saves most traffic per byte: of each kind as many as fit.
+    def fill(self, host_bytes: int, *, by_unit: bool, gradients_first: bool) -> None:
+        """Keep what saves most traffic per byte, as much as fits: all kinds of one unit after the other, or one kind of
+        all units after the other. Gradients come last, unless they come before states.
 
         First the units that forward begins with, whose gradients come last: nothing else is left to do while they are
         updated. The others in an order that is spread evenly.
@@ -147,19 +151,24 @@ class _Placement:
         first = self.units[0].whole
         is_first = [unit is self.units[0] or (unit.whole is not None and unit.whole is first) for unit in self.units]
         spread = sorted(range(len(self.units)), key=lambda index: (not is_first[index], index * GOLDEN % 1))
-        if whole_units:
-            self._keep([kind for index in spread for kind in self._kinds(index)], host_bytes)
-            return
-        most_tiles = max((len(tiles) for tiles in self.tiles), default=0)
-        self._keep([(self.weights_resident, index) for index in spread], host_bytes)
-        self._keep([(self.grads_resident, index) for index in spread], host_bytes)
-        tiles = [(self.tiles_resident[i], n) for n in range(most_tiles) for i in spread if n < len(self.tiles[i])]
-        self._keep(tiles, host_bytes)
+        weights = [(self.weights_resident, index) for index in spread]
+        grads = [(self.grads_resident, index) for index in spread]
+        if by_unit:
+            self._keep([kind for i in spread for kind in self._kinds(i, gradients=gradients_first)], host_bytes)
+        else:
+            most_tiles = max((len(tiles) for tiles in self.tiles), default=0)
+            tiles = [(self.tiles_resident[i], n) for n in range(most_tiles) for i in spread if n < len(self.tiles[i])]
+            self._keep(weights, host_bytes)
+            if gradients_first:
+                self._keep(grads, host_bytes)
+            self._keep(tiles, host_bytes)
+        self._keep(grads, host_bytes)
 
-    def _kinds(self, index: int) -> list[tuple[list[bool], int]]:
-        """Everything of one unit."""
+    def _kinds(self, index: int, *, gradients: bool) -> list[tuple[list[bool], int]]:
+        """What belongs to one unit, with its gradients or without."""
         tiles = self.tiles_resident[index]
-        return [(self.weights_resident, index), (self.grads_resident, index), *((tiles, n) for n in range(len(tiles)))]
+        of_gradients = [(self.grads_resident, index)] if gradients else []
+        return [(self.weights_resident, index), *of_gradients, *((tiles, n) for n in range(len(tiles)))]
 
     def _keep(self, candidates: list[tuple[list[bool], int]], host_bytes: int) -> None:
         """Keep the longest prefix of ``candidates`` that fits."""

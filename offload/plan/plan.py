@@ -116,7 +116,7 @@ class Plan:
     @property
     def num_parameters(self) -> int:
         """Parameters of the model, each counted once, padding not counted."""
-        return sum(spec.numel for item in self.units for spec in item.unit.parameters)
+        return sum(spec.shape.numel() for item in self.units for spec in item.unit.parameters)
 
     @property
     def staging_bytes(self) -> int:
@@ -244,15 +244,14 @@ def _reasons(plan: Plan) -> Iterator[str]:
         if on_host:
             yield "all of it fits into host memory"
     elif plan.early:
-        whole = sum(1 for item in on_host if not item.passes_through)
-        order = ", the first one and then evenly spread" if whole else ""
+        streamed = sum(1 for item in on_host if item.streamed)
         yield (
-            f"{whole} of {len(on_host)} units rest in RAM with all that belongs to them{order}; those on NVMe are "
-            "updated during backward"
+            f"{streamed} of {len(on_host)} units rest on NVMe with weights and states, evenly spread, and are updated "
+            "during backward"
         )
     else:
         yield (
-            "weights come to RAM first (a byte there saves 3 of traffic a step), then gradients and states (2), evenly "
+            "weights come to RAM first (a byte there saves 3 of traffic a step), then states or gradients (2), evenly "
             "spread over the units"
         )
     if any(item.unit.reused for item in on_host):

@@ -42,6 +42,10 @@ class Meter:
         self.update_seconds += seconds
         return seconds
 
+    def so_far(self) -> tuple[float, float]:
+        """Seconds since the last restart, and those of them that were stalls."""
+        return time.perf_counter() - self.started, sum(self.stalls.values())
+
     def restart(self) -> tuple[float, dict[str, float], float]:
         """Seconds since the last restart, stalls by cause and update seconds in them."""
         now = time.perf_counter()

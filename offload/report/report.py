@@ -37,6 +37,10 @@ class Report:
     a device, how long it worked on units; ``nvme_seconds``, ``to_device_seconds`` and ``to_host_seconds`` are the times
     that the bytes take at the measured bandwidths. ``bound_seconds`` is the largest of them (``bound_by`` says which),
     ``efficiency`` its share of the step. ``stall_seconds`` names what the training thread waited for.
+
+    Where the updates had to wait for the verdict of the last step, since its gradients were clipped, they can overlap
+    with forward alone. Then ``schedule_seconds`` counts, too: what forward and backward must take, each by itself, the
+    larger of compute and NVMe. Else it is 0.
     ``host_memory_bytes`` and ``device_memory_bytes`` are measured: host memory that the engine's buffers take, by the
     kernel's count, and device memory that it has allocated.
     """
@@ -47,12 +51,15 @@ class Report:
     bound_by: str
     compute_seconds: float
     nvme_seconds: float
+    schedule_seconds: float
     to_device_seconds: float
     to_host_seconds: float
     update_seconds: float
     stall_seconds: dict[str, float]
     nvme_read_bytes: int
     nvme_write_bytes: int
+    nvme_write_bytes_total: int
+    """Since the engine was made: what an SSD's endurance is spent on."""
     to_device_bytes: int
     to_host_bytes: int
     host_memory_bytes: int

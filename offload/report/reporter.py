@@ -3,10 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from offload.report.meter import Meter
 from offload.report.report import Bandwidths, LinkRates, Report
 from swapper import DurableStore
+
+
+class _SoFar(NamedTuple):
+    """What a step has spent up to some moment, and what was moved since the engine was made."""
+
+    seconds: float
+    stalled_seconds: float
+    read_bytes: int
+    write_bytes: int
+
+
+def _phase(start: _SoFar, end: _SoFar) -> _SoFar:
+    """What was spent between two moments of a step."""
+    return _SoFar(
+        end.seconds - start.seconds,
+        end.stalled_seconds - start.stalled_seconds,
+        end.read_bytes - start.read_bytes,
+        end.write_bytes - start.write_bytes,
+    )
 
 
 class Reporter:
@@ -31,19 +51,46 @@ class Reporter:
         self._link = link
         self._moved = self._moved_bytes()
         self._copied = copied_bytes()
+        self._forward: _SoFar | None = None
+        """What the step had spent when its first backward began."""
+        self.disk_busy: tuple[float, float] | None = None
+        """Shares of forward and of the rest of the last step in which the disk was busy; None if nothing is known."""
+        self._updates_wait = False
+        """Those of the last step had to wait for its verdict."""
 
-    def report(self, memory: dict[str, dict[str, int]], step: int, grad_norm: float, loss_scale: float) -> Report:
-        """The step since the last call. ``memory`` is by kind and tier; the memory taken is measured when asked for."""
+    def backward_begins(self) -> None:
+        """The first backward of the coming step."""
+        if self._bandwidths is not None:
+            seconds, stalled = self._meter.so_far()
+            self._forward = _SoFar(seconds, stalled, *self._moved_bytes())
+
+    def report(
+        self, memory: dict[str, dict[str, int]], step: int, grad_norm: float, loss_scale: float, *, updates_wait: bool
+    ) -> Report:
+        """The step since the last call. ``memory`` is by kind and tier; the memory taken is measured when asked for.
+        ``updates_wait``: the updates of this step, which overlap with the next one, had to wait for its verdict."""
+        before = _SoFar(0.0, 0.0, *self._moved)
         seconds, stalls, update_seconds = self._meter.restart()
         read_bytes, write_bytes = self._moved_bytes()
         moved, self._moved = (read_bytes - self._moved[0], write_bytes - self._moved[1]), (read_bytes, write_bytes)
         copied = self._copied_bytes()
         to_device_bytes, to_host_bytes = (now - before for now, before in zip(copied, self._copied, strict=True))
         self._copied = copied
+        whole = _SoFar(seconds, sum(stalls.values()), read_bytes, write_bytes)
         compute_seconds = self._busy_seconds()
+        schedule_seconds, self.disk_busy = 0.0, None
+        if self._forward is not None and compute_seconds is None:
+            phases = [_phase(before, self._forward), _phase(self._forward, whole)]
+            busy = [self._nvme_seconds(phase) for phase in phases]
+            self.disk_busy = busy[0] / max(phases[0].seconds, 1e-9), busy[1] / max(phases[1].seconds, 1e-9)
+            if self._updates_wait:
+                computing = (phase.seconds - phase.stalled_seconds for phase in phases)
+                schedule_seconds = sum(map(max, computing, busy))
+        self._forward, self._updates_wait = None, updates_wait
         if compute_seconds is None:
             compute_seconds = max(seconds - sum(stalls.values()), 0.0)
         bounds = {
+            "schedule": schedule_seconds,
             "compute": compute_seconds,
             "nvme": self._bandwidths.seconds(*moved) if self._bandwidths is not None else 0.0,
             "to_device": to_device_bytes / self._link.to_device if self._link is not None else 0.0,
@@ -57,12 +104,14 @@ class Reporter:
             bound_by=bound_by,
             compute_seconds=compute_seconds,
             nvme_seconds=bounds["nvme"],
+            schedule_seconds=schedule_seconds,
             to_device_seconds=bounds["to_device"],
             to_host_seconds=bounds["to_host"],
             update_seconds=update_seconds,
             stall_seconds=stalls,
             nvme_read_bytes=moved[0],
             nvme_write_bytes=moved[1],
+            nvme_write_bytes_total=write_bytes,
             to_device_bytes=to_device_bytes,
             to_host_bytes=to_host_bytes,
             host_memory_bytes=0,
@@ -72,6 +121,9 @@ class Reporter:
             grad_norm=grad_norm,
             loss_scale=loss_scale,
         )
+
+    def _nvme_seconds(self, phase: _SoFar) -> float:
+        return 0.0 if self._bandwidths is None else self._bandwidths.seconds(phase.read_bytes, phase.write_bytes)
 
     def _moved_bytes(self) -> tuple[int, int]:
         """Bytes read from and written to NVMe since the engine was made."""

@@ -164,9 +164,10 @@ class WeightCache(Generic[P]):
         entry.num_computing -= computing
         self._changed.notify_all()
 
-    def end_computing(self) -> list[UnitSpec]:
-        """Unpin the units that compute was interrupted in; which they are."""
-        left = [entry for entry in self._entries if entry.num_computing]
+    def end_computing(self, units: Sequence[UnitSpec] | None = None) -> list[UnitSpec]:
+        """Unpin those of the ``units`` (by default all) that compute was interrupted in; which they are."""
+        entries = self._entries if units is None else [self._entries[unit.index] for unit in units]
+        left = [entry for entry in entries if entry.num_computing]
         if left:
             with self._changed:
                 for entry in left:

@@ -25,6 +25,9 @@ class Compute(Protocol):
     def end(self, unit: UnitSpec) -> None:
         """The use is over."""
 
+    def abandon(self, unit: UnitSpec) -> None:
+        """``begin`` was interrupted: the unit is not in use."""
+
     def reset(self) -> None:
         """No unit is in use: end the uses that an exception or an interrupt has left."""
 
@@ -52,6 +55,10 @@ class ComputeOnHost:
         self._windows[unit.index].close()
         self._weights.release(unit)
 
+    def abandon(self, unit: UnitSpec) -> None:
+        if self._weights.end_computing([unit]):
+            self._windows[unit.index].close()
+
     def reset(self) -> None:
         for unit in self._weights.end_computing():
             self._windows[unit.index].close()
@@ -76,7 +83,7 @@ class ComputeOnDevice:
         parameters: Sequence[Sequence[nn.Parameter]],
         weights: DeviceWeights,
     ) -> None:
-        """``parameters`` are those of each unit, in order."""
+        """``parameters`` are those of each unit that are ordinary tensors."""
         self._device = device
         self._windows = windows
         self._parameters = parameters
@@ -101,6 +108,9 @@ class ComputeOnDevice:
             raise OffloadError(f"unit {unit.name}: its forward has moved its parameters to other memory of its own")
         if self._depth == 0 and self._began is not None:
             self._uses.append((self._began, self._device.compute.record()))
+
+    def abandon(self, unit: UnitSpec) -> None:
+        pass
 
     def reset(self) -> None:
         self._depth = 0

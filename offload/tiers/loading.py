@@ -16,7 +16,8 @@ from offload.tiers.home import Home, TileHomes, Transfer, UnitHomes
 from offload.units import ParameterSpec, UnitSpec
 
 Value = Callable[[ParameterSpec], torch.Tensor]
-"""The value of a parameter or piece, in its shape and on any device. Asked for once, when its unit is stored."""
+"""The value of a parameter or piece, in its shape (of a quantised one the bytes) and on any device. Asked for once,
+when its unit is stored."""
 
 _PART_NUMEL = 4 << 20
 """Values are converted this many elements at a time."""
@@ -71,7 +72,11 @@ class Loader:
             tensor_at(weights, unit.numel, self._dtype).zero_()
             values = {spec: self._value_of(spec).detach().flatten() for spec in unit.parameters}
             for spec, value in values.items():
-                weight = tensor_at(weights + spec.offset * self._formats.weights, spec.numel, self._dtype)
+                address = weights + spec.offset * self._formats.weights
+                if spec.packing is not None:
+                    tensor_at(address, spec.packing.nbytes, torch.uint8).copy_(value)
+                    continue
+                weight = tensor_at(address, spec.numel, self._dtype)
                 for start in range(0, spec.numel, _PART_NUMEL):
                     part = value[start : start + _PART_NUMEL].float().to(self._dtype)  # where it is: the link has less
                     weight[start : start + _PART_NUMEL].copy_(part)

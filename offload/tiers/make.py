@@ -163,7 +163,11 @@ def make_tiers(
             meter,
         )
         growth = Growth(homes, device_homes, own, host, weights, gradients, transport, squares)
-        compute, intake = ComputeOnDevice(device, own, parameters, weights), transport
+        ordinary = [  # those whose memory can be looked at
+            [parameter for spec, parameter in zip(unit.parameters, of_unit, strict=True) if spec.packing is None]
+            for unit, of_unit in zip(units, parameters, strict=True)
+        ]
+        compute, intake = ComputeOnDevice(device, own, ordinary, weights), transport
         on_device = OnDevice(device, weights, transport, growth, _measure_link(device, units, homes, own, slots))
         closers.callback(transport.stop)
         closers.callback(weights.close)
@@ -269,13 +273,7 @@ def _make_windows(
         unit = item.unit
         window = make(unit.numel)
         windows.append(window)
-        flat = [window.flat[spec.offset : spec.offset + spec.numel].view(spec.shape) for spec in unit.parameters]
-        parameters.append(
-            [
-                nn.Parameter(view.data, requires_grad=spec.trainable)  # ``data``: a version counter of its own
-                for view, spec in zip(flat, unit.parameters, strict=True)
-            ]
-        )
+        parameters.append([spec.over(window.flat[spec.offset : spec.offset + spec.numel]) for spec in unit.parameters])
         if item.weights is not Tier.DEVICE:
             window.close()
     return windows, parameters

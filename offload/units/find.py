@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from offload.errors import ConfigError
 from offload.units.overlap import check_memory_is_distinct
+from offload.units.packed import Packing, packing_of
 from offload.units.pieces import Piece, WeightInPieces, can_be_cut, piece_numel
 from offload.units.spec import ALIGNMENT, GRAIN, ParameterSpec, Site, UnitSpec
 
@@ -19,15 +21,21 @@ _BLOCK_SHARE = 1 / 2
 """A repeated block may have up to this share."""
 
 
-def find_units(model: nn.Module, *, in_pieces: bool = False) -> list[UnitSpec]:
+def find_units(model: nn.Module, *, in_pieces: bool = False, dtype: torch.dtype = torch.float32) -> list[UnitSpec]:
     """Cut ``model`` into units, in the order of ``model.named_parameters()``.
 
     Repeated blocks (children of one class in a ``ModuleList`` or ``Sequential``) are units; so is every other module
     that is small against the model; what a larger module owns itself is a unit of its own. With ``in_pieces`` a weight
     that is much larger than all other units may be cut into several: see ``offload.units.pieces``.
-    Raises ``ConfigError`` for a trainable parameter that is not a real floating-point tensor, and for two that share
-    memory.
+    ``dtype`` is that of the weights: what is quantised takes as many elements of it as its bytes fill.
+    Raises ``ConfigError`` for a trainable parameter that is not a real floating-point tensor, for two that share
+    memory, and for what ``packing_of`` refuses.
     """
+    packings: dict[int, Packing] = {}
+    for name, parameter in model.named_parameters():
+        packing = packing_of(name, parameter, dtype)
+        if packing is not None:
+            packings[id(parameter)] = packing
     check_memory_is_distinct(model.named_parameters())
     total = sum(p.numel() for p in model.parameters())
     owners = dict(_owners(model, total))
@@ -46,13 +54,14 @@ def find_units(model: nn.Module, *, in_pieces: bool = False) -> list[UnitSpec]:
                 groups.setdefault(owners[module], {}).setdefault(full_name, parameter)
     names = {module: name for name, module in model.named_modules()}
     parameters = {owner: _distinct(group) for owner, group in groups.items()}
-    cuts = _cuts(parameters, sites) if in_pieces else {}
+    layout = _Layout(sites, packings, dtype)
+    cuts = _cuts(parameters, layout) if in_pieces else {}
     rest = {owner: [item for item in group if id(item[1]) not in cuts] for owner, group in parameters.items()}
     unit_names = {names[owner] for owner in parameters if rest[owner]}
     units: list[UnitSpec] = []
     for owner, group in parameters.items():
         if rest[owner]:
-            units.append(_unit(len(units), names[owner], owner, rest[owner], sites, names, unit_names))
+            units.append(_unit(len(units), names[owner], owner, rest[owner], layout, names, unit_names))
         for _, parameter in group:
             for piece in cuts[id(parameter)].pieces if id(parameter) in cuts else ():
                 units.append(_unit_of_piece(len(units), piece, parameter.requires_grad, names, unit_names))
@@ -109,12 +118,32 @@ def _distinct(parameters: dict[str, nn.Parameter]) -> list[tuple[str, nn.Paramet
     return list(seen.values())
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """What is known of parameters, by their ``id``. ``dtype`` is that of the weights."""
+
+    sites: Mapping[int, Sequence[Site]]
+    packings: Mapping[int, Packing]
+    dtype: torch.dtype
+
+    def numel(self, parameter: nn.Parameter) -> int:
+        """The elements of its unit that it takes."""
+        packing = self.packings.get(id(parameter))
+        return parameter.numel() if packing is None else packing.nbytes // self.dtype.itemsize
+
+    def spec(self, name: str, parameter: nn.Parameter, offset: int) -> ParameterSpec:
+        """The parameter, laid out at this offset."""
+        sites, packing = tuple(self.sites[id(parameter)]), self.packings.get(id(parameter))
+        numel, trainable = self.numel(parameter), parameter.requires_grad
+        return ParameterSpec(name, parameter.shape, numel, offset, trainable, sites, packing=packing)
+
+
 def _unit(
     index: int,
     name: str,
     owner: nn.Module,
     parameters: list[tuple[str, nn.Parameter]],
-    sites: dict[int, list[Site]],
+    layout: _Layout,
     names: dict[nn.Module, str],
     unit_names: set[str],
 ) -> UnitSpec:
@@ -125,9 +154,11 @@ def _unit(
         offset = start
         for full_name, p in parameters:
             if p.requires_grad is trainable:
-                offset = _round_up(offset, GRAIN if p.numel() >= GRAIN else ALIGNMENT)
-                specs.append(ParameterSpec(full_name, p.shape, p.numel(), offset, trainable, tuple(sites[id(p)])))
-                offset += p.numel()
+                numel = layout.numel(p)
+                in_no_tile = id(p) in layout.packings
+                offset = _round_up(offset, ALIGNMENT if numel < GRAIN or in_no_tile else GRAIN)
+                specs.append(layout.spec(full_name, p, offset))
+                offset += numel
         return _round_up(offset, GRAIN)
 
     trainable_numel = lay_out(True, 0)
@@ -137,16 +168,16 @@ def _unit(
     return UnitSpec(index, name or "(root)", modules, tuple(specs), trainable_numel, numel, depth)
 
 
-def _cuts(
-    parameters: dict[nn.Module, list[tuple[str, nn.Parameter]]], sites: dict[int, list[Site]]
-) -> dict[int, WeightInPieces]:
+def _cuts(parameters: dict[nn.Module, list[tuple[str, nn.Parameter]]], layout: _Layout) -> dict[int, WeightInPieces]:
     """What is to be cut, by the ``id`` of the parameter: units that are little but one large weight."""
-    sizes = {owner: sum(p.numel() for _, p in group) for owner, group in parameters.items()}
+    sites = layout.sites
+    sizes = {owner: sum(layout.numel(p) for _, p in group) for owner, group in parameters.items()}
     cuttable = {
         owner: (name, p)
         for owner, group in parameters.items()
         for name, p in group
-        if p is owner._parameters.get("weight") and all(can_be_cut(*site) for site in sites[id(p)])
+        if p is owner._parameters.get("weight") and id(p) not in layout.packings
+        if all(can_be_cut(*site) for site in sites[id(p)])
     }
     others = [size for owner, size in sizes.items() if owner not in cuttable]
     most = piece_numel([sizes[owner] for owner in cuttable], others)

@@ -26,7 +26,7 @@ def check_memory_is_distinct(parameters: Iterable[tuple[str, nn.Parameter]]) -> 
 
     In PyTorch an update of one is an update of the other. Weights that lie side by side in one memory do not overlap.
     """
-    ranges = [_range_of(name, p) for name, p in parameters if p.numel() and not p.is_meta and p.layout is torch.strided]
+    ranges = [_range_of(name, p) for name, p in parameters if p.numel() and _has_memory(p)]
     ranges.sort(key=lambda item: item[:3])
     farthest: _Range | None = None
     for found in ranges:
@@ -39,6 +39,12 @@ def check_memory_is_distinct(parameters: Iterable[tuple[str, nn.Parameter]]) -> 
             )
         elif found.end > farthest.end:
             farthest = found
+
+
+def _has_memory(parameter: nn.Parameter) -> bool:
+    """It is where ``data_ptr`` says: a quantised one wraps tensors that are elsewhere."""
+    is_ordinary = parameter.layout is torch.strided and not hasattr(parameter, "__tensor_flatten__")
+    return is_ordinary and not parameter.is_meta
 
 
 def _range_of(name: str, parameter: nn.Parameter) -> _Range:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
+from offload.units.packed import Packing
 from offload.units.pieces import Piece, WeightInPieces
 from swapper import PAGE_BYTES
 
@@ -34,8 +35,8 @@ class Site(NamedTuple):
 class ParameterSpec:
     """One parameter of a unit, or one piece of a large one.
 
-    ``offset`` counts elements from the unit's start. ``sites`` are where it stands while it is used; tied ones have
-    several.
+    ``offset`` and ``numel`` count elements of the unit, from its start. ``sites`` are where it stands while it is used;
+    tied ones have several. Of a quantised one ``shape`` is what the model sees, and ``numel`` what its bytes take.
     """
 
     name: str
@@ -45,6 +46,7 @@ class ParameterSpec:
     trainable: bool
     sites: tuple[Site, ...]
     piece: Piece | None = None
+    packing: Packing | None = None
 
     @property
     def owners(self) -> tuple[Site, ...]:
@@ -61,8 +63,15 @@ class ParameterSpec:
         return parameter
 
     def value(self) -> torch.Tensor:
-        """The elements of ``parameter`` that this one has."""
-        return self.part_of(self.parameter.detach())
+        """The elements of ``parameter`` that this one has; of a quantised one the bytes."""
+        value = self.parameter.detach()
+        return self.part_of(value) if self.packing is None else self.packing.pack(value)
+
+    def over(self, flat: torch.Tensor) -> nn.Parameter:
+        """What computes with these ``numel`` elements of a unit's memory."""
+        if self.packing is not None:
+            return nn.Parameter(self.packing.over(flat.view(torch.uint8)), requires_grad=False)
+        return nn.Parameter(flat.view(self.shape).data, requires_grad=self.trainable)  # a version counter of its own
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
         """The same elements of something that has the parameter's shape."""

@@ -2,11 +2,16 @@
 
 [Note: Why an early update harms nothing] It reads a unit's weights and states, and writes the new ones beside the
 current ones, to the second place that each record has. Only the step's verdict flips the places, and only if the step
-is the one that the update was made for: the same gradients and factor, learning rate and step number, everything finite. Otherwise the bytes beside are forgotten and the unit is updated in its turn. So a step gives the same bits with
+is the one that the update was made for: the same gradients and factor, learning rate and step number, everything
+finite. Otherwise the bytes beside are forgotten and the unit is updated in its turn. So a step gives the same bits with
 and without, and a gradient that is not finite has changed nothing.
 
-[Note: When a unit's gradients are complete] Nobody says which backward is the last one of a step. A unit has its gradients
-when as many have come as for the last step. One that comes after all makes the update void.
+[Note: When a unit's gradients are complete] Nobody says which backward is the last one of a step. A unit has its
+gradients when as many have come as for the last step. One that comes after all makes the update void.
+
+[Note: Not every unit is updated early] The disk then works in backward and has little to do in forward. If it was
+busier in backward, one unit more is left for the next forward, at the price of another read of gradients that are
+spilled; and the other way round.
 
 [Note: When compute waits for an early update] Where gradients are resident in host memory never: there are no more
 early updates than leave compute its slots, and the other units are updated under the next forward. Where gradients are
@@ -21,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 
+from offload.plan.device import GOLDEN
 from offload.tiers.gradients import GradientStore, Loan
 from offload.tiers.home import StoredHome, TileHomes, Transfer, UnitHomes
 from offload.tiers.host_weights import HostWeights, Slot
@@ -59,6 +65,10 @@ _NEXT = {
     Stage.WRITTEN: {Stage.OVER},
     Stage.OVER: set(),
 }
+
+
+_DIFFERENCE = 0.1
+"""Shares of two phases in which the disk is busy count as equal up to this."""
 
 
 class EarlyUpdate:
@@ -129,6 +139,10 @@ class EarlyUpdates:
         self.host = host
         self._eligible = [eligible(unit) for unit in units]
         self._units = units
+        spread = sorted(range(len(units)), key=lambda index: index * GOLDEN % 1)
+        self._rank = {index: rank for rank, index in enumerate(index for index in spread if self._eligible[index])}
+        self._num_early = len(self._rank)
+        """Units of a lower rank are updated early, which leaves the others evenly spread."""
         self._max_held = max_held
         self._homes = homes
         self._gradients = gradients
@@ -157,6 +171,8 @@ class EarlyUpdates:
             return
         self._num_arrived[index] += 1
         if self._num_arrived[index] != self._num_expected[index] or unit in self.of_unit:
+            return
+        if self._rank[index] >= self._num_early:
             return
         with self._changed:
             if self._num_holding >= self._max_held and not self._compute_may_wait(unit):
@@ -248,6 +264,12 @@ class EarlyUpdates:
                 self.invalidate(unit)
         self.of_unit.clear()
         self._num_arrived = [0] * len(self._units)
+
+    def balance(self, forward: float, backward: float) -> None:
+        """Nothing was clipped, and the disk was busy for these shares of the last step's forward and of its rest. The
+        one with more time to spare gets more of the updates from the next step on."""
+        if abs(forward - backward) > _DIFFERENCE:
+            self._num_early = min(max(self._num_early + (1 if forward > backward else -1), 0), len(self._rank))
 
     # Both threads.
 

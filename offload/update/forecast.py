@@ -1,10 +1,10 @@
-"""Whether gradients will be clipped, said during backward: an early update is worth its bytes only if its factor is right.
+"""Whether gradients will be clipped, said during backward: an early update is worth its bytes if its factor is right.
 
 [Note: What the forecast is made of] Between backward and step, gradients are multiplied by one factor: 1 where nothing
 clips, 1/scale of a ``GradScaler``, less than either where the norm is over its bound. All but the last stay the same
 from step to step. Whether the norm will be over its bound shows early in backward: what has come so far is compared
-with what had come at the same unit of the last step. The bound need not be told. Once a step was clipped, it is the norm
-that was left. A forecast that is wrong changes no result; it costs the bytes of updates that are forgotten.
+with what had come at the same unit of the last step. The bound need not be told: it is the norm that a clipped step was
+left with. A forecast that is wrong changes no result; it costs the bytes of updates that are forgotten.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from offload.tiers.gradients import Gradient
 _MEMORY = 0.75
 """Weight of earlier steps in the mean error."""
 
+_SLACK = 1.001
+"""A clipped norm is a little below the bound, and is not quite the same each time."""
+
 
 class Forecast:
     """Looks at the gradients of each unit while they come, and at each step's norm and factor."""
@@ -27,6 +30,8 @@ class Forecast:
         """What the coming step's gradients will be multiplied by if they are not clipped."""
         self._last = (0.0, 1.0)
         """Norm and factor of the last step."""
+        self._clips = bool(bound)
+        """A bound is known, or was."""
         self._bound = bound or math.inf
         """The norm, with ``factor``, that is the largest one not to be clipped, as far as is known."""
         self._came: dict[int, float] = {}
@@ -44,7 +49,7 @@ class Forecast:
     def unclipped(self, unit: int, gradients: Iterable[Gradient]) -> bool:
         """The backward of the unit of index ``unit`` is over, and these are its gradients: the step will, as far as can
         be said now, multiply by ``factor`` and nothing else."""
-        if math.isinf(self._bound):
+        if not self._clips:
             return True
         squared = sum(gradient.norm_squared for gradient in gradients)
         self._sum += squared - self._came.get(unit, 0.0)
@@ -60,17 +65,17 @@ class Forecast:
         """The gradients of a step came with ``norm``, and were multiplied by ``factor``."""
         norm_left = norm * factor
         if factor == self.factor:
-            self._bound = max(self._bound, norm_left)
+            if norm_left > self._bound * _SLACK:  # it has grown, and nobody says to what
+                self._bound = math.inf
         elif factor == self._last[1] and norm != self._last[0]:  # it does not depend on the norm
             self.factor, self._bound, self._first = factor, math.inf, None
         elif factor < self.factor:
-            self._bound = norm_left
+            self._clips, self._bound = True, norm_left
         self._last = norm, factor
         if self._first is not None and norm > 0:
             error = abs(self._first / (norm * self.factor) - 1)
             self._error = _MEMORY * self._error + (1 - _MEMORY) * error
         self._shares = {unit: each / (norm * norm) for unit, each in self._sums.items()} if norm > 0 else {}
-        self.begin()
 
     def begin(self) -> None:
         """No gradient of the coming step is there."""

@@ -32,8 +32,8 @@ class Updates:
 def make_updates(
     plan: Plan, tiers: Tiers, rule: Rule, failure: Failure, meter: Meter, closers: Closers, *, num_backwards: int
 ) -> Updates:
-    """Tie them together. What must be undone goes into ``closers``, also when this raises. ``num_backwards`` are expected
-    before the first step."""
+    """Tie them together. What must be undone goes into ``closers``, also when this raises. ``num_backwards`` are
+    expected before the first step."""
     units = [item.unit for item in plan.units]
     streamed = {item.unit.index for item in plan.units if item.streamed}
     device_side, resident = None, None

@@ -18,12 +18,13 @@ from offload.optim.formats import Formats
 from offload.optim.rule import Rule
 from offload.report.meter import Meter
 from offload.tiers.home import StoredHome, TileHomes, Transfer
+from offload.update.ahead import StatesAhead
 from offload.update.device_side import DeviceSide, Trip
 from offload.update.step import TileBytes, UnitUpdate, apply
 from swapper import Lease, OffloadError
 
-_LOOK_AHEAD = 8
-"""Tiles at hand among which those for a device are found."""
+_LOOK_AHEAD = 64
+"""Tiles at hand at most: those in buffers, and those between them that are used in place."""
 
 
 class Task(Protocol):
@@ -78,6 +79,10 @@ class _TileJob:
     trip: Trip | None = None
     """It is updated on a device."""
 
+    @property
+    def needs_buffer(self) -> bool:
+        return self.homes.states.stored is not None or self.state.task.grads is None
+
     def is_read(self) -> bool:
         return not self.reads or all(read.done() for read in self.reads)
 
@@ -100,7 +105,7 @@ class Pipeline:
     ) -> None:
         self._free = list(buffers)
         self._num_buffers = len(self._free)
-        self._num_ahead = max(self._num_buffers, 1 if device is None else _LOOK_AHEAD)
+        self.ahead = StatesAhead(self._free)
         self._rule = rule
         self._formats = formats
         self._meter = meter
@@ -116,7 +121,7 @@ class Pipeline:
 
     def run(self, tasks: Iterable[Task]) -> None:
         """Update all tiles of all tasks, in order. Nothing is in flight in our buffers afterwards, on every way out."""
-        coming = _jobs(tasks)
+        coming = _Coming(_jobs(tasks))
         reading: deque[_TileJob] = deque()
         try:
             self._read_ahead(coming, reading)
@@ -135,28 +140,46 @@ class Pipeline:
         finally:
             self._drain(reading)
 
-    def _read_ahead(self, coming: Iterator[_TileJob], reading: deque[_TileJob]) -> None:
+    def _read_ahead(self, coming: _Coming, reading: deque[_TileJob]) -> None:
         """Start reading as many tiles as there are free buffers; wait for a buffer only if nothing is on its way."""
-        while len(reading) < self._num_ahead:
+        while len(reading) < _LOOK_AHEAD:
             if self._writes:
-                self._reap(wait=not (self._free or reading or self._sent))
-            if self._num_buffers and not self._free:
-                return
-            job = next(coming, None)
+                self._reap(wait=False)
+            job = coming.peek()
             if job is None:
                 return
-            reading.append(job)  # first: should it fail half-way, its reads are waited for
+            if job.needs_buffer and not self._find_buffer(job, wait=not (reading or self._sent)):
+                return
+            reading.append(coming.take())  # first: should it fail half-way, its reads are waited for
             self._begin(job)
+
+    def _find_buffer(self, job: _TileJob, *, wait: bool) -> bool:
+        """Give the job a buffer, the one that its states are in already if there is one; ``wait`` for it if there is no
+        other way. False: there is none."""
+        stored = job.homes.states.stored
+        ahead = None if stored is None else self.ahead.take(stored)
+        if ahead is not None:
+            job.buffer, read = ahead
+            job.reads.append(read)
+            return True
+        while not self._free:
+            if self._writes and wait:
+                self._reap(wait=True)
+            elif not self.ahead.give_up():
+                if wait:
+                    raise RuntimeError(f"unit {job.state.task.update.unit.name} needs a tile buffer, and there is none")
+                return False
+        job.buffer = self._free.pop()
+        return True
 
     def _begin(self, job: _TileJob) -> None:
         """Find the tile's states and gradients, or start reading them."""
         task, homes = job.state.task, job.homes
         stored = homes.states.stored
-        if stored is not None or task.grads is None:
-            job.buffer = self._free.pop()
         if stored is not None and job.buffer is not None:
             job.states = job.buffer.address
-            job.reads.append(stored.read(job.states))
+            if not job.reads:
+                job.reads.append(stored.read(job.states))
         elif homes.states.address is not None:
             job.states = homes.states.address
         else:
@@ -269,6 +292,26 @@ class Pipeline:
         self._writes.clear()
         if first is not None:
             raise first
+
+
+class _Coming:
+    """The jobs that are to come, with a look at the first one."""
+
+    def __init__(self, jobs: Iterator[_TileJob]) -> None:
+        self._jobs = jobs
+        self._first: _TileJob | None = None
+
+    def peek(self) -> _TileJob | None:
+        """The next job; None if there are no more, for now."""
+        if self._first is None:
+            self._first = next(self._jobs, None)
+        return self._first
+
+    def take(self) -> _TileJob:
+        """The job that ``peek`` gave."""
+        first, self._first = self._first, None
+        assert first is not None
+        return first
 
 
 def _jobs(tasks: Iterable[Task]) -> Iterator[_TileJob]:

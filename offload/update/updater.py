@@ -7,9 +7,10 @@ touched, so running under the next forward changes nothing in the result.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
-from offload.tiers.gradients import GradientStore, UnitGradients
+from offload.tiers.gradients import GradientStore, Loan, UnitGradients
 from offload.tiers.home import StoredHome, TileHomes, Transfer, UnitHomes
 from offload.tiers.host_weights import HostWeights
 from offload.units import UnitSpec
@@ -23,10 +24,14 @@ from offload.waiting import Failure, Worker
 class _ConfirmedUpdate:
     """The update of one unit in a step that is certain. A task of the pipeline."""
 
-    def __init__(self, update: UnitUpdate, homes: UnitHomes, host: HostWeights, gradients: UnitGradients) -> None:
+    def __init__(
+        self, update: UnitUpdate, homes: UnitHomes, host: HostWeights, gradients: UnitGradients, loan: Loan | None
+    ) -> None:
+        """``loan`` of gradients that were spilled, and still lie in a buffer."""
         self.update = update
         self.tiles: Sequence[TileHomes] = update.touched(homes.tiles)
-        self.grads = None if homes.grads is None else homes.grads.address
+        self.grads = loan.address if loan is not None else None if homes.grads is None else homes.grads.address
+        self._loan = loan
         self._homes = homes
         self._host = host
         self._gradients = gradients
@@ -47,6 +52,8 @@ class _ConfirmedUpdate:
         return states.write(address)
 
     def finish(self) -> None:
+        if self._loan is not None:
+            self._loan.end_loan()
         self._host.end_update(self.update.unit)
 
 
@@ -75,7 +82,25 @@ class Updater:
     def start(self, step: Sequence[UnitUpdate]) -> None:
         """Begin a step's update. Returns at once; each unit is usable again when its own update is done."""
         self.early.step_begins()
-        self._worker.submit(lambda: self._run_step(step))
+        loans = [self._gradients.gradients_of(update.unit).lend() for update in step]
+        self._worker.submit(lambda: self._run_step(step, loans))
+
+    def read_ahead(self) -> None:
+        """Start reading what the update of the coming step begins with, although it is not certain yet."""
+        stored = (tile.states.stored for homes in self._homes for tile in homes.tiles)
+        read = self._pipeline.ahead.reader([home for home in stored if home is not None])
+        self._worker.submit(partial(self._guarded, read))
+
+    def invalidate(self, unit: UnitSpec) -> None:
+        """The unit's weights, gradients or states are about to change: nothing that was computed or read from them for
+        the coming step counts, and nothing is read of the unit any more when this returns."""
+        self.early.invalidate(unit)
+        self._pipeline.ahead.drop()
+
+    def drop_all(self) -> None:
+        """There will be no step with these gradients: forget all that was done for it."""
+        self.early.drop_all()
+        self._pipeline.ahead.drop()
 
     def begin_early(self, unit: UnitSpec, update: UnitUpdate | None) -> None:
         """Begin the early update of a unit that is held; with None it will not come."""
@@ -86,20 +111,24 @@ class Updater:
         """End the thread after the tile at hand. Units that were not updated stay as they were."""
         self._pipeline.stop()
         self._worker.stop()
+        self._pipeline.ahead.drop()
 
-    def _run_step(self, step: Sequence[UnitUpdate]) -> None:
+    def _run_step(self, step: Sequence[UnitUpdate], loans: Sequence[Loan | None]) -> None:
         if self._device is not None:
             self._device.begin_step()
-        self._run(self._confirmed(update) for update in step)
+        self._run(map(self._confirmed, step, loans))
         self.early.step_is_over()
 
-    def _confirmed(self, update: UnitUpdate) -> Task:
+    def _confirmed(self, update: UnitUpdate, loan: Loan | None) -> Task:
         gradients = self._gradients.gradients_of(update.unit)
-        return _ConfirmedUpdate(update, self._homes[update.unit.index], self._host, gradients)
+        return _ConfirmedUpdate(update, self._homes[update.unit.index], self._host, gradients, loan)
 
     def _run(self, tasks: Iterable[Task]) -> None:
+        self._guarded(lambda: self._pipeline.run(tasks))
+
+    def _guarded(self, call: Callable[[], None]) -> None:
         try:
             self._failure.check()
-            self._pipeline.run(tasks)
+            call()
         except BaseException as error:
             self._failure.record(error)

@@ -61,7 +61,7 @@ class Verdict:
         return self._added_up({spec: gradient.first_asked for spec, gradient in self._present()})
 
     def factor(self) -> float:
-        """What the gradients of the coming step were multiplied by since they came; of the first one, if they differ."""
+        """What the coming step's gradients were multiplied by since they came; of the first one, if they differ."""
         return next((gradient.scale / gradient.came_with for _, gradient in self._present() if gradient.came_with), 1.0)
 
     def scale(self, factor: float) -> None:
@@ -96,8 +96,8 @@ class Verdict:
         return updates
 
     def freeze_unit(self, unit: UnitSpec, groups: dict[int, Group], factor: float) -> UnitUpdate | None:
-        """What the coming step would do to the unit, if nothing changes but that gradients are multiplied by ``factor``;
-        None if nothing, or if it is not to be.
+        """What the coming step would do to the unit, if nothing happens but that gradients are multiplied by
+        ``factor``; None if nothing, or if it is not to be.
 
         ``groups`` by ``id`` of their parameters.
         """

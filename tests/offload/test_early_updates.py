@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from offload.tiers.gradients import UnitGradients
 from offload.tiers.home import TileHomes, UnitHomes
 from offload.tiers.host_weights import HostWeights, Slot
 from offload.units import ParameterSpec, Tile, UnitSpec
+from offload.update.ahead import StatesAhead
 from offload.update.early import EarlyUpdate, EarlyUpdates, Stage
 from offload.update.step import Segment, UnitUpdate
 from offload.update.updater import Updater
@@ -399,6 +400,26 @@ def test_a_unit_whose_gradients_come_twice_is_held_after_all_of_them_from_the_se
     assert room.told() == []
     room.gradients(0)
     assert room.told() == [("hold", "u0")]
+
+
+def test_a_disk_that_is_busier_in_backward_leaves_units_for_forward_evenly_spread_and_takes_them_back():
+    room = Room(8)
+
+    def held() -> list[int]:
+        room.early.drop_all()
+        room.hold(*range(8))
+        return [unit.index for unit in room.units if room.early.is_held(unit)]
+
+    assert held() == list(range(8))
+    room.early.balance(0.85, 0.8)  # about equal
+    assert held() == list(range(8))
+    for num_left in (7, 6, 5, 4):
+        room.early.balance(0.1, 0.9)
+        assert len(held()) == num_left
+    assert max(b - a for a, b in pairwise(held())) <= 3
+    for _ in range(20):
+        room.early.balance(0.9, 0.1)
+    assert held() == list(range(8))
 
 
 def test_gradients_that_are_dropped_are_no_measure_of_how_many_come():
@@ -958,6 +979,7 @@ class Line:
 
     def __init__(self, room: Room) -> None:
         self.room = room
+        self.ahead = StatesAhead([])
         self.error: BaseException | None = None
         self.num_runs = 0
         self.changed = threading.Condition()
@@ -1011,6 +1033,7 @@ def test_a_step_comes_after_the_early_updates_before_it_and_does_what_they_have_
     remaining = room.early.confirm(step)
     assert remaining == step and room.told()
     updater.start(remaining)
+    assert room.told() == [("lend buffer", "u2")]  # its gradients lie there still
     line.may_go_on.set()
     updater.start([])
     line.wait_for_run(3)  # the second one is over
@@ -1020,10 +1043,10 @@ def test_a_step_comes_after_the_early_updates_before_it_and_does_what_they_have_
         for event in [
             ("begin", name),
             ("try fetch", name),
-            *([("wait until spilled", name)] if name == "u2" else []),
             ("acquire for update", name),
             ("write", f"{name}.0"),
             ("write", f"{name}.1"),
+            *([("end loan", name)] if name == "u2" else []),
             ("end update", name),
         ]
     ]
@@ -1078,7 +1101,7 @@ def test_after_a_failed_update_none_is_carried_out_and_every_wait_raises_its_err
     updater.start([room.update(1)])
     updater._worker.finish()
     assert line.num_runs == 1
-    assert room.told() == []
+    assert room.told() == [("lend buffer", "u1")]
     with pytest.raises(StorageIOError, match="the disk said no"):
         room.failure.check()
     room.hold(1)

@@ -1,6 +1,7 @@
 """Updates that begin during backward: the same bits as those that begin after it, whatever happens in between."""
 
 import threading
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from tiny import Tiny, batches, least_budget, loss_of
 
 from offload import NonFiniteGradient, OffloadEngine
 from offload.tiers.home import StoredHome
+from offload.update.ahead import StatesAhead
 from offload.waiting import Worker
 
 OPTIONS = {"precision": "fp32", "lr": 1e-2, "tile_bytes": 65536}
@@ -103,6 +105,7 @@ def test_spilled_gradients_are_updated_from_their_buffers(tmp_path: Path, monkey
         built(), nvme_path=tmp_path, host_memory=least_budget(built(), tmp_path, **OPTIONS), **OPTIONS
     ) as engine:
         worker = engine._session._updates.updater._worker
+        engine._session._updates.early.balance = lambda forward, backward: None  # all units
         for tokens, targets in batches(3):
             loss = loss_of(engine(tokens), targets)
             drain(worker)  # while updates of the last step run, compute does not wait for early ones
@@ -231,7 +234,7 @@ LOOPS = [with_engine_step, with_own_clipping, with_micro_batches, with_scaler, w
 def trained(
     loop, bound: float, **more
 ) -> tuple[list[float], dict[str, torch.Tensor], list[int], list[int], list[float]]:
-    """Losses, weights, and of each of six steps: early updates that were begun, and updates left for after it; norms."""
+    """Losses, weights, and of each of six steps: early updates begun, updates left for after it, and norms."""
     options, take = loop(bound)
     model = built()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -241,16 +244,16 @@ def trained(
         begun, left, losses, norms = [0] * 6, [0] * 6, [], []
 
         def count_begun(unit, update):
-            begun[index] += update is not None
+            begun[len(losses)] += update is not None
             return begin(unit, update)
 
         def count_left(step):
             remaining = confirm(step)
-            left[index] = len(remaining)
+            left[len(losses)] = len(remaining)
             return remaining
 
         early.begin, early.confirm = count_begun, count_left
-        for index, (tokens, targets) in enumerate(batches(6)):
+        for tokens, targets in batches(6):
             loss = loss_of(engine(tokens), targets)
             drain(engine._session._updates.updater._worker)
             take(engine, loss, scaler)
@@ -259,11 +262,15 @@ def trained(
         return losses, {name: p.detach().clone() for name, p in model.named_parameters()}, begun, left, norms
 
 
+@cache
+def norms_of(loop) -> list[float]:
+    return trained(loop, 1e9)[4]
+
+
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("clipped", ["never", "always", "after a while"])
 def test_steps_that_are_not_clipped_are_updated_early_and_those_that_are_do_not_try(loop, clipped: str, tmp_path: Path):
-    norms = trained(loop, 1e9)[4]
-    ahead = {"never": 1e9, "always": 1e-3, "after a while": 1.001 * max(norms[:3])}[clipped]
+    ahead = {"never": 1e9, "always": 1e-3, "after a while": 1.001 * max(norms_of(loop)[:3])}[clipped]
     expected_losses, expected, none, *_ = trained(loop, ahead)
     budget = int(1.5 * least_budget(built(), tmp_path, **OPTIONS))
     losses, weights, begun, left, _ = trained(loop, ahead, nvme_path=tmp_path, host_memory=budget)
@@ -276,3 +283,38 @@ def test_steps_that_are_not_clipped_are_updated_early_and_those_that_are_do_not_
         assert all(begun[learnt:]) and max(left[learnt:]) < 10  # of 14 units
     if clipped == "always":  # the bound is known, or was seen
         assert not any(begun[2 if loop is with_scaler else 1 :])
+
+
+@pytest.mark.parametrize(
+    "between", [nothing, change_lr, change_a_gradient, drop_a_gradient, write_a_weight, load_states]
+)
+def test_what_is_read_before_the_verdict_of_a_clipped_step_is_what_the_update_needs(
+    between, tmp_path: Path, monkeypatch
+):
+    budget = least_budget(built(), tmp_path, **OPTIONS)
+    expected_losses, expected, _ = run(between, gradient_clipping=1e-2)
+    took = []
+    take = StatesAhead.take
+    monkeypatch.setattr(StatesAhead, "take", lambda ahead, home: took.append(take(ahead, home)) or took[-1])
+    losses, weights, begun = run(between, gradient_clipping=1e-2, nvme_path=tmp_path, host_memory=budget)
+    assert begun == 0 and sum(each is not None for each in took) >= 6  # a step's at least
+    assert losses == expected_losses
+    for name, value in expected.items():
+        assert torch.equal(weights[name], value), name
+
+
+def test_gradients_that_still_lie_in_buffers_are_not_read_back_by_a_clipped_step(tmp_path: Path, monkeypatch):
+    budget = least_budget(built(), tmp_path, **OPTIONS)
+    read = set()
+    original = StoredHome.read
+    monkeypatch.setattr(
+        StoredHome, "read", lambda home, *args, **more: read.add(home.name) or original(home, *args, **more)
+    )
+    with OffloadEngine(built(), nvme_path=tmp_path, host_memory=budget, gradient_clipping=1e-2, **OPTIONS) as engine:
+        for tokens, targets in batches(3):
+            engine.backward(loss_of(engine(tokens), targets))
+            engine.step()
+        engine.synchronize()
+        assert engine.plan.staging.num_grad_buffers == 3
+    back = {name for name in read if name.startswith("gradients of ")}
+    assert back == {f"gradients of {name}" for name in [*(f"blocks.{index}" for index in range(2, 12)), "norm", "head"]}

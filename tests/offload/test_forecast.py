@@ -18,10 +18,15 @@ def whole(norms: list[float]) -> float:
     return math.sqrt(sum(norm * norm for norm in norms))
 
 
+def taken(forecast: Forecast, norm: float, factor: float) -> None:
+    forecast.step_taken(norm, factor)
+    forecast.begin()
+
+
 def step(forecast: Forecast, norms: list[float], bound: float) -> list[bool]:
     """The same, and the step is taken."""
     said = backward(forecast, norms)
-    forecast.step_taken(whole(norms), min(bound / (whole(norms) + 1e-6), 1.0))
+    taken(forecast, whole(norms), min(bound / (whole(norms) + 1e-6), 1.0))
     return said
 
 
@@ -51,9 +56,9 @@ def test_a_factor_that_stays_is_the_one_to_expect_and_the_bound_is_seen_under_it
     forecast = Forecast(None)
     for norm in (16.0, 17.0):
         backward(forecast, [norm / 2] * 4)
-        forecast.step_taken(norm, 0.5)
+        taken(forecast, norm, 0.5)
     assert forecast.factor == 0.5 and all(backward(forecast, [80.0] * 4))
-    forecast.step_taken(160.0, 0.5 / 80)  # to a norm of 1
+    taken(forecast, 160.0, 0.5 / 80)  # to a norm of 1
     assert forecast.factor == 0.5
     assert not any(backward(forecast, [2.0] * 4))  # 4 in all, 2 with the factor
     forecast.begin()
@@ -78,5 +83,5 @@ def test_gradients_that_are_dropped_count_no_more():
     backward(forecast, [3.0] * 2)
     forecast.begin()
     assert all(step(forecast, [0.3] * 4, 1.0))
-    forecast.step_taken(0.0, 1.0)  # nothing came: no shares are known
+    taken(forecast, 0.0, 1.0)  # nothing came: no shares are known
     assert all(step(forecast, [0.3] * 4, 1.0))

@@ -97,7 +97,7 @@ class Story:
             unit = UnitSpec(index, name, modules, tuple(specs), offset, offset, 0)
             self.units.append(UnitInModel(unit, window, parameters))
         self.handles = handles
-        self.hooks = Hooks(self.units, handles, handles, self, lambda function: function)
+        self.hooks = Hooks(self.units, handles, handles, self, lambda function, reason: function)
 
     # What the hooks tell.
 
@@ -133,7 +133,7 @@ class Story:
     def check_at_rest(self) -> None:
         """No call is under way, nothing is open, and handles stand in the model."""
         assert self.in_use == set()
-        assert self.hooks._open == []
+        assert self.hooks.lane.open == []
         for unit in self.units:
             assert (unit.forward_depth, unit.in_backward) == (0, False)
             assert bool(torch.isnan(unit.window.flat).all())

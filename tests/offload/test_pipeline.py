@@ -354,12 +354,12 @@ def test_a_tile_resident_in_ram_leaves_the_buffers_to_the_tiles_around_it():
     story.pipeline.run([story.task("a", 1), story.task("b", 1, resident=True), story.task("c", 1)])
     assert story.events == [
         ("read", "a.0", "B1"),
+        ("read", "c.0", "B0"),  # b has none of the two
         ("weights", "a"),
         ("read over", "a.0"),
         ("apply", "a.0"),
         ("write", "a.0", "B1"),
         ("finish", "a"),
-        ("read", "c.0", "B0"),  # b has none of the two
         ("weights", "b"),
         ("apply", "b.0"),
         ("finish", "b"),
@@ -658,8 +658,8 @@ def test_the_buffer_of_a_tile_on_a_device_is_written_and_used_again_when_it_is_b
         ("cpu took", "a.2"),
         ("write", "a.2", "B1"),
         ("finish", "a"),
-        ("write over", "a.1"),
         ("drain", []),
+        ("write over", "a.1"),
         ("write over", "a.2"),
     ]
 
@@ -779,3 +779,44 @@ def test_tiles_that_no_segment_touches_are_left_where_they_are():
     story.pipeline.run([task])
     assert [event for event in story.events if event[0] == "read"] == [("read", "a.0", "B0"), ("read", "a.2", "B0")]
     assert [event for event in story.events if event[0] == "finish"] == [("finish", "a")]
+
+
+# States that were read before the verdict.
+
+
+def test_states_that_were_read_ahead_are_not_read_again_and_their_buffers_come_back():
+    story = Story(num_buffers=2)
+    a, b = story.task("a", 1, spilled=True), story.task("b", 3)
+    homes = [tile.states.stored for task in (a, b) for tile in task.tiles]
+    story.pipeline.ahead.reader(homes)()
+    assert story.events == [("read", "a.0", "B1"), ("read", "b.0", "B0")]
+    story.pipeline.run([a, b])
+    reads = [event for event in story.events if event[0] == "read"]
+    assert [event[1] for event in reads] == ["a.0", "b.0", "a.0 grads", "b.1", "b.2"]
+    applied = [event[1] for event in story.events if event[0] == "apply"]
+    assert applied == ["a.0", "b.0", "b.1", "b.2"]
+    story.pipeline.ahead.reader(homes)()
+    assert len([event for event in story.events if event[0] == "read"]) == 7  # both buffers are free again
+
+
+def test_an_update_of_other_units_takes_the_buffers_of_states_that_were_read_ahead_the_last_one_first():
+    story = Story(num_buffers=2)
+    a, b, c = story.task("a", 1), story.task("b", 1), story.task("c", 1)
+    story.pipeline.ahead.reader([tile.states.stored for task in (a, b) for tile in task.tiles])()
+    story.pipeline.run([c])
+    story.pipeline.run([a])
+    reads = [event[1] for event in story.events if event[0] == "read"]
+    assert reads == ["a.0", "b.0", "c.0"]
+
+
+def test_states_that_are_dropped_are_read_again_and_not_read_ahead_by_a_call_from_before():
+    story = Story(num_buffers=2)
+    a = story.task("a", 1)
+    homes = [tile.states.stored for tile in a.tiles]
+    late = story.pipeline.ahead.reader(homes)
+    story.pipeline.ahead.reader(homes)()
+    story.pipeline.ahead.drop()
+    assert story.events == [("read", "a.0", "B1"), ("read over", "a.0")]
+    late()
+    story.pipeline.run([a])
+    assert [event[1] for event in story.events if event[0] == "read"] == ["a.0", "a.0"]

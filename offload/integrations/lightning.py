@@ -1,0 +1,426 @@
+"""``Trainer(strategy="offload_nvme")`` and ``OffloadStrategy(...)`` for Lightning: docs/integrations/lightning.md.
+
+Lightning has two import names, ``lightning.pytorch`` and ``pytorch_lightning``, whose classes are different. Importing
+this module registers the strategy with each that is installed.
+
+[Note: A checkpoint's two parts] A checkpoint is a folder under the name that Lightning gives it. The engine saves
+weights, states and random generators there, without holding them in memory. What else Lightning saves (loops,
+callbacks, schedulers, hyperparameters) is an ordinary file of Lightning's beside them. Both carry one random name, so
+that parts of two checkpoints, left by an interrupted replacement, are told apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import uuid
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.config import OffloadConfig
+from offload.engine import OffloadEngine
+from offload.errors import ConfigError
+from offload.integrations.clipping import clip_all
+from swapper import OffloadError
+
+_NAME = "offload_nvme"
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+_TRIED = "2.6.6"
+"""The version of Lightning that this was tried with."""
+
+_PRECISIONS = {"32-true": "fp32", "bf16-true": "bf16", "16-true": "fp16"}
+"""The engine's precision, by Lightning's."""
+
+_SAID_ELSEWHERE = {
+    "optimizer": "configure_optimizers returns the optimizer",
+    "lr": "configure_optimizers says it",
+    "betas": "configure_optimizers says it",
+    "eps": "configure_optimizers says it",
+    "weight_decay": "configure_optimizers says it",
+    "optimizer_options": "configure_optimizers says it",
+    "device": "write Trainer(accelerator=..., devices=1)",
+    "precision": 'write Trainer(precision="bf16-true"), "16-true" or "32-true"',
+    "gradient_clipping": "write Trainer(gradient_clip_val=...)",
+    "gradient_accumulation_steps": "write Trainer(accumulate_grad_batches=...)",
+    "durable": "write Trainer(callbacks=[ModelCheckpoint(...)])",
+    "keep_last": "write ModelCheckpoint(save_top_k=...)",
+    "keep_every": "write ModelCheckpoint(save_top_k=...)",
+}
+"""Options of the engine that a program of Lightning gives in another place."""
+
+_TRAINER_FILE = "trainer.ckpt"
+_ENGINE_TAG = "engine"
+_ID = "offload_checkpoint"
+"""Under this key Lightning's part of a checkpoint has the name of both."""
+
+
+class _Precision:
+    """What Lightning's precision plugins leave to the engine. A mixin over one of them."""
+
+    engine: OffloadEngine
+    """Of the present run."""
+
+    def convert_module(self, module: Any) -> Any:
+        """The module as it is: the engine converts it, and keeps fp32 masters of the values that it has now."""
+        return module
+
+    def tensor_init_context(self) -> contextlib.AbstractContextManager[None]:
+        """Weights are made in fp32, whatever they are trained in: masters begin with all bits."""
+        return contextlib.nullcontext()
+
+    def module_init_context(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """By the engine where the loss needs its scale, or an update may begin before the backward is over."""
+        strategy = model.trainer.strategy
+        if args or kwargs or not strategy.engine_runs_backward:
+            super().backward(tensor, model, optimizer, *args, **kwargs)  # type: ignore[misc]
+        else:  # Lightning has divided the loss already
+            self.engine.backward(tensor * self.engine.config.gradient_accumulation_steps)
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        """By the engine, where the optimizer has all that it trains: it knows the norms, and rounds none."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if clip_all(self.engine, parameters, clip_val) is None:
+            super().clip_grad_by_norm(optimizer, clip_val)  # type: ignore[misc]
+
+
+class _Strategy:
+    """The strategy. A mixin over ``SingleDeviceStrategy`` of one of the packages, which is ``package``."""
+
+    strategy_name = _NAME
+    package: Any
+    # What the base has.
+    accelerator: Any
+    checkpoint_io: Any
+    lightning_module: Any
+    model_to_device: Any
+    optimizers: list[Any]
+    root_device: torch.device
+    setup_optimizers: Any
+    setup_precision_plugin: Any
+
+    def __init__(
+        self,
+        nvme_path: Any = None,
+        host_memory: int | str = "auto",
+        *,
+        accelerator: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        **options: Any,
+    ) -> None:
+        """``options`` are fields of ``OffloadConfig``. Without ``nvme_path`` the store is under the trainer's
+        ``default_root_dir``. Raises ``ConfigError`` for options that cannot work."""
+        for name, instead in _SAID_ELSEWHERE.items():
+            if name in options:
+                raise ConfigError(f"OffloadStrategy({name}=...): leave it out, {instead}")
+        self._engine: OffloadEngine | None = None
+        self._devices: list[torch.device] | None = None
+        self._checkpoint: tuple[Path, str] | None = None
+        """The folder and the name of the checkpoint that the present run begins with, if the engine saved it."""
+        self._generators: contextlib.AbstractContextManager[None] | None = None
+        """Gives the random generators the states again that the checkpoint has."""
+        self._has_nvme_path = nvme_path is not None
+        self._config = OffloadConfig(nvme_path=nvme_path or (), host_memory=host_memory, **options)
+        super().__init__("cpu", accelerator, checkpoint_io, precision_plugin)  # type: ignore[call-arg]
+
+    @property
+    def engine(self) -> OffloadEngine:
+        """The engine of the model that the last run of the trainer had. Raises ``OffloadError`` if there is none."""
+        if self._engine is None:
+            raise OffloadError(
+                "the strategy has no engine yet, or it is closed: the trainer makes one when a run begins"
+            )
+        return self._engine
+
+    def close(self) -> None:
+        """End the engine: memory and disk are given back, and the model's weights go with them.
+        ``strategy.engine.unwrap()`` ends it and keeps them."""
+        if self._engine is not None:
+            engine, self._engine = self._engine, None
+            engine.close()
+
+    # Where it runs.
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The device, in a list, as the trainer sets it. Raises ``ConfigError`` for several."""
+        return self._devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device]) -> None:
+        if len(devices) != 1:
+            raise ConfigError(f"the engine trains on one device, and the trainer has {len(devices)}: write devices=1")
+        (device,) = (torch.device(device) for device in devices)
+        if device.type not in ("cpu", "cuda"):
+            raise ConfigError(f'the engine computes on "cpu" or "cuda", and the trainer has {device.type!r}')
+        self._devices = [device]
+        self._root_device = device
+
+    @property
+    def num_nodes(self) -> int:
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, number: int) -> None:
+        if number != 1:
+            raise ConfigError(f"the engine trains on one machine, and the trainer has {number}: write num_nodes=1")
+
+    @property
+    def precision_plugin(self) -> Any:
+        return super().precision_plugin  # type: ignore[misc]
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        self._precision_plugin = None if plugin is None else _precision_over(plugin)
+
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Modules are built in host memory, whatever computes; with ``empty_init`` on the meta device, for weights that
+        come from a checkpoint or from the modules' own initialisers."""
+        with torch.device("meta" if empty_init else "cpu"):
+            yield
+
+    # A run.
+
+    def connect(self, model: Any) -> None:
+        """A run of the trainer begins."""
+        self._checkpoint = None
+        self._generators = None
+        super().connect(model)  # type: ignore[misc]
+
+    def setup(self, trainer: Any) -> None:
+        """Make the engine: for training over the optimizer of ``configure_optimizers``, else without states. Evaluation
+        goes on with the engine of a run before."""
+        self.accelerator.setup(trainer)
+        is_here = self._engine is not None and self._engine.module is self.lightning_module
+        if trainer.state.fn == self.package.trainer.states.TrainerFn.FITTING:
+            if is_here:
+                self.engine.unwrap()
+            self._engine = None
+            self.setup_optimizers(trainer)
+            self._engine = self._make(trainer, self._only_optimizer())
+            self.optimizers = [self._engine.optimizer]
+        elif not is_here:
+            self._engine = self._make(trainer, None)
+        self.precision_plugin.engine = self._engine
+        self.model_to_device()  # no bytes move: it tells the modules which device they are on
+        if self._checkpoint is not None:
+            self._load(trainer, *self._checkpoint)
+        self.setup_precision_plugin()
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """What Lightning has drawn before this to find out whether a loader of one's own can be iterated over, the
+        uninterrupted run has not: the epoch's iterator is made with the checkpoint's random numbers."""
+        if self._generators is not None and self.lightning_module.trainer.training:
+            self._rewind()
+        return dataloader
+
+    def on_train_start(self) -> None:
+        """In the middle of an epoch the random generators go on where they were. Making the loader's iterator has drawn
+        from them just now; at the begin of an epoch that belongs to the run."""
+        loop = self.lightning_module.trainer.fit_loop
+        is_inside = loop.restarted_mid_epoch and not loop.epoch_loop.batch_progress.is_last_batch
+        if self._generators is not None and is_inside:
+            self._rewind()
+        self._generators = None
+
+    def _rewind(self) -> None:
+        """Give the random generators the states of the checkpoint again."""
+        assert self._generators is not None
+        self._generators.__exit__(None, None, None)
+        self._keep_generators()
+
+    def _keep_generators(self) -> None:
+        """What the random generators are now, they become again by ``_rewind``."""
+        self._generators = self.package.utilities.seed.isolate_rng()
+        self._generators.__enter__()
+
+    @property
+    def engine_runs_backward(self) -> bool:
+        """``engine.backward`` is what Lightning's backward would be, and the engine gains by it."""
+        module = self.lightning_module
+        if not module.automatic_optimization or type(module).backward is not self.package.LightningModule.backward:
+            return False
+        clips = module.trainer.gradient_clip_val or (
+            type(module).configure_gradient_clipping is not self.package.LightningModule.configure_gradient_clipping
+        )
+        return self.engine.config.precision == "fp16" or not clips
+
+    def teardown(self) -> None:
+        """The run is over. The engine stays with the model, which can be saved, evaluated and read as ever."""
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+        if self._engine is None:
+            return
+        try:
+            self._engine.synchronize()
+        except OffloadError:
+            self.close()
+            raise
+        self._engine.wait_for_checkpoint()
+
+    def _make(self, trainer: Any, optimizer: torch.optim.Optimizer | None) -> OffloadEngine:
+        options: dict[str, Any] = {}
+        if not self._has_nvme_path:
+            options["nvme_path"] = Path(trainer.default_root_dir)
+            options["nvme_path"].mkdir(parents=True, exist_ok=True)
+        return OffloadEngine(
+            self.lightning_module,
+            self._config,
+            optimizer=optimizer,
+            device=self.root_device,
+            precision=_PRECISIONS[self.precision_plugin.precision],
+            gradient_accumulation_steps=1 if optimizer is None else self._most_micro_batches(trainer),
+            **options,
+        )
+
+    def _only_optimizer(self) -> torch.optim.Optimizer:
+        if len(self.optimizers) != 1:
+            raise ConfigError(
+                f"configure_optimizers gave {len(self.optimizers)} optimizers, and the engine takes over one: give "
+                "one, with a parameter group for each part of the model"
+            )
+        (optimizer,) = self.optimizers
+        own = set(map(id, self.lightning_module.parameters()))
+        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise ConfigError(
+                "configure_optimizers gave no optimizer over the module's parameters: the engine needs one"
+            )
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        return optimizer
+
+    def _most_micro_batches(self, trainer: Any) -> int:
+        """Backwards that are added up for one step, at most."""
+        numbers: list[int] = [trainer.accumulate_grad_batches]
+        for callback in trainer.callbacks:
+            if isinstance(callback, self.package.callbacks.GradientAccumulationScheduler):
+                numbers += callback.scheduling.values()
+        return max(numbers)
+
+    # Checkpoints.
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Nothing, where the engine saves the weights: see [Note: A checkpoint's two parts]."""
+        return {} if self._engine is not None else super().lightning_module_state_dict()  # type: ignore[misc]
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Nothing, where the engine saves the states."""
+        return {} if self._engine is not None else super().optimizer_state(optimizer)  # type: ignore[misc]
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save the folder ``filepath``. With weights alone (``weights_only``) it is one file as of any strategy."""
+        if self._engine is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
+            return
+        if "optimizer_states" not in checkpoint:
+            checkpoint["state_dict"] = self.lightning_module.state_dict()
+            super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
+            return
+        folder, name = _local(filepath), uuid.uuid4().hex
+        if folder.is_file():
+            folder.unlink()
+        self._engine.save_checkpoint(folder, _ENGINE_TAG, client_state=name)
+        self.checkpoint_io.save_checkpoint({**checkpoint, _ID: name}, folder / _TRAINER_FILE, storage_options)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint when the one after it is complete."""
+        if self._engine is not None:
+            self._engine.wait_for_checkpoint()
+        super().remove_checkpoint(filepath)  # type: ignore[misc]
+
+    def load_checkpoint(self, checkpoint_path: Any, **kwargs: Any) -> dict[str, Any]:
+        """Lightning's part of a checkpoint. ``setup`` loads the engine's. Files of other strategies are read whole."""
+        folder = Path(checkpoint_path)
+        if not folder.is_dir():
+            return super().load_checkpoint(checkpoint_path, **kwargs)  # type: ignore[misc,no-any-return]
+        if not (folder / _TRAINER_FILE).exists():
+            raise ConfigError(f"{folder} is no complete checkpoint of this strategy: {_TRAINER_FILE} is not there")
+        checkpoint: dict[str, Any] = super().load_checkpoint(folder / _TRAINER_FILE, **kwargs)  # type: ignore[misc]
+        self._checkpoint = folder, checkpoint[_ID]
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Take the weights of another strategy's file; those of the engine come in ``setup``."""
+        if self._checkpoint is None:
+            super().load_model_state_dict(checkpoint, strict=strict)  # type: ignore[misc]
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """The states are in another strategy's file."""
+        return self._checkpoint is None
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take the states of another strategy's file."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)
+
+    def _load(self, trainer: Any, folder: Path, name: str) -> None:
+        isolate_rng = self.package.utilities.seed.isolate_rng
+        is_fitting = trainer.state.fn == self.package.trainer.states.TrainerFn.FITTING
+        with contextlib.nullcontext() if is_fitting else isolate_rng():
+            found = self.engine.load_checkpoint(folder, _ENGINE_TAG)
+        if found != name:
+            raise ConfigError(f"{folder} was being replaced when a run ended: its parts are of two checkpoints")
+        if is_fitting:
+            self._keep_generators()
+
+
+def _local(path: Any) -> Path:
+    """``path`` on this machine. Raises ``ConfigError`` for one elsewhere."""
+    if "://" in str(path):
+        raise ConfigError(f"checkpoint {path}: the engine saves to local file systems. Give a local dirpath")
+    return Path(path)
+
+
+def _precision_over(plugin: Any) -> Any:
+    """The plugin of Lightning's that was chosen, with what the engine does in its place. Raises ``ConfigError`` for one
+    that cannot be."""
+    if isinstance(plugin, _Precision):
+        return plugin
+    kind = type(plugin)
+    if kind.__name__ not in ("Precision", "HalfPrecision") or plugin.precision not in _PRECISIONS:
+        hint = ""
+        if "mixed" in str(plugin.precision):
+            hint = (
+                ": autocast would keep a second copy of all weights, in 16 bits. "
+                f'Write precision="{str(plugin.precision).replace("mixed", "true")}", which keeps fp32 masters here'
+            )
+        raise ConfigError(f"precision {plugin.precision!r}: expected one of {', '.join(_PRECISIONS)}{hint}")
+    own = type("OffloadPrecision", (_Precision, kind), {})
+    return own() if kind.__name__ == "Precision" else own(plugin.precision)
+
+
+def _strategy_for(name: str) -> Any:
+    """The strategy over the classes of one package, registered there."""
+    package = import_module(name)
+    loop = import_module(f"{name}.loops.fit_loop")
+    if not hasattr(getattr(loop, "_FitLoop", None), "restarted_mid_epoch"):
+        raise ImportError(
+            f"{name} {package.__version__} has no loops.fit_loop._FitLoop.restarted_mid_epoch, which resuming needs: "
+            f"version {_TRIED} was tried"
+        )
+    base = package.strategies.SingleDeviceStrategy
+    strategy = type("OffloadStrategy", (_Strategy, base), {"package": package, "__doc__": _Strategy.__doc__})
+    package.strategies.StrategyRegistry.register(_NAME, strategy, description=__doc__.splitlines()[0], override=True)
+    return strategy
+
+
+_strategies = {
+    name: _strategy_for(name) for name in _PACKAGES if importlib.util.find_spec(name.partition(".")[0]) is not None
+}
+if not _strategies:
+    raise ImportError(f"Lightning is not installed: pip install lightning (version {_TRIED} was tried)")
+
+OffloadStrategy: Any = next(iter(_strategies.values()))
+"""For ``lightning.pytorch``; where only the other package is installed, for that one."""
+
+PytorchLightningOffloadStrategy: Any = _strategies.get("pytorch_lightning")
+"""For ``pytorch_lightning``; None where it is not installed."""

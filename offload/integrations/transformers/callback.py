@@ -1,0 +1,50 @@
+"""What a step took, among the logs of a trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from offload.engine import OffloadEngine
+from swapper import OffloadError
+
+
+class OffloadCallback(TrainerCallback):
+    """Adds figures of the last step to each log that has a training loss, and to ``state.log_history``.
+
+    ``offload_step_seconds``, ``offload_bound_seconds`` (the least that the machine could take), their quotient
+    ``offload_efficiency``, ``offload_nvme_read_bytes`` and ``offload_nvme_write_bytes`` of the step,
+    ``offload_nvme_write_bytes_total`` since the engine was made (the wear of the SSD) and
+    ``offload_host_memory_bytes``. Callbacks that come after this one see them.
+    """
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        self.engine = engine
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if logs is None or "loss" not in logs:
+            return
+        try:
+            report = self.engine.report()
+        except OffloadError:  # each step so far was skipped: its gradients were infinite in fp16
+            return
+        figures = {
+            "offload_step_seconds": report.seconds,
+            "offload_bound_seconds": report.bound_seconds,
+            "offload_efficiency": report.efficiency,
+            "offload_nvme_read_bytes": report.nvme_read_bytes,
+            "offload_nvme_write_bytes": report.nvme_write_bytes,
+            "offload_nvme_write_bytes_total": report.nvme_write_bytes_total,
+            "offload_host_memory_bytes": report.host_memory_bytes,
+        }
+        logs.update(figures)
+        if state.log_history:
+            state.log_history[-1].update(figures)

@@ -1,0 +1,275 @@
+"""A trainer whose model is in an engine: what is the engine's work in place of what the trainer does in memory."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import Trainer
+
+from offload.config import OffloadConfig
+from offload.engine import OffloadEngine
+from offload.errors import ConfigError
+from offload.integrations.transformers.callback import OffloadCallback
+from offload.integrations.transformers.random_states import random_states_kept
+from offload.integrations.transformers.reference import Sharing
+from offload.integrations.transformers.settings import engine_config, for_arguments, refuse_arguments, refuse_ranks
+
+_USED = (
+    "call_model_init", "create_accelerator_and_postprocess", "create_optimizer", "_load_best_model",
+    "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_move_model_to_device", "_save", "_save_checkpoint",
+    "_save_optimizer_and_scheduler",
+)  # fmt: skip
+"""Methods of ``Trainer`` that are replaced here. Most are private, so they may go with any release."""
+
+_missing = [name for name in _USED if not hasattr(Trainer, name)]
+if _missing:
+    raise ImportError(
+        f"transformers {transformers.__version__} has no Trainer.{_missing[0]}, which the engine's trainer replaces; "
+        "5.23 was tried. Trainer(optimizers=(engine.optimizer, None)) needs none of it"
+    )
+
+TAG = "offload"
+"""The engine's checkpoint is the folder of this name in a trainer's checkpoint."""
+
+_SCHEDULER, _ARGUMENTS = "scheduler.pt", "training_args.bin"
+
+
+class OffloadTrainerMixin(Trainer):
+    """Puts an engine under a trainer: ``class MyTrainer(OffloadTrainerMixin, SFTTrainer)``.
+
+    ``offload`` is an ``OffloadConfig``, a dict of its options, or an ``OffloadEngine`` that has the model already
+    (``model`` may be left out then). The optimizer is the one that the trainer would have built: its class, groups and
+    settings are those of ``TrainingArguments``. With an ``OffloadEngine`` it is that engine's own. Without a
+    ``train_dataset`` the engine only evaluates, and holds weights alone.
+
+    A frozen ``ref_model`` is put into an engine of its own, which gets the least of ``host_memory`` that it runs with.
+
+    The engine is there from the trainer's construction on, after ``train`` as well, as ``trainer.engine``. ``close``
+    ends it, and so does ``with``; the end of the program does, too. Raises ``ConfigError`` for what cannot work, and
+    what ``OffloadEngine`` raises.
+    """
+
+    def __init__(
+        self, *args: Any, offload: OffloadConfig | Mapping[str, Any] | OffloadEngine | None = None, **kwargs: Any
+    ) -> None:
+        refuse_ranks()
+        self._engine: OffloadEngine | None = None
+        self._reference: OffloadEngine | None = None
+        self._figures: OffloadCallback | None = None
+        self._checkpoint_has_weights = False
+        """While a checkpoint is saved: the engine's part of it has the weights."""
+        given = offload if isinstance(offload, OffloadEngine) else None
+        self._config = engine_config(None if isinstance(offload, OffloadEngine) else offload)
+        if given is not None and not args:
+            kwargs.setdefault("model", given.module)
+        super().__init__(*args, **kwargs)
+        if given is not None:
+            self._take_engine(given)
+        else:
+            self._make_engine()
+
+    @property
+    def engine(self) -> OffloadEngine:
+        """The engine that has the model."""
+        if self._engine is None:
+            raise ConfigError("the trainer is closed: its engine is gone. Make a new trainer")
+        return self._engine
+
+    @property
+    def reference_engine(self) -> OffloadEngine | None:
+        """The engine that has ``ref_model``, if the trainer has put it into one."""
+        return self._reference
+
+    def close(self) -> None:
+        """End the engine and that of the reference model. The weights go with them: ``save_model`` before, or
+        ``trainer.engine.unwrap()`` in its place. Safe to call twice."""
+        engines, self._engine, self._reference = (self._engine, self._reference), None, None
+        for engine in engines:
+            if engine is not None:
+                engine.close()
+
+    def __enter__(self) -> OffloadTrainerMixin:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # The engine, and the optimizer over it.
+
+    def _take_engine(self, engine: OffloadEngine) -> None:
+        """Use the engine that the user made over ``model``."""
+        if self.model is not engine.module:
+            raise ConfigError("offload is an engine over another model than the trainer's: give model=engine.module")
+        if self.optimizer is not None and self.optimizer is not engine.optimizer:
+            raise ConfigError("optimizers: the engine in offload= has an optimizer already. Leave optimizers= out")
+        if self._frozen() is not None:
+            raise ConfigError(
+                "the engine in offload= has all of its budgets, and ref_model needs some of them: give the options in "
+                "offload= in its place, or ref_model=OffloadEngine(reference, optimizer=None, ...).module"
+            )
+        self._engine, self.optimizer = engine, engine.optimizer
+        self._show_engine()
+
+    def _make_engine(self) -> None:
+        """Put the model into an engine, if it is not in one: a trainer with ``model_init`` has a new one in each
+        ``train``."""
+        if self._engine is not None and self._engine.module is self.model:
+            return
+        self.close()
+        trains = self._config.optimizer is not None and self.train_dataset is not None
+        config = for_arguments(self._config, self.args, trains=trains)
+        reference = self._frozen()
+        sharing = Sharing(config, reference) if reference is not None else None
+        if trains:
+            super().create_optimizer()
+        optimizer = self.optimizer if trains else None
+        model: Any = self.model
+        if sharing is None:
+            self._engine = OffloadEngine(model, config, optimizer=optimizer)
+        else:
+            self._engine, self._reference = sharing.engines(model, optimizer)
+        self.optimizer = self._engine.optimizer
+        self._show_engine()
+
+    def _frozen(self) -> nn.Module | None:
+        """The reference model, if there is one that is in no engine yet."""
+        reference = getattr(self, "ref_model", None)
+        if reference is None or self._reference is not None or OffloadEngine.holds(reference):
+            return None
+        return reference  # type: ignore[no-any-return]
+
+    def _show_engine(self) -> None:
+        """Have the engine's figures in the logs, before whatever else looks at them."""
+        if self._figures is not None:
+            self._figures.engine = self.engine
+        elif self.engine.optimizer is not None:
+            self._figures = OffloadCallback(self.engine)
+            self.callback_handler.callbacks.insert(0, self._figures)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Refuse what the engine cannot follow, and leave devices to it: nothing moves models or states."""
+        refuse_ranks(self.args)
+        refuse_arguments(self.args)
+        if self.args.n_gpu > 1:
+            self.args._n_gpu = 1
+        super().create_accelerator_and_postprocess()
+        self.accelerator.device_placement = False
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """The engine brings weights where they are needed."""
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """The former model goes first."""
+        self.close()
+        return super().call_model_init(trial)
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """The engine's optimizer."""
+        self._make_engine()
+        if self.optimizer is None:
+            raise ConfigError(
+                "the trainer was made without train_dataset (or with optimizer=None), so its engine evaluates only: "
+                "make it with one"
+            )
+        return self.optimizer
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As ever. Returns when the checkpoints are complete."""
+        output = super().train(*args, **kwargs)
+        self.engine.wait_for_checkpoint()
+        return output
+
+    # Checkpoints.
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        whole = self.args.save_only_model or self.args.push_to_hub
+        self._checkpoint_has_weights = not whole and not _adapters(self.model)
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self._checkpoint_has_weights = False
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if state_dict is not None or self._engine is None or _saves_adapters_itself(self.model):
+            super()._save(output_dir, state_dict)
+            return
+        folder = Path(output_dir or self.args.output_dir or ".")
+        folder.mkdir(parents=True, exist_ok=True)
+        if self._checkpoint_has_weights:
+            for config in (getattr(self.model, name, None) for name in ("config", "generation_config")):
+                if config is not None and hasattr(config, "save_pretrained"):
+                    config.save_pretrained(folder)
+        else:
+            self.engine.save_model(folder)
+        tokenizer: Any = self.processing_class
+        if tokenizer is None:
+            tokenizer = getattr(self.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        torch.save(self.args, folder / _ARGUMENTS)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self.engine.save_checkpoint(output_dir, TAG)
+        if self.args.save_total_limit:  # an older one goes next: not before this one is complete
+            self.engine.wait_for_checkpoint()
+        scheduler: Any = self.lr_scheduler
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch asks that the optimizer be saved, too
+            torch.save(scheduler.state_dict(), Path(output_dir, _SCHEDULER))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if _has_engine(resume_from_checkpoint):
+            return
+        folder = Path(resume_from_checkpoint)
+        if folder.is_dir() and not any(folder.rglob("*model*")):
+            raise ConfigError(f"{folder} has no weights: its process ended before it was complete. Take an older one")
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not _has_engine(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        self._load_engine(checkpoint)
+        scheduler: Any = self.lr_scheduler
+        scheduler.load_state_dict(torch.load(Path(checkpoint, _SCHEDULER), weights_only=True))
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if best is not None and _has_engine(best):
+            self._load_engine(best)
+        else:
+            super()._load_best_model()
+
+    def _load_engine(self, checkpoint: str) -> None:
+        """Go on from the engine's part of a checkpoint. Random generators are the trainer's to set."""
+        with random_states_kept():
+            self.engine.load_checkpoint(checkpoint, TAG)
+
+
+class OffloadTrainer(OffloadTrainerMixin):
+    """``transformers.Trainer`` with ``offload=``: see ``OffloadTrainerMixin``."""
+
+
+def _adapters(model: Any) -> dict[str, Any]:
+    """The adapters of a model of ``peft``, or of one into which ``transformers`` has put some."""
+    return getattr(model, "peft_config", None) or {}
+
+
+def _saves_adapters_itself(model: Any) -> bool:
+    """It has several adapters, or one that ``transformers`` itself has put in: the engine's ``save_model`` writes one
+    of ``peft``."""
+    return len(_adapters(model)) > 1 or bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def _has_engine(checkpoint: str | os.PathLike[str]) -> bool:
+    return Path(checkpoint, TAG).is_dir()

@@ -1,0 +1,374 @@
+"""Micro-batches on their way through the model together, so that each unit is brought in once for all of them.
+
+Each runs in a thread of its own, as the user has written it. One thread computes at a time: at the beginning of a use
+of a unit it waits, and another one goes on. So all of them come to a unit before the first uses it, then each uses it
+in turn, and it is released after the last.
+
+[Note: Why the bits are those of the loop] Each micro-batch computes what it computes alone. What they share is the
+weights, which stay as they are, the sums of gradients, and the random generators. A micro-batch begins the backward of
+a unit when those before it have begun theirs, so that gradients are added in the order of the loop. Once one draws
+random numbers in its forward, or changes weights there, it goes on alone to its end, and so does the next: that is the
+loop. What has come in another order all the same is an error. None of it depends on the micro-batches using the same
+units in the same order; only the traffic that is saved does.
+
+[Note: Why nothing hangs] One thread computes at any moment until all are over. Who stops to compute, by waiting or by
+its end, says who goes on; the first micro-batch that is not over may always. After an error each of the others ends at
+the wait where it is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any, Protocol
+
+from offload.errors import warn
+from offload.model.draws import random_states
+from offload.model.lane import Lane
+from offload.model.surroundings import Surroundings, casts_are_kept
+from offload.model.unit_in_model import UnitInModel
+from offload.units import ParameterSpec
+from swapper import OffloadError
+
+_TOGETHER = "engine.together()"
+
+
+class Stage(Enum):
+    """Where a micro-batch is.
+
+    - ``WAITING``: it is about to use a unit, or to begin.
+    - ``COMPUTING``: its thread has the turn.
+    - ``OVER``: its thread touches nothing any more.
+    """
+
+    WAITING = auto()
+    COMPUTING = auto()
+    OVER = auto()
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a micro-batch is about to do."""
+
+    unit: UnitInModel
+    backward: bool
+
+    @property
+    def progress(self) -> tuple[bool, int]:
+        """Grows on the way through the model and back, as far as units are used in their order."""
+        return self.backward, -self.unit.spec.index if self.backward else self.unit.spec.index
+
+
+@dataclass
+class Habits:
+    """What is known of the function that micro-batches run, from one call to the next."""
+
+    takes_turns: bool = False
+    """Its forward draws random numbers, for example: each micro-batch runs after the other, as in a loop."""
+    draws_first: bool = False
+    """It has drawn some before it used the model, and none later."""
+    _has_warned: bool = False
+
+    def take_turns(self, reason: str) -> None:
+        """Have each micro-batch run after the other from now on, and say why, once."""
+        if not self.takes_turns:
+            self.takes_turns = True
+            self.say(reason)
+
+    def say(self, reason: str) -> None:
+        """Warn, once, that micro-batches run one after the other."""
+        if not self._has_warned:
+            self._has_warned = True
+            warn(
+                f"{_TOGETHER}: {reason}. So micro-batches run one after the other, as in a loop: the same numbers, and "
+                "weights are read for each of them"
+            )
+
+
+class Ended(BaseException):
+    """Ends a micro-batch because of another one's error. No ``Exception``: the user's code is not to handle it."""
+
+
+@dataclass(eq=False)
+class MicroBatch:
+    """One call of the user's function."""
+
+    index: int
+    lane: Lane = field(default_factory=Lane)
+    stage: Stage = Stage.WAITING
+    place: Place | None = None
+    """The last use that it came to."""
+    turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    """What its thread waits for."""
+    states: tuple[Any, ...] = ()
+    """Of random generators, when it got its turn."""
+    used: set[UnitInModel] = field(default_factory=set)
+    calls: dict[UnitInModel, set[int]] = field(default_factory=dict)
+    """Where each call of a unit began, of those whose backward is to come."""
+    is_one: bool = True
+    """False: there was none left for it."""
+    result: Any = None
+
+    @property
+    def unit(self) -> UnitInModel | None:
+        """The one that it used last, or will use next."""
+        return None if self.place is None else self.place.unit
+
+    def num_calls(self, unit: UnitInModel) -> int:
+        return len(self.calls.get(unit, ()))
+
+
+class Switch(Protocol):
+    """What changes in the model with the turn: see ``offload.model.hooks``."""
+
+    lane: Lane
+
+    def switch(self, lane: Lane) -> None: ...
+
+    def keep(self, wanted: UnitInModel | None) -> None: ...
+
+    def end_calls(self) -> None: ...
+
+
+class MicroBatches:
+    """Runs up to ``num_at_once`` micro-batches together. One call of ``run`` for each object."""
+
+    def __init__(
+        self,
+        hooks: Switch,
+        function: Callable[[Any], Any],
+        items: Iterator[Any],
+        num_at_once: int | None,
+        habits: Habits,
+        surroundings: Surroundings,
+    ) -> None:
+        """``num_at_once=None``: all that there are."""
+        self._hooks = hooks
+        self._function = function
+        self._items = items
+        self._num_at_once = num_at_once
+        self._habits = habits
+        self._surroundings = surroundings
+        self._all: list[MicroBatch] = []
+        self._own: MicroBatch
+        """The one that computes."""
+        self._there_may_be_more = True
+        self._one_by_one = False
+        """Each runs to its end from now on."""
+        self._last_place: Place | None = None
+        """The use that began last."""
+        self._last_drawer = -1
+        """The last micro-batch that has drawn random numbers."""
+        self._last_giver: dict[ParameterSpec, int] = {}
+        """The last micro-batch that has given each parameter a gradient."""
+        self._error: BaseException | None = None
+        self._over = threading.Event()
+        """No thread touches anything any more. What is above belongs to the thread that has the turn."""
+
+    def run(self) -> list[Any]:
+        """Run them; their results. The first error ends all, and is raised when they have ended."""
+        self._give_turn(self._begin_next())
+        try:
+            self._over.wait()
+        except BaseException as error:  # an interrupt
+            self._error = self._error or error
+            self._over.wait()
+            raise
+        if self._error is not None:
+            raise self._error
+        if self._last_drawer >= 0 and not self._habits.takes_turns:
+            self._habits.draws_first = True
+        return [each.result for each in self._all if each.is_one]
+
+    @property
+    def was_last(self) -> bool:
+        """There was no other micro-batch left."""
+        return any(not each.is_one for each in self._all)
+
+    @property
+    def is_over(self) -> bool:
+        """No thread touches anything any more."""
+        return all(each.stage is Stage.OVER for each in self._all)
+
+    # What the hooks tell, in the thread that has the turn.
+
+    def arrive(self, unit: UnitInModel, *, backward: bool) -> None:
+        """Wait until it is this micro-batch's turn to use the unit. Raises ``Ended``."""
+        own = self._own
+        self._end_if_failed()
+        self._look_for_draws(own)
+        if casts_are_kept():
+            self._run_one_by_one(
+                "autocast keeps its casts for all threads in one place (precision=, or autocast's cache_enabled=False, "
+                "keep none)"
+            )
+        own.place, own.stage = Place(unit, backward), Stage.WAITING
+        following = self._following() or own
+        self._hooks.keep(following.unit)
+        if following is not own:
+            self._give_turn(following)
+            self._wait_for_turn(own)
+        own.stage = Stage.COMPUTING
+        own.used.add(unit)
+        self._last_place = own.place
+
+    def left(self, unit: UnitInModel, start: int) -> None:
+        self._own.calls.setdefault(unit, set()).add(start)
+
+    def opened(self, unit: UnitInModel, start: int) -> None:
+        self._own.calls.get(unit, set()).discard(start)
+
+    def is_awaited(self, unit: UnitInModel) -> bool:
+        return any(each.place is not None and each.place.unit is unit for each in self._in_stage(Stage.WAITING))
+
+    def gradient(self, spec: ParameterSpec, *, in_its_place: bool) -> None:
+        own = self._own
+        if not in_its_place:
+            self._run_one_by_one(f"the gradient of {spec.name} comes outside of its unit's backward")
+        last = self._last_giver.get(spec, -1)
+        if own.index < last:
+            self._refuse_order(own, last, f"gets a gradient of {spec.name}")
+        self._last_giver[spec] = own.index
+
+    def changed(self, unit: UnitInModel) -> None:
+        own = self._own
+        self._run_one_by_one(f"the forward of {unit.spec.name} changes its weights")
+        for other in self._all:
+            if other is not own and other.stage is not Stage.OVER and unit in other.used:
+                self._refuse_order(own, other.index, f"has changed weights of {unit.spec.name}")
+
+    def refuse_others(self, what: str) -> None:
+        others = [each for each in self._all if each.stage is not Stage.OVER]
+        if len(others) > 1 or self._there_may_be_more:
+            raise OffloadError(
+                f"{_TOGETHER}: {what} comes within one micro-batch, while others are under way. It belongs after the "
+                "call: micro-batches add to one step"
+            )
+
+    # Who goes on.
+
+    def _following(self) -> MicroBatch | None:
+        """The one to compute next, of those that wait or have not begun; None if there is none."""
+        waiting = self._in_stage(Stage.WAITING)
+        if self._error is not None:
+            return waiting[0] if waiting else None
+        one_by_one = self._one_by_one or self._habits.takes_turns
+        if self._there_may_be_more and not (one_by_one and waiting):
+            return self._begin_next()
+        able = waiting[:1] if one_by_one else [each for each in waiting if not self._comes_too_early(each)]
+        here = [each for each in able if each.place == self._last_place]
+        return here[0] if here else min(able, key=_progress, default=None)
+
+    def _begin_next(self) -> MicroBatch:
+        """One more, whose thread waits for its turn."""
+        own = MicroBatch(len(self._all))
+        threading.Thread(
+            target=self._surroundings.variables().run,
+            args=(self._run, own),
+            name=f"offload-micro-batch-{own.index}",
+            daemon=True,
+        ).start()
+        self._all.append(own)
+        if self._num_at_once is not None and len(self._all) == self._num_at_once:
+            self._there_may_be_more = False
+        return own
+
+    def _comes_too_early(self, own: MicroBatch) -> bool:
+        """It would begin a backward of a unit that one before it has yet to begin."""
+        place = own.place
+        if place is None or not place.backward:
+            return False
+        num_calls = max(own.num_calls(place.unit), 1)
+        before = [each for each in self._all[: own.index] if each.stage is not Stage.OVER]
+        return any(each.num_calls(place.unit) >= num_calls for each in before)
+
+    def _give_turn(self, to: MicroBatch) -> None:
+        """The other thread computes from now on, and this one touches nothing until it gets the turn again."""
+        self._hooks.switch(to.lane)
+        self._own = to
+        to.turn.release()
+
+    def _wait_for_turn(self, own: MicroBatch) -> None:
+        own.turn.acquire()
+        own.states = random_states()
+        self._end_if_failed()
+
+    # The thread of one.
+
+    def _run(self, own: MicroBatch) -> None:
+        own.lane.thread = threading.get_ident()
+        try:
+            self._wait_for_turn(own)
+            own.stage = Stage.COMPUTING
+            try:
+                with self._surroundings.entered():
+                    self._call(own)
+                self._look_for_draws(own)
+            finally:
+                self._hooks.end_calls()
+        except Ended:
+            pass
+        except BaseException as error:
+            self._error = self._error or error
+        self._end(own)
+
+    def _call(self, own: MicroBatch) -> None:
+        for item in self._items:
+            own.result = self._function(item)
+            return
+        own.is_one = self._there_may_be_more = False
+
+    def _end(self, own: MicroBatch) -> None:
+        own.stage = Stage.OVER
+        following = None
+        try:
+            following = self._following()
+            self._hooks.keep(None if following is None else following.unit)
+        except BaseException as error:  # of a disk, or of the system that has no room for a thread
+            self._error = self._error or error
+            following = self._following()
+        if following is None:
+            self._over.set()
+        else:
+            self._give_turn(following)
+
+    # What shall not come in another order than in a loop.
+
+    def _look_for_draws(self, own: MicroBatch) -> None:
+        """See whether the micro-batch has drawn random numbers since it got its turn."""
+        states = random_states()
+        if states == own.states:
+            return
+        own.states = states
+        if own.used:
+            self._run_one_by_one("the function draws random numbers once it has used the model (dropout?)")
+        elif not self._habits.draws_first:
+            self._one_by_one = True  # this once: it may draw later, too
+        if own.index < self._last_drawer:
+            self._refuse_order(own, self._last_drawer, "draws random numbers")
+        self._last_drawer = own.index
+
+    def _run_one_by_one(self, reason: str) -> None:
+        self._one_by_one = True
+        self._habits.take_turns(reason)
+
+    def _refuse_order(self, own: MicroBatch, later: int, what: str) -> None:
+        self._habits.takes_turns = True
+        raise OffloadError(
+            f"{_TOGETHER}: micro-batch {own.index} {what} after micro-batch {later} did, and a loop has another order: "
+            "the numbers would not be its. Gradients of this step are dropped; further calls run one micro-batch after "
+            "the other"
+        )
+
+    def _end_if_failed(self) -> None:
+        if self._error is not None:
+            raise Ended
+
+    def _in_stage(self, stage: Stage) -> list[MicroBatch]:
+        return [each for each in self._all if each.stage is stage]
+
+
+def _progress(each: MicroBatch) -> tuple[bool, int]:
+    return (False, -1) if each.place is None else each.place.progress

@@ -1,0 +1,82 @@
+"""A unit as it stands in the user's model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from torch import nn
+
+from offload.model.own_writes import OwnWrites
+from offload.tiers.window import Window
+from offload.units import UnitSpec
+
+CallsOfUnit: TypeAlias = tuple[int, int, int, bool]
+"""What ``UnitInModel`` knows of the calls under way."""
+
+
+class UnitInModel:
+    """What stands in the model for one unit: its parameters, which are views of ``window``, and the calls under way, of
+    the micro-batch that computes now."""
+
+    __slots__ = (
+        "__weakref__",
+        "forward_depth",
+        "forward_sequence",
+        "forward_start",
+        "in_backward",
+        "is_over",
+        "num_users",
+        "own_writes",
+        "parameters",
+        "sites",
+        "spec",
+        "watched",
+        "window",
+    )
+
+    def __init__(self, spec: UnitSpec, window: Window, parameters: Sequence[nn.Parameter]) -> None:
+        self.spec = spec
+        self.window = window
+        self.parameters = parameters
+        self.sites: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
+        """Where each parameter stands in the model: module, name, handle, parameter."""
+        self.forward_depth = 0
+        """Modules of this unit whose forward is running."""
+        self.forward_start = 0
+        """Serial number of the moment when the outermost of them began."""
+        self.forward_sequence = 0
+        """Autograd's number of the first node that it may have made."""
+        self.in_backward = False
+        self.num_users = 0
+        """Micro-batches that use the unit now."""
+        self.is_over = False
+        """A backward of it is over, and the end of it has not been told."""
+        self.watched = [item for item in spec.parameters if item.packing is None]
+        """What ``own_writes`` looks at, in order: no forward writes to quantised parameters."""
+        of_spec = dict(zip(spec.parameters, parameters, strict=True))
+        self.own_writes = OwnWrites([of_spec[item] for item in self.watched])
+
+    def put_aside(self) -> CallsOfUnit:
+        """Its calls, for ``take_up``. None is under way from now on."""
+        calls = self.forward_depth, self.forward_start, self.forward_sequence, self.in_backward
+        self.forward_depth, self.in_backward = 0, False
+        return calls
+
+    def take_up(self, calls: CallsOfUnit) -> None:
+        """These calls are under way again."""
+        self.forward_depth, self.forward_start, self.forward_sequence, self.in_backward = calls
+
+    # A parameter that was put in the place of the engine's stays there.
+
+    def show_parameters(self) -> None:
+        """The unit's parameters stand at their sites."""
+        for module, name, handle, parameter in self.sites:
+            if module._parameters.get(name) is handle:
+                module._parameters[name] = parameter
+
+    def show_handles(self) -> None:
+        """The handles stand there."""
+        for module, name, handle, parameter in self.sites:
+            if module._parameters.get(name) is parameter:
+                module._parameters[name] = handle
