@@ -147,7 +147,10 @@ class Session:
                 "engine.together() is for models that compute on the CPU: a device's backward runs in a thread of "
                 "torch's, which cannot wait. Run the micro-batches in a loop, or in one batch."
             )
-        return run_together(self._hooks, function, iter(micro_batches), num_at_once, self._habits, self._spoiled)
+        model = self._model()
+        if model is None:
+            raise OffloadError("the model is gone: there is nothing to run")
+        return run_together(model, self._hooks, function, iter(micro_batches), num_at_once, self._habits, self._spoiled)
 
     def _spoiled(self, *, is_over: bool) -> None:
         """Micro-batches have ended in the middle, some of them perhaps not yet."""

@@ -8,6 +8,7 @@ Units that are still open when the backward ends are closed then; where an excep
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from threading import get_ident
@@ -173,7 +174,7 @@ class Hooks:
         where that is not possible. ``one_thread``: autograd runs backward in the thread that asks for it, as it does on
         the CPU.
         """
-        self._units = units
+        self.units = units
         self._begin_forward = outside_of_graphs(self._enter_forward, _IN_PARTS)
         self._end_forward = outside_of_graphs(self._finish_forward, _IN_PARTS)
         self._numbered: Sequence[Any] = (None, None)
@@ -206,7 +207,7 @@ class Hooks:
         if self._turns is not None:
             self._turns.refuse_others("a step, or the engine's end,")
         self.end_calls()
-        for unit in self._units:  # an interrupt may have come between a use and what is known of it
+        for unit in self.units:  # an interrupt may have come between a use and what is known of it
             unit.num_users = 0
             if unit.is_over:
                 self._end_backward(unit)
@@ -214,7 +215,7 @@ class Hooks:
     def end_calls(self) -> None:
         """Close what the lane that computes has left open."""
         self.close_backward()
-        for unit in self._units:
+        for unit in self.units:
             if unit.forward_depth:
                 unit.forward_depth = 0
                 self._leave_forward(unit)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
+from torch import nn
+
+from offload.model.attributes import Attributes
 from offload.model.hooks import Hooks
 from offload.model.surroundings import Surroundings
 from offload.model.turns import Habits, MicroBatches
@@ -19,6 +22,7 @@ class Spoiled(Protocol):
 
 
 def run_together(
+    model: nn.Module,
     hooks: Hooks,
     function: Callable[[Any], Any],
     items: Iterator[Any],
@@ -35,7 +39,8 @@ def run_together(
     group: MicroBatches | None = None
     try:
         while not habits.takes_turns and num_at_once != 1:
-            group = MicroBatches(hooks, function, items, num_at_once, habits, surroundings)
+            attributes = Attributes(model, hooks.units)
+            group = MicroBatches(hooks, function, items, num_at_once, habits, surroundings, attributes)
             results += _run_group(hooks, group)
             if group.was_last:
                 return results

@@ -25,6 +25,7 @@ from enum import Enum, auto
 from typing import Any, Protocol
 
 from offload.errors import warn
+from offload.model.attributes import Attributes
 from offload.model.draws import random_states
 from offload.model.lane import Lane
 from offload.model.surroundings import Surroundings, casts_are_kept
@@ -104,6 +105,8 @@ class MicroBatch:
     """What its thread waits for."""
     states: tuple[Any, ...] = ()
     """Of random generators, when it got its turn."""
+    last_unit: UnitInModel | None = None
+    """The one that it used last."""
     used: set[UnitInModel] = field(default_factory=set)
     calls: dict[UnitInModel, set[int]] = field(default_factory=dict)
     """Where each call of a unit began, of those whose backward is to come."""
@@ -143,6 +146,7 @@ class MicroBatches:
         num_at_once: int | None,
         habits: Habits,
         surroundings: Surroundings,
+        attributes: Attributes,
     ) -> None:
         """``num_at_once=None``: all that there are."""
         self._hooks = hooks
@@ -151,6 +155,7 @@ class MicroBatches:
         self._num_at_once = num_at_once
         self._habits = habits
         self._surroundings = surroundings
+        self._attributes = attributes
         self._all: list[MicroBatch] = []
         self._own: MicroBatch
         """The one that computes."""
@@ -199,6 +204,7 @@ class MicroBatches:
         own = self._own
         self._end_if_failed()
         self._look_for_draws(own)
+        self._look_for_changes(own, unit)
         if casts_are_kept():
             self._run_one_by_one(
                 "autocast keeps its casts for all threads in one place (precision=, or autocast's cache_enabled=False, "
@@ -212,6 +218,7 @@ class MicroBatches:
             self._wait_for_turn(own)
         own.stage = Stage.COMPUTING
         own.used.add(unit)
+        own.last_unit = unit
         self._last_place = own.place
 
     def left(self, unit: UnitInModel, start: int) -> None:
@@ -306,6 +313,7 @@ class MicroBatches:
                 with self._surroundings.entered():
                     self._call(own)
                 self._look_for_draws(own)
+                self._look_for_changes(own)
             finally:
                 self._hooks.end_calls()
         except Ended:
@@ -350,16 +358,28 @@ class MicroBatches:
             self._refuse_order(own, self._last_drawer, "draws random numbers")
         self._last_drawer = own.index
 
+    def _look_for_changes(self, own: MicroBatch, *arrived: UnitInModel) -> None:
+        """See whether modules know something of this micro-batch that another one would find."""
+        last = () if own.last_unit is None else (own.last_unit,)
+        kind = self._attributes.changed(dict.fromkeys([*last, *arrived, *own.lane.in_forward]))
+        if kind is None:
+            return
+        self._one_by_one = True  # this once: it may be a cache that was filled
+        self._habits.say(f"a {kind} keeps something of its forward in an attribute")
+        before = [each for each in self._all[: own.index] if each.stage is not Stage.OVER]
+        if before:
+            self._refuse_order(own, before[0].index, f"has changed an attribute of a {kind}")
+
     def _run_one_by_one(self, reason: str) -> None:
         self._one_by_one = True
         self._habits.take_turns(reason)
 
-    def _refuse_order(self, own: MicroBatch, later: int, what: str) -> None:
+    def _refuse_order(self, own: MicroBatch, other: int, what: str) -> None:
         self._habits.takes_turns = True
         raise OffloadError(
-            f"{_TOGETHER}: micro-batch {own.index} {what} after micro-batch {later} did, and a loop has another order: "
-            "the numbers would not be its. Gradients of this step are dropped; further calls run one micro-batch after "
-            "the other"
+            f"{_TOGETHER}: micro-batch {own.index} {what} while micro-batch {other} is under way. A loop has another "
+            "order, and would give other numbers. The gradients of this step are dropped; from now on micro-batches "
+            "run one after the other"
         )
 
     def _end_if_failed(self) -> None:

@@ -1,0 +1,527 @@
+"""Micro-batches that run together: the bits of the loop, and weights that come in once for all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import Tiny, batches, least_budget, loss_of
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from offload import ConfigError, OffloadEngine, OffloadError
+from offload.testing.simulated import SimulatedDevice
+
+OPTIONS = {"lr": 1e-2, "tile_bytes": 65536}
+DOCUMENT = Path(__file__).parents[2] / "docs" / "accumulation.md"
+Forward = Callable[[Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def nothing_hangs() -> Iterator[None]:
+    """Fails a test that takes minutes, or that leaves a thread."""
+
+    def too_late(number: int, frame: Any) -> None:
+        raise TimeoutError("the test did not end")
+
+    before = signal.signal(signal.SIGALRM, too_late)
+    signal.alarm(180)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("offload-micro-batch")]
+
+
+class Tied(Tiny):
+    """The head is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__(width=64)
+        self.head.weight = self.embed.weight
+
+
+class Checkpointed(Tiny):
+    """Blocks are computed twice."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(width=64)
+        self.reentrant = reentrant
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(self.norm(x))
+
+
+class Routed(Tiny):
+    """Micro-batches take blocks by their tokens: other ones, in another number, some twice, some never."""
+
+    def __init__(self) -> None:
+        super().__init__(width=64, num_blocks=6)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        draw = random.Random(int(tokens.sum()))
+        for block in draw.choices(self.blocks, k=draw.randrange(2, 9)):
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Owner(Tiny):
+    """The whole model is a unit of its own parameters, around all others."""
+
+    def __init__(self) -> None:
+        super().__init__(width=64)
+        self.shift = nn.Parameter(torch.randn(64) / 10)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.shift
+        for block in self.blocks:
+            x = block(x) * self.shift.cos()
+        return self.head(self.norm(x))
+
+
+class Keeping(Tiny):
+    """An attribute carries a loss of one block to the end."""
+
+    def __init__(self) -> None:
+        super().__init__(width=64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            if index == 1:
+                self.kept = x.square().mean()
+        return self.head(self.norm(x)) * (1 + self.kept)
+
+
+class Generated(Tiny):
+    """The head is called with another weight than its own."""
+
+    def __init__(self) -> None:
+        super().__init__(width=64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        weight = {"weight": x.mean() * torch.ones(256, 64), "bias": torch.zeros(256)}
+        return torch.func.functional_call(self.head, weight, (self.norm(x),))
+
+
+class WithDropout(Tiny):
+    def __init__(self) -> None:
+        super().__init__(width=64)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = self.dropout(block(x))
+        return self.head(self.norm(x))
+
+
+class WithNorm(Tiny):
+    """The embedding changes its own weights."""
+
+    def __init__(self) -> None:
+        super().__init__(width=64)
+        self.embed = nn.Embedding(256, 64, max_norm=1.0)
+
+
+@dataclass
+class Outcome:
+    losses: list[float]
+    norms: list[float | None]
+    weights: dict[str, Tensor]
+    read_bytes: list[int]
+
+    def check_bits_of(self, loop: Outcome) -> None:
+        assert self.losses == loop.losses
+        assert self.norms == loop.norms
+        for name, weight in loop.weights.items():
+            assert torch.equal(self.weights[name], weight), name
+
+
+def built(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+def train(
+    make: Callable[[], nn.Module],
+    path: Path,
+    k: int,
+    *,
+    together: bool,
+    budget: float = 1.0,
+    steps: int = 3,
+    body: Callable[[OffloadEngine, Any], float] | None = None,
+    at_once: int | None = None,
+    **options: Any,
+) -> Outcome:
+    """A few steps of ``k`` micro-batches. ``budget``: so many times the least host memory."""
+    options = {**OPTIONS, "gradient_accumulation_steps": k, **options}
+    least = least_budget(built(make), path, **options)
+    losses, norms, reads = [], [], []
+    with OffloadEngine(built(make), nvme_path=path, host_memory=int(least * budget), **options) as engine:
+
+        def run(micro_batch: Any) -> float:
+            return (body or forward_and_backward)(engine, micro_batch)
+
+        data = batches(steps * k)
+        for step in range(steps):
+            micro_batches = iter(data[step * k : (step + 1) * k])
+            losses += (
+                engine.together(micro_batches, run, at_once) if together else [run(each) for each in micro_batches]
+            )
+            engine.step()
+            report = engine.report()
+            norms.append(report.grad_norm)
+            reads.append(report.nvme_read_bytes)
+        weights = {name: value.detach().clone() for name, value in engine.module.named_parameters()}
+    return Outcome(losses, norms, weights, reads)
+
+
+def forward_and_backward(engine: OffloadEngine, micro_batch: Any) -> float:
+    loss = loss_of(engine(micro_batch[0]), micro_batch[1])
+    engine.backward(loss)
+    return loss.item()
+
+
+def both(make: Callable[[], nn.Module], path: Path, k: int = 3, **options: Any) -> tuple[Outcome, Outcome]:
+    """The loop, and together, which says nothing."""
+    loop = train(make, path, k, together=False, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="engine.together")
+        return loop, train(make, path, k, together=True, **options)
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("budget", [1.0, 1.6, 20.0], ids=["least", "half", "all"])
+def test_the_bits_are_those_of_the_loop(k: int, budget: float, tmp_path: Path):
+    loop, together = both(lambda: Tiny(width=64), tmp_path, k, budget=budget)
+    together.check_bits_of(loop)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Tied, lambda: Checkpointed(reentrant=True), lambda: Checkpointed(reentrant=False), Routed, Owner],
+    ids=["tied", "reentrant", "not reentrant", "routed", "owner"],
+)
+def test_models_of_all_kinds_run_together(make: Callable[[], nn.Module], tmp_path: Path):
+    loop, together = both(make, tmp_path, k=4)
+    together.check_bits_of(loop)
+    assert together.read_bytes[-1] < 0.8 * loop.read_bytes[-1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"precision": "bf16"}, {"precision": "fp16"}, {"gradient_clipping": 0.1}, {"optimizer": torch.optim.Adamax}],
+    ids=str,
+)
+def test_options_change_nothing_in_it(options: dict[str, Any], tmp_path: Path):
+    loop, together = both(lambda: Tiny(width=64), tmp_path, **options)
+    together.check_bits_of(loop)
+
+
+def test_four_micro_batches_read_what_one_does(tmp_path: Path):
+    make = lambda: Tiny(width=64, num_blocks=12)  # noqa: E731
+    one = train(make, tmp_path, 1, together=True, steps=4)
+    loop, together = both(make, tmp_path, 4, steps=4)
+    together.check_bits_of(loop)
+    assert loop.read_bytes[-1] > 2.5 * one.read_bytes[-1]
+    assert together.read_bytes[-1] < 1.15 * one.read_bytes[-1]
+
+
+def test_two_at_once_read_half_of_what_a_loop_does(tmp_path: Path):
+    make = lambda: Tiny(width=64, num_blocks=12)  # noqa: E731
+    loop, together = both(make, tmp_path, 4, at_once=2)
+    together.check_bits_of(loop)
+    assert together.read_bytes[-1] < 0.65 * loop.read_bytes[-1]
+
+
+def test_each_unit_is_brought_in_once_in_each_direction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    least = least_budget(Tiny(width=64), tmp_path, **OPTIONS)
+    with OffloadEngine(Tiny(width=64), nvme_path=tmp_path, host_memory=least, **OPTIONS) as engine:
+        told: list[tuple[str, str]] = []
+        session = engine._session
+        for name in ("begin_use", "end_backward"):
+
+            def tell(unit: Any, name: str, call: Any) -> None:
+                told.append((name, unit.name))
+                call(unit)
+
+            monkeypatch.setattr(session, name, partial(tell, name=name, call=getattr(session, name)))
+        engine.together(batches(3), lambda each: loss_of(engine(each[0]), each[1]).backward())
+    names = [unit.name for unit in session.plan.units]
+    assert [unit for name, unit in told if name == "begin_use"] == [*names, *names[-2::-1]]  # the last one stays
+    assert [unit for name, unit in told if name == "end_backward"] == names[::-1]
+
+
+def test_micro_batches_that_only_look_need_no_backward(tmp_path: Path):
+    least = least_budget(built(lambda: Tiny(width=64)), tmp_path, **OPTIONS)
+    made = OffloadEngine(built(lambda: Tiny(width=64)), nvme_path=tmp_path, host_memory=least, **OPTIONS)
+    with made as engine, torch.no_grad():
+        loop = [engine(each[0]) for each in batches(3)]
+        together = engine.together(batches(3), lambda each: engine(each[0]))
+    assert not any(each.requires_grad for each in together)
+    assert all(map(torch.equal, loop, together))
+
+
+# Where the order of the loop matters.
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (WithDropout, "draws random numbers"),
+        (WithNorm, "changes its weights"),
+        (Keeping, "Keeping keeps something"),
+        (Generated, "Linear keeps something"),
+    ],
+)
+def test_micro_batches_run_one_by_one_where_they_must(make: Callable[[], nn.Module], reason: str, tmp_path: Path):
+    loop = train(make, tmp_path, 3, together=False)
+    with pytest.warns(UserWarning, match=f"engine.together.*{reason}") as caught:
+        together = train(make, tmp_path, 3, together=True)
+    together.check_bits_of(loop)
+    assert len([each for each in caught if "together" in str(each.message)]) == 1
+
+
+def test_numbers_drawn_before_the_model_hold_back_the_first_call_alone(tmp_path: Path):
+    def noisy(engine: OffloadEngine, micro_batch: Any) -> float:
+        tokens = torch.where(torch.rand(micro_batch[0].shape) < 0.1, 3, micro_batch[0])
+        return forward_and_backward(engine, (tokens, micro_batch[1]))
+
+    loop, together = both(lambda: Tiny(width=64, num_blocks=12), tmp_path, 4, body=noisy)
+    together.check_bits_of(loop)
+    assert together.read_bytes[0] > 0.8 * loop.read_bytes[0]
+    assert together.read_bytes[-1] < 0.6 * loop.read_bytes[-1]
+
+
+def test_casts_that_autocast_keeps_are_not_shared(tmp_path: Path):
+    def cast(engine: OffloadEngine, micro_batch: Any, keep: bool = True) -> float:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=keep):
+            loss = loss_of(engine(micro_batch[0]), micro_batch[1])
+        engine.backward(loss)
+        return loss.item()
+
+    make = lambda: Tiny(width=64)  # noqa: E731
+    loop = train(make, tmp_path, 3, together=False, body=cast)
+    with pytest.warns(UserWarning, match="autocast keeps"):
+        train(make, tmp_path, 3, together=True, body=cast).check_bits_of(loop)
+    loop, together = both(make, tmp_path, 3, body=lambda engine, each: cast(engine, each, keep=False))
+    together.check_bits_of(loop)
+
+
+def test_modes_of_the_caller_are_those_of_each_micro_batch(tmp_path: Path):
+    def seen(_: int) -> tuple[Any, ...]:
+        return (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.get_default_device(),
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"),
+            torch.get_num_threads(),
+        )
+
+    with OffloadEngine(Tiny(width=64), **OPTIONS) as engine:
+        for mode in (
+            contextlib.nullcontext(),
+            torch.no_grad(),
+            torch.inference_mode(),
+            torch.device("meta"),
+            torch.autocast("cpu", torch.float16, cache_enabled=False),
+        ):
+            with mode:
+                assert engine.together(range(2), seen) == [seen(0)] * 2
+        hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+        with hooks, pytest.warns(UserWarning, match="a mode of torch"):
+            assert engine.together(range(2), lambda _: threading.current_thread()) == [threading.main_thread()] * 2
+
+
+# Errors.
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[OffloadEngine]:
+    model = built(lambda: Tiny(width=64))
+    least = least_budget(model, tmp_path, **OPTIONS)
+    with OffloadEngine(model, nvme_path=tmp_path, host_memory=least, **OPTIONS) as engine:
+        yield engine
+
+
+def check_that_it_trains(engine: OffloadEngine) -> None:
+    """One more step has the loss and the norm of an engine that nothing has happened to."""
+    losses = engine.together(batches(2), lambda each: forward_and_backward(engine, each))
+    engine.optimizer.step()
+    with OffloadEngine(built(lambda: Tiny(width=64)), **OPTIONS) as other:
+        assert losses == [forward_and_backward(other, each) for each in batches(2)]
+        other.optimizer.step()
+        assert engine.report().grad_norm == other.report().grad_norm
+
+
+@pytest.mark.parametrize("which", [0, 1, 3])
+@pytest.mark.parametrize("where", ["before", "forward", "loss", "backward", "after"])
+def test_an_error_of_one_ends_all(engine: OffloadEngine, where: str, which: int):
+    class Ours(BaseException):
+        pass
+
+    def fail_at(place: str, index: int) -> None:
+        if (place, index) == (where, which):
+            raise Ours
+
+    numbered = list(enumerate(batches(4)))
+    present = {}
+
+    def in_backward(gradient: Tensor, index: int) -> Tensor:
+        fail_at("backward", index)
+        return gradient
+
+    def in_forward(module: nn.Module, args: Any, output: Tensor) -> None:
+        index = present[threading.get_ident()]
+        fail_at("forward", index)
+        output.register_hook(lambda gradient: in_backward(gradient, index))
+
+    hook = engine.module.blocks[2].up.register_forward_hook(in_forward)
+
+    def run(item: Any) -> None:
+        index, micro_batch = item
+        present[threading.get_ident()] = index
+        fail_at("before", index)
+        logits = engine(micro_batch[0])
+        fail_at("loss", index)
+        engine.backward(loss_of(logits, micro_batch[1]))
+        fail_at("after", index)
+
+    with pytest.raises(Ours):
+        engine.together(numbered, run)
+    hook.remove()
+    assert all(parameter.grad is None for parameter in engine.module.parameters())
+    check_that_it_trains(engine)
+
+
+def test_an_interrupt_ends_all(engine: OffloadEngine):
+    """It comes to the main thread, while another one computes."""
+
+    def run(micro_batch: Any) -> None:
+        if micro_batch is data[1]:
+            signal.raise_signal(signal.SIGINT)
+        engine.backward(loss_of(engine(micro_batch[0]), micro_batch[1]))
+
+    data = batches(3)
+    with pytest.raises(KeyboardInterrupt):
+        engine.together(data, run)
+    check_that_it_trains(engine)
+
+
+def test_a_second_interrupt_is_not_held_up_by_what_computes(engine: OffloadEngine):
+    go_on = threading.Event()
+
+    def run(micro_batch: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(0.3)
+        signal.raise_signal(signal.SIGINT)
+        go_on.wait(30)
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.together(batches(2), run)
+    with pytest.raises(OffloadError, match="that may still run"):
+        engine(batches(1)[0][0])
+    go_on.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("offload-micro-batch"):
+            thread.join(30)
+
+
+def test_an_error_of_the_data_is_raised_as_it_is(engine: OffloadEngine):
+    def data() -> Iterator[Any]:
+        yield from batches(2)
+        raise ValueError("no more to read")
+
+    with pytest.raises(ValueError, match="no more to read"):
+        engine.together(data(), lambda each: forward_and_backward(engine, each))
+    check_that_it_trains(engine)
+
+
+@pytest.mark.parametrize(
+    ("misuse", "message"),
+    [
+        (lambda engine: engine.optimizer.step(), "a step"),
+        (lambda engine: engine.optimizer.zero_grad(), "zero_grad"),
+        (lambda engine: engine.together([1], print), "within a micro-batch of another one"),
+    ],
+    ids=["step", "zero_grad", "together"],
+)
+def test_what_concerns_all_is_refused_in_one(engine: OffloadEngine, misuse: Any, message: str):
+    def run(micro_batch: Any) -> None:
+        forward_and_backward(engine, micro_batch)
+        misuse(engine)
+
+    with pytest.raises(OffloadError, match=message):
+        engine.together(batches(2), run)
+    check_that_it_trains(engine)
+
+
+def test_a_backward_after_the_call_is_refused(engine: OffloadEngine):
+    losses = engine.together(batches(2), lambda each: loss_of(engine(each[0]), each[1]))
+    with pytest.raises(OffloadError, match="Call the backward within the function"):
+        sum(losses).backward()
+    engine.optimizer.zero_grad()
+    check_that_it_trains(engine)
+
+
+def test_an_order_that_no_loop_has_is_refused(engine: OffloadEngine):
+    """The second one draws in the model, and then the first does."""
+
+    def run(item: Any) -> None:
+        index, micro_batch = item
+        logits = engine(micro_batch[0])
+        if index == 1:
+            torch.rand(1)
+        engine.backward(loss_of(logits, micro_batch[1]))
+        if index == 0:
+            torch.rand(1)
+
+    with pytest.warns(UserWarning, match="draws random"), pytest.raises(OffloadError, match="A loop has another order"):
+        engine.together(enumerate(batches(2)), run)
+    engine.together(enumerate(batches(2)), run)  # one after the other
+
+
+def test_a_device_is_refused():
+    engine = OffloadEngine(Tiny(width=64), device=SimulatedDevice(), **OPTIONS)
+    with engine, pytest.raises(ConfigError, match="compute on the CPU"):
+        engine.together(batches(2), print)
+
+
+def test_a_call_within_a_forward_is_refused(engine: OffloadEngine):
+    hook = engine.module.blocks[0].register_forward_hook(lambda *args: engine.together([1], print))
+    with pytest.raises(OffloadError, match="within a forward or backward"):
+        engine(batches(1)[0][0])
+    hook.remove()
+    check_that_it_trains(engine)
+
+
+def test_the_example_of_the_document_runs_as_it_stands(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (example,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        exec(compile(example.replace('"/tmp"', repr(str(tmp_path))), str(DOCUMENT), "exec"), {})
+    assert len(capsys.readouterr().out.splitlines()) == 4
