@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+
+_MIB = 1 << 20
+
+_LIMITS = {
+    "compute": "compute alone takes",
+    "nvme": "NVMe alone takes",
+    "to_device": "copying to the device alone takes",
+    "to_host": "copying to the host alone takes",
+    "schedule": "forward and then backward, each with its own transfers, take",
+}
+"""What limits a step, in words."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +53,7 @@ class Report:
     Where the updates had to wait for the verdict of the last step, since its gradients were clipped, they can overlap
     with forward alone. Then ``schedule_seconds`` counts, too: what forward and backward must take, each by itself, the
     larger of compute and NVMe. Else it is 0.
+
     ``host_memory_bytes`` and ``device_memory_bytes`` are measured: host memory that the engine's buffers take, by the
     kernel's count, and device memory that it has allocated.
     """
@@ -74,3 +87,47 @@ class Report:
     @property
     def efficiency(self) -> float:
         return self.bound_seconds / self.seconds if self.seconds else 1.0
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def _lines(report: Report) -> Iterator[str]:
+    """The report for people. What is nothing is left out."""
+    limit = f"{_LIMITS[report.bound_by]} {_seconds(report.bound_seconds)}, {report.efficiency:.0%} of it"
+    yield f"step {report.step} took {_seconds(report.seconds)}; {limit}"
+    parts = {
+        "compute": report.compute_seconds,
+        "NVMe": report.nvme_seconds,
+        "to the device": report.to_device_seconds,
+        "to the host": report.to_host_seconds,
+        "updates": report.update_seconds,
+    }
+    yield f"side by side: {_listed(parts)}"
+    if waits := _listed(report.stall_seconds):
+        yield f"compute waited for: {waits}"
+    if report.nvme_write_bytes_total or report.nvme_read_bytes:
+        moved = f"{_megabytes(report.nvme_read_bytes)} read, {_megabytes(report.nvme_write_bytes)} written"
+        yield f"NVMe ({report.io_backend}): {moved}, {report.nvme_write_bytes_total / 1e9:,.2f} GB since the start"
+    if report.to_device_bytes or report.to_host_bytes:
+        to_device, to_host = _megabytes(report.to_device_bytes), _megabytes(report.to_host_bytes)
+        yield f"link: {to_device} to the device, {to_host} to the host"
+    device = f", device memory {report.device_memory_bytes / _MIB:,.1f} MiB" if report.device_memory_bytes else ""
+    yield f"host memory {report.host_memory_bytes / _MIB:,.1f} MiB{device}"
+    if report.grad_norm is not None:
+        scale = f", loss scale {report.loss_scale:g}" if report.loss_scale != 1 else ""
+        yield f"gradient norm {report.grad_norm:.4g}{scale}"
+
+
+def _listed(seconds: Mapping[str, float]) -> str:
+    """Those that are worth a word, the longest first."""
+    worth = sorted((item for item in seconds.items() if item[1] >= 5e-4), key=lambda item: -item[1])
+    return ", ".join(f"{name} {_seconds(value)}" for name, value in worth)
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.0f} ms"
+
+
+def _megabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e6:,.1f} MB"

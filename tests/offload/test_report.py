@@ -1,0 +1,89 @@
+"""The report of a step: what it says to people, and the bound of a step whose updates had to wait."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tiny import Tiny, batches, least_budget, loss_of
+
+from offload import OffloadEngine, Report
+from offload.report.meter import Meter
+from offload.report.report import Bandwidths
+from offload.report.reporter import Reporter
+
+RATES = Bandwidths(read=100.0, write=100.0, q=1.0)
+
+
+class Store:
+    """Bytes that were moved, as told."""
+
+    backend = "io_uring"
+
+    class Moved:
+        bytes = 0
+
+    def __init__(self) -> None:
+        self.read, self.write = Store.Moved(), Store.Moved()
+
+    def statistics(self) -> "Store":
+        return self
+
+
+class Clock(Meter):
+    """A meter whose time is told. All of it is compute but ``stalled``."""
+
+    now = 0.0
+    stalled = 0.0
+
+    def so_far(self) -> tuple[float, float]:
+        return self.now, self.stalled
+
+    def restart(self) -> tuple[float, dict[str, float], float]:
+        taken = self.now, {"update": self.stalled}, 0.0
+        self.now = self.stalled = 0.0
+        return taken
+
+
+def a_step(reporter: Reporter, meter: Clock, store: Store, *, updates_wait: bool) -> Report:
+    """Forward: 3 s, of which 2 s were waited for, and 250 bytes. Backward: 4 s and 100 bytes."""
+    meter.now, meter.stalled = 3.0, 2.0
+    store.read.bytes += 150
+    store.write.bytes += 100
+    reporter.backward_begins()
+    meter.now = 7.0
+    store.read.bytes += 100
+    return reporter.report({}, 1, 1.0, 1.0, updates_wait=updates_wait)
+
+
+def test_where_updates_had_to_wait_forward_and_backward_have_bounds_of_their_own():
+    meter, store = Clock(), Store()
+    reporter = Reporter(meter, store, lambda: (0, 0), lambda: None, RATES, None)  # type: ignore[arg-type]
+    free = a_step(reporter, meter, store, updates_wait=True)
+    assert (free.bound_by, free.bound_seconds, free.schedule_seconds) == ("compute", 5.0, 0.0)
+    waited = a_step(reporter, meter, store, updates_wait=False)  # those of the step before it waited
+    assert waited.schedule_seconds == max(1.0, 2.5) + max(4.0, 1.0)
+    assert (waited.bound_by, waited.bound_seconds) == ("schedule", 6.5)
+    assert waited.efficiency == pytest.approx(6.5 / 7)
+    assert reporter.disk_busy == (pytest.approx(2.5 / 3), pytest.approx(1 / 4))
+    assert a_step(reporter, meter, store, updates_wait=False).schedule_seconds == 0
+
+
+def test_a_report_is_read_by_people(tmp_path: Path):
+    budget = least_budget(Tiny(), tmp_path)
+    with OffloadEngine(Tiny(), nvme_path=tmp_path, host_memory=budget, gradient_clipping=1e-3) as engine:
+        for tokens, targets in batches(3):
+            engine.backward(loss_of(engine(tokens), targets))
+            engine.step()
+        report = engine.report()
+    said = str(report)
+    assert said.startswith("step 3 took ") and "NVMe (" in said and "host memory " in said and "gradient norm " in said
+    assert "device" not in said and "loss scale" not in said
+    on_device = replace(
+        report, to_device_bytes=5_000_000, device_memory_bytes=3 << 20, loss_scale=1024.0, bound_by="to_device",
+        bound_seconds=1.5, seconds=2.0, stall_seconds={"slot": 0.25, "read": 1e-5, "update": 0.5},
+    )  # fmt: skip
+    lines = str(on_device).splitlines()
+    assert lines[0] == "step 3 took 2.00 s; copying to the device alone takes 1.50 s, 75% of it"
+    assert "compute waited for: update 500 ms, slot 250 ms" in lines
+    assert "link: 5.0 MB to the device, 0.0 MB to the host" in lines
+    assert lines[-1].endswith("loss scale 1024")
