@@ -17,6 +17,9 @@ from torch import nn
 from offload.model.unit_in_model import UnitInModel
 
 _CONTAINERS = {list, dict, set, deque, OrderedDict}
+_DERIVED = {"_flat_weights", "_flat_weight_refs"}
+"""What recurrent modules make of their parameters anew in each forward, which find other ones there than before."""
+
 _Known = tuple[list[Any], list[int]]
 
 
@@ -69,7 +72,7 @@ class Attributes:
     def _of(self, module: nn.Module) -> _Known:
         """What the module knows. The engine's parameters and their handles take each other's place: they are left
         out."""
-        values = list(module.__dict__.values())
+        values = [value for name, value in module.__dict__.items() if name not in _DERIVED]
         lengths = [len(value) for value in values if type(value) in _CONTAINERS]
         values += module._buffers.values()
         values += [value for value in module._parameters.values() if id(value) not in self._of_engine]

@@ -177,8 +177,11 @@ class Hooks:
         self.units = units
         self._begin_forward = outside_of_graphs(self._enter_forward, _IN_PARTS)
         self._end_forward = outside_of_graphs(self._finish_forward, _IN_PARTS)
-        self._numbered: Sequence[Any] = (None, None)
-        """The two hooks of one module. Those of all others have their numbers."""
+        self._numbered: list[Sequence[Any]] = []
+        """The two hooks of the first unit at a module, of the second one, ...: those at other modules have their
+        numbers."""
+        self._num_units_at: Counter[nn.Module] = Counter()
+        """Of each module so far: hooks of one module need numbers of their own."""
         self._schedule = schedule
         self._handles = handles
         self._parameters = parameters
@@ -299,8 +302,11 @@ class Hooks:
             # Before all others: one that raises must not leave our hook after the forward without ours before it.
             first = partial(module.register_forward_pre_hook, before, prepend=True)
             last = partial(module.register_forward_hook, after, always_call=True)
-            of_module = [same_number(known, hook) for known, hook in zip(self._numbered, (first, last), strict=True)]
-            self._numbered = of_module
+            num_before = self._num_units_at[module]
+            self._num_units_at[module] += 1
+            known = self._numbered[num_before] if num_before < len(self._numbered) else (None, None)
+            of_module = [same_number(other, hook) for other, hook in zip(known, (first, last), strict=True)]
+            self._numbered[num_before : num_before + 1] = [of_module]
             self._installed += of_module
         for index, (parameter, spec) in enumerate(zip(unit.parameters, unit.spec.parameters, strict=True)):
             handle = self._handles[spec]

@@ -34,6 +34,7 @@ from offload.units import ParameterSpec
 from swapper import OffloadError
 
 _TOGETHER = "engine.together()"
+_SLICE_S = 0.1
 
 
 class Stage(Enum):
@@ -176,16 +177,20 @@ class MicroBatches:
         """Run them; their results. The first error ends all, and is raised when they have ended."""
         self._give_turn(self._begin_next())
         try:
-            self._over.wait()
+            self._wait_for_end()
         except BaseException as error:  # an interrupt
             self._error = self._error or error
-            self._over.wait()
+            self._wait_for_end()
             raise
         if self._error is not None:
             raise self._error
         if self._last_drawer >= 0 and not self._habits.takes_turns:
             self._habits.draws_first = True
         return [each.result for each in self._all if each.is_one]
+
+    def _wait_for_end(self) -> None:
+        while not self._over.wait(_SLICE_S):  # a signal that came to another thread is handled between two slices
+            pass
 
     @property
     def was_last(self) -> bool:
