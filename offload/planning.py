@@ -14,7 +14,7 @@ import torch
 import aio_ext
 from offload.config import OffloadConfig
 from offload.device.protocol import Device
-from offload.errors import ConfigError, warn
+from offload.errors import BudgetError, ConfigError, warn
 from offload.memory import available_bytes
 from offload.optim.choose import OptimizerChoice
 from offload.optim.formats import DEFAULT_TILE_BYTES, Formats
@@ -72,7 +72,9 @@ def plan_for(
         spare_bytes += sum(map(run_bytes, config.paths))
     plan = make(early=early)
     if early and _store_bytes(plan, config, early=True) > spare_bytes:
-        early, plan = False, make(early=False)
+        early = False
+        with contextlib.suppress(BudgetError):  # the other order may need a page more
+            plan = make(early=False)
     needed_bytes = _store_bytes(plan, config, early=early)
     has_room = needed_bytes <= spare_bytes
     if config.durable and not has_room:

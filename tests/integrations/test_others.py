@@ -49,9 +49,15 @@ def test_the_example_of_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def _unet() -> nn.Module:
     torch.manual_seed(0)
     return diffusers.UNet2DModel(
-        sample_size=8, in_channels=3, out_channels=3, layers_per_block=1, block_out_channels=(32, 64), norm_num_groups=8,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-    )  # fmt: skip
+        sample_size=8,
+        in_channels=3,
+        out_channels=3,
+        layers_per_block=1,
+        block_out_channels=(32, 64),
+        norm_num_groups=8,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    )
 
 
 def _diffuse(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[float], list[torch.Tensor]]:
