@@ -120,7 +120,8 @@ def test_the_gradients_are_scaled_and_the_norm_with_them():
     story.come("b", 16.0)
     story.verdict.scale(0.5)
     known = [gradient for unit in story.units for gradient in story.gradients.of(unit).values()]
-    assert known == [Gradient(9.0, 0.25), Gradient(16.0, 0.5)]
+    assert known == [Gradient(9.0, 0.25, came_with=0.5), Gradient(16.0, 0.5, came_with=1.0)]
+    assert story.verdict.factor() == 0.5
     assert story.verdict.norm() == math.sqrt(9.0 / 16 + 4.0)
     assert story.freeze() == [("u0", (Segment(0, 1, (0.5, 1, 0.25)),)), ("u1", (Segment(0, 1, (0.5, 1, 0.5)),))]
 
@@ -255,7 +256,7 @@ def test_a_unit_is_frozen_by_itself_to_what_the_whole_step_does_to_it(uniform):
             story.come(name, 1.0, scale=numbers.choice([1.0, 0.5]))
         before = dict(story.verdict.num_steps)
         groups = groups_by_parameter(story.groups)
-        alone = [story.verdict.freeze_unit(unit, groups) for unit in story.units]
+        alone = [story.verdict.freeze_unit(unit, groups, 1.0) for unit in story.units]
         assert story.verdict.num_steps == before
         together = story.verdict.freeze(story.groups)
         assert [update for update in alone if update is not None] == together
@@ -271,16 +272,16 @@ def test_a_unit_with_a_gradient_that_is_not_finite_is_not_frozen_by_itself(bad):
     story.come("ac")
     story.come("b", bad)
     groups = groups_by_parameter(story.groups)
-    assert story.verdict.freeze_unit(story.units[0], groups) is None
+    assert story.verdict.freeze_unit(story.units[0], groups, 1.0) is None
     expected = UnitUpdate(story.units[1], (Segment(0, 20, (0.5, 1, 1.0)),))
-    assert story.verdict.freeze_unit(story.units[1], groups) == expected
+    assert story.verdict.freeze_unit(story.units[1], groups, 1.0) == expected
 
 
 def test_a_unit_without_gradient_or_group_is_not_frozen_by_itself():
     story = Story([20], [20])
     story.come("b")
-    assert story.verdict.freeze_unit(story.units[0], groups_by_parameter(story.groups)) is None
-    assert story.verdict.freeze_unit(story.units[1], {}) is None
+    assert story.verdict.freeze_unit(story.units[0], groups_by_parameter(story.groups), 1.0) is None
+    assert story.verdict.freeze_unit(story.units[1], {}, 1.0) is None
 
 
 def test_groups_are_found_by_their_parameters():
