@@ -34,11 +34,6 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "integrations" / "transformers.m
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
 
-@pytest.fixture(autouse=True)
-def _measured_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.tiers.bandwidth._SECONDS", 0.02)
-
-
 @pytest.fixture
 def made():
     """Trainers, closed at the end of the test."""

@@ -43,11 +43,6 @@ class OffloadGRPO(OffloadTrainerMixin, trl.GRPOTrainer):
     pass
 
 
-@pytest.fixture(autouse=True)
-def _measured_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offload.tiers.bandwidth._SECONDS", 0.02)
-
-
 @pytest.fixture
 def run():
     """Makes a trainer and trains; those with an engine are closed at the end of the test."""
