@@ -219,6 +219,8 @@ def test_kernels_of_tiles_go_before_those_of_the_model(stand: Stand) -> None:
 
 
 def test_the_link_is_measured_with_two_copies_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offload.tiers.bandwidth._SECONDS", 0.2)
+
     class Recorder:
         """A device whose copies and waits are noted."""
 
