@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -28,11 +29,33 @@ from offload.units import UnitSpec, num_nested
 from swapper import StorageFull, StoreUnsafe, align, readable_bytes
 from swapper.paths import Directory, Medium, look_at
 
-_AUTO_SHARE = 0.8
+AUTO_SHARE = 0.8
 """Of what is free, "auto" takes this much: activations, the loader and others need room too."""
 
 _WHOLE_UNITS = 1 << 62
 """A tile of this many bytes holds any unit."""
+
+
+@dataclass(frozen=True)
+class DeviceRoom:
+    """What a plan may know of a device: its free memory, and why its streams cannot run kernels, if so."""
+
+    free_bytes: int
+    obstacle: str | None = None
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a plan may take of a machine, measured or described.
+
+    ``nvme_bytes`` bounds the records on NVMe; ``spare_bytes`` bounds them with their second places. ``device`` is None
+    where the CPU computes.
+    """
+
+    host_bytes: int
+    nvme_bytes: int
+    spare_bytes: float
+    device: DeviceRoom | None = None
 
 
 def plan_for(
@@ -44,43 +67,39 @@ def plan_for(
     memory: a wrong path is not kept until the day that it is needed.
     """
     check_paths(config.paths)
-    host = config.host_memory
-    host_bytes = int(available_bytes() * _AUTO_SHARE) if host == "auto" else int(host)
-    nvme = config.nvme_capacity
-    nvme_bytes = (1 << 62 if nvme == "auto" else int(nvme)) if config.paths else 0
+    return plan_within(config, units, choice, _room(config, units, device))
+
+
+def plan_within(config: OffloadConfig, units: Sequence[UnitSpec], choice: OptimizerChoice | None, room: Room) -> Plan:
+    """The plan for these units in this room, which looks at no machine. Raises ``BudgetError``, and ``StorageFull`` for
+    ``durable`` without the room for it."""
     tile_bytes = None if config.tile_bytes == "auto" else int(config.tile_bytes)
     tiles_of = choice.rule.tiles_of if choice is not None else None
-    formats = Formats.of(config)
-    device_plan = _plan_device(config, units, choice, device) if device is not None else None
+    device_plan = _plan_device(config, units, choice, room.device) if room.device is not None else None
     on_host = [unit for unit in units if device_plan is None or unit.index not in device_plan.resident]
-    compute_bytes = _compute_host_bytes(config, on_host, device)
     make = partial(
         make_plan,
         on_host,
-        formats,
+        Formats.of(config),
         tiles_of,
-        host_bytes,
-        nvme_bytes,
+        room.host_bytes,
+        room.nvme_bytes,
         tile_bytes,
-        compute_bytes,
+        _compute_host_bytes(config, on_host, room.device),
         num_backwards=config.gradient_accumulation_steps,
     )
-    # On a device gradients arrive in host memory after their unit's backward: early updates wait for that, not yet.
-    early = device is None and choice is not None and choice.rule.repeatable
-    spare_bytes = _free_bytes(config.paths) * _AUTO_SHARE if nvme == "auto" else nvme_bytes
-    if config.durable and nvme == "auto":  # what an earlier run has there is gone on from in its place
-        spare_bytes += sum(map(run_bytes, config.paths))
+    early = choice is not None and choice.rule.repeatable
     plan = make(early=early)
-    if early and _store_bytes(plan, config, early=True) > spare_bytes:
+    if early and store_bytes(plan, config, early=True) > room.spare_bytes:
         early = False
         with contextlib.suppress(BudgetError):  # the other order may need a page more
             plan = make(early=False)
-    needed_bytes = _store_bytes(plan, config, early=early)
-    has_room = needed_bytes <= spare_bytes
+    needed_bytes = store_bytes(plan, config, early=early)
+    has_room = needed_bytes <= room.spare_bytes
     if config.durable and not has_room:
         raise StorageFull(
             f"durable={config.durable} needs {readable_bytes(needed_bytes)} under nvme_path, two places for each "
-            f"record: {readable_bytes(int(spare_bytes))} may be used.",
+            f"record: {readable_bytes(int(room.spare_bytes))} may be used.",
             advice="Free some, give another path, raise host_memory or nvme_capacity, or leave durable out.",
         )
     two = choice is not None and has_room and plan.second_place_bytes > 0
@@ -89,6 +108,21 @@ def plan_for(
         return plan
     resident = [_resident_unit(unit, choice) for unit in units if unit.index in device_plan.resident]
     return plan.with_resident(resident, device_plan)
+
+
+def _room(config: OffloadConfig, units: Sequence[UnitSpec], device: Device | None) -> Room:
+    """What the options leave a plan of this machine."""
+    host, nvme = config.host_memory, config.nvme_capacity
+    host_bytes = int(available_bytes() * AUTO_SHARE) if host == "auto" else int(host)
+    nvme_bytes = (1 << 62 if nvme == "auto" else int(nvme)) if config.paths else 0
+    spare_bytes = _free_bytes(config.paths) * AUTO_SHARE if nvme == "auto" else nvme_bytes
+    if config.durable and nvme == "auto":  # what an earlier run has there is gone on from in its place
+        spare_bytes += sum(map(run_bytes, config.paths))
+    on_device = None
+    if device is not None:
+        free_bytes = device.free_bytes() + _taken_over_bytes(units, device)
+        on_device = DeviceRoom(free_bytes, device.obstacle_to_kernels())
+    return Room(host_bytes, nvme_bytes, spare_bytes, on_device)
 
 
 def check_paths(paths: Sequence[Path]) -> None:
@@ -135,20 +169,19 @@ def check_backend(name: str) -> None:
 
 
 def _plan_device(
-    config: OffloadConfig, units: Sequence[UnitSpec], choice: OptimizerChoice | None, device: Device
+    config: OffloadConfig, units: Sequence[UnitSpec], choice: OptimizerChoice | None, device: DeviceRoom
 ) -> DevicePlan:
     """How the device's memory is divided; the optimizer decides, too, whether units may be resident there."""
     obstacle = None
     if choice is not None:
-        obstacle = choice.rule.obstacle_on_devices or device.obstacle_to_kernels()
+        obstacle = choice.rule.obstacle_on_devices or device.obstacle
     states = [sum(tile.nbytes for tile, _ in _resident_unit(unit, choice).tiles) for unit in units]
     updates = [0] * len(units)
     if choice is not None and obstacle is None:
         tile_bytes = DEFAULT_TILE_BYTES if config.tile_bytes == "auto" else int(config.tile_bytes)
         updates = [device_tile_bytes(choice.rule.tiles_of(unit, tile_bytes), Formats.of(config)) for unit in units]
     given = None if config.device_memory == "auto" else int(config.device_memory)
-    free_bytes = device.free_bytes() + _taken_over_bytes(units, device)
-    return plan_device(units, Formats.of(config), states, updates, given, free_bytes, obstacle)
+    return plan_device(units, Formats.of(config), states, updates, given, device.free_bytes, obstacle)
 
 
 def _taken_over_bytes(units: Sequence[UnitSpec], device: Device) -> int:
@@ -165,7 +198,7 @@ def _resident_unit(unit: UnitSpec, choice: OptimizerChoice | None) -> UnitPlan:
     return UnitPlan(unit, Tier.DEVICE, Tier.DEVICE, tuple((tile, Tier.DEVICE) for tile in tiles))
 
 
-def _compute_host_bytes(config: OffloadConfig, units: Sequence[UnitSpec], device: Device | None) -> int:
+def _compute_host_bytes(config: OffloadConfig, units: Sequence[UnitSpec], device: DeviceRoom | None) -> int:
     """Host memory that compute takes beside the plan's.
 
     Autograd makes a gradient in memory of its own before it is brought to its home, and drops it then.
@@ -179,7 +212,7 @@ def _compute_host_bytes(config: OffloadConfig, units: Sequence[UnitSpec], device
     return NUM_LANDINGS * gradient_bytes
 
 
-def _store_bytes(plan: Plan, config: OffloadConfig, *, early: bool) -> int:
+def store_bytes(plan: Plan, config: OffloadConfig, *, early: bool) -> int:
     """NVMe that the store takes with two places for each trained record; with ``durable`` also for those in memory,
     and a third one where an early update writes beside what is current and what is committed."""
     needed = sum(plan.nvme_bytes.values()) + plan.second_place_bytes

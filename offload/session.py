@@ -34,24 +34,25 @@ from offload.model.make import Handles, convert_statistics, give_ordinary_state_
 from offload.model.together import Habits, run_together
 from offload.optim.choose import OptimizerChoice
 from offload.optim.loss_scale import LossScale
-from offload.optim.rule import Group
 from offload.optimizer import OffloadOptimizer, refuse_others
-from offload.plan.plan import Plan
+from offload.plan.plan import Drives, Plan
 from offload.progress import Progress
 from offload.report.meter import Meter
 from offload.report.report import Report
 from offload.report.reporter import Reporter
 from offload.report.trace import Span
+from offload.run.watch import Watch
 from offload.spooled import Spooled
 from offload.tiers.loading import Loader
 from offload.tiers.make import make_tiers, store_bandwidths
 from offload.tiers.states import States
 from offload.torch_internals import graph_task, outside_of_graphs
 from offload.units import ParameterSpec, UnitSpec
+from offload.update.beforehand import Beforehand
 from offload.update.forecast import Forecast
 from offload.update.make import Updates, make_updates
 from offload.update.step import UnitUpdate
-from offload.update.verdict import Verdict, groups_by_parameter
+from offload.update.verdict import Verdict
 from offload.waiting import FATAL, Failure
 from swapper import OffloadError
 from swapper.errors import readable_bytes
@@ -87,6 +88,7 @@ class Session:
         self.config = config
         self.plan = plan
         self.failure = Failure()
+        self.watch = Watch()
         self.meter = Meter()
         self.progress = Progress(LossScale() if config.precision == "fp16" else None)
         self.last_report: Report | None = None
@@ -98,15 +100,12 @@ class Session:
         self._has_warned_of_empty_step = False
         self._has_warned_of_used_gradients = False
         self._model = weakref.ref(model)
-        self._groups: dict[int, Group] | None = None
-        """By parameter, once an early update for the coming step has asked for them."""
-        self._may_read_ahead = False
-        """States that the coming step's update begins with rest on NVMe, and nobody has asked for them."""
         self._backward_has_begun = False
         """A gradient of the coming step has come."""
         self._uses: list[Span | None] = [None] * len(units)
         """The present use of each unit by compute."""
         self._closers = Closers()
+        self._closers.callback(self.watch.close)
         try:
             self._build(model, choice, birth, self._closers)
         except BaseException:
@@ -122,6 +121,12 @@ class Session:
         """Where the model computes."""
         return torch.device("cpu") if self._device is None else self._device.torch_device
 
+    @property
+    def drives(self) -> Drives | None:
+        """What the store is read and written by, and how fast; None if nothing was measured."""
+        store = self._tiers.store
+        return None if store is None or self.bandwidths is None else Drives(store.backend, self.bandwidths)
+
     def backward(self, loss: torch.Tensor) -> None:
         """Run the backward of ``loss``, which may be the last one of a step."""
         scale = self.progress.loss_scale.value if self.progress.loss_scale is not None else 1.0
@@ -136,6 +141,7 @@ class Session:
         finally:
             lane.gradient_scale = None
         self.failure.check()
+        self.watch.saw_loss(loss, is_first=self.progress.num_backwards == 0)
         self.progress.num_backwards += 1
 
     def together(
@@ -275,32 +281,18 @@ class Session:
         if not self._backward_has_begun:
             self._backward_has_begun = True
             self._reporter.backward_begins()
-        if self._forecast is not None:
-            self._updates.early.gradient_arrived(unit)
+        self._beforehand.gradient_came(unit)
+        self._beforehand.look()
 
     def end_backward(self, unit: UnitSpec) -> None:
         """The unit has all the gradients of this backward."""
+        if self.optimizer is None:
+            return
         try:
             self._close_gradients(unit)
         except FATAL as error:
             self.failure.raise_first(error)
-        unclipped = self._forecast is not None and self._forecast.unclipped(
-            unit.index, self._tiers.gradients.of(unit).values()
-        )
-        if self._early_of and self._updates.early.is_held(unit):
-            self._begin_early_update(unit, unclipped=unclipped)
-        if self._may_read_ahead and not unclipped:
-            self._may_read_ahead = False
-            self._updates.updater.read_ahead()
-
-    def _begin_early_update(self, unit: UnitSpec, *, unclipped: bool) -> None:
-        """Update the unit now if the step will multiply its gradients, which are complete, by what is expected."""
-        update = None
-        if unclipped and self._forecast is not None:
-            if self._groups is None:
-                self._groups = groups_by_parameter(self._optimizer.param_groups)
-            update = self._verdict.freeze_unit(unit, self._groups, self._forecast.factor)
-        self._updates.updater.begin_early(unit, update)
+        self._beforehand.look()
 
     def changed_in_use(self, unit: UnitSpec, spec: ParameterSpec, value: torch.Tensor) -> None:
         """A forward has given one of its own weights another value: it becomes the parameter's."""
@@ -336,6 +328,7 @@ class Session:
             self._prepare_step(loss_scale)
             with held_back():
                 self._take_step(loss_scale)
+        self.watch.step(self.last_report, self._optimizer.param_groups)
 
     def zeroing_is_done(self) -> None:
         """Nobody expects the gradients that the last step has used up to be there still."""
@@ -360,6 +353,7 @@ class Session:
         if loss_scale is not None and loss_scale != 1:
             self._verdict.scale(1 / loss_scale)
         norm, before_clipping = self._verdict.norm(), self._verdict.norm_before_clipping()
+        self.watch.arrive()
         self.progress.begin_step()
         self._step_scale = 1.0 if loss_scale is None else loss_scale
         if self.progress.loss_scale is not None and loss_scale is None:
@@ -374,9 +368,7 @@ class Session:
         factor = self._verdict.factor()
         if self.config.gradient_clipping:
             self._verdict.scale(min(self.config.gradient_clipping / (norm + 1e-6), 1.0))
-        updates_wait = self._forecast is None or self._forecast.factor != self._verdict.factor()
-        if self._forecast is not None and factor:
-            self._forecast.step_taken(norm / factor, self._verdict.factor())
+        updates_wait = self._beforehand.step_taken(norm, factor)
         step = self._verdict.freeze(self._optimizer.param_groups)
         try:
             self._begin_updates(step, before_clipping, updates_wait=updates_wait)
@@ -452,11 +444,8 @@ class Session:
 
     def _forget_what_was_expected(self) -> None:
         """No gradient of the coming step is there."""
-        self._groups = None
         self._backward_has_begun = False
-        self._may_read_ahead = self.plan.nvme_bytes["states"] > 0
-        if self._forecast is not None:
-            self._forecast.begin()
+        self._beforehand.forget()
 
     def _warn_of_lost_parameters(self) -> None:
         """Say once of each parameter that it was replaced behind the engine."""
@@ -505,6 +494,7 @@ class Session:
         self._reporter = Reporter(
             self.meter,
             self._tiers.store,
+            self.config.paths,
             self._copied_bytes,
             self._tiers.compute.busy_seconds,
             self.bandwidths,
@@ -524,7 +514,6 @@ class Session:
         self._wait_for_update = tiers.host.wait_for_update
         self._take, self._close_gradients = tiers.intake.take, tiers.intake.close
         self._early_of: Mapping[UnitSpec, object] = {}
-        self._forecast: Forecast | None = None
         updates: Updates | None = None
         if rule is not None:
             num_backwards = config.gradient_accumulation_steps
@@ -532,7 +521,6 @@ class Session:
                 plan, tiers, rule, self.failure, self.meter, closers, num_backwards=num_backwards
             )
             self._early_of = updates.early.of_unit
-            self._forecast = Forecast(config.gradient_clipping) if plan.early else None
         self._outside = Outside(
             tiers.homes,
             tiers.host,
@@ -593,7 +581,17 @@ class Session:
         for group, specs in choice.groups:
             group["params"] = list(dict.fromkeys(handles.of_model[spec] for spec in specs))
         groups = [group for group, _ in choice.groups]
-        self.optimizer = OffloadOptimizer(groups, self, states, self.progress, choice.source)
+        self.optimizer = optimizer = OffloadOptimizer(groups, self, states, self.progress, choice.source)
+        self._beforehand = Beforehand(
+            self._updates.early,
+            self._updates.updater,
+            Forecast(self.config.gradient_clipping) if self.plan.early else None,
+            self._verdict,
+            gradients,
+            self._tiers.intake.complete,
+            lambda: optimizer.param_groups,
+            states_stored=self.plan.nvme_bytes["states"] > 0,
+        )
         closers.callback(refuse_others(self.optimizer).remove)
         if had_states:
             states.replace_all({handles.of_model[spec]: of_spec for spec, of_spec in had_states.items()})
@@ -674,6 +672,8 @@ class Session:
             except DeviceMemoryError:  # there is room, in pieces that are too small
                 grown = plan.device.grown(free_bytes)
                 on_device.growth.grow((), grown)
+        if moving:
+            self._updates.early.look_at_homes()
         self.plan = plan.with_device(grown)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import random
 import threading
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import torch
 
@@ -13,6 +14,9 @@ from offload import OffloadEngine
 from offload.errors import DeviceMemoryError
 from offload.testing.simulated import SimulatedDevice
 from offload.testing.stream import SimulatedStream
+from offload.tiers.transport import GradientTransport
+from offload.units import UnitSpec
+from offload.waiting import Worker
 
 
 class Around:
@@ -32,11 +36,15 @@ class Around:
     def change_weights(self) -> None:
         """Weights are about to change."""
 
+    def before_step(self, engine: OffloadEngine) -> None:
+        """All gradients of a step have been given to the engine."""
+
 
 class AroundDevice(Around):
     """On a device, by chance: backward runs in another thread, evaluation and training under streams of their own,
     which wait for one another only where one changes weights; inputs come from one pinned buffer, which is filled again
-    as soon as forward returns; in one step activations find too little memory, and what failed is run again.
+    as soon as forward returns; in one step activations find too little memory, and what failed is run again; nobody is
+    in a hurry: gradients have come to the host whenever the engine looks, and early updates end before the step.
     """
 
     def __init__(self, seed: int, device: SimulatedDevice, *, may_lack_memory: bool) -> None:
@@ -46,6 +54,7 @@ class AroundDevice(Around):
         self._in_thread = rng.random() < 0.6
         self._evaluates_beside = rng.random() < 0.5
         self._short_step = rng.choice((1, 2, None)) if may_lack_memory else None
+        self._in_a_hurry = random.Random(seed + 11).random() < 0.5
         self._main = device.compute
         self._side = device.new_compute_stream()
         self._training = device.new_compute_stream() if rng.random() < 0.3 else self._main
@@ -97,11 +106,15 @@ class AroundDevice(Around):
         finally:
             pools.capacity_bytes = before
 
+    def before_step(self, engine: OffloadEngine) -> None:
+        if not self._in_a_hurry:
+            drain(engine._session._updates.updater._worker)
+
     def _try(self, engine: OffloadEngine, tokens: torch.Tensor) -> float:
         device, stream = self._device, self._training
         stream.wait(self._main.record())
         try:
-            with device.current(stream), device.activations.counted():
+            with device.current(stream), device.activations.counted(), self._patience():
                 self._fill(tokens)
                 logits = engine(self._buffer)
                 self._fill(torch.zeros_like(tokens))
@@ -114,6 +127,22 @@ class AroundDevice(Around):
             self._main.wait(stream.record())  # zero_grad() may follow there
         return loss.item()
 
+    @contextlib.contextmanager
+    def _patience(self) -> Iterator[None]:
+        """Within, gradients have come to the host when somebody looks, unless there is a hurry."""
+        complete = GradientTransport.complete
+
+        def complete_later(transport: GradientTransport) -> Iterator[UnitSpec]:
+            drain(transport._finisher)
+            return complete(transport)
+
+        with (
+            contextlib.nullcontext()
+            if self._in_a_hurry
+            else mock.patch.object(GradientTransport, "complete", complete_later)
+        ):
+            yield
+
     def _backward(self, engine: OffloadEngine, loss: torch.Tensor, stream: SimulatedStream) -> None:
         with self._device.current(stream), self._device.activations.counted():
             engine.backward(loss)
@@ -121,6 +150,11 @@ class AroundDevice(Around):
     def _fill(self, tokens: torch.Tensor) -> None:
         self._device.host_access(self._buffer.data_ptr(), self._buffer.nbytes, writes=True)
         self._buffer.copy_(tokens)
+
+
+def drain(worker: Worker) -> None:
+    """Return when the thread has done all that was asked of it so far, or has ended."""
+    worker.submit(lambda: None).wait(lambda: "the work of a thread")
 
 
 def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,8 @@ Each program draws a model (nested units, checkpointing, tied weights, frozen pa
 a precision, and what happens between steps (evaluation, writes through handles, accumulation, clipping). It runs on the
 CPU with everything in RAM and with little of it, and on a device whose streams run as late as they may: losses, weights
 and states must be equal to the last bit, no buffer may be read before its copy is over nor changed before its readers
-are done, device memory must stay within the plan, and all of it must be free at the end.
+are done, device memory must stay within the plan, and all of it must be free at the end. Early updates on the device
+are counted: a campaign in which none was begun, or none flipped, has not shown what it is for.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,13 +35,19 @@ from offload.optim.kernel_rule import KernelRule
 from offload.testing.simulated import SimulatedDevice
 from offload.tiers.bounce import Bounce
 from offload.tiers.gradients import DeviceGradients
-from offload.tiers.squares import Squares
+from offload.tiers.squares import SentSums
 from offload.tiers.transport import GradientTransport
+from offload.units import UnitSpec
+from offload.update.early import EarlyUpdate, EarlyUpdates
+from offload.update.step import UnitUpdate
 from swapper import DurableStore
 
 WIDTH = 32
 VOCAB = 64
 HUGE_VOCAB = 20_011
+
+NUM_EARLY = 30
+"""Some of so many programs update units early."""
 
 
 class Block(nn.Module):
@@ -63,15 +71,19 @@ class Block(nn.Module):
 class Model(nn.Module):
     """An embedding, blocks (one may be called twice), a gain that the model itself owns, and a head (maybe tied).
 
-    The vocabulary may be so large that embedding and head are cut into pieces.
+    The vocabulary may be so large that embedding and head are cut into pieces. A ``deep`` one takes more memory than
+    the buffers through which it can be streamed.
     """
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, *, deep: bool) -> None:
         super().__init__()
         self.vocabulary = rng.choice((VOCAB, VOCAB, VOCAB, HUGE_VOCAB))
         self.embed = nn.Embedding(self.vocabulary, WIDTH)
         recompute = rng.choice((None, None, "reentrant", "other"))
-        self.blocks = nn.ModuleList(Block(rng.choice((32, 64, 128)), recompute) for _ in range(rng.randint(2, 6)))
+        shapes = [rng.choice((32, 64, 128)) for _ in range(rng.randint(2, 6))]
+        if deep and self.vocabulary == VOCAB:
+            shapes = [256, *shapes, 256, 256, *shapes, 256, 256]
+        self.blocks = nn.ModuleList(Block(hidden, recompute) for hidden in shapes)
         self.twice = rng.choice((None, rng.randrange(len(self.blocks))))
         self.gain = nn.Parameter(torch.ones(WIDTH))
         self.register_buffer("shift", torch.randn(WIDTH))
@@ -114,16 +126,20 @@ class Program:
         return {
             "precision": rng.choice(("bf16", "fp32", "fp16")),
             "gradient_accumulation_steps": rng.choice((1, 1, 3)),
-            "gradient_clipping": rng.choice((0.0, 0.5)),
+            "gradient_clipping": rng.choice((0.0, 0.5)) * random.Random(self.seed + 10).choice((1, 10)),
             "optimizer": rng.choice(("adamw", "adamw", "sgd", torch.optim.NAdam)),
             "prefetch": rng.random() < 0.8,
             "tile_bytes": 64 * 1024,
             "lr": 1e-2,
         }
 
+    @property
+    def deep(self) -> bool:
+        return random.Random(self.seed + 9).random() < 0.4
+
     def model(self) -> Model:
         torch.manual_seed(self.seed)
-        return Model(random.Random(self.seed + 1))
+        return Model(random.Random(self.seed + 1), deep=self.deep)
 
     def run(self, engine: OffloadEngine, around: Around) -> tuple[list[Any], dict[str, Any]]:
         """Losses and what was read on the way; the model's and the optimizer's state at the end."""
@@ -139,6 +155,7 @@ class Program:
             if rng.random() < 0.3:
                 seen.append(float(torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 1.0)))
             around.change_weights()
+            around.before_step(engine)
             if rng.random() < 0.1:
                 engine.optimizer.zero_grad()
             else:
@@ -166,7 +183,7 @@ def _trains(engine: OffloadEngine) -> bool:
 def watched(device: SimulatedDevice, engine: OffloadEngine) -> Iterator[None]:
     """Tell the device of what the disk, the optimizer and the model do."""
     read, write, apply, take = DurableStore.read, DurableStore.write, KernelRule.apply, GradientTransport.take
-    write_beside, read_sums = DurableStore.write_beside, Squares._read
+    write_beside, read_sums = DurableStore.write_beside, SentSums.read
     fill, empty = Bounce._fill, Bounce._empty
     arithmetic = {name: getattr(DeviceGradients, name) for name in ("put", "add", "rescale_and_add")}
 
@@ -199,9 +216,10 @@ def watched(device: SimulatedDevice, engine: OffloadEngine) -> Iterator[None]:
 
         return watched_call
 
-    def watch_sums(squares: Any) -> Any:
-        device.host_access(squares._on_host.data_ptr(), squares._on_host.nbytes, writes=False)
-        return read_sums(squares)
+    def watch_sums(sent: Any) -> Any:
+        on_host, _ = sent.views
+        device.host_access(on_host.data_ptr(), on_host.nbytes, writes=False)
+        return read_sums(sent)
 
     def watch_fill(bounce: Any, piece: torch.Tensor, source: torch.Tensor) -> None:
         device.host_access(piece.data_ptr(), piece.nbytes, writes=True)
@@ -232,7 +250,7 @@ def watched(device: SimulatedDevice, engine: OffloadEngine) -> Iterator[None]:
         mock.patch.object(Bounce, "_fill", watch_fill),
         mock.patch.object(Bounce, "_empty", watch_empty),
         mock.patch.multiple(DeviceGradients, **{name: watch_arithmetic(name) for name in arithmetic}),
-        mock.patch.object(Squares, "_read", watch_sums),
+        mock.patch.object(SentSums, "read", watch_sums),
     ):
         yield
     for hook in hooks:
@@ -248,8 +266,26 @@ def least(make: Any, option: str, **budgets: int) -> int:
     return 1
 
 
-def check(seed: int, folder: Path) -> list[str]:
-    """Run one program on the CPU, with everything in RAM and with little, and on the device; what was wrong."""
+@contextlib.contextmanager
+def counted(early: Counter[str]) -> Iterator[None]:
+    """Count the early updates that are ``begun`` and ``flipped`` within."""
+    begin, flip = EarlyUpdates.begin, EarlyUpdates._flip
+
+    def count_begin(updates: EarlyUpdates, unit: UnitSpec, update: UnitUpdate | None) -> bool:
+        early["begun"] += update is not None
+        return begin(updates, unit, update)
+
+    def count_flip(updates: EarlyUpdates, one: EarlyUpdate) -> None:
+        early["flipped"] += 1
+        flip(updates, one)
+
+    with mock.patch.multiple(EarlyUpdates, begin=count_begin, _flip=count_flip):
+        yield
+
+
+def check(seed: int, folder: Path, early: Counter[str] | None = None) -> list[str]:
+    """Run one program on the CPU, with everything in RAM and with little, and on the device; what was wrong. Early
+    updates on the device are counted."""
     program = Program(seed)
     rng = random.Random(seed + 3)
     with OffloadEngine(program.model(), nvme_path=folder, **program.options()) as engine:
@@ -265,7 +301,7 @@ def check(seed: int, folder: Path) -> list[str]:
             wrong.append(f"other bits on the CPU with {host_memory} bytes")
     eagerness = rng.choice((0.0, 0.3, 0.9))
     link_speed = random.Random(seed + 5).choice((1.0, 1e9, 1e15, 1e15))  # updates on the CPU, on both, on the device
-    auto = random.Random(seed + 6).choice((None, None, None, 1 << 40, 500_000, 900_000))
+    auto = random.Random(seed + 6).choice((None, None, None, None if program.deep else 1 << 40, 500_000, 900_000))
     if auto is not None and program.model().vocabulary == HUGE_VOCAB:
         auto *= 20
     memory_bytes, queue_depth = auto or 1 << 40, random.Random(seed + 7).choice((2, 8, 64))
@@ -279,12 +315,17 @@ def check(seed: int, folder: Path) -> list[str]:
 
     budgets: dict[str, int] = {}
     if auto is None:
-        budgets["device_memory"] = int(least(make, "device_memory") * rng.choice((1, 1.3, 3, 4, 4, 4, 5, 20)))
-    if rng.random() < 0.8:
+        share = rng.choice((1, 1.3, 3, 4, 4, 4, 5, 20))
+        budgets["device_memory"] = int(least(make, "device_memory") * (min(share, 3) if program.deep else share))
+    if rng.random() < 0.8 or program.deep:
         budgets["host_memory"] = int(least(make, "host_memory", **budgets) * rng.choice((1, 1, 1.3, 2)))
     engine = make(**budgets)
     device.most_allocated_bytes = device.allocated_bytes
-    with watched(device, engine), warnings.catch_warnings(record=True) as said:
+    with (
+        counted(Counter() if early is None else early),
+        watched(device, engine),
+        warnings.catch_warnings(record=True) as said,
+    ):
         warnings.simplefilter("always")
         try:
             found = program.run(engine, around)
@@ -318,13 +359,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0, help="of the first program; the next ones count up")
     parser.add_argument("--seconds", type=float, default=60, help="how long to go on")
+    parser.add_argument("--programs", type=int, default=1 << 62, help="how many to run at most")
     parser.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()), help="a folder for the swap store")
     options = parser.parse_args()
     torch.set_num_threads(1)  # models are small, and threads that wait for one another take the time of others
     deadline, seed, failed = time.monotonic() + options.seconds, options.seed, 0
-    while time.monotonic() < deadline:
+    early: Counter[str] = Counter()
+    while time.monotonic() < deadline and seed - options.seed < options.programs:
         try:
-            wrong = check(seed, options.path)
+            wrong = check(seed, options.path, early)
         except Exception:
             print(f"seed {seed}:", flush=True)
             raise
@@ -332,7 +375,14 @@ def main() -> int:
         for line in wrong:
             print(f"seed {seed}: {line}")
         seed += 1
-    print(f"{seed - options.seed} programs from seed {options.seed}: {failed} went wrong")
+    count = seed - options.seed
+    print(
+        f"{count} programs from seed {options.seed}: {failed} went wrong; {early['begun']} early updates were begun on "
+        f"the device and {early['flipped']} of them flipped"
+    )
+    if count >= NUM_EARLY and not early["flipped"]:
+        print("no early update was of use: the programs do not show what they are for")
+        return 1
     return 1 if failed else 0
 
 

@@ -21,7 +21,9 @@ SquaresGroup = tuple[ParameterSpec, ...]
 
 def device_tile_bytes(tiles: Iterable[Tile], formats: Formats) -> int:
     """Device memory that updates of tiles as large as these take. A tile without states is not worth the way: 0."""
-    return NUM_DEVICE_TILES * max((sum(tile_parts(tile, formats)) for tile in tiles if tile.nbytes), default=0)
+    return NUM_DEVICE_TILES * max(
+        (sum(tile_parts(tile, formats)) // tile.count for tile in tiles if tile.nbytes), default=0
+    )
 
 
 def tile_sizes(tile: Tile, formats: Formats) -> tuple[int, int, int]:

@@ -213,7 +213,8 @@ class _Placement:
         spilled = [self._grad_bytes(i) for i, resident in enumerate(self.grads_resident) if not resident]
         spilled_tile = any(spilled) * self.formats.grads
         tiles = [
-            align(tile.nbytes) * (not resident) + tile.numel * spilled_tile * (not self.grads_resident[i])
+            (align(tile.nbytes) * (not resident) + tile.numel * spilled_tile * (not self.grads_resident[i]))
+            // tile.count
             for i in range(len(self.units))
             for tile, resident in zip(self.tiles[i], self.tiles_resident[i], strict=True)
         ]

@@ -8,6 +8,7 @@ from enum import Enum
 
 from offload.optim.formats import Formats
 from offload.plan.device import MARGIN, DevicePlan, plan_device
+from offload.report.report import Bandwidths
 from offload.units import Tile, UnitSpec
 from swapper import align
 
@@ -23,6 +24,14 @@ class Tier(Enum):
     DEVICE = "device"
     HOST = "host"
     NVME = "nvme"
+
+
+@dataclass(frozen=True)
+class Drives:
+    """What moves bytes to and from NVMe, and how fast."""
+
+    backend: str
+    bandwidths: Bandwidths
 
 
 @dataclass(frozen=True)
@@ -83,6 +92,8 @@ class Plan:
     """What the engine may hold in a device's memory; None where the CPU computes."""
     vacant_bytes: dict[Tier, int] = field(default_factory=dict)
     """Reserved for units that have moved to a device since."""
+    drives: Drives | None = None
+    """What NVMe is read and written by, once the engine is made."""
     seconds: dict[str, float] = field(default_factory=dict)
     """What a step takes of NVMe at the measured bandwidth, and of compute once a step was taken."""
 
@@ -97,13 +108,16 @@ class Plan:
     def step_read_bytes(self) -> int:
         """NVMe reads of a step: weights for forward and for backward, and what an update needs.
 
-        Updates during backward find the gradients where they came to. What still lies in a slot is read no more.
+        Updates during backward find the gradients where they came to; where a device computes, which has no use for the
+        weights in a slot any more, they bring them in again. What still lies in a slot is read no more.
         """
         training = bool(self.formats.grads)
-        early = [item.unit for item in self.units if self.early and item.streamed and item.grads is Tier.NVME]
-        found = sum(unit.trainable_numel * self.formats.grads for unit in early)
+        early = [item for item in self.units if self.early and item.streamed]
+        spilled = [item.unit for item in early if item.grads is Tier.NVME]
+        found = sum(unit.trainable_numel for unit in spilled) * self.formats.grads
+        again = 0 if self.device is None else sum(item.unit.numel for item in early) * self.formats.weights
         nvme = self.nvme_bytes
-        return nvme["weights"] * (2 if training else 1) + nvme["states"] + nvme["grads"] - found
+        return nvme["weights"] * (2 if training else 1) + again + nvme["states"] + nvme["grads"] - found
 
     @property
     def step_write_bytes(self) -> int:
@@ -212,34 +226,64 @@ class Plan:
 
 # In words and numbers, for people.
 
+_NAMES = {"nvme": "nvme MiB", "host": "host MiB", "device": "device MiB"}
+
 
 def _lines(plan: Plan) -> Iterator[str]:
     yield (
         f"{len(plan.units)} units, {plan.num_parameters:,} parameters, "
         f"{plan.model_state_bytes / _MIB:,.1f} MiB of model state"
     )
-    yield f"{'kind':<10}{'B/param':>8}{'host MiB':>12}{'nvme MiB':>12}"
-    numel = max(sum(item.unit.trainable_numel for item in plan.units), 1)
-    for kind in plan.resident_bytes:
-        host, nvme = plan.resident_bytes[kind], plan.nvme_bytes[kind]
-        width = plan.formats.weights if kind == "weights" else sum(plan.memory[kind].values()) / numel
-        yield f"{kind:<10}{width:>8.3g}{host / _MIB:>12,.1f}{nvme / _MIB:>12,.1f}"
-    staging = plan.staging
-    yield (
-        f"{'staging':<10}{'':>8}{plan.staging_bytes / _MIB:>12,.1f}{'':>12}  "
-        f"{staging.num_slots} weight slots, {staging.num_grad_buffers} gradient buffers, "
-        f"{staging.num_tile_buffers} tiles of {staging.tile_bytes / _MIB:.2f} MiB"
-    )
+    yield from _table(plan)
+    if parts := _staging(plan):
+        yield f"staging: {parts}"
     yield f"host memory {plan.host_bytes / _MIB:,.1f} of {plan.host_budget_bytes / _MIB:,.1f} MiB"
     yield from _reasons(plan)
-    yield _step(plan)
+    yield from _step(plan)
     if plan.device is not None:
         yield str(plan.device)
+
+
+def _table(plan: Plan) -> Iterator[str]:
+    """Bytes of each kind in each tier, and in all. What is nowhere has no row."""
+    tiers = ["host", "nvme"] if plan.device is None else ["device", "host", "nvme"]
+    rows = {kind: places for kind, places in plan.memory.items() if any(places.values())}
+    if plan.device is not None:
+        passing = plan.device.total_bytes - sum(plan.device.resident_bytes.values())
+        rows["staging"] = {"device": passing, **plan.memory["staging"]}
+    trained = max(sum(item.unit.trainable_numel for item in plan.units), 1)
+    rows["in all"] = {tier: sum(places.get(tier, 0) for places in rows.values()) for tier in tiers}
+    yield f"{'kind':<14}{'B/param':>8}" + "".join(f"{_NAMES[tier]:>14}" for tier in tiers)
+    for kind, places in rows.items():
+        width = ""
+        if kind in plan.resident_bytes:
+            each = plan.formats.weights if kind == "weights" else sum(places.values()) / trained
+            width = f"{each:.3g}"
+        yield f"{kind:<14}{width:>8}" + "".join(f"{places.get(tier, 0) / _MIB:>14,.1f}" for tier in tiers)
+
+
+def _staging(plan: Plan) -> str:
+    """The buffers that there are."""
+    staging = plan.staging
+    counts = {
+        f"weight slots of {_size(plan.slot_bytes)}": staging.num_slots,
+        f"gradient buffers of {_size(plan.grad_buffer_bytes)}": staging.num_grad_buffers,
+        f"tile buffers of {_size(plan.tile_buffer_bytes)}": staging.num_tile_buffers,
+    }
+    parts = [f"{count} {name}" for name, count in counts.items() if count]
+    if plan.compute_bytes:
+        parts.append(f"{_size(plan.compute_bytes)} for {'gradients as they come' if plan.formats.grads else 'copies'}")
+    return ", ".join(parts)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / _MIB:,.1f} MiB" if nbytes >= _MIB // 10 else f"{nbytes / 1024:,.0f} KiB"
 
 
 def _reasons(plan: Plan) -> Iterator[str]:
     """Why things rest where they do."""
     on_host = [item for item in plan.units if item.unit.index not in (plan.device.resident if plan.device else ())]
+    training = bool(plan.formats.grads)
     if not any(plan.nvme_bytes.values()):
         if on_host:
             yield "all of it fits into host memory"
@@ -248,18 +292,28 @@ def _reasons(plan: Plan) -> Iterator[str]:
         yield (
             f"{streamed} of {len(on_host)} units rest on NVMe with weights and states, evenly spread, and are updated "
             "during backward"
+            if streamed
+            else "every unit has weights or states in RAM, and is updated after the step is certain"
         )
-    else:
+    elif training:
         yield (
             "weights come to RAM first (a byte there saves 3 of traffic a step), then states or gradients (2), evenly "
             "spread over the units"
         )
+    else:
+        in_ram = sum(1 for item in on_host if item.weights is Tier.HOST)
+        yield (
+            f"the weights of {in_ram} of {len(on_host)} units rest in RAM, evenly spread"
+            if in_ram
+            else "no weights rest in RAM"
+        )
     if any(item.unit.reused for item in on_host):
-        yield "the tied weight in pieces and its gradients rest in RAM: each place that uses it would bring it in anew"
-    if plan.second_place_bytes and plan.formats.grads:
+        gradients = " and its gradients rest" if training else " rests"
+        yield f"the tied weight in pieces{gradients} in RAM: each place that uses it would bring it in anew"
+    if plan.second_place_bytes and training:
         second = f"{plan.second_place_bytes / _MIB:,.1f} MiB"
         if plan.places == 2:
-            yield f"trained records on NVMe have two places each ({second} more): no write overwrites current bytes"
+            yield "trained records on NVMe have a second place each: no write overwrites current bytes"
         else:
             yield (
                 f"trained records on NVMe are written in place, for want of {second} more: a write that fails loses "
@@ -268,16 +322,34 @@ def _reasons(plan: Plan) -> Iterator[str]:
     if plan.nvme_bytes["grads"]:
         yield "gradients are spilled to NVMe: the budget is below what would keep them all in RAM"
     if plan.vacant_bytes:
-        in_ram, on_nvme = (nbytes / _MIB for nbytes in plan.vacant_bytes.values())
-        yield f"empty, of units that are on the device now: {in_ram:,.1f} MiB of RAM, {on_nvme:,.1f} on NVMe"
+        vacant_ram, vacant_nvme = (nbytes / _MIB for nbytes in plan.vacant_bytes.values())
+        yield f"empty, of units that are on the device now: {vacant_ram:,.1f} MiB of RAM, {vacant_nvme:,.1f} on NVMe"
 
 
-def _step(plan: Plan) -> str:
-    """What a step moves, and how long that must take."""
-    line = f"a step reads {plan.step_read_bytes / _MIB:,.1f} and writes {plan.step_write_bytes / _MIB:,.1f} MiB"
-    if not plan.seconds:
-        return line
-    limit = max(plan.seconds, key=lambda name: plan.seconds[name])
-    taken = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in plan.seconds.items())
-    until = "" if "compute" in plan.seconds else "; compute is known after a step"
-    return f"{line}: {plan.seconds[limit]:.3g} s or more, limited by {limit} ({taken}{until})"
+def _step(plan: Plan) -> Iterator[str]:
+    """What a step moves, with what, and how long that must take."""
+    what = "step" if plan.formats.grads else "forward"
+    if not any(plan.nvme_bytes.values()):
+        yield f"a {what} moves nothing to or from NVMe"
+    else:
+        written = f" and writes {plan.step_write_bytes / _MIB:,.1f}" if plan.step_write_bytes else ""
+        yield f"a {what} reads {plan.step_read_bytes / _MIB:,.1f}{written} MiB{_through(plan.drives)}"
+    taken = {name: seconds for name, seconds in plan.seconds.items() if seconds > 0}
+    if not taken:
+        return
+    limit = max(taken, key=lambda name: taken[name])
+    others = [f"{name} {seconds:.3g} s" for name, seconds in taken.items() if name != limit]
+    beside = f" (beside it {', '.join(others)})" if others else ""
+    until = "" if "compute" in taken else "; compute is known after a step"
+    yield f"that takes {taken[limit]:.3g} s or more, limited by {limit}{beside}{until}"
+
+
+def _through(drives: Drives | None) -> str:
+    if drives is None:
+        return ""
+    rates = drives.bandwidths
+    source = "by the stored profile" if rates.stored else "measured at the start"
+    return (
+        f", by {drives.backend}: {rates.read / 1e9:.2f} GB/s read and {rates.write / 1e9:.2f} GB/s written ({source}), "
+        f"{'one after the other' if rates.q < 1.1 else 'partly at once'}"
+    )

@@ -9,7 +9,7 @@ Gradients from a device that rest on the host come by ``offload.tiers.transport`
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,6 +48,11 @@ class Gradient:
         return now
 
     @property
+    def came_squared(self) -> float:
+        """The square of its norm as it came."""
+        return self.sum_squares * self.came_with * self.came_with
+
+    @property
     def norm_squared(self) -> float:
         return self.sum_squares * self.scale * self.scale
 
@@ -62,7 +67,7 @@ class Loan(Protocol):
 
 class UnitGradients:
     """Where the gradients of one unit rest, flat, as its weights lie. One thread at a time calls all methods but
-    ``wait_until_spilled``."""
+    ``lend`` and ``wait_until_spilled``."""
 
     is_on_device = False
     """The gradients stay on the device that makes them."""
@@ -104,7 +109,7 @@ class UnitGradients:
         """The unit's gradients rest elsewhere from now on. There are none now."""
 
     def lend(self) -> Loan | None:
-        """The gradients where they still lie, if an update that reads them there saves a transfer."""
+        """The gradients where they still lie, if an update that reads them there saves a transfer. Any thread."""
         return None
 
     def wait_until_spilled(self) -> None:
@@ -217,6 +222,7 @@ class GradientStore:
     def __init__(self, gradients: Sequence[UnitGradients]) -> None:
         """``gradients``: one for each unit, in order."""
         self._of = [_OfUnit(each) for each in gradients]
+        self._closed: list[UnitSpec] = []
 
     def of(self, unit: UnitSpec) -> dict[ParameterSpec, Gradient]:
         """The unit's gradients for the coming step: of each parameter that has one."""
@@ -245,10 +251,21 @@ class GradientStore:
         self._of[unit.index].known[spec] = Gradient(sum_squares, scale)
 
     def close(self, unit: UnitSpec) -> None:
-        """The unit has all its gradients of this backward: spilled ones go to the store."""
+        """The unit has all its gradients of this backward."""
+        self.put_away(unit)
+        self._closed.append(unit)
+
+    def put_away(self, unit: UnitSpec) -> None:
+        """All gradients of this backward are in their places: spilled ones go to the store."""
         of = self._of[unit.index]
         of.is_open = False
         of.gradients.close()
+
+    def complete(self) -> Iterator[UnitSpec]:
+        """The units that were closed, each once, as soon as their gradients are in host memory and their squares are
+        known. One that more gradients are coming for is left out."""
+        closed, self._closed = self._closed, []
+        return iter(closed)
 
     def settle(self) -> None:
         """Return when all gradients that were taken are in their places, and their squares are known."""

@@ -262,15 +262,20 @@ class HostWeights(WeightCache[Slot]):
             if entry.residency is not Residency.RESIDENT or entry.pins == 0:
                 return False
             entry.pins += 1
-            entry.beside = True
             return True
 
     def end_hold(self, unit: UnitSpec) -> None:
         """No early update will come."""
+        with self._changed:
+            self._unpin(self._entries[unit.index], computing=False)
+
+    def bring(self, unit: UnitSpec) -> None:
+        """Hold the weights of a unit, which are read if they are not here. The unit that is needed last makes room: one
+        that backward is done with, so that nothing is waited for which this backward still needs."""
         entry = self._entries[unit.index]
         with self._changed:
-            entry.beside = False
-            self._unpin(entry, computing=False)
+            self._pin(entry, computing=False, polite=lambda: False)
+        self._wait_for_fetch(entry, None, computing=False)
 
     def lend(self, unit: UnitSpec, wanted: Callable[[], bool]) -> Slot | None:
         """The slot of a unit that is held, once nothing else uses it. The unit itself is absent from now on.
@@ -285,7 +290,6 @@ class HostWeights(WeightCache[Slot]):
                     lambda: entry.pins == 1 or not wanted(), lambda: f"the use of unit {unit.name}"
                 )
                 if not wanted():
-                    entry.beside = False
                     self._unpin(entry, computing=False)
                     return None
                 if entry.is_settled():
@@ -294,6 +298,7 @@ class HostWeights(WeightCache[Slot]):
                     if transfer is not None:
                         self._changed.wait_for_transfer(transfer.wait)
             entry.pins = 0
+            entry.beside = True
             self._num_lent += 1
             return self._detach(entry)
 

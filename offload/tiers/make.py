@@ -195,7 +195,7 @@ def store_bandwidths(tiers: Tiers) -> Bandwidths | None:
         return None
     store, profile = tiers.opened.store, tiers.opened.profile
     if profile is not None:
-        return Bandwidths(profile.read_bytes_per_s, profile.write_bytes_per_s, profile.mixed_q)
+        return Bandwidths(profile.read_bytes_per_s, profile.write_bytes_per_s, profile.mixed_q, stored=True)
     tiles = [tile.states.stored for homes in tiers.homes for tile in homes.tiles]
     weights = [homes.weights.stored for homes in tiers.homes]
     for records, buffers in (

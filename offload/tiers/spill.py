@@ -42,8 +42,8 @@ class BufferPool:
             buffer.pool = self
         self._meter = meter
         self._returned = Monitor(failure)
-        """Guards ``lent`` of the buffers; all else of them belongs to the thread that adds gradients. After the caches
-        in the order of locks."""
+        """Guards ``lent`` of the buffers, and their way from one owner to the next; all else of them belongs to the
+        thread that adds gradients. After the caches in the order of locks."""
 
     def take(self, owner: SpilledGradients) -> GradientBuffer:
         """A buffer that may be overwritten: a free one, else the one whose spill began first.
@@ -51,21 +51,27 @@ class BufferPool:
         When all belong to units whose backward is under way, the oldest is spilled early and read back if need be.
         """
         buffer = next((buffer for buffer in self._buffers if buffer.owner is None), None)
-        if buffer is None:
+        if buffer is not None:
+            buffer.owner = owner
+            return buffer
+        with self._returned:
             spilled = [buffer for buffer in self._buffers if buffer.writes]
             buffer = next((b for b in spilled if not b.lent), spilled[0] if spilled else self._buffers[0])
             self._wait_for_loan(buffer)
-            if buffer.owner is not None:
-                buffer.owner.give_up_buffer()
-            self._buffers.remove(buffer)
-            self._buffers.append(buffer)
-        buffer.owner = owner
+            before, buffer.owner = buffer.owner, owner
+        if before is not None:
+            before.give_up_buffer()
+        self._buffers.remove(buffer)
+        self._buffers.append(buffer)
         return buffer
 
-    def lend(self, buffer: GradientBuffer) -> None:
-        """No unit gets the buffer until ``end_loan``."""
+    def lend(self, buffer: GradientBuffer, owner: SpilledGradients) -> bool:
+        """No other unit gets the buffer until ``end_loan``. False: one has it already. Any thread."""
         with self._returned:
+            if buffer.owner is not owner:
+                return False
             buffer.lent = True
+            return True
 
     def end_loan(self, buffer: GradientBuffer) -> None:
         """The buffer is read no more. Any thread."""
@@ -80,10 +86,11 @@ class BufferPool:
                 write.wait()
 
     def _wait_for_loan(self, buffer: GradientBuffer) -> None:
+        """Called with the monitor held."""
         if buffer.lent:
             owner = buffer.owner
             name = "a unit" if owner is None else f"unit {owner.unit.name}"
-            with self._meter.stall("update"), self._returned:
+            with self._meter.stall("update"):
                 self._returned.wait_until(lambda: not buffer.lent, lambda: f"the early update of {name}")
 
 
@@ -134,9 +141,8 @@ class SpilledGradients(HostGradients):
         self._is_spilled = False
 
     def lend(self) -> GradientBuffer | None:
-        if self.buffer is not None:
-            self._pool.lend(self.buffer)
-        return self.buffer
+        buffer = self.buffer  # which another unit may take meanwhile
+        return buffer if buffer is not None and self._pool.lend(buffer, self) else None
 
     def wait_until_spilled(self) -> None:
         buffer = self.buffer  # which another unit may take meanwhile
@@ -144,13 +150,13 @@ class SpilledGradients(HostGradients):
             write.wait()
 
     def give_up_buffer(self) -> None:
-        """The buffer is for another unit from now on: the store has, or gets, what lies in it."""
+        """The buffer is another unit's from now on: the store has, or gets, what lies in it."""
         buffer = self.buffer
         if buffer is not None:
             if self._is_changed:
                 self._spill(buffer)
             self._wait_for_spill(buffer)
-            self.buffer, buffer.owner = None, None
+            self.buffer = None
 
     def leave(self) -> None:
         buffer = self.buffer

@@ -1,22 +1,38 @@
-"""Sums of squares of gradients, worked out where autograd makes them, and brought to the host in one copy a step.
+"""Sums of squares of gradients, worked out where autograd makes them, and brought to the host.
 
-Gradients that rest on the device are added up there first, unit by unit; one that leaves is looked at before it goes.
+Gradients that rest on the device are added up there first, unit by unit, and their sums come in one copy a step; one
+that leaves is looked at before it goes, and the sums of a unit follow its gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 
 import aio_ext
-from offload.device.protocol import Device
+from offload.device.protocol import Device, Event
 from offload.kernels import SQUARES_LANES
 from offload.memory import tensor_at
 from offload.plan.buffers import SquaresGroup, num_blocks, squares_groups, squares_parts, squares_rows
 from offload.report.meter import Meter
 from offload.units import ParameterSpec, UnitSpec
 from swapper import PAGE_BYTES, align
+
+
+@dataclass(frozen=True)
+class SentSums:
+    """Sums on their way to the host. ``views`` of the memory on either side live as long as it does."""
+
+    arrived: Event
+    places: dict[ParameterSpec, int]
+    views: tuple[torch.Tensor, torch.Tensor]
+
+    def read(self) -> dict[ParameterSpec, float]:
+        """The sums, once they have arrived. Any thread."""
+        values = self.views[0].tolist()
+        return {spec: values[place] for spec, place in self.places.items()}
 
 
 class Squares:
@@ -66,27 +82,34 @@ class Squares:
         """What was begun for it holds no more."""
         self._begun.discard(spec)
 
-    def collect(self) -> dict[ParameterSpec, float]:
-        """Wait for the sums that were begun since the last call, and return them."""
-        if not self._begun:
-            return {}
+    def send(self, specs: Collection[ParameterSpec]) -> SentSums | None:
+        """Have those of these parameters' sums that were begun brought to the host, all in one copy; None if there are
+        none."""
+        places = {spec: self._places[spec] for spec in specs if spec in self._begun}
+        if not places:
+            return None
+        self._begun.difference_update(places)
+        start, stop = min(places.values()), max(places.values()) + 1
+        on_host, sums = self._on_host[start:stop], self._sums[start:stop]
         stream = self._device.to_host
         stream.wait(self._device.compute.record())
-        stream.copy(self._on_host, self._sums)
+        stream.copy(on_host, sums)
+        return SentSums(stream.record(), {spec: place - start for spec, place in places.items()}, (on_host, sums))
+
+    def collect(self) -> dict[ParameterSpec, float]:
+        """Wait for the sums that were begun and not sent, and return them. All that was sent has been read."""
+        sent = self.send(self._begun)
+        if sent is None:
+            return {}
         with self._meter.stall("norms"):
-            stream.record().wait()
-        sums = self._read()
-        begun, self._begun = self._begun, set()
-        return {spec: sums[self._places[spec]] for spec in begun}
+            sent.arrived.wait()
+        return sent.read()
 
     def close(self) -> None:
         """Free the device's memory, and what the host has for it."""
         self._device.free(self._storage)
         self._device.unpin(self._landing.address)
         self._landing.close()
-
-    def _read(self) -> list[float]:
-        return self._on_host.tolist()  # type: ignore[no-any-return]
 
     def _view(self, offset: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
         tensor = torch.empty(0, dtype=dtype, device=self._device.torch_device)

@@ -2,14 +2,16 @@
 
 Each is copied on a stream of its own as soon as autograd has made it; the device's memory is freed when the copy is
 over. A thread waits for copies, one after the other, and finishes the work in host memory: adding up, where
-micro-batches are, and then the sum of squares, which else the device works out. ``settle`` waits for it. Gradients of
-units that are resident on the device do not travel.
+micro-batches are, and then the sum of squares, which else the device works out, and which follows the unit's last
+gradient. ``complete`` says which units have all of it, and waits for nothing; ``settle`` waits. Gradients of units that
+are resident on the device do not travel.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -60,6 +62,10 @@ class GradientTransport:
         """Guards the two above. After the caches in the order of locks."""
         self._begun: set[ParameterSpec] = set()
         """Parameters of which a gradient for the coming step is here or on its way."""
+        self._num_taken = [0] * len(units)
+        """Gradients of each unit that were ever taken, or forgotten."""
+        self._closed: deque[tuple[UnitSpec, int]] = deque()
+        """Units whose gradients are in their places, each with that number as it was when it was closed."""
         self._last: Job | None = None
         self._finisher = Worker("offload-to-host")
 
@@ -69,6 +75,7 @@ class GradientTransport:
         if resting.is_on_device:
             self._store.take(unit, spec, gradient.to(self._dtype), scale)
             return
+        self._num_taken[unit.index] += 1
         gradient = gradient.detach()
         gradient = (gradient.to_dense() if gradient.is_sparse else gradient).to(self._dtype).contiguous().view(-1)
         target = None
@@ -93,14 +100,33 @@ class GradientTransport:
             stream.copy(into, gradient)
             arrived = stream.record()
             self.copied_bytes += gradient.nbytes
-            self._then(lambda: self._land(unit, spec, scale, into, landing, squared), arrived, span, gradient)
+            self._then(lambda: self._land(unit, spec, scale, into, landing, squared), arrived, gradient, span)
         except BaseException as error:  # its room is never given back: nothing may wait for it
             self._failure.record(error)
             raise
 
     def close(self, unit: UnitSpec) -> None:
         """The unit has all its gradients of this backward."""
-        self._then(lambda: self._store.close(unit))
+        if self._store.gradients_of(unit).is_on_device:
+            self._store.put_away(unit)
+            return
+        sums = None if self._squares is None else self._squares.send(unit.trainable)
+        num_taken = self._num_taken[unit.index]
+
+        def put_away() -> None:
+            if sums is not None:
+                self._know(unit, sums.read())
+            self._store.put_away(unit)
+            self._closed.append((unit, num_taken))
+
+        self._then(put_away, None if sums is None else sums.arrived)
+
+    def complete(self) -> Iterator[UnitSpec]:
+        """See ``GradientStore.complete``. Never waits."""
+        while self._closed:
+            unit, num_taken = self._closed.popleft()
+            if num_taken == self._num_taken[unit.index]:
+                yield unit
 
     def settle(self) -> None:
         """Wait until every gradient that was taken is in its place, and its squares are known."""
@@ -116,17 +142,21 @@ class GradientTransport:
             return
         sums = self._squares.collect()
         for unit in self._units if sums else ():
-            for spec, gradient in self._store.of(unit).items():
-                gradient.sum_squares = sums.get(spec, gradient.sum_squares)
+            self._know(unit, sums)
 
     def forget(self, unit: UnitSpec) -> None:
         """The unit's gradients are wanted no more."""
+        self._num_taken[unit.index] += 1
         self._begun.difference_update(unit.parameters)
         self._store.forget(unit)
 
     def stop(self) -> None:
         """Wait for what is on its way."""
         self._finisher.finish()
+
+    def _know(self, unit: UnitSpec, sums: Mapping[ParameterSpec, float]) -> None:
+        for spec, gradient in self._store.of(unit).items():
+            gradient.sum_squares = sums.get(spec, gradient.sum_squares)
 
     def _take_room(self, nbytes: int, *, land: bool) -> Lease | None:
         """Wait until this much more may be on its way; the buffer for it, if it is to ``land`` in one."""
@@ -162,16 +192,18 @@ class GradientTransport:
         self,
         job: Callable[[], None],
         arrived: Event | None = None,
-        span: Span | None = None,
         gradient: torch.Tensor | None = None,
+        span: Span | None = None,
     ) -> None:
-        """Have ``job`` done after those before it, once ``gradient`` has arrived. After a failure none is done."""
+        """Have ``job`` done after those before it, once what it needs has ``arrived``, which may be a ``gradient``.
+        After a failure none is done."""
 
         def run() -> None:
             nonlocal gradient
             try:
-                if arrived is not None and span is not None and gradient is not None:
+                if arrived is not None:
                     arrived.wait()
+                if gradient is not None and span is not None:
                     self._meter.trace.end(span)
                     nbytes, gradient = gradient.nbytes, None
                     with self._changed:

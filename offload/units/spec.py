@@ -131,11 +131,15 @@ class UnitSpec:
 
 @dataclass(frozen=True, eq=False)
 class Tile:
-    """The optimizer states, ``nbytes`` in all, of a unit's elements ``[start, stop)``. Its rule knows how they lie."""
+    """The optimizer states, ``nbytes`` in all, of a unit's elements ``[start, stop)``. Its rule knows how they lie.
+
+    ``count`` is 1 where it is read, updated and written in one go; a forecast takes so many for one.
+    """
 
     start: int
     stop: int
     nbytes: int
+    count: int = 1
 
     @property
     def numel(self) -> int:

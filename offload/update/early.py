@@ -17,7 +17,8 @@ spilled; and the other way round.
 early updates than leave compute its slots, and the other units are updated under the next forward. Where gradients are
 spilled a later update costs another read of them, so every unit is updated early, from the buffer that its gradients
 came to, and compute waits for the slot and the buffer. Such an update needs nothing that compute holds, unless the
-updates of an earlier step are not over: then the first rule holds for these units, too.
+updates of an earlier step are not over: then the first rule holds for these units, too. Where a device computes, its
+copies of weights pass through the slots and leave them: an early update takes the slot that the plan has for updates.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from offload.waiting import Failure, Monitor
 class Stage(Enum):
     """Where an early update is.
 
-    - ``HELD``: all gradients have come while compute had the unit; its slot is held until backward is done with it.
+    - ``HELD``: all gradients have come, or are on their way to the host. Where the CPU computes, the unit's slot is
+      held until backward is done with it.
     - ``QUEUED``: asked for, not begun.
     - ``RUNNING``: some tile is on its way.
     - ``CONFIRMED``: the verdict wants it, while it still runs.
@@ -78,9 +80,11 @@ class EarlyUpdate:
     tiles: Sequence[TileHomes]
     grads: int | None
 
-    def __init__(self, unit: UnitSpec, owner: EarlyUpdates) -> None:
+    def __init__(self, unit: UnitSpec, owner: EarlyUpdates, *, is_slot_held: bool) -> None:
         self.unit = unit
         self.stage = Stage.HELD
+        self.is_slot_held = is_slot_held
+        """The weights are in a slot and stay there; else the update brings them in when it runs."""
         self.loan: Loan | None = None
         """Where the gradients still lie, if they need not be read back."""
         self._owner = owner
@@ -106,6 +110,8 @@ class EarlyUpdate:
         return False
 
     def weights(self) -> int | None:
+        if not self.is_slot_held:
+            self._owner.host.bring(self.unit)
         self._slot = self._owner.host.lend(self.unit, lambda: self.stage is not Stage.VOID)
         return None if self._slot is None else self._slot.address
 
@@ -126,7 +132,7 @@ class EarlyUpdates:
         self,
         units: Sequence[UnitSpec],
         eligible: Callable[[UnitSpec], bool],
-        max_held: int,
+        max_held: int | None,
         homes: Sequence[UnitHomes],
         host: HostWeights,
         gradients: GradientStore,
@@ -134,15 +140,17 @@ class EarlyUpdates:
         *,
         num_backwards: int,
     ) -> None:
-        """``max_held`` slots can be spared for early updates at a time. ``eligible`` units have two places for all that
-        an update writes. ``num_backwards`` are expected before the first step."""
+        """``max_held`` slots of compute can be spared for early updates at a time; None where compute has no weights in
+        host memory. ``eligible`` units have two places for all that an update writes. ``num_backwards`` are expected
+        before the first step."""
         self.host = host
-        self._eligible = [eligible(unit) for unit in units]
+        self._eligible = eligible
         self._units = units
-        spread = sorted(range(len(units)), key=lambda index: index * GOLDEN % 1)
-        self._rank = {index: rank for rank, index in enumerate(index for index in spread if self._eligible[index])}
-        self._num_early = len(self._rank)
+        self._rank: dict[int, int] = {}
+        """Of the units that may be updated early."""
+        self._num_early = 0
         """Units of a lower rank are updated early, which leaves the others evenly spread."""
+        self.look_at_homes()
         self._max_held = max_held
         self._homes = homes
         self._gradients = gradients
@@ -162,25 +170,29 @@ class EarlyUpdates:
         self._num_steps = 0
         """Steps whose own updates are not over."""
 
+    def look_at_homes(self) -> None:
+        """Units rest elsewhere than before. There is no early update now."""
+        spread = sorted(self._units, key=lambda unit: unit.index * GOLDEN % 1)
+        eligible = [unit.index for unit in spread if self._eligible(unit)]
+        self._rank = {index: rank for rank, index in enumerate(eligible)}
+        self._num_early = len(eligible)
+
     # The training thread, during backward.
 
     def gradient_arrived(self, unit: UnitSpec) -> None:
-        """If it was the unit's last one and compute still has the weights, hold them: its update may be next."""
+        """If it was the unit's last one, its update may be next: hold the weights, which compute still has."""
         index = unit.index
-        if not self._eligible[index]:
+        if index not in self._rank:
             return
         self._num_arrived[index] += 1
         if self._num_arrived[index] != self._num_expected[index] or unit in self.of_unit:
             return
         if self._rank[index] >= self._num_early:
             return
-        with self._changed:
-            if self._num_holding >= self._max_held and not self._compute_may_wait(unit):
-                return
-            if not self.host.hold(unit):
-                return
-            self._num_holding += 1
-        self.of_unit[unit] = EarlyUpdate(unit, self)
+        is_slot_held = self._max_held is not None
+        if self._max_held is not None and not self._hold(unit, self._max_held):
+            return
+        self.of_unit[unit] = EarlyUpdate(unit, self, is_slot_held=is_slot_held)
 
     def is_held(self, unit: UnitSpec) -> bool:
         """An update of the unit would begin, now that its backward is over."""
@@ -302,7 +314,7 @@ class EarlyUpdates:
         """All of it is on its way to the second places."""
         with self._changed:
             self._end_loan(early)
-            self._num_holding -= 1
+            self._num_holding -= early.is_slot_held
             stage = early.stage
             early.become(Stage.WRITTEN if early.stage is Stage.RUNNING else Stage.OVER)
             self._changed.notify_all()
@@ -322,9 +334,19 @@ class EarlyUpdates:
         """It has not begun, and never will. Called with the monitor held."""
         early.become(Stage.OVER)
         self.of_unit.pop(early.unit, None)
-        self._num_holding -= 1
         self._end_loan(early)
-        self.host.end_hold(early.unit)
+        if early.is_slot_held:
+            self._num_holding -= 1
+            self.host.end_hold(early.unit)
+
+    def _hold(self, unit: UnitSpec, max_held: int) -> bool:
+        """Keep the slot that compute has; False if it cannot be spared, or compute has none."""
+        with self._changed:
+            if self._num_holding >= max_held and not self._compute_may_wait(unit):
+                return False
+            held = self.host.hold(unit)
+            self._num_holding += held
+            return held
 
     def _end_loan(self, early: EarlyUpdate) -> None:
         if early.loan is not None:

@@ -51,7 +51,7 @@ class Forecast:
         be said now, multiply by ``factor`` and nothing else."""
         if not self._clips:
             return True
-        squared = sum(gradient.norm_squared for gradient in gradients)
+        squared = sum(gradient.came_squared for gradient in gradients)
         self._sum += squared - self._came.get(unit, 0.0)
         self._came[unit] = squared
         self._sums[unit] = self._sum

@@ -43,10 +43,13 @@ def make_updates(
         if link is not None and plan.device.updates_bytes:
             device_side = DeviceSide(device, rule, plan.formats, plan.device.updates_bytes, link, meter)
             closers.callback(device_side.close)
+    max_held = None
+    if tiers.on_device is None:
+        max_held = len(tiers.slots) - num_nested(units) - 1  # the last one is for the unit that compute fetches ahead
     early = EarlyUpdates(
         units,
-        lambda unit: plan.early and unit.index in streamed,
-        len(tiers.slots) - num_nested(units) - 1,  # the last one is for the unit that compute fetches ahead
+        lambda unit: plan.early and unit.index in streamed and tiers.homes[unit.index].weights.tensor is None,
+        max_held,
         tiers.homes,
         tiers.host,
         tiers.gradients,

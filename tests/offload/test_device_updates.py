@@ -135,7 +135,8 @@ def test_the_bits_are_the_same_whichever_side_updates(
         if speed == CPU:
             assert sides["device"] == 0 < sides["cpu"]
         else:
-            assert sides["device"] > 0 and sides["cpu"] == engine.global_step  # each step's first tile
+            assert sides["device"] > 0
+            assert 0 <= sides["cpu"] - engine.global_step <= on_nvme  # each step's first tile, and the first early one
 
 
 def test_what_crosses_the_link_for_updates_is_in_the_report_and_in_the_timeline(

@@ -117,6 +117,10 @@ class Host:
     def end_hold(self, unit: UnitSpec) -> None:
         self.room.tell("end hold", unit.name)
 
+    def bring(self, unit: UnitSpec) -> None:
+        self.room.may_wait()
+        self.room.tell("bring", unit.name)
+
     def lend(self, unit: UnitSpec, wanted: Callable[[], bool]) -> Slot | None:
         self.room.may_wait()
         if not wanted():
@@ -199,7 +203,7 @@ class Room:
         self,
         num_units: int = 1,
         *,
-        max_held: int = 99,
+        max_held: int | None = 99,
         spilled: Iterable[int] = (),
         eligible: Iterable[int] | None = None,
         num_tiles: int = 1,
@@ -208,7 +212,7 @@ class Room:
         self.events: list[tuple[str, str]] = []
         self.units = [unit_of(index, num_tiles) for index in range(num_units)]
         spilled = set(spilled)
-        may = set(range(num_units)) if eligible is None else set(eligible)
+        self.may = set(range(num_units)) if eligible is None else set(eligible)
         self.homes = [
             UnitHomes(
                 Stored(self, f"{unit.name} weights"),
@@ -225,7 +229,7 @@ class Room:
         self.failure = WatchedFailure()
         self.early: EarlyUpdates = EarlyUpdates(
             self.units,
-            lambda unit: unit.index in may,
+            lambda unit: unit.index in self.may,
             max_held,
             self.homes,
             self.host,
@@ -330,7 +334,7 @@ ALLOWED = {
 @pytest.mark.parametrize(("before", "after"), list(product(Stage, Stage)), ids=lambda stage: stage.name)
 def test_a_stage_follows_another_only_as_allowed(before: Stage, after: Stage):
     room = Room()
-    early = EarlyUpdate(room.units[0], room.early)
+    early = EarlyUpdate(room.units[0], room.early, is_slot_held=True)
     early.stage = before
     if (before, after) in ALLOWED:
         early.become(after)
@@ -462,6 +466,33 @@ def test_a_place_is_free_again_when_the_update_is_written():
     room.write(0)
     room.told()
     room.gradients(1)
+    assert room.told() == [("hold", "u1")]
+
+
+def test_where_compute_has_no_slots_none_is_held_and_the_update_brings_the_weights_in_when_it_runs():
+    room = Room(3, max_held=None)
+    room.host.in_use = False
+    room.write(0)
+    assert room.told() == [
+        *(("bring", "u0"), ("lend slot", "u0")),
+        *(("write beside", "u0.0"), ("give back", "u0")),
+    ]
+    room.hold(1)
+    room.early.begin(room.units[1], None)
+    room.queue(2)
+    room.early.invalidate(room.units[2])
+    assert room.told() == [("forget beside", "u2")]  # nothing to let go
+    assert carried_out(room) == []
+
+
+def test_a_unit_that_has_moved_to_a_device_is_updated_early_no_more():
+    room = Room(2)
+    room.hold(0)
+    room.early.confirm([])
+    room.may.remove(0)
+    room.early.look_at_homes()
+    room.told()
+    room.hold(0, 1)
     assert room.told() == [("hold", "u1")]
 
 

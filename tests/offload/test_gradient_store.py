@@ -632,6 +632,22 @@ def test_nothing_is_lent_where_the_gradients_do_not_lie_in_a_buffer_any_more() -
     assert rig.place("a").lend() is None
 
 
+def test_nothing_is_lent_while_another_unit_takes_the_buffer() -> None:
+    rig = Spilled("ab")
+    rig.backward("b", 1.0)
+    place = rig.place("b")
+    loans: list[object] = []
+    give_up = place.give_up_buffer
+
+    def ask_and_give_up() -> None:
+        loans.append(place.lend())
+        give_up()
+
+    place.give_up_buffer = ask_and_give_up  # type: ignore[method-assign]
+    rig.take("a", 2.0)
+    assert loans == [None]
+
+
 def test_a_wait_for_a_loan_that_takes_too_long_names_the_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Spilled("ab")
     rig.backward("b", 1.0)

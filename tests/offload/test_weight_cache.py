@@ -829,6 +829,31 @@ def test_a_unit_that_is_held_stays_until_the_hold_ends() -> None:
     assert rig.told() == ["evict a", "read b", "use b"]
 
 
+def test_weights_are_brought_in_for_an_early_update_in_place_of_the_unit_that_is_needed_last() -> None:
+    rig = Rig("abc", num_slots=2, may_add_places=False)
+    rig.use("abccba")
+    rig.end_step()
+    rig.use("abcc")  # in backward: b and a come next, and c after them
+    rig.told()
+    rig.weights.bring(rig.units["a"])
+    assert rig.told() == ["evict c", "read a"]
+    slot = rig.lend("a")
+    assert look(slot.address) == "a"
+    use = Call(lambda: look(rig.acquire("a")))  # the current weights, in the other slot
+    assert use.result() == "a" and rig.told() == ["evict b", "read a", "use a"]
+
+
+def test_weights_that_are_here_are_not_read_again_for_an_early_update() -> None:
+    rig = Rig("ab", num_slots=1, may_add_places=False)
+    rig.use("a")
+    rig.weights.bring(rig.units["a"])
+    use = Call(lambda: rig.acquire("b"))
+    rig.looks.wait(use)  # the place is held
+    rig.weights.end_hold(rig.units["a"])
+    use.result()
+    assert rig.told() == ["read a", "use a", "evict a", "read b", "use b"]
+
+
 def test_a_slot_is_lent_when_the_last_use_is_over_and_the_unit_is_absent_from_then_on() -> None:
     rig = Rig("a", num_slots=2)
     rig.hold("a")
