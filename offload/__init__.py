@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
     from offload.errors import WeightsError as WeightsError
     from offload.plan.plan import Plan as Plan
     from offload.report.report import Report as Report
+    from offload.run.live import LiveLine as LiveLine
+    from offload.run.observer import Observer as Observer
+    from offload.run.observer import StepRecord as StepRecord
+    from offload.run.prometheus import Prometheus as Prometheus
+    from offload.run.tensorboard import TensorBoard as TensorBoard
     from swapper import OffloadError as OffloadError
     from swapper import StorageCorrupt as StorageCorrupt
     from swapper import StorageError as StorageError
@@ -42,6 +48,11 @@ _HOMES = {
     "WeightsError": "offload.errors",
     "Plan": "offload.plan.plan",
     "Report": "offload.report.report",
+    "LiveLine": "offload.run.live",
+    "Observer": "offload.run.observer",
+    "StepRecord": "offload.run.observer",
+    "Prometheus": "offload.run.prometheus",
+    "TensorBoard": "offload.run.tensorboard",
     "OffloadError": "swapper",
     "StorageCorrupt": "swapper",
     "StorageError": "swapper",
@@ -56,10 +67,18 @@ _HOMES = {
     "deferred_init": "offload.birth.initialise",
 }
 __all__ = list(_HOMES)
+__version__: str
+
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> Any:
     """Public names are imported when first used: the command line must not wait for torch to print a mistake."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("offload-engine")
     if name not in _HOMES:
         raise AttributeError(f"module 'offload' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -88,6 +88,9 @@ class OffloadConfig:
     """Checkpoints that ``save_checkpoint`` leaves in its directory; it removes older ones. 0: all of them."""
     keep_every: int = 0
     """Of the older ones, those whose step is a multiple of this stay, too."""
+    run_dir: str | os.PathLike[str] | None = None
+    """A directory that gets the record of the run, step by step; ``offload report`` makes a page of it. A run that goes
+    on from a checkpoint goes on there, too. None: no record."""
     prefetch: bool = True
     """Read weights before they are asked for. False: on demand only, to measure what prefetching gains."""
 
@@ -124,6 +127,8 @@ class OffloadConfig:
         self._check("io_backend", values.as_choice, ("auto", "io_uring", "threads", "portable"))
         for name in ("durable", "keep_last", "keep_every"):
             self._check(name, values.as_count, 0)
+        if self.run_dir is not None:
+            self._check("run_dir", values.as_path)
         self._check("prefetch", values.as_flag)
         self._check_together()
 
@@ -182,6 +187,11 @@ class OffloadConfig:
     def weights_path(self) -> Path | None:
         """``weights`` as it is once checked."""
         return self.weights  # type: ignore[return-value]
+
+    @property
+    def run_path(self) -> Path | None:
+        """``run_dir`` as it is once checked."""
+        return self.run_dir  # type: ignore[return-value]
 
     @property
     def dtype(self) -> torch.dtype:

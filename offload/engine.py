@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -25,11 +27,16 @@ from offload.optim.choose import choose, has_kernel
 from offload.optimizer import OffloadOptimizer
 from offload.plan.plan import Plan
 from offload.planning import check_backend, open_device, plan_for
-from offload.report.report import Report
+from offload.report.report import Bandwidths, Report
+from offload.run.about import about, fingerprint
+from offload.run.directory import RunDirectory
+from offload.run.observer import Observer
 from offload.session import Session, with_measured_memory
 from offload.units import UnitSpec
 from offload.units.find import find_units
-from swapper import OffloadError
+from swapper import OffloadError, readable_bytes
+
+_log = logging.getLogger("offload")
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -100,8 +107,21 @@ class OffloadEngine:
         _refuse_quantised_elsewhere(units, self.config, torch.device("cpu") if device is None else device.torch_device)
         self._inputs = Inputs(device, self.config.dtype)
         plan = plan_for(self.config, units, choice, device)
-        with contextlib.closing(Birth(model, self.config.weights_path)) as birth:
-            return Session(model, self.config, units, plan, choice, device, birth)
+        path = self.config.run_path
+        run = None if path is None else RunDirectory(path, fingerprint(plan))
+        try:
+            with contextlib.closing(Birth(model, self.config.weights_path)) as birth:
+                session = Session(model, self.config, units, plan, choice, device, birth)
+        except BaseException:
+            if run is not None:
+                run.abandon()
+            raise
+        _log.info("engine made: %s", _summary(plan, session.bandwidths))
+        session.watch.about = partial(about, self.config, plan, type(model).__name__, session.bandwidths)
+        if run is not None:
+            run.trace = session.meter.trace
+            session.watch.add(run)
+        return session
 
     @property
     def optimizer(self) -> OffloadOptimizer | None:
@@ -122,7 +142,7 @@ class OffloadEngine:
             seconds["nvme"] = session.bandwidths.seconds(plan.step_read_bytes, plan.step_write_bytes)
         if session.last_report is not None:
             seconds["compute"] = session.last_report.compute_seconds
-        return replace(session.plan, seconds=seconds)
+        return replace(session.plan, seconds=seconds, drives=session.drives)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. Floating-point inputs are cast to the weights' dtype; the caller may change what he gave as
@@ -194,6 +214,21 @@ class OffloadEngine:
         if self._session.last_report is None:
             raise OffloadError("no step has been taken yet: there is nothing to report")
         return with_measured_memory(self._session.last_report, self._session.memory_bytes())
+
+    def log(self, **values: float | torch.Tensor) -> None:
+        """Tell the observers, such as the run directory, of metrics of yours that belong to the last step taken:
+        ``engine.log(loss=loss, accuracy=0.9)``. Numbers, or tensors of one element; on a device, nobody waits for them.
+
+        ``engine.backward(loss)`` has told them the loss already. Without observers nothing happens.
+        """
+        self._session.failure.check()
+        self._session.watch.log(self.global_step, values)
+
+    def add_observer(self, observer: Observer) -> None:
+        """Have ``observer`` told of each step, of what is logged, and of the end: ``offload.LiveLine``,
+        ``offload.TensorBoard``, ``offload.Prometheus``, or a subclass of ``offload.Observer`` of your own."""
+        self._session.failure.check()
+        self._session.watch.add(observer)
 
     def timeline(self, path: str | os.PathLike[str]) -> None:
         """Write what the last step did, and when, to the file ``path``: a trace that ui.perfetto.dev opens.
@@ -309,6 +344,15 @@ class OffloadEngine:
         if optimizer is None:
             raise ConfigError("the engine was made with optimizer=None: it does not train")
         return optimizer
+
+
+def _summary(plan: Plan, bandwidths: Bandwidths | None) -> str:
+    """The plan in a line, for the log."""
+    line = f"{plan.num_parameters:,} parameters in {len(plan.units)} units"
+    for tier in ("device", "host", "nvme"):
+        nbytes = sum(of_kind.get(tier, 0) for of_kind in plan.memory.values())
+        line += f", {readable_bytes(nbytes)} in {tier}" if nbytes else ""
+    return line if bandwidths is None else f"{line}; NVMe {bandwidths}"
 
 
 def _refuse_quantised_elsewhere(units: Sequence[UnitSpec], config: OffloadConfig, device: torch.device) -> None:

@@ -75,7 +75,7 @@ def as_count(option: str, value: object, least: int = 1) -> int:
 
 def as_number(option: str, value: object) -> float:
     """A finite number of Python or numpy, at least 0."""
-    number = _real(value)
+    number = as_real(value)
     if number is None or not 0 <= number < float("inf"):
         refuse(option, "a finite number >= 0", value)
     return number
@@ -84,7 +84,7 @@ def as_number(option: str, value: object) -> float:
 def as_betas(option: str, value: object) -> tuple[float, ...]:
     """Two numbers, each from 0 to less than 1."""
     several = isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
-    numbers_ = [_real(item) for item in value] if several else []  # type: ignore[attr-defined]
+    numbers_ = [as_real(item) for item in value] if several else []  # type: ignore[attr-defined]
     betas = tuple(number for number in numbers_ if number is not None and 0 <= number < 1)
     if not len(betas) == len(numbers_) == 2:
         refuse(option, "two numbers from 0 to less than 1, such as (0.9, 0.999)", value)
@@ -165,7 +165,7 @@ def _whole(value: object) -> int | None:
     return int(value) if isinstance(value, numbers.Integral) and not isinstance(value, bool) else None
 
 
-def _real(value: object) -> float | None:
+def as_real(value: object) -> float | None:
     """The value of a number of Python or numpy."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return None

@@ -67,6 +67,10 @@ class Device(Protocol):
 
     def register(self, arena: Arena) -> None: ...
     def statistics(self) -> aio_ext.Statistics: ...
+
+    def statistics_by_file(self) -> Sequence[aio_ext.Statistics]:
+        """What each file has moved, in the order of ``descriptors``."""
+
     def close(self) -> None: ...
 
 
@@ -120,6 +124,9 @@ class FileDevice:
 
     def statistics(self) -> aio_ext.Statistics:
         return self.queue.statistics()
+
+    def statistics_by_file(self) -> Sequence[aio_ext.Statistics]:
+        return [self.queue.statistics()]
 
     def close(self) -> None:
         try:
@@ -186,7 +193,10 @@ class StripedDevice:
             device.register(arena)
 
     def statistics(self) -> aio_ext.Statistics:
-        return add_up([device.statistics() for device in self._devices])
+        return add_up(self.statistics_by_file())
+
+    def statistics_by_file(self) -> Sequence[aio_ext.Statistics]:
+        return [device.statistics() for device in self._devices]
 
     def close(self) -> None:
         with contextlib.ExitStack() as closing:

@@ -260,6 +260,10 @@ class DurableStore:
         """What the queue has moved so far."""
         return self._transfers.device.statistics()
 
+    def statistics_by_path(self) -> Sequence[aio_ext.Statistics]:
+        """The same by path, in the order in which the paths were given."""
+        return self._transfers.device.statistics_by_file()
+
     def read(self, extent: Extent, address: int, nbytes: int, *, urgent: bool = False) -> Ticket:
         """Start reading what is current of ``extent`` into memory at ``address``. ``urgent`` overtakes others.
 

@@ -2,6 +2,7 @@
 
 [Note: The table of errors] Each class says in four lines what happened, which numbers its message carries, what
 survives and what to do. The last two end every message, and all make the table in ``docs/reliability.md``.
+A message ends with the command that prints the heading of its class in ``docs/troubleshooting.md``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,13 @@ class OffloadError(RuntimeError):
     numbers = ""
     survives = ""
     advice = ""
+    explained = False
+    """Whether ``docs/troubleshooting.md`` has a heading for the class."""
+
+    def __init_subclass__(cls, *, explained: bool = True) -> None:
+        """``explained=False`` for errors whose message says all that there is to say, as those of bad input do."""
+        super().__init_subclass__()
+        cls.explained = explained
 
     def __init__(self, what: str, *, survives: str | None = None, advice: str | None = None) -> None:
         super().__init__(what)
@@ -27,7 +35,8 @@ class OffloadError(RuntimeError):
 
     def __str__(self) -> str:
         way_out = " ".join(line for line in (self.survives, self.advice) if line)
-        return "\n  ".join(line for line in (super().__str__(), way_out) if line)
+        read_on = f" (offload explain {type(self).__name__})" if self.explained else ""
+        return "\n  ".join(line for line in (super().__str__(), way_out) if line) + read_on
 
 
 class StoreUnsafe(OffloadError):

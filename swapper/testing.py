@@ -199,6 +199,9 @@ class RamDevice:
     def statistics(self) -> aio_ext.Statistics:
         return aio_ext.Statistics()
 
+    def statistics_by_file(self) -> list[aio_ext.Statistics]:
+        return [self.statistics()]
+
     def close(self) -> None:
         self._plan.release()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,6 +38,7 @@ from offload.units import UnitSpec
 from offload.waiting import Failure
 from swapper import OffloadError, StorageError, StorageFull, open_store
 
+_log = logging.getLogger("offload")
 _open: weakref.WeakSet[Checkpoints] = weakref.WeakSet()
 
 
@@ -178,6 +180,7 @@ class Checkpoints:
         self._outside.settle()
         if not self._save_generation(directory, tag, feed, client_state):
             self._copy_to(directory, tag, feed, client_state)
+        _log.info("checkpoint saved: %s, step %d", directory.folder(tag), self._run.progress.global_step)
 
     def wait_for_background(self) -> None:
         """Return when no checkpoint is on its way to another file system. Raises, once, what it has failed with."""
@@ -282,6 +285,7 @@ class Checkpoints:
         for item, state in zip(self._objects, description.run["objects"], strict=True):
             item.load_state_dict(state)
         set_random_states(description.run["random"], self._device)
+        _log.info("checkpoint loaded: step %d", self._run.progress.global_step)
         return description.run["client_state"]
 
     def _compare(self, description: Description, where: str) -> None:

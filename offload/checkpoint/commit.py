@@ -9,6 +9,7 @@ touches memory (``wait``).
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -22,6 +23,8 @@ from offload.tiers.store import EngineStore, RecordExtents
 from offload.units import UnitSpec
 from offload.waiting import FATAL, Failure, Job, Worker
 from swapper import DurableStore, Extent, Ticket
+
+_log = logging.getLogger("offload")
 
 
 class Committer:
@@ -142,6 +145,7 @@ class Committer:
         generation = self.store.commit(metadata)
         self._frozen_done.update(self._units)
         self._opened.remove_previous()
+        _log.debug("committed: generation %d", generation)
         return generation
 
     def _write_weights(

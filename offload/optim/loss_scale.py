@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+
+_log = logging.getLogger("offload")
 
 _GROWTH_INTERVAL = 2000
 
@@ -18,7 +21,9 @@ class LossScale:
         """A step is over: halve the scale if a gradient was not finite, double it after many steps that were."""
         if not finite:
             self.value, self.num_good_steps = self.value / 2, 0
+            _log.info("a gradient is not finite: the step is skipped, the loss scale is %g now", self.value)
             return
         self.num_good_steps += 1
         if self.num_good_steps == _GROWTH_INTERVAL:
             self.value, self.num_good_steps = self.value * 2, 0
+            _log.info("the loss scale is %g now", self.value)

@@ -24,6 +24,12 @@ class Bandwidths:
     read: float
     write: float
     q: float
+    stored: bool = False
+    """From the I/O profile of the paths; else they were measured when the engine was made."""
+
+    def __str__(self) -> str:
+        source = "by its profile" if self.stored else "measured at the start"
+        return f"reads {self.read / 1e9:,.2f} GB/s and writes {self.write / 1e9:,.2f} GB/s, {source}"
 
     def seconds(self, read_bytes: int, write_bytes: int) -> float:
         """Least time for reading and writing this much: ``((R/Br)^q + (W/Bw)^q)^(1/q)``."""
@@ -31,6 +37,16 @@ class Bandwidths:
         if reading == 0 or writing == 0:
             return reading + writing
         return float((reading**self.q + writing**self.q) ** (1 / self.q))
+
+
+@dataclass(frozen=True)
+class DriveUse:
+    """What one path of the store carried in a step. ``busy_seconds``: there was something to move."""
+
+    path: str
+    read_bytes: int
+    write_bytes: int
+    busy_seconds: float
 
 
 @dataclass(frozen=True)
@@ -73,12 +89,16 @@ class Report:
     nvme_write_bytes: int
     nvme_write_bytes_total: int
     """Since the engine was made: what an SSD's endurance is spent on."""
+    drives: tuple[DriveUse, ...]
+    """The same bytes, by path."""
     to_device_bytes: int
     to_host_bytes: int
     host_memory_bytes: int
     device_memory_bytes: int
     memory: dict[str, dict[str, int]]
     io_backend: str | None
+    bandwidths: Bandwidths | None
+    """What ``nvme_seconds`` is worked out with."""
     grad_norm: float | None
     """Before clipping."""
     loss_scale: float
@@ -94,7 +114,8 @@ class Report:
 
 def _lines(report: Report) -> Iterator[str]:
     """The report for people. What is nothing is left out."""
-    limit = f"{_LIMITS[report.bound_by]} {_seconds(report.bound_seconds)}, {report.efficiency:.0%} of it"
+    limit = f"{_LIMITS[report.bound_by]} {_seconds(report.bound_seconds)}"
+    limit += f", {report.efficiency:.0%} of it" if report.efficiency <= 1 else " at the rate measured before"
     yield f"step {report.step} took {_seconds(report.seconds)}; {limit}"
     parts = {
         "compute": report.compute_seconds,
@@ -108,7 +129,9 @@ def _lines(report: Report) -> Iterator[str]:
         yield f"compute waited for: {waits}"
     if report.nvme_write_bytes_total or report.nvme_read_bytes:
         moved = f"{_megabytes(report.nvme_read_bytes)} read, {_megabytes(report.nvme_write_bytes)} written"
-        yield f"NVMe ({report.io_backend}): {moved}, {report.nvme_write_bytes_total / 1e9:,.2f} GB since the start"
+        rates = "" if report.bandwidths is None else f"; it {report.bandwidths}"
+        yield f"NVMe ({report.io_backend}): {moved}{rates}"
+        yield f"written to NVMe since the start: {report.nvme_write_bytes_total / 1e9:,.2f} GB"
     if report.to_device_bytes or report.to_host_bytes:
         to_device, to_host = _megabytes(report.to_device_bytes), _megabytes(report.to_host_bytes)
         yield f"link: {to_device} to the device, {to_host} to the host"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from offload.report.meter import Meter
-from offload.report.report import Bandwidths, LinkRates, Report
+from offload.report.report import Bandwidths, DriveUse, LinkRates, Report
 from swapper import DurableStore
 
 
@@ -29,6 +30,16 @@ def _phase(start: _SoFar, end: _SoFar) -> _SoFar:
     )
 
 
+def _between(start: DriveUse, end: DriveUse) -> DriveUse:
+    """What a path has carried between two moments."""
+    return DriveUse(
+        end.path,
+        end.read_bytes - start.read_bytes,
+        end.write_bytes - start.write_bytes,
+        end.busy_seconds - start.busy_seconds,
+    )
+
+
 class Reporter:
     """Looks at the counters once a step."""
 
@@ -36,21 +47,24 @@ class Reporter:
         self,
         meter: Meter,
         store: DurableStore | None,
+        paths: Sequence[Path],
         copied_bytes: Callable[[], tuple[int, int]],
         busy_seconds: Callable[[], float | None],
         bandwidths: Bandwidths | None,
         link: LinkRates | None,
     ) -> None:
         """``copied_bytes`` to and from a device since the engine was made; ``busy_seconds`` of a device since the last
-        call, None where the CPU computes. ``bandwidths`` are the store's."""
+        call, None where the CPU computes. ``paths`` and ``bandwidths`` are the store's."""
         self._meter = meter
         self._store = store
+        self._paths = [str(path) for path in paths]
         self._copied_bytes = copied_bytes
         self._busy_seconds = busy_seconds
         self._bandwidths = bandwidths
         self._link = link
         self._moved = self._moved_bytes()
         self._copied = copied_bytes()
+        self._drives = self._carried()
         self._forward: _SoFar | None = None
         """What the step had spent when its first backward began."""
         self.disk_busy: tuple[float, float] | None = None
@@ -76,6 +90,7 @@ class Reporter:
         copied = self._copied_bytes()
         to_device_bytes, to_host_bytes = (now - before for now, before in zip(copied, self._copied, strict=True))
         self._copied = copied
+        drives, self._drives = self._drives, self._carried()
         whole = _SoFar(seconds, sum(stalls.values()), read_bytes, write_bytes)
         compute_seconds = self._busy_seconds()
         schedule_seconds, self.disk_busy = 0.0, None
@@ -112,18 +127,29 @@ class Reporter:
             nvme_read_bytes=moved[0],
             nvme_write_bytes=moved[1],
             nvme_write_bytes_total=write_bytes,
+            drives=tuple(map(_between, drives, self._drives)),
             to_device_bytes=to_device_bytes,
             to_host_bytes=to_host_bytes,
             host_memory_bytes=0,
             device_memory_bytes=0,
             memory=memory,
             io_backend=None if self._store is None else self._store.backend,
+            bandwidths=self._bandwidths,
             grad_norm=grad_norm,
             loss_scale=loss_scale,
         )
 
     def _nvme_seconds(self, phase: _SoFar) -> float:
         return 0.0 if self._bandwidths is None else self._bandwidths.seconds(phase.read_bytes, phase.write_bytes)
+
+    def _carried(self) -> list[DriveUse]:
+        """What each path has carried since the engine was made."""
+        if self._store is None:
+            return []
+        return [
+            DriveUse(path, of_path.read.bytes, of_path.write.bytes, of_path.busy_seconds)
+            for path, of_path in zip(self._paths, self._store.statistics_by_path(), strict=True)
+        ]
 
     def _moved_bytes(self) -> tuple[int, int]:
         """Bytes read from and written to NVMe since the engine was made."""

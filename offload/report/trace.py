@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,6 +54,11 @@ class Trace:
         ticket.add_done_callback(lambda: self.end(span))
         return ticket
 
+    @property
+    def last(self) -> Sequence[Span]:
+        """The spans of the last step, in the order in which they began. What was under way at its end may be still."""
+        return tuple(self._last)
+
     def end_step(self) -> None:
         """What comes now belongs to the next step."""
         self._last, self._present = self._present, deque(maxlen=_SPANS_MAX)
@@ -64,7 +69,7 @@ class Trace:
         spans = sorted(self._last, key=lambda span: span.start)
         origin = spans[0].start if spans else now
         events: list[dict[str, object]] = []
-        for tid, (track, lane) in enumerate(_lanes(spans, now)):
+        for tid, (track, lane) in enumerate(lanes(spans, now)):
             events.append({"ph": "M", "name": "thread_name", "pid": 1, "tid": tid, "args": {"name": track}})
             events.append({"ph": "M", "name": "thread_sort_index", "pid": 1, "tid": tid, "args": {"sort_index": tid}})
             for span in lane:
@@ -83,7 +88,7 @@ class Trace:
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
-def _lanes(spans: Iterable[Span], now: float) -> list[tuple[str, list[Span]]]:
+def lanes(spans: Iterable[Span], now: float) -> list[tuple[str, list[Span]]]:
     """Each track, cut into as many lanes as it has spans at the same time: a lane draws one after the other."""
     tracks: dict[str, list[list[Span]]] = {}
     for span in spans:

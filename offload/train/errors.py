@@ -1,9 +1,11 @@
-"""The errors of the program that are the user's to mend; everything else it raises comes from the engine."""
+"""The errors of the program beside those of the engine. The message is one line."""
+
+from offload import ConfigError, OffloadError
 
 
-class InputError(Exception):
-    """Something that was asked for cannot work. The message is one line: what, where, and the way out."""
+class InputError(ConfigError, explained=False):
+    """Something that was asked for cannot work: what, where, and the way out."""
 
 
-class RunError(Exception):
-    """The run failed although it was asked for rightly. The message is one line."""
+class RunError(OffloadError, explained=False):
+    """The run failed although it was asked for rightly."""

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+from offload.run.figures import DRIVE_ENDURANCE_BYTES
 from offload.train.settings import STATE_BYTES, Settings
 from offload.train.training import Training
 from offload.train.verify import Verification
-
-DRIVE_ENDURANCE_BYTES = 600e12
-"""What a common 1 TB consumer SSD is rated to take (600 TBW)."""
 
 
 def summary(settings: Settings, training: Training, verification: Verification | None) -> dict[str, Any]:
@@ -83,6 +81,7 @@ def table(figures: dict[str, Any], settings: Settings, verification: Verificatio
     how = "measured in memory" if figures["activation_bytes_measured"] else "estimated from the model's shape"
     read, write = figures["nvme_read_bytes_per_step"], figures["nvme_write_bytes_per_step"]
     step_seconds, bound_seconds = figures["step_seconds_median"], figures["bound_seconds"]
+    reached = min(figures["efficiency"], 1.0)  # the bandwidth was measured before
     rows = [
         ("parameters", f"{numel:,}"),
         ("model state", f"{_mb(figures['model_state_bytes'])} = {sum(state.values())} bytes a parameter ({formula})"),
@@ -91,10 +90,11 @@ def table(figures: dict[str, Any], settings: Settings, verification: Verificatio
         ("peak RSS", f"{_mb(peak)}: {_mb(imports)} imports, {_mb(activations)} activations and working memory of torch "
                      f"({how}), {_mb(peak - imports - activations)} engine; {peak / expected:.1%} of imports + "
                      f"activations + budget"),
-        ("NVMe", f"{_mb(read)} read and {_mb(write)} written a step: {read / numel:.1f} + {write / numel:.1f} bytes "
-                 f"a parameter, by {figures['io_backend'] or 'nothing'}"),
+        ("NVMe", "nothing rests there" if figures["io_backend"] is None else
+                 f"{_mb(read)} read and {_mb(write)} written a step: {read / numel:.1f} + {write / numel:.1f} bytes "
+                 f"a parameter, by {figures['io_backend']}"),
         ("step", f"{step_seconds:.3f} s, {figures['tokens_per_step'] / step_seconds:,.0f} tokens/s; the bound is "
-                 f"{bound_seconds:.3f} s, set by {figures['bound_by']}: {figures['efficiency']:.0%} of it reached"),
+                 f"{bound_seconds:.3f} s, set by {figures['bound_by']}: {reached:.0%} of it reached"),
         ("loss", f"{figures['loss_first']:.3f} -> {figures['loss_last']:.3f} nats a byte in {figures['steps']} steps "
                  f"(mean of the last {min(20, figures['steps'])}: {figures['loss_last_mean']:.3f})"),
         ("endurance", _endurance(figures)),

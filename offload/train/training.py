@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from offload import OffloadEngine
+from offload import LiveLine, OffloadEngine
 from offload.train import process
 from offload.train.digest import digests
 from offload.train.model import generate
-from offload.train.progress import Progress
 from offload.train.settings import GRADIENT_CLIPPING, OPTIMIZER, Settings
 
 SAMPLE_PROMPT = b"def "
@@ -82,37 +81,31 @@ def train(
         say(str(engine.plan))
         assert engine.optimizer is not None
         scheduler = settings.schedule(engine.optimizer)
-        with Progress("training", settings.steps) as progress:
-            for tokens, targets in islice(batches, settings.steps):
-                check()
-                start = perf_counter()
-                loss = engine(tokens, targets)
-                engine.backward(loss)
-                engine.step()
-                scheduler.step()
-                value = float(loss.item())
-                seconds = perf_counter() - start
-                report = engine.report()
-                training.steps.append(
-                    Step(
-                        loss=value,
-                        seconds=seconds,
-                        rss_bytes=process.rss_bytes(),
-                        bound_seconds=report.bound_seconds,
-                        bound_by=report.bound_by,
-                        nvme_read_bytes=report.nvme_read_bytes,
-                        nvme_write_bytes=report.nvme_write_bytes,
-                    )
+        engine.add_observer(LiveLine(settings.steps))
+        for tokens, targets in islice(batches, settings.steps):
+            check()
+            start = perf_counter()
+            loss = engine(tokens, targets)
+            engine.backward(loss)
+            engine.step()
+            scheduler.step()
+            value = float(loss.item())
+            seconds = perf_counter() - start
+            engine.log(tokens_per_second=tokens.numel() / seconds)
+            report = engine.report()
+            training.steps.append(
+                Step(
+                    loss=value,
+                    seconds=seconds,
+                    rss_bytes=process.rss_bytes(),
+                    bound_seconds=report.bound_seconds,
+                    bound_by=report.bound_by,
+                    nvme_read_bytes=report.nvme_read_bytes,
+                    nvme_write_bytes=report.nvme_write_bytes,
                 )
-                if len(training.steps) == digest_after:
-                    training.digests = digests(engine.module.named_parameters())
-                progress.step(
-                    {
-                        "loss": f"{value:.3f}",
-                        "tokens/s": f"{tokens.numel() / seconds:,.0f}",
-                        "of bound": f"{report.efficiency:.0%}",
-                    }
-                )
+            )
+            if len(training.steps) == digest_after:
+                training.digests = digests(engine.module.named_parameters())
         training.num_parameters = engine.plan.num_parameters
         training.plan = str(engine.plan)
         training.host_memory_bytes = engine.plan.host_budget_bytes

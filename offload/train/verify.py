@@ -47,11 +47,11 @@ def check_fits_in_memory(settings: Settings) -> None:
 
 
 def verify(
-    settings: Settings, losses: Sequence[float], digests: Mapping[str, str], on_step: Callable[[float], None]
+    settings: Settings, losses: Sequence[float], digests: Mapping[str, str], on_step: Callable[[int, float], None]
 ) -> Verification:
     """Repeat ``len(losses)`` steps and compare every loss, and the weights after the last with their ``digests``.
 
-    ``on_step`` is called with the loss of each repeated step. Raises ``RunError`` if the repetition fails.
+    ``on_step`` is called with number and loss of each repeated step. Raises ``RunError`` if the repetition fails.
     """
     difference = None
     seconds = []
@@ -62,7 +62,7 @@ def verify(
             seconds.append(answer["seconds"])
             if difference is None and answer["loss"] != loss.hex():
                 difference = f"the loss of step {index + 1} is {loss!r}, and in memory {repeated!r}"
-            on_step(repeated)
+            on_step(index + 1, repeated)
         last = next(answers)
     if difference is None:
         names = [name for name, digest in last["digests"].items() if digests.get(name) != digest]

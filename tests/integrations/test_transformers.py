@@ -27,6 +27,7 @@ from trainers import losses, rows, state_bytes, t5  # noqa: E402
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments  # noqa: E402
 
 from offload.cli import main  # noqa: E402
+from offload.run.reading import read_run  # noqa: E402
 from offload.integrations.transformers import OffloadCallback, OffloadTrainer, OffloadTrainerMixin  # noqa: E402
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "integrations" / "transformers.md"
@@ -295,7 +296,8 @@ def test_logs_have_the_figures_of_a_step(tmp_path: Path, offloaded):
 
 def test_the_plain_trainer_over_an_engine_logs_with_the_callback(tmp_path: Path):
     model = llama()
-    with OffloadEngine(model, lr=1e-3, nvme_path=tmp_path, host_memory=least(model, tmp_path)) as engine:
+    run, budget = tmp_path / "run", least(model, tmp_path)
+    with OffloadEngine(model, lr=1e-3, nvme_path=tmp_path, host_memory=budget, run_dir=run) as engine:
         args = TrainingArguments(**arguments(tmp_path, max_steps=4))
         trainer = Trainer(
             model, args, train_dataset=rows(), optimizers=(engine.optimizer, None), callbacks=[OffloadCallback(engine)]
@@ -303,6 +305,7 @@ def test_the_plain_trainer_over_an_engine_logs_with_the_callback(tmp_path: Path)
         trainer.train()
         assert losses(trainer, "offload_step_seconds")[-1] == engine.report().seconds
         assert len(losses(trainer, "offload_nvme_read_bytes")) == 4
+    assert read_run(run).metrics["loss"] == [(at + 1, loss) for at, loss in enumerate(losses(trainer, "loss"))]
 
 
 def test_without_a_training_set_the_engine_holds_weights_alone(tmp_path: Path, made):

@@ -8,7 +8,7 @@ from tiny import Tiny, batches, least_budget, loss_of
 
 from offload import OffloadEngine, Report
 from offload.report.meter import Meter
-from offload.report.report import Bandwidths
+from offload.report.report import Bandwidths, DriveUse
 from offload.report.reporter import Reporter
 
 RATES = Bandwidths(read=100.0, write=100.0, q=1.0)
@@ -18,6 +18,7 @@ class Store:
     """Bytes that were moved, as told."""
 
     backend = "io_uring"
+    busy_seconds = 0.0
 
     class Moved:
         bytes = 0
@@ -27,6 +28,9 @@ class Store:
 
     def statistics(self) -> "Store":
         return self
+
+    def statistics_by_path(self) -> list["Store"]:
+        return [self]
 
 
 class Clock(Meter):
@@ -57,7 +61,7 @@ def a_step(reporter: Reporter, meter: Clock, store: Store, *, updates_wait: bool
 
 def test_where_updates_had_to_wait_forward_and_backward_have_bounds_of_their_own():
     meter, store = Clock(), Store()
-    reporter = Reporter(meter, store, lambda: (0, 0), lambda: None, RATES, None)  # type: ignore[arg-type]
+    reporter = Reporter(meter, store, [Path("a")], lambda: (0, 0), lambda: None, RATES, None)  # type: ignore[arg-type]
     free = a_step(reporter, meter, store, updates_wait=True)
     assert (free.bound_by, free.bound_seconds, free.schedule_seconds) == ("compute", 5.0, 0.0)
     waited = a_step(reporter, meter, store, updates_wait=False)  # those of the step before it waited
@@ -66,6 +70,7 @@ def test_where_updates_had_to_wait_forward_and_backward_have_bounds_of_their_own
     assert waited.efficiency == pytest.approx(6.5 / 7)
     assert reporter.disk_busy == (pytest.approx(2.5 / 3), pytest.approx(1 / 4))
     assert a_step(reporter, meter, store, updates_wait=False).schedule_seconds == 0
+    assert waited.drives == (DriveUse("a", 250, 100, 0.0),)
 
 
 def test_a_report_is_read_by_people(tmp_path: Path):
@@ -78,12 +83,15 @@ def test_a_report_is_read_by_people(tmp_path: Path):
     said = str(report)
     assert said.startswith("step 3 took ") and "NVMe (" in said and "host memory " in said and "gradient norm " in said
     assert "device" not in said and "loss scale" not in said
+    assert "GB/s, measured at the start" in said and "written to NVMe since the start: " in said
     on_device = replace(
         report, to_device_bytes=5_000_000, device_memory_bytes=3 << 20, loss_scale=1024.0, bound_by="to_device",
         bound_seconds=1.5, seconds=2.0, stall_seconds={"slot": 0.25, "read": 1e-5, "update": 0.5},
     )  # fmt: skip
     lines = str(on_device).splitlines()
     assert lines[0] == "step 3 took 2.00 s; copying to the device alone takes 1.50 s, 75% of it"
+    faster = replace(on_device, bound_seconds=2.2)
+    assert str(faster).startswith("step 3 took 2.00 s; copying to the device alone takes 2.20 s at the rate measured")
     assert "compute waited for: update 500 ms, slot 250 ms" in lines
     assert "link: 5.0 MB to the device, 0.0 MB to the host" in lines
     assert lines[-1].endswith("loss scale 1024")

@@ -16,7 +16,8 @@ class OffloadCallback(TrainerCallback):
     ``offload_step_seconds``, ``offload_bound_seconds`` (the least that the machine could take), their quotient
     ``offload_efficiency``, ``offload_nvme_read_bytes`` and ``offload_nvme_write_bytes`` of the step,
     ``offload_nvme_write_bytes_total`` since the engine was made (the wear of the SSD) and
-    ``offload_host_memory_bytes``. Callbacks that come after this one see them.
+    ``offload_host_memory_bytes``. Callbacks that come after this one see them. What the trainer logs goes to the
+    engine's observers, such as the run directory.
     """
 
     def __init__(self, engine: OffloadEngine) -> None:
@@ -36,6 +37,7 @@ class OffloadCallback(TrainerCallback):
             report = self.engine.report()
         except OffloadError:  # each step so far was skipped: its gradients were infinite in fp16
             return
+        self.engine.log(**{name: value for name, value in logs.items() if isinstance(value, (int, float))})
         figures = {
             "offload_step_seconds": report.seconds,
             "offload_bound_seconds": report.bound_seconds,
