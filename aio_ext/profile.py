@@ -108,7 +108,7 @@ def load_profile(*paths: str | Path) -> IoProfile | None:
 def missing_profile(path: str | Path) -> str:
     """Why :func:`load_profile` finds nothing for ``path``, and the fix, in a sentence; empty if it finds something."""
     found = _find(path, _stored())
-    return "" if isinstance(found, IoProfile) else f"{found}; `aio_bench.py {path}` measures it"
+    return "" if isinstance(found, IoProfile) else f"{found}; `offload bench {path}` measures it"
 
 
 def save_profile(path: str | Path, profile: IoProfile) -> Path:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from swapper.errors import OffloadError
 
 
-class ConfigError(OffloadError, ValueError):
+class ConfigError(OffloadError, ValueError, explained=False):
     """An option or a model that cannot work. Nothing was allocated."""
 
 

@@ -71,7 +71,7 @@ _LEAVE_IT_OUT = {
         "world_size", "local_rank", "rank", "num_gpus", "num_processes", "num_nodes", "distributed", "tensor_parallel",
     ),
     "activations are the model's: turn checkpointing on there": ("activation_checkpointing", "gradient_checkpointing"),
-    "scripts/aio_bench.py measures it": (
+    "`offload bench` measures it": (
         "queue_depth", "block_size", "thread_count", "num_threads", "buffer_count", "buffer_size",
     ),
     "engine.report() says it": ("steps_per_print", "wall_clock_breakdown", "logging_steps", "verbose"),

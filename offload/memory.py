@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -55,14 +55,18 @@ def available_bytes() -> int:
     """Host memory that can be taken without swapping or meeting a cgroup limit."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
+    return max(0, min([available, *(limit - used for _, limit, used in cgroup_limits())]))
+
+
+def cgroup_limits() -> Iterator[tuple[Path, int, int]]:
+    """Folder, limit and bytes used of each memory cgroup with a limit that this process is in, the innermost first."""
     for limit, used in _cgroup_files():
         try:
             bound = limit.read_text().strip()
             if bound != "max":
-                available = min(available, int(bound) - int(used.read_text()))
+                yield limit.parent, int(bound), int(used.read_text())
         except OSError:
             continue
-    return max(available, 0)
 
 
 def _cgroup_files() -> list[tuple[Path, Path]]:

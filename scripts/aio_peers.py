@@ -22,12 +22,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from aio_bench import GIB, MIB, BenchError, Setting, Subject, search, subject
 from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from aio_ext import Memory, Queue, available_backends
 from aio_ext.measure import cpu_seconds
 from aio_ext.memory import huge_bytes
+from offload.bench.search import search
+from offload.bench.subject import GIB, MIB, BenchError, Setting, Subject, subject
 
 MODES = ("read", "write", "both")
 MADV_COLLAPSE = 25

@@ -79,7 +79,7 @@ class Turns(Protocol):
         """``what`` comes in one lane. Raises ``OffloadError`` if another one has calls under way, or will have some."""
 
 
-class NotScriptable(ConfigError, AttributeError):
+class NotScriptable(ConfigError, AttributeError, explained=False):
     """A hook has no name. ``torch.jit.script`` is the one that cannot do without."""
 
 

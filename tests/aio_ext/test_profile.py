@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -29,6 +28,11 @@ from aio_ext.profile import (
     profiles_path,
     save_profile,
 )
+from offload.bench import contest, fio
+from offload.bench import search as settings
+from offload.bench import subject as of_path
+from offload.bench.table import table
+from offload.cli import main
 from offload.optim.formats import DEFAULT_TILE_BYTES
 from offload.plan import placement
 
@@ -198,11 +202,12 @@ def test_a_measurement_without_memory_for_a_block_is_refused() -> None:
         Range(Recorder(memory), 0, 64 * MIB, memory, 4, 2 * MIB)  # type: ignore[arg-type]
 
 
-def test_what_is_measured_has_the_engines_buffers(tool: ModuleType) -> None:
+def test_what_is_measured_has_the_engines_buffers() -> None:
     assert (REQUEST_BYTES, NUM_BUFFERS) == (DEFAULT_TILE_BYTES, placement._NUM_TILE_BUFFERS)
-    settings = [setting for backend in ("io_uring", "threads") for setting in tool.grid(backend)]
-    assert max(setting.block_bytes * setting.depth for setting in settings) <= REQUEST_BYTES * NUM_BUFFERS
-    assert tool.default("io_uring") in tool.rivals("io_uring") and tool.default("threads") in tool.rivals("threads")
+    for backend in ("io_uring", "threads"):
+        in_flight = [setting.block_bytes * setting.depth for setting in settings.grid(backend)]
+        assert max(in_flight) <= REQUEST_BYTES * NUM_BUFFERS
+        assert settings.default(backend) in settings.rivals(backend)
 
 
 def test_requests_of_given_sizes_go_around_the_ends_of_file_and_memory(fd: int) -> None:
@@ -211,17 +216,6 @@ def test_requests_of_given_sizes_go_around_the_ends_of_file_and_memory(fd: int) 
         sample = range_.move("write", [7 * MIB, 512, 5 * MIB] * 3)
         assert (sample.read_bytes, sample.write_bytes) == (0, 36 * MIB + 3 * 512)
         assert queue.statistics().write.requests == 9
-
-
-@pytest.fixture
-def tool(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """``aio_bench``."""
-    spec = importlib.util.spec_from_file_location("aio_bench", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "aio_bench", module)
-    spec.loader.exec_module(module)
-    return module
 
 
 class NoisyDrive:
@@ -234,51 +228,54 @@ class NoisyDrive:
         return self._rate(setting) * self._draw.gauss(1, 0.1)
 
 
-def searched(tool: ModuleType, rate: Callable[[Any], float]) -> list[Any]:
+def searched(rate: Callable[[Any], float]) -> list[Any]:
     """What fifty searches find."""
     bar, backends = tqdm(disable=True), ["io_uring", "threads"]
-    return [tool.search(NoisyDrive(rate, seed), bar, backends, full=False) for seed in range(50)]
+    return [settings.search(NoisyDrive(rate, seed), bar, backends, full=False) for seed in range(50)]
 
 
-def test_searches_agree_on_the_default_where_all_settings_are_as_fast(tool: ModuleType) -> None:
-    assert set(searched(tool, lambda _: 2.0)) == {tool.default("io_uring")}
+def test_searches_agree_on_the_default_where_all_settings_are_as_fast() -> None:
+    assert set(searched(lambda _: 2.0)) == {settings.default("io_uring")}
 
 
-def test_searches_agree_on_a_block_size_that_is_faster(tool: ModuleType) -> None:
-    found = searched(tool, lambda setting: 3.0 if setting.block_bytes == 2 * MIB else 2.0)
+def test_searches_agree_on_a_block_size_that_is_faster() -> None:
+    found = searched(lambda setting: 3.0 if setting.block_bytes == 2 * MIB else 2.0)
     assert {setting.block_bytes for setting in found} == {2 * MIB}
 
 
-def test_a_setting_that_is_faster_is_chosen_and_of_equals_the_one_with_least_in_flight(tool: ModuleType) -> None:
-    default, best = tool.default("io_uring"), tool.Setting("io_uring", 2 * MIB, 16)
-    smaller, slower = tool.Setting("io_uring", 2 * MIB, 4), tool.Setting("io_uring", MIB, 4)
+def test_a_setting_that_is_faster_is_chosen_and_of_equals_the_one_with_least_in_flight() -> None:
+    default, best = settings.default("io_uring"), of_path.Setting("io_uring", 2 * MIB, 16)
+    smaller, slower = of_path.Setting("io_uring", 2 * MIB, 4), of_path.Setting("io_uring", MIB, 4)
     moods = [1.0, 1.3, 0.7, 1.1, 0.8, 0.9, 1.2]
     rates = {default: 2.0, slower: 1.5, best: 2.6}
     scores = {setting: [rate * mood for mood in moods] for setting, rate in rates.items()}
-    assert tool.chosen(scores) == best
-    assert tool.chosen({**scores, smaller: [rate * 0.99 for rate in scores[best]]}) == smaller
-    assert tool.chosen({default: [2.0] * 7, best: [2.6, 1.9, 2.6, 1.9, 2.6, 2.6, 2.6]}) == default, "not in every round"
+    assert settings.chosen(scores) == best
+    assert settings.chosen({**scores, smaller: [rate * 0.99 for rate in scores[best]]}) == smaller
+    assert settings.chosen({default: [2.0] * 7, best: [2.6, 1.9, 2.6, 1.9, 2.6, 2.6, 2.6]}) == default, (
+        "not in every round"
+    )
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=120)
 
 
-def run(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     """What the tool finds in a hurry."""
-    for name, value in (("PROBE_SECONDS", 0.001), ("PAIR_SECONDS", 0.001), ("ROUNDS", 2), ("ENGINE_ROUNDS", 1)):
-        monkeypatch.setattr(tool, name, value)
-    monkeypatch.setattr(sys, "argv", ["aio_bench", *arguments, "--size", "64", "--pairs", "2", "--json"])
-    assert tool.main() == 0
+    hurried = ((of_path, "PROBE_SECONDS", 0.001), (contest, "PAIR_SECONDS", 0.001), (settings, "ROUNDS", 2),
+               (fio, "PROBE_SECONDS", 0.001), (fio, "ENGINE_ROUNDS", 1))  # fmt: skip
+    for module, name, value in hurried:
+        monkeypatch.setattr(module, name, value)
+    assert main(["bench", *arguments, "--size", "64", "--pairs", "2", "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 def test_the_tool_prints_one_object_writes_the_profile_and_leaves_no_file(
-    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "drive").mkdir()
     picture = tmp_path / "out.png"
-    found = run(tool, monkeypatch, capsys, str(tmp_path / "drive"), "--no-fio", "--plot", str(picture))
+    found = run(monkeypatch, capsys, str(tmp_path / "drive"), "--no-fio", "--plot", str(picture))
     rates = [found[f"{mode}_gib_per_s"] for mode in ("read", "write", "mixed")]
     assert all(rate > 0 for rate in rates) and found["fio"] is None and "fio" not in found["unavailable"]
     assert found["backend"] in ("io_uring", "threads") and found["block_bytes"] >= 4096 and found["queue_depth"] >= 1
@@ -303,37 +300,35 @@ print(json.dumps({{"jobs": [{{"read": read, "write": write, "usr_cpu": 1, "sys_c
 
 
 def test_fio_is_compared_at_the_memory_of_the_engine_and_at_that_of_what_is_in_flight(
-    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program, log = tmp_path / "bin" / "fio", tmp_path / "log"
     program.parent.mkdir()
     program.write_text(FIO.format(python=sys.executable, log=str(log)))
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
-    found = run(tool, monkeypatch, capsys, str(tmp_path), "--backend", "threads")
+    found = run(monkeypatch, capsys, str(tmp_path), "--backend", "threads")
     block, depth = found["block_bytes"], found["queue_depth"]
     runs = [json.loads(line) for line in log.read_text().splitlines()]
     assert {int(given["bs"]) for given in runs} == {block}
     in_flight = sorted({int(given["iodepth"]) * block for given in runs})
     assert in_flight == [found["in_flight"]["footprint_bytes"], found["footprint_bytes"]]
     assert in_flight == [block * depth, NUM_BUFFERS * REQUEST_BYTES]
-    for contest in (found, found["in_flight"]):
-        assert contest["fio"]["queue_depth"] * block == contest["footprint_bytes"]
-        assert all(contest["fio"]["ratio"][mode] > 0 for mode in ("read", "write", "mixed"))
-    tool.print_table(found)
-    text = capsys.readouterr().out
+    for each in (found, found["in_flight"]):
+        assert each["fio"]["queue_depth"] * block == each["footprint_bytes"]
+        assert all(each["fio"]["ratio"][mode] > 0 for mode in ("read", "write", "mixed"))
+    text = table(found)
     assert f"memory 48 MiB, as the engine's buffers; fio has {48 * MIB // block} blocks in flight:" in text
     assert f"memory {block * depth // MIB} MiB, what is in flight; fio has {depth} blocks in flight:" in text
 
 
 def test_the_tool_says_that_fio_is_missing(
-    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = run(tool, monkeypatch, capsys, str(tmp_path), "--backend", "threads")
+    found = run(monkeypatch, capsys, str(tmp_path), "--backend", "threads")
     assert found["fio"] is None and found["in_flight"]["fio"] is None
-    tool.print_table(found)
-    assert "fio is not installed: nothing to compare with (`apt-get install fio`)" in capsys.readouterr().out
+    assert "fio is not installed: nothing to compare with (`apt-get install fio`)" in table(found)
 
 
 def test_the_tool_refuses_what_is_not_a_local_directory(tmp_path: Path) -> None:
@@ -341,16 +336,16 @@ def test_the_tool_refuses_what_is_not_a_local_directory(tmp_path: Path) -> None:
         if path == "/dev/shm" and not os.access(path, os.W_OK):
             continue
         result = bench(path)
-        assert (result.returncode, result.stdout) == (1, "")
+        assert (result.returncode, result.stdout) == (2, "")
         assert reason in result.stderr and len(result.stderr.splitlines()) == 1
 
 
 def test_the_tool_knows_the_file_systems_that_the_store_refuses(
-    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for kind in ("orangefs", "fuse.sshfs", "devtmpfs"):
-        monkeypatch.setattr(tool, "file_system", lambda _, kind=kind: kind)
-        with pytest.raises(tool.BenchError, match=kind), tool.subject(tmp_path, None, any_file_system=False):
+        monkeypatch.setattr(of_path, "file_system", lambda _, kind=kind: kind)
+        with pytest.raises(of_path.BenchError, match=kind), of_path.subject(tmp_path, None, any_file_system=False):
             pass
 
 

@@ -80,7 +80,7 @@ _STAGED = "staging buffers are part of host_memory, and pinned where there is a 
 _MASTERS = "masters stay fp32, which is more exact"
 _ADAPTS = "the loss scale starts at 2^16, is halved at an overflow and doubled after 2000 good steps"
 _MODELS = "activations are the model's: turn checkpointing on there"
-_IO = "the I/O engine sets it by itself; scripts/aio_bench.py measures the disk"
+_IO = "the I/O engine sets it by itself; `offload bench` measures the disk"
 _REPORT = "engine.engine.report() and timeline() have seconds, bytes and waits of a step"
 _LOG = "nothing is written: log get_lr(), get_global_grad_norm() and the loss in the loop"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from offload.compat.deepspeed import optimizers, schedulers
 from offload.compat.deepspeed.checking import Row, all_keys
@@ -36,6 +37,22 @@ def markdown() -> str:
     for title, blocks in (("optimizer.params", optimizers.PARAMS), ("scheduler.params", schedulers.PARAMS)):
         parts += [f"### {title}", *_of_types(blocks)]
     return "\n\n".join(parts) + "\n"
+
+
+def key_facts() -> dict[str, Any]:
+    """The same as values of JSON."""
+    of_types = {"optimizer.params": optimizers.PARAMS, "scheduler.params": schedulers.PARAMS}
+    return {
+        "file": _facts_of_block(TOP),
+        **{
+            title: {types: _facts_of_block(block) for types, block in blocks.items()}
+            for title, blocks in of_types.items()
+        },
+    }
+
+
+def _facts_of_block(block: Block) -> list[dict[str, Any]]:
+    return [{"key": key, "effect": spec.effect.value, "says": spec.says} for key, spec in all_keys(block)]
 
 
 def _of_types(blocks: Mapping[str, Block]) -> Iterable[str]:

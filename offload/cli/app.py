@@ -1,0 +1,98 @@
+"""The command ``offload``: its subcommands, and the exit status.
+
+Nothing heavy is imported before the arguments are understood. Exit status: 0 done, 1 fault, 2 bad input,
+128 + signal when stopped.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import typer
+from typer.exceptions import TyperException
+
+import offload
+from offload.cli import bench, config, doctor, explain, export, inspect, plan, report, train
+from offload.cli.command import Command
+from offload.cli.console import show_error
+from offload.cli.signals import Signals, Stopped
+
+_COMMANDS: dict[str, Callable[..., int]] = {
+    "train": train.train,
+    "plan": plan.plan,
+    "doctor": doctor.doctor,
+    "report": report.report,
+    "bench": bench.bench,
+    "inspect": inspect.inspect,
+    "export": export.export,
+    "explain": explain.explain,
+}
+_CONFIG_COMMANDS: dict[str, Callable[..., int]] = {
+    "from-deepspeed": config.from_deepspeed,
+    "deepspeed-keys": config.deepspeed_keys,
+}
+
+
+def _group(help: str) -> typer.Typer:
+    return typer.Typer(
+        help=help,
+        rich_markup_mode=None,  # help without boxes: it is read in pipes and narrow windows, too
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+
+def _make_app() -> typer.Typer:
+    app = _group("Train models that do not fit into memory.")
+    app.callback()(_options)
+    for name, run in _COMMANDS.items():
+        app.command(name, cls=Command)(run)
+    of_config = _group("Translate the configuration of another library.")
+    for name, run in _CONFIG_COMMANDS.items():
+        of_config.command(name, cls=Command)(run)
+    app.add_typer(of_config, name="config")
+    return app
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        print(f"offload {offload.__version__}")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command with ``sys.argv`` or the given arguments; returns the exit status. Without any: help."""
+    given = sys.argv[1:] if arguments is None else arguments
+    signals = Signals()
+    try:
+        with signals:
+            command = typer.main.get_command(_make_app())
+            status = command.main(given or ["--help"], prog_name="offload", standalone_mode=False, obj=signals)
+            return int(status or 0)
+    except TyperException as error:
+        return _refuse(error)
+    except Stopped:
+        number = signal.Signals(signals.received or signal.SIGINT)
+        print(f"offload: stopped by {number.name}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(128 + number)  # all that is ours is closed; the interpreter would take a second to take torch apart
+
+
+def _refuse(error: TyperException) -> int:
+    """Say in one line what is wrong with the arguments; returns the exit status."""
+    context: typer.Context | None = getattr(error, "ctx", None)
+    program = context.command_path if context else "offload"
+    message = error.format_message()
+    show_error(program, type(error).__name__, message[:1].lower() + message[1:], to_programs=False)
+    return error.exit_code

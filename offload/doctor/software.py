@@ -1,0 +1,113 @@
+"""The native parts, the processor that they run on, torch, and io_uring."""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+import offload
+from aio_ext import Queue, available_backends, unavailable_backends
+from offload.doctor.finding import Finding, better, broken, good
+
+_BUILD = "pip install . in the project's folder, with a C++ compiler, cmake and liburing-dev"
+_BF16_UNITS = {"avx512_bf16", "amx_bf16", "bf16"}
+_SHOWN_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
+
+
+def package() -> Iterator[Finding]:
+    python, linux = platform.python_version(), platform.release()
+    yield good("offload", f"{offload.__version__} on Python {python}, Linux {linux}")
+
+
+def processor() -> Iterator[Finding]:
+    """Its features, and the cores that this process may use."""
+    cpuinfo = _cpuinfo()
+    name = cpuinfo.get("model name") or platform.machine()
+    features = set((cpuinfo.get("flags") or cpuinfo.get("Features") or "").split())
+    allowed, there = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    shown = " ".join(feature for feature in _SHOWN_FEATURES if feature in features) or "no vector units that count"
+    bf16 = "" if features & _BF16_UNITS else "; no bf16 units, so that on the CPU fp32 computes faster"
+    says = f"{name}, {allowed} of {there} cores, {shown}{bf16}"
+    if allowed < there:
+        yield better(
+            "processor", says, "it is bound to some of the cores: see taskset, numactl, docker run --cpuset-cpus"
+        )
+    else:
+        yield good("processor", says)
+
+
+def kernels() -> Iterator[Finding]:
+    try:
+        from offload.kernels import ISA
+    except ImportError as error:
+        yield broken("kernels", " ".join(str(error).split()), _BUILD)
+        return
+    if os.environ.get("OFFLOAD_ISA"):
+        yield better("kernels", f"{ISA}, because OFFLOAD_ISA says so", "unset OFFLOAD_ISA")
+    elif ISA == "scalar":
+        yield better("kernels", "scalar: this processor has neither AVX2, AVX-512 nor NEON")
+    else:
+        yield good("kernels", f"native, {ISA}")
+
+
+def torch() -> Iterator[Finding]:
+    try:
+        import torch
+    except ImportError as error:
+        yield broken("torch", str(error), "pip install 'torch>=2.6'")
+        return
+    from offload.errors import TorchUnsupported
+    from offload.torch_internals import check
+
+    try:
+        check()
+    except TorchUnsupported as error:
+        yield broken("torch", str(error), "pip install --upgrade torch")
+        return
+    threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    says = f"{torch.__version__}, {threads} threads"
+    if threads < cores and "OMP_NUM_THREADS" in os.environ:
+        yield better("torch", f"{says} for {cores} cores", "unset OMP_NUM_THREADS")
+    else:
+        yield good("torch", says)
+
+
+def queues() -> Iterator[Finding]:
+    """The native core of the queue. Without it the engine works only if it is asked for the portable one."""
+    if "threads" in unavailable_backends():
+        yield broken("aio_ext", unavailable_backends()["threads"], _BUILD)
+    else:
+        yield good("aio_ext", f"native, I/O by {available_backends()[0]}")
+
+
+def io_uring() -> Iterator[Finding]:
+    obstacle = unavailable_backends().get("io_uring")
+    if obstacle:
+        says, repair = _split(obstacle)
+        yield better("io_uring", f"{says}: I/O goes by {available_backends()[0]}", repair)
+        return
+    with Queue("io_uring") as queue:
+        notes = queue.notes
+    for note in notes:
+        yield better("io_uring", note, "a newer Linux")
+    if not notes:
+        yield good("io_uring", "works, with all that the queue uses of it")
+
+
+def _split(sentence: str) -> tuple[str, str]:
+    """What is wrong, and the repair that follows a semicolon; the system's own words at the end say no more."""
+    says, _, repair = sentence.partition("; ")
+    words, _, last = repair.rpartition(": ")
+    return says, words if last in map(os.strerror, errno.errorcode) else repair
+
+
+def _cpuinfo() -> dict[str, str]:
+    lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    pairs = (line.partition(":") for line in lines)
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+CHECKS = (package, processor, kernels, torch, queues, io_uring)

@@ -1,0 +1,87 @@
+"""The command line itself: help, mistakes, completion, and what is imported for them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import offload
+from offload.cli import main
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "offload", *arguments]
+    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["train", "--help"], ["train", "--steps", "0"]])
+def test_help_version_and_mistakes_do_not_wait_for_torch(arguments: list[str]):
+    code = f"import sys; from offload.cli import main; main({arguments}); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+def test_the_version_is_that_of_the_installed_package(capsys: pytest.CaptureFixture[str]):
+    assert offload.__version__ == version("offload-engine")
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"offload {offload.__version__}\n"
+
+
+def commands(capsys: pytest.CaptureFixture[str], *group: str) -> list[str]:
+    assert main([*group, "--help"]) == 0
+    lines = capsys.readouterr().out.partition("Commands:\n")[2].splitlines()
+    return [line.split()[0] for line in lines]
+
+
+def test_all_help_fits_into_80_columns_and_says_what_each_command_does(capsys: pytest.CaptureFixture[str]):
+    names = commands(capsys)
+    assert {"train", "inspect", "export", "config"} <= set(names)
+    for arguments in ([], *([name] for name in names), *(["config", name] for name in commands(capsys, "config"))):
+        assert main([*arguments, "--help"]) == 0
+        text = capsys.readouterr().out
+        assert max(map(len, text.splitlines())) <= 80 and "..." not in text.partition("Commands:")[2]
+        assert "\x1b" not in text
+
+
+def test_without_arguments_there_is_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", ["offload"])
+    assert main() == 0
+    assert capsys.readouterr().out.startswith("Usage: offload ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["trian"], "offload: error: no such command 'trian'. Did you mean 'train'?"),
+        (["train", "--stepps", "3"], "offload train: error: no such option: --stepps (Possible options: --steps)"),
+        (["inspect"], "offload inspect: error: missing argument 'CHECKPOINT'."),
+        (["config"], "offload config: error: missing command."),
+        (["config", "from-deepspeed", "a", "b"], "offload config from-deepspeed: error: got unexpected extra argument"),
+        (["train", "--lr", "nan"], "offload train: error: invalid value for '--lr': must be above 0 and finite"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]):
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith(said) and printed.err.count("\n") == 1
+
+
+def test_a_mistake_of_ours_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("offload.checkpoint.inspection.inspect_directory", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["inspect", str(tmp_path)])
+
+
+def test_the_shell_completes_commands_and_options():
+    def completed(line: str) -> list[str]:
+        words = line.split(" ")
+        environment = {"COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1), "_OFFLOAD_COMPLETE": "complete_bash"}
+        return run(**environment).stdout.split()
+
+    assert completed("offload ins") == ["inspect"]
+    assert completed("offload train --tile") == ["--tile-bytes"]
+    assert "complete -o default -F _offload_completion offload" in run(_OFFLOAD_COMPLETE="source_bash").stdout
