@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,7 +10,7 @@ from offload import BudgetError, OffloadConfig
 from offload.optim.choose import choose
 from offload.optim.formats import Formats
 from offload.plan.placement import make_plan
-from offload.plan.plan import Plan, Tier
+from offload.plan.plan import Drives, Plan, Tier
 from offload.report.report import Bandwidths
 from offload.tiers.order import NEVER, UseOrder
 from offload.units import GRAIN, UnitSpec
@@ -151,3 +152,31 @@ def test_the_mixed_envelope_adds_up_for_a_half_duplex_disk_and_overlaps_for_a_fu
     assert Bandwidths(1e9, 2e9, 1.0).seconds(10**9, 10**9) == pytest.approx(1.5)
     assert Bandwidths(1e9, 1e9, 8.0).seconds(10**9, 10**9) == pytest.approx(2 ** (1 / 8))
     assert Bandwidths(1e9, 2e9, 4.0).seconds(0, 10**9) == pytest.approx(0.5)
+
+
+def test_the_printed_plan_counts_second_places_and_all_of_each_tier():
+    units = find_units(Tiny())
+    plan = replace(plan_for(units, FP32, 4 << 20, 1 << 40, early=True), places=2, early=True)
+    rows = {line.split("  ")[0]: line.split() for line in str(plan).splitlines()}
+    second = plan.second_place_bytes / (1 << 20)
+    assert rows["second places"][-1] == f"{second:,.1f}"
+    assert rows["in all"][-1] == f"{sum(plan.nvme_bytes.values()) / (1 << 20) + second:,.1f}"
+    assert rows["in all"][-2] == f"{plan.host_bytes / (1 << 20):,.1f}"
+
+
+def test_the_printed_plan_names_what_moves_the_bytes_and_how_fast():
+    units = find_units(Tiny())
+    plan = plan_for(units, FP32, 4 << 20, 1 << 40)
+    drives = Drives("threads", Bandwidths(2e9, 1.5e9, 1.0, stored=True))
+    text = str(replace(plan, drives=drives, seconds={"nvme": 0.5, "compute": 0.25}))
+    assert "by threads: 2.00 GB/s read and 1.50 GB/s written (by the stored profile), one after the other" in text
+    assert "that takes 0.5 s or more, limited by nvme (beside it compute 0.25 s)" in text
+
+
+@pytest.mark.parametrize("host_bytes", [1_200_000, 1 << 30])
+def test_a_plan_without_training_speaks_of_no_gradients_states_or_empty_buffers(host_bytes):
+    units = find_units(Tiny().requires_grad_(False))
+    formats = Formats.of(OffloadConfig(precision="fp32", optimizer=None))
+    text = str(make_plan(units, formats, None, host_bytes, 1 << 40))
+    assert not any(word in text for word in ("gradient", "states", "grads", "tile", " 0 weight", "updated", "step"))
+    assert "a forward " in text

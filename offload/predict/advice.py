@@ -1,0 +1,54 @@
+"""What would help most: the same prediction with one thing changed, and what the step takes then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from offload.predict.machine import Machine, with_second_drive
+from offload.predict.model import Model
+from offload.predict.prediction import Prediction, predict
+from offload.predict.workload import Workload
+
+_WORTH = 1.01
+"""What makes training faster by less than this is not worth a line."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A change, and the prediction with it. ``gain`` is tokens a second with it over those without; infinite if the
+    model does not fit without."""
+
+    change: str
+    prediction: Prediction
+    gain: float
+
+
+def advise(prediction: Prediction) -> list[Advice]:
+    """Changes that make training faster, or possible: the best first."""
+    found = []
+    for change, machine, workload in _changes(prediction.model, prediction.machine, prediction.workload):
+        changed = predict(prediction.model, machine, workload)
+        if not changed.fits:
+            continue
+        gain = changed.tokens_per_second / prediction.tokens_per_second if prediction.fits else float("inf")
+        if gain >= _WORTH:
+            found.append(Advice(change, changed, gain))
+    return sorted(found, key=lambda advice: -advice.prediction.tokens_per_second)
+
+
+def _changes(model: Model, machine: Machine, workload: Workload) -> Iterator[tuple[str, Machine, Workload]]:
+    yield "twice the host memory", replace(machine, host_bytes=2 * machine.host_bytes), workload
+    if machine.nvme is not None:
+        yield "a second SSD for each one", with_second_drive(machine), workload
+    if workload.moments_dtype != "int8" and workload.optimizer in ("adam", "adamw", "lion", "adagrad"):
+        yield "moments in 8 bits (inexact)", machine, replace(workload, moments_dtype="int8")
+    if workload.recomputed:
+        yield "activations kept, not recomputed", machine, replace(workload, recomputed=False)
+    else:
+        yield "recomputed activations", machine, replace(workload, recomputed=True)
+    if workload.precision == "fp32" and machine.device is not None:
+        yield "weights in bf16", machine, replace(workload, precision="bf16")
+    if workload.clipped:
+        yield "a bound of the gradient norm that steps do not reach", machine, replace(workload, clipped=False)
+    yield "twice the batch", machine, replace(workload, batch=2 * workload.batch)

@@ -1,0 +1,194 @@
+"""The machine of a forecast: what it can hold, and what each of its links and processors can do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from offload import values
+from offload.predict import rates
+from offload.report.report import Bandwidths
+
+COMPUTE_SHARE = 0.45
+"""Of a GPU's dense peak a training step is assumed to reach this much, unless the compute rate is given."""
+
+LINK_SHARE = 0.8
+"""Of the rate that a PCIe or NVLink data sheet names, copies of pinned memory are assumed to reach this much."""
+
+MEMORY_BANDWIDTH = 200e9
+"""Host memory bandwidth of a described node that updates are assumed to get, bytes a second."""
+
+NETWORK = 50e9
+"""What a described node is assumed to send and receive over the network at once, bytes a second: 400 Gb/s."""
+
+CONTEXT_BYTES = 2 << 30
+"""Device memory that libraries and the allocator's gaps are assumed to take."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as its data sheet has it: bytes, dense bf16 FLOP/s with fp32 sums, bytes a second each way.
+
+    ``peers`` is the rate of NVLink, each way; None: GPUs talk over ``link``.
+    """
+
+    name: str
+    memory_bytes: int
+    peak_flops: float
+    link: float
+    peers: float | None
+    source: str
+
+
+_GB = 10**9
+_GEN3, _GEN4, _GEN5 = 15.8e9, 31.5e9, 63.0e9  # PCI-SIG, 16 lanes, after encoding
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("v100", 32 * _GB, 125e12, _GEN3, 150e9, "NVIDIA V100 data sheet, SXM2 32 GB (fp16: it has no bf16)"),
+        Gpu("a100", 80 * _GB, 312e12, _GEN4, 300e9, "NVIDIA A100 data sheet, SXM4 80 GB"),
+        Gpu("a100-40", 40 * _GB, 312e12, _GEN4, 300e9, "NVIDIA A100 data sheet, SXM4 40 GB"),
+        Gpu("h100", 80 * _GB, 989e12, _GEN5, 450e9, "NVIDIA H100 data sheet, SXM5, without sparsity"),
+        Gpu("h100-pcie", 80 * _GB, 756e12, _GEN5, None, "NVIDIA H100 data sheet, PCIe, without sparsity"),
+        Gpu("h200", 141 * _GB, 989e12, _GEN5, 450e9, "NVIDIA H200 data sheet, SXM, without sparsity"),
+        Gpu("b200", 180 * _GB, 2250e12, _GEN5, 900e9, "NVIDIA HGX B200 data sheet, without sparsity"),
+        Gpu("l40s", 48 * _GB, 362e12, _GEN4, None, "NVIDIA L40S data sheet, without sparsity"),
+        Gpu("rtx3090", 24 * _GB, 71e12, _GEN4, None, "NVIDIA GA102 white paper, fp32 sums, without sparsity"),
+        Gpu("rtx4090", 24 * _GB, 165e12, _GEN4, None, "NVIDIA Ada white paper, fp32 sums, without sparsity"),
+    )
+}
+"""By the names that ``--gpu`` takes."""
+
+
+@dataclass(frozen=True)
+class Cores:
+    """What computes with the model: FLOP/s that a step reaches in blocks, and in the head with its loss."""
+
+    blocks: float
+    head: float
+
+
+@dataclass(frozen=True)
+class DeviceMachine:
+    """A GPU and its links, as they are assumed to do in practice. Bytes a second each way."""
+
+    name: str
+    memory_bytes: int
+    link: float
+    peers: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One rank's part of a machine: host memory, drives and memory bandwidth of a node are divided among its ranks.
+
+    ``device`` is None where the CPU computes: updates and checksums take its cores then. ``update`` is the memory
+    traffic of the optimizer's kernel and ``checksum`` what is checked of the bytes that pass NVMe, bytes a second.
+    ``unit_seconds`` is what the engine takes for a use of a unit, at rest in memory and brought from NVMe.
+    """
+
+    host_bytes: int
+    nvme_bytes: int
+    nvme: Bandwidths | None
+    cores: Cores
+    update: float
+    checksum: float
+    unit_seconds: tuple[float, float]
+    device: DeviceMachine | None = None
+    num_ranks: int = 1
+    ranks_a_node: int = 1
+    assumptions: tuple[str, ...] = ()
+    """What was not measured or given, in words."""
+
+    @property
+    def num_nodes(self) -> int:
+        return self.num_ranks // self.ranks_a_node
+
+
+@dataclass(frozen=True)
+class Drive:
+    """An SSD: bytes a second, and bytes."""
+
+    read: float
+    write: float
+    nbytes: int
+
+
+def parse_drive(text: str) -> Drive:
+    """``7GB/s,5GB/s,3.8TB``: read, write, capacity. Raises ``ConfigError``."""
+    parts = text.split(",")
+    if len(parts) != 3:
+        values.refuse("--nvme", 'read, write and capacity such as "7GB/s,5GB/s,3.8TB"', text)
+    read, write = (rates.bytes_per_second("--nvme", part) for part in parts[:2])
+    return Drive(read, write, rates.nbytes("--nvme", parts[2]))
+
+
+def described(
+    gpu: str,
+    *,
+    host_bytes: int,
+    gpus: int = 1,
+    nodes: int = 1,
+    drives: Sequence[Drive] = (),
+    compute: float | None = None,
+    memory_bandwidth: float = MEMORY_BANDWIDTH,
+    network: float = NETWORK,
+    mixed_q: float = 1.0,
+) -> Machine:
+    """One rank of a described machine; ``host_bytes``, ``drives``, ``memory_bandwidth`` and ``network`` are a node's,
+    ``compute`` is what a GPU achieves in FLOP/s. Raises ``ConfigError`` for a GPU that is not in the table."""
+    if gpu not in GPUS:
+        values.refuse("--gpu", values.one_of(tuple(GPUS)), gpu)
+    found = GPUS[gpu]
+    peers = LINK_SHARE * (found.peers or found.link)
+    device = DeviceMachine(
+        gpu, found.memory_bytes, LINK_SHARE * found.link, min(peers, network) if nodes > 1 else peers
+    )
+    assumptions = [f"{gpu}: {found.source}"]
+    if compute is None:
+        compute = COMPUTE_SHARE * found.peak_flops
+        assumptions.append(
+            f"compute reaches {COMPUTE_SHARE:.0%} of the dense peak: {compute / 1e12:,.0f} TFLOPS a GPU (--compute)"
+        )
+    link = "NVLink" if found.peers else "PCIe"
+    assumptions.append(f"links reach {LINK_SHARE:.0%} of what is named: PCIe {device.link / 1e9:,.0f} GB/s each way")
+    if gpus * nodes > 1:
+        over = f"{link} inside a node" + (f", {network / 1e9:,.0f} GB/s a node between nodes" if nodes > 1 else "")
+        assumptions.append(
+            "each rank holds its share of every unit and gathers whole units for compute, over "
+            f"{over}. Several ranks are not built yet: this is a forecast of the design"
+        )
+    assumptions.append(f"updates on the CPU get {memory_bandwidth / 1e9:,.0f} GB/s of a node's memory bandwidth")
+    if drives:
+        share = "add up" if mixed_q == 1 else f"overlap (q = {mixed_q:g})"
+        assumptions.append(f"reads and writes of a drive {share}; drives are as fast for long as they are named")
+    return Machine(
+        host_bytes=host_bytes // gpus,
+        nvme_bytes=sum(drive.nbytes for drive in drives) // gpus,
+        nvme=nvme_of(drives, gpus, mixed_q),
+        cores=Cores(compute, compute),
+        update=memory_bandwidth / gpus,
+        checksum=8 * 25e9 / gpus,
+        unit_seconds=(1e-4, 5e-4),
+        device=device,
+        num_ranks=gpus * nodes,
+        ranks_a_node=gpus,
+        assumptions=tuple(assumptions),
+    )
+
+
+def nvme_of(drives: Sequence[Drive], ranks: int, mixed_q: float) -> Bandwidths | None:
+    """What a rank gets of all drives of its node."""
+    if not drives:
+        return None
+    return Bandwidths(
+        sum(drive.read for drive in drives) / ranks, sum(drive.write for drive in drives) / ranks, mixed_q
+    )
+
+
+def with_second_drive(machine: Machine) -> Machine:
+    """The machine with twice the drives."""
+    assert machine.nvme is not None
+    twice = Bandwidths(2 * machine.nvme.read, 2 * machine.nvme.write, machine.nvme.q)
+    return replace(machine, nvme=twice, nvme_bytes=2 * machine.nvme_bytes)

@@ -1,0 +1,138 @@
+"""Numbers as people write them, machines that are described, models from a count, a config or a factory."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from offload import ConfigError
+from offload.predict import rates
+from offload.predict.machine import GPUS, LINK_SHARE, described, parse_drive
+from offload.predict.model import from_count, from_factory, from_hugging_face
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"), [("7GB/s", 7e9), ("3.5 GiB/s", 3.5 * 2**30), ("400Gb/s", 50e9), ("500MB/s", 5e8)]
+)
+def test_a_rate_may_be_in_bytes_or_bits(text, rate):
+    assert rates.bytes_per_second("--nvme", text) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("text", ["7", "7GB", "GB/s", "0GB/s", "1.2.3GB/s"])
+def test_what_is_no_rate_is_refused_with_an_example(text):
+    with pytest.raises(ConfigError, match="7GB/s"):
+        rates.bytes_per_second("--nvme", text)
+
+
+def test_counts_and_compute_rates():
+    assert [rates.count("--parameters", text) for text in ("7e9", "7B", "1.5T", "350M")] == [
+        7 * 10**9, 7 * 10**9, 15 * 10**11, 35 * 10**7,
+    ]  # fmt: skip
+    assert rates.flops_per_second("--compute", "400TFLOPS") == 4e14
+    with pytest.raises(ConfigError, match="400TFLOPS"):
+        rates.flops_per_second("--compute", "fast")
+    with pytest.raises(ConfigError, match="7e9"):
+        rates.count("--parameters", "many")
+
+
+def test_a_rank_has_its_share_of_its_node():
+    drives = [parse_drive("7GB/s,5GB/s,3.8TB"), parse_drive("3GB/s,1GB/s,2TB")]
+    machine = described("h100", host_bytes=1 << 40, gpus=8, nodes=4, drives=drives)
+    assert machine.num_ranks == 32 and machine.num_nodes == 4
+    assert machine.host_bytes == (1 << 40) // 8 and machine.nvme_bytes == int(5.8e12) // 8
+    assert machine.nvme is not None and machine.nvme.read == 10e9 / 8 and machine.nvme.write == 6e9 / 8
+    assert machine.device is not None and machine.device.peers == 50e9  # the network is slower than NVLink
+    alone = described("h100", host_bytes=1 << 40, gpus=8).device
+    assert alone is not None and alone.peers == LINK_SHARE * GPUS["h100"].peers
+    assert any("not built yet" in line for line in machine.assumptions)
+
+
+def test_an_unknown_gpu_and_half_a_drive_are_refused():
+    with pytest.raises(ConfigError, match="rtx4090"):
+        described("h1000", host_bytes=1)
+    with pytest.raises(ConfigError, match=r"3\.8TB"):
+        parse_drive("7GB/s,5GB/s")
+
+
+@pytest.mark.parametrize("count", [20e6, 350e6, 1e9, 7e9, 70e9, 1e12])
+def test_a_described_model_has_as_many_parameters_as_it_was_asked_for(count):
+    model = from_count(int(count))
+    assert model.num_parameters == pytest.approx(count, rel=2e-3)
+    assert next(model.module.parameters()).is_meta
+
+
+def test_layers_and_width_are_taken_and_a_contradiction_is_refused():
+    model = from_count(7 * 10**9, 32, 4096)
+    assert (model.layers, model.width) == (32, 4096) and model.num_parameters == pytest.approx(7e9, rel=1e-3)
+    with pytest.raises(ConfigError, match="too few for 200 layers of width 4,096"):
+        from_count(7 * 10**9, 200, 4096)
+
+
+def test_products_of_a_model_are_two_flop_a_weight_and_an_embedding_has_none():
+    model = from_count(10**9)
+    units = model.units(torch.bfloat16)
+    forward = sum(model.flops(unit)[0] for unit in units)
+    tables = model.vocabulary * model.width
+    assert forward == pytest.approx(2 * (model.num_parameters - tables), rel=1e-3)
+    for parameter in model.module.layers[0].parameters():
+        parameter.requires_grad_(False)
+    frozen = model.flops(next(unit for unit in model.units(torch.bfloat16) if unit.name == "layers.0"))
+    assert frozen[0] > 0 and frozen[1] == 0
+
+
+def test_a_config_of_hugging_face(tmp_path: Path):
+    config = {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 500, "architectures": ["LlamaForCausalLM"],
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for path in (tmp_path, tmp_path / "config.json"):
+        model = from_hugging_face(path)
+        assert (model.layers, model.width, model.attention_width, model.vocabulary) == (3, 64, 64, 500)
+        assert next(model.module.parameters()).is_meta
+    with pytest.raises(ConfigError, match="not a config of a model"):
+        from_hugging_face(tmp_path / "nothing")
+
+
+def test_only_the_experts_that_a_token_passes_compute(tmp_path: Path):
+    config = {
+        "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 300, "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = from_hugging_face(tmp_path)
+    flops = sum(model.flops(unit)[0] for unit in model.units(torch.float32))
+    experts = 2 * 8 * 3 * 64 * 128
+    others = model.num_parameters - experts - 300 * 64
+    assert flops == pytest.approx(2 * (experts / 4 + others), rel=0.02)
+
+
+def test_a_factory_is_built_without_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "planned_models.py").write_text(
+        "from torch import nn\n"
+        "def build():\n"
+        "    return nn.Sequential(nn.Embedding(300, 32), *(nn.Sequential(nn.Linear(32, 32)) for _ in range(5)))\n"
+        "number = 7\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    model = from_factory("planned_models:build")
+    assert (model.layers, model.width, model.vocabulary) == (5, 32, 300)
+    assert all(parameter.is_meta for parameter in model.module.parameters())
+    with pytest.raises(ConfigError, match="no function"):
+        from_factory("planned_models:number")
+    with pytest.raises(ConfigError, match="no attribute 'missing'"):
+        from_factory("planned_models:missing")
+    sys.modules.pop("planned_models")
+
+
+def test_a_model_without_floats_is_refused():
+    model = from_count(20 * 10**6)
+    empty = type(model)("nothing", nn.Identity(), 1, 1, 1, 0)
+    with pytest.raises(ConfigError, match="nothing to offload"):
+        empty.units(torch.float32)

@@ -1,0 +1,242 @@
+"""The prediction is the engine's own plan, and the seconds of a schedule over it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from published_systems import ROWS
+from tiny import Tiny
+
+from offload import OffloadConfig, OffloadEngine
+from offload.optim.choose import choose
+from offload.plan.plan import Plan, Tier
+from offload.planning import Room, plan_within
+from offload.predict import prediction as prediction_module
+from offload.predict.advice import advise
+from offload.predict.endurance import Endurance
+from offload.predict.facts import facts_of
+from offload.predict.machine import Cores, Machine, described, parse_drive
+from offload.predict.model import Model, from_count
+from offload.predict.prediction import Prediction, least_host_bytes, predict
+from offload.predict.workload import Workload
+from offload.report.report import Bandwidths
+from offload.units import Tile
+
+DRIVE = "7GB/s,5GB/s,8TB"
+SMALL = Workload(batch=4, sequence=16, precision="fp32")
+
+
+def here(host_bytes: int, **changes: object) -> Machine:
+    """A machine whose CPU computes."""
+    machine = Machine(
+        host_bytes=host_bytes, nvme_bytes=1 << 40, nvme=Bandwidths(2e9, 4e9, 1.0), cores=Cores(5e10, 5e10), update=4e10,
+        checksum=2e10, unit_seconds=(1e-4, 1e-3),
+    )  # fmt: skip
+    return replace(machine, **changes)  # type: ignore[arg-type]
+
+
+def tiny() -> Model:
+    with torch.device("meta"):
+        return Model("tiny", Tiny(), 4, 128, 0, 256)
+
+
+def seven_billion(host: str, **options: object) -> Prediction:
+    machine = described("h100", host_bytes=int(host.removesuffix("GiB")) << 30, drives=[parse_drive(DRIVE)])
+    return predict(from_count(7 * 10**9), machine, Workload(sequence=2048, recomputed=True, **options))  # type: ignore[arg-type]
+
+
+def places(plan: Plan) -> list[object]:
+    return [(item.unit.name, item.weights, item.grads, [tier for _, tier in item.tiles]) for item in plan.units]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 2.0])
+def test_the_plan_is_the_one_that_the_engine_makes_with_the_same_budget(tmp_path: Path, share: float):
+    model = tiny()
+    least = least_host_bytes(model, here(0), SMALL)
+    budget = max(int(16 * model.num_parameters * share), least)
+    prediction = predict(model, here(budget), SMALL)
+    with OffloadEngine(Tiny(), nvme_path=tmp_path, host_memory=budget, precision="fp32") as engine:
+        assert prediction.plan is not None and places(prediction.plan) == places(engine.plan)
+        assert prediction.plan.memory == engine.plan.memory and prediction.plan.host_bytes == engine.plan.host_bytes
+
+
+def test_the_bytes_of_a_step_are_those_that_the_engine_moves(tmp_path: Path):
+    model = tiny()
+    budget = least_host_bytes(model, here(0), SMALL)
+    with OffloadEngine(Tiny(), nvme_path=tmp_path, host_memory=budget, precision="fp32") as engine:
+        written = []
+        for _ in range(8):
+            tokens = torch.randint(0, 256, (4, 16))
+            engine.backward(engine(tokens).float().square().mean())
+            engine.step()
+            report = engine.report()
+            written.append(report.nvme_write_bytes_total)
+    clipped = predict(model, here(budget), replace(SMALL, clipped=True)).read_bytes
+    unclipped = predict(model, here(budget), SMALL)
+    assert 0.9 * unclipped.read_bytes <= report.nvme_read_bytes <= 1.1 * clipped
+    assert unclipped.written_bytes == pytest.approx((written[-1] - written[1]) / 6, rel=0.1)
+
+
+def test_one_byte_less_than_the_least_does_not_fit_and_says_of_what_there_is_too_little():
+    model = tiny()
+    least = least_host_bytes(model, here(0), SMALL)
+    assert predict(model, here(least), SMALL).fits
+    shortage = predict(model, here(least - 1), SMALL).shortage
+    assert shortage is not None and (shortage.kind, shortage.needed_bytes) == ("host memory", least)
+    without = predict(model, here(least, nvme=None), SMALL).shortage
+    assert without is not None and without.kind == "host memory" and without.needed_bytes > least
+    full = predict(model, here(least, nvme_bytes=1000), SMALL).shortage
+    assert full is not None and full.kind == "NVMe" and full.given_bytes == 1000
+    large = seven_billion("24GiB", batch=512).shortage
+    assert large is not None and large.kind == "device memory"
+
+
+def test_more_of_anything_never_makes_a_step_slower():
+    model, least = tiny(), least_host_bytes(tiny(), here(0), SMALL)
+    seconds = [predict(model, here(least * k // 2), SMALL).seconds for k in range(2, 9)]
+    assert all(later <= earlier * 1.02 for earlier, later in pairwise(seconds))
+    base = seven_billion("24GiB")
+    faster = predict(base.model, replace(base.machine, nvme=Bandwidths(14e9, 10e9, 1.0)), base.workload)
+    assert faster.seconds < base.seconds
+    assert seven_billion("24GiB", clipped=True).seconds >= base.seconds
+
+
+def test_a_step_takes_at_least_what_its_busiest_part_takes():
+    found = seven_billion("24GiB")
+    assert found.limit == "NVMe" and found.seconds >= found.bound_seconds == found.links["NVMe"]
+    assert found.unoverlapped_seconds == pytest.approx(sum(found.links.values()))
+    assert found.machine.nvme is not None
+    assert found.links["NVMe"] == found.machine.nvme.seconds(found.read_bytes, found.written_bytes)
+    assert found.tokens_per_second == pytest.approx(2048 / found.seconds)
+
+
+def test_from_the_compute_bound_batch_on_compute_limits():
+    found = seven_billion("24GiB")
+    batch = found.compute_bound_batch
+    assert batch > 1
+
+    def limit(batch: int) -> str:
+        machine = replace(found.machine, device=replace(found.machine.device, memory_bytes=1 << 50))  # type: ignore[type-var]
+        workload = replace(found.workload, batch=batch, device_bytes=12 << 30)
+        base = predict(found.model, machine, replace(workload, batch=1))
+        at = base.compute_bound_batch
+        return predict(found.model, machine, replace(workload, batch=at + batch)).limit
+
+    assert limit(1) == "compute" and limit(-2) != "compute"
+
+
+def test_shares_of_ranks_take_a_share_of_each_tier():
+    model, drives = from_count(7 * 10**9), [parse_drive(DRIVE)]
+    workload = Workload(sequence=2048, recomputed=True, device_bytes=4 << 30)
+    one = predict(model, described("h100", host_bytes=1 << 40, drives=drives), workload).plan
+    eight = predict(model, described("h100", host_bytes=1 << 40, gpus=8, drives=drives), workload)
+    assert one is not None and eight.plan is not None
+    assert eight.plan.model_state_bytes == pytest.approx(one.model_state_bytes / 8, rel=0.01)
+    assert eight.links["network"] > 0 and eight.gathered_bytes > 0
+    assert eight.tokens == 8 * 2048
+
+
+@pytest.mark.parametrize(("gpus", "nodes"), [(1, 1), (8, 64)])
+def test_a_trillion_parameters_are_planned_in_bundles_of_tiles(gpus: int, nodes: int, monkeypatch: pytest.MonkeyPatch):
+    made: list[Tile] = []
+    plain = prediction_module._Bundles.tiles_of
+
+    def counted(self, unit, tile_bytes):
+        tiles = plain(self, unit, tile_bytes)
+        made.extend(tiles)
+        return tiles
+
+    monkeypatch.setattr(prediction_module._Bundles, "tiles_of", counted)
+    model = from_count(10**12)
+    machine = described(
+        "h100", host_bytes=1536 << 30, gpus=gpus, nodes=nodes, drives=[parse_drive("56GB/s,40GB/s,60TB")]
+    )
+    start = time.perf_counter()
+    found = predict(model, machine, Workload(sequence=1024, recomputed=True))
+    assert found.fits, found.shortage
+    assert time.perf_counter() - start < 20  # it takes a fraction of a second; the bound is for a busy machine
+    assert len(made) < 12 * prediction_module._MOST_TILES
+    assert found.plan is not None
+    one = next(tile for item in found.plan.units for tile, tier in item.tiles if tier is not Tier.DEVICE)
+    assert found.plan.model_state_bytes * machine.num_ranks == pytest.approx(14e12, rel=0.01)
+    assert one.nbytes / one.count <= 9 << 20
+
+
+def test_bundles_of_tiles_do_not_change_the_least_budget(monkeypatch: pytest.MonkeyPatch):
+    model = from_count(10**9)
+    machine = described("h100", host_bytes=8 << 30, drives=[parse_drive(DRIVE)])
+    workload = Workload(sequence=512, recomputed=True, device_bytes=1 << 30)
+    plain = least_host_bytes(model, machine, workload)
+    one_by_one = predict(model, machine, workload)
+    monkeypatch.setattr(prediction_module, "_MOST_TILES", 100)
+    assert least_host_bytes(model, machine, workload) == pytest.approx(plain, rel=0.01)
+    bundled = predict(model, machine, workload)
+    assert bundled.seconds == pytest.approx(one_by_one.seconds, rel=0.05)
+
+
+def test_advice_is_the_prediction_with_the_change_and_the_best_comes_first():
+    base = seven_billion("24GiB")
+    found = advise(base)
+    rates = [one.prediction.tokens_per_second for one in found]
+    assert rates == sorted(rates, reverse=True) and all(one.gain > 1 for one in found)
+    by_name = {one.change: one for one in found}
+    more = by_name["twice the host memory"].prediction
+    again = predict(base.model, replace(base.machine, host_bytes=48 << 30), base.workload)
+    assert more.seconds == again.seconds
+    assert "a second SSD for each one" in by_name
+    on_cpu = advise(predict(from_count(10**9), here(4 << 30, cores=Cores(1e13, 1e13)), replace(SMALL, batch=1)))
+    assert "moments in 8 bits (inexact)" in {one.change for one in on_cpu}
+
+
+def test_where_it_does_not_fit_the_advice_is_what_makes_it_fit():
+    machine = described("rtx4090", host_bytes=64 << 30, drives=[parse_drive(DRIVE)])
+    base = predict(from_count(7 * 10**9), machine, Workload(batch=4, sequence=2048))
+    assert not base.fits
+    assert "recomputed activations" in {one.change for one in advise(base)}
+
+
+def test_the_life_of_drives_is_divided_by_what_all_ranks_of_a_node_write():
+    found = seven_billion("24GiB")
+    wear = Endurance.of(found, 600 * 10**12)
+    assert wear.steps == 600 * 10**12 // found.written_bytes
+    assert wear.days == pytest.approx(wear.steps * found.seconds / 86_400)
+    eight = replace(found, machine=replace(found.machine, num_ranks=8, ranks_a_node=8))
+    assert Endurance.of(eight, 600 * 10**12).written_bytes == 8 * found.written_bytes
+    nothing = Endurance.of(replace(found, written_bytes=0), 600 * 10**12)
+    assert nothing.steps is None and nothing.days is None
+
+
+def test_facts_are_plain_values_and_tiers_add_up():
+    found = seven_billion("24GiB")
+    facts = facts_of(found, 123, advise(found), Endurance.of(found, 10**15))
+    assert found.plan is not None and found.plan.device is not None
+    device = sum(tiers["device"] for kind, tiers in facts["memory"].items() if "activations" not in kind)
+    host = sum(tiers["host"] for tiers in facts["memory"].values())  # a GPU's activations are not there
+    assert device == found.plan.device.total_bytes and host == found.plan.host_bytes
+    assert facts["least_host_memory_bytes"] == 123 and facts["limit"] == "NVMe"
+
+
+def test_a_room_is_all_that_the_plan_knows_of_a_machine():
+    config = OffloadConfig(precision="fp32")
+    units = tiny().units(torch.float32)
+    two = plan_within(config, units, choose(config, units), Room(1 << 22, 1 << 40, 1 << 40))
+    one = plan_within(config, units, choose(config, units), Room(1 << 22, 1 << 40, 1 << 20))
+    assert (two.places, two.early) == (2, True) and (one.places, one.early) == (1, False)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.system.name}, {row.parameters / 1e9:g}B")
+def test_published_steps_are_replayed_as_far_off_as_the_page_says(row):
+    assert row.replayed / row.measured - 1 == pytest.approx(row.deviation, abs=0.015)
+
+
+def test_the_page_has_the_published_steps_with_their_deviations():
+    page = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    for row in ROWS:
+        replay = f"{row.measured:g} | {row.replayed:.3g} | {row.deviation:+.0%}"
+        line = f"| {row.system.name} | {row.parameters / 1e9:g} | {replay} |"
+        assert line in page, line
