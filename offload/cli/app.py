@@ -79,7 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with signals:
             command = typer.main.get_command(_make_app())
             status = command.main(given or ["--help"], prog_name="offload", standalone_mode=False, obj=signals)
+            sys.stdout.flush()
             return int(status or 0)
+    except BrokenPipeError:  # whoever reads the answer has had enough: nothing is wrong
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except TyperException as error:
         return _refuse(error)
     except Stopped:

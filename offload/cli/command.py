@@ -15,6 +15,8 @@ class Command(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
+        except BrokenPipeError:
+            raise
         except Exception as error:
             status = _status_of(error)
             if status is None:

@@ -70,6 +70,8 @@ class Model:
 
 def from_hugging_face(path: Path) -> Model:
     """The model of a ``config.json``, or of a directory with one. Raises ``ConfigError``."""
+    if not path.exists():
+        raise ConfigError(f"{path}: there is no such file or directory")
     try:
         import transformers
     except ImportError:

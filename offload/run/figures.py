@@ -19,6 +19,7 @@ _LAST_STEPS = 20
 def figures(run: Run) -> dict[str, Any]:
     """The figures of a run. Names say their unit; what is not known is None. A step: the median of all of them."""
     numbers, losses = run.numbers, known(losses_of(run)[1])
+    last = losses[-_LAST_STEPS:]
     seconds, bound = middle(numbers["seconds"]), middle(numbers["bound_seconds"])
     return {
         "path": str(run.path),
@@ -31,7 +32,8 @@ def figures(run: Run) -> dict[str, Any]:
         "repeated_steps": run.num_repeated,
         "loss_first": losses[0] if losses else None,
         "loss_last": losses[-1] if losses else None,
-        "loss_last_mean": math.fsum(losses[-_LAST_STEPS:]) / len(losses[-_LAST_STEPS:]) if losses else None,
+        "loss_last_steps": len(last),
+        "loss_last_mean": math.fsum(last) / len(last) if last else None,
         "step_seconds": seconds,
         "bound_seconds": bound,
         "bound_by": Counter(run.limits).most_common(1)[0][0] if run.limits else None,

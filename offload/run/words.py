@@ -18,7 +18,7 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
     yield f"{figures['path']}: {figures['state']}, {figures['steps']:,} steps{again}"
     if figures["loss_last_mean"] is not None:
         first, last = units.number(figures["loss_first"]), units.number(figures["loss_last_mean"])
-        yield f"loss: {first} at first, {last} (mean of the last 20 steps)"
+        yield f"loss: {first} at first, {last} (mean of the last {figures['loss_last_steps']} steps)"
     if figures["step_seconds"] is not None:
         share = units.share(min(figures["efficiency"], 1.0))
         yield f"step: {units.seconds(figures['step_seconds'])}, {share} of the bound ({figures['bound_by']})"

@@ -85,3 +85,16 @@ def test_the_shell_completes_commands_and_options():
     assert completed("offload ins") == ["inspect"]
     assert completed("offload train --tile") == ["--tile-bytes"]
     assert "complete -o default -F _offload_completion offload" in run(_OFFLOAD_COMPLETE="source_bash").stdout
+
+
+def test_a_reader_that_has_had_enough_is_no_fault(tmp_path: Path):
+    """``offload explain StorageFull | head -1``: the pipe is closed before the answer comes."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "offload", "explain", "StorageFull"], stdout=writer, stderr=subprocess.PIPE, check=False
+        )
+    finally:
+        os.close(writer)
+    assert done.stderr == b"" and done.returncode != 0

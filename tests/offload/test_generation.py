@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from offload.tiers.order import UseOrder
 
 transformers = pytest.importorskip("transformers")
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "generation.md"
 
 PAD = 0
 PROMPTS = torch.tensor([[5, 6, 7, 8, 9], [PAD, PAD, 11, 12, 13], [PAD, 21, 22, 23, 24]])
@@ -287,10 +285,3 @@ def test_generation_without_end_keeps_what_it_has_learnt():
     assert len(order._uses) <= 3 * order._max_uses
     order.end_step()
     assert list(order.upcoming())[:4] == [0, 1, 2, 3]
-
-
-def test_the_example_of_the_document_runs_as_it_stands(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    (example,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
-    exec(compile(example.replace('"/tmp"', repr(str(tmp_path))), DOCUMENT.name, "exec"), {})
-    printed = capsys.readouterr().out
-    assert "nvme MiB" in printed and re.search(r"tensor\(\[\[ *11, *12, *13, *14, *\d", printed)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from early_updates import let_gradients_come_first
 from fake_driver import ILLEGAL_ADDRESS, MISALIGNED, FakeDriver, Stand, compiled
 from gpu_emulator import Emulator
 from tiny import Tiny, batches, loss_of, train
@@ -33,6 +34,9 @@ from offload.testing.simulated import SimulatedDevice
 from offload.testing.stream import SimulatedStream
 from offload.tiers import bandwidth
 from offload.tiers.window import DeviceWindow
+from offload.units import UnitSpec
+from offload.update.early import EarlyUpdates
+from offload.update.step import UnitUpdate
 
 
 @pytest.fixture
@@ -150,6 +154,33 @@ def test_the_cuda_classes_train_with_the_bits_of_the_cpu(
         assert losses == expected and all(torch.equal(found[name], value) for name, value in weights.items())
         assert stand.driver.num_registered == 0
     assert len(stand.driver.threads) > 1 and {index for index, _ in stand.driver.launches} == {1}
+
+
+def test_the_cuda_classes_update_early_with_the_bits_of_the_cpu(
+    make_model: Callable[..., Tiny], stand: Stand, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As much as may be is on NVMe, tiles are updated on the GPU, and nothing is clipped."""
+    make = partial(make_offloaded(make_model, tmp_path, monkeypatch), gradient_clipping=1e9)
+    with make("cpu") as engine:
+        expected, weights = train(engine)
+    begun: set[str] = set()
+    begin = EarlyUpdates.begin
+
+    def tell(early: EarlyUpdates, unit: UnitSpec, update: UnitUpdate | None) -> bool:
+        begun.update([unit.name] if update is not None else [])
+        return begin(early, unit, update)
+
+    monkeypatch.setattr(EarlyUpdates, "begin", tell)
+    device = stand.device()
+    budgets = {"device_memory": least(partial(make, device))}
+    with pytest.raises(BudgetError) as caught:
+        make(device, host_memory=1, **budgets)
+    let_gradients_come_first(monkeypatch)
+    with make(device, host_memory=caught.value.needed_bytes, **budgets) as engine:
+        streamed = [item.unit.name for item in engine.plan.units if item.streamed]
+        losses, found = train(engine)
+    assert losses == expected and all(torch.equal(found[name], value) for name, value in weights.items())
+    assert len(streamed) > 8 and begun == set(streamed)
 
 
 def test_a_launch_without_a_bound_context_is_found(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import re
 import signal
 import threading
 import time
@@ -26,7 +25,6 @@ from offload import ConfigError, OffloadEngine, OffloadError
 from offload.testing.simulated import SimulatedDevice
 
 OPTIONS = {"lr": 1e-2, "tile_bytes": 65536}
-DOCUMENT = Path(__file__).parents[2] / "docs" / "accumulation.md"
 Forward = Callable[[Tensor], Tensor]
 
 
@@ -518,11 +516,3 @@ def test_a_call_within_a_forward_is_refused(engine: OffloadEngine):
         engine(batches(1)[0][0])
     hook.remove()
     check_that_it_trains(engine)
-
-
-def test_the_example_of_the_document_runs_as_it_stands(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    (example,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        exec(compile(example.replace('"/tmp"', repr(str(tmp_path))), str(DOCUMENT), "exec"), {})
-    assert len(capsys.readouterr().out.splitlines()) == 4

@@ -23,8 +23,13 @@ def test_every_error_says_what_survives_and_what_to_do():
     }
     for kind in kinds:
         assert all((kind.happened, kind.numbers, kind.survives, kind.advice)), kind
-        assert str(kind("It broke.")) == f"It broke.\n  {kind.survives} {kind.advice}"
-    assert str(StorageFull("Full.", survives="All.", advice="Wait.")) == "Full.\n  All. Wait."
+        assert str(kind("It broke.")) == (
+            f"It broke.\n  {kind.survives} {kind.advice} (offload explain {kind.__name__})"
+        )
+    assert str(StorageFull("Full.", survives="All.", advice="Wait.")) == (
+        "Full.\n  All. Wait. (offload explain StorageFull)"
+    )
+    assert str(StorageError("Bad.")) == "Bad. (offload explain StorageError)"
     assert str(OffloadError("Plain.")) == "Plain."
 
 

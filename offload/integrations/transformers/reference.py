@@ -43,7 +43,8 @@ class Sharing:
         except BudgetError as error:
             least = self._theirs.host_memory if isinstance(self._theirs.host_memory, int) else 0
             raise BudgetError(
-                f"{error.args[0]} That is without the frozen model, which needs {least:,} bytes of host_memory beside it.",
+                f"{error.args[0]} That is without the frozen model, which needs {least:,} bytes of host_memory beside "
+                "it.",
                 error.needed_bytes + least,
             ) from None
         try:
