@@ -88,6 +88,7 @@ BAD: dict[str, list[Any]] = {
     "io_backend": [None, "uring", "io-uring", "libaio", "posix", "THREADS", 3],
     "prefetch": [None, 0, 1, "no", "True", "auto", []],
     "weights": [5, "", "{missing}", "{file}", "{folder}", ["model.safetensors"], "a\0b", {}],
+    "run_dir": [5, "", "{file}", "a\0b", {}, ["{folder}"]],
     "durable": COUNTS,
     "keep_last": COUNTS,
     "keep_every": COUNTS,
@@ -109,6 +110,7 @@ GOOD: dict[str, list[Any]] = {
     "gradient_accumulation_steps": [1, 4, np.int64(2)],
     "prefetch": [True, False],
     "weights": [None],
+    "run_dir": [None, "{folder}", Path("{folder}") / "run"],
     "durable": [0, 1, np.int64(5)],
     "keep_last": [0, 2],
     "keep_every": [0, 10],
@@ -240,7 +242,8 @@ def outcome_of(case: Case, folders: Folders) -> Outcome:
         )
     if case.wrong:
         return Outcome("passed", "nothing was said")
-    untouched = folders.are_untouched() or bool(case.options.get("durable"))  # which leaves a store, to go on from
+    leaves = case.options.get("durable") or case.options.get("run_dir")  # a store to go on from, a record of the run
+    untouched = folders.are_untouched() or bool(leaves)
     return Outcome("passed", None if untouched else "something was left behind")
 
 
