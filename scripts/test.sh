@@ -7,6 +7,6 @@ cd "$root"
 "$venv/bin/python" -m ruff check .
 "$venv/bin/python" -m mypy
 "$venv/bin/lint-imports"
-# Several processes share the cores: threads of torch that wait by spinning would take them from the others.
-export OMP_WAIT_POLICY=passive
+# Several processes share the cores: each has one thread of torch, and those of tests that ask for more wait without spinning.
+export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 exec "$venv/bin/python" -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal "$@"

@@ -31,7 +31,7 @@ class GpuPrograms:
         try:
             self._module(_FIRST_PROGRAM)
         except (CompilerMissing, DriverError) as error:
-            return str(error)
+            return str(error.args[0])
         return None
 
     def on(self, stream: int) -> GpuKernels:

@@ -93,7 +93,10 @@ def test_a_reader_that_has_had_enough_is_no_fault(tmp_path: Path):
     os.close(reader)
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "offload", "explain", "StorageFull"], stdout=writer, stderr=subprocess.PIPE, check=False
+            [sys.executable, "-m", "offload", "explain", "StorageFull"],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            check=False,
         )
     finally:
         os.close(writer)

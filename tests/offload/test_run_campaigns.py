@@ -14,7 +14,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 @pytest.mark.parametrize(
     ("script", "options", "words"),
     [
-        ("run_kill.py", ["--seed", "11", "--kills", "6"], "kills: the same bits"),
+        ("run_kill.py", ["--seed", "11", "--kills", "3"], "kills: the same bits"),
         ("run_power_cut.py", ["--seed", "11", "--states", "24"], "'at the acknowledged step': "),
         ("run_full_disk.py", ["--seed", "4", "--trials", "1", "--program", "1", "--on", "tmpfs"], "'trials': 1"),
     ],

@@ -78,7 +78,7 @@ def test_clipping_is_told_apart_where_it_is_set(capsys: pytest.CaptureFixture[st
         (["--parameters", "7e9", "--tune"], "--tune takes real steps"),
         (["model", "--write", "x.json"], "--write"),
         (["no_such_module:build"], "No module named 'no_such_module'"),
-        (["/nowhere"], "not a config of a model"),
+        (["/nowhere"], "there is no such file or directory"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]):

@@ -95,8 +95,11 @@ def test_a_config_of_hugging_face(tmp_path: Path):
         model = from_hugging_face(path)
         assert (model.layers, model.width, model.attention_width, model.vocabulary) == (3, 64, 64, 500)
         assert next(model.module.parameters()).is_meta
-    with pytest.raises(ConfigError, match="not a config of a model"):
+    with pytest.raises(ConfigError, match="there is no such file or directory"):
         from_hugging_face(tmp_path / "nothing")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "none that there is"}))
+    with pytest.raises(ConfigError, match="not a config of a model"):
+        from_hugging_face(tmp_path)
 
 
 def test_only_the_experts_that_a_token_passes_compute(tmp_path: Path):

@@ -140,7 +140,7 @@ def test_without_a_terminal_a_tenth_of_the_way_is_a_line(capsys) -> None:
 def test_on_a_terminal_it_is_one_line_that_moves(monkeypatch) -> None:
     main, terminal = os.openpty()
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("COLUMNS", "300")
     with open(terminal, "w") as stderr, OffloadEngine(Tiny()) as engine:  # noqa: PTH123
         monkeypatch.setattr(sys, "stderr", stderr)
         engine.add_observer(LiveLine(3))
