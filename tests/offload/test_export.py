@@ -464,9 +464,9 @@ def in_a_process(folder: Path, program: str) -> Any:
 
 
 def make_large() -> nn.Module:
-    """47 million parameters, 94 MB in bf16."""
+    """30 million parameters, 60 MB in bf16."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(30_000, 512), *(Block(512) for _ in range(15)))
+    return nn.Sequential(nn.Embedding(30_000, 512), *(Block(512) for _ in range(7)))
 
 
 def test_peak_memory_is_that_of_a_unit_and_a_tile(tmp_path: Path):
@@ -499,7 +499,7 @@ print(json.dumps(found))
     )
     sizes = {path.name: sum(f.stat().st_size for f in path.iterdir()) for path in tmp_path.iterdir() if path.is_dir()}
     print(found, exported, sizes)
-    assert sizes["fp32"] > 180e6 and sizes["b"] > 540e6
+    assert sizes["fp32"] > 110e6 and sizes["b"] > 340e6
     assert found["budget"] < 90e6
     assert max(found["bf16"], found["fp32"]) < 16 << 20
     assert max(exported["safetensors"], exported["dcp"]) < 40 << 20

@@ -22,10 +22,26 @@ def _bench(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_run_has_what_the_plots_and_other_programs_read(tmp_path: Path):
+    """A budget that is too small and another installation that cannot run are reported, and the others go on."""
     plot = tmp_path / "step.png"
-    systems = ["--systems", "in_memory", "engine", "--budgets", "all", "least"]
+    other = tmp_path / "other" / "offload"
+    other.mkdir(parents=True)
+    (other / "__init__.py").write_text("raise SystemExit('this is the other one')")
+    systems = [
+        "--systems",
+        "in_memory",
+        "engine",
+        "--budgets",
+        "all",
+        "least",
+        "1B",
+        "--against",
+        f"old={other.parent}",
+    ]
     done = _bench(tmp_path, *systems, "--json", "--plot", str(plot))
     assert done.returncode == 0, done.stderr
+    assert "engine 1B" in done.stderr and "BudgetError" in done.stderr
+    assert "engine old all: this is the other one" in done.stderr
     runs = json.loads(done.stdout)["runs"]
     assert [(run["system"], run["budget"]) for run in runs] == [
         ("in_memory", ""),
@@ -47,19 +63,3 @@ def test_every_run_has_what_the_plots_and_other_programs_read(tmp_path: Path):
     assert in_memory["losses"] == pytest.approx(ample["losses"], rel=1e-3)
     assert ample["losses"] == least["losses"]
     assert plot.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_system_that_cannot_run_is_reported_and_the_others_go_on(tmp_path: Path):
-    done = _bench(tmp_path, "--systems", "in_memory", "engine", "--budgets", "1B", "--json")
-    assert done.returncode == 0
-    assert "BudgetError" in done.stderr
-    assert [run["system"] for run in json.loads(done.stdout)["runs"]] == ["in_memory"]
-
-
-def test_another_installation_takes_turns_with_this_one(tmp_path: Path):
-    other = tmp_path / "other" / "offload"
-    other.mkdir(parents=True)
-    (other / "__init__.py").write_text("raise SystemExit('this is the other one')")
-    done = _bench(tmp_path, "--systems", "engine", "--budgets", "all", "--against", f"old={other.parent}", "--json")
-    assert [run["system"] for run in json.loads(done.stdout)["runs"]] == ["engine"]
-    assert "engine old all: this is the other one" in done.stderr
