@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from offload.errors import ConfigError as ConfigError
     from offload.errors import DeviceMemoryError as DeviceMemoryError
     from offload.errors import NonFiniteGradient as NonFiniteGradient
+    from offload.errors import RankError as RankError
     from offload.errors import TorchUnsupported as TorchUnsupported
     from offload.errors import WaitTimeout as WaitTimeout
     from offload.errors import WeightsError as WeightsError
@@ -43,6 +44,7 @@ _HOMES = {
     "ConfigError": "offload.errors",
     "DeviceMemoryError": "offload.errors",
     "NonFiniteGradient": "offload.errors",
+    "RankError": "offload.errors",
     "TorchUnsupported": "offload.errors",
     "WaitTimeout": "offload.errors",
     "WeightsError": "offload.errors",

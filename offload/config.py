@@ -91,6 +91,17 @@ class OffloadConfig:
     run_dir: str | os.PathLike[str] | None = None
     """A directory that gets the record of the run, step by step; ``offload report`` makes a page of it. A run that goes
     on from a checkpoint goes on there, too. None: no record."""
+    mesh: Any = None
+    """A ``torch.distributed.device_mesh.DeviceMesh`` of one dimension, whose ranks train one model together: each holds
+    an equal part of every unit. None: all processes of ``torch.distributed``, if it is initialised or a launcher such
+    as torchrun has started several. ``host_memory`` and ``nvme_capacity`` are a machine's: its ranks share them."""
+    shard: Literal["auto", "states", "gradients", "weights"] = "auto"
+    """What ranks hold parts of, as ZeRO 1, 2 and 3 do: optimizer states; gradients, too; weights, too. The first ones
+    move the fewest bytes, the last one takes the least memory. "auto": the first one that needs no NVMe, else the
+    last."""
+    rank_timeout: float = 60.0
+    """Seconds without a sign of life after which a rank counts as gone, and all end with one error. A rank that
+    computes for longer gives signs of life."""
     prefetch: bool = True
     """Read weights before they are asked for. False: on demand only, to measure what prefetching gains."""
 
@@ -129,6 +140,12 @@ class OffloadConfig:
             self._check(name, values.as_count, 0)
         if self.run_dir is not None:
             self._check("run_dir", values.as_path)
+        if self.mesh is not None and not (hasattr(self.mesh, "mesh") and hasattr(self.mesh, "get_coordinate")):
+            values.refuse("mesh", "a torch.distributed.device_mesh.DeviceMesh, or None", self.mesh)
+        self._check("shard", values.as_choice, ("auto", "states", "gradients", "weights"))
+        self._check("rank_timeout", values.as_number)
+        if self.rank_timeout < 1:
+            values.refuse("rank_timeout", "at least 1 second", self.rank_timeout)
         self._check("prefetch", values.as_flag)
         self._check_together()
 

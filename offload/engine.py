@@ -19,20 +19,22 @@ from offload import torch_internals, values
 from offload.birth import from_pretrained
 from offload.birth.birth import Birth
 from offload.checkpoint.export import MAX_SHARD_BYTES, save_model
-from offload.config import OffloadConfig
+from offload.config import OPTIMIZERS, OffloadConfig
 from offload.errors import ConfigError, limits_named, warn
 from offload.model.handle import Handle
 from offload.model.inputs import Inputs
 from offload.optim.choose import choose, has_kernel
 from offload.optimizer import OffloadOptimizer
 from offload.plan.plan import Plan
-from offload.planning import check_backend, open_device, plan_for
+from offload.planning import check_backend, check_paths, open_device, plan_for
+from offload.ranks.machine import bind, share
+from offload.ranks.world import World, find_world
 from offload.report.report import Bandwidths, Report
 from offload.run.about import about, fingerprint
 from offload.run.directory import RunDirectory
 from offload.run.observer import Observer
 from offload.session import Session, with_measured_memory
-from offload.units import UnitSpec
+from offload.units import UnitSpec, shard_unit
 from offload.units.find import find_units
 from swapper import OffloadError, readable_bytes
 
@@ -62,8 +64,6 @@ class OffloadEngine:
                 "the model's parameters are in an engine already. Its unwrap() gives an ordinary model back; after "
                 "close() they are gone: build the model again."
             )
-        if config.optimizer is not None:
-            _refuse_ranks()
         self.module = model
         self.config = config.of_model(model)
         with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"), limits_named():
@@ -97,21 +97,29 @@ class OffloadEngine:
     def _make(self, model: nn.Module) -> Session:
         torch_internals.check()
         check_backend(self.config.io_backend)
-        units = find_units(model, in_pieces=has_kernel(self.config.optimizer), dtype=self.config.dtype)
+        config, world, sharers = self.config, find_world(self.config.mesh), 1
+        if world is not None:
+            config, sharers = _of_rank(config, world)
+        num_ranks = 1 if world is None else world.size
+        in_pieces, dtype = has_kernel(self.config.optimizer), self.config.dtype
+        units = find_units(model, in_pieces=in_pieces, dtype=dtype, num_ranks=num_ranks)
         if not units:
             raise ConfigError("the model has no floating-point parameters: there is nothing to offload")
         if self.config.optimizer is not None and not any(p.requires_grad for p in model.parameters()):
             warn("no parameter of the model requires grad: the engine will train nothing (optimizer=None says that)")
-        choice = choose(self.config, units)
+        if world is not None:
+            _refuse_for_ranks(units, self.config, world)
+        shards = units if world is None else [shard_unit(unit, world.rank, world.size) for unit in units]
+        choice = choose(self.config, shards)
         device = open_device(self.config.device)
         _refuse_quantised_elsewhere(units, self.config, torch.device("cpu") if device is None else device.torch_device)
         self._inputs = Inputs(device, self.config.dtype)
-        plan = plan_for(self.config, units, choice, device)
-        path = self.config.run_path
+        plan = plan_for(config, units, choice, device, world, shards)
+        path = self.config.run_path if world is None or world.rank == 0 else None
         run = None if path is None else RunDirectory(path, fingerprint(plan))
         try:
             with contextlib.closing(Birth(model, self.config.weights_path)) as birth:
-                session = Session(model, self.config, units, plan, choice, device, birth)
+                session = Session(model, config, units, shards, plan, choice, device, birth, world, sharers)
         except BaseException:
             if run is not None:
                 run.abandon()
@@ -326,7 +334,7 @@ class OffloadEngine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        self._session.close(error)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigError(
@@ -371,15 +379,32 @@ def _refuse_quantised_elsewhere(units: Sequence[UnitSpec], config: OffloadConfig
             )
 
 
-def _refuse_ranks() -> None:
-    """Raise ``ConfigError`` in one of several processes that are to train one model: each would train its own."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        world = distributed.get_world_size()
-    else:
-        world = int(os.environ.get("WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
-    if world > 1:
+def _of_rank(config: OffloadConfig, world: World) -> tuple[OffloadConfig, int]:
+    """The options of one rank, which has its part of the machine, and how many ranks share its drives."""
+    check_paths(config.paths)
+    nodes = world.exchange(bind(world.local_rank, len(world.local_ranks)))
+    own = share(config, world.local_rank, [nodes[rank] for rank in world.local_ranks])
+    config = own.config
+    if config.durable:  # a store that stays has a name
+        paths = [path / f"rank-{world.rank}-of-{world.size}" for path in config.paths]
+        for path in paths:
+            path.mkdir(exist_ok=True)
+        config = replace(config, nvme_path=paths)
+    return config, own.sharers
+
+
+def _refuse_for_ranks(units: Sequence[UnitSpec], config: OffloadConfig, world: World) -> None:
+    """Raise ``ConfigError`` for what several ranks cannot do."""
+    if str(config.device) != "cpu":
         raise ConfigError(
-            f"this is one of {world} processes of torch.distributed, and the engine trains in one: each would train a "
-            "model of its own. Start one process."
+            f"this is one of {world.size} ranks, and device={str(config.device)!r}: ranks compute on the CPU so far. "
+            "Leave device out, or start one process; give mesh= where other processes train other models."
         )
+    if not has_kernel(config.optimizer):
+        raise ConfigError(
+            f"this is one of {world.size} ranks, which hold parts of parameters, and an optimizer without a kernel may "
+            f"look at whole ones: optimizer= is one of {', '.join(OPTIMIZERS)}, or a class of torch that is one of them"
+        )
+    packed = next((spec for unit in units for spec in unit.parameters if spec.packing is not None), None)
+    if packed is not None:
+        raise ConfigError(f"this is one of {world.size} ranks, and parameter {packed.name} is quantised: start one")

@@ -43,6 +43,13 @@ class WaitTimeout(OffloadError):
     advice = "A disk or a device may hang: see `dmesg`. End the process."
 
 
+class RankError(OffloadError):
+    """A rank has failed, is gone, or does something else than the others: all of them end, with the same message."""
+
+    survives = "What every rank has committed or checkpointed."
+    advice = "Start all ranks again, as `torchrun --max-restarts` does, and go on from there: load_checkpoint."
+
+
 class TorchUnsupported(OffloadError):
     """This release of torch lacks, or has changed, something that the engine stands on."""
 

@@ -15,7 +15,7 @@ import torch
 import aio_ext
 from offload.config import OffloadConfig
 from offload.device.protocol import Device
-from offload.errors import BudgetError, ConfigError, warn
+from offload.errors import BudgetError, ConfigError, RankError, warn
 from offload.memory import available_bytes
 from offload.optim.choose import OptimizerChoice
 from offload.optim.formats import DEFAULT_TILE_BYTES, Formats
@@ -23,10 +23,12 @@ from offload.plan.buffers import NUM_LANDINGS, device_tile_bytes
 from offload.plan.device import DevicePlan, plan_device
 from offload.plan.placement import make_plan
 from offload.plan.plan import Plan, Tier, UnitPlan
+from offload.plan.ranks import PLACEMENTS, RanksPlan, plan_ranks
+from offload.ranks.world import World
 from offload.tiers.store import run_bytes
 from offload.tiers.window import CopyWindow, window_class
 from offload.units import UnitSpec, num_nested
-from swapper import StorageFull, StoreUnsafe, align, readable_bytes
+from swapper import OffloadError, StorageFull, StoreUnsafe, align, readable_bytes
 from swapper.paths import Directory, Medium, look_at
 
 AUTO_SHARE = 0.8
@@ -59,20 +61,67 @@ class Room:
 
 
 def plan_for(
-    config: OffloadConfig, units: Sequence[UnitSpec], choice: OptimizerChoice | None, device: Device | None
+    config: OffloadConfig,
+    units: Sequence[UnitSpec],
+    choice: OptimizerChoice | None,
+    device: Device | None,
+    world: World | None = None,
+    shards: Sequence[UnitSpec] = (),
 ) -> Plan:
-    """The plan for these units on this machine.
+    """The plan for these units on this machine: for a rank's ``shards`` of them, where there are several.
 
     Raises ``BudgetError`` for budgets that are too small, and what ``check_paths`` raises, also if all of it fits into
     memory: a wrong path is not kept until the day that it is needed.
     """
     check_paths(config.paths)
-    return plan_within(config, units, choice, _room(config, units, device))
+    room = _room(config, units, device, 1 if world is None else world.local_size)
+    if world is None:
+        return plan_within(config, units, choice, room)
+    for placement in PLACEMENTS if config.shard == "auto" else (config.shard,):
+        ranks = plan_ranks(units, Formats.of(config), placement, world.size)
+        plan, error = None, None
+        try:
+            plan = plan_within(config, shards, choice, room, ranks)
+        except OffloadError as raised:
+            error = raised
+        fits = plan is not None and not any(plan.nvme_bytes.values())
+        told = None if error is None else (str(error.args[0]), getattr(error, "needed_bytes", 0))
+        of_ranks = world.exchange((fits, told))  # all of them take the same placement, or raise
+        if all(fits for fits, _ in of_ranks):
+            break
+        if placement in (config.shard, PLACEMENTS[-1]):
+            _raise_first(error, [told for _, told in of_ranks], world)
+    assert plan is not None
+    return plan
 
 
-def plan_within(config: OffloadConfig, units: Sequence[UnitSpec], choice: OptimizerChoice | None, room: Room) -> Plan:
-    """The plan for these units in this room, which looks at no machine. Raises ``BudgetError``, and ``StorageFull`` for
-    ``durable`` without the room for it."""
+def _raise_first(own: OffloadError | None, told: Sequence[tuple[str, int] | None], world: World) -> None:
+    """Raise the first error of the ranks, if there is one; of budgets that are too small the one that asks for most.
+    Each comes with its message and ``needed_bytes``."""
+    if own is not None and not isinstance(own, BudgetError):
+        raise own
+    errors = [(rank, *error) for rank, error in enumerate(told) if error is not None]
+    if not errors:
+        return
+    rank, message, needed = max(errors, key=lambda error: error[2])
+    if not needed:
+        raise RankError(f"rank {rank}: {message}")
+    raise BudgetError(
+        f"{message} These are bytes of one rank: {world.local_size} ranks share what this machine has, so that "
+        f"{needed * world.local_size} are needed for all of them.",
+        needed * world.local_size,
+    )
+
+
+def plan_within(
+    config: OffloadConfig,
+    units: Sequence[UnitSpec],
+    choice: OptimizerChoice | None,
+    room: Room,
+    ranks: RanksPlan | None = None,
+) -> Plan:
+    """The plan for these units in this room, which looks at no machine; with ``ranks`` they are a rank's shards. Raises
+    ``BudgetError``, and ``StorageFull`` for ``durable`` without the room for it."""
     tile_bytes = None if config.tile_bytes == "auto" else int(config.tile_bytes)
     tiles_of = choice.rule.tiles_of if choice is not None else None
     device_plan = _plan_device(config, units, choice, room.device) if room.device is not None else None
@@ -85,10 +134,10 @@ def plan_within(config: OffloadConfig, units: Sequence[UnitSpec], choice: Optimi
         room.host_bytes,
         room.nvme_bytes,
         tile_bytes,
-        _compute_host_bytes(config, on_host, room.device),
+        _compute_host_bytes(config, on_host, room.device) + (0 if ranks is None else ranks.nbytes),
         num_backwards=config.gradient_accumulation_steps,
     )
-    early = choice is not None and choice.rule.repeatable
+    early = choice is not None and choice.rule.repeatable and ranks is None
     plan = make(early=early)
     if early and store_bytes(plan, config, early=True) > room.spare_bytes:
         early = False
@@ -103,19 +152,19 @@ def plan_within(config: OffloadConfig, units: Sequence[UnitSpec], choice: Optimi
             advice="Free some, give another path, raise host_memory or nvme_capacity, or leave durable out.",
         )
     two = choice is not None and has_room and plan.second_place_bytes > 0
-    plan = dataclasses.replace(plan, places=2 if two else 1, early=two and early)
+    plan = dataclasses.replace(plan, places=2 if two else 1, early=two and early, ranks=ranks)
     if device_plan is None:
         return plan
     resident = [_resident_unit(unit, choice) for unit in units if unit.index in device_plan.resident]
     return plan.with_resident(resident, device_plan)
 
 
-def _room(config: OffloadConfig, units: Sequence[UnitSpec], device: Device | None) -> Room:
-    """What the options leave a plan of this machine."""
+def _room(config: OffloadConfig, units: Sequence[UnitSpec], device: Device | None, num_local: int) -> Room:
+    """What the options leave a plan of this machine, which ``num_local`` ranks share."""
     host, nvme = config.host_memory, config.nvme_capacity
-    host_bytes = int(available_bytes() * AUTO_SHARE) if host == "auto" else int(host)
-    nvme_bytes = (1 << 62 if nvme == "auto" else int(nvme)) if config.paths else 0
-    spare_bytes = _free_bytes(config.paths) * AUTO_SHARE if nvme == "auto" else nvme_bytes
+    host_bytes = (int(available_bytes() * AUTO_SHARE) if host == "auto" else int(host)) // num_local
+    nvme_bytes = (1 << 62 if nvme == "auto" else int(nvme) // num_local) if config.paths else 0
+    spare_bytes = _free_bytes(config.paths) * AUTO_SHARE / num_local if nvme == "auto" else nvme_bytes
     if config.durable and nvme == "auto":  # what an earlier run has there is gone on from in its place
         spare_bytes += sum(map(run_bytes, config.paths))
     on_device = None

@@ -8,6 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ from offload.optim.loss_scale import LossScale
 from offload.optimizer import OffloadOptimizer, refuse_others
 from offload.plan.plan import Drives, Plan
 from offload.progress import Progress
+from offload.ranks.ranks import Ranks
+from offload.ranks.world import World
 from offload.report.meter import Meter
 from offload.report.report import Report
 from offload.report.reporter import Reporter
@@ -80,11 +83,17 @@ class Session:
         model: nn.Module,
         config: OffloadConfig,
         units: Sequence[UnitSpec],
+        shards: Sequence[UnitSpec],
         plan: Plan,
         choice: OptimizerChoice | None,
         device: Device | None,
         birth: Birth,
+        world: World | None = None,
+        sharers: int = 1,
     ) -> None:
+        """``shards`` are what this rank has of the ``units``: the units themselves, where there is one. ``plan`` and
+        ``choice`` are theirs. ``sharers``: ranks that use the same drives."""
+        self._sharers = sharers
         self.config = config
         self.plan = plan
         self.failure = Failure()
@@ -106,12 +115,19 @@ class Session:
         """The present use of each unit by compute."""
         self._closers = Closers()
         self._closers.callback(self.watch.close)
+        self._ranks: Ranks | None = None
+        self._shards = shards
+        if world is not None:
+            self._ranks = Ranks(world, units, shards, config.rank_timeout, self.failure)
         try:
             self._build(model, choice, birth, self._closers)
-        except BaseException:
+        except BaseException as error:
+            self._leave(error)
             self.failure.record(OffloadError(_NOT_MADE))  # handles may stand in the model already
             self._closers.close()
             raise
+        if self._ranks is not None:  # before anything is undone: others may still need this rank's part
+            self._closers.callback(partial(self._ranks.leave, None))
         self.meter.restart()
 
     # What the engine asks.
@@ -148,6 +164,8 @@ class Session:
         self, micro_batches: Iterable[Any], function: Callable[[Any], Any], num_at_once: int | None
     ) -> list[Any]:
         """See ``OffloadEngine.together``."""
+        if self._ranks is not None:
+            raise ConfigError("engine.together() is for one rank: run the micro-batches in a loop, or in one batch.")
         if self._device is not None:
             raise ConfigError(
                 "engine.together() is for models that compute on the CPU: a device's backward runs in a thread of "
@@ -221,17 +239,24 @@ class Session:
             module._parameters[name] = parameters[key]
         self.close()
 
-    def close(self) -> None:
-        """End it: transfers in flight are waited for, memory and disk are given back. Safe to call twice."""
+    def close(self, error: BaseException | None = None) -> None:
+        """End it, because of this ``error`` if of one: transfers in flight are waited for, memory and disk are given
+        back. Safe to call twice."""
         try:
             self.checkpoints.finish()
         finally:
+            self._leave(error)
             self.failure.record(OffloadError(_CLOSED))
             try:
                 self._hooks.reset()
             finally:
                 self._hooks.remove()
                 self._closers.close()
+
+    def _leave(self, error: BaseException | None) -> None:
+        """This rank ends, and with an error all of them do."""
+        if self._ranks is not None:
+            self._ranks.leave(error)
 
     # What the hooks tell.
 
@@ -347,6 +372,8 @@ class Session:
         self._verdict.check(self._optimizer.param_groups)
         self._warn_of_lost_parameters()
         self._warn_of_used_gradients()
+        if self._ranks is not None:
+            self._ranks.agree(f"step {self.progress.global_step + 1}")
         self._tiers.intake.settle()
 
     def _take_step(self, loss_scale: float | None) -> None:
@@ -411,12 +438,12 @@ class Session:
         """The step is certain: hand it to those who carry it out."""
         increment_version([p for spec in self._verdict.stepping for p in self._backings[spec].in_use])
         tiers, updates = self._tiers, self._updates
-        tiers.compute.outdate([update.unit for update in step])
+        tiers.compute.outdate(self._verdict.stepping_units)
         on_host = step if updates.resident is None else updates.resident.update(step)
         tiers.host.begin_updates([update.unit for update in on_host])
         remaining = updates.early.confirm(on_host)
-        for update in step:
-            tiers.intake.forget(update.unit)
+        for unit in self._verdict.stepping_units:
+            tiers.intake.forget(unit)
         self._forget_what_was_expected()
         self.progress.global_step += 1
         self.checkpoints.step_taken()
@@ -481,13 +508,14 @@ class Session:
         belongings = Belongings(self._units)
         had_states = choice.states() if choice is not None else {}
         self._build_tiers(choice, closers)
-        handles = make_handles(self._units, self._tiers.parameters, self._outside)
-        self._backings = handles.backings
-        self._specs = handles.specs_by_parameter()
+        handles = make_handles(self._units, self._shards, self._tiers.parameters, self._outside)
+        of_shards = handles.of_shards(self._ranks)
+        self._backings = {**handles.backings, **of_shards.backings}
+        self._specs = of_shards.specs_by_parameter()
         self._take_over(model, birth, handles, closers)
         belongings.give(handles.of_model, {spec: backing.in_use[0] for spec, backing in handles.backings.items()})
         closers.callback(give_ordinary_state_dicts(self._units, self._outside.spooled))
-        training = None if choice is None else self._build_optimizer(model, choice, had_states, handles, closers)
+        training = None if choice is None else self._build_optimizer(model, choice, had_states, of_shards, closers)
         self._build_checkpoints(model, training, closers)
         self.bandwidths = store_bandwidths(self._tiers)
         link = None if self._tiers.on_device is None else self._tiers.on_device.link
@@ -507,11 +535,21 @@ class Session:
         rule = choice.rule if choice is not None else None
         on_device = plan.device is not None and plan.device.obstacle is None and rule is not None
         self._tiers = tiers = make_tiers(
-            plan, config, self._device, self.failure, self.meter, closers, squares_on_device=on_device
+            self._units,
+            plan,
+            config,
+            self._device,
+            self._ranks,
+            self.failure,
+            self.meter,
+            closers,
+            sharers=self._sharers,
+            squares_on_device=on_device,
+            is_last_backward=self._is_last_backward,
         )
         # Asked for several times in each use of a unit.
         self._begin_compute, self._end_compute = tiers.compute.begin, tiers.compute.end
-        self._wait_for_update = tiers.host.wait_for_update
+        self._wait_for_update = tiers.host.wait_for_update if self._ranks is None else _nothing
         self._take, self._close_gradients = tiers.intake.take, tiers.intake.close
         self._early_of: Mapping[UnitSpec, object] = {}
         updates: Updates | None = None
@@ -534,6 +572,8 @@ class Session:
             tiers.intake.settle,
             Spooled(config.paths if any(plan.nvme_bytes.values()) else ()),
             _nothing if updates is None else updates.updater.invalidate,
+            self._ranks,
+            tiers.gathered,
         )
 
     def _take_over(self, model: nn.Module, birth: Birth, handles: Handles, closers: Closers) -> None:
@@ -542,8 +582,13 @@ class Session:
         buffers = [slot.address for slot in tiers.slots], [lease.address for lease in tiers.tile_buffers]
         replaced = (spec.parameter for unit in units for spec in unit.parameters)
         self._replaced = {id(parameter): weakref.ref(parameter) for parameter in replaced if parameter.requires_grad}
-        loader = Loader(tiers.homes, self._outside.rule, self.plan.formats, config.dtype, birth.value, *buffers)
-        loader.load(birth.shown(units), handles.at_sites, handles.of_model)
+
+        def value(spec: ParameterSpec) -> torch.Tensor:
+            return spec.shard_of(birth.value(spec.whole or spec))
+
+        loader = Loader(tiers.homes, self._outside.rule, self.plan.formats, config.dtype, value, *buffers)
+        shown = zip(birth.shown(units), self._shards, strict=True)
+        loader.load(shown, handles.at_sites, handles.of_model)
         birth.fill_rest()
         convert_statistics(model, config.dtype)
         if self._device is not None:
@@ -567,12 +612,12 @@ class Session:
         """``had_states``: what the optimizer that was given has of earlier steps."""
         gradients = self._tiers.gradients
         named_order = [spec for p in model.parameters() for spec in self._specs.get(p, ())]
-        self._verdict = Verdict(self._units, gradients, named_order, handles.of_model, choice.rule)
+        self._verdict = Verdict(self._shards, gradients, named_order, handles.of_model, choice.rule)
         states = OptimizerStates(
-            self._units,
+            self._shards,
             self._specs,
             self._backings,
-            States(choice.rule, self._units, self._tiers.homes),
+            States(choice.rule, self._shards, self._tiers.homes, self._outside.joined),
             self._verdict,
             self._outside,
             self.wait_for_updates,
@@ -598,11 +643,11 @@ class Session:
         return Training(self.optimizer, self._specs, choice.rule, self._verdict, gradients, self.drop_gradients)
 
     def _build_checkpoints(self, model: nn.Module, training: Training | None, closers: Closers) -> None:
-        run = RunState(model, self._units, self.progress, self.config.gradient_dtype, self.wait_for_updates, training)
+        run = RunState(model, self._shards, self.progress, self.config.gradient_dtype, self.wait_for_updates, training)
         self.checkpoints = Checkpoints(
             run,
             self.config,
-            self._units,
+            self._shards,
             self._tiers,
             self._outside,
             self.torch_device,
@@ -623,9 +668,9 @@ class Session:
 
     def _check_room_for_all(self) -> None:
         """Raise ``BudgetError`` if the weights and the gradients that are there do not fit into memory."""
-        numel = sum(spec.numel for unit in self._units for spec in unit.parameters)
+        numel = sum(spec.shape.numel() for unit in self._units for spec in unit.parameters)
         if self.optimizer is not None:
-            numel += sum(spec.numel for unit in self._units for spec in self._tiers.gradients.of(unit))
+            numel += sum(s.whole_shape.numel() for unit in self._shards for s in self._tiers.gradients.of(unit))
         needed = numel * self.config.dtype.itemsize
         free = available_bytes() if self._device is None else self._device.free_bytes()
         if needed > free:
@@ -634,6 +679,11 @@ class Session:
                 "free: the model stays the engine's.",
                 needed,
             )
+
+    def _is_last_backward(self) -> bool:
+        """The backward under way is the last one of a step, as far as calls of ``backward`` tell."""
+        steps = self.config.gradient_accumulation_steps
+        return steps == 1 or (self._hooks.lane.gradient_scale is not None and self.progress.num_backwards + 1 == steps)
 
     def _in_training(self) -> bool:
         """The present use of a unit belongs to a step that will change it."""

@@ -7,7 +7,7 @@ version, instead of a wrong number or a crash later on.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import cache
 from operator import methodcaller
 from typing import Any
@@ -241,3 +241,14 @@ _TRIALS: dict[str, Callable[[], bool]] = {
     "torch.utils._pytree": _try_containers,
     "wrapper subclasses of Tensor": _try_wrapper,
 }
+
+
+def own_store(prefix: str) -> Any:
+    """The store that the processes of ``torch.distributed`` share, with keys of one's own; where it can be had, by a
+    connection of one's own, too: another thread may use the common one to wait for something."""
+    from torch.distributed import distributed_c10d
+
+    store = _found(distributed_c10d, "_get_default_store")()
+    with suppress(AttributeError, RuntimeError, NotImplementedError):  # only some stores can be reached twice
+        store = store.clone()
+    return _found(distributed_c10d, "PrefixStore")(prefix, store)

@@ -11,14 +11,14 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
-from offload.errors import WaitTimeout
+from offload.errors import RankError, WaitTimeout
 from swapper import OffloadError, StorageError
 
 WAIT_TIMEOUT_S = 600.0
 """No wait for another thread may take longer: something has died that did not say so."""
 
-FATAL = (StorageError, WaitTimeout)
-"""A fault of a disk or of another thread, wherever it is met, ends the engine."""
+FATAL = (StorageError, WaitTimeout, RankError)
+"""A fault of a disk, of another thread or of another rank, wherever it is met, ends the engine."""
 
 _SLICE_S = 0.1
 """A wait looks this often whether something has failed meanwhile."""
@@ -35,14 +35,23 @@ class Failure:
         self._lock = threading.Lock()
         """Guards ``_error``. Innermost: nothing else is taken while it is held."""
         self._error: BaseException | None = None
+        self.told: Callable[[], object] = _nobody
+        """Called, in any thread, when there is a first error."""
         _failures.add(self)
 
     def record(self, error: BaseException) -> BaseException:
         """Keep ``error`` unless there was one before it; returns the one that is kept."""
         with self._lock:
-            if self._error is None:
-                self._error = error
-            return self._error
+            is_first, first = self._error is None, self._error or error
+            self._error = first
+        if is_first:
+            self.told()
+        return first
+
+    @property
+    def first(self) -> BaseException | None:
+        """The first error, if there was one."""
+        return self._error
 
     @property
     def is_known(self) -> bool:
@@ -68,6 +77,10 @@ class Failure:
             self.raise_first(error)
 
 
+def _nobody() -> None:
+    return None
+
+
 _failures: weakref.WeakSet[Failure] = weakref.WeakSet()
 
 
@@ -75,6 +88,7 @@ def _fail_in_child() -> None:
     """A process that was forked has the engine's memory, and none of its threads: its first call must not wait."""
     for failure in list(_failures):
         failure._lock = threading.Lock()  # another thread may have held it
+        failure.told = _nobody
         failure._error = OffloadError(
             "the engine belongs to the process that made it, and this one was forked from it: use the model there, or "
             "start this process without it (DataLoader workers need the data alone)"

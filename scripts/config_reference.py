@@ -20,6 +20,7 @@ _GROUPS = {
     "The optimizer": ("optimizer", "lr", "betas", "eps", "weight_decay", "optimizer_options", "moments_dtype"),
     "A step": ("gradient_clipping", "gradient_accumulation_steps"),
     "Checkpoints and records": ("durable", "keep_last", "keep_every", "run_dir"),
+    "Several ranks": ("mesh", "shard", "rank_timeout"),
     "How bytes move": ("io_backend", "tile_bytes", "prefetch"),
 }
 _HEAD = """\

@@ -122,7 +122,7 @@ class OptimizerStates:
             found.update(self._states.split(specs, values))
             if _MASTER in values:
                 for spec in specs:
-                    found[spec][_MASTER] = spec.part_of(values[_MASTER])
+                    found[spec][_MASTER] = (spec.whole or spec).part_of(values[_MASTER])
         return found
 
 

@@ -15,8 +15,10 @@ from offload.model.gradient_handle import GradientBacking, GradientHandle
 from offload.model.handle import value_of
 from offload.optim.formats import Formats
 from offload.optim.rule import Rule
+from offload.ranks.ranks import Ranks
 from offload.spooled import Spooled
 from offload.tiers.compute import Compute
+from offload.tiers.gathered import GatheredWeights
 from offload.tiers.gradients import Gradient, GradientStore
 from offload.tiers.home import TileHomes, UnitHomes
 from offload.tiers.host_weights import HostWeights
@@ -55,9 +57,13 @@ class Outside:
         settle: Callable[[], None],
         spooled: Spooled,
         invalidate: Callable[[UnitSpec], None],
+        ranks: Ranks | None,
+        gathered: GatheredWeights | None,
     ) -> None:
-        """``settle`` returns when all gradients are in their places. ``invalidate`` makes void what was computed from a
-        unit's weights, gradients or states before the step; see ``EarlyUpdates.invalidate``."""
+        """``homes``, ``host`` and ``gradients`` are of this rank's shards, where there are several ``ranks``;
+        ``gathered`` has whole units then. ``settle`` returns when all gradients are in their places. ``invalidate``
+        makes void what was computed from a unit's weights, gradients or states before the step; see
+        ``EarlyUpdates.invalidate``."""
         self.gradients = gradients
         self.failure = failure
         self.formats = formats
@@ -66,6 +72,8 @@ class Outside:
         self.device = device
         self.settle = settle
         self.spooled = spooled
+        self.ranks = ranks
+        self._gathered = gathered
         self.zeroing = Zeroing.DONE
         self._homes = homes
         self._host = host
@@ -77,7 +85,10 @@ class Outside:
     def changing(self, units: Sequence[UnitSpec]) -> None:
         """Weights, gradients or states of these units are about to change: early updates of them are void, and nothing
         else uses them any more. Every change of their bytes from outside comes through here; a factor for a gradient
-        needs no such care, since an early update that was made without it does not pass the verdict."""
+        needs no such care, since an early update that was made without it does not pass the verdict. All ranks come
+        through here together."""
+        if self.ranks is not None:
+            self.ranks.agree("a change of parameters")
         for unit in units:
             self.dropping(unit)
             self._host.wait_for_update(unit)
@@ -93,6 +104,21 @@ class Outside:
         """The address of one parameter's weights, once the last step's update has reached them."""
         with self._borrow(unit, change=False) as address:
             yield address + spec.offset * self.formats.weights
+
+    @contextlib.contextmanager
+    def whole_weights(self, unit: UnitSpec, spec: ParameterSpec) -> Iterator[int]:
+        """The same of all of a parameter of which ``spec`` may be a rank's shard. A rank may do this by itself as long
+        as the others go on."""
+        if self._gathered is None or spec.whole is None:
+            with self.weights(unit, spec) as address:
+                yield address
+            return
+        with self._gathered.borrow(unit) as address:
+            yield address + spec.whole.offset * self.formats.weights
+
+    def joined(self, what: str, part: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
+        """All of something of which each rank has a part, flat, for all ranks together; ``what`` says which."""
+        return part if self.ranks is None else self.ranks.collectives.join(f"{what} of {spec.name}", part.reshape(-1))
 
     @contextlib.contextmanager
     def weights_to_change(self, unit: UnitSpec, spec: ParameterSpec) -> Iterator[int]:
@@ -179,29 +205,32 @@ class ParameterBacking:
 
     def read(self) -> torch.Tensor:
         """A copy of the value, once the last step's update has reached it."""
-        with self._outside.failure, self._outside.weights(self._unit, self._spec) as address:
-            return self._tensor(address).clone()
+        shape = self._spec.whole_shape
+        with self._outside.failure, self._outside.whole_weights(self._unit, self._spec) as address:
+            return tensor_at(address, shape.numel(), self._outside.dtype).view(shape).clone()
 
     def write(self, value: torch.Tensor) -> None:
         """Set the value. The fp32 master becomes exactly this, unless it is rounded to this already; moments stay as
         they are."""
         outside, unit, spec = self._outside, self._unit, self._spec
         with outside.failure, outside.weights_to_change(unit, spec) as address, torch.no_grad():
-            rounded = value.to("cpu", outside.dtype).view(self._spec.shape)
+            own = spec.shard_of(value).view(spec.shape)
+            rounded = own.to("cpu", outside.dtype)
             if outside.formats.master and torch.equal(self._tensor(address), rounded):
                 return
-            self._tensor(address).copy_(value)
+            self._tensor(address).copy_(own)
             outside.write_master(unit, spec, address)
 
     def read_master(self) -> torch.Tensor:
         """A copy of the fp32 master."""
-        with self._outside.failure:
-            return self._outside.read_master(self._unit, self._spec).view(self._spec.shape)
+        outside, spec = self._outside, self._spec
+        with outside.failure:
+            return outside.joined("the master", outside.read_master(self._unit, spec), spec).view(spec.whole_shape)
 
     def write_master(self, value: torch.Tensor) -> None:
         """Set the fp32 master, and the weight to what it is rounded to."""
         outside, unit, spec = self._outside, self._unit, self._spec
-        flat = value.detach().to("cpu", torch.float32).reshape(-1)
+        flat = spec.shard_of(value.detach()).to("cpu", torch.float32).reshape(-1)
         with outside.failure, outside.weights_to_change(unit, spec) as address, torch.no_grad():
             outside.write_master(unit, spec, address, flat)
 
@@ -212,7 +241,7 @@ class ParameterBacking:
         if backing is None:
             return None
         if self._gradient_handle is None:
-            self._gradient_handle = self.gradient_handle(backing, self._spec.shape)
+            self._gradient_handle = self.gradient_handle(backing, self._spec.whole_shape)
         return self._gradient_handle
 
     @gradient.setter
@@ -227,7 +256,7 @@ class ParameterBacking:
                 outside.gradients.discard(unit, spec)
             else:
                 outside.changing([unit])
-                outside.gradients.write(unit, spec, value_of(value).detach())
+                outside.gradients.write(unit, spec, spec.shard_of(value_of(value).detach()))
 
     def gradient_backing(self) -> PlainGradientBacking | None:
         """What a handle on the gradient needs, if there is a gradient."""
@@ -299,13 +328,16 @@ class PlainGradientBacking:
     def read(self) -> torch.Tensor:
         with self._outside.failure:
             self._known()
-            return self._outside.gradients.read(self._unit, self.spec).to(self._outside.dtype)
+            own = self._outside.gradients.read(self._unit, self.spec)
+            return (
+                self._outside.joined("the gradient", own, self.spec).view(self.spec.whole_shape).to(self._outside.dtype)
+            )
 
     def write(self, value: torch.Tensor) -> None:
         self._outside.zeroing = Zeroing.DONE  # zeros, it may be
         with self._outside.failure:
             self._outside.changing([self._unit])
-            self._outside.gradients.write(self._unit, self.spec, value)
+            self._outside.gradients.write(self._unit, self.spec, self.spec.shard_of(value))
 
     # What clip_grad_norm_ asks of each gradient, without bringing it in.
 

@@ -16,6 +16,7 @@ from offload.model.handle import Backing, Handle, make_handle
 from offload.model.identity import take_over
 from offload.model.packed_handle import PackedBacking, PackedHandle
 from offload.model.piecewise import PiecewiseHandle
+from offload.ranks.ranks import Ranks
 from offload.spooled import Spooled
 from offload.units import ParameterSpec, UnitSpec, WeightInPieces
 
@@ -34,6 +35,17 @@ class Handles:
     of_model: dict[ParameterSpec, nn.Parameter]
     backings: dict[ParameterSpec, ParameterBacking]
 
+    def of_shards(self, ranks: Ranks | None) -> Handles:
+        """The same by what this rank has of each parameter."""
+        if ranks is None:
+            return self
+        own = ranks.shard_of
+        return Handles(
+            {own[spec]: handle for spec, handle in self.at_sites.items()},
+            {own[spec]: handle for spec, handle in self.of_model.items()},
+            {own[spec]: backing for spec, backing in self.backings.items()},
+        )
+
     def specs_by_parameter(self) -> dict[nn.Parameter, list[ParameterSpec]]:
         """The model's parameters, each with its spec, or those of its pieces in order."""
         found: dict[nn.Parameter, list[ParameterSpec]] = {}
@@ -42,17 +54,19 @@ class Handles:
         return found
 
 
-def make_handles(units: Sequence[UnitSpec], in_use: Sequence[Sequence[nn.Parameter]], outside: Outside) -> Handles:
+def make_handles(
+    units: Sequence[UnitSpec], shards: Sequence[UnitSpec], in_use: Sequence[Sequence[nn.Parameter]], outside: Outside
+) -> Handles:
     """A handle for each parameter, and for each piece of a large one. ``in_use`` are the parameters in the window of
-    each unit.
+    each unit, ``shards`` what this rank has of it: the units themselves, where there is one.
 
     The objects that stood in the model are the handles from now on, as far as torch allows it (``identity.py``).
     """
     dtype, device = outside.dtype, outside.device
     backings = {
-        spec: _backing(unit, spec, outside, parameter)
-        for unit, parameters in zip(units, in_use, strict=True)
-        for spec, parameter in zip(unit.parameters, parameters, strict=True)
+        spec: _backing(shard, own, outside, parameter)
+        for unit, shard, parameters in zip(units, shards, in_use, strict=True)
+        for spec, own, parameter in zip(unit.parameters, shard.parameters, parameters, strict=True)
     }
     at_sites = {}
     for spec, own in backings.items():

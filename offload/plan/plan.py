@@ -8,6 +8,7 @@ from enum import Enum
 
 from offload.optim.formats import Formats
 from offload.plan.device import MARGIN, DevicePlan, plan_device
+from offload.plan.ranks import RanksPlan
 from offload.report.report import Bandwidths
 from offload.units import Tile, UnitSpec
 from swapper import align
@@ -88,6 +89,8 @@ class Plan:
     """Places that each trained record on NVMe has: with 2 a write never overwrites what is current."""
     early: bool = False
     """Streamed units are updated during backward, which takes two places."""
+    ranks: RanksPlan | None = None
+    """What a rank takes for whole units, of which ``units`` are its shards; None where there is one rank."""
     device: DevicePlan | None = None
     """What the engine may hold in a device's memory; None where the CPU computes."""
     vacant_bytes: dict[Tier, int] = field(default_factory=dict)

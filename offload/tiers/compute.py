@@ -10,6 +10,7 @@ from torch import nn
 
 from offload.device.protocol import Device, Event
 from offload.tiers.device_weights import DeviceWeights
+from offload.tiers.gathered import GatheredWeights
 from offload.tiers.host_weights import HostWeights
 from offload.tiers.window import DeviceWindow, HostWindow
 from offload.units import UnitSpec
@@ -68,6 +69,38 @@ class ComputeOnHost:
 
     def end_step(self) -> None:
         pass
+
+    def busy_seconds(self) -> float | None:
+        return None
+
+
+class ComputeOnRanks:
+    """The CPU computes on whole units, which are gathered from the shards of all ranks."""
+
+    def __init__(self, windows: Sequence[HostWindow], weights: GatheredWeights) -> None:
+        self._windows = windows
+        self._weights = weights
+
+    def begin(self, unit: UnitSpec, *, training: bool) -> None:
+        self._windows[unit.index].open(self._weights.acquire(unit, training=training))
+
+    def end(self, unit: UnitSpec) -> None:
+        self._windows[unit.index].close()
+        self._weights.release(unit)
+
+    def abandon(self, unit: UnitSpec) -> None:
+        if self._weights.end_computing([unit]):
+            self._windows[unit.index].close()
+
+    def reset(self) -> None:
+        for unit in self._weights.end_computing():
+            self._windows[unit.index].close()
+
+    def outdate(self, units: Sequence[UnitSpec]) -> None:
+        self._weights.outdate(units)
+
+    def end_step(self) -> None:
+        self._weights.end_step()
 
     def busy_seconds(self) -> float | None:
         return None

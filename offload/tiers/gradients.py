@@ -35,6 +35,8 @@ class Gradient:
     """The square of the norm when it was first asked for, which is before it was clipped."""
     came_with: float = math.nan
     """``scale`` as it was before anything was multiplied between backward and step."""
+    own_squares: float = math.nan
+    """Of this rank's elements, once ``sum_squares`` is of all ranks'."""
 
     def __post_init__(self) -> None:
         if math.isnan(self.came_with):

@@ -47,17 +47,18 @@ class Loader:
 
     def load(
         self,
-        units: Iterable[UnitSpec],
+        units: Iterable[tuple[UnitSpec, UnitSpec]],
         handles: dict[ParameterSpec, nn.Parameter],
         parameters: dict[ParameterSpec, nn.Parameter],
     ) -> None:
-        """Put every parameter's value in its home and its handle into the model.
+        """Put every parameter's value in its home and its handle into the model. With each of the ``units`` comes what
+        this rank has of it: itself, where there is one.
 
         ``handles`` are for the sites of parameters and pieces, ``parameters`` for where the model has them. Values are
         there for one unit at a time: a model whose values come from elsewhere never exists as a whole.
         """
-        for unit in units:
-            self._store_unit(unit)
+        for unit, shard in units:
+            self._store_unit(shard)
             for spec in unit.parameters:
                 for site in spec.sites:
                     site.module._parameters[site.name] = handles[spec]

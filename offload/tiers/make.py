@@ -17,12 +17,16 @@ from offload.device.protocol import Device
 from offload.memory import fault_in
 from offload.plan.buffers import NUM_LANDINGS
 from offload.plan.plan import Plan, Tier, UnitPlan
+from offload.plan.ranks import RanksPlan
+from offload.ranks.ranks import Ranks
 from offload.report.meter import Meter
 from offload.report.report import Bandwidths, LinkRates
 from offload.report.trace import Trace
 from offload.tiers import bandwidth
-from offload.tiers.compute import Compute, ComputeOnDevice, ComputeOnHost
+from offload.tiers.compute import Compute, ComputeOnDevice, ComputeOnHost, ComputeOnRanks
 from offload.tiers.device_weights import DeviceCarrier, DeviceWeights
+from offload.tiers.exchange import GradientExchange, Gradients
+from offload.tiers.gathered import GatherCarrier, GatheredWeights, Place
 from offload.tiers.gradients import GradientStore, UnitGradients, resident_gradients
 from offload.tiers.growth import DeviceHomes, Growth
 from offload.tiers.home import Home, HostHome, StoredHome, TileHomes, UnitHomes
@@ -66,31 +70,39 @@ class Tiers:
     tile_buffers: Sequence[Lease]
     host: HostWeights
     gradients: GradientStore
-    intake: GradientStore | GradientTransport
+    intake: GradientStore | GradientTransport | GradientExchange
     """Takes gradients as compute makes them."""
     compute: Compute
     on_device: OnDevice | None
+    gathered: GatheredWeights | None = None
+    """Whole units, where there are several ranks."""
 
 
 def make_tiers(
+    whole: Sequence[UnitSpec],
     plan: Plan,
     config: OffloadConfig,
     device: Device | None,
+    ranks: Ranks | None,
     failure: Failure,
     meter: Meter,
     closers: Closers,
     *,
+    sharers: int,
     squares_on_device: bool,
+    is_last_backward: Callable[[], bool],
 ) -> Tiers:
     """Reserve everything. What must be undone goes into ``closers``, also when this raises.
 
-    ``squares_on_device``: kernels run on the device, so that it can add up squares of gradients.
+    ``whole`` are the units that compute sees; those of the plan, or what they are ``ranks``' shards of.
+    ``sharers``: processes that use the same drives. ``squares_on_device``: kernels run on the device, so that it can
+    add up squares of gradients.
     """
     units = [item.unit for item in plan.units]
-    opened = open_engine_store(config, plan)
+    opened = open_engine_store(config, plan, sharers)
     store = opened.store if opened is not None else None
     landing_bytes = [plan.compute_bytes // NUM_LANDINGS] * NUM_LANDINGS if device is not None else []
-    arena = Arena(plan.arena_bytes + sum(landing_bytes))
+    arena = Arena(plan.arena_bytes + sum(landing_bytes) + (0 if plan.ranks is None else plan.ranks.arena_bytes))
     closers.callback(arena.close)
     if device is not None:
         fault_in(arena.address, arena.nbytes, torch.get_num_threads())  # to pin it, the kernel would use one
@@ -99,7 +111,7 @@ def make_tiers(
     if opened is not None:
         closers.callback(opened.close)
         opened.store.register(arena)
-    windows, parameters = _make_windows(plan, config.dtype, device)
+    windows, parameters = _make_windows(whole, plan, config.dtype, device)
     device_homes = None
     if device is not None:
         device_homes = DeviceHomes(device, plan.formats, config.gradient_dtype)
@@ -110,7 +122,7 @@ def make_tiers(
     slots = [Slot(arena.lease(plan.slot_bytes)) for _ in range(plan.staging.num_slots)]
     grad_buffers = [GradientBuffer(arena.lease(plan.grad_buffer_bytes)) for _ in range(plan.staging.num_grad_buffers)]
     tile_buffers = [arena.lease(plan.tile_buffer_bytes) for _ in range(plan.staging.num_tile_buffers)]
-    on_host_meter = meter if device is None else Meter(meter.trace, track="waiting for weights")
+    on_host_meter = meter if device is None and ranks is None else Meter(meter.trace, track="waiting for weights")
     host = HostWeights(
         units,
         homes,
@@ -119,7 +131,7 @@ def make_tiers(
         failure,
         on_host_meter,
         prefetch=config.prefetch,
-        may_add_places=device is None,
+        may_add_places=device is None and ranks is None,
     )
     closers.callback(host.drain)
     pool = BufferPool(grad_buffers, failure, on_host_meter)
@@ -132,10 +144,17 @@ def make_tiers(
         _unit_gradients(unit, homes[unit.index], pool, config.gradient_dtype, squares, on_host_meter) for unit in units
     ]
     gradients = GradientStore(by_unit)
-    if device is None or device_homes is None or plan.device is None:
-        compute: Compute = ComputeOnHost(cast(Sequence[HostWindow], windows), host)
-        intake: GradientStore | GradientTransport = gradients
-        on_device = None
+    on_device = gathered = None
+    intake: GradientStore | GradientTransport | GradientExchange = gradients
+    if ranks is not None and plan.ranks is not None:
+        gathered = _gathered(whole, plan.ranks, arena, host, config, ranks, failure, meter)
+        compute: Compute = ComputeOnRanks(cast(Sequence[HostWindow], windows), gathered)
+        if plan.ranks.num_buffers:
+            intake = _exchange(
+                whole, plan.ranks, arena, host, gradients, config, ranks, failure, meter, is_last_backward
+            )
+    elif device is None or device_homes is None or plan.device is None:
+        compute = ComputeOnHost(cast(Sequence[HostWindow], windows), host)
     else:
         own = cast(Sequence[DeviceWindow], windows)
         carrier = DeviceCarrier(
@@ -186,6 +205,52 @@ def make_tiers(
         intake=intake,
         compute=compute,
         on_device=on_device,
+        gathered=gathered,
+    )
+
+
+def _gathered(
+    whole: Sequence[UnitSpec],
+    plan: RanksPlan,
+    arena: Arena,
+    host: HostWeights,
+    config: OffloadConfig,
+    ranks: Ranks,
+    failure: Failure,
+    meter: Meter,
+) -> GatheredWeights:
+    places = [Place(arena.lease(plan.place_bytes)) for _ in range(plan.num_places)]
+    carrier = GatherCarrier(whole, ranks.shards, host, places, plan.place_bytes, config.dtype, ranks.collectives)
+    return GatheredWeights(whole, carrier, failure, meter, prefetch=config.prefetch)
+
+
+def _exchange(
+    whole: Sequence[UnitSpec],
+    plan: RanksPlan,
+    arena: Arena,
+    host: HostWeights,
+    gradients: GradientStore,
+    config: OffloadConfig,
+    ranks: Ranks,
+    failure: Failure,
+    meter: Meter,
+    is_last_backward: Callable[[], bool],
+) -> GradientExchange:
+    """Where whole gradients rest until the last backward of a step, they are added up as they are in their homes."""
+    at_once = plan.placement != "states"
+    return GradientExchange(
+        whole,
+        ranks.shards,
+        gradients,
+        host,
+        [Gradients(arena.lease(plan.buffer_bytes)) for _ in range(plan.num_buffers)],
+        plan.buffer_bytes,
+        arena.lease(plan.landing_bytes),
+        config.dtype if at_once else config.gradient_dtype,
+        ranks.collectives,
+        failure,
+        meter,
+        is_last=(lambda: True) if at_once else is_last_backward,
     )
 
 
@@ -258,19 +323,18 @@ def _make_homes(
 
 
 def _make_windows(
-    plan: Plan, dtype: torch.dtype, device: Device | None
+    whole: Sequence[UnitSpec], plan: Plan, dtype: torch.dtype, device: Device | None
 ) -> tuple[list[Window], list[list[nn.Parameter]]]:
     """A window for each unit, open where the unit is resident on a device, else closed; and the parameters in it."""
     windows: list[Window] = []
     parameters = []
-    largest = max(item.unit.numel for item in plan.units) * plan.formats.weights
+    largest = max(unit.numel for unit in whole) * plan.formats.weights
     make: Callable[[int], Window]
     if device is not None:
         make = partial(DeviceWindow, dtype=dtype, device=device)
     else:
         make = partial(window_class(), dtype=dtype, poison=aio_ext.Pattern(largest, POISON))
-    for item in plan.units:
-        unit = item.unit
+    for item, unit in zip(plan.units, whole, strict=True):
         window = make(unit.numel)
         windows.append(window)
         parameters.append([spec.over(window.flat[spec.offset : spec.offset + spec.numel]) for spec in unit.parameters])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -10,16 +10,21 @@ import torch
 
 from offload.optim.rule import Rule
 from offload.tiers.home import UnitHomes
-from offload.units import ParameterSpec, UnitSpec
+from offload.units import ALIGNMENT, ParameterSpec, UnitSpec
+
+Joined = Callable[[str, torch.Tensor, ParameterSpec], torch.Tensor]
+"""All ranks' parts of something of a parameter, in order and flat: of that one, where there is one rank."""
 
 
 class States:
     """Brings tiles into host memory for a moment. The unit's update must be over, and stay so meanwhile."""
 
-    def __init__(self, rule: Rule, units: Sequence[UnitSpec], homes: Sequence[UnitHomes]) -> None:
+    def __init__(self, rule: Rule, units: Sequence[UnitSpec], homes: Sequence[UnitHomes], joined: Joined) -> None:
+        """``units`` are this rank's shards, where there are several ranks: ``joined`` puts together what all have."""
         self._rule = rule
         self._units = units
         self._homes = homes
+        self._joined = joined
 
     def read(self, steps: dict[ParameterSpec, int]) -> dict[ParameterSpec, dict[str, Any]]:
         """Copies of the states of every parameter in ``steps``."""
@@ -46,6 +51,7 @@ class States:
         """
         for unit in self._units:
             self._check(unit, states)
+        states = {spec: self._own_part(spec, values) for spec, values in states.items()}
         for unit in self._units:
             wanted = [spec for spec in unit.parameters if spec in states]
             for tile in self._homes[unit.index].tiles if wanted else ():
@@ -82,7 +88,7 @@ class States:
         whole = dict(values)
         for name in self._rule.names(first):
             flat = torch.cat([values[name].flatten() for values in states.values()])
-            per_element = self._rule.shape(first, name) == first.shape
+            per_element = self._is_per_element(first, name)
             whole[name] = flat.view(first.piece.whole.shape) if per_element and first.piece is not None else flat
         return whole
 
@@ -91,7 +97,7 @@ class States:
         parts = {spec: dict(states) for spec in specs}
         for name in self._rule.shapes_like(specs[0], states) if len(specs) > 1 else ():
             if name in states:
-                sizes = [self._rule.shape(spec, name).numel() for spec in specs]
+                sizes = [self._rule.shape(spec.whole or spec, name).numel() for spec in specs]
                 flat = torch.as_tensor(states[name]).flatten()
                 cuts = list(accumulate(sizes[:-1]))
                 for part, piece in zip(parts.values(), flat.tensor_split(cuts), strict=True):
@@ -100,11 +106,30 @@ class States:
 
     def _whole(self, spec: ParameterSpec, name: str, views: list[torch.Tensor]) -> torch.Tensor:
         shape = self._rule.shape(spec, name)
-        return torch.cat(views).view(shape) if views else torch.empty(shape)
+        own = torch.cat(views).view(shape) if views else torch.empty(shape)
+        if spec.whole is None:
+            return own
+        whole = self._joined(f"state {name}", own.view(-1), spec)
+        return whole.view(spec.whole_shape) if self._is_per_element(spec, name) else whole
+
+    def _own_part(self, spec: ParameterSpec, states: dict[str, Any]) -> dict[str, Any]:
+        """What this rank has of the states of a whole parameter: of its elements, or of its blocks of codes."""
+        if spec.whole is None:
+            return states
+        parts = dict(states)
+        for name, shape in self._rule.shapes_like(spec, states).items():
+            start = spec.start if self._is_per_element(spec, name) else spec.start // ALIGNMENT
+            parts[name] = torch.as_tensor(states[name]).reshape(-1)[start : start + shape.numel()]
+        return parts
+
+    def _is_per_element(self, spec: ParameterSpec, name: str) -> bool:
+        whole = spec.whole or spec
+        return self._rule.shape(whole, name) == whole.shape
 
     def _check(self, unit: UnitSpec, states: dict[ParameterSpec, dict[str, Any]]) -> None:
         for spec in unit.parameters:
-            for name, expected in self._rule.shapes_like(spec, states[spec]).items() if spec in states else ():
+            whole = spec.whole or spec
+            for name, expected in self._rule.shapes_like(whole, states[spec]).items() if spec in states else ():
                 value = states[spec].get(name)
                 if value is None or torch.as_tensor(value).numel() != expected.numel():
                     found = "missing" if value is None else tuple(torch.as_tensor(value).shape)

@@ -20,6 +20,7 @@ from pathlib import Path
 from aio_ext.profile import IoProfile, load_profile
 from offload.config import OffloadConfig
 from offload.plan.plan import Plan, Tier, UnitPlan
+from offload.ranks.machine import queue_share
 from offload.tiers.home import UnitHomes
 from swapper import DurableStore, Extent, OffloadError, StoreMissing, align, create_store, open_store, remove_store
 
@@ -45,7 +46,7 @@ class RecordExtents:
 @dataclass
 class EngineStore:
     """``name``: that of a durable run's store. ``previous``: that of an earlier run, whose plan had other extents.
-    ``profile``: what was measured on the paths."""
+    ``profile``: what was measured on the paths, and this rank's part of it."""
 
     store: DurableStore
     paths: Sequence[Path]
@@ -83,14 +84,14 @@ class _Kind:
 class _Opener:
     """Opens stores of one layout."""
 
-    def __init__(self, config: OffloadConfig, kinds: Sequence[_Kind], retained_max: int) -> None:
-        self.profile = _profile(config)
+    def __init__(self, config: OffloadConfig, kinds: Sequence[_Kind], retained_max: int, sharers: int) -> None:
+        self.profile = _profile(config, sharers)
         self.paths = config.paths
         self.retained_max = retained_max
         self._kinds = kinds
         profile = self.profile
         self._backend = config.io_backend if profile is None else profile.backend
-        self._queue_depth = 32 if profile is None else profile.queue_depth
+        self._queue_depth = queue_share(32, sharers) if profile is None else profile.queue_depth
         self._block_bytes = 1 << 20 if profile is None else profile.block_bytes
 
     def create(self, name: str | None) -> DurableStore:
@@ -127,8 +128,11 @@ class _Opener:
         return store, fits
 
 
-def open_engine_store(config: OffloadConfig, plan: Plan) -> EngineStore | None:
-    """Open the store that the plan needs, if it needs one. Raises what ``create_store`` and ``open_store`` raise."""
+def open_engine_store(config: OffloadConfig, plan: Plan, sharers: int = 1) -> EngineStore | None:
+    """Open the store that the plan needs, if it needs one. ``sharers``: ranks on its drives, this one included.
+
+    Raises what ``create_store`` and ``open_store`` raise.
+    """
     durable = bool(config.durable)
     resting = [kind for item in plan.units for kind in _resting(item, plan, durable=durable)]
     if not config.paths or not (resting or durable):
@@ -143,7 +147,7 @@ def open_engine_store(config: OffloadConfig, plan: Plan) -> EngineStore | None:
     if holds_generations and not several:
         of_one = sum(kind.nbytes for kind in resting if kind.places)
         checkpoints_max = max(min(_CHECKPOINTS_MAX, _FILE_BYTES_MAX // max(of_one, 1) - 3), 0)
-    opener = _Opener(config, resting, checkpoints_max)
+    opener = _Opener(config, resting, checkpoints_max, sharers)
     if not durable:
         store = opener.create(None)
         return EngineStore(store, opener.paths, opener.profile, holds_generations, checkpoints_max)
@@ -162,6 +166,7 @@ def _open_durable(opener: _Opener) -> EngineStore:
             continue
         is_last = store.generation > 0 and own is None and previous is None
         if is_last and fits:
+            store.abandon()  # what ranks left prepared, and one process cannot know of the others
             own, own_name = store, name
             continue
         store.close()
@@ -246,10 +251,17 @@ def _committed(item: UnitPlan, plan: Plan, *, durable: bool) -> Iterator[_Kind]:
         yield _Kind(unit.trainable_numel * formats.grads, 1, 0)
 
 
-def _profile(config: OffloadConfig) -> IoProfile | None:
-    """What ``aio_bench.py`` has measured on the paths, if it has, and with the backend that is asked for."""
+def _profile(config: OffloadConfig, sharers: int) -> IoProfile | None:
+    """What ``aio_bench.py`` has measured on the paths, if it has, and with the backend that is asked for: one rank's
+    part of it."""
     with contextlib.suppress(OSError):  # the store refuses a path that is not there, and says so
         profile = load_profile(*config.paths) if config.paths else None
         if profile is not None and config.io_backend in ("auto", profile.backend):
-            return profile
+            return replace(
+                profile,
+                queue_depth=queue_share(profile.queue_depth, sharers),
+                read_bytes_per_s=profile.read_bytes_per_s / sharers,
+                write_bytes_per_s=profile.write_bytes_per_s / sharers,
+                mixed_bytes_per_s=profile.mixed_bytes_per_s / sharers,
+            )
     return None

@@ -2,6 +2,7 @@
 
 from offload.units.packed import Packing
 from offload.units.pieces import Piece, WeightInPieces
+from offload.units.shard import shard_unit
 from offload.units.spec import ALIGNMENT, GRAIN, ParameterSpec, Site, Tile, UnitSpec, num_nested
 
 __all__ = [
@@ -15,4 +16,5 @@ __all__ = [
     "UnitSpec",
     "WeightInPieces",
     "num_nested",
+    "shard_unit",
 ]

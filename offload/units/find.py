@@ -21,13 +21,16 @@ _BLOCK_SHARE = 1 / 2
 """A repeated block may have up to this share."""
 
 
-def find_units(model: nn.Module, *, in_pieces: bool = False, dtype: torch.dtype = torch.float32) -> list[UnitSpec]:
+def find_units(
+    model: nn.Module, *, in_pieces: bool = False, dtype: torch.dtype = torch.float32, num_ranks: int = 1
+) -> list[UnitSpec]:
     """Cut ``model`` into units, in the order of ``model.named_parameters()``.
 
     Repeated blocks (children of one class in a ``ModuleList`` or ``Sequential``) are units; so is every other module
     that is small against the model; what a larger module owns itself is a unit of its own. With ``in_pieces`` a weight
     that is much larger than all other units may be cut into several: see ``offload.units.pieces``.
     ``dtype`` is that of the weights: what is quantised takes as many elements of it as its bytes fill.
+    Units can be divided among ``num_ranks``: see ``offload.units.shard``.
     Raises ``ConfigError`` for a trainable parameter that is not a real floating-point tensor, for two that share
     memory, and for what ``packing_of`` refuses.
     """
@@ -54,7 +57,7 @@ def find_units(model: nn.Module, *, in_pieces: bool = False, dtype: torch.dtype 
                 groups.setdefault(owners[module], {}).setdefault(full_name, parameter)
     names = {module: name for name, module in model.named_modules()}
     parameters = {owner: _distinct(group) for owner, group in groups.items()}
-    layout = _Layout(sites, packings, dtype)
+    layout = _Layout(sites, packings, dtype, GRAIN * num_ranks)
     cuts = _cuts(parameters, layout) if in_pieces else {}
     rest = {owner: [item for item in group if id(item[1]) not in cuts] for owner, group in parameters.items()}
     unit_names = {names[owner] for owner in parameters if rest[owner]}
@@ -64,7 +67,7 @@ def find_units(model: nn.Module, *, in_pieces: bool = False, dtype: torch.dtype 
             units.append(_unit(len(units), names[owner], owner, rest[owner], layout, names, unit_names))
         for _, parameter in group:
             for piece in cuts[id(parameter)].pieces if id(parameter) in cuts else ():
-                units.append(_unit_of_piece(len(units), piece, parameter.requires_grad, names, unit_names))
+                units.append(_unit_of_piece(len(units), piece, parameter.requires_grad, layout, names, unit_names))
     return units
 
 
@@ -120,11 +123,13 @@ def _distinct(parameters: dict[str, nn.Parameter]) -> list[tuple[str, nn.Paramet
 
 @dataclass(frozen=True)
 class _Layout:
-    """What is known of parameters, by their ``id``. ``dtype`` is that of the weights."""
+    """What is known of parameters, by their ``id``. ``dtype`` is that of the weights, ``multiple`` what the lengths of
+    units are multiples of."""
 
     sites: Mapping[int, Sequence[Site]]
     packings: Mapping[int, Packing]
     dtype: torch.dtype
+    multiple: int
 
     def numel(self, parameter: nn.Parameter) -> int:
         """The elements of its unit that it takes."""
@@ -159,7 +164,7 @@ def _unit(
                 offset = _round_up(offset, ALIGNMENT if numel < GRAIN or in_no_tile else GRAIN)
                 specs.append(layout.spec(full_name, p, offset))
                 offset += numel
-        return _round_up(offset, GRAIN)
+        return _round_up(offset, layout.multiple)
 
     trainable_numel = lay_out(True, 0)
     numel = lay_out(False, trainable_numel)
@@ -189,12 +194,12 @@ def _cuts(parameters: dict[nn.Module, list[tuple[str, nn.Parameter]]], layout: _
 
 
 def _unit_of_piece(
-    index: int, piece: Piece, trainable: bool, names: dict[nn.Module, str], unit_names: set[str]
+    index: int, piece: Piece, trainable: bool, layout: _Layout, names: dict[nn.Module, str], unit_names: set[str]
 ) -> UnitSpec:
     rows = f"[{piece.start}:{piece.stop}]"
     shape = torch.Size([piece.stop - piece.start, *piece.whole.shape[1:]])
     spec = ParameterSpec(piece.whole.name + rows, shape, shape.numel(), 0, trainable, (Site(piece, "weight"),), piece)
-    numel = _round_up(spec.numel, GRAIN)
+    numel = _round_up(spec.numel, layout.multiple)
     depth = max(len(_units_around(names[module], unit_names)) for module, _ in piece.whole.sites)
     name = (names[piece.whole.sites[0][0]] or "(root)") + rows
     return UnitSpec(index, name, (piece,), (spec,), numel if trainable else 0, numel, depth)

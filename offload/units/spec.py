@@ -37,6 +37,7 @@ class ParameterSpec:
 
     ``offset`` and ``numel`` count elements of the unit, from its start. ``sites`` are where it stands while it is used;
     tied ones have several. Of a quantised one ``shape`` is what the model sees, and ``numel`` what its bytes take.
+    A rank's shard has ``numel`` elements of the flat parameter ``whole``, from its element ``start``; it may have none.
     """
 
     name: str
@@ -47,6 +48,8 @@ class ParameterSpec:
     sites: tuple[Site, ...]
     piece: Piece | None = None
     packing: Packing | None = None
+    whole: ParameterSpec | None = None
+    start: int = 0
 
     @property
     def owners(self) -> tuple[Site, ...]:
@@ -64,6 +67,8 @@ class ParameterSpec:
 
     def value(self) -> torch.Tensor:
         """The elements of ``parameter`` that this one has; of a quantised one the bytes."""
+        if self.whole is not None:
+            return self.shard_of(self.whole.value())
         value = self.parameter.detach()
         return self.part_of(value) if self.packing is None else self.packing.pack(value)
 
@@ -76,6 +81,15 @@ class ParameterSpec:
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
         """The same elements of something that has the parameter's shape."""
         return whole[self.piece.start : self.piece.stop] if self.piece is not None else whole
+
+    def shard_of(self, value: torch.Tensor) -> torch.Tensor:
+        """What a rank's shard has of a value of the whole, flat; all of it in the value's shape if this is none."""
+        return value if self.whole is None else value.reshape(-1)[self.start : self.start + self.numel]
+
+    @property
+    def whole_shape(self) -> torch.Size:
+        """The shape in the model, also where this is a rank's shard."""
+        return self.shape if self.whole is None else self.whole.shape
 
     @property
     def another_piece_follows(self) -> bool:

@@ -37,6 +37,8 @@ class Verdict:
         """Steps that each parameter has taken; one without a gradient takes none."""
         self.stepping: Sequence[ParameterSpec] = ()
         """The parameters that took part in the last step."""
+        self.stepping_units: Sequence[UnitSpec] = ()
+        """Their units. One whose parameters have no element here (on this rank) has no update."""
         self._known = {id(parameter) for parameter in parameters.values()}
 
     @property
@@ -84,15 +86,17 @@ class Verdict:
         common: _Common = {}
         updates = []
         stepping: list[ParameterSpec] = []
+        units: list[UnitSpec] = []
         for unit in self._units:
             taking_part = self._taking_part(unit, groups)
             stepping += taking_part
+            units += [unit] if taking_part else []
             update = self._update(unit, taking_part, common)
             if update is not None:
                 updates.append(update)
         for spec in stepping:
             self.num_steps[spec] = self.num_steps.get(spec, 0) + 1
-        self.stepping = stepping
+        self.stepping, self.stepping_units = stepping, units
         return updates
 
     def freeze_unit(self, unit: UnitSpec, groups: dict[int, Group], factor: float) -> UnitUpdate | None:

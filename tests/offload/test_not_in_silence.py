@@ -745,8 +745,6 @@ def test_one_of_several_processes_does_not_train_by_itself(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="one of 2 processes"):
         OffloadEngine(built(), **OPTIONS)
-    with OffloadEngine(built(), precision="fp32", optimizer=None) as engine:
-        engine(batches(1)[0][0])
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -1,0 +1,233 @@
+"""What the ranks do together, one operation after the other, in the same order on all of them.
+
+Each rank has a queue of operations: gather a unit's weights, exchange a unit's gradients, meet, leave. A thread carries
+them out in *rounds*. In a round the ranks tell each other what is at the head of their queues. While that is the same
+they carry it out. Where it differs, one rule, which looks at nothing but that, says what comes next:
+
+- a gather, for the ranks that want it: the others give their part;
+- else an exchange of gradients, among the ranks that have some;
+- else the ranks are at different places of the program, and all of them end with an error that says where each is.
+
+So ranks may use other units than their peers, and in another order; what is next depends on the program of each rank
+and never on its speed. A gather asks nothing of the training thread of a rank that only gives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import distributed
+
+from offload.errors import RankError
+from offload.ranks.pulse import Pulse
+from offload.ranks.world import World, forget_group
+from offload.waiting import Failure, Worker
+from swapper import OffloadError
+
+_NUM_SHOWN = 8
+"""Operations that a rank tells of in one round: while they are the same, no other round is needed."""
+
+_SLICE_S = 0.1
+_SLICE = timedelta(seconds=0.5)
+_PATIENCE_S = 1800.0
+"""A rank that lives may let the others wait for this long."""
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64)
+"""Those that ranks join, by the numbers under which they tell each other."""
+
+
+class Kind(IntEnum):
+    """What an operation does. ``MEET``: each rank gives some bytes, and gets those of all."""
+
+    GATHER = 1
+    EXCHANGE = 2
+    MEET = 3
+    LEAVE = 4
+
+
+class Operation:
+    """One rank's part of an operation. ``number`` says which of its kind: of what unit, for one."""
+
+    def __init__(self, kind: Kind, number: int, name: str, own: Any, failure: Failure) -> None:
+        self.code = (kind << 32) | number
+        self.name = name
+        self.own = own
+        self.result: Any = None
+        self._failure = failure
+        self._over = threading.Event()
+
+    def done(self) -> bool:
+        """It was carried out."""
+        return self._over.is_set()
+
+    def wait(self) -> None:
+        """Block until it was. Raises the first error of any rank."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while not self._over.wait(_SLICE_S):
+            self._failure.check()
+            if time.monotonic() > deadline:
+                raise self._failure.record(
+                    RankError(f"this rank is at {self.name}, and others have not come there for {_PATIENCE_S:g} s")
+                )
+
+    def end(self) -> None:
+        self._over.set()
+
+
+CarryOut = Callable[[int, Sequence[int], Operation | None], None]
+"""Does a rank's part of operation ``number`` among the ranks that want it; this one's operation, if it wants it. Also
+called on ranks that do not."""
+
+
+class Collectives:
+    """See the module's docstring. Operations are submitted by any thread; ``received_bytes`` came from other ranks."""
+
+    def __init__(self, world: World, pulse: Pulse, failure: Failure) -> None:
+        self.world = world
+        self.received_bytes = 0
+        self._pulse = pulse
+        self._failure = failure
+        self._carry_out: dict[int, CarryOut] = {Kind.MEET: self._meet, Kind.LEAVE: _nothing}
+        self._lock = threading.Lock()
+        """Guards the queue. Innermost."""
+        self._queue: deque[Operation] = deque()
+        self._worker = Worker("offload-ranks")
+
+    def register(self, kind: Kind, carry_out: CarryOut) -> None:
+        """Who does operations of this kind."""
+        self._carry_out[kind] = carry_out
+
+    def submit(self, kind: Kind, number: int, name: str, own: Any) -> Operation:
+        """Have an operation carried out after those before it. Never waits."""
+        operation = Operation(kind, number, name, own, self._failure)
+        with self._lock:
+            self._queue.append(operation)
+        self._worker.submit(lambda: self._advance(operation))
+        return operation
+
+    def meet(self, name: str, own: torch.Tensor) -> list[torch.Tensor]:
+        """Wait for all ranks; what each of them gives, of the same shape and dtype as ``own``. ``name`` is where the
+        program is: the same on all ranks."""
+        number = zlib.crc32(f"{name}, {own.nbytes} bytes".encode())  # a transfer of other sizes would end the process
+        operation = self.submit(Kind.MEET, number, name, own.contiguous())
+        operation.wait()
+        found: list[torch.Tensor] = operation.result
+        return found
+
+    def join(self, name: str, own: torch.Tensor) -> torch.Tensor:
+        """All ranks' flat tensors, one after the other. They may have different lengths; one without elements has any
+        dtype."""
+        numbers = torch.tensor([own.numel(), _DTYPES.index(own.dtype)])
+        sizes, dtypes = zip(*(of_rank.tolist() for of_rank in self.meet(f"{name}: size", numbers)), strict=True)
+        dtype = _DTYPES[next((kind for size, kind in zip(sizes, dtypes, strict=True) if size), dtypes[0])]
+        padded = torch.zeros(max(sizes), dtype=dtype)
+        padded[: own.numel()] = own.reshape(-1)
+        parts = self.meet(name, padded)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def leave(self) -> None:
+        """Wait until all ranks leave; meanwhile this one gives what others want of it."""
+        self.submit(Kind.LEAVE, 0, "the end (close())", None).wait()
+
+    def stop(self) -> None:
+        """No operation is carried out any more, but the one at hand."""
+        self._worker.stop()
+        if self._failure.is_known:
+            forget_group(self.world)
+
+    # What carries operations out: on the worker's thread.
+
+    def all_gather(self, into: torch.Tensor, own: torch.Tensor) -> None:
+        """The bytes of ``own`` of all ranks, to flat memory."""
+        call = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor  # its older name
+        self._wait_for(call(into.view(torch.uint8), own.view(torch.uint8), group=self.world.group, async_op=True))
+        self.received_bytes += into.nbytes - own.nbytes
+
+    def gather(self, into: torch.Tensor | None, own: torch.Tensor, rank: int) -> None:
+        """The same, to one rank."""
+        parts = None if into is None else list(into.view(torch.uint8).view(self.world.size, -1).unbind())
+        to = self.world.members[rank]
+        self._wait_for(distributed.gather(own.view(torch.uint8), parts, to, self.world.group, async_op=True))
+        self.received_bytes += 0 if into is None else into.nbytes - own.nbytes
+
+    def scatter_parts(self, into: torch.Tensor, own: torch.Tensor) -> None:
+        """This rank's part of every rank's ``own``, to flat memory."""
+        flat = into.view(torch.uint8), own.view(torch.uint8)
+        self._wait_for(distributed.all_to_all_single(*flat, group=self.world.group, async_op=True))
+        self.received_bytes += into.nbytes - into.nbytes // self.world.size
+
+    def _wait_for(self, work: Any) -> None:
+        """Wait for a collective, as long as no rank has failed: the interpreter cannot end a thread that is inside."""
+        while not work.is_completed():
+            with contextlib.suppress(RuntimeError):  # not in this slice of time; what else it may be is raised below
+                work.wait(_SLICE)
+            self._failure.check()
+        work.wait()
+
+    def _advance(self, operation: Operation) -> None:
+        """Carry out rounds until the operation is over."""
+        try:
+            while not operation.done() and not self._failure.is_known:
+                self._round()
+        except OffloadError as error:
+            self._failure.record(error)
+        except RuntimeError as error:  # of torch.distributed, most likely: a rank is gone
+            self._pulse.lost(error)
+        except BaseException as error:
+            self._failure.record(error)
+
+    def _round(self) -> None:
+        with self._lock:
+            shown = [self._queue[index] for index in range(min(len(self._queue), _NUM_SHOWN))]
+        own = torch.zeros(_NUM_SHOWN, dtype=torch.int64)
+        own[: len(shown)] = torch.tensor([operation.code for operation in shown])
+        table = torch.empty(self.world.size * _NUM_SHOWN, dtype=torch.int64)
+        self.all_gather(table, own)
+        for column, codes in enumerate(table.view(self.world.size, _NUM_SHOWN).t().tolist()):
+            if codes[0] and codes.count(codes[0]) == len(codes):
+                self._do(codes[0], range(self.world.size))
+            elif column == 0:
+                chosen = self._choose(codes)
+                self._do(chosen, [rank for rank, code in enumerate(codes) if code == chosen])
+                return
+            else:
+                return
+
+    def _choose(self, codes: Sequence[int]) -> int:
+        for kind in (Kind.GATHER, Kind.EXCHANGE):
+            for code in codes:
+                if code >> 32 == kind:
+                    return code
+        names: list[Any] = [None] * self.world.size
+        distributed.all_gather_object(names, self._queue[0].name, group=self.world.group)
+        where = ", ".join(f"rank {rank} at {name}" for rank, name in enumerate(names))
+        raise RankError(f"the ranks are at different places of the program: {where}")
+
+    def _do(self, code: int, wanting: Sequence[int]) -> None:
+        own = self._queue[0] if self.world.rank in wanting else None
+        self._carry_out[code >> 32](code & 0xFFFFFFFF, wanting, own)
+        if own is not None:
+            with self._lock:
+                self._queue.popleft()
+            own.end()
+
+    def _meet(self, number: int, wanting: Sequence[int], own: Operation | None) -> None:
+        assert own is not None
+        into = torch.empty((self.world.size, *own.own.shape), dtype=own.own.dtype)
+        if into.nbytes:
+            self.all_gather(into.view(-1), own.own.view(-1))
+        own.result = list(into.unbind())
+
+
+def _nothing(number: int, wanting: Sequence[int], own: Operation | None) -> None:
+    return None

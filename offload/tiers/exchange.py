@@ -1,0 +1,217 @@
+"""Gradients that ranks exchange: each sends every other one its part, and adds up its own shard of all of them.
+
+The sum is taken in the order of the ranks, in fp32, and divided by their number: the same bits wherever shards rest. It
+goes to the shard's place like a gradient that was made here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+import aio_ext
+from offload.errors import warn
+from offload.memory import tensor_at
+from offload.ranks.collectives import Collectives, Kind, Operation
+from offload.report.meter import Meter
+from offload.tiers.gradients import GradientStore, plain
+from offload.tiers.host_weights import HostWeights
+from offload.units import ParameterSpec, UnitSpec
+from offload.waiting import Failure, Monitor
+from swapper import Lease
+
+
+class Gradients:
+    """Memory for the gradients of one whole unit, as this rank has made them; ``scale`` is what they are still to be
+    multiplied by."""
+
+    def __init__(self, memory: Lease | aio_ext.Memory) -> None:
+        self.address: int = memory.address
+        self.scale = 1.0
+        self.present: set[ParameterSpec] = set()
+        self._memory = memory
+
+
+class GradientExchange:
+    """Takes gradients from one thread at a time; see ``GradientStore`` for what the methods promise."""
+
+    def __init__(
+        self,
+        units: Sequence[UnitSpec],
+        shards: Sequence[UnitSpec],
+        store: GradientStore,
+        host: HostWeights,
+        buffers: Sequence[Gradients],
+        buffer_bytes: int,
+        landing: Lease,
+        dtype: torch.dtype,
+        collectives: Collectives,
+        failure: Failure,
+        meter: Meter,
+        *,
+        is_last: Callable[[], bool],
+    ) -> None:
+        """``store`` has this rank's ``shards``, whose weights ``host`` has. ``buffers`` and ``landing`` hold the
+        gradients of any unit, of ``dtype``. ``is_last``: no more backward comes before the step, as far as is known."""
+        self.added_bytes = 0
+        """Host memory of buffers beyond the plan."""
+        self._units = units
+        self._shards = shards
+        self._store = store
+        self._host = host
+        self._buffer_bytes = buffer_bytes
+        self._landing = landing
+        self._dtype = dtype
+        self._collectives = collectives
+        self._failure = failure
+        self._meter = meter
+        self._is_last = is_last
+        self._open: dict[int, Gradients] = {}
+        """By unit: gradients that were not sent."""
+        self._num_sent = 0
+        self._free = list(buffers)
+        self._changed = Monitor(failure)
+        """Guards the two above. After the caches in the order of locks."""
+        self._arrived: deque[UnitSpec] = deque()
+        self.unsettled = False
+        """Something may have come since sums of squares were exchanged."""
+        collectives.register(Kind.EXCHANGE, self._carry_out)
+
+    def take(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor, scale: float = 1.0) -> None:
+        """Add ``scale`` times ``gradient``, of a whole parameter, to what is to be sent."""
+        self.unsettled = True
+        own = self._open.get(unit.index)
+        if own is None:
+            own = self._open[unit.index] = self._take_buffer(unit)
+            own.scale, own.present = scale, set()
+        elements, gradient = self._elements(own, spec), plain(gradient).view(-1)
+        if own.scale != scale:
+            gradient = gradient * (scale / own.scale)
+        if spec in own.present:
+            elements.add_(gradient)
+        else:
+            elements.copy_(gradient)
+            own.present.add(spec)
+
+    def close(self, unit: UnitSpec) -> None:
+        """The unit has all its gradients of this backward."""
+        if unit.index in self._open and self._is_last():
+            self._send(unit)
+
+    def complete(self) -> Iterator[UnitSpec]:
+        """The shards whose gradients have come. Never waits."""
+        while self._arrived:
+            yield self._arrived.popleft()
+
+    def settle(self) -> None:
+        """Wait until all gradients of all ranks are in their places, and the sums of squares are those of all ranks."""
+        if not self.unsettled:
+            return
+        self.unsettled = False
+        for unit in self._units:
+            if unit.index in self._open:
+                self._send(unit)
+        with self._meter.stall("gradients"):
+            self._collectives.meet("the end of backward", torch.empty(0))
+            self._exchange_squares()
+        self._failure.check()
+
+    def forget(self, unit: UnitSpec) -> None:
+        """The unit's gradients are wanted no more."""
+        own = self._open.pop(unit.index, None)
+        if own is not None:
+            with self._changed:
+                self._free.append(own)
+        self._store.forget(self._shards[unit.index])
+
+    def _exchange_squares(self) -> None:
+        known = {spec: gradient for shard in self._shards for spec, gradient in self._store.of(shard).items()}
+        specs = [spec for shard in self._shards for spec in shard.trainable]
+        own = torch.zeros(len(specs), dtype=torch.float64)
+        for index, spec in enumerate(specs):
+            if spec in known:
+                gradient = known[spec]
+                if math.isnan(gradient.own_squares):
+                    gradient.own_squares = gradient.sum_squares
+                own[index] = gradient.own_squares
+        sums = torch.zeros_like(own)
+        for of_rank in self._collectives.meet("sums of squares", own):
+            sums += of_rank
+        for spec, total in zip(specs, sums.tolist(), strict=True):
+            if spec in known:
+                known[spec].sum_squares = total
+
+    def _take_buffer(self, unit: UnitSpec) -> Gradients:
+        with self._changed:
+            if not self._free and not self._num_sent:
+                warn(
+                    f"unit {unit.name} has gradients while {len(self._open)} others wait for theirs: the engine took "
+                    "memory for the gradients of one more unit than was planned"
+                )
+                self.added_bytes += self._buffer_bytes
+                return Gradients(aio_ext.Memory(self._buffer_bytes))
+            with self._meter.stall("gradients"):
+                self._changed.wait_until(lambda: bool(self._free), lambda: f"memory for gradients of {unit.name}")
+            return self._free.pop()
+
+    def _send(self, unit: UnitSpec) -> None:
+        own = self._open.pop(unit.index)
+        with self._changed:
+            self._num_sent += 1
+        self._collectives.submit(Kind.EXCHANGE, unit.index, f"the gradients of unit {unit.name}", own)
+
+    def _elements(self, own: Gradients, spec: ParameterSpec) -> torch.Tensor:
+        return tensor_at(own.address + spec.offset * self._dtype.itemsize, spec.numel, self._dtype)
+
+    # On the thread of collectives.
+
+    def _carry_out(self, index: int, wanting: Sequence[int], operation: Operation | None) -> None:
+        unit, shard, size = self._units[index], self._shards[index], self._collectives.world.size
+        own: Gradients | None = None if operation is None else operation.own
+        scales = self._gather_scales(unit, own)
+        landing = tensor_at(self._landing.address, unit.trainable_numel, self._dtype)
+        if own is None:
+            sent = torch.zeros(unit.trainable_numel, dtype=self._dtype)
+        else:
+            sent = tensor_at(own.address, unit.trainable_numel, self._dtype)
+        self._collectives.scatter_parts(landing, sent)
+        if own is not None:
+            with self._changed:
+                self._num_sent -= 1
+                self._free.append(own)
+                self._changed.notify_all()
+        self._host.wait_for_update(shard)  # which reads the gradients of the last step
+        parts = landing.view(size, -1)
+        for position, (whole, spec) in enumerate(zip(unit.parameters, shard.parameters, strict=True)):
+            if whole.trainable:
+                having = [rank for rank in range(size) if not math.isnan(scales[rank][position])]
+                if having:
+                    self._add_up(shard, spec, parts, scales[:, position].tolist(), having)
+        self._store.close(shard)
+        for done in self._store.complete():
+            self._arrived.append(done)
+
+    def _gather_scales(self, unit: UnitSpec, own: Gradients | None) -> torch.Tensor:
+        """Of each rank and parameter: the scale of its gradient, NaN if it has none."""
+        scales = torch.full((len(unit.parameters),), math.nan, dtype=torch.float64)
+        for position, spec in enumerate(unit.parameters):
+            if own is not None and spec in own.present:
+                scales[position] = own.scale
+        into = torch.empty((self._collectives.world.size, len(scales)), dtype=torch.float64)
+        self._collectives.all_gather(into.view(-1), scales)
+        return into
+
+    def _add_up(
+        self, shard: UnitSpec, spec: ParameterSpec, parts: torch.Tensor, scales: Sequence[float], having: Sequence[int]
+    ) -> None:
+        """Take the mean of what the ranks have of one parameter. Those that have nothing count as zero."""
+        scale = scales[having[0]]
+        total = torch.zeros(spec.numel)
+        for rank in having:
+            part = parts[rank, spec.offset : spec.offset + spec.numel]
+            total.add_(part, alpha=scales[rank] / scale if scale else 1.0)
+        total.div_(len(parts))
+        self._store.take(shard, spec, total.view(spec.shape), scale)

@@ -1,0 +1,186 @@
+"""Whole units in host memory, where ranks hold shards of them: gathered from all ranks, ahead of use.
+
+Updates change shards, so a whole unit is good until its next update. One thread of each rank gathers (see
+``offload.ranks.collectives``): it waits until the rank's own shard is in host memory and up to date, and gives it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+
+import aio_ext
+from offload.memory import tensor_at
+from offload.ranks.collectives import Collectives, Kind, Operation
+from offload.report.meter import Meter
+from offload.tiers.cache import Entry, Residency, WeightCache
+from offload.tiers.home import Transfer
+from offload.tiers.host_weights import HostWeights
+from offload.units import UnitSpec
+from offload.waiting import Failure
+from swapper import Lease
+
+_LOOK_AHEAD = 64
+
+
+class Place:
+    """Host memory for a whole unit."""
+
+    def __init__(self, memory: Lease | aio_ext.Memory) -> None:
+        self.address: int = memory.address
+        self._memory = memory
+
+
+class GatherCarrier:
+    """Brings whole units to places."""
+
+    def __init__(
+        self,
+        units: Sequence[UnitSpec],
+        shards: Sequence[UnitSpec],
+        lower: HostWeights,
+        places: Sequence[Place],
+        place_bytes: int,
+        dtype: torch.dtype,
+        collectives: Collectives,
+    ) -> None:
+        """``lower`` has this rank's ``shards``, whose weights are of ``dtype``."""
+        self.num_places: int = len(places)
+        self.added_bytes = 0
+        """Host memory of places beyond the plan."""
+        self._units = units
+        self._shards = shards
+        self._lower = lower
+        self._free = list(places)
+        self._place_bytes = place_bytes
+        self._dtype = dtype
+        self._collectives = collectives
+        collectives.register(Kind.GATHER, self._gather)
+
+    def take_place(self, unit: UnitSpec) -> Place | None:
+        return self._free.pop() if self._free else None
+
+    def add_place(self, unit: UnitSpec) -> Place:
+        self.num_places += 1
+        self.added_bytes += self._place_bytes
+        return Place(aio_ext.Memory(self._place_bytes))
+
+    def free_place(self, unit: UnitSpec, place: Place) -> None:
+        self._free.append(place)
+
+    def obstacle(self, unit: UnitSpec) -> Transfer | None:
+        return None
+
+    def fetch(self, unit: UnitSpec, place: Place) -> Transfer:
+        return self._collectives.submit(Kind.GATHER, unit.index, f"the weights of unit {unit.name}", place)
+
+    def pending(self) -> Transfer | None:
+        return None
+
+    def _gather(self, index: int, wanting: Sequence[int], operation: Operation | None) -> None:
+        """This rank's part of a gather: its own shard for those that want it, and theirs if it wants them."""
+        unit, shard = self._units[index], self._shards[index]
+        address = self._lower.acquire(shard)
+        try:
+            parts = [(0, unit.trainable_numel, 0, shard.trainable_numel)]
+            parts.append((unit.trainable_numel, unit.numel, shard.trainable_numel, shard.numel))
+            for start, stop, own_start, own_stop in parts:
+                if start == stop:
+                    continue
+                width = self._dtype.itemsize
+                own = tensor_at(address + own_start * width, own_stop - own_start, self._dtype)
+                into = None
+                if operation is not None:
+                    into = tensor_at(operation.own.address + start * width, stop - start, self._dtype)
+                self._gather_part(own, into, wanting)
+        finally:
+            self._lower.release(shard)
+
+    def _gather_part(self, own: torch.Tensor, into: torch.Tensor | None, wanting: Sequence[int]) -> None:
+        world = self._collectives.world
+        if len(wanting) == world.size and into is not None:
+            self._collectives.all_gather(into, own)
+            return
+        for rank in wanting:
+            self._collectives.gather(into if rank == world.rank else None, own, rank)
+
+
+class GatheredWeights(WeightCache[Place]):
+    """The cache of whole units. The training thread makes all calls."""
+
+    def __init__(
+        self, units: Sequence[UnitSpec], carrier: GatherCarrier, failure: Failure, meter: Meter, *, prefetch: bool
+    ) -> None:
+        super().__init__(
+            units,
+            lambda unit: False,
+            carrier,
+            failure,
+            meter,
+            prefetch=prefetch,
+            look_ahead=_LOOK_AHEAD,
+            may_add_places=True,
+        )
+        self.carrier = carrier
+
+    def acquire(self, unit: UnitSpec, *, training: bool = False) -> int:
+        """Wait until the whole unit is here and up to date, pin it, and return its address. ``training``: a step ends
+        this order of uses, and the weights of later uses will have changed."""
+        entry = self._entries[unit.index]
+        with self._changed:
+            self._learn(entry)
+            if entry.outdated and entry.pins == 0:
+                self._drop(entry)
+            self._pin_for_compute(entry, wrap=not training)
+        self._wait_for_fetch(entry, "gather", computing=True)
+        return self._address(entry)
+
+    def release(self, unit: UnitSpec) -> None:
+        """A use is over."""
+        with self._changed:
+            self._unpin(self._entries[unit.index], computing=True)
+            self._fetch_ahead(wrap=False)
+
+    @contextlib.contextmanager
+    def borrow(self, unit: UnitSpec) -> Iterator[int]:
+        """The address of the whole unit, to be read outside of the model's order."""
+        entry = self._entries[unit.index]
+        with self._changed:
+            if entry.outdated and entry.pins == 0:
+                self._drop(entry)
+            self._pin(entry, computing=False)
+        self._wait_for_fetch(entry, None, computing=False)
+        try:
+            yield self._address(entry)
+        finally:
+            with self._changed:
+                self._unpin(entry, computing=False)
+
+    def outdate(self, units: Sequence[UnitSpec]) -> None:
+        """The weights of these units are about to change: what was gathered of them is void."""
+        for unit in units:
+            entry = self._entries[unit.index]
+            with self._changed:
+                entry.outdated = entry.place is not None
+                if entry.pins == 0:
+                    self._drop(entry)
+
+    def end_step(self) -> None:
+        """A step ends the order of uses; the first units of the next one are gathered as their updates end."""
+        with self._changed:
+            self._order.end_step()
+            self._fetch_ahead(wrap=False)
+
+    def _drop(self, entry: Entry[Place]) -> None:
+        """Evict a unit that is not in use."""
+        while entry.fetch is not None and not entry.fetch.done():
+            self._changed.wait_for_transfer(entry.fetch.wait)
+        if entry.place is not None:
+            self._evict(entry)
+
+    def _address(self, entry: Entry[Place]) -> int:
+        if entry.place is None or entry.residency is Residency.ABSENT:
+            raise RuntimeError(f"unit {entry.unit.name} was not gathered")
+        return entry.place.address
