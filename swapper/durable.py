@@ -14,6 +14,11 @@ the checksum of every extent, is written under a temporary name and synced. 4. I
 synced. A crash before 4 leaves the last generation, one after 5 the new one; in between it is one of the two, both
 whole.
 After a failure in 2, 4 or 5 the content of the disk is unknown, so the store serves nothing more.
+
+[Note: Two phases] Several stores can have one commit in common: each one prepares it (1 to 3, and the manifest gets a
+name that stays, durably), and once all have, each one finishes it (4 and 5). In between the prepared generation is kept
+beside the last one: no place that either needs is written. It outlives the process, and whoever opens the store next
+decides what becomes of it. ``commit`` does both at once, under the temporary name, and never leaves one.
 """
 
 from __future__ import annotations
@@ -49,9 +54,11 @@ from swapper.publication import (
     last_name,
     layout_of,
     left_over,
-    prepare,
+    prepared,
+    prepared_name,
     publish,
     published,
+    put_new,
     read_manifest,
     retained_name,
 )
@@ -80,8 +87,9 @@ def begin(
     try:
         _clear(directory, names)
         first = replace(empty, chunks=tuple(device.table()))
-        store = DurableStore(directory, device, {0: first}, set(), 0, where, reserved)
-        with store._published(first):
+        store = DurableStore(directory, device, {0: first}, set(), 0, 0, where, reserved)
+        store._write_new(first)
+        with store._renamed(NEW, last_name(0)):
             return store
     except BaseException:
         device.close()
@@ -100,19 +108,21 @@ def take_up(
     found = published(names)
     if not found:
         raise StoreMissing(f"{where}: its creation was never finished.")
-    kept = {number: read_manifest(directory, name) for number, name in found.items()}
-    last = kept[max(kept)]
+    last = max(found)
+    names_of = found | prepared(names)
+    kept = {number: read_manifest(directory, name) for number, name in names_of.items()}
+    newest = kept[max(kept)]
     for number, manifest in kept.items():
-        if manifest.generation != number or _shape(manifest) != _shape(last):
-            raise StorageCorrupt(f"{where}: manifest {found[number]} is that of another store or generation.")
-    base = last.generation if generation is None else generation
-    if base not in kept:
-        raise StoreMissing(f"{where} has no generation {base}; there are {sorted(kept)}.")
-    device = make_device(last)
+        if manifest.generation != number or _shape(manifest) != _shape(newest):
+            raise StorageCorrupt(f"{where}: manifest {names_of[number]} is that of another store or generation.")
+    base = last if generation is None else generation
+    if base not in found:
+        raise StoreMissing(f"{where} has no generation {base}; there are {sorted(found)}.")
+    device = make_device(newest)  # its table of chunks holds for what was kept when it was made
     try:
         _clear(directory, names)
         retained = {number for number, name in found.items() if name == retained_name(number)}
-        return DurableStore(directory, device, kept, retained, base, where, reserved)
+        return DurableStore(directory, device, kept, retained, last, base, where, reserved)
     except BaseException:
         device.close()
         raise
@@ -152,27 +162,30 @@ class DurableStore:
         device: Device,
         kept: dict[int, Manifest],
         retained: set[int],
+        last: int,
         base: int,
         where: str,
         reserved: Sequence[int] | None = None,
     ) -> None:
-        """Start from the published manifests ``kept``, at generation ``base``. Takes over ``device``.
+        """Start from the manifests ``kept``, at generation ``base``. Takes over ``device``.
 
+        ``last`` is the last generation that was committed; one that is kept above it is prepared.
         ``reserved`` is how many places of each extent get their space now; None: all of them have it already.
         Raises ``StorageFull``.
         """
         self._directory = directory
         self._transfers = Transfers(device, where)
         self._kept = dict(kept)
-        self._last = max(kept)
+        self._last = last
         self._retained = set(retained)
         self._base = kept[base]
         self._extents, self._records, _ = layout_of(self._base)
         self._reserved = [record.num_places if reserved is None else 0 for record in self._records]
         """How many places of each extent have their space taken."""
-        self._take_base()
         self._writes: dict[int, Ticket | None] = {}
-        """The last write of what is current and not committed, by extent; None while it is submitted."""
+        """The last write of what is current and came after the last commit or ``prepare``, by extent; None while it is
+        submitted."""
+        self._take_base()
         self._beside: dict[int, Ticket] = {}
         """The last write beside of each extent that was not flipped."""
         self._failure: OffloadError | None = None
@@ -243,8 +256,14 @@ class DurableStore:
         """The generations that stay until they are released, oldest first."""
         return tuple(sorted(self._retained))
 
+    @property
+    def prepared(self) -> int | None:
+        """The generation that was prepared, by this owner or the one before, and is neither finished nor abandoned."""
+        newest = max(self._kept)
+        return newest if newest > self._last else None
+
     def metadata_of(self, generation: int) -> bytes:
-        """What was given to ``commit`` with a generation that is kept. Raises ``StoreMissing``."""
+        """What was given to ``commit`` or ``prepare`` with a generation that is kept. Raises ``StoreMissing``."""
         return self.manifest_of(generation).metadata
 
     @property
@@ -282,6 +301,7 @@ class DurableStore:
         bytes are current again if the write fails; otherwise they are lost. What was written beside and not flipped is
         given up. No read and no other write of the extent may be in flight.
         Waits while a commit is under way. A write that fails may be repeated; until then nothing can be committed.
+        Raises ``StoreMisuse`` if kept generations, a prepared one among them, need all copies: see ``prepare``.
         """
         with self._entered(extent, nbytes):
             record = self._records[extent.index]
@@ -321,7 +341,7 @@ class DurableStore:
                     f"{record.num_places} copies, of which the generations {sorted(self._kept)} need "
                     f"{len(needed)}, and what is current takes one.",
                     survives="Nothing has changed.",
-                    advice="Release a retained generation, commit first, or create the store with places=2.",
+                    advice="Release a retained generation, commit or finish first, or create the store with places=2.",
                 )
             place = self._place(extent, number, self._last + 1)
             self._take_space(extent, number)
@@ -352,25 +372,52 @@ class DurableStore:
         finds the last generation or this one.
         """
         with self._alone(reads=True):
-            for index, ticket in self._writes.items():
-                if ticket is None:
-                    raise StorageIOError(f"write of extent {index} was interrupted.", advice="Repeat it.")
-                ticket.wait()
-            for ticket in self._beside.values():
-                with contextlib.suppress(StorageIOError, StorageFull):  # no part of the generation
-                    ticket.wait()
-            before, generation = self._last, self._last + 1
-            with self._fatal(f"sync of the data of generation {generation}"):
-                self._transfers.sync()
-            manifest = self._describe(generation, metadata)
-            with self._published(manifest):
-                self._kept = {number: self._kept[number] for number in self._retained} | {generation: manifest}
-                self._base, self._last = manifest, generation
-                self._writes.clear()
-            if before not in self._retained:
-                with contextlib.suppress(OSError):  # the next owner removes it
-                    self._directory.remove(last_name(before))
+            manifest = self._new_generation(metadata)
+            self._publish(manifest, NEW)
+            return manifest.generation
+
+    def prepare(self, metadata: bytes = b"") -> int:
+        """Do all of a commit that can fail for lack of room, durably, and leave the rest to ``finish``; returns the
+        number of the generation.
+
+        The last generation stays the committed one, until ``finish`` or ``abandon``. Meanwhile nothing else can be
+        committed or prepared, and no place that either generation needs is written. So a write of an extent that
+        differs between the two takes a third place: one of ``places=2``, or of a generation that could be retained and
+        is not. Without one ``write`` raises ``StoreMisuse`` and ``write_beside`` ``StorageFull``. Such writes are no
+        part of the prepared generation.
+        Raises as ``commit``. After a failure that is final, ``open_store`` finds the last generation, with this one
+        prepared or without it.
+        """
+        with self._alone(reads=True):
+            manifest = self._new_generation(metadata)
+            generation = manifest.generation
+            with self._renamed(NEW, prepared_name(generation)):
+                self._kept = self._kept | {generation: manifest}
             return generation
+
+    def finish(self) -> int:
+        """Make the prepared generation the committed one; returns its number.
+
+        The one before goes, unless it is retained. Extents that were not written since ``prepare``, or since the store
+        was opened, hold what the generation has. Raises ``StoreMisuse`` if none is prepared. Any other failure is
+        final: ``open_store`` finds the generation committed, or still prepared.
+        """
+        with self._alone(reads=True):
+            generation = self.prepared
+            if generation is None:
+                raise StoreMisuse(f"{self._transfers.where} has no prepared generation.", advice="Call prepare first.")
+            self._publish(self._kept[generation], prepared_name(generation))
+            return generation
+
+    def abandon(self) -> None:
+        """Give up the prepared generation, if there is one. What is current stays so, and can be committed.
+
+        A failure is final: ``open_store`` finds the last generation, with the other still prepared or without it.
+        """
+        with self._alone(reads=True):
+            generation = self.prepared
+            if generation is not None:
+                self._remove_for_good(prepared_name(generation), generation)
 
     def retain(self) -> int:
         """Keep the last generation until it is released, through all commits to come; returns its number.
@@ -401,11 +448,7 @@ class DurableStore:
                 with self._renamed(name, last_name(generation)):
                     self._retained.discard(generation)
                 return
-            # The name must be gone for good before its copies are written again.
-            with self._for_good(f"removal of {name}", lambda: self._directory.remove(name)):
-                self._retained.discard(generation)
-                if generation != self._base.generation:
-                    del self._kept[generation]
+            self._remove_for_good(name, generation)
 
     def rewind(self) -> None:
         """Give up everything written since the last commit, or since the store was opened. No transfer of the caller's
@@ -417,6 +460,8 @@ class DurableStore:
                         ticket.wait()
             self._writes.clear()
             self._beside.clear()
+            for record in self._records:
+                record.forget()
             self._take_base()
 
     def manifest_of(self, generation: int) -> Manifest:
@@ -537,13 +582,15 @@ class DurableStore:
             )
 
     def _take_base(self) -> None:
-        """Make current what the generation that the store goes on from holds."""
+        """Make current what the generation that the store goes on from holds, where nothing was written since."""
         for extent, record, entry in zip(self._extents, self._records, self._base.entries, strict=True):
-            record.give_up_beside()
-            place = None
-            if entry.generation:
-                place = self._place(extent, entry.copy, entry.generation, entry.checksum)
-            record.reset(place)
+            if record.num_places == 1 or extent.index in self._writes:
+                continue
+            current, wanted = record.current, entry.copy if entry.generation else None
+            if wanted is None:
+                record.reset(None)
+            elif current is None or current.number != wanted:
+                record.reset(self._place(extent, wanted, entry.generation, entry.checksum))
 
     def _take_space(self, extent: Extent, number: int) -> None:
         """The place ``number`` is about to be written."""
@@ -579,20 +626,52 @@ class DurableStore:
             base.store, generation, base.num_copies, base.num_paths, tuple(entries), chunks, bytes(metadata)
         )
 
-    @contextlib.contextmanager
-    def _published(self, manifest: Manifest) -> Iterator[None]:
-        """Make it the last generation on disk, and then, in the body, in memory."""
-        with self._described(manifest):
-            prepare(self._directory, manifest)
-        with self._renamed(NEW, last_name(manifest.generation)):
-            yield
+    def _new_generation(self, metadata: bytes) -> Manifest:
+        """Everything written so far as the next generation: steps 1 to 3 of [Note: The commit]."""
+        if self.prepared is not None:
+            raise StoreMisuse(
+                f"generation {self.prepared} of {self._transfers.where} is prepared.", advice="Finish or abandon it."
+            )
+        for index, ticket in self._writes.items():
+            if ticket is None:
+                raise StorageIOError(f"write of extent {index} was interrupted.", advice="Repeat it.")
+            ticket.wait()
+        for ticket in self._beside.values():
+            with contextlib.suppress(StorageIOError, StorageFull):  # no part of the generation
+                ticket.wait()
+        generation = self._last + 1
+        with self._fatal(f"sync of the data of generation {generation}"):
+            self._transfers.sync()
+        manifest = self._describe(generation, metadata)
+        self._write_new(manifest)
+        self._writes.clear()
+        return manifest
 
-    @contextlib.contextmanager
-    def _described(self, manifest: Manifest) -> Iterator[None]:
+    def _write_new(self, manifest: Manifest) -> None:
         try:
-            yield
+            put_new(self._directory, manifest)
         except OSError as error:
             raise failed(f"manifest of generation {manifest.generation} of {self._transfers.where}", error) from error
+
+    def _publish(self, manifest: Manifest, name: str) -> None:
+        """Make it the last generation; so far its manifest is called ``name``."""
+        before, generation = self._last, manifest.generation
+        with self._renamed(name, last_name(generation)):
+            self._base, self._last = manifest, generation
+            self._kept = {number: self._kept[number] for number in self._retained} | {generation: manifest}
+            with self._lock:
+                self._take_base()
+        if before not in self._retained:
+            with contextlib.suppress(OSError):  # the next owner removes it
+                self._directory.remove(last_name(before))
+
+    def _remove_for_good(self, name: str, generation: int) -> None:
+        """Give up a generation, whose manifest is called ``name``: that must be gone for good before its copies are
+        written again."""
+        with self._for_good(f"removal of {name}", lambda: self._directory.remove(name)):
+            self._retained.discard(generation)
+            if generation != self._base.generation:
+                self._kept = {number: kept for number, kept in self._kept.items() if number != generation}
 
     @contextlib.contextmanager
     def _renamed(self, old: str, new: str) -> Iterator[None]:

@@ -125,8 +125,9 @@ def open_store(
 ) -> DurableStore:
     """Open a durable store at its last generation, or at a retained one, and clear away what a crash left of it.
 
-    Going on from a retained generation gives the next commit a number above all that are there. ``reserved`` is that of
-    ``create_store``.
+    Going on from a retained generation gives the next commit a number above all that are there. If the last owner left
+    a generation prepared, ``DurableStore.prepared`` is its number: ``finish`` or ``abandon`` it before anything is
+    written. ``reserved`` is that of ``create_store``.
 
     Raises ``StoreMissing`` if there is no such store or generation, ``StoreLocked`` if it is open elsewhere,
     ``StorageCorrupt`` if a manifest is damaged or a file too short, ``StoreUnsafe``. Nothing has changed then.

@@ -1,6 +1,6 @@
 """The generations of a store in its directory: a manifest each, under a name that says whether it counts.
 
-A generation is published by one rename, see ``swapper.durable``.
+A generation is published by one rename, at once or after it was prepared, see ``swapper.durable``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from swapper.manifest import MANIFEST_BYTES_MAX, Manifest
 from swapper.record import Record
 
 NEW = "new"
-_NAME = re.compile(r"(generation|retained)\.([0-9a-f]{16})")
+_NAME = re.compile(r"(generation|retained|prepared)\.([0-9a-f]{16})")
 
 
 def last_name(generation: int) -> str:
@@ -29,20 +29,31 @@ def retained_name(generation: int) -> str:
     return f"retained.{generation:016x}"
 
 
+def prepared_name(generation: int) -> str:
+    """Under which a generation waits until it is finished or abandoned."""
+    return f"prepared.{generation:016x}"
+
+
 def published(names: Sequence[str]) -> dict[int, str]:
     """The generations that count, oldest first, with the names of their manifests: those retained, and the last."""
-    found = sorted((int(match[2], 16), match[1] == "retained", name) for name in names if (match := _fits(name)))
-    return {number: name for number, kept, name in found if kept or number == found[-1][0]}
+    found = [(int(match[2], 16), match[1], name) for name in names if (match := _NAME.fullmatch(name))]
+    counting = sorted(item for item in found if item[1] != "prepared")
+    return {number: name for number, kind, name in counting if kind == "retained" or number == counting[-1][0]}
+
+
+def prepared(names: Sequence[str]) -> dict[int, str]:
+    """The generation that waits to be finished, if there is one: the one that comes after the last."""
+    if not (found := published(names)):
+        return {}
+    following = max(found) + 1
+    name = prepared_name(following)
+    return {following: name} if name in names else {}
 
 
 def left_over(names: Sequence[str]) -> list[str]:
     """Names that a dead owner left and no store needs: an unfinished commit, a generation that was replaced."""
-    needed = published(names).values()
-    return [name for name in names if name == NEW or (_fits(name) and name not in needed)]
-
-
-def _fits(name: str) -> re.Match[str] | None:
-    return _NAME.fullmatch(name)
+    needed = {*published(names).values(), *prepared(names).values()}
+    return [name for name in names if name == NEW or (_NAME.fullmatch(name) and name not in needed)]
 
 
 def read_manifest(directory: Directory, name: str) -> Manifest:
@@ -56,13 +67,13 @@ def read_manifest(directory: Directory, name: str) -> Manifest:
 
 def publish(directory: Directory, manifest: Manifest) -> None:
     """Make it the last generation of ``directory``. Raises ``OSError``."""
-    prepare(directory, manifest)
+    put_new(directory, manifest)
     directory.rename(NEW, last_name(manifest.generation))
     directory.sync()
 
 
-def prepare(directory: Directory, manifest: Manifest) -> None:
-    """Put the manifest under its temporary name, durably."""
+def put_new(directory: Directory, manifest: Manifest) -> None:
+    """Put the manifest under its temporary name; its content is durable then, its name is not. Raises ``OSError``."""
     with contextlib.suppress(FileNotFoundError):
         directory.remove(NEW)
     directory.create(NEW, manifest.encode())

@@ -85,7 +85,10 @@ class Record:
             return number
         current = self.readable()
         if current.number in needed:
-            raise StoreMisuse(f"extent {self.index} has no place for a write: all {self.num_places} are needed.")
+            raise StoreMisuse(
+                f"extent {self.index} has no place for a write: all {self.num_places} are needed.",
+                advice="Finish or abandon the prepared generation, or release a retained one.",
+            )
         return current.number
 
     def replaced(self, place: Place) -> None:
@@ -95,6 +98,10 @@ class Record:
     def reset(self, place: Place | None) -> None:
         """Make ``place`` current, whatever was."""
         self._before, self._current = None, place
+
+    def forget(self) -> None:
+        """Nothing is current, and nothing is to be flipped."""
+        self._before = self._current = self._beside = None
 
     def give_up_beside(self) -> None:
         """What was written beside is not to be flipped. To be called before its place is written again."""

@@ -18,7 +18,7 @@ from swapper.durable import DurableStore
 from swapper.errors import OffloadError, StorageError, StoreMissing, StoreUnsafe, failed
 from swapper.files import Descriptor, open_directory
 from swapper.folders import SUFFIX, open_store
-from swapper.publication import left_over, published, read_manifest
+from swapper.publication import left_over, prepared, published, read_manifest
 
 _NAMELESS = re.compile(r"\.offload-[0-9]+-[0-9a-f]{16}")
 """What a file without a name is called for a moment, where such a file cannot be made."""
@@ -42,7 +42,8 @@ def inspect(paths: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def scrub(paths: Sequence[Path]) -> list[dict[str, Any]]:
-    """Read and verify every extent of every generation of the stores whose first path is the first of ``paths``.
+    """Read and verify every extent of every generation of the stores whose first path is the first of ``paths``; of one
+    that is prepared, the manifest only.
 
     ``damage`` lists what is wrong. Raises ``StoreLocked`` for a store that is in use.
     """
@@ -57,7 +58,7 @@ def scrub(paths: Sequence[Path]) -> list[dict[str, Any]]:
         }
         report.append(found)
         try:
-            with open_store(paths, name.removesuffix(SUFFIX)) as store:
+            with open_store(paths, name.removesuffix(SUFFIX), reserved=()) as store:
                 generations = store.generations
         except StoreMissing:
             found["state"] = "its creation was never finished: gc removes it"
@@ -66,7 +67,7 @@ def scrub(paths: Sequence[Path]) -> list[dict[str, Any]]:
             found["damage"].append(str(error))
             continue
         for number in generations:
-            with open_store(paths, name.removesuffix(SUFFIX), generation=number) as store:
+            with open_store(paths, name.removesuffix(SUFFIX), generation=number, reserved=()) as store:
                 _read_all(store, found)
     return report
 
@@ -114,7 +115,7 @@ def _describe(where: Path, folder: int) -> dict[str, Any]:
         "data_bytes": sum(os.stat(n, dir_fd=folder, follow_symlinks=False).st_size for n in names if _is_data(n)),
         "damage": [],
     }
-    for number, name in published(names).items():
+    for number, name in (published(names) | prepared(names)).items():
         try:
             manifest = read_manifest(directory, name)
         except OffloadError as error:
@@ -125,6 +126,7 @@ def _describe(where: Path, folder: int) -> dict[str, Any]:
             {
                 "generation": number,
                 "retained": name.startswith("retained"),
+                "prepared": name.startswith("prepared"),
                 "extents": len(manifest.entries),
                 "extents_written": len(written),
                 "bytes_written": sum(entry.nbytes for entry in written),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import store_crash
+import store_ranks_crash
 from store_model import Difference
 
 from swapper.testing import RamDevice, RamDirectory
@@ -22,6 +23,8 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
         ("store_random", ["--operations", "10000"], "reads_checked", 3000),
         ("store_flips", ["--changes", "1500"], "found", 1000),
         ("store_kill", ["--kills", "8"], "kills", 8),
+        ("store_ranks_crash", ["--states", "400", "--per-point", "8", "--per-meeting", "40"], "states", 400),
+        ("store_ranks_kill", ["--kills", "8"], "kills", 8),
     ],
 )
 def test_a_slice_of_the_campaign(script: str, options: list[str], count: str, at_least: int):
@@ -42,6 +45,26 @@ def test_a_commit_that_forgets_to_sync_is_found(monkeypatch, owner, step):
     arguments = type("Arguments", (), {"seed": 5, "states": 4000, "commits": 6, "per_point": 64})
     with pytest.raises(Difference):
         store_crash.campaign(arguments)
+
+
+@pytest.mark.parametrize(
+    "unsynced",
+    [("rename", "new", "prepared."), ("rename", "prepared.", "generation."), ("remove", "prepared.")],
+    ids=["prepare", "finish", "abandon"],
+)
+def test_a_phase_that_forgets_to_sync_the_directory_is_found(monkeypatch, unsynced):
+    """Of the syncs that the two phases have of their own, each one is needed in some crash state."""
+    original = RamDirectory.sync
+
+    def sync(directory: RamDirectory) -> None:
+        events = getattr(directory._disk.log, "__self__", [("not recorded",)])
+        if not all(map(str.startswith, events[-1], unsynced)):
+            original(directory)
+
+    monkeypatch.setattr(RamDirectory, "sync", sync)
+    arguments = type("Arguments", (), {"seed": 5, "states": 4000, "commits": 6, "per_point": 8, "per_meeting": 60})
+    with pytest.raises(Difference):
+        store_ranks_crash.campaign(arguments)
 
 
 def _unlogged(device: RamDevice, sync):

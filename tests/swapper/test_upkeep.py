@@ -46,6 +46,17 @@ def test_inspect_tells_what_is_there_and_whose(path: Path, capsys):
     assert f"{path}/run.store\n  owner" in capsys.readouterr().out
 
 
+def test_scrub_finds_a_store_whole_whose_space_is_taken_when_it_is_needed(tmp_path: Path, capsys):
+    arena = Arena(PAGE_BYTES)
+    lease = arena.lease(PAGE_BYTES)
+    with create_store([tmp_path], "run", [PAGE_BYTES] * 2, reserved=()) as store:
+        store.write(store.extents[0], lease.address, PAGE_BYTES).wait()
+        store.commit()
+    arena.close()
+    status, [found] = run(capsys, "scrub", tmp_path)
+    assert (status, found["damage"], found["extents"]) == (0, [], 1)
+
+
 def test_scrub_finds_the_extent_that_is_damaged(path: Path, capsys):
     status, [found] = run(capsys, "scrub", path)
     assert (status, found["generations"], found["extents"], found["bytes"]) == (0, 2, 4, 6 * PAGE_BYTES)
