@@ -10,6 +10,7 @@ from rich.filesize import decimal
 
 from offload.doctor.finding import Finding, better, broken, good
 from offload.doctor.pci import link_of
+from offload.ranks.topology import pci_address
 
 _SYS, _PROC = Path("/sys"), Path("/proc")
 _NVIDIA = "0x10de"
@@ -68,10 +69,8 @@ def _kernels(index: int) -> Iterator[Finding]:
 
 def _link(index: int, properties: Any) -> Iterator[Finding]:
     """An idle GPU slows its link down, but keeps the lanes."""
-    if not hasattr(properties, "pci_bus_id"):  # an older torch
-        return
-    address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-    link = link_of(_SYS / "bus/pci/devices" / address)
+    address = pci_address(properties)
+    link = link_of(_SYS / "bus/pci/devices" / address) if address is not None else None
     if link is None:
         return
     if link.width < link.width_max:

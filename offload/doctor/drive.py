@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from offload.ranks.topology import disks_under
 
 _SYS = Path("/sys")
 _MAPPED = {"CRYPT": "LUKS", "LVM": "LVM", "MPATH": "multipath"}
@@ -31,45 +31,14 @@ class Drive:
 
 def drives_under(path: Path) -> list[Drive]:
     """The drives; none where the file system does not tell, as those in memory, on a network and overlays do."""
-    number = _block_device(path)
-    folder = _SYS / "dev/block" / f"{os.major(number)}:{os.minor(number)}"
-    return list(_drives(folder.resolve(), ())) if folder.exists() else []
+    return [_drive(disk, above) for disk, above in disks_under(path, _SYS)]
 
 
-def _block_device(path: Path) -> int:
-    """The number of the device that is mounted there. A btrfs shows a number of its own: its source tells."""
-    number = path.stat().st_dev
-    if os.major(number) != 0:
-        return number
-    source = _mount_source(f"{os.major(number)}:{os.minor(number)}")
-    return Path(source).stat().st_rdev if source.startswith("/dev/") else number
-
-
-def _mount_source(number: str) -> str:
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        left, _, right = line.partition(" - ")
-        if left.split()[2] == number:
-            return right.split()[1]
-    return ""
-
-
-def _drives(folder: Path, through: tuple[str, ...]) -> Iterator[Drive]:
-    if (folder / "partition").exists():
-        folder = folder.parent
-    layer = _layer(folder)
-    below = sorted((folder / "slaves").glob("*")) if (folder / "slaves").is_dir() else []
-    if below:
-        for each in below:
-            yield from _drives(each.resolve(), (*through, layer))
-        return
-    yield Drive(
-        folder.name,
-        folder,
-        _model(folder),
-        int(_read(folder / "size") or 0) * 512,
-        _medium(folder),
-        (*through, layer) if layer else through,
-    )
+def _drive(folder: Path, above: tuple[Path, ...]) -> Drive:
+    """A disk is itself a layer if it stands on a file or in memory."""
+    layers = [layer for each in (*above, folder) if (layer := _layer(each))]
+    nbytes = int(_read(folder / "size") or 0) * 512
+    return Drive(folder.name, folder, _model(folder), nbytes, _medium(folder), tuple(layers))
 
 
 def _layer(folder: Path) -> str:

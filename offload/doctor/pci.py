@@ -36,14 +36,4 @@ def link_of(device: Path) -> Link | None:
     return None
 
 
-def numa_node_of(device: Path) -> int | None:
-    """The NUMA node that a device is at; None where all are equally near."""
-    for folder in (device, *device.parents):
-        file = folder / "numa_node"
-        if file.exists():
-            node = int(file.read_text())
-            return node if node >= 0 else None
-    return None
-
-
 _FILES = ("current_link_speed", "max_link_speed", "current_link_width", "max_link_width")

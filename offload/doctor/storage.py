@@ -17,7 +17,8 @@ from aio_ext.measure import Range
 from aio_ext.profile import IoProfile, file_system, load_profile, missing_profile
 from offload.doctor.drive import Drive, drives_under
 from offload.doctor.finding import Finding, better, broken, good
-from offload.doctor.pci import link_of, numa_node_of
+from offload.doctor.pci import link_of
+from offload.ranks.topology import nearest_node
 from swapper import PAGE_BYTES, StorageFull, StoreUnsafe
 from swapper.files import open_directory, open_nameless
 from swapper.paths import Medium, look_at
@@ -100,7 +101,7 @@ def pcie(path: Path) -> Iterator[Finding]:
             yield better("PCIe link", f"{each.name}: {link} of {link.most}", "another slot, or its setting in the BIOS")
         elif link is not None:
             yield good("PCIe link", f"{each.name}: {link}")
-        node = numa_node_of(each.folder)
+        node = nearest_node(each.folder)
         if node is not None and (_SYS / "devices/system/node/node1").exists():
             keep = f"numactl --cpunodebind={node} --membind={node} keeps to it"
             yield good("NUMA node", f"{each.name} is at node {node}: {keep}")

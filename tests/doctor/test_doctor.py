@@ -17,6 +17,7 @@ import pytest
 from aio_ext.profile import IoProfile, save_profile
 from offload.cli import main
 from offload.doctor import Finding, Status, device, drive, examination, examine, memory, pci, storage
+from offload.ranks import topology
 from swapper import paths as swapper_paths
 
 RESTRICT = Path(__file__).parent.parent / "aio_ext" / "restrict.py"
@@ -250,7 +251,7 @@ def tree(root: Path) -> Path:
 def drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for module in (drive, storage):
         monkeypatch.setattr(module, "_SYS", tree(tmp_path / "sys") if module is drive else tmp_path / "sys")
-    monkeypatch.setattr(drive, "_block_device", lambda path: os.makedev(252, 0))
+    monkeypatch.setattr(topology, "block_device_number", lambda path: os.makedev(252, 0))
     return tmp_path
 
 
@@ -277,9 +278,9 @@ def test_a_link_with_half_of_its_lanes_and_the_node_are_told(drives: Path):
 
 def test_a_virtual_disk_is_no_rotating_one(tmp_path: Path):
     folder = fake(tmp_path / "vda", {**DISK, "queue/rotational": "1\n"})
-    assert [each.medium for each in drive._drives(folder, ())] == ["virtual"]
+    assert drive._drive(folder, ()).medium == "virtual"
     folder = fake(tmp_path / "sda", {**DISK, "queue/rotational": "1\n", "device/model": "ST8000\n"})
-    assert "every step waits for its head" in storage._drive(next(drive._drives(folder, ()))).says
+    assert "every step waits for its head" in storage._drive(drive._drive(folder, ())).says
 
 
 # GPUs.
