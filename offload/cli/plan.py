@@ -48,6 +48,9 @@ def plan(
     memory_bandwidth: Annotated[str, Option(metavar="RATE",
         help="Of a described node's host memory, what updates get.")] = "200GB/s",
     network: Annotated[str, Option(metavar="RATE", help="Of a described node, each way.")] = "400Gb/s",
+    shard: Annotated[Literal["auto", "states", "gradients", "weights"], Option(
+        help="What GPUs hold parts of: optimizer states; gradients, too; weights, too; "
+             "auto: the first one that needs no NVMe, else weights.")] = "auto",
     endurance: Annotated[str, Option(metavar="BYTES",
         help="What the SSDs of a node may write in their life (TBW).")] = "600TB",
     batch: Annotated[int, Option(min=1, metavar="N", help="Sequences of a forward, on each GPU.")] = 1,
@@ -86,7 +89,7 @@ def plan(
     workload = Workload(
         batch=batch, sequence=sequence, micro_batches=gradient_accumulation_steps, precision=precision,
         moments_dtype=moments_dtype, optimizer=optimizer, clipped=clipped == "always",
-        recomputed=activation_checkpointing,
+        recomputed=activation_checkpointing, shard=shard,
         device_bytes=None if device_memory == "auto" else rates.nbytes("--device-memory", device_memory),
     )  # fmt: skip
     found = _model(model, parameters, layers, width, vocabulary)
@@ -134,6 +137,8 @@ def _refuse_contradictions(given: dict[str, Any]) -> None:
         raise typer.BadParameter("--gpus and --nodes describe a machine with --gpu")
     if given["gpu"] is None and given["device_memory"] != "auto":
         raise typer.BadParameter("--device-memory is of a machine with --gpu")
+    if given["shard"] != "auto" and given["gpus"] * given["nodes"] == 1:
+        raise typer.BadParameter("--shard is of several GPUs: give --gpus or --nodes")
     if given["tune"] and (given["parameters"] is not None or given["gpu"] is not None):
         raise typer.BadParameter("--tune takes real steps: give a MODEL, and no --gpu")
     if given["write"] is not None and not given["tune"]:

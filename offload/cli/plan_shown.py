@@ -10,6 +10,12 @@ from rich.table import Table
 
 Facts = dict[str, Any]
 
+_PARTS = {
+    "states": "Each GPU holds a part of the optimizer states, and all weights and gradients.",
+    "gradients": "Each GPU holds a part of the states and gradients, and all weights.",
+    "weights": "Each GPU holds a part of everything, and gathers a unit's weights for its use.",
+}
+
 
 def shown(facts: Facts) -> RenderableType:
     """The answer, a table of bytes, one of seconds, what would help, and what was assumed."""
@@ -55,6 +61,8 @@ def _answer(facts: Facts) -> Iterator[str]:
         f"It fits. A step takes {_seconds(facts['seconds'])}: {facts['tokens_per_second']:,.0f} tokens a second, "
         f"limited by {_limit(facts)}."
     )
+    if facts["shard"] is not None:
+        yield _PARTS[facts["shard"]]
     if (least := facts["least_host_memory_bytes"]) is not None:
         yield f"The least host memory is {_size(least)}{_each(machine)}."
     yield f"One part after the other would take {_seconds(facts['unoverlapped_seconds'])}."

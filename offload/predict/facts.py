@@ -34,6 +34,7 @@ def facts_of(
         },
         "assumptions": list(machine.assumptions),
         "workload": asdict(prediction.workload),
+        "shard": prediction.shard,
         "fits": prediction.fits,
         "shortage": None if prediction.shortage is None else asdict(prediction.shortage),
         "least_host_memory_bytes": least_host_bytes,

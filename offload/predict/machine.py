@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from offload import values
 from offload.predict import rates
+from offload.predict.network import Network
 from offload.report.report import Bandwidths
 
 COMPUTE_SHARE = 0.45
@@ -20,6 +21,9 @@ MEMORY_BANDWIDTH = 200e9
 
 NETWORK = 50e9
 """What a described node is assumed to send and receive over the network at once, bytes a second: 400 Gb/s."""
+
+HOP = 25e-6
+"""Seconds that a small message between two ranks is assumed to take, and its turn in a ring of all of them."""
 
 CONTEXT_BYTES = 2 << 30
 """Device memory that libraries and the allocator's gaps are assumed to take."""
@@ -71,12 +75,11 @@ class Cores:
 
 @dataclass(frozen=True)
 class DeviceMachine:
-    """A GPU and its links, as they are assumed to do in practice. Bytes a second each way."""
+    """A GPU and its link, as they are assumed to do in practice. Bytes a second each way."""
 
     name: str
     memory_bytes: int
     link: float
-    peers: float
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,8 @@ class Machine:
 
     ``device`` is None where the CPU computes: updates and checksums take its cores then. ``update`` is the memory
     traffic of the optimizer's kernel and ``checksum`` what is checked of the bytes that pass NVMe, bytes a second.
-    ``unit_seconds`` is what the engine takes for a use of a unit, at rest in memory and brought from NVMe.
+    ``unit_seconds`` is what the engine takes for a use of a unit, at rest in memory and brought from NVMe. ``network``
+    joins the ranks; None: there is one.
     """
 
     host_bytes: int
@@ -96,10 +100,17 @@ class Machine:
     checksum: float
     unit_seconds: tuple[float, float]
     device: DeviceMachine | None = None
-    num_ranks: int = 1
-    ranks_a_node: int = 1
+    network: Network | None = None
     assumptions: tuple[str, ...] = ()
     """What was not measured or given, in words."""
+
+    @property
+    def num_ranks(self) -> int:
+        return 1 if self.network is None else self.network.num_ranks
+
+    @property
+    def ranks_a_node(self) -> int:
+        return 1 if self.network is None else self.network.ranks_a_node
 
     @property
     def num_nodes(self) -> int:
@@ -135,30 +146,26 @@ def described(
     memory_bandwidth: float = MEMORY_BANDWIDTH,
     network: float = NETWORK,
     mixed_q: float = 1.0,
+    added_inside: bool = False,
 ) -> Machine:
     """One rank of a described machine; ``host_bytes``, ``drives``, ``memory_bandwidth`` and ``network`` are a node's,
-    ``compute`` is what a GPU achieves in FLOP/s. Raises ``ConfigError`` for a GPU that is not in the table."""
+    ``compute`` is what a GPU achieves in FLOP/s; ``added_inside`` is that of ``Network``. Raises ``ConfigError`` for
+    a GPU that is not in the table."""
     if gpu not in GPUS:
         values.refuse("--gpu", values.one_of(tuple(GPUS)), gpu)
     found = GPUS[gpu]
-    peers = LINK_SHARE * (found.peers or found.link)
-    device = DeviceMachine(
-        gpu, found.memory_bytes, LINK_SHARE * found.link, min(peers, network) if nodes > 1 else peers
-    )
+    device = DeviceMachine(gpu, found.memory_bytes, LINK_SHARE * found.link)
     assumptions = [f"{gpu}: {found.source}"]
     if compute is None:
         compute = COMPUTE_SHARE * found.peak_flops
         assumptions.append(
             f"compute reaches {COMPUTE_SHARE:.0%} of the dense peak: {compute / 1e12:,.0f} TFLOPS a GPU (--compute)"
         )
-    link = "NVLink" if found.peers else "PCIe"
     assumptions.append(f"links reach {LINK_SHARE:.0%} of what is named: PCIe {device.link / 1e9:,.0f} GB/s each way")
+    joined = None
     if gpus * nodes > 1:
-        over = f"{link} inside a node" + (f", {network / 1e9:,.0f} GB/s a node between nodes" if nodes > 1 else "")
-        assumptions.append(
-            "each rank holds its share of every unit and gathers whole units for compute, over "
-            f"{over}. Several ranks are not built yet: this is a forecast of the design"
-        )
+        joined = _network(found, gpus, nodes, network, added_inside)
+        assumptions.append(_of_ranks(found, joined))
     assumptions.append(f"updates on the CPU get {memory_bandwidth / 1e9:,.0f} GB/s of a node's memory bandwidth")
     if drives:
         share = "add up" if mixed_q == 1 else f"overlap (q = {mixed_q:g})"
@@ -172,9 +179,25 @@ def described(
         checksum=8 * 25e9 / gpus,
         unit_seconds=(1e-4, 5e-4),
         device=device,
-        num_ranks=gpus * nodes,
-        ranks_a_node=gpus,
+        network=joined,
         assumptions=tuple(assumptions),
+    )
+
+
+def _network(gpu: Gpu, gpus: int, nodes: int, between: float, added_inside: bool) -> Network:
+    peers = LINK_SHARE * (gpu.peers or gpu.link)
+    return Network(gpus * nodes, gpus, peers, peers, between, (gpus * nodes - 1) * HOP, added_inside=added_inside)
+
+
+def _of_ranks(gpu: Gpu, network: Network) -> str:
+    inside = f"{'NVLink' if gpu.peers else 'PCIe'} {network.gather / 1e9:,.0f} GB/s inside a node"
+    between = (
+        f", {network.between / 1e9:,.0f} GB/s a node between nodes" if network.num_ranks > network.ranks_a_node else ""
+    )
+    sums = "added up inside of a node before they leave it" if network.added_inside else "sent to their rank directly"
+    return (
+        f"ranks are joined by {inside}{between}; they agree on a collective in {1000 * network.wait_seconds:.3g} ms; "
+        f"gradients are {sums}. GPUs gather in their own memory: this is a forecast, several GPUs were never tried"
     )
 
 

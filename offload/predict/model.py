@@ -42,9 +42,9 @@ class Model:
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.module.parameters())
 
-    def units(self, dtype: torch.dtype) -> list[UnitSpec]:
-        """As the engine finds them where an optimizer with a kernel trains."""
-        units = find_units(self.module, in_pieces=True, dtype=dtype)
+    def units(self, dtype: torch.dtype, num_ranks: int = 1) -> list[UnitSpec]:
+        """As the engine finds them where an optimizer with a kernel trains, to be divided among ranks."""
+        units = find_units(self.module, in_pieces=True, dtype=dtype, num_ranks=num_ranks)
         if not units:
             raise ConfigError(f"{self.name} has no floating-point parameters: there is nothing to offload")
         return units

@@ -1,14 +1,15 @@
 """The prediction of a step: the engine's own plan for the model in the machine, and how long its schedule takes.
 
-[Note: Ranks] With several ranks each holds its share of every unit in its own tiers: weights, gradients and states. It
-gathers a whole unit before compute needs it and drops it afterwards, and gradients are added up over the ranks and
-scattered. So each rank's plan is the engine's for units of that share, with windows for whole units beside it.
+[Note: Ranks] With several ranks each holds its shard of every unit in its own tiers. It gathers whole units for
+compute, and sends each other rank its part of their gradients. So a rank's plan is the engine's for its shards, and
+what whole units take beside them (``plan_ranks``) is host memory where the CPU computes, and device memory where a GPU
+does. The ranks are alike: one of them is planned and played. Pipelines and tensor parallelism are no part of it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from offload.config import OffloadConfig
@@ -17,13 +18,15 @@ from offload.optim.choose import OptimizerChoice, choose
 from offload.optim.formats import DEFAULT_TILE_BYTES, Formats
 from offload.optim.rule import Rule
 from offload.plan.device import GOLDEN, MARGIN
-from offload.plan.plan import Plan, Tier, UnitPlan
+from offload.plan.plan import Plan
+from offload.plan.ranks import PLACEMENTS, RanksPlan, plan_ranks
 from offload.planning import DeviceRoom, Room, plan_within
 from offload.predict.machine import CONTEXT_BYTES, Machine
 from offload.predict.model import Model
-from offload.predict.schedule import UnitWork, step_seconds
+from offload.predict.schedule import Steps, UnitWork, step_seconds
 from offload.predict.workload import Workload
-from offload.units import GRAIN, Tile, UnitSpec, num_nested
+from offload.predict.works import link_seconds, nvme_bytes, places_of, works_of
+from offload.units import Tile, UnitSpec, shard_unit
 
 _MOST_TILES = 4096
 """A larger model is planned in bundles of tiles: placing them one by one would take minutes at a trillion."""
@@ -92,6 +95,11 @@ class Prediction:
         return self.plan is not None
 
     @property
+    def shard(self) -> str | None:
+        """What ranks hold parts of, one of ``PLACEMENTS``; None where there is one rank, or nothing fits."""
+        return None if self.plan is None or self.plan.ranks is None else self.plan.ranks.placement
+
+    @property
     def limit(self) -> str:
         """The part of the machine that a step takes longest of."""
         return Phase("step", self.links).limit
@@ -124,36 +132,33 @@ class Prediction:
 
 def predict(model: Model, machine: Machine, workload: Workload) -> Prediction:
     """Plan the model into the machine as the engine would, and play a step through. Raises ``ConfigError``."""
-    whole = model.units(workload.dtype)
-    units = [_share(unit, machine.num_ranks) for unit in whole]
     activations = activation_bytes(model, machine, workload)
-    config, gathered = _with_device_budget(workload.config(), machine, whole, activations)
-    choice = _bundled(choose(config, units), units)
-    prediction = Prediction(model, machine, workload, activations, gathered_bytes=gathered)
-    room = _room(machine, config)
-    try:
-        plan = plan_within(config, units, choice, room)
-    except BudgetError as error:
-        return replace(prediction, shortage=_shortage(config, units, choice, room, error))
-    works, links = _works(model, machine, workload, whole, plan)
-    read, written = _nvme_bytes(plan, [_bytes(item, plan.formats) for item in plan.units], workload)
-    slots = plan.staging.num_slots if plan.staging.num_slots else len(units)
+    prediction = Prediction(model, machine, workload, activations)
+    found = _planned(list(_cases(model, machine, workload, activations)))
+    if isinstance(found, _Case):
+        return replace(prediction, shortage=found.shortage(), gathered_bytes=found.gathered_bytes)
+    case, plan = found
+    places = places_of(plan)
+    works = works_of(model, machine, workload, case.whole, plan)
+    read, written = nvme_bytes(plan, places, workload)
+    links = link_seconds(machine, workload, plan, places, works, read, written)
+    exchanged_once = plan.ranks is not None and plan.ranks.placement == "states"
+    settle = machine.network.settle_seconds if machine.network is not None else 0.0
     seconds = min(
-        step_seconds(works, slots, _num_windows(plan), early, workload.micro_batches)
+        step_seconds(works, places, Steps(early, workload.micro_batches, exchanged_once, settle))
         for early in _choices_of_early(plan, works, workload)
     )
-    seconds = max(seconds, *links.values())
-    return replace(prediction, plan=plan, links=links, seconds=seconds, read_bytes=read, written_bytes=written)
+    return replace(
+        prediction, plan=plan, links=links, seconds=max(seconds, *links.values()), read_bytes=read,
+        written_bytes=written, gathered_bytes=case.gathered_bytes,
+    )  # fmt: skip
 
 
 def least_host_bytes(model: Model, machine: Machine, workload: Workload) -> int:
     """The least ``host_memory`` of a rank with which the model is trained. Raises ``BudgetError`` of other memory."""
-    whole = model.units(workload.dtype)
-    units = [_share(unit, machine.num_ranks) for unit in whole]
-    config, _ = _with_device_budget(workload.config(), machine, whole, activation_bytes(model, machine, workload))
-    room = replace(_room(machine, config), host_bytes=0)
+    case = list(_cases(model, machine, workload, activation_bytes(model, machine, workload)))[-1]
     try:
-        plan_within(config, units, _bundled(choose(config, units), units), room)
+        case.plan(replace(case.room, host_bytes=0))
     except BudgetError as error:
         return error.needed_bytes
     return 0
@@ -168,53 +173,95 @@ def activation_bytes(model: Model, machine: Machine, workload: Workload) -> int:
     return blocks + workload.tokens * model.vocabulary * (width + 8)
 
 
-def _room(machine: Machine, config: OffloadConfig) -> Room:
-    nvme = machine.nvme_bytes if machine.nvme is not None else 0
-    device = DeviceRoom(int(config.device_memory)) if machine.device is not None else None
-    return Room(machine.host_bytes, nvme, float(nvme), device)
+@dataclass(frozen=True)
+class _Case:
+    """What a rank's plan depends on: the ``whole`` units, its ``shards`` of them, and what whole units take there."""
+
+    whole: Sequence[UnitSpec]
+    shards: Sequence[UnitSpec]
+    config: OffloadConfig
+    choice: OptimizerChoice | None
+    room: Room
+    ranks: RanksPlan | None
+
+    def plan(self, room: Room | None = None) -> Plan:
+        """The rank's plan, in another room if one is given. Raises ``BudgetError``."""
+        ranks = self.ranks
+        if ranks is not None and self.room.device is not None:  # whole units are on the device, and its budget is less
+            ranks = replace(ranks, place_bytes=0, buffer_bytes=0, landing_bytes=0, compute_bytes=0)
+        plan = plan_within(self.config, self.shards, self.choice, self.room if room is None else room, ranks)
+        return replace(plan, ranks=self.ranks)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Device memory that whole units take."""
+        return _gathered_bytes(self.whole, self.config, self.ranks) if self.room.device is not None else 0
+
+    def shortage(self) -> Shortage:
+        """Which budget is too small: the first that still is when the others are not."""
+        room = self.room
+        tried = {
+            "device memory": replace(room, host_bytes=_PLENTY, nvme_bytes=_PLENTY, spare_bytes=_PLENTY),
+            "host memory": replace(room, nvme_bytes=max(room.nvme_bytes, _PLENTY * bool(room.nvme_bytes))),
+            "NVMe": room,
+        }
+        given = {
+            "device memory": room.device.free_bytes if room.device is not None else 0,
+            "host memory": room.host_bytes,
+            "NVMe": room.nvme_bytes,
+        }
+        for kind, others in tried.items():
+            try:
+                self.plan(others)
+            except BudgetError as error:
+                return Shortage(kind, error.needed_bytes, given[kind])
+        raise AssertionError("the plan fits")
 
 
-def _with_device_budget(
-    config: OffloadConfig, machine: Machine, units: Sequence[UnitSpec], activations: int
-) -> tuple[OffloadConfig, int]:
-    """The options with ``device_memory`` in bytes, and what of it goes to gathered units."""
-    if machine.device is None:
-        return replace(config, device_memory="auto"), 0
-    formats, gathered = Formats.of(config), 0
-    if machine.num_ranks > 1:
-        largest = max(unit.numel for unit in units)
-        gathered = largest * ((num_nested(units) + 2) * formats.weights + formats.weights)
-    left = machine.device.memory_bytes - CONTEXT_BYTES - activations
-    given = left * MARGIN if config.device_memory == "auto" else min(int(config.device_memory), left)
-    return replace(config, device_memory=max(int(given) - gathered, 0)), gathered
+def _cases(model: Model, machine: Machine, workload: Workload, activations: int) -> Iterator[_Case]:
+    """One for each placement that may be taken, in the order in which the engine tries them; one for a single rank."""
+    count = machine.num_ranks
+    whole = model.units(workload.dtype, count)
+    shards = [shard_unit(unit, 0, count) for unit in whole]
+    config = replace(workload.config(), device_memory="auto")
+    formats = Formats.of(config)
+    choice = _bundled(choose(config, shards), shards)
+    placements: Sequence[str] = PLACEMENTS if workload.shard == "auto" else (workload.shard,)
+    for placement in placements if count > 1 else ("weights",):
+        ranks = plan_ranks(whole, formats, placement, count) if count > 1 else None
+        nvme = machine.nvme_bytes if machine.nvme is not None else 0
+        room = Room(machine.host_bytes, nvme, float(nvme))
+        if machine.device is not None:
+            left = machine.device.memory_bytes - CONTEXT_BYTES - activations
+            given = left * MARGIN if workload.device_bytes is None else min(workload.device_bytes, left)
+            budget = max(int(given) - _gathered_bytes(whole, config, ranks), 0)
+            config, room = replace(config, device_memory=budget), replace(room, device=DeviceRoom(budget))
+        yield _Case(whole, shards, config, choice, room, ranks)
 
 
-def _shortage(
-    config: OffloadConfig, units: Sequence[UnitSpec], choice: OptimizerChoice | None, room: Room, error: BudgetError
-) -> Shortage:
-    """Which budget it is that ``error`` is about: the first that is still too small when the others are not."""
-    for kind, others in (
-        ("device memory", replace(room, host_bytes=_PLENTY, nvme_bytes=_PLENTY, spare_bytes=_PLENTY)),
-        ("host memory", replace(room, nvme_bytes=max(room.nvme_bytes, _PLENTY * bool(room.nvme_bytes)))),
-    ):
+def _gathered_bytes(whole: Sequence[UnitSpec], config: OffloadConfig, ranks: RanksPlan | None) -> int:
+    """Device memory for whole units: weights, as many as have a place, and the gradients of the one at work, or of all
+    where they are exchanged once. Gradients that come from other ranks land where those have been that went."""
+    if ranks is None:
+        return 0
+    formats = Formats.of(config)
+    weights = [unit.numel * formats.weights for unit in whole]
+    held = sum(weights) if ranks.num_places >= len(whole) else ranks.num_places * max(weights)
+    if ranks.placement == "states":
+        return held + sum(unit.trainable_numel for unit in whole) * formats.grads
+    return held + max(unit.trainable_numel for unit in whole) * formats.weights
+
+
+def _planned(cases: Sequence[_Case]) -> tuple[_Case, Plan] | _Case:
+    """The first that needs no NVMe, else the last one; that alone if it does not fit, either."""
+    for case in cases:
         try:
-            plan_within(config, units, choice, others)
-        except BudgetError as found:
-            given = int(config.device_memory) if kind == "device memory" else room.host_bytes
-            return Shortage(kind, found.needed_bytes, given)
-    return Shortage("NVMe", error.needed_bytes, room.nvme_bytes)
-
-
-def _share(unit: UnitSpec, ranks: int) -> UnitSpec:
-    """The part of a unit that one of so many ranks holds."""
-    if ranks == 1:
-        return unit
-
-    def part(numel: int) -> int:
-        return -(-numel // (ranks * GRAIN)) * GRAIN
-
-    parameters = tuple(replace(spec, numel=-(-spec.numel // ranks)) for spec in unit.parameters)
-    return replace(unit, numel=part(unit.numel), trainable_numel=part(unit.trainable_numel), parameters=parameters)
+            plan = case.plan()
+        except BudgetError:
+            continue
+        if case is cases[-1] or not any(plan.nvme_bytes.values()):
+            return case, plan
+    return cases[-1]
 
 
 class _Bundles:
@@ -239,14 +286,6 @@ def _bundled(choice: OptimizerChoice | None, units: Sequence[UnitSpec]) -> Optim
     return choice if size <= 1 else replace(choice, rule=_Bundles(choice.rule, size))  # type: ignore[arg-type]
 
 
-def _num_windows(plan: Plan) -> int:
-    """Weights of so many units are on a device at a time."""
-    if plan.device is None or not plan.device.all_bytes:
-        return len(plan.units)
-    offloaded = len(plan.units) - len(plan.device.resident)
-    return max(int(plan.device.weights_bytes / plan.device.all_bytes * offloaded), 2)
-
-
 def _choices_of_early(plan: Plan, works: Sequence[UnitWork], workload: Workload) -> list[frozenset[int]]:
     """Which units may be updated during backward: none, or so many of those that can be, evenly spread."""
     eligible = [index for index, work in enumerate(works) if work.eligible]
@@ -255,132 +294,3 @@ def _choices_of_early(plan: Plan, works: Sequence[UnitWork], workload: Workload)
     spread = sorted(eligible, key=lambda index: index * GOLDEN % 1)
     counts = {len(spread) * share // _EARLY_SHARES for share in range(_EARLY_SHARES + 1)}
     return [frozenset(spread[:count]) for count in sorted(counts)]
-
-
-@dataclass(frozen=True)
-class _Bytes:
-    """What one unit moves over NVMe in a step: its weights, once; its states; its gradients."""
-
-    weights: int
-    trained: int
-    states: int
-    grads: int
-    in_memory: int
-    """Traffic of its update in host memory."""
-
-
-def _bytes(item: UnitPlan, formats: Formats) -> _Bytes:
-    unit, on_nvme = item.unit, Tier.NVME
-    states = sum(tile.nbytes for tile, _ in item.tiles)
-    sweep = 2 * states + unit.trainable_numel * (2 * formats.weights + formats.grads)
-    if item.weights is Tier.DEVICE:
-        return _Bytes(0, 0, 0, 0, 0)
-    return _Bytes(
-        unit.numel * formats.weights * (item.weights is on_nvme),
-        unit.trainable_numel * formats.weights * (item.weights is on_nvme),
-        sum(tile.nbytes for tile, tier in item.tiles if tier is on_nvme),
-        unit.trainable_numel * formats.grads * (item.grads is on_nvme),
-        sweep if unit.trainable_numel else 0,
-    )
-
-
-def _works(
-    model: Model, machine: Machine, workload: Workload, whole: Sequence[UnitSpec], plan: Plan
-) -> tuple[list[UnitWork], dict[str, float]]:
-    """The seconds of every unit, and those of each part of the machine in all."""
-    formats, ranks, device = plan.formats, machine.num_ranks, machine.device
-    moved = [_bytes(item, formats) for item in plan.units]
-    compute = _compute(model, machine, workload, whole)
-    read, written = _nvme_bytes(plan, moved, workload)
-    nvme = machine.nvme.seconds(read, written) if machine.nvme is not None else 0.0
-    alone = read / machine.nvme.read + written / machine.nvme.write if machine.nvme is not None else 0.0
-    overlap = nvme / alone if alone else 1.0
-
-    def drive(read_bytes: float, write_bytes: float = 0.0) -> float:
-        if machine.nvme is None:
-            return 0.0
-        return (read_bytes / machine.nvme.read + write_bytes / machine.nvme.write) * overlap
-
-    sweeps = [one.in_memory / machine.update for one in moved]
-    computing = sum(map(sum, compute)) * workload.micro_batches
-    if device is None:  # its cores update and check, too
-        grads = sum(item.unit.trainable_numel for item in plan.units) * formats.grads
-        own = sum(sweeps) + (read + written) / machine.checksum + 2 * grads * workload.micro_batches / machine.update
-        at_rest, moving = machine.unit_seconds
-        streamed = sum(1 for item in plan.units if item.passes_through)
-        own += (len(plan.units) - streamed) * at_rest + streamed * moving
-        busier = 1 + own / computing
-        compute = [(forward * busier, backward * busier) for forward, backward in compute]
-        computing += own
-    works, link, back, gathered = [], 0.0, 0.0, 0.0
-    stays = (
-        1.0 if plan.device is None or not plan.device.all_bytes else plan.device.weights_bytes / plan.device.all_bytes
-    )
-    for item, one, (forward, backward), sweep, unit in zip(plan.units, moved, compute, sweeps, whole, strict=True):
-        passes = device is not None and item.weights is not Tier.DEVICE
-        weights, trained = item.unit.numel * formats.weights, item.unit.trainable_numel * formats.weights
-        to_device = weights / device.link if passes and device is not None else 0.0
-        to_host = trained / device.link if passes and device is not None else 0.0
-        again = to_device * (1 - min(stays, 1.0))
-        gather = scatter = 0.0
-        if device is not None and ranks > 1:
-            gather = unit.numel * formats.weights * (ranks - 1) / ranks / device.peers
-            scatter = unit.trainable_numel * formats.weights * (ranks - 1) / ranks / device.peers
-        streamed_weights = item.weights is Tier.NVME
-        works.append(
-            UnitWork(
-                forward=forward, backward=backward, fetch=drive(one.weights),
-                update=drive(one.weights + one.states, one.trained + one.states),
-                sweep=sweep, spill=drive(0, one.grads), late=drive(one.grads), to_device=to_device,
-                to_device_again=again, to_host=to_host, gather=gather, scatter=scatter, calls=2 if _tied(unit) else 1,
-                streamed=streamed_weights, eligible=item.streamed,
-            )
-        )  # fmt: skip
-        link += to_device + again + (to_device + again) * (workload.micro_batches - 1)
-        back += to_host * workload.micro_batches
-        gathered += (2 * gather + scatter) * workload.micro_batches
-    links = {"compute": computing, "NVMe": nvme}
-    if device is not None:
-        links |= {"link to the device": link, "link to the host": back, "CPU updates": sum(sweeps)}
-        if ranks > 1:
-            links["network"] = gathered
-    return works, links
-
-
-def _nvme_bytes(plan: Plan, moved: Sequence[_Bytes], workload: Workload) -> tuple[int, int]:
-    """What a rank reads and writes in a step. Units that still lie in their slots are read no more."""
-    streamed = [one.weights for one in moved if one.weights]
-    kept = sum(streamed[-max(plan.staging.num_slots - 2, 1) :])
-    more = workload.micro_batches - 1
-    grads = sum(one.grads for one in moved) * more
-    read = plan.step_read_bytes + (2 * sum(streamed) - kept) * more - kept + grads
-    if workload.clipped and plan.early:  # gradients are read by updates that begin later
-        read += sum(one.grads for item, one in zip(plan.units, moved, strict=True) if item.streamed)
-    return read, plan.step_write_bytes + grads
-
-
-def _compute(
-    model: Model, machine: Machine, workload: Workload, units: Sequence[UnitSpec]
-) -> list[tuple[float, float]]:
-    """Seconds of each unit in forward and backward of one micro-batch."""
-    products = [model.flops(unit) for unit in units]
-    heads = [_is_head(model, unit) for unit in units]
-    in_blocks = sum(forward for (forward, _), head in zip(products, heads, strict=True) if not head) or 1.0
-    attention = model.attention_flops(workload.sequence) * model.layers
-    seconds = []
-    for (forward, trained), head in zip(products, heads, strict=True):
-        rate = workload.tokens / (machine.cores.head if head else machine.cores.blocks)
-        mixing = 0.0 if head else attention * forward / in_blocks
-        again = forward + mixing if workload.recomputed and not head else 0.0
-        seconds.append((rate * (forward + mixing), rate * (forward + trained + 2 * mixing + again)))
-    return seconds
-
-
-def _is_head(model: Model, unit: UnitSpec) -> bool:
-    """It makes logits: all its products end in the vocabulary."""
-    shapes = [spec.shape if spec.piece is None else spec.piece.whole.shape for spec in unit.parameters]
-    return bool(model.vocabulary) and all(len(shape) == 2 and shape[0] == model.vocabulary for shape in shapes)
-
-
-def _tied(unit: UnitSpec) -> bool:
-    return any(len(spec.owners) > 1 for spec in unit.parameters)

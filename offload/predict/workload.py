@@ -26,6 +26,8 @@ class Workload:
     optimizer: str = "adamw"
     clipped: bool = False
     recomputed: bool = False
+    shard: Literal["auto", "states", "gradients", "weights"] = "auto"
+    """What ranks hold parts of."""
     device_bytes: int | None = None
     """``device_memory``; None: what activations leave."""
 
@@ -46,5 +48,6 @@ class Workload:
             moments_dtype=self.moments_dtype,
             optimizer=self.optimizer,
             gradient_accumulation_steps=self.micro_batches,
+            shard=self.shard,
             device_memory="auto" if self.device_bytes is None else self.device_bytes,
         )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from offload.cli import main
 from offload.errors import ConfigError
 from offload.predict import plot as plot_module
 from offload.predict.machine import Cores, Machine
+from offload.predict.network import Network
 from offload.predict.tuning import Trial, best_of, tune
 from offload.predict.workload import Workload
 from offload.report.report import Bandwidths
@@ -59,6 +61,15 @@ def test_what_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str]):
     assert "Try --activation-checkpointing" in capsys.readouterr().out
 
 
+def test_what_several_gpus_hold_parts_of_is_chosen_or_given(capsys: pytest.CaptureFixture[str]):
+    several = [*ONE, "--gpus", "8", "--device-memory", "auto"]
+    assert main(several) == 0
+    assert "Each GPU holds a part of the optimizer states, and all weights and gradients." in capsys.readouterr().out
+    found = answer(capsys, *several, "--shard", "weights")
+    assert found["shard"] == "weights" and found["link_seconds"]["network"] > 0  # type: ignore[index]
+    assert answer(capsys, *ONE)["shard"] is None
+
+
 def test_clipping_is_told_apart_where_it_is_set(capsys: pytest.CaptureFixture[str]):
     found = answer(capsys, *ONE, "--gradient-clipping", "1")
     assert found["seconds_if_clipped"] >= found["seconds"]  # type: ignore[operator]
@@ -75,6 +86,7 @@ def test_clipping_is_told_apart_where_it_is_set(capsys: pytest.CaptureFixture[st
         (["--parameters", "7e9", "--gpu", "h900", "--host-memory", "1GiB"], "--gpu: expected"),
         (["--parameters", "7e9", "--gpus", "8"], "--gpus and --nodes"),
         (["--parameters", "7e9", "--device-memory", "8GiB"], "--device-memory"),
+        (["--parameters", "7e9", "--shard", "states"], "--shard is of several GPUs"),
         (["--parameters", "7e9", "--tune"], "--tune takes real steps"),
         (["model", "--write", "x.json"], "--write"),
         (["no_such_module:build"], "No module named 'no_such_module'"),
@@ -169,6 +181,15 @@ def test_the_page_shows_what_the_code_gives():
     assert module.page(text) == text, "run scripts/plan_page.py"
 
 
+def test_the_page_of_ranks_shows_what_the_code_gives(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import scaling_page
+
+    text = scaling_page.PAGE.read_text()
+    assert "| 512 | inside of nodes first |" in text and "| ZeRO-3 Offload |" in text
+    assert scaling_page.page(text) == text, "run scripts/scaling_page.py"
+
+
 def test_the_check_predicts_anew_for_what_was_seen(capsys: pytest.CaptureFixture[str], monkeypatch, tmp_path: Path):
     monkeypatch.syspath_prepend(ROOT / "scripts")
     import plan_check
@@ -187,3 +208,24 @@ def test_the_check_predicts_anew_for_what_was_seen(capsys: pytest.CaptureFixture
     predicted = run.prediction().seconds
     assert f"| {predicted:.3f} (compute) | 1.500 (1.000 to 2.000) | {predicted / 1.5 - 1:+.0%} |" in text
     assert "0 of 1 runs are within 10 %" in text
+
+
+def test_the_check_of_ranks_predicts_anew_for_what_was_seen(capsys: pytest.CaptureFixture[str], monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import scale_check
+
+    machine = Machine(
+        host_bytes=1 << 30, nvme_bytes=1 << 40, nvme=Bandwidths(2e9, 4e9, 1.0), cores=Cores(5e10, 5e10), update=4e10,
+        checksum=2e10, unit_seconds=(1e-4, 1e-3), network=Network(2, 2, 1e9, 1e9, math.inf, 1e-4, 1e-9),
+    )  # fmt: skip
+    seen = scale_check.Run(scale_check.Case(2, "2x128", 1, "all", "weights"), machine, [1.0, 2.0, 1.5], {})
+    alike = replace(seen, memory=seen.prediction().plan.memory)
+    saved = tmp_path / "runs.json"
+    saved.write_text(json.dumps([asdict(seen), asdict(alike)]))
+    monkeypatch.setattr(sys, "argv", ["scale_check.py", "--again", str(saved)])
+    scale_check.main()
+    text = capsys.readouterr().out
+    predicted = seen.prediction().seconds
+    row = f"| 2 | 2x128 | 1 | all | weights | 1.500 (1.000 to 2.000) | {predicted:.3f} (compute)"
+    assert f"{row} (another plan) | {predicted / 1.5:.2f} |" in text and f"{row} | {predicted / 1.5:.2f} |" in text
+    assert "0 of 2 runs are within 10 %" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -14,7 +15,9 @@ from tiny import Tiny
 
 from offload import OffloadConfig, OffloadEngine
 from offload.optim.choose import choose
+from offload.optim.formats import Formats
 from offload.plan.plan import Plan, Tier
+from offload.plan.ranks import PLACEMENTS, plan_ranks
 from offload.planning import Room, plan_within
 from offload.predict import prediction as prediction_module
 from offload.predict.advice import advise
@@ -22,6 +25,7 @@ from offload.predict.endurance import Endurance
 from offload.predict.facts import facts_of
 from offload.predict.machine import Cores, Machine, described, parse_drive
 from offload.predict.model import Model, from_count
+from offload.predict.network import Network
 from offload.predict.prediction import Prediction, least_host_bytes, predict
 from offload.predict.workload import Workload
 from offload.report.report import Bandwidths
@@ -144,6 +148,63 @@ def test_shares_of_ranks_take_a_share_of_each_tier():
     assert eight.tokens == 8 * 2048
 
 
+def test_each_placement_gathers_and_keeps_what_it_says():
+    model, micro_batches = from_count(7 * 10**9), 4
+    machine = described("h100", host_bytes=1 << 40, gpus=8, drives=[parse_drive(DRIVE)])
+    found = {
+        shard: predict(model, machine, Workload(recomputed=True, micro_batches=micro_batches, shard=shard))
+        for shard in PLACEMENTS
+    }
+    assert [one.shard for one in found.values()] == list(PLACEMENTS)
+    network = machine.network
+    assert network is not None
+    wait, rate = network.wait_seconds, network.gather
+    whole = model.units(torch.bfloat16, 8)
+    count, numel = len(whole), sum(unit.numel for unit in whole)
+
+    def seconds(collectives: int, nbytes: float) -> float:
+        return collectives * wait + nbytes * 7 / 8 / rate
+
+    all_gathered = seconds(count, 2 * numel)
+    assert found["states"].links["network"] == pytest.approx(all_gathered + seconds(2 * count, 4 * numel))
+    exchanged = seconds(2 * count * micro_batches, 2 * numel * micro_batches)
+    assert found["gradients"].links["network"] == pytest.approx(all_gathered + exchanged)
+    most = seconds(2 * count * micro_batches, 2 * micro_batches * 2 * numel) + exchanged
+    assert 0.7 * most < found["weights"].links["network"] < most  # a few units are still there when forward turns
+    kept = [one.gathered_bytes for one in found.values()]
+    assert kept[0] == 6 * numel > kept[1] > 2 * numel > 4 * kept[2]
+    assert predict(model, machine, Workload(recomputed=True, micro_batches=micro_batches)).shard == "states"
+
+
+def test_ranks_that_compute_on_cpus_take_the_plan_that_the_engine_makes_for_them():
+    model, ranks = tiny(), 4
+    network = Network(ranks, ranks, gather=1e9, exchange=1e9, between=math.inf, wait_seconds=1e-4, core_seconds=1e-9)
+    for shard in PLACEMENTS:
+        workload = replace(SMALL, shard=shard)
+        least = least_host_bytes(model, here(0, network=network), workload)
+        found = predict(model, here(least, network=network), workload)
+        whole = model.units(torch.float32, ranks)
+        expected = plan_ranks(whole, Formats.of(workload.config()), shard, ranks)
+        assert found.plan is not None and found.plan.ranks == expected and not found.plan.early
+        assert found.plan.compute_bytes >= expected.nbytes and found.gathered_bytes == 0
+        idle = predict(model, here(least, network=replace(network, core_seconds=0.0)), workload)
+        assert found.links["compute"] > idle.links["compute"]  # what passes the network takes cores
+    shortage = predict(model, here(least - 1, network=network), workload).shortage
+    assert shortage is not None and shortage.needed_bytes == least
+
+
+def test_what_passes_a_nodes_network_card_depends_on_where_gradients_are_added_up():
+    ranks, local, nbytes = 64, 8, 1e9
+    direct = Network(ranks, local, gather=4e11, exchange=4e11, between=1e9, wait_seconds=0.0)
+    of_others = nbytes * (ranks - local) / ranks
+    assert direct.gather_seconds(nbytes) == pytest.approx(of_others / 1e9)
+    assert direct.exchange_seconds(nbytes) == pytest.approx(local * of_others / 1e9)
+    assert replace(direct, added_inside=True).exchange_seconds(nbytes) == pytest.approx(of_others / 1e9)
+    alone = Network(8, 8, gather=1e9, exchange=2e9, between=math.inf, wait_seconds=0.1)
+    assert alone.gather_seconds(nbytes) == pytest.approx(0.1 + 7 / 8)
+    assert alone.exchange_seconds(nbytes) == pytest.approx(2 * 0.1 + 7 / 16)
+
+
 @pytest.mark.parametrize(("gpus", "nodes"), [(1, 1), (8, 64)])
 def test_a_trillion_parameters_are_planned_in_bundles_of_tiles(gpus: int, nodes: int, monkeypatch: pytest.MonkeyPatch):
     made: list[Tile] = []
@@ -208,7 +269,7 @@ def test_the_life_of_drives_is_divided_by_what_all_ranks_of_a_node_write():
     wear = Endurance.of(found, 600 * 10**12)
     assert wear.steps == 600 * 10**12 // found.written_bytes
     assert wear.days == pytest.approx(wear.steps * found.seconds / 86_400)
-    eight = replace(found, machine=replace(found.machine, num_ranks=8, ranks_a_node=8))
+    eight = replace(found, machine=replace(found.machine, network=Network(8, 8, 1e9, 1e9, 1e9, 0.0)))
     assert Endurance.of(eight, 600 * 10**12).written_bytes == 8 * found.written_bytes
     nothing = Endurance.of(replace(found, written_bytes=0), 600 * 10**12)
     assert nothing.steps is None and nothing.days is None

@@ -1,0 +1,227 @@
+"""What each unit of a plan computes and moves in a step, and how long each part of the machine takes for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from offload.optim.formats import Formats
+from offload.plan.plan import Plan, Tier, UnitPlan
+from offload.plan.ranks import RanksPlan
+from offload.predict.machine import Machine
+from offload.predict.model import Model
+from offload.predict.network import Network
+from offload.predict.schedule import Places, UnitWork
+from offload.predict.workload import Workload
+from offload.units import UnitSpec
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """What one unit moves over NVMe in a step: its weights, once; its states; its gradients."""
+
+    weights: int
+    trained: int
+    states: int
+    grads: int
+    in_memory: int
+    """Traffic of its update in host memory."""
+
+
+def _bytes(item: UnitPlan, formats: Formats) -> _Bytes:
+    unit, on_nvme = item.unit, Tier.NVME
+    states = sum(tile.nbytes for tile, _ in item.tiles)
+    sweep = 2 * states + unit.trainable_numel * (2 * formats.weights + formats.grads)
+    if item.weights is Tier.DEVICE:
+        return _Bytes(0, 0, 0, 0, 0)
+    return _Bytes(
+        unit.numel * formats.weights * (item.weights is on_nvme),
+        unit.trainable_numel * formats.weights * (item.weights is on_nvme),
+        sum(tile.nbytes for tile, tier in item.tiles if tier is on_nvme),
+        unit.trainable_numel * formats.grads * (item.grads is on_nvme),
+        sweep if unit.trainable_numel else 0,
+    )
+
+
+def places_of(plan: Plan) -> Places:
+    """What the plan has for units on their way."""
+    windows = len(plan.units)
+    if plan.device is not None and plan.device.all_bytes:
+        offloaded = len(plan.units) - len(plan.device.resident)
+        windows = max(int(plan.device.weights_bytes / plan.device.all_bytes * offloaded), 2)
+    whole = plan.ranks.num_places if plan.ranks is not None else 0
+    return Places(plan.staging.num_slots or len(plan.units), windows, whole)
+
+
+def works_of(
+    model: Model, machine: Machine, workload: Workload, whole: Sequence[UnitSpec], plan: Plan
+) -> list[UnitWork]:
+    """The seconds of every unit. ``whole`` are those of which the plan has a rank's shards."""
+    formats, device, drive = plan.formats, machine.device, _Drive(machine, plan, workload)
+    compute = compute_seconds(model, machine, workload, whole)
+    if device is None:
+        computing = sum(map(sum, compute)) * workload.micro_batches
+        busier = 1 + _core_seconds(machine, workload, plan, whole) / computing
+        compute = [(forward * busier, backward * busier) for forward, backward in compute]
+    stays = 1.0
+    if plan.device is not None and plan.device.all_bytes:
+        stays = min(plan.device.weights_bytes / plan.device.all_bytes, 1.0)
+    works = []
+    for item, (forward, backward), unit in zip(plan.units, compute, whole, strict=True):
+        one = _bytes(item, formats)
+        to_device = to_host = gather = exchange = 0.0
+        if device is not None and item.weights is not Tier.DEVICE:
+            to_device = item.unit.numel * formats.weights / device.link
+            to_host = item.unit.trainable_numel * formats.weights / device.link
+        if machine.network is not None and plan.ranks is not None:
+            gather = machine.network.gather_seconds(unit.numel * formats.weights)
+            exchange = machine.network.exchange_seconds(_exchanged_bytes(unit, plan.ranks, formats))
+        works.append(
+            UnitWork(
+                forward=forward, backward=backward, fetch=drive.seconds(one.weights),
+                update=drive.seconds(one.weights + one.states, one.trained + one.states),
+                sweep=one.in_memory / machine.update, spill=drive.seconds(0, one.grads), late=drive.seconds(one.grads),
+                to_device=to_device, to_device_again=to_device * (1 - stays), to_host=to_host, gather=gather,
+                exchange=exchange, calls=2 if _tied(unit) else 1, streamed=item.weights is Tier.NVME,
+                eligible=item.streamed,
+            )
+        )  # fmt: skip
+    return works
+
+
+def link_seconds(
+    machine: Machine, workload: Workload, plan: Plan, places: Places, works: Sequence[UnitWork], read: int, written: int
+) -> dict[str, float]:
+    """What a step takes of each part of the machine. ``read`` and ``written`` are its bytes on NVMe."""
+    micro_batches, exchanges = workload.micro_batches, _num_exchanges(plan, workload)
+    forward, backward = (_brought(places, len(works), micro_batches, backward=again) for again in (False, True))
+    links = {
+        "compute": sum(work.forward + work.backward for work in works) * micro_batches,
+        "NVMe": machine.nvme.seconds(read, written) if machine.nvme is not None else 0.0,
+    }
+    if machine.device is not None:
+        links |= {
+            "link to the device": sum(
+                work.to_device * there + work.to_device_again * back
+                for work, there, back in zip(works, forward, backward, strict=True)
+            ),
+            "link to the host": sum(work.to_host for work in works) * exchanges,
+            "CPU updates": sum(work.sweep for work in works),
+        }
+    if plan.ranks is not None:
+        links["network"] = sum(
+            work.gather * (there + back) + work.exchange * exchanges
+            for work, there, back in zip(works, forward, backward, strict=True)
+        )
+    return links
+
+
+def nvme_bytes(plan: Plan, places: Places, workload: Workload) -> tuple[int, int]:
+    """What a rank reads and writes in a step. Units that still lie in their slots are read no more."""
+    moved = [_bytes(item, plan.formats) for item in plan.units]
+    streamed = [index for index, one in enumerate(moved) if one.weights]
+    lie = set(streamed[-max(places.slots - 2, 1) :])
+    num_units, micro_batches = len(moved), workload.micro_batches
+    forward, backward = (_brought(places, num_units, micro_batches, backward=again) for again in (False, True))
+    read = plan.step_read_bytes
+    for index in streamed:  # of which the plan's bytes have two reads
+        again = backward[index] * (index not in lie)
+        read += moved[index].weights * (forward[index] + again - 2)
+    grads = sum(one.grads for one in moved) * (_num_exchanges(plan, workload) - 1)
+    if workload.clipped and plan.early:  # gradients are read by updates that begin later
+        read += sum(one.grads for item, one in zip(plan.units, moved, strict=True) if item.streamed)
+    return read + grads, plan.step_write_bytes + grads
+
+
+def _brought(places: Places, num_units: int, micro_batches: int, *, backward: bool) -> list[int]:
+    """How often each unit's weights come for all forwards, or backwards, of a step."""
+    return [
+        sum(places.brought(index, num_units, backward=backward, first=number == 0) for number in range(micro_batches))
+        for index in range(num_units)
+    ]
+
+
+def _num_exchanges(plan: Plan, workload: Workload) -> int:
+    """How often a unit's gradients leave for where they rest in a step."""
+    if plan.ranks is not None and plan.ranks.placement == "states":
+        return 1
+    return workload.micro_batches
+
+
+def _exchanged_bytes(unit: UnitSpec, ranks: RanksPlan, formats: Formats) -> int:
+    """The gradients of a whole unit as they are sent: those of several micro-batches are added up in fp32 before."""
+    return unit.trainable_numel * (formats.grads if ranks.placement == "states" else formats.weights)
+
+
+class _Drive:
+    """Seconds of reads and writes: alone, less what is saved where both go on at once."""
+
+    def __init__(self, machine: Machine, plan: Plan, workload: Workload) -> None:
+        self._nvme, self._overlap = machine.nvme, 1.0
+        if self._nvme is not None:
+            read, written = nvme_bytes(plan, places_of(plan), workload)
+            alone = self.seconds(read, written)
+            self._overlap = self._nvme.seconds(read, written) / alone if alone else 1.0
+
+    def seconds(self, read_bytes: float, write_bytes: float = 0.0) -> float:
+        if self._nvme is None:
+            return 0.0
+        return (read_bytes / self._nvme.read + write_bytes / self._nvme.write) * self._overlap
+
+
+def _core_seconds(machine: Machine, workload: Workload, plan: Plan, whole: Sequence[UnitSpec]) -> float:
+    """What a step takes of the cores beside the model's compute, where they do all: updates, checksums, gradients that
+    are put away, uses of units, and what passes the network."""
+    formats, places, micro_batches = plan.formats, places_of(plan), workload.micro_batches
+    read, written = nvme_bytes(plan, places, workload)
+    sweeps = sum(_bytes(item, formats).in_memory for item in plan.units)
+    grads = sum(item.unit.trainable_numel for item in plan.units) * formats.grads * _num_exchanges(plan, workload)
+    at_rest, moving = machine.unit_seconds
+    streamed = sum(1 for item in plan.units if item.passes_through)
+    own = (sweeps + 2 * grads) / machine.update + (read + written) / machine.checksum
+    own += (len(plan.units) - streamed) * at_rest + streamed * moving
+    if machine.network is None or plan.ranks is None:
+        return own
+    made = (
+        sum(unit.trainable_numel for unit in whole) * formats.weights * micro_batches
+    )  # put away before they are sent
+    return own + 2 * made / machine.update + _network_core_seconds(machine.network, workload, plan, places, whole)
+
+
+def _network_core_seconds(
+    network: Network, workload: Workload, plan: Plan, places: Places, whole: Sequence[UnitSpec]
+) -> float:
+    assert plan.ranks is not None
+    passed = 0.0
+    for backward in (False, True):
+        brought = _brought(places, len(whole), workload.micro_batches, backward=backward)
+        passed += sum(unit.numel * times for unit, times in zip(whole, brought, strict=True)) * plan.formats.weights
+    exchanged = sum(_exchanged_bytes(unit, plan.ranks, plan.formats) for unit in whole)
+    return network.core_seconds * network.received_bytes(passed + exchanged * _num_exchanges(plan, workload))
+
+
+def compute_seconds(
+    model: Model, machine: Machine, workload: Workload, units: Sequence[UnitSpec]
+) -> list[tuple[float, float]]:
+    """Seconds of each unit in forward and backward of one micro-batch."""
+    products = [model.flops(unit) for unit in units]
+    heads = [_is_head(model, unit) for unit in units]
+    in_blocks = sum(forward for (forward, _), head in zip(products, heads, strict=True) if not head) or 1.0
+    attention = model.attention_flops(workload.sequence) * model.layers
+    seconds = []
+    for (forward, trained), head in zip(products, heads, strict=True):
+        rate = workload.tokens / (machine.cores.head if head else machine.cores.blocks)
+        mixing = 0.0 if head else attention * forward / in_blocks
+        again = forward + mixing if workload.recomputed and not head else 0.0
+        seconds.append((rate * (forward + mixing), rate * (forward + trained + 2 * mixing + again)))
+    return seconds
+
+
+def _is_head(model: Model, unit: UnitSpec) -> bool:
+    """It makes logits: all its products end in the vocabulary."""
+    shapes = [spec.shape if spec.piece is None else spec.piece.whole.shape for spec in unit.parameters]
+    return bool(model.vocabulary) and all(len(shape) == 2 and shape[0] == model.vocabulary for shape in shapes)
+
+
+def _tied(unit: UnitSpec) -> bool:
+    return any(len(spec.owners) > 1 for spec in unit.parameters)
