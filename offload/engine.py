@@ -109,7 +109,7 @@ class OffloadEngine:
             warn("no parameter of the model requires grad: the engine will train nothing (optimizer=None says that)")
         if world is not None:
             _refuse_for_ranks(units, self.config, world)
-        shards = units if world is None else [shard_unit(unit, world.rank, world.size) for unit in units]
+        shards = units if world is None else [shard_unit(unit, world.shards.own, world.shards.size) for unit in units]
         choice = choose(self.config, shards)
         device = open_device(self.config.device)
         _refuse_quantised_elsewhere(units, self.config, torch.device("cpu") if device is None else device.torch_device)

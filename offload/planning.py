@@ -24,7 +24,7 @@ from offload.plan.device import DevicePlan, plan_device
 from offload.plan.placement import make_plan
 from offload.plan.plan import Plan, Tier, UnitPlan
 from offload.plan.ranks import PLACEMENTS, RanksPlan, plan_ranks
-from offload.ranks.world import World
+from offload.ranks.world import World, processes_here
 from offload.tiers.store import run_bytes
 from offload.tiers.window import CopyWindow, window_class
 from offload.units import UnitSpec, num_nested
@@ -74,11 +74,12 @@ def plan_for(
     memory: a wrong path is not kept until the day that it is needed.
     """
     check_paths(config.paths)
-    room = _room(config, units, device, 1 if world is None else world.local_size)
+    alone = 1 if config.mesh is None else processes_here()  # a mesh of one rank: others train other parts of a model
+    room = _room(config, units, device, alone if world is None else world.local_size)
     if world is None:
         return plan_within(config, units, choice, room)
     for placement in PLACEMENTS if config.shard == "auto" else (config.shard,):
-        ranks = plan_ranks(units, Formats.of(config), placement, world.size)
+        ranks = plan_ranks(units, Formats.of(config), placement, world.shards.size)
         plan, error = None, None
         try:
             plan = plan_within(config, shards, choice, room, ranks)

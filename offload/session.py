@@ -243,6 +243,8 @@ class Session:
         """End it, because of this ``error`` if of one: transfers in flight are waited for, memory and disk are given
         back. Safe to call twice."""
         try:
+            if error is not None:  # the others learn of it before they would wait for this rank
+                self._leave(error)
             self.checkpoints.finish()
         finally:
             self._leave(error)
@@ -403,9 +405,9 @@ class Session:
             if not isinstance(error, FATAL):  # some units wait for updates that nobody will make
                 self.failure.record(OffloadError(_HALF_A_STEP))
             raise
-        if step:
+        if self._verdict.stepping:
             self._outside.zeroing = Zeroing.DUE
-        if not step and not self._has_warned_of_empty_step:
+        elif not self._has_warned_of_empty_step:
             self._has_warned_of_empty_step = True
             warn(
                 "engine.optimizer.step(): no parameter has a gradient, and nothing changes. A step uses gradients up, "
@@ -524,6 +526,7 @@ class Session:
             self._tiers.store,
             self.config.paths,
             self._copied_bytes,
+            self._received_bytes,
             self._tiers.compute.busy_seconds,
             self.bandwidths,
             link,
@@ -584,7 +587,8 @@ class Session:
         self._replaced = {id(parameter): weakref.ref(parameter) for parameter in replaced if parameter.requires_grad}
 
         def value(spec: ParameterSpec) -> torch.Tensor:
-            return spec.shard_of(birth.value(spec.whole or spec))
+            own = spec.shard_of(birth.value(spec.whole or spec))
+            return own if self._ranks is None else self._ranks.of_first_replica(own)
 
         loader = Loader(tiers.homes, self._outside.rule, self.plan.formats, config.dtype, value, *buffers)
         shown = zip(birth.shown(units), self._shards, strict=True)
@@ -652,10 +656,13 @@ class Session:
             self._outside,
             self.torch_device,
             self.failure,
+            self._ranks,
             early=self.plan.early,
         )
         if self.checkpoints.committer is not None:
             self._outside.before_change = self.checkpoints.committer.changing
+            if self._ranks is not None and self.config.durable:
+                self._outside.agree_to_change = self.checkpoints.committer.finish
             closers.callback(self.checkpoints.committer.stop)
         if self.checkpoints.background is not None:
             closers.callback(self.checkpoints.background.finish)
@@ -701,6 +708,10 @@ class Session:
             more = self._updates.device_side.copied_bytes
             to_device, to_host = to_device + more[0], to_host + more[1]
         return to_device, to_host
+
+    def _received_bytes(self) -> int:
+        """Received from other ranks, since the engine was made."""
+        return 0 if self._ranks is None else self._ranks.collectives.received_bytes
 
     def _grow_into_device(self) -> None:
         """After the first step it is known what activations take: units move into the rest, and copies of others."""

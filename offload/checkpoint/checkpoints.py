@@ -26,13 +26,17 @@ from offload.checkpoint.description import Description, SavedUnits, describe_uni
 from offload.checkpoint.folder import CheckpointDirectory
 from offload.checkpoint.linked import LinkedCheckpoints
 from offload.checkpoint.load import Loading, Source
+from offload.checkpoint.parts import description_of
 from offload.checkpoint.random_states import get_random_states, set_random_states
 from offload.checkpoint.run_state import RunState
 from offload.checkpoint.save import RecordCopy
 from offload.checkpoint.signals import Signals
+from offload.checkpoint.together import SharedDirectory
 from offload.config import OffloadConfig
 from offload.errors import ConfigError, warn
 from offload.model.backing import Outside
+from offload.ranks.ranks import Ranks, program_error
+from offload.tiers.exchange import GradientExchange
 from offload.tiers.make import Tiers
 from offload.units import UnitSpec
 from offload.waiting import Failure
@@ -54,9 +58,12 @@ class Checkpoints:
         outside: Outside,
         device: torch.device,
         failure: Failure,
+        ranks: Ranks | None,
         *,
         early: bool,
     ) -> None:
+        """``units`` are this rank's shards, where there are several ``ranks``: all of them call the methods then."""
+        self._ranks = ranks
         self._run = run
         self._config = config
         self._units = units
@@ -86,6 +93,7 @@ class Checkpoints:
                 config.gradient_dtype,
                 tiers.host.wait_for_updates,
                 failure,
+                ranks,
                 early=early,
             )
             self._linked = LinkedCheckpoints(self.committer)
@@ -137,9 +145,11 @@ class Checkpoints:
         return description.encode()
 
     def wait(self) -> None:
-        """Return when no commit is under way."""
+        """Return when no commit is under way, and the last one counts."""
         if self.committer is not None:
             self.committer.wait()
+            if self._config.durable:
+                self.committer.finish()
 
     def finish(self) -> None:
         """The end of the engine: the last step is committed, if nothing has failed, and a checkpoint that is on its way
@@ -153,9 +163,11 @@ class Checkpoints:
             ending.callback(self._give_back, committer)
             if self.background is not None:
                 ending.callback(self.background.finish, give_up=self._signals.came)
-            if self._failure.is_known:
+            if self._failure.is_known or (self._ranks is not None and program_error() is not None):
                 return
             committer.wait()
+            if self._config.durable:
+                committer.finish()
             if self._config.durable and self._run.progress.global_step > self._committed_step:
                 committer.commit(self._describe_step())
 
@@ -169,7 +181,7 @@ class Checkpoints:
 
     def save(self, path: str | os.PathLike[str], tag: str | None, client_state: object) -> None:
         """See ``OffloadEngine.save_checkpoint``."""
-        directory = CheckpointDirectory(path)
+        directory = self._directory(path)
         tag = f"step{self._run.progress.global_step}" if tag is None else tag
         directory.folder(tag)
         self.wait_for_background()
@@ -187,20 +199,30 @@ class Checkpoints:
         if self.background is not None:
             self.background.wait()
 
+    def _directory(self, path: str | os.PathLike[str]) -> CheckpointDirectory:
+        return CheckpointDirectory(path) if self._ranks is None else SharedDirectory(path, self._ranks)
+
+    def _all(self, condition: bool) -> bool:
+        """It is so on all ranks."""
+        return condition if self._ranks is None else all(self._ranks.exchange("how a checkpoint is saved", condition))
+
     def _save_generation(
         self, directory: CheckpointDirectory, tag: str, feed: dict[str, Any], client_state: object
     ) -> bool:
         """Save what the engine's store retains. False if it cannot: nothing has changed then."""
         committer, linked, background = self.committer, self._linked, self.background
-        if committer is None or linked is None or background is None or not linked.has_room():
+        has_room = linked is not None and linked.has_room()
+        if not self._all(has_room) or committer is None or linked is None or background is None:
             return False
         description = self._describe(feed, client_state, self._own_units)
         retain = partial(directory.retain, self._config.keep_last, self._config.keep_every, linked.removing)
-        if directory.path.stat().st_dev == self._config.paths[0].stat().st_dev:
+        if self._all(directory.path.stat().st_dev == self._config.paths[0].stat().st_dev):
             if not linked.save(directory, tag, description):
                 return False
             retain()
             return True
+        if self._ranks is not None:  # what copies behind the training cannot meet the others
+            return False
         directory.require(committer.generation_bytes())
         try:
             committer.reserve()
@@ -224,6 +246,8 @@ class Checkpoints:
         self.wait()
         if path is not None:
             directory = CheckpointDirectory(path)
+            if self._ranks is not None:
+                self._ranks.agree("load_checkpoint")
             with directory.open(tag) as generation:
                 try:
                     return self._load(generation, f"checkpoint {generation.folder}")
@@ -250,9 +274,14 @@ class Checkpoints:
 
     def _load(self, source: Source, where: str) -> Any:
         """Copy a generation into the engine."""
-        description = Description.decode(source.metadata, where)
+        description = description_of(source, where, 0 if self._ranks is None else self._ranks.world.rank)
         self._compare(description, where)
         loading = self._loading(source, description)
+        if description.run["gradients"] and not loading.can_take_gradients():
+            raise ConfigError(
+                f"{where} was saved in the middle of an accumulation, by another number of ranks: its gradients can "
+                "only be taken over by as many. Save after a step. Nothing has changed"
+            )
         return self._take_over(description, loading, loading.copy)
 
     def _rewind(self) -> Any:
@@ -281,10 +310,13 @@ class Checkpoints:
             self._run.set(description.run, loading.take_gradients)
         except OffloadError as error:
             raise self._failure.record(error) from None
+        if isinstance(self._tiers.intake, GradientExchange):
+            self._tiers.intake.unsettled = True
         self._committed_step = -1  # what is committed is another state
         for item, state in zip(self._objects, description.run["objects"], strict=True):
             item.load_state_dict(state)
-        set_random_states(description.run["random"], self._device)
+        if description.run["random"] is not None:
+            set_random_states(description.run["random"], self._device)
         _log.info("checkpoint loaded: step %d", self._run.progress.global_step)
         return description.run["client_state"]
 

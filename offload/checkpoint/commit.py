@@ -17,6 +17,7 @@ import torch
 import aio_ext
 from offload.checkpoint.description import parts_of
 from offload.optim.formats import Formats
+from offload.ranks.ranks import Ranks
 from offload.tiers.gradients import GradientStore
 from offload.tiers.home import Home, UnitHomes
 from offload.tiers.store import EngineStore, RecordExtents
@@ -41,10 +42,12 @@ class Committer:
         gradient_dtype: torch.dtype,
         wait_for_updates: Callable[[], None],
         failure: Failure,
+        ranks: Ranks | None,
         *,
         early: bool,
     ) -> None:
-        """``early``: records on NVMe are written beside what is current, so that they take one more place."""
+        """A commit of several ``ranks`` counts when all of them have it: see ``finish``. ``early``: records on NVMe are
+        written beside what is current, so that they take one more place."""
         self._working = 2 if early else 1
         self.store: DurableStore = opened.store
         self.checkpoints_max = opened.checkpoints_max
@@ -57,6 +60,7 @@ class Committer:
         self._gradient_dtype = gradient_dtype
         self._wait_for_updates = wait_for_updates
         self._failure = failure
+        self._ranks = ranks
         self._worker = Worker("offload-commit")
         self._job: Job | None = None
         self._frozen_done: set[UnitSpec] = set()
@@ -91,12 +95,14 @@ class Committer:
         """Commit the state as it is once the last step's update is over."""
         self.wait()
         self._commit(metadata, ())
+        self.finish()
 
     def commit_retained(self, metadata: bytes) -> int:
         """The same, with gradients that were accumulated since, as a generation that stays until it is released; its
         number."""
         self.wait()
         generation = self._commit(metadata, [unit for unit in self._units if self._gradients.of(unit)])
+        self.finish()
         self.store.retain()
         return generation
 
@@ -113,11 +119,20 @@ class Committer:
         self._job = self._worker.submit(run)
 
     def wait(self) -> None:
-        """Return when no commit is under way."""
+        """Return when no commit is under way. One of several ranks still needs ``finish``."""
         job, self._job = self._job, None
         if job is not None:
             job.wait(lambda: "a commit")
         self._failure.check()
+
+    def finish(self) -> None:
+        """Of several ranks: make what all of them have prepared the committed generation. All call this together."""
+        if self._ranks is None:
+            return
+        self.wait()
+        if any(self._ranks.exchange("a commit", self.store.prepared is not None)):
+            self.store.finish()
+            self._opened.remove_previous()
 
     def changing(self, unit: UnitSpec) -> None:
         """The unit's weights, frozen ones included, are about to be changed from outside."""
@@ -142,9 +157,10 @@ class Committer:
                     self._write_gradients(unit, extents.gradients)
             for ticket in tickets:
                 ticket.wait()
-        generation = self.store.commit(metadata)
+        generation = self.store.commit(metadata) if self._ranks is None else self.store.prepare(metadata)
         self._frozen_done.update(self._units)
-        self._opened.remove_previous()
+        if self._ranks is None:
+            self._opened.remove_previous()
         _log.debug("committed: generation %d", generation)
         return generation
 

@@ -34,7 +34,8 @@ _SAID = {
 @dataclass(frozen=True)
 class SavedParameter:
     """``offset`` is in elements, from the unit's start. A piece of a large weight has the name of the ``whole``, and
-    begins at row ``start`` of it. ``packing`` says how the bytes of a quantised one lie."""
+    begins at row ``start`` of it. ``packing`` says how the bytes of a quantised one lie. A rank's shard has the
+    elements from ``begin`` on of a parameter of shape ``flat_of``."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,6 +44,13 @@ class SavedParameter:
     whole: str | None = None
     start: int = 0
     packing: str | None = None
+    begin: int = 0
+    flat_of: tuple[int, ...] | None = None
+
+    @property
+    def model_shape(self) -> tuple[int, ...]:
+        """The shape in the model, also where this is a shard."""
+        return self.shape if self.flat_of is None else self.flat_of
 
     @property
     def numel(self) -> int:
@@ -140,14 +148,15 @@ class Description:
             if name not in here:
                 return f"parameter {name} is there and not in this model"
             own_unit, own = here[name]
-            if parameter.shape != own.shape:
-                return f"parameter {name} has shape {parameter.shape} there and {own.shape} here"
+            if parameter.model_shape != own.model_shape:
+                return f"parameter {name} has shape {parameter.model_shape} there and {own.model_shape} here"
             if parameter.packing != own.packing:
                 return f"parameter {name} is {_packed(parameter)} there and {_packed(own)} here"
             if parameter.trainable != own.trainable:
                 trained = "trained" if parameter.trainable else "frozen"
                 return f"parameter {name} is {trained} there and {'trained' if own.trainable else 'frozen'} here"
-            if (unit.name, parameter.offset) != (own_unit.name, own.offset):
+            in_shards = parameter.flat_of is not None or own.flat_of is not None
+            if unit.name != own_unit.name or (parameter.offset != own.offset and not in_shards):
                 return f"parameter {name} is in unit {unit.name} there and in {own_unit.name} here"
         missing = next((name for name in here if name not in there), None)
         if missing is not None:
@@ -182,6 +191,8 @@ def describe_units(
 def _parameter(spec: ParameterSpec) -> SavedParameter:
     packing = None if spec.packing is None else str(spec.packing)
     saved = SavedParameter(spec.name, tuple(spec.shape), spec.offset, spec.trainable, packing=packing)
+    if spec.whole is not None:
+        saved = replace(saved, begin=spec.start, flat_of=tuple(spec.whole_shape))
     return saved if spec.piece is None else replace(saved, whole=spec.piece.whole.name, start=spec.piece.start)
 
 
@@ -204,9 +215,15 @@ def _difference_of_optimizers(there: dict[str, Any] | None, here: dict[str, Any]
 
 
 def _unit(content: dict[str, Any]) -> SavedUnit:
-    parameters = tuple(SavedParameter(**{**item, "shape": tuple(item["shape"])}) for item in content["parameters"])
+    parameters = tuple(_saved_parameter(item) for item in content["parameters"])
     tiles = tuple(_saved_tile(item) for item in content["tiles"])
     return SavedUnit(**{**content, "parameters": parameters, "tiles": tiles, "weights": tuple(content["weights"])})
+
+
+def _saved_parameter(content: dict[str, Any]) -> SavedParameter:
+    flat_of = content.get("flat_of")
+    shapes = {"shape": tuple(content["shape"]), "flat_of": None if flat_of is None else tuple(flat_of)}
+    return SavedParameter(**{**content, **shapes})
 
 
 def _saved_tile(content: dict[str, Any]) -> SavedTile:

@@ -12,9 +12,9 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from offload.checkpoint.description import Description
+from offload.checkpoint.parts import Parts, open_parts, step_of
 from offload.errors import ConfigError
-from swapper import Generation, OffloadError, StoreMissing, generation_metadata, open_generation
+from swapper import Generation, OffloadError, StoreMissing
 from swapper.errors import failed, unusable
 from swapper.files import Descriptor, exchange, open_directory, require_room
 
@@ -45,6 +45,10 @@ class CheckpointDirectory:
         if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag == _LATEST:
             raise ConfigError(f"tag {tag!r}: expected letters, digits, '.', '_' and '-', at most 100, and not 'latest'")
         return self.path / tag
+
+    def own_folder(self, tag: str) -> Path:
+        """Where what this process saves of it is."""
+        return self.folder(tag)
 
     def require(self, nbytes: int) -> None:
         """Raise ``StorageFull`` unless there is room for so many bytes."""
@@ -97,12 +101,11 @@ class CheckpointDirectory:
             for entry in sorted(self.path.iterdir()):
                 if entry.is_dir() and _TAG.fullmatch(entry.name):
                     with contextlib.suppress(OffloadError):
-                        metadata = generation_metadata(entry)
-                        found[entry.name] = int(Description.decode(metadata, entry.name).run["step"])
+                        found[entry.name] = step_of(entry)
         return dict(sorted(found.items(), key=lambda item: item[1]))
 
-    def open(self, tag: str | None) -> Generation:
-        """Open a checkpoint, the latest without a ``tag``.
+    def open(self, tag: str | None) -> Generation | Parts:
+        """Open a checkpoint, in parts or not; the latest without a ``tag``.
 
         Raises ``StoreMissing`` or ``StorageCorrupt``, which name the others that are whole.
         """
@@ -112,7 +115,7 @@ class CheckpointDirectory:
                 f"there is no checkpoint in {self.path}.", advice="Give the directory that save_checkpoint was given."
             )
         try:
-            return open_generation(self.folder(name))
+            return open_parts(self.folder(name))
         except OffloadError as error:
             error.args = (f"checkpoint {name}: {error.args[0]}",)
             error.advice = self.others(name)

@@ -16,6 +16,7 @@ import aio_ext
 from offload.checkpoint.description import Description
 from offload.checkpoint.hugging_face import CONFIG
 from offload.checkpoint.opened import Opened, open_checkpoint, whole_checkpoints
+from offload.checkpoint.parts import part_folders
 from offload.dtypes import BY_PRECISION
 from swapper import OffloadError, StorageError, StoreMissing
 
@@ -89,7 +90,8 @@ def _facts(opened: Opened) -> Facts:
         "trained_parameters": sum(parameter.numel for parameter in parameters if parameter.trainable),
         "tensors": len({parameter.whole or parameter.name for parameter in parameters}),
         "buffers": len(run.get("buffers", {})),
-        "units": len(description.units),
+        "units": len({unit.name for unit in description.units}),
+        "ranks": max(len(part_folders(opened.folder)), 1),
         "bytes": _bytes(opened),
         "disk_bytes": disk_bytes,
         "other_links": num_links - 1,
@@ -131,7 +133,7 @@ def _bytes(opened: Opened) -> dict[str, int]:
 def _on_disk(folder: Path) -> tuple[int, int]:
     """Bytes that its files take, and how many names the data have."""
     total, links = 0, 1
-    for entry in folder.iterdir():
+    for entry in folder.rglob("*"):
         status = entry.stat()
         total += status.st_blocks * 512
         if entry.name.startswith("data."):
@@ -250,7 +252,7 @@ def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
     trained = facts["trained_parameters"]
     frozen = "" if trained == facts["parameters"] else f", {trained:,} of them trained"
     yield "parameters", f"{facts['parameters']:,} in {_count(facts['tensors'], 'tensor')}{frozen}"
-    yield "units", f"{facts['units']:,}"
+    yield "units", f"{facts['units']:,}" + (f", in parts of {facts['ranks']} ranks" if facts["ranks"] > 1 else "")
     for kind, nbytes in facts["bytes"].items():
         if nbytes:
             yield kind, short_bytes(nbytes)

@@ -45,7 +45,7 @@ class LinkedCheckpoints:
 
         Raises ``StorageFull`` before anything has changed.
         """
-        store, target = self._committer.store, directory.folder(tag).absolute()
+        store, target = self._committer.store, directory.own_folder(tag).absolute()
         description.run["folder"] = str(target)
         self._committer.reserve()
         generation = self._committer.commit_retained(description.encode())
@@ -62,7 +62,7 @@ class LinkedCheckpoints:
         return True
 
     def _publish(self, directory: CheckpointDirectory, folder: Path, tag: str, generation: int) -> None:
-        target = directory.folder(tag).absolute()
+        target = directory.own_folder(tag).absolute()
         replaced = [number for number, path in self._folders.items() if path == target]
         self._folders[generation] = target  # also if that fails: it may have its tag
         directory.publish(folder, tag)
@@ -71,7 +71,7 @@ class LinkedCheckpoints:
 
     def removing(self, folder: Path) -> None:
         """The checkpoint in this folder is gone."""
-        for number in [number for number, path in self._folders.items() if path == folder.absolute()]:
+        for number in [n for n, path in self._folders.items() if path.is_relative_to(folder.absolute())]:
             self._release(number)
 
     def release_removed(self) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 import aio_ext
-from offload.checkpoint.description import Description, SavedTile, SavedUnit, parts_of
+from offload.checkpoint.description import Description, SavedParameter, SavedTile, SavedUnit, parts_of
 from offload.memory import tensor_at
 from offload.model.backing import Outside
 from offload.optim.formats import Formats
@@ -29,6 +30,52 @@ class Source(Protocol):
     @property
     def metadata(self) -> bytes: ...
     def read(self, extent: Extent, address: int, nbytes: int) -> Ticket: ...
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A parameter here, and what a saved unit has of it."""
+
+    spec: ParameterSpec
+    saved: SavedParameter
+
+    @property
+    def shift(self) -> int:
+        """From an element of the saved unit to the same one of the unit here."""
+        return self.spec.offset - self.spec.start - self.saved.offset + self.saved.begin
+
+    @property
+    def saved_spec(self) -> Any:
+        """The saved parameter as a rule wants it: of a shard only ``offset`` and ``numel`` are looked at."""
+        return self.spec if self.saved.flat_of is None and self.spec.whole is None else self.saved
+
+    def common(self, own: Tile | None = None, there: Tile | SavedTile | None = None) -> tuple[int, int, int] | None:
+        """The elements that both have, within these tiles: the first one here, the same one there, and how many."""
+        spec, saved, shift = self.spec, self.saved, self.shift
+        numel = spec.numel if spec.whole is None and saved.flat_of is None else saved.numel
+        start, stop = (
+            max(spec.offset, saved.offset + shift),
+            min(spec.offset + spec.numel, saved.offset + numel + shift),
+        )
+        if own is not None:
+            start, stop = max(start, own.start), min(stop, own.stop)
+        if there is not None:
+            start, stop = max(start, there.start + shift), min(stop, there.stop + shift)
+        return (start, start - shift, stop - start) if start < stop else None
+
+
+def _pairs(unit: UnitSpec, saved: SavedUnit) -> list[_Pair]:
+    by_name = {parameter.name: parameter for parameter in saved.parameters}
+    return [_Pair(spec, by_name[spec.name]) for spec in unit.parameters]
+
+
+def _lies_alike(unit: UnitSpec, saved: SavedUnit) -> bool:
+    """The saved unit has the same elements at the same places."""
+    if (unit.name, unit.numel, unit.trainable_numel) != (saved.name, saved.numel, saved.trainable_numel):
+        return False
+    here = [(spec.offset, spec.start, tuple(spec.shape)) for spec in unit.parameters]
+    there = [(pair.saved.offset, pair.saved.begin, pair.saved.shape) for pair in _pairs(unit, saved)]
+    return here == there
 
 
 class Loading:
@@ -54,7 +101,9 @@ class Loading:
 
     def copy(self) -> None:
         """Copy weights and states of all units. What was there before is lost, also if this raises."""
-        saved = {unit.name: unit for unit in self._description.units}
+        saved: dict[str, list[SavedUnit]] = {}
+        for of_rank in self._description.units:
+            saved.setdefault(of_rank.name, []).append(of_rank)
         moments = (self._description.optimizer or {}).get("moments", "fp32")
         rule = None if self._rule is None else self._rule.saved_as(moments)
         for unit in self._units:
@@ -72,73 +121,113 @@ class Loading:
                         self._read(extent.index, address)
 
     def take_gradients(self, known: dict[str, list[float]]) -> None:
-        """Bring in the gradients that were accumulated, and what is ``known`` of them, by parameter."""
-        saved = {unit.name: unit for unit in self._description.units}
+        """Bring in the gradients that were accumulated, and what is ``known`` of them, by parameter. The generation has
+        them as they lie here: see ``can_take_gradients``."""
         for unit in self._units:
             of_unit = {s: Gradient(*known[s.name]) for s in unit.parameters if s.name in known}
-            index = saved[unit.name].gradients
+            index = next((saved.gradients for saved in self._description.units if _lies_alike(unit, saved)), None)
             if not of_unit or index is None:
                 continue
             with self._memory(self._extent(index).nbytes) as address:
                 self._read(index, address)
                 self._gradients.restore(unit, of_unit, address, self._description.run["gradient_dtype"])
 
-    def _copy_unit(self, unit: UnitSpec, saved: SavedUnit, saved_rule: Rule | None) -> None:
+    def can_take_gradients(self) -> bool:
+        """Each unit is there as it is here: it was saved by as many ranks."""
+        return all(any(_lies_alike(unit, saved) for saved in self._description.units) for unit in self._units)
+
+    def _copy_unit(self, unit: UnitSpec, saved: Sequence[SavedUnit], saved_rule: Rule | None) -> None:
+        """``saved``: the unit, or the shards of it that ranks have saved."""
+        as_it_is = next((part for part in saved if _lies_alike(unit, part)), None)
         with self._outside.all_weights_to_change(unit) as address:
-            self._read_weights(unit, saved.weights, address)
-            if not saved.tiles and self._rule is not None:  # of a model that was not trained
+            if as_it_is is not None:
+                saved = [as_it_is]
+                self._read_weights(unit, as_it_is.weights, address)
+            else:
+                self._put_weights_together(unit, saved, address)
+            if not any(part.tiles for part in saved) and self._rule is not None:  # of a model that was not trained
                 for spec in unit.trainable:
                     self._outside.write_master(unit, spec, address + spec.offset * self._formats.weights)
-        if saved_rule is None or not saved.tiles:
+        if saved_rule is None or not any(part.tiles for part in saved):
             return
         for homes in self._homes[unit.index].tiles:
             with homes.states.replace() as address:
-                self._fill(saved_rule, unit, saved.tiles, homes, address)
+                self._fill(saved_rule, unit, saved, as_it_is is not None, homes, address)
+
+    def _put_weights_together(self, unit: UnitSpec, saved: Sequence[SavedUnit], address: int) -> None:
+        """From the parts that the saved shards have of each parameter."""
+        width = self._formats.weights
+        tensor_at(address, unit.numel * width, torch.uint8).zero_()
+        for part in saved:
+            pairs = [pair for pair in _pairs(unit, part) if pair.common() is not None]
+            if not pairs:
+                continue
+            frozen = part.numel - part.trainable_numel
+            sizes = [numel * width for numel in (part.trainable_numel, frozen) if numel]
+            with self._memory(sum(sizes)) as memory:
+                self._read_parts(unit, part.weights, memory, sizes)
+                for pair in pairs:
+                    own, their, numel = pair.common() or (0, 0, 0)
+                    source = tensor_at(memory + their * width, numel * width, torch.uint8)
+                    tensor_at(address + own * width, numel * width, torch.uint8).copy_(source)
 
     def _fill(
-        self, saved_rule: Rule, unit: UnitSpec, saved: Sequence[SavedTile], homes: TileHomes, address: int
+        self,
+        saved_rule: Rule,
+        unit: UnitSpec,
+        saved: Sequence[SavedUnit],
+        is_alike: bool,
+        homes: TileHomes,
+        address: int,
     ) -> None:
         """Put the states of one tile together from the tiles that were saved."""
         rule, tile = self._rule, homes.tile
         assert rule is not None
-        same = next((t for t in saved if (t.start, t.stop, t.nbytes) == (tile.start, tile.stop, tile.nbytes)), None)
-        if same is not None and saved_rule is rule:
-            self._read(same.extent, address)
+        bounds = tile.start, tile.stop, tile.nbytes
+        same = [t for part in saved for t in part.tiles if is_alike and (t.start, t.stop, t.nbytes) == bounds]
+        if same and saved_rule is rule:
+            self._read(same[0].extent, address)
             return
         rule.begin(tile, address)
         for part in saved:
-            if part.start < tile.stop and tile.start < part.stop:
-                there = saved_rule.tile_between(unit, part.start, part.stop)
-                if there.nbytes != part.nbytes:
+            for saved_tile in part.tiles:
+                pairs = [pair for pair in _pairs(unit, part) if pair.common(tile, saved_tile) is not None]
+                if not pairs:
+                    continue
+                there = saved_rule.tile_between(unit, saved_tile.start, saved_tile.stop)
+                if there.nbytes != saved_tile.nbytes:
                     raise StorageCorrupt(
-                        f"states of unit {unit.name} take {part.nbytes} bytes there, {there.nbytes} were expected."
+                        f"states of unit {unit.name} take {saved_tile.nbytes} bytes there, not {there.nbytes}."
                     )
-                with self._memory(self._extent(part.extent).nbytes) as memory:
-                    self._read(part.extent, memory)
-                    for spec in unit.trainable:
-                        self._move(spec, saved_rule, there, memory, rule, tile, address)
+                with self._memory(self._extent(saved_tile.extent).nbytes) as memory:
+                    self._read(saved_tile.extent, memory)
+                    for pair in pairs:
+                        self._move(pair, saved_rule, there, memory, rule, tile, address)
 
     def _move(
-        self, spec: ParameterSpec, saved_rule: Rule, there: Tile, memory: int, rule: Rule, tile: Tile, address: int
+        self, pair: _Pair, saved_rule: Rule, there: Tile, memory: int, rule: Rule, tile: Tile, address: int
     ) -> None:
         """Copy what both tiles hold of one parameter."""
-        start = max(spec.offset, there.start, tile.start)
-        stop = min(spec.offset + spec.numel, there.stop, tile.stop)
-        if start >= stop:
-            return
+        own, their, numel = pair.common(tile, there) or (0, 0, 0)
         width = self._formats.master
         if width:
-            source = tensor_at(memory + saved_rule.master_offset(there, start), (stop - start) * width, torch.uint8)
-            tensor_at(address + rule.master_offset(tile, start), (stop - start) * width, torch.uint8).copy_(source)
-        rule.put_states(tile, address, spec, saved_rule.states(there, memory, spec), max(spec.offset, there.start))
+            source = tensor_at(memory + saved_rule.master_offset(there, their), numel * width, torch.uint8)
+            tensor_at(address + rule.master_offset(tile, own), numel * width, torch.uint8).copy_(source)
+        first = max(pair.saved.offset, there.start) + pair.shift
+        rule.put_states(tile, address, pair.spec, saved_rule.states(there, memory, pair.saved_spec), first)
 
     def _read_weights(self, unit: UnitSpec, extents: Sequence[int], address: int) -> None:
+        self._read_parts(unit, extents, address, [nbytes for _, nbytes in parts_of(unit, self._formats.weights)])
+
+    def _read_parts(self, unit: UnitSpec, extents: Sequence[int], address: int, sizes: Sequence[int]) -> None:
+        """Read extents of these sizes to memory, one after the other."""
         tickets = []
-        for index, (start, nbytes) in zip(extents, parts_of(unit, self._formats.weights), strict=True):
+        for index, nbytes in zip(extents, sizes, strict=True):
             extent = self._extent(index)
             if extent.nbytes != nbytes:
-                raise StorageCorrupt(f"weights of unit {unit.name} have {extent.nbytes} bytes there, {nbytes} here.")
-            tickets.append(self._source.read(extent, address + start, extent.nbytes))
+                raise StorageCorrupt(f"weights of unit {unit.name} have {extent.nbytes} bytes there, not {nbytes}.")
+            tickets.append(self._source.read(extent, address, extent.nbytes))
+            address += nbytes
         for ticket in tickets:
             ticket.wait()
 

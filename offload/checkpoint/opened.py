@@ -11,6 +11,7 @@ from pathlib import Path
 
 from offload.checkpoint.description import Description
 from offload.checkpoint.folder import CheckpointDirectory
+from offload.checkpoint.parts import Parts, description_of, open_parts, part_folders
 from swapper import Generation, OffloadError, StoreLocked, StoreMissing, StoreUnsafe, open_generation
 from swapper.directory import RealDirectory
 from swapper.errors import failed
@@ -24,7 +25,7 @@ from swapper.publication import published, read_manifest
 class Opened:
     """A generation and what it says of itself. ``in_use_by``: the process that trains with it now, if there is one."""
 
-    generation: Generation
+    generation: Generation | Parts
     description: Description
     in_use_by: str | None
 
@@ -46,6 +47,14 @@ def holds_generation(folder: Path) -> bool:
         return False
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """A checkpoint, whole or damaged, is in this folder: a generation, or the parts of ranks."""
+    try:
+        return holds_generation(folder) or bool(part_folders(folder))
+    except OffloadError:  # some of the parts
+        return True
+
+
 @contextlib.contextmanager
 def open_checkpoint(path: Path, *, to_read: bool) -> Iterator[Opened]:
     """Open the checkpoint in ``path``, or the latest of those in it.
@@ -57,15 +66,18 @@ def open_checkpoint(path: Path, *, to_read: bool) -> Iterator[Opened]:
     with contextlib.ExitStack() as closing:
         if holds_generation(path):
             in_use_by = _enter_run(path, closing, to_read=to_read)
-            generation = closing.enter_context(open_generation(path))
+            generation: Generation | Parts = open_generation(path)
+        elif part_folders(path):
+            in_use_by, generation = None, open_parts(path)
         elif path.is_dir():
-            generation = closing.enter_context(CheckpointDirectory(path).open(None))
+            generation = CheckpointDirectory(path).open(None)
             in_use_by = _enter_run(generation.folder, closing, to_read=to_read)
         else:
             raise StoreMissing(
                 f"there is no directory {path}.", advice="Give a checkpoint, or the directory that it is in."
             )
-        yield Opened(generation, Description.decode(generation.metadata, str(generation.folder)), in_use_by)
+        closing.callback(generation.close)
+        yield Opened(generation, description_of(generation, str(generation.folder)), in_use_by)
 
 
 def _enter_run(folder: Path, closing: contextlib.ExitStack, *, to_read: bool) -> str | None:
@@ -111,7 +123,7 @@ def _check_paths(folder: Path, directory: int) -> None:
 def whole_checkpoints(directory: Path) -> Iterator[tuple[Path, Opened | OffloadError]]:
     """Each checkpoint in a directory, open until the next one is asked for, or what is wrong with it. By name."""
     for folder in sorted(entry for entry in directory.iterdir() if entry.is_dir() and not entry.name.startswith(".")):
-        if not holds_generation(folder):
+        if not is_checkpoint(folder):
             continue
         with contextlib.ExitStack() as one:
             try:

@@ -3,6 +3,7 @@ what is known of gradients that were accumulated."""
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -109,7 +110,8 @@ class RunState:
             state["states"][spec.name] = {"steps": step, **rule.loose_states(spec, step)}
         for unit in self._units:
             for spec, known in training.gradients.of(unit).items():
-                state["gradients"][spec.name] = (known.sum_squares, known.scale, known.first_asked)
+                own = known.sum_squares if math.isnan(known.own_squares) else known.own_squares
+                state["gradients"][spec.name] = (own, known.scale, known.first_asked)
 
     def _set_training(self, state: dict[str, Any], training: Training) -> None:
         for own, saved_group in zip(training.optimizer.param_groups, state["groups"], strict=True):

@@ -42,9 +42,9 @@ class SavedTensor:
     def trainable(self) -> bool:
         return self.pieces[0][1].trainable
 
-    @property
-    def row_numel(self) -> int:
-        return math.prod(self.shape[1:])
+    def origin(self, piece: SavedParameter) -> int:
+        """The first of the flat elements that the piece has."""
+        return piece.start * math.prod(self.shape[1:]) + piece.begin
 
 
 class SavedWeights:
@@ -247,22 +247,27 @@ def _tensors(description: Description) -> Iterator[SavedTensor]:
                     "into an engine over the same model, and save what was trained: engine.save_model(dir) of peft."
                 )
             pieces.setdefault(parameter.whole or parameter.name, []).append((unit, parameter))
-    for name, parts in pieces.items():
-        parts.sort(key=lambda part: part[1].start)
+    for name, found in pieces.items():
+        parts = [part for part in found if part[1].numel] or found[:1]
+        parts.sort(key=lambda part: (part[1].start, part[1].begin))
         first = parts[0][1]
-        shape = first.shape if first.whole is None else (sum(p.shape[0] for _, p in parts), *first.shape[1:])
-        row = 0
+        rows = {part.start: part.model_shape[0] for _, part in parts if part.whole is not None}
+        shape = (sum(rows.values()), *first.model_shape[1:]) if rows else first.model_shape
+        tensor = SavedTensor(name, shape, tuple(parts))
+        reached = 0
         for _, part in parts:
-            if part.start != row:
-                raise StorageCorrupt(f"the checkpoint lacks rows from {row} on of {name}.")
-            row += part.shape[0] if part.whole is not None else 0
-        yield SavedTensor(name, shape, tuple(parts))
+            if tensor.origin(part) != reached:
+                raise StorageCorrupt(f"the checkpoint lacks elements from {reached} on of {name}.")
+            reached += part.numel
+        if reached != math.prod(shape):
+            raise StorageCorrupt(f"the checkpoint has {reached} elements of {name}, not {math.prod(shape)}.")
+        yield tensor
 
 
 def _overlaps(tensor: SavedTensor, start: int, stop: int) -> Iterator[tuple[SavedUnit, SavedParameter, int, int, int]]:
     """The pieces that have some of the elements ``[start, stop)``: which of theirs, and where these are among them."""
     for unit, piece in tensor.pieces:
-        origin = piece.start * tensor.row_numel
+        origin = tensor.origin(piece)
         begin, end = max(start, origin), min(stop, origin + piece.numel)
         if begin < end:
             yield unit, piece, begin - origin, end - origin, begin - start

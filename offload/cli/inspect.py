@@ -30,10 +30,10 @@ def inspect(
     Of a directory with several it shows which ones are there. Changes nothing.
     """
     from offload.checkpoint import inspection
-    from offload.checkpoint.opened import holds_generation
+    from offload.checkpoint.opened import is_checkpoint
 
     path = checkpoint.expanduser()
-    if path.is_dir() and not holds_generation(path):
+    if path.is_dir() and not is_checkpoint(path):
         found = inspection.inspect_directory(path, verify=verify, check=context.obj.check)
         text = inspection.table_of(path, found, inspection.latest_in(path))
         facts: Any = found

@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
+from functools import partial
 
 import torch
 from torch import nn
@@ -79,6 +80,8 @@ class Outside:
         self._host = host
         self._compute = compute
         self._invalidate = invalidate
+        self.agree_to_change: Callable[[], None] = _nobody if ranks is None else partial(ranks.agree, "a change")
+        """Called before any change, on all ranks together."""
         self.before_change: Callable[[UnitSpec], None] = _nothing
         """Called before weights, masters or states of a unit change; a commit under way still reads them."""
 
@@ -87,8 +90,7 @@ class Outside:
         else uses them any more. Every change of their bytes from outside comes through here; a factor for a gradient
         needs no such care, since an early update that was made without it does not pass the verdict. All ranks come
         through here together."""
-        if self.ranks is not None:
-            self.ranks.agree("a change of parameters")
+        self.agree_to_change()
         for unit in units:
             self.dropping(unit)
             self._host.wait_for_update(unit)
@@ -188,6 +190,10 @@ class Outside:
 
 
 def _nothing(unit: UnitSpec) -> None:
+    return None
+
+
+def _nobody() -> None:
     return None
 
 

@@ -55,6 +55,6 @@ def plan_ranks(units: Sequence[UnitSpec], formats: Formats, placement: str, num_
         align(max(unit.numel for unit in units) * formats.weights),
         0 if not trainable else len(units) if all_gradients else min(nested + 1, len(units)),
         align(trainable * width),
-        align(trainable * width),
+        align(trainable * max(width, 4 // num_ranks)),  # also a shard's sums of other replicas, in fp32
         trainable // num_ranks * 4 + align(largest * formats.weights),
     )

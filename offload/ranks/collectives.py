@@ -29,7 +29,7 @@ from torch import distributed
 
 from offload.errors import RankError
 from offload.ranks.pulse import Pulse
-from offload.ranks.world import World, forget_group
+from offload.ranks.world import Peers, World, give_back
 from offload.waiting import Failure, Worker
 from swapper import OffloadError
 
@@ -125,15 +125,20 @@ class Collectives:
         return found
 
     def join(self, name: str, own: torch.Tensor) -> torch.Tensor:
-        """All ranks' flat tensors, one after the other. They may have different lengths; one without elements has any
-        dtype."""
+        """The flat tensors of those ranks that hold the shards of one copy with this one, one after the other: see
+        ``meet_parts``. All ranks call this."""
+        parts = self.meet_parts(name, own)
+        return torch.cat([parts[rank] for rank in self.world.shards.ranks])
+
+    def meet_parts(self, name: str, own: torch.Tensor) -> list[torch.Tensor]:
+        """As ``meet``, with flat tensors that may have different lengths; one without elements has any dtype."""
         numbers = torch.tensor([own.numel(), _DTYPES.index(own.dtype)])
         sizes, dtypes = zip(*(of_rank.tolist() for of_rank in self.meet(f"{name}: size", numbers)), strict=True)
         dtype = _DTYPES[next((kind for size, kind in zip(sizes, dtypes, strict=True) if size), dtypes[0])]
         padded = torch.zeros(max(sizes), dtype=dtype)
         padded[: own.numel()] = own.reshape(-1)
         parts = self.meet(name, padded)
-        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+        return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
     def leave(self) -> None:
         """Wait until all ranks leave; meanwhile this one gives what others want of it."""
@@ -142,29 +147,29 @@ class Collectives:
     def stop(self) -> None:
         """No operation is carried out any more, but the one at hand."""
         self._worker.stop()
-        if self._failure.is_known:
-            forget_group(self.world)
+        give_back(self.world, broken=self._failure.is_known)
 
     # What carries operations out: on the worker's thread.
 
-    def all_gather(self, into: torch.Tensor, own: torch.Tensor) -> None:
-        """The bytes of ``own`` of all ranks, to flat memory."""
+    def all_gather(self, into: torch.Tensor, own: torch.Tensor, peers: Peers | None = None) -> None:
+        """The bytes of ``own`` of these ranks, or all, to flat memory."""
+        group = self.world.group if peers is None else peers.group
         call = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor  # its older name
-        self._wait_for(call(into.view(torch.uint8), own.view(torch.uint8), group=self.world.group, async_op=True))
+        self._wait_for(call(into.view(torch.uint8), own.view(torch.uint8), group=group, async_op=True))
         self.received_bytes += into.nbytes - own.nbytes
 
-    def gather(self, into: torch.Tensor | None, own: torch.Tensor, rank: int) -> None:
-        """The same, to one rank."""
-        parts = None if into is None else list(into.view(torch.uint8).view(self.world.size, -1).unbind())
-        to = self.world.members[rank]
-        self._wait_for(distributed.gather(own.view(torch.uint8), parts, to, self.world.group, async_op=True))
+    def gather(self, into: torch.Tensor | None, own: torch.Tensor, peers: Peers, place: int) -> None:
+        """The same, to one of them."""
+        parts = None if into is None else list(into.view(torch.uint8).view(peers.size, -1).unbind())
+        to = peers.members[place]
+        self._wait_for(distributed.gather(own.view(torch.uint8), parts, to, peers.group, async_op=True))
         self.received_bytes += 0 if into is None else into.nbytes - own.nbytes
 
-    def scatter_parts(self, into: torch.Tensor, own: torch.Tensor) -> None:
-        """This rank's part of every rank's ``own``, to flat memory."""
+    def scatter_parts(self, into: torch.Tensor, own: torch.Tensor, peers: Peers) -> None:
+        """This rank's part of every one's ``own``, to flat memory."""
         flat = into.view(torch.uint8), own.view(torch.uint8)
-        self._wait_for(distributed.all_to_all_single(*flat, group=self.world.group, async_op=True))
-        self.received_bytes += into.nbytes - into.nbytes // self.world.size
+        self._wait_for(distributed.all_to_all_single(*flat, group=peers.group, async_op=True))
+        self.received_bytes += into.nbytes - into.nbytes // peers.size
 
     def _wait_for(self, work: Any) -> None:
         """Wait for a collective, as long as no rank has failed: the interpreter cannot end a thread that is inside."""

@@ -93,6 +93,8 @@ class Report:
     """The same bytes, by path."""
     to_device_bytes: int
     to_host_bytes: int
+    network_bytes: int
+    """Received from other ranks."""
     host_memory_bytes: int
     device_memory_bytes: int
     memory: dict[str, dict[str, int]]
@@ -135,6 +137,8 @@ def _lines(report: Report) -> Iterator[str]:
     if report.to_device_bytes or report.to_host_bytes:
         to_device, to_host = _megabytes(report.to_device_bytes), _megabytes(report.to_host_bytes)
         yield f"link: {to_device} to the device, {to_host} to the host"
+    if report.network_bytes:
+        yield f"network: {_megabytes(report.network_bytes)} from other ranks"
     device = f", device memory {report.device_memory_bytes / _MIB:,.1f} MiB" if report.device_memory_bytes else ""
     yield f"host memory {report.host_memory_bytes / _MIB:,.1f} MiB{device}"
     if report.grad_norm is not None:

@@ -49,21 +49,25 @@ class Reporter:
         store: DurableStore | None,
         paths: Sequence[Path],
         copied_bytes: Callable[[], tuple[int, int]],
+        received_bytes: Callable[[], int],
         busy_seconds: Callable[[], float | None],
         bandwidths: Bandwidths | None,
         link: LinkRates | None,
     ) -> None:
-        """``copied_bytes`` to and from a device since the engine was made; ``busy_seconds`` of a device since the last
-        call, None where the CPU computes. ``paths`` and ``bandwidths`` are the store's."""
+        """``copied_bytes`` to and from a device, and ``received_bytes`` from other ranks, since the engine was made;
+        ``busy_seconds`` of a device since the last call, None where the CPU computes. ``paths`` and ``bandwidths`` are
+        the store's."""
         self._meter = meter
         self._store = store
         self._paths = [str(path) for path in paths]
         self._copied_bytes = copied_bytes
+        self._received_bytes = received_bytes
         self._busy_seconds = busy_seconds
         self._bandwidths = bandwidths
         self._link = link
         self._moved = self._moved_bytes()
         self._copied = copied_bytes()
+        self._received = received_bytes()
         self._drives = self._carried()
         self._forward: _SoFar | None = None
         """What the step had spent when its first backward began."""
@@ -90,6 +94,8 @@ class Reporter:
         copied = self._copied_bytes()
         to_device_bytes, to_host_bytes = (now - before for now, before in zip(copied, self._copied, strict=True))
         self._copied = copied
+        received = self._received_bytes()
+        network_bytes, self._received = received - self._received, received
         drives, self._drives = self._drives, self._carried()
         whole = _SoFar(seconds, sum(stalls.values()), read_bytes, write_bytes)
         compute_seconds = self._busy_seconds()
@@ -130,6 +136,7 @@ class Reporter:
             drives=tuple(map(_between, drives, self._drives)),
             to_device_bytes=to_device_bytes,
             to_host_bytes=to_host_bytes,
+            network_bytes=network_bytes,
             host_memory_bytes=0,
             device_memory_bytes=0,
             memory=memory,

@@ -45,6 +45,7 @@ class StepRecord:
             "nvme_write_bytes_total": report.nvme_write_bytes_total,
             "to_device_bytes": report.to_device_bytes,
             "to_host_bytes": report.to_host_bytes,
+            "network_bytes": report.network_bytes,
             "process_bytes": self.process_bytes,
         }
         return {name: float(value) for name, value in known.items() if value is not None}

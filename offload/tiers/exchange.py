@@ -1,7 +1,8 @@
 """Gradients that ranks exchange: each sends every other one its part, and adds up its own shard of all of them.
 
 The sum is taken in the order of the ranks, in fp32, and divided by their number: the same bits wherever shards rest. It
-goes to the shard's place like a gradient that was made here.
+goes to the shard's place like a gradient that was made here. Where there are replicas, each adds up what the ranks of
+its copy have, and then all add up their sums: every replica gets the same bits.
 """
 
 from __future__ import annotations
@@ -138,8 +139,9 @@ class GradientExchange:
                     gradient.own_squares = gradient.sum_squares
                 own[index] = gradient.own_squares
         sums = torch.zeros_like(own)
-        for of_rank in self._collectives.meet("sums of squares", own):
-            sums += of_rank
+        of_ranks = self._collectives.meet("sums of squares", own)
+        for rank in self._collectives.world.shards.ranks:
+            sums += of_ranks[rank]
         for spec, total in zip(specs, sums.tolist(), strict=True):
             if spec in known:
                 known[spec].sum_squares = total
@@ -169,7 +171,7 @@ class GradientExchange:
     # On the thread of collectives.
 
     def _carry_out(self, index: int, wanting: Sequence[int], operation: Operation | None) -> None:
-        unit, shard, size = self._units[index], self._shards[index], self._collectives.world.size
+        unit, shard, peers = self._units[index], self._shards[index], self._collectives.world.shards
         own: Gradients | None = None if operation is None else operation.own
         scales = self._gather_scales(unit, own)
         landing = tensor_at(self._landing.address, unit.trainable_numel, self._dtype)
@@ -177,19 +179,18 @@ class GradientExchange:
             sent = torch.zeros(unit.trainable_numel, dtype=self._dtype)
         else:
             sent = tensor_at(own.address, unit.trainable_numel, self._dtype)
-        self._collectives.scatter_parts(landing, sent)
+        if peers.size > 1:
+            self._collectives.scatter_parts(landing, sent, peers)
+        else:
+            landing.copy_(sent)
         if own is not None:
             with self._changed:
                 self._num_sent -= 1
                 self._free.append(own)
                 self._changed.notify_all()
         self._host.wait_for_update(shard)  # which reads the gradients of the last step
-        parts = landing.view(size, -1)
-        for position, (whole, spec) in enumerate(zip(unit.parameters, shard.parameters, strict=True)):
-            if whole.trainable:
-                having = [rank for rank in range(size) if not math.isnan(scales[rank][position])]
-                if having:
-                    self._add_up(shard, spec, parts, scales[:, position].tolist(), having)
+        for spec, total, scale in self._add_up(unit, shard, landing.view(peers.size, -1), scales):
+            self._store.take(shard, spec, total, scale)
         self._store.close(shard)
         for done in self._store.complete():
             self._arrived.append(done)
@@ -205,13 +206,34 @@ class GradientExchange:
         return into
 
     def _add_up(
-        self, shard: UnitSpec, spec: ParameterSpec, parts: torch.Tensor, scales: Sequence[float], having: Sequence[int]
-    ) -> None:
-        """Take the mean of what the ranks have of one parameter. Those that have nothing count as zero."""
-        scale = scales[having[0]]
-        total = torch.zeros(spec.numel)
-        for rank in having:
-            part = parts[rank, spec.offset : spec.offset + spec.numel]
-            total.add_(part, alpha=scales[rank] / scale if scale else 1.0)
-        total.div_(len(parts))
-        self._store.take(shard, spec, total.view(spec.shape), scale)
+        self, unit: UnitSpec, shard: UnitSpec, parts: torch.Tensor, scales: torch.Tensor
+    ) -> list[tuple[ParameterSpec, torch.Tensor, float]]:
+        """The mean of what all ranks have of each parameter, and the scale that is common to it. Those that have
+        nothing count as zero; what nobody has is left out. ``parts`` are what the ranks of this copy have."""
+        world, found = self._collectives.world, []
+        flat = torch.zeros(shard.trainable_numel)
+        for position, (whole, spec) in enumerate(zip(unit.parameters, shard.parameters, strict=True)):
+            of_ranks = scales[:, position].tolist()
+            having = [scale for scale in of_ranks if not math.isnan(scale)]
+            if not whole.trainable or not having:
+                continue
+            elements = slice(spec.offset, spec.offset + spec.numel)
+            for part, rank in zip(parts, world.shards.ranks, strict=True):
+                if not math.isnan(of_ranks[rank]):
+                    flat[elements].add_(part[elements], alpha=of_ranks[rank] / having[0] if having[0] else 1.0)
+            found.append((spec, flat[elements].view(spec.shape), having[0]))
+        self._add_replicas(flat)
+        flat.div_(world.size)
+        return found
+
+    def _add_replicas(self, flat: torch.Tensor) -> None:
+        """Make it the sum of all replicas' ones: each adds up a part, and gives it to the others."""
+        replicas = self._collectives.world.replicas
+        if replicas.size == 1:
+            return
+        parts = tensor_at(self._landing.address, flat.numel(), torch.float32)
+        self._collectives.scatter_parts(parts, flat, replicas)
+        total, *others = parts.view(replicas.size, -1)
+        for other in others:
+            total.add_(other)
+        self._collectives.all_gather(flat, total, replicas)

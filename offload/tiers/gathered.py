@@ -81,6 +81,9 @@ class GatherCarrier:
 
     def _gather(self, index: int, wanting: Sequence[int], operation: Operation | None) -> None:
         """This rank's part of a gather: its own shard for those that want it, and theirs if it wants them."""
+        places = [place for place, rank in enumerate(self._collectives.world.shards.ranks) if rank in wanting]
+        if not places:
+            return
         unit, shard = self._units[index], self._shards[index]
         address = self._lower.acquire(shard)
         try:
@@ -94,17 +97,19 @@ class GatherCarrier:
                 into = None
                 if operation is not None:
                     into = tensor_at(operation.own.address + start * width, stop - start, self._dtype)
-                self._gather_part(own, into, wanting)
+                self._gather_part(own, into, places)
         finally:
             self._lower.release(shard)
 
-    def _gather_part(self, own: torch.Tensor, into: torch.Tensor | None, wanting: Sequence[int]) -> None:
-        world = self._collectives.world
-        if len(wanting) == world.size and into is not None:
-            self._collectives.all_gather(into, own)
-            return
-        for rank in wanting:
-            self._collectives.gather(into if rank == world.rank else None, own, rank)
+    def _gather_part(self, own: torch.Tensor, into: torch.Tensor | None, places: Sequence[int]) -> None:
+        peers = self._collectives.world.shards
+        if peers.size == 1 and into is not None:
+            into.copy_(own)
+        elif len(places) == peers.size and into is not None:
+            self._collectives.all_gather(into, own, peers)
+        else:
+            for place in places:
+                self._collectives.gather(into if place == peers.own else None, own, peers, place)
 
 
 class GatheredWeights(WeightCache[Place]):

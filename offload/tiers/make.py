@@ -99,7 +99,7 @@ def make_tiers(
     add up squares of gradients.
     """
     units = [item.unit for item in plan.units]
-    opened = open_engine_store(config, plan, sharers)
+    opened = open_engine_store(config, plan, sharers, ranks)
     store = opened.store if opened is not None else None
     landing_bytes = [plan.compute_bytes // NUM_LANDINGS] * NUM_LANDINGS if device is not None else []
     arena = Arena(plan.arena_bytes + sum(landing_bytes) + (0 if plan.ranks is None else plan.ranks.arena_bytes))

@@ -21,6 +21,7 @@ from aio_ext.profile import IoProfile, load_profile
 from offload.config import OffloadConfig
 from offload.plan.plan import Plan, Tier, UnitPlan
 from offload.ranks.machine import queue_share
+from offload.ranks.ranks import Ranks
 from offload.tiers.home import UnitHomes
 from swapper import DurableStore, Extent, OffloadError, StoreMissing, align, create_store, open_store, remove_store
 
@@ -59,7 +60,7 @@ class EngineStore:
 
     def close(self) -> None:
         """Close it. A durable run's store in which nothing was ever committed is removed: it only takes room."""
-        is_empty = self.store.generation == 0
+        is_empty = self.store.generation == 0 and self.store.prepared is None
         self.store.close()
         if self.name is not None and is_empty:
             with contextlib.suppress(OffloadError):  # the next engine on the path removes it
@@ -128,7 +129,9 @@ class _Opener:
         return store, fits
 
 
-def open_engine_store(config: OffloadConfig, plan: Plan, sharers: int = 1) -> EngineStore | None:
+def open_engine_store(
+    config: OffloadConfig, plan: Plan, sharers: int = 1, ranks: Ranks | None = None
+) -> EngineStore | None:
     """Open the store that the plan needs, if it needs one. ``sharers``: ranks on its drives, this one included.
 
     Raises what ``create_store`` and ``open_store`` raise.
@@ -151,33 +154,60 @@ def open_engine_store(config: OffloadConfig, plan: Plan, sharers: int = 1) -> En
     if not durable:
         store = opener.create(None)
         return EngineStore(store, opener.paths, opener.profile, holds_generations, checkpoints_max)
-    return _open_durable(opener)
+    return _open_durable(opener, ranks)
 
 
-def _open_durable(opener: _Opener) -> EngineStore:
-    """The store of the last run on the paths, if it has the same extents; else a new one beside it."""
-    names = run_names(opener.paths[0])
-    number = _number(names[0]) + 1 if names else 1
-    previous = own = own_name = None
-    for name in names:
-        try:
-            store, fits = opener.open(name)
-        except StoreMissing:  # its creation was never finished
-            continue
-        is_last = store.generation > 0 and own is None and previous is None
-        if is_last and fits:
-            store.abandon()  # what ranks left prepared, and one process cannot know of the others
-            own, own_name = store, name
-            continue
-        store.close()
-        if is_last:
-            previous = name
+def _open_durable(opener: _Opener, ranks: Ranks | None) -> EngineStore:
+    """The store of the last run on the paths, if it has the same extents; else a new one beside it.
+
+    Of several ranks, each with paths of its own, all take up the last commit that one of them has finished: the others
+    have prepared it, at least. What was prepared and finished by none is given up.
+    """
+    with contextlib.ExitStack() as closing:
+        found: dict[int, tuple[DurableStore, bool]] = {}
+        for name in run_names(opener.paths[0]):
+            with contextlib.suppress(StoreMissing):  # its creation was never finished
+                found[_number(name)] = store, _ = opener.open(name)
+                closing.callback(store.close)
+        last = max(
+            ((number, store.generation) for number, (store, _) in found.items() if store.generation), default=None
+        )
+        highest = max(found, default=0)
+        if ranks is not None:
+            of_ranks = ranks.exchange("the last commit", (last, highest))
+            last = max((of_rank for of_rank, _ in of_ranks if of_rank is not None), default=None)
+            highest = max(number for _, number in of_ranks)
+        number = 0 if last is None else last[0]
+        own, fits = found.get(number, (None, False))
+        if last is not None:
+            own = _at_commit(own, last[1], f"run-{number} under {opener.paths[0]}")
+        if ranks is not None:
+            fits = all(ranks.exchange("the layout of the store", fits))
+        for other, (store, _) in found.items():
+            if other != number:  # nothing was ever committed there, or a newer run has replaced it
+                store.close()
+                remove_store(opener.paths, f"run-{other}")
+        if own is not None and fits:
+            closing.pop_all()
+            return EngineStore(own, opener.paths, opener.profile, True, opener.retained_max, None, f"run-{number}")
+    name = f"run-{highest + 1}"
+    previous = None if last is None else f"run-{number}"
+    return EngineStore(opener.create(name), opener.paths, opener.profile, True, opener.retained_max, previous, name)
+
+
+def _at_commit(store: DurableStore | None, generation: int, where: str) -> DurableStore:
+    """The store, at the last commit that counts. Raises ``StoreMissing`` if it has no part of it."""
+    if store is not None:
+        if store.prepared == generation:
+            store.finish()
         else:
-            remove_store(opener.paths, name)  # nothing was ever committed there, or a newer run has replaced it
-    if own is None:
-        own_name = f"run-{number}"
-        own = opener.create(own_name)
-    return EngineStore(own, opener.paths, opener.profile, True, opener.retained_max, previous, own_name)
+            store.abandon()
+        if store.generation == generation:
+            return store
+    raise StoreMissing(
+        f"{where} has no part of commit {generation}, which other ranks have.",
+        advice="Give every rank the nvme_path that it had, or an empty one to all, and load a checkpoint.",
+    )
 
 
 def run_names(path: Path) -> list[str]:

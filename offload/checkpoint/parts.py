@@ -1,0 +1,128 @@
+"""A checkpoint in parts, one of each rank that has saved it: ``rank-0-of-4`` and so on, in the checkpoint's folder.
+
+Together they are read like one: each part has shards of the units, and the description of all of them names each unit
+as often as there are parts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from offload.checkpoint.description import Description, SavedTile, SavedUnit, SavedUnits
+from swapper import Extent, Generation, StorageCorrupt, StoreMissing, Ticket, generation_metadata, open_generation
+
+_PART = re.compile(r"rank-([0-9]{1,6})-of-([0-9]{1,6})")
+
+
+def part_name(rank: int, num_ranks: int) -> str:
+    """The folder of a rank's part."""
+    return f"rank-{rank}-of-{num_ranks}"
+
+
+def part_folders(folder: Path) -> list[Path]:
+    """The parts of the checkpoint in this folder, by rank; none if it is not in parts. Raises ``StoreMissing`` if some
+    of them are not there."""
+    found: dict[int, Path] = {}
+    counts = set()
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        match = _PART.fullmatch(entry.name)
+        if match is not None:
+            found[int(match[1])] = entry
+            counts.add(int(match[2]))
+    if not found:
+        return []
+    if len(counts) > 1 or sorted(found) != list(range(max(counts))):
+        raise StoreMissing(f"{folder} has the parts of ranks {sorted(found)}, of {sorted(counts)}: some are missing.")
+    return [found[rank] for rank in sorted(found)]
+
+
+def step_of(folder: Path) -> int:
+    """The step of the checkpoint in this folder. Raises ``OffloadError`` if its description is not whole."""
+    steps = {
+        int(Description.decode(generation_metadata(part), str(part)).run["step"])
+        for part in part_folders(folder) or [folder]
+    }
+    if len(steps) > 1:
+        raise StorageCorrupt(f"{folder} has parts of several steps: {sorted(steps)}.")
+    return steps.pop()
+
+
+class Parts:
+    """All parts as one generation; see ``swapper.Generation`` for the methods."""
+
+    def __init__(self, folder: Path, parts: Sequence[Path]) -> None:
+        self.folder = folder
+        with contextlib.ExitStack() as opening:
+            self.generations = [opening.enter_context(open_generation(part)) for part in parts]
+            self.descriptions = [Description.decode(part.metadata, str(part.folder)) for part in self.generations]
+            self._closers = opening.pop_all()
+        self._places = [(part, extent) for part in self.generations for extent in part.extents]
+        self.extents = [replace(extent, index=index) for index, (_, extent) in enumerate(self._places)]
+
+    @property
+    def generation(self) -> int:
+        """The number of the last one."""
+        return max(part.generation for part in self.generations)
+
+    @property
+    def metadata(self) -> bytes:
+        """That of all parts."""
+        return b"".join(part.metadata for part in self.generations)
+
+    def description(self, rank: int = 0) -> Description:
+        """The description of all parts, with the state of the run as this rank had it; the last one, if it was none of
+        them."""
+        units: list[SavedUnit] = []
+        base = 0
+        for part, description in zip(self.generations, self.descriptions, strict=True):
+            units += [_shifted(unit, base) for unit in description.units]
+            base += len(part.extents)
+        own = self.descriptions[min(rank, len(self.descriptions) - 1)]
+        return replace(own, units=SavedUnits(units))
+
+    def holds(self, extent: Extent) -> bool:
+        part, own = self._places[extent.index]
+        return part.holds(own)
+
+    def read(self, extent: Extent, address: int, nbytes: int) -> Ticket:
+        part, own = self._places[extent.index]
+        return part.read(own, address, nbytes)
+
+    def close(self) -> None:
+        self._closers.close()
+
+    def __enter__(self) -> Parts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_parts(folder: Path) -> Generation | Parts:
+    """The checkpoint in this folder, in parts or not. Raises as ``open_generation``."""
+    parts = part_folders(folder)
+    return Parts(folder, parts) if parts else open_generation(folder)
+
+
+def description_of(source: Any, where: str, rank: int = 0) -> Description:
+    """What a generation, or a checkpoint in parts, says of itself; see ``Parts.description`` for ``rank``."""
+    return source.description(rank) if isinstance(source, Parts) else Description.decode(source.metadata, where)
+
+
+def _shifted(unit: SavedUnit, base: int) -> SavedUnit:
+    """The unit with the numbers of its extents counted from ``base``."""
+
+    def tile(saved: SavedTile) -> SavedTile:
+        return replace(saved, extent=saved.extent + base)
+
+    return replace(
+        unit,
+        weights=tuple(index + base for index in unit.weights),
+        tiles=tuple(tile(saved) for saved in unit.tiles),
+        gradients=None if unit.gradients is None else unit.gradients + base,
+    )
