@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -28,13 +29,14 @@ from offload.optimizer import OffloadOptimizer
 from offload.plan.plan import Plan
 from offload.planning import check_backend, check_paths, open_device, plan_for
 from offload.ranks.machine import bind, share
-from offload.ranks.world import World, find_world
+from offload.ranks.world import World, find_peers, find_world, processes_here
 from offload.report.report import Bandwidths, Report
 from offload.run.about import about, fingerprint
 from offload.run.directory import RunDirectory
 from offload.run.observer import Observer
 from offload.session import Session, with_measured_memory
-from offload.units import UnitSpec, shard_unit
+from offload.units import Distribution, UnitSpec, shard_unit
+from offload.units.distributed_tensor import check_peers
 from offload.units.find import find_units
 from swapper import OffloadError, readable_bytes
 
@@ -97,7 +99,17 @@ class OffloadEngine:
     def _make(self, model: nn.Module) -> Session:
         torch_internals.check()
         check_backend(self.config.io_backend)
-        config, world, sharers = self.config, find_world(self.config.mesh), 1
+        world = find_world(self.config.mesh, self.config.rank_timeout)
+        try:
+            return self._make_in(world, model)
+        except BaseException as error:
+            if world is not None:
+                world.leave(error)
+            raise
+
+    def _make_in(self, world: World | None, model: nn.Module) -> Session:
+        config = self.config
+        sharers = 1 if config.mesh is None else processes_here()
         if world is not None:
             config, sharers = _of_rank(config, world)
         num_ranks = 1 if world is None else world.size
@@ -109,6 +121,10 @@ class OffloadEngine:
             warn("no parameter of the model requires grad: the engine will train nothing (optimizer=None says that)")
         if world is not None:
             _refuse_for_ranks(units, self.config, world)
+        distributions = [spec.distribution for unit in units for spec in unit.parameters if spec.distribution]
+        if distributions:
+            _refuse_for_parts(distributions, self.config, world)
+        parts = find_peers(distributions[0].members) if distributions else None
         shards = units if world is None else [shard_unit(unit, world.shards.own, world.shards.size) for unit in units]
         choice = choose(self.config, shards)
         device = open_device(self.config.device)
@@ -119,7 +135,7 @@ class OffloadEngine:
         run = None if path is None else RunDirectory(path, fingerprint(plan))
         try:
             with contextlib.closing(Birth(model, self.config.weights_path)) as birth:
-                session = Session(model, config, units, shards, plan, choice, device, birth, world, sharers)
+                session = Session(model, config, units, shards, plan, choice, device, birth, world, sharers, parts)
         except BaseException:
             if run is not None:
                 run.abandon()
@@ -213,8 +229,9 @@ class OffloadEngine:
         return torch.tensor(self._session.clip_grad_norm(max_norm), device=self._session.torch_device)
 
     def synchronize(self) -> None:
-        """Wait until the last step's update is done everywhere. Training never needs it."""
-        self._session.wait_for_updates()
+        """Wait until the last step's update is done everywhere, and until all ranks are here: meanwhile this one gives
+        what others want of its weights. Training never needs it."""
+        self._session.synchronize()
 
     def report(self) -> Report:
         """The report of the last step, with the memory that the engine takes now. Raises ``OffloadError`` before the
@@ -271,7 +288,9 @@ class OffloadEngine:
         Raises ``StorageFull`` before anything is written if there is no room. Training can go on in any case.
         """
         self._session.failure.check()
-        save_model(self.module, self._session.weights(), dir, dtype or self.config.precision, max_shard_bytes)
+        weights = self._session.weights()
+        with weights.together():
+            save_model(self.module, weights, dir, dtype or self.config.precision, max_shard_bytes)
 
     def save_checkpoint(self, dir: str | os.PathLike[str], tag: str | None = None, client_state: object = None) -> None:
         """Save all that a bit-identical continuation needs as ``dir/tag``; ``tag`` is "stepN" unless it is given.
@@ -390,11 +409,21 @@ def _of_rank(config: OffloadConfig, world: World) -> tuple[OffloadConfig, int]:
         for path in paths:
             path.mkdir(exist_ok=True)
         config = replace(config, nvme_path=paths)
-    return config, own.sharers
+    return config, own.sharers * world.local_size // len(world.local_ranks)  # others train other parts of the model
 
 
 def _refuse_for_ranks(units: Sequence[UnitSpec], config: OffloadConfig, world: World) -> None:
-    """Raise ``ConfigError`` for what several ranks cannot do."""
+    """Raise ``ConfigError`` for what several ranks cannot do, and on all of them if their models differ."""
+    own = [f"{spec.name} {tuple(spec.shape)}" for unit in units for spec in unit.parameters if spec.numel]
+    of_ranks = world.exchange(own)
+    for rank, others in zip(world.members, of_ranks, strict=True):
+        if others != of_ranks[0]:
+            first, other = next(pair for pair in zip_longest(of_ranks[0], others) if pair[0] != pair[1])
+            raise ConfigError(
+                f"ranks {world.members[0]} and {rank} have different models ({first}, {other}), and would train one "
+                'together: give the ranks that have equal ones, such as mesh=world_mesh["dp"], also where that has one '
+                "rank"
+            )
     if str(config.device) != "cpu":
         raise ConfigError(
             f"this is one of {world.size} ranks, and device={str(config.device)!r}: ranks compute on the CPU so far. "
@@ -408,3 +437,20 @@ def _refuse_for_ranks(units: Sequence[UnitSpec], config: OffloadConfig, world: W
     packed = next((spec for unit in units for spec in unit.parameters if spec.packing is not None), None)
     if packed is not None:
         raise ConfigError(f"this is one of {world.size} ranks, and parameter {packed.name} is quantised: start one")
+
+
+def _refuse_for_parts(distributions: Sequence[Distribution], config: OffloadConfig, world: World | None) -> None:
+    """Raise ``ConfigError`` for what a model whose parameters are ``DTensor`` cannot do."""
+    check_peers(distributions, () if world is None else world.members)
+    if str(config.device) != "cpu":
+        raise ConfigError(f"the model has DTensors, and device={str(config.device)!r}: they compute on the CPU so far")
+    if config.weights_path is not None:
+        raise ConfigError(
+            f"weights={config.weights_path}: the model has DTensors, and the files whole values. Load them into the "
+            "model, parallelise it, and make the engine without weights="
+        )
+    if config.optimizer is not None and not has_kernel(config.optimizer):
+        raise ConfigError(
+            "the model has DTensors, and an optimizer without a kernel may look at whole parameters: optimizer= is one "
+            f"of {', '.join(OPTIMIZERS)}, or a class of torch that is one of them"
+        )

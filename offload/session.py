@@ -17,6 +17,7 @@ from torch.autograd.graph import increment_version
 
 from offload.birth.birth import Birth
 from offload.checkpoint.checkpoints import Checkpoints
+from offload.checkpoint.gathered_weights import GatheredModelWeights
 from offload.checkpoint.model_weights import ModelWeights
 from offload.checkpoint.optimizer_states import OptimizerStates
 from offload.checkpoint.run_state import RunState, Training
@@ -39,13 +40,14 @@ from offload.optimizer import OffloadOptimizer, refuse_others
 from offload.plan.plan import Drives, Plan
 from offload.progress import Progress
 from offload.ranks.ranks import Ranks
-from offload.ranks.world import World
+from offload.ranks.world import Peers, World, release_groups
 from offload.report.meter import Meter
 from offload.report.report import Report
 from offload.report.reporter import Reporter
 from offload.report.trace import Span
 from offload.run.watch import Watch
 from offload.spooled import Spooled
+from offload.tiers.exchange import GradientExchange
 from offload.tiers.loading import Loader
 from offload.tiers.make import make_tiers, store_bandwidths
 from offload.tiers.states import States
@@ -90,13 +92,16 @@ class Session:
         birth: Birth,
         world: World | None = None,
         sharers: int = 1,
+        parts: Peers | None = None,
     ) -> None:
         """``shards`` are what this rank has of the ``units``: the units themselves, where there is one. ``plan`` and
-        ``choice`` are theirs. ``sharers``: ranks that use the same drives."""
+        ``choice`` are theirs. ``sharers``: ranks that use the same drives. ``parts``: those that have other
+        parts of ``DTensor``s."""
         self._sharers = sharers
+        self._parts = parts
         self.config = config
         self.plan = plan
-        self.failure = Failure()
+        self.failure = Failure() if world is None else world.pulse.failure
         self.watch = Watch()
         self.meter = Meter()
         self.progress = Progress(LossScale() if config.precision == "fp16" else None)
@@ -115,10 +120,12 @@ class Session:
         """The present use of each unit by compute."""
         self._closers = Closers()
         self._closers.callback(self.watch.close)
+        if parts is not None:
+            self._closers.callback(partial(release_groups, [parts.group]))
         self._ranks: Ranks | None = None
         self._shards = shards
         if world is not None:
-            self._ranks = Ranks(world, units, shards, config.rank_timeout, self.failure)
+            self._ranks = Ranks(world, units, shards)
         try:
             self._build(model, choice, birth, self._closers)
         except BaseException as error:
@@ -208,6 +215,13 @@ class Session:
         """Wait until the last step's update is done everywhere."""
         with self.failure:
             self._tiers.host.wait_for_updates()
+
+    def synchronize(self) -> None:
+        """See ``OffloadEngine.synchronize``."""
+        self.wait_for_updates()
+        if self._ranks is not None:
+            with self.failure:
+                self._ranks.agree("synchronize()")
 
     def memory_bytes(self) -> tuple[int, int]:
         """Host and device memory that the engine takes now: by the kernel's count of its buffers, and as allocated."""
@@ -374,9 +388,10 @@ class Session:
         self._verdict.check(self._optimizer.param_groups)
         self._warn_of_lost_parameters()
         self._warn_of_used_gradients()
-        if self._ranks is not None:
-            self._ranks.agree(f"step {self.progress.global_step + 1}")
-        self._tiers.intake.settle()
+        if isinstance(self._tiers.intake, GradientExchange):
+            self._tiers.intake.settle(f"step {self.progress.global_step + 1}")
+        else:
+            self._tiers.intake.settle()
 
     def _take_step(self, loss_scale: float | None) -> None:
         if loss_scale is not None and loss_scale != 1:
@@ -502,6 +517,8 @@ class Session:
     def weights(self) -> ModelWeights:
         """All weights, to be read unit by unit, once the update is done."""
         self.wait_for_updates()
+        if self._ranks is not None:
+            return GatheredModelWeights(self._shards, self._tiers.homes, self._outside, self._specs, self._ranks)
         return ModelWeights(self._units, self._tiers.homes, self._outside, self._specs)
 
     # How it is made.
@@ -543,6 +560,7 @@ class Session:
             config,
             self._device,
             self._ranks,
+            self._parts,
             self.failure,
             self.meter,
             closers,
@@ -587,13 +605,18 @@ class Session:
         self._replaced = {id(parameter): weakref.ref(parameter) for parameter in replaced if parameter.requires_grad}
 
         def value(spec: ParameterSpec) -> torch.Tensor:
-            own = spec.shard_of(birth.value(spec.whole or spec))
-            return own if self._ranks is None else self._ranks.of_first_replica(own)
+            whole = birth.value(spec.whole or spec)
+            if self._ranks is None:
+                return whole
+            return spec.shard_of(self._ranks.first_of(spec.name, whole))
 
         loader = Loader(tiers.homes, self._outside.rule, self.plan.formats, config.dtype, value, *buffers)
         shown = zip(birth.shown(units), self._shards, strict=True)
         loader.load(shown, handles.at_sites, handles.of_model)
         birth.fill_rest()
+        if self._ranks is not None:
+            for name, buffer in model.named_buffers():
+                buffer.copy_(self._ranks.first_of(name, buffer))
         convert_statistics(model, config.dtype)
         if self._device is not None:
             closers.callback(move_to_device(model, self.torch_device))

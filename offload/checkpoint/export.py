@@ -34,20 +34,24 @@ def save_model(
     torch_dtype = as_dtype(dtype)
     shard_bytes = as_shard_bytes(max_shard_bytes)
     state_dict = model.state_dict(keep_vars=True)  # handles, and no values
-    with Unfinished(path) as unfinished:
-        if hugging_face.is_peft_model(model):
-            stem, state_dict = "adapter_model", hugging_face.adapter_of(model, state_dict)
+    is_adapter = hugging_face.is_peft_model(model)
+    if is_adapter:
+        state_dict = hugging_face.adapter_of(model, state_dict)
+    for name in hugging_face.not_saved(model):
+        state_dict.pop(name, None)
+    kept, tied = _each_once(state_dict, hugging_face.tied_to_others(model))
+    parts = weights.parts(kept, torch_dtype)
+    if not weights.writes:
+        return
+    entries = weights.entries(kept, torch_dtype)
+    with contextlib.closing(parts), Unfinished(path) as unfinished:
+        if is_adapter:
             hugging_face.write_adapter_config(model, unfinished.folder)
-            shard_bytes = 1 << 63  # peft reads one file
-        else:
-            stem = "model"
-            if hugging_face.is_transformers_model(model):
-                hugging_face.write_configs(model, unfinished.folder, torch_dtype)
-        for name in hugging_face.not_saved(model):
-            state_dict.pop(name, None)
-        kept, tied = _each_once(state_dict, hugging_face.tied_to_others(model))
-        entries = weights.entries(kept, torch_dtype)
-        _write(unfinished, entries, weights.parts(kept, torch_dtype), shard_bytes, tied, stem)
+            _write(unfinished, entries, parts, 1 << 63, tied, "adapter_model")  # peft reads one file
+            return
+        if hugging_face.is_transformers_model(model):
+            hugging_face.write_configs(model, unfinished.folder, torch_dtype)
+        _write(unfinished, entries, parts, shard_bytes, tied, "model")
 
 
 def export_safetensors(

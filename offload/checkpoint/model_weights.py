@@ -38,6 +38,13 @@ class ModelWeights:
         self._homes = homes
         self._outside = outside
         self._specs = specs
+        self._buffer: _Buffer | None = None
+        self.writes = True
+        """This process is the one that writes them."""
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """Around all that is done with them."""
+        return contextlib.nullcontext()
 
     def entries(self, state_dict: Mapping[str, Any], dtype: torch.dtype) -> list[Entry]:
         """Those of ``parts``. Parameters of the engine get ``dtype``, other tensors keep theirs."""
@@ -67,10 +74,17 @@ class ModelWeights:
                 start += spec.numel
             if isinstance(value, torch.Tensor) and not specs:
                 yield Part(name, 0, _on_host(value, dtype).reshape(-1))
-        buffer = _Buffer(dtype)
         for unit in self._units:
             if any(spec in places for spec in unit.parameters):
-                yield from self._of_unit(unit, places, buffer)
+                yield from self.parts_of(unit, places, dtype)
+
+    def parts_of(
+        self, unit: UnitSpec, places: Mapping[ParameterSpec, tuple[str, int]], dtype: torch.dtype
+    ) -> Generator[Part, None, None]:
+        """The values of a unit's parameters that have a place: a name, and the element at which theirs begin."""
+        if self._buffer is None or self._buffer.dtype != dtype:
+            self._buffer = _Buffer(dtype)
+        yield from self._of_unit(unit, places, self._buffer)
 
     def _of_unit(
         self, unit: UnitSpec, places: Mapping[ParameterSpec, tuple[str, int]], buffer: _Buffer

@@ -102,7 +102,7 @@ class OptimizerStates:
             self._verdict.num_steps.update(self._states.write(_without_masters(by_spec)))
 
     def _kept(self, value: Any) -> Any:
-        return self._outside.spooled.keep(value) if isinstance(value, torch.Tensor) else value
+        return self._outside.spooled.keep(value) if type(value) is torch.Tensor else value
 
     def _joined(self, states: dict[ParameterSpec, dict[str, Any]]) -> dict[str, Any]:
         """The states of one parameter, from those of its pieces in order."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from offload.memory import tensor_at
+from offload.model.distributed_handle import DistributedGradientHandle
 from offload.model.gradient_handle import GradientBacking, GradientHandle
 from offload.model.handle import value_of
 from offload.optim.formats import Formats
@@ -213,7 +214,8 @@ class ParameterBacking:
         """A copy of the value, once the last step's update has reached it."""
         shape = self._spec.whole_shape
         with self._outside.failure, self._outside.whole_weights(self._unit, self._spec) as address:
-            return tensor_at(address, shape.numel(), self._outside.dtype).view(shape).clone()
+            value = tensor_at(address, shape.numel(), self._outside.dtype).view(shape).clone()
+        return self._spec.in_model(value)
 
     def write(self, value: torch.Tensor) -> None:
         """Set the value. The fp32 master becomes exactly this, unless it is rounded to this already; moments stay as
@@ -231,7 +233,8 @@ class ParameterBacking:
         """A copy of the fp32 master."""
         outside, spec = self._outside, self._spec
         with outside.failure:
-            return outside.joined("the master", outside.read_master(self._unit, spec), spec).view(spec.whole_shape)
+            value = outside.joined("the master", outside.read_master(self._unit, spec), spec)
+        return spec.in_model(value.view(spec.whole_shape))
 
     def write_master(self, value: torch.Tensor) -> None:
         """Set the fp32 master, and the weight to what it is rounded to."""
@@ -247,7 +250,7 @@ class ParameterBacking:
         if backing is None:
             return None
         if self._gradient_handle is None:
-            self._gradient_handle = self.gradient_handle(backing, self._spec.whole_shape)
+            self._gradient_handle = self.gradient_handle(backing, self._spec.model_shape)
         return self._gradient_handle
 
     @gradient.setter
@@ -276,7 +279,8 @@ class ParameterBacking:
     def gradient_handle(self, backing: GradientBacking, shape: torch.Size) -> GradientHandle:
         """A handle on a gradient of this parameter, or of the whole that it is a piece of."""
         meta = torch.empty(shape, dtype=self._outside.dtype, device="meta")
-        return GradientHandle(backing, meta, self._outside.device)
+        kind = GradientHandle if self._spec.distribution is None else DistributedGradientHandle
+        return kind(backing, meta, self._outside.device)
 
     def _tensor(self, address: int) -> torch.Tensor:
         return tensor_at(address, self._spec.numel, self._outside.dtype).view(self._spec.shape)
@@ -335,9 +339,8 @@ class PlainGradientBacking:
         with self._outside.failure:
             self._known()
             own = self._outside.gradients.read(self._unit, self.spec)
-            return (
-                self._outside.joined("the gradient", own, self.spec).view(self.spec.whole_shape).to(self._outside.dtype)
-            )
+            value = self._outside.joined("the gradient", own, self.spec).view(self.spec.whole_shape)
+        return self.spec.in_model(value.to(self._outside.dtype))
 
     def write(self, value: torch.Tensor) -> None:
         self._outside.zeroing = Zeroing.DONE  # zeros, it may be

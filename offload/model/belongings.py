@@ -52,7 +52,7 @@ class Belongings:
         if isinstance(parameter, Handle):
             return
         own = frozenset[str]() if spec.packing is None else spec.packing.own_attributes
-        if type(parameter) is not nn.Parameter and spec.packing is None:
+        if type(parameter) is not nn.Parameter and spec.packing is None and spec.distribution is None:
             self._kinds[spec] = type(parameter)
         if attributes := {name: value for name, value in vars(parameter).items() if name not in own}:
             self._attributes[spec] = attributes

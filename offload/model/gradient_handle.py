@@ -1,18 +1,21 @@
 """``parameter.grad`` of a parameter that rests in the engine.
 
 A handle like any other, except that it knows two things without bringing the gradient in: its 2-norm, which was added
-up while the gradient came, and its product with a number, which the update applies. So ``clip_grad_norm_`` and
-``GradScaler`` of torch move no bytes.
+up while the gradient came, and its product with a number, which the update applies. So ``clip_grad_norm_``,
+``GradScaler`` and pipelines of torch move no bytes.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from typing import Any, Protocol
 
 import torch
 
 from offload.model.handle import Backing, Handle
+
+_aten = torch.ops.aten
 
 
 class GradientBacking(Backing, Protocol):
@@ -40,15 +43,19 @@ class GradientHandle(Handle):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
+        if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
             return _unscale(*args)
         handle = args[0] if args else None
         if isinstance(handle, GradientHandle):
-            if func is torch.ops.aten.linalg_vector_norm.default and _is_2_norm(*args[1:], **kwargs):
+            if func is _aten.linalg_vector_norm.default and _is_2_norm(*args[1:], **kwargs):
                 norm, dtype = handle._backing.norm(), kwargs.get("dtype") or handle.dtype
                 return torch.full((), norm, dtype=dtype, device=handle.device)  # a copy would wait for the device
-            if func in (torch.ops.aten.mul_.Tensor, torch.ops.aten.mul_.Scalar) and _is_number(args[1]):
+            if func in (_aten.mul_.Tensor, _aten.mul_.Scalar) and _is_number(args[1]):
                 handle._backing.multiply(_number_in(args[1]))
+                return handle
+            if func in (_aten.div_.Tensor, _aten.div_.Scalar) and _is_number(args[1]):
+                number = _number_in(args[1])
+                handle._backing.multiply(1 / number if number else math.inf)
                 return handle
         return super().__torch_dispatch__(func, types, args, kwargs)
 

@@ -469,6 +469,8 @@ class Hooks:
             gradient = None if whole is None else spec.part_of(whole)
         else:
             gradient, parameter.grad = parameter.grad, None
+            if gradient is not None and spec.distribution is not None:
+                gradient = spec.distribution.part_of(gradient)
         if gradient is not None:
             if self._turns is not None:
                 self._turns.gradient(spec, in_its_place=unit.in_backward)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from offload.model.backing import Outside, ParameterBacking, PiecewiseBacking
+from offload.model.distributed_handle import DistributedHandle
 from offload.model.handle import Backing, Handle, make_handle
 from offload.model.identity import take_over
 from offload.model.packed_handle import PackedBacking, PackedHandle
@@ -70,8 +71,7 @@ def make_handles(
     }
     at_sites = {}
     for spec, own in backings.items():
-        kind = Handle if spec.packing is None else PackedHandle
-        handle = make_handle(own, spec.shape, dtype, device, spec.trainable, kind)
+        handle = make_handle(own, spec.model_shape, dtype, device, spec.trainable, _kind(spec))
         at_sites[spec] = handle if spec.piece is not None else take_over(spec.parameter, handle, spec.owners)
     of_model = dict(at_sites)
     pieces: dict[WeightInPieces, list[ParameterSpec]] = {}
@@ -83,6 +83,12 @@ def make_handles(
         handle = make_handle(backing, whole.shape, dtype, device, specs[0].trainable, PiecewiseHandle)
         of_model.update(dict.fromkeys(specs, take_over(specs[0].parameter, handle, specs[0].owners)))
     return Handles(at_sites, of_model, backings)
+
+
+def _kind(spec: ParameterSpec) -> type[Handle]:
+    if spec.distribution is not None:
+        return DistributedHandle
+    return Handle if spec.packing is None else PackedHandle
 
 
 def _backing(unit: UnitSpec, spec: ParameterSpec, outside: Outside, in_use: nn.Parameter) -> ParameterBacking:
@@ -123,7 +129,7 @@ def _value_in(state_dict: dict[str, Any], handle: Handle, spooled: Spooled) -> t
     copy = None if last is None else last()
     if copy is None or not any(other is copy for other in state_dict.values()):
         value = handle.value_on_host()
-        copy = value if isinstance(handle, PackedHandle) else spooled.keep(value)  # which is for ordinary tensors
+        copy = spooled.keep(value) if type(value) is torch.Tensor else value  # wraps others
         _last_copies[handle.backing] = weakref.ref(copy)
     return copy
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import nn
 
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -21,7 +20,8 @@ _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class OwnWrites:
     """Looks at the parameters in one unit's window, before and after each of its forwards."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        """They may be the tensors that parameters wrap."""
         self._parameters = parameters
         self._views = [parameter.data for parameter in parameters]
         """Where each parameter belongs."""

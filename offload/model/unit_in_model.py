@@ -9,7 +9,7 @@ from torch import nn
 
 from offload.model.own_writes import OwnWrites
 from offload.tiers.window import Window
-from offload.units import UnitSpec
+from offload.units import UnitSpec, local_tensor
 
 CallsOfUnit: TypeAlias = tuple[int, int, int, bool]
 """What ``UnitInModel`` knows of the calls under way."""
@@ -55,7 +55,7 @@ class UnitInModel:
         self.watched = [item for item in spec.parameters if item.packing is None]
         """What ``own_writes`` looks at, in order: no forward writes to quantised parameters."""
         of_spec = dict(zip(spec.parameters, parameters, strict=True))
-        self.own_writes = OwnWrites([of_spec[item] for item in self.watched])
+        self.own_writes = OwnWrites([local_tensor(of_spec[item]) for item in self.watched])
 
     def put_aside(self) -> CallsOfUnit:
         """Its calls, for ``take_up``. None is under way from now on."""

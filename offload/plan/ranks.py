@@ -16,15 +16,13 @@ the least memory."""
 
 @dataclass(frozen=True)
 class RanksPlan:
-    """``placement`` is one of ``PLACEMENTS``. Whole units lie in ``num_places``, the gradients that a rank has made of
-    them in ``num_buffers``; what comes from other ranks lands in ``landing_bytes``."""
+    """``placement`` is one of ``PLACEMENTS``. Whole units lie in ``places``, the gradients that a rank has made of them in
+    ``buffers``, all in bytes; what comes from other ranks lands in ``landing_bytes``."""
 
     placement: str
     num_ranks: int
-    num_places: int
-    place_bytes: int
-    num_buffers: int
-    buffer_bytes: int
+    places: tuple[int, ...]
+    buffers: tuple[int, ...]
     landing_bytes: int
     compute_bytes: int
     """Beside that: the gradient of a whole parameter, as autograd has just made it, and of a shard in fp32."""
@@ -32,7 +30,7 @@ class RanksPlan:
     @property
     def arena_bytes(self) -> int:
         """What is reserved at the start."""
-        return self.num_places * self.place_bytes + self.num_buffers * self.buffer_bytes + self.landing_bytes
+        return sum(self.places) + sum(self.buffers) + self.landing_bytes
 
     @property
     def nbytes(self) -> int:
@@ -41,20 +39,18 @@ class RanksPlan:
 
 
 def plan_ranks(units: Sequence[UnitSpec], formats: Formats, placement: str, num_ranks: int) -> RanksPlan:
-    """The memory for these whole units."""
-    nested = num_nested(units)
-    trainable = max(unit.trainable_numel for unit in units) if formats.grads else 0
-    largest = max((spec.numel for unit in units for spec in unit.trainable), default=0) if formats.grads else 0
-    all_gradients = placement == "states"
-    width = formats.grads if all_gradients else formats.weights
+    """The memory for these whole units: a place for each of them, or a few that fit any; the same of gradients."""
+    nested, all_gradients = num_nested(units), placement == "states"
+    weights = [align(unit.numel * formats.weights) for unit in units]
+    width = (formats.grads if all_gradients else formats.weights) if formats.grads else 0
+    gradients = [align(unit.trainable_numel * width) for unit in units if unit.trainable_numel * width]
+    largest = max((spec.numel for unit in units for spec in unit.trainable), default=0) if width else 0
     few = placement == "weights"
     return RanksPlan(
         placement,
         num_ranks,
-        min(nested + 2, len(units)) if few else len(units),
-        align(max(unit.numel for unit in units) * formats.weights),
-        0 if not trainable else len(units) if all_gradients else min(nested + 1, len(units)),
-        align(trainable * width),
-        align(trainable * max(width, 4 // num_ranks)),  # also a shard's sums of other replicas, in fp32
-        trainable // num_ranks * 4 + align(largest * formats.weights),
+        tuple([max(weights)] * min(nested + 2, len(units)) if few else weights),
+        tuple(gradients if all_gradients else [max(gradients)] * min(nested + 1, len(gradients)) if gradients else ()),
+        max(gradients, default=0),
+        max(gradients, default=0) // max(width, 1) // num_ranks * 4 + align(largest * formats.weights),
     )

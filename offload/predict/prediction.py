@@ -188,7 +188,7 @@ class _Case:
         """The rank's plan, in another room if one is given. Raises ``BudgetError``."""
         ranks = self.ranks
         if ranks is not None and self.room.device is not None:  # whole units are on the device, and its budget is less
-            ranks = replace(ranks, place_bytes=0, buffer_bytes=0, landing_bytes=0, compute_bytes=0)
+            ranks = replace(ranks, places=(0,) * len(ranks.places), buffers=(), landing_bytes=0, compute_bytes=0)
         plan = plan_within(self.config, self.shards, self.choice, self.room if room is None else room, ranks)
         return replace(plan, ranks=self.ranks)
 
@@ -246,7 +246,7 @@ def _gathered_bytes(whole: Sequence[UnitSpec], config: OffloadConfig, ranks: Ran
         return 0
     formats = Formats.of(config)
     weights = [unit.numel * formats.weights for unit in whole]
-    held = sum(weights) if ranks.num_places >= len(whole) else ranks.num_places * max(weights)
+    held = sum(weights) if len(ranks.places) >= len(whole) else len(ranks.places) * max(weights)
     if ranks.placement == "states":
         return held + sum(unit.trainable_numel for unit in whole) * formats.grads
     return held + max(unit.trainable_numel for unit in whole) * formats.weights

@@ -49,7 +49,7 @@ def places_of(plan: Plan) -> Places:
     if plan.device is not None and plan.device.all_bytes:
         offloaded = len(plan.units) - len(plan.device.resident)
         windows = max(int(plan.device.weights_bytes / plan.device.all_bytes * offloaded), 2)
-    whole = plan.ranks.num_places if plan.ranks is not None else 0
+    whole = len(plan.ranks.places) if plan.ranks is not None else 0
     return Places(plan.staging.num_slots or len(plan.units), windows, whole)
 
 

@@ -14,13 +14,11 @@ and never on its speed. A gather asks nothing of the training thread of a rank t
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from enum import IntEnum
 from typing import Any
 
@@ -29,41 +27,38 @@ from torch import distributed
 
 from offload.errors import RankError
 from offload.ranks.pulse import Pulse
-from offload.ranks.world import Peers, World, give_back
-from offload.waiting import Failure, Worker
-from swapper import OffloadError
+from offload.ranks.world import PATIENCE_S, Peers, World
+from offload.waiting import Worker
 
 _NUM_SHOWN = 8
 """Operations that a rank tells of in one round: while they are the same, no other round is needed."""
 
 _SLICE_S = 0.1
-_SLICE = timedelta(seconds=0.5)
-_PATIENCE_S = 1800.0
-"""A rank that lives may let the others wait for this long."""
-
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64)
 """Those that ranks join, by the numbers under which they tell each other."""
 
 
 class Kind(IntEnum):
-    """What an operation does. ``MEET``: each rank gives some bytes, and gets those of all."""
+    """What an operation does. ``MEET``: each rank gives some bytes, and gets those of all. ``BROADCAST``: all get the
+    first one's."""
 
     GATHER = 1
     EXCHANGE = 2
     MEET = 3
     LEAVE = 4
+    BROADCAST = 5
 
 
 class Operation:
     """One rank's part of an operation. ``number`` says which of its kind: of what unit, for one."""
 
-    def __init__(self, kind: Kind, number: int, name: str, own: Any, failure: Failure) -> None:
+    def __init__(self, kind: Kind, number: int, name: str, own: Any, pulse: Pulse) -> None:
         self.code = (kind << 32) | number
         self.name = name
         self.own = own
         self.result: Any = None
-        self._failure = failure
+        self._pulse = pulse
         self._over = threading.Event()
 
     def done(self) -> bool:
@@ -72,12 +67,12 @@ class Operation:
 
     def wait(self) -> None:
         """Block until it was. Raises the first error of any rank."""
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + PATIENCE_S
         while not self._over.wait(_SLICE_S):
-            self._failure.check()
+            self._pulse.check()
             if time.monotonic() > deadline:
-                raise self._failure.record(
-                    RankError(f"this rank is at {self.name}, and others have not come there for {_PATIENCE_S:g} s")
+                self._pulse.failure.raise_first(
+                    RankError(f"a rank is at {self.name}, and others have not come there for {PATIENCE_S:g} s")
                 )
 
     def end(self) -> None:
@@ -92,12 +87,16 @@ called on ranks that do not."""
 class Collectives:
     """See the module's docstring. Operations are submitted by any thread; ``received_bytes`` came from other ranks."""
 
-    def __init__(self, world: World, pulse: Pulse, failure: Failure) -> None:
+    def __init__(self, world: World) -> None:
         self.world = world
         self.received_bytes = 0
-        self._pulse = pulse
-        self._failure = failure
-        self._carry_out: dict[int, CarryOut] = {Kind.MEET: self._meet, Kind.LEAVE: _nothing}
+        self._pulse = world.pulse
+        self._failure = world.pulse.failure
+        self._carry_out: dict[int, CarryOut] = {
+            Kind.MEET: self._meet,
+            Kind.LEAVE: _nothing,
+            Kind.BROADCAST: self._broadcast,
+        }
         self._lock = threading.Lock()
         """Guards the queue. Innermost."""
         self._queue: deque[Operation] = deque()
@@ -109,7 +108,7 @@ class Collectives:
 
     def submit(self, kind: Kind, number: int, name: str, own: Any) -> Operation:
         """Have an operation carried out after those before it. Never waits."""
-        operation = Operation(kind, number, name, own, self._failure)
+        operation = Operation(kind, number, name, own, self._pulse)
         with self._lock:
             self._queue.append(operation)
         self._worker.submit(lambda: self._advance(operation))
@@ -140,6 +139,11 @@ class Collectives:
         parts = self.meet(name, padded)
         return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
+    def broadcast(self, name: str, tensor: torch.Tensor) -> None:
+        """Make ``tensor``, contiguous in host memory and of one size on all ranks, what the first rank has."""
+        number = zlib.crc32(f"{name}, {tensor.nbytes} bytes".encode())
+        self.submit(Kind.BROADCAST, number, name, tensor.view(-1).view(torch.uint8)).wait()
+
     def leave(self) -> None:
         """Wait until all ranks leave; meanwhile this one gives what others want of it."""
         self.submit(Kind.LEAVE, 0, "the end (close())", None).wait()
@@ -147,7 +151,6 @@ class Collectives:
     def stop(self) -> None:
         """No operation is carried out any more, but the one at hand."""
         self._worker.stop()
-        give_back(self.world, broken=self._failure.is_known)
 
     # What carries operations out: on the worker's thread.
 
@@ -155,39 +158,27 @@ class Collectives:
         """The bytes of ``own`` of these ranks, or all, to flat memory."""
         group = self.world.group if peers is None else peers.group
         call = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor  # its older name
-        self._wait_for(call(into.view(torch.uint8), own.view(torch.uint8), group=group, async_op=True))
+        self._pulse.wait_for(call(into.view(torch.uint8), own.view(torch.uint8), group=group, async_op=True))
         self.received_bytes += into.nbytes - own.nbytes
 
     def gather(self, into: torch.Tensor | None, own: torch.Tensor, peers: Peers, place: int) -> None:
         """The same, to one of them."""
         parts = None if into is None else list(into.view(torch.uint8).view(peers.size, -1).unbind())
         to = peers.members[place]
-        self._wait_for(distributed.gather(own.view(torch.uint8), parts, to, peers.group, async_op=True))
+        self._pulse.wait_for(distributed.gather(own.view(torch.uint8), parts, to, peers.group, async_op=True))
         self.received_bytes += 0 if into is None else into.nbytes - own.nbytes
 
     def scatter_parts(self, into: torch.Tensor, own: torch.Tensor, peers: Peers) -> None:
         """This rank's part of every one's ``own``, to flat memory."""
         flat = into.view(torch.uint8), own.view(torch.uint8)
-        self._wait_for(distributed.all_to_all_single(*flat, group=peers.group, async_op=True))
+        self._pulse.wait_for(distributed.all_to_all_single(*flat, group=peers.group, async_op=True))
         self.received_bytes += into.nbytes - into.nbytes // peers.size
-
-    def _wait_for(self, work: Any) -> None:
-        """Wait for a collective, as long as no rank has failed: the interpreter cannot end a thread that is inside."""
-        while not work.is_completed():
-            with contextlib.suppress(RuntimeError):  # not in this slice of time; what else it may be is raised below
-                work.wait(_SLICE)
-            self._failure.check()
-        work.wait()
 
     def _advance(self, operation: Operation) -> None:
         """Carry out rounds until the operation is over."""
         try:
             while not operation.done() and not self._failure.is_known:
                 self._round()
-        except OffloadError as error:
-            self._failure.record(error)
-        except RuntimeError as error:  # of torch.distributed, most likely: a rank is gone
-            self._pulse.lost(error)
         except BaseException as error:
             self._failure.record(error)
 
@@ -213,8 +204,7 @@ class Collectives:
             for code in codes:
                 if code >> 32 == kind:
                     return code
-        names: list[Any] = [None] * self.world.size
-        distributed.all_gather_object(names, self._queue[0].name, group=self.world.group)
+        names = self.world.exchange(self._queue[0].name)
         where = ", ".join(f"rank {rank} at {name}" for rank, name in enumerate(names))
         raise RankError(f"the ranks are at different places of the program: {where}")
 
@@ -225,6 +215,12 @@ class Collectives:
             with self._lock:
                 self._queue.popleft()
             own.end()
+
+    def _broadcast(self, number: int, wanting: Sequence[int], own: Operation | None) -> None:
+        assert own is not None
+        work = distributed.broadcast(own.own, self.world.members[0], self.world.group, async_op=True)
+        self._pulse.wait_for(work)
+        self.received_bytes += own.own.nbytes if self.world.rank else 0
 
     def _meet(self, number: int, wanting: Sequence[int], own: Operation | None) -> None:
         assert own is not None

@@ -1,8 +1,8 @@
 """The pulse of each rank: who has failed, who is gone, and with which error all of them end.
 
-Each rank counts in the store that the ranks share, and looks whether the others do. A rank that computes for an hour
-counts on; one that was killed or stopped does not. The first error of any rank is put into the store once, and ends all
-of them.
+Each rank counts in the store that the ranks share, and looks whether the rank after it does. A rank that computes for
+an hour counts on; one that was killed or stopped does not. The first error of any rank is put into the store once, and
+ends all of them; none goes before all know, since the store may be in its process.
 """
 
 from __future__ import annotations
@@ -10,96 +10,142 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from datetime import timedelta
+from typing import Any
 
 from offload.errors import RankError
-from offload.ranks.world import World
 from offload.waiting import Failure
+from swapper import OffloadError
 
 _FIRST = "first error"
+_NUM_KNOWING = "ranks that know the end"
 _BEATS_PER_TIMEOUT = 8
+_SLICE = timedelta(seconds=0.2)
+_STORE_IS_GONE = (
+    "the store that all ranks share does not answer: the process that has it, that of rank 0 or its launcher, is gone "
+    "or hangs"
+)
 
 
 class Pulse:
-    """A thread that counts, looks, and tells ``failure``. ``timeout_s``: a rank that is silent for so long is gone."""
+    """A thread that counts, looks, and tells ``failure``. ``timeout_s``: a rank that is silent for so long is gone.
 
-    def __init__(self, world: World, timeout_s: float, failure: Failure) -> None:
-        self._world = world
+    No call of a store has a deadline that holds: whoever waits for other ranks looks whether the thread is stuck.
+    """
+
+    def __init__(self, rank: int, size: int, store: Any, timeout_s: float, failure: Failure) -> None:
+        self._rank = rank
+        self._size = size
+        self._store = store
         self._timeout_s = timeout_s
-        self._failure = failure
-        self._store = world.store
+        self.failure = failure
         self._interval_s = min(timeout_s / _BEATS_PER_TIMEOUT, 5.0)
-        self._heard = {rank: ("", time.monotonic()) for rank in range(world.size) if rank != world.rank}
-        """Of each other rank: what it had counted to, and when that was new."""
+        self._heard: dict[int, tuple[int, float]] = {}
+        """Of another rank: what it had counted to, and since when."""
         self._wake = threading.Event()
         self._stopping = False
         self._lost: BaseException | None = None
         self._lost_at = 0.0
+        self._beat_at = self._checked_at = self._looked_at = time.monotonic()
         failure.told = self._wake.set
         self._thread = threading.Thread(target=self._run, name="offload-pulse", daemon=True)
         self._thread.start()
 
-    def lost(self, error: BaseException) -> None:
-        """A collective has failed, as it does when a rank is gone: find out which, and why."""
+    def check(self) -> None:
+        """Raise the first error of any rank. Whoever waits for ranks calls this again and again."""
+        now = time.monotonic()
+        if now - self._checked_at > self._timeout_s / 2:  # a first look; or this process was stopped, and its thread
+            self._beat_at = now
+        self._checked_at = now
+        if now - self._beat_at > self._timeout_s:
+            self.failure.record(RankError(_STORE_IS_GONE))
+        self.failure.check()
+
+    def wait_for(self, work: Any) -> None:
+        """Wait for a collective, as long as no rank has failed: the interpreter cannot end a thread that is inside."""
+        while not work.is_completed():
+            with contextlib.suppress(RuntimeError):  # not in this slice of time; what else it may be is raised below
+                work.wait(_SLICE)
+            self.check()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self.blame(error)
+
+    def blame(self, error: BaseException) -> None:
+        """A collective has failed, as it does when a rank is gone: find out which, and raise why."""
         self._lost, self._lost_at = error, time.monotonic()
         self._wake.set()
+        while True:
+            self.check()
+            time.sleep(0.01)
 
     def leave(self, error: BaseException | None) -> None:
-        """This rank's engine ends, by this ``error`` if by one: the others end by it, too. Else they have left."""
+        """This rank ends, by this ``error`` if by one: the others end by it, too. Waits until they know, or are gone.
+        Safe to call twice."""
         if error is not None:
-            self._failure.record(error)
+            self.failure.record(error)
         self._stopping = True
         self._wake.set()
-        self._thread.join(self._timeout_s)
+        self._thread.join(4 * self._interval_s)
 
     def _run(self) -> None:
-        count = 0
         try:
-            while True:
-                count += 1
-                self._store.set(str(self._world.rank), f"{count}")
-                if self._failure.first is not None:
-                    self._tell(self._failure.first)
-                    return
+            while not self._stopping and not self.failure.is_known:
+                self._beat_at = time.monotonic()
+                self._store.add(str(self._rank), 1)
                 self._look()
-                if self._stopping:
-                    return
-                soon = self._lost is not None
-                self._wake.wait(min(self._interval_s, 0.2) if soon else self._interval_s)
-                if self._lost is None:
-                    self._wake.clear()
-        except (RuntimeError, OSError) as error:  # the store is gone, and with it the rank that has it
+                self._wake.wait(self._interval_s if self._lost is None else min(self._interval_s, 0.1))
+                self._wake.clear()
+            if self.failure.first is not None:
+                self._tell(self.failure.first)
+            self._wait_for_others()
+        except (RuntimeError, OSError):
             if not self._stopping:
-                self._failure.record(RankError(f"the ranks' store does not answer: rank 0 is gone ({_line(error)})"))
+                self.failure.record(RankError(_STORE_IS_GONE))
 
-    def _tell(self, error: BaseException) -> None:
-        """Put the error where the others find it, unless they ended for another one before."""
-        if isinstance(error, RankError):
-            return
-        text = f"rank {self._world.rank}: {type(error).__name__}: {error}"
-        with contextlib.suppress(RuntimeError):
-            self._store.compare_set(_FIRST, "", text)
+    def _wait_for_others(self) -> None:
+        """Return when all ranks know how this ends, or those that live must have looked."""
+        num_knowing, deadline = self._store.add(_NUM_KNOWING, 1), time.monotonic() + 2 * self._interval_s
+        while num_knowing < self._size and time.monotonic() < deadline:
+            time.sleep(0.02)
+            num_knowing = self._store.add(_NUM_KNOWING, 0)
+
+    def _tell(self, error: BaseException) -> str:
+        """Put the error where the others find it. Returns the one that was there first."""
+        said = str(error.args[0]) if isinstance(error, OffloadError) and error.args else str(error)
+        if not isinstance(error, RankError):
+            said = f"rank {self._rank}: {type(error).__name__}: {said}"
+        first: bytes = self._store.compare_set(_FIRST, "", said)
+        return first.decode()
 
     def _look(self) -> None:
         """See whether an error is there, and who has been silent for too long."""
         if self._store.check([_FIRST]):
-            self._failure.record(RankError(self._store.get(_FIRST).decode()))
+            self.failure.record(RankError(self._store.get(_FIRST).decode()))
             return
-        now, silent = time.monotonic(), []
+        now = time.monotonic()
+        if now - self._looked_at > self._timeout_s / 2:  # this process was stopped, and others may have been with it
+            self._heard.clear()
+        self._looked_at = now
         patience_s = self._timeout_s if self._lost is None else min(self._timeout_s, 3 * self._interval_s)
-        for rank, (before, since) in self._heard.items():
-            key = str(rank)
-            counted = self._store.get(key).decode() if self._store.check([key]) else ""
-            if counted != before:
-                self._heard[rank] = counted, now
-            elif now - since > patience_s:
-                silent.append(rank)
-        if silent and not self._stopping:
-            said = f"rank {silent[0]} is gone, or hangs: nothing was heard of it for {patience_s:.3g} s"
-            first = self._store.compare_set(_FIRST, "", said).decode()
-            self._failure.record(RankError(first))
-        elif self._lost is not None and now - self._lost_at > patience_s + self._interval_s:  # nobody is gone
-            self._failure.record(self._lost)
+        for rank in (each % self._size for each in self._watched()):
+            count = self._store.add(str(rank), 0)
+            before, since = self._heard.get(rank, (-1, now))
+            if count != before:
+                self._heard[rank] = count, now
+            elif count and now - since > patience_s:  # one that has not come yet counts to 0
+                self._end_all(f"rank {rank} is gone, or hangs: nothing was heard of it for {now - since:.1f} s")
+                return
+        if self._lost is not None and now - self._lost_at > patience_s + 2 * self._interval_s:
+            self._end_all(f"a collective has failed, and no rank is gone: {str(self._lost).partition(chr(10))[0]}")
 
+    def _watched(self) -> range:
+        """The rank after this one, so that the nearest one before it that lives sees a rank go. All, while it is asked
+        who is gone."""
+        num = 1 if self._lost is None else self._size - 1
+        return range(self._rank + 1, self._rank + 1 + num)
 
-def _line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
+    def _end_all(self, why: str) -> None:
+        """End all ranks with this error, or the one that another rank was first with."""
+        self.failure.record(RankError(self._tell(RankError(why))))

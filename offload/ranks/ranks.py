@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import pickle
 import sys
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import distributed
 
 from offload.ranks.collectives import Collectives
-from offload.ranks.pulse import Pulse
 from offload.ranks.world import World
 from offload.units import ParameterSpec, UnitSpec
-from offload.waiting import Failure
 
 
 class Ranks:
@@ -25,19 +23,15 @@ class Ranks:
         world: World,
         units: Sequence[UnitSpec],
         shards: Sequence[UnitSpec],
-        timeout_s: float,
-        failure: Failure,
     ) -> None:
         self.world = world
-        self.pulse = Pulse(world, timeout_s, failure)
-        self.collectives = Collectives(world, self.pulse, failure)
+        self.collectives = Collectives(world)
         self.shards = shards
         self.shard_of: dict[ParameterSpec, ParameterSpec] = {
             whole: shard
             for unit, own in zip(units, shards, strict=True)
             for whole, shard in zip(unit.parameters, own.parameters, strict=True)
         }
-        self._failure = failure
         self._has_left = False
 
     def agree(self, where: str) -> None:
@@ -49,15 +43,17 @@ class Ranks:
         content = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
         return [pickle.loads(part.numpy().tobytes()) for part in self.collectives.meet_parts(where, content)]
 
-    def of_first_replica(self, own: torch.Tensor) -> torch.Tensor:
-        """What the first of those ranks has that hold the same shard, and all of them call this with; none of them uses
-        its collectives meanwhile. Each may have made the model of other random numbers."""
-        replicas = self.world.replicas
-        if replicas.size == 1 or own.numel() == 0:
-            return own
-        first = own.detach().cpu().clone(memory_format=torch.contiguous_format)
-        distributed.broadcast(first, replicas.members[0], replicas.group)
-        return first
+    def first_of(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """The first rank's value, which differs from this one's where ranks have drawn other random numbers: itself, or
+        a copy in host memory."""
+        own = value.detach().cpu().contiguous()
+        digest = zlib.crc32(own.view(-1).view(torch.uint8).numpy().data) if own.numel() else 0
+        digests = self.collectives.meet(f"the value of {name}", torch.tensor([digest]))
+        if all(int(other) == digest for other in digests):
+            return value
+        own = own.clone()
+        self.collectives.broadcast(f"the value of {name}", own)
+        return own
 
     def leave(self, error: BaseException | None) -> None:
         """This rank's engine ends: by this error, or the one that ends the program; else when all others end, too. Safe
@@ -67,10 +63,10 @@ class Ranks:
         self._has_left = True
         error = error or program_error()
         try:
-            if error is None and not self._failure.is_known:
+            if error is None and not self.world.pulse.failure.is_known:
                 self.collectives.leave()
         finally:
-            self.pulse.leave(error)
+            self.world.leave(error)
             self.collectives.stop()
 
 

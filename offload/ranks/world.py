@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import pickle
 import socket
-from collections.abc import Sequence
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -13,12 +19,16 @@ from typing import Any
 import torch
 from torch import distributed
 
-from offload.errors import ConfigError
+from offload.errors import ConfigError, RankError
+from offload.ranks.pulse import Pulse
 from offload.torch_internals import own_store
+from offload.waiting import Failure
 
 _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What a launcher such as torchrun puts into the environment."""
 
+PATIENCE_S = 1800.0
+"""A rank that lives may let the others wait for this long."""
 _PATIENCE = timedelta(days=7)
 """A collective may wait this long: a rank that is gone is noticed by its silence (``offload.ranks.pulse``), and one
 that computes is waited for."""
@@ -57,29 +67,37 @@ class World:
     local_size: int
     """Ranks on this machine, also those that train something else: they share what it has."""
     group: Any
-    store: Any
-    """What the ranks of this world share: a ``torch.distributed.Store``."""
     shards: Peers
     replicas: Peers
+    pulse: Pulse
 
     @property
     def local_rank(self) -> int:
         """Which of ``local_ranks`` this is."""
         return self.local_ranks.index(self.rank)
 
+    @property
+    def members(self) -> list[int]:
+        """The ranks as the whole program counts them."""
+        return distributed.get_process_group_ranks(self.group)
+
     def exchange(self, own: Any) -> list[Any]:
-        """What every rank gives, any object, in order. All ranks call this together."""
-        found: list[Any] = [None] * self.size
-        distributed.all_gather_object(found, own, group=self.group)
-        return found
+        """What every rank gives, any object, in order. All ranks call this together; nobody uses the group else."""
+        return _exchange(own, self.size, self.group, self.pulse)
+
+    def leave(self, error: BaseException | None) -> None:
+        """This rank's part of it ends, by this ``error`` if by one. Safe to call twice."""
+        self.pulse.leave(error)
+        release_groups((self.group, self.shards.group, self.replicas.group), broken=self.pulse.failure.is_known)
 
 
-def find_world(mesh: Any | None) -> World | None:
+def find_world(mesh: Any | None, timeout_s: float) -> World | None:
     """The ranks of ``mesh``, else of the whole program: where ``torch.distributed`` is initialised, or a launcher has
     started several processes, which initialises it. None if there is one process.
 
     A mesh of two dimensions is the table of ranks; see ``World``. All ranks of it call this together. Raises
-    ``ConfigError`` for a mesh that this rank is no part of, or that has more dimensions.
+    ``ConfigError`` for a mesh that this rank is no part of, or that has more dimensions; ``RankError`` for a rank that
+    is silent for ``timeout_s``. From now on this rank has a pulse: whatever happens, ``leave`` the world.
     """
     if not distributed.is_available():
         return None
@@ -99,21 +117,39 @@ def find_world(mesh: Any | None) -> World | None:
     members = sorted(member for row in rows for member in row)
     if len(members) < 2:
         return None
-    own = _take_group(members)
-    rank = distributed.get_rank(own.group)
-    row = next(row for row in rows if members[rank] in row)
-    column = sorted(other[row.index(members[rank])] for other in rows)
-    hosts: list[Any] = [None] * len(members)
-    distributed.all_gather_object(hosts, _host(), group=own.group)
+    rank = members.index(distributed.get_rank())
+    pulse = Pulse(rank, len(members), _next_store(members), timeout_s, Failure())
+    try:
+        return _meet(rows, members, rank, pulse)
+    except BaseException as error:
+        pulse.leave(error)
+        raise
+
+
+def _meet(rows: Sequence[Sequence[int]], members: Sequence[int], rank: int, pulse: Pulse) -> World:
+    group = _take_group(members, pulse)
+    hosts = _exchange(_host(), len(members), group, pulse)
     local = tuple(other for other, host in enumerate(hosts) if host == hosts[rank])
     local_size = max(len(local), processes_here())
-    store = own_store(f"offload/{own.group.group_name}/{own.num_worlds}")
+    row = next(row for row in rows if members[rank] in row)
+    column = sorted(other[row.index(members[rank])] for other in rows)
 
     def peers(some: Sequence[int]) -> Peers:
-        group = own.group if len(some) == len(members) else _take_group(some).group if len(some) > 1 else None
-        return Peers(tuple(map(members.index, some)), some.index(members[rank]), group)
+        of_some = group if len(some) == len(members) else _take_group(some, pulse) if len(some) > 1 else None
+        return Peers(tuple(map(members.index, some)), some.index(members[rank]), of_some)
 
-    return World(rank, len(members), local, local_size, own.group, store, peers(row), peers(column))
+    return World(rank, len(members), local, local_size, group, peers(row), peers(column), pulse)
+
+
+def _exchange(own: Any, size: int, group: Any, pulse: Pulse) -> list[Any]:
+    content = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    pulse.wait_for(distributed.all_gather(sizes, torch.tensor([len(content)]), group, async_op=True))
+    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+    padded[: len(content)] = content
+    parts = [torch.empty_like(padded) for _ in range(size)]
+    pulse.wait_for(distributed.all_gather(parts, padded, group, async_op=True))
+    return [pickle.loads(part.numpy().tobytes()) for part in parts]  # what follows the pickle is ignored
 
 
 def processes_here() -> int:
@@ -123,42 +159,89 @@ def processes_here() -> int:
 
 @dataclass
 class _Group:
-    """A group that is ours alone, and how many worlds it has had: for one at a time."""
+    """A group that is ours alone, for one world at a time."""
 
     group: Any
-    num_worlds: int = 0
     is_taken: bool = False
 
 
 _groups: dict[tuple[int, ...], list[_Group]] = {}
 """The groups of each set of ranks, for the present ``torch.distributed``."""
+_num_worlds: Counter[tuple[int, ...]] = Counter()
+"""How many worlds each set of ranks has had there."""
 _everyone: Any = None
 """The group of all processes that they were made in."""
 
 
-def _take_group(members: Sequence[int]) -> _Group:
-    """A group for these ranks that no other world has. Its name, and so what it leaves in the store that all processes
-    share, follows from the ranks and the groups that they have: it is kept, since one of the same name would find
-    that."""
+def _forget_former() -> None:
+    """What was made in a ``torch.distributed`` that is destroyed is void."""
     global _everyone
     if _everyone is not distributed.group.WORLD:
         _everyone = distributed.group.WORLD
         _groups.clear()
+        _num_worlds.clear()
+
+
+def _next_store(members: Sequence[int]) -> Any:
+    """A ``torch.distributed.Store`` that the next world of these ranks shares, and no other one."""
+    _forget_former()
+    _num_worlds[tuple(members)] += 1
+    name = hashlib.sha256(repr(list(members)).encode()).hexdigest()[:16]
+    return own_store(f"offload/{name}/{_num_worlds[tuple(members)]}")
+
+
+def _take_group(members: Sequence[int], pulse: Pulse | None = None) -> Any:
+    """A group for these ranks that no other world has. Its name, and so what it leaves in the store that all processes
+    share, follows from the ranks and the groups that they have: it is kept, since one of the same name would find
+    that."""
+    _forget_former()
     of_members = _groups.setdefault(tuple(members), [])
     found = next((group for group in of_members if not group.is_taken), None)
     if found is None:
-        made = distributed.new_group(list(members), _PATIENCE, "gloo", use_local_synchronization=True)
-        found = _Group(made)
+        found = _Group(_make_group(members, pulse))
         of_members.append(found)
     found.is_taken = True
-    found.num_worlds += 1
-    return found
+    return found.group
 
 
-def give_back(world: World, *, broken: bool) -> None:
-    """The world is over. ``broken``: a collective may be under way that nobody ends, so that its groups are not used
-    again."""
-    given = {id(group) for group in (world.group, world.shards.group, world.replicas.group)}
+def _make_group(members: Sequence[int], pulse: Pulse | None) -> Any:
+    """Make a group, as all of its ranks do. One that is gone would be waited for without end: ``pulse`` says so."""
+    made: Future[Any] = Future()
+
+    def make() -> None:
+        try:
+            made.set_result(distributed.new_group(list(members), _PATIENCE, "gloo", use_local_synchronization=True))
+        except BaseException as error:
+            made.set_exception(error)
+
+    if pulse is None:
+        make()
+        return made.result()
+    threading.Thread(target=make, name="offload-new-group", daemon=True).start()
+    deadline = time.monotonic() + PATIENCE_S
+    while not made.done():
+        pulse.check()
+        if time.monotonic() > deadline:
+            raise RankError(f"not all of the {len(members)} ranks have come to make their engines in {PATIENCE_S:g} s")
+        time.sleep(0.005)
+    error = made.exception()
+    if error is not None:
+        pulse.blame(error)
+    return made.result()
+
+
+def find_peers(members: Sequence[int]) -> Peers | None:
+    """These ranks, as the whole program counts them and in order, which call this together. None if it is one."""
+    if len(members) < 2:
+        return None
+    group = _take_group(members)
+    return Peers(tuple(range(len(members))), distributed.get_rank(group), group)
+
+
+def release_groups(groups: Iterable[Any], *, broken: bool = False) -> None:
+    """Other worlds may have these groups now. ``broken``: a collective may be under way that nobody ends, so that they
+    are not used again."""
+    given = {id(group) for group in groups}
     for of_members in _groups.values():
         for group in [group for group in of_members if id(group.group) in given]:
             group.is_taken = False

@@ -22,7 +22,7 @@ from offload.tiers.gradients import GradientStore, plain
 from offload.tiers.host_weights import HostWeights
 from offload.units import ParameterSpec, UnitSpec
 from offload.waiting import Failure, Monitor
-from swapper import Lease
+from swapper import Lease, align
 
 
 class Gradients:
@@ -31,6 +31,7 @@ class Gradients:
 
     def __init__(self, memory: Lease | aio_ext.Memory) -> None:
         self.address: int = memory.address
+        self.nbytes: int = memory.nbytes
         self.scale = 1.0
         self.present: set[ParameterSpec] = set()
         self._memory = memory
@@ -46,7 +47,6 @@ class GradientExchange:
         store: GradientStore,
         host: HostWeights,
         buffers: Sequence[Gradients],
-        buffer_bytes: int,
         landing: Lease,
         dtype: torch.dtype,
         collectives: Collectives,
@@ -63,7 +63,6 @@ class GradientExchange:
         self._shards = shards
         self._store = store
         self._host = host
-        self._buffer_bytes = buffer_bytes
         self._landing = landing
         self._dtype = dtype
         self._collectives = collectives
@@ -107,17 +106,19 @@ class GradientExchange:
         while self._arrived:
             yield self._arrived.popleft()
 
-    def settle(self) -> None:
-        """Wait until all gradients of all ranks are in their places, and the sums of squares are those of all ranks."""
-        if not self.unsettled:
-            return
-        self.unsettled = False
-        for unit in self._units:
-            if unit.index in self._open:
-                self._send(unit)
+    def settle(self, where: str | None = None) -> None:
+        """Wait until all gradients of all ranks are in their places, and the sums of squares are those of all ranks.
+
+        Ranks that have made gradients since the last time meet for that. ``where``, a place of the program: all meet.
+        """
         with self._meter.stall("gradients"):
-            self._collectives.meet("the end of backward", torch.empty(0))
-            self._exchange_squares()
+            if self.unsettled or where is not None:
+                self.unsettled = False
+                for unit in self._units:
+                    if unit.index in self._open:
+                        self._send(unit)
+                self._collectives.meet(where or "the end of backward", torch.empty(0))
+            self._store.settle()
         self._failure.check()
 
     def forget(self, unit: UnitSpec) -> None:
@@ -128,36 +129,28 @@ class GradientExchange:
                 self._free.append(own)
         self._store.forget(self._shards[unit.index])
 
-    def _exchange_squares(self) -> None:
-        known = {spec: gradient for shard in self._shards for spec, gradient in self._store.of(shard).items()}
-        specs = [spec for shard in self._shards for spec in shard.trainable]
-        own = torch.zeros(len(specs), dtype=torch.float64)
-        for index, spec in enumerate(specs):
-            if spec in known:
-                gradient = known[spec]
-                if math.isnan(gradient.own_squares):
-                    gradient.own_squares = gradient.sum_squares
-                own[index] = gradient.own_squares
-        sums = torch.zeros_like(own)
-        of_ranks = self._collectives.meet("sums of squares", own)
-        for rank in self._collectives.world.shards.ranks:
-            sums += of_ranks[rank]
-        for spec, total in zip(specs, sums.tolist(), strict=True):
-            if spec in known:
-                known[spec].sum_squares = total
-
     def _take_buffer(self, unit: UnitSpec) -> Gradients:
         with self._changed:
-            if not self._free and not self._num_sent:
+            nbytes = align(unit.trainable_numel * self._dtype.itemsize)
+            if not self._fitting(nbytes) and not self._num_sent:
                 warn(
                     f"unit {unit.name} has gradients while {len(self._open)} others wait for theirs: the engine took "
                     "memory for the gradients of one more unit than was planned"
                 )
-                self.added_bytes += self._buffer_bytes
-                return Gradients(aio_ext.Memory(self._buffer_bytes))
+                self.added_bytes += nbytes
+                return Gradients(aio_ext.Memory(nbytes))
             with self._meter.stall("gradients"):
-                self._changed.wait_until(lambda: bool(self._free), lambda: f"memory for gradients of {unit.name}")
-            return self._free.pop()
+                self._changed.wait_until(
+                    lambda: bool(self._fitting(nbytes)), lambda: f"memory for gradients of {unit.name}"
+                )
+            smallest = min(
+                self._fitting(nbytes), key=lambda own: own.nbytes
+            )  # where each unit has one, that is its own
+            self._free.remove(smallest)
+            return smallest
+
+    def _fitting(self, nbytes: int) -> list[Gradients]:
+        return [own for own in self._free if own.nbytes >= nbytes]
 
     def _send(self, unit: UnitSpec) -> None:
         own = self._open.pop(unit.index)

@@ -20,7 +20,7 @@ from offload.tiers.home import Transfer
 from offload.tiers.host_weights import HostWeights
 from offload.units import UnitSpec
 from offload.waiting import Failure
-from swapper import Lease
+from swapper import Lease, align
 
 _LOOK_AHEAD = 64
 
@@ -30,6 +30,7 @@ class Place:
 
     def __init__(self, memory: Lease | aio_ext.Memory) -> None:
         self.address: int = memory.address
+        self.nbytes: int = memory.nbytes
         self._memory = memory
 
 
@@ -42,7 +43,6 @@ class GatherCarrier:
         shards: Sequence[UnitSpec],
         lower: HostWeights,
         places: Sequence[Place],
-        place_bytes: int,
         dtype: torch.dtype,
         collectives: Collectives,
     ) -> None:
@@ -54,18 +54,22 @@ class GatherCarrier:
         self._shards = shards
         self._lower = lower
         self._free = list(places)
-        self._place_bytes = place_bytes
         self._dtype = dtype
         self._collectives = collectives
         collectives.register(Kind.GATHER, self._gather)
 
     def take_place(self, unit: UnitSpec) -> Place | None:
-        return self._free.pop() if self._free else None
+        fitting = [place for place in self._free if place.nbytes >= self._nbytes(unit)]
+        if not fitting:
+            return None
+        smallest = min(fitting, key=lambda place: place.nbytes)  # where each unit has a place, that is its own
+        self._free.remove(smallest)
+        return smallest
 
     def add_place(self, unit: UnitSpec) -> Place:
         self.num_places += 1
-        self.added_bytes += self._place_bytes
-        return Place(aio_ext.Memory(self._place_bytes))
+        self.added_bytes += self._nbytes(unit)
+        return Place(aio_ext.Memory(self._nbytes(unit)))
 
     def free_place(self, unit: UnitSpec, place: Place) -> None:
         self._free.append(place)
@@ -78,6 +82,9 @@ class GatherCarrier:
 
     def pending(self) -> Transfer | None:
         return None
+
+    def _nbytes(self, unit: UnitSpec) -> int:
+        return align(unit.numel * self._dtype.itemsize)
 
     def _gather(self, index: int, wanting: Sequence[int], operation: Operation | None) -> None:
         """This rank's part of a gather: its own shard for those that want it, and theirs if it wants them."""

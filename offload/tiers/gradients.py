@@ -9,7 +9,7 @@ Gradients from a device that rest on the host come by ``offload.tiers.transport`
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,6 +57,10 @@ class Gradient:
     @property
     def norm_squared(self) -> float:
         return self.sum_squares * self.scale * self.scale
+
+
+MakeWhole = Callable[[Mapping[ParameterSpec, Gradient]], None]
+"""Makes the sum of squares of each gradient that of the whole, of which ranks have parts. All of them call it."""
 
 
 class Loan(Protocol):
@@ -221,8 +225,12 @@ class _OfUnit:
 class GradientStore:
     """The gradients of all units. One thread at a time adds and reads; the update reads where they rest."""
 
-    def __init__(self, gradients: Sequence[UnitGradients]) -> None:
-        """``gradients``: one for each unit, in order."""
+    def __init__(self, gradients: Sequence[UnitGradients], make_whole: MakeWhole | None = None) -> None:
+        """``gradients``: one for each unit, in order. Other ranks have other parts of
+        them where ``make_whole`` is given."""
+        self._make_whole = make_whole
+        self._has_new = False
+        """Something has come since squares were exchanged."""
         self._of = [_OfUnit(each) for each in gradients]
         self._closed: list[UnitSpec] = []
 
@@ -271,6 +279,9 @@ class GradientStore:
 
     def settle(self) -> None:
         """Return when all gradients that were taken are in their places, and their squares are known."""
+        if self._make_whole is not None and self._has_new:
+            self._has_new = False
+            self._make_whole({spec: known for of in self._of for spec, known in of.known.items()})
 
     def forget(self, unit: UnitSpec) -> None:
         """The gradients belong to a step now, or are not wanted: the next one begins a new sum."""
@@ -323,6 +334,7 @@ class GradientStore:
                 gradient.scale *= factor
 
     def _add(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor, scale: float) -> None:
+        self._has_new = True
         of, gradient = self._of[unit.index], plain(gradient)
         before = of.known.get(spec)
         if before is None:

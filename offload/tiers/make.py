@@ -19,6 +19,7 @@ from offload.plan.buffers import NUM_LANDINGS
 from offload.plan.plan import Plan, Tier, UnitPlan
 from offload.plan.ranks import RanksPlan
 from offload.ranks.ranks import Ranks
+from offload.ranks.world import Peers
 from offload.report.meter import Meter
 from offload.report.report import Bandwidths, LinkRates
 from offload.report.trace import Trace
@@ -35,6 +36,7 @@ from offload.tiers.spill import BufferPool, GradientBuffer, SpilledGradients
 from offload.tiers.squares import Squares
 from offload.tiers.store import EngineStore, RecordExtents, extents_of_records, open_engine_store
 from offload.tiers.transport import GradientTransport
+from offload.tiers.whole_squares import WholeSquares
 from offload.tiers.window import POISON, DeviceWindow, HostWindow, Window, window_class
 from offload.units import UnitSpec
 from offload.waiting import Failure
@@ -84,6 +86,7 @@ def make_tiers(
     config: OffloadConfig,
     device: Device | None,
     ranks: Ranks | None,
+    parts: Peers | None,
     failure: Failure,
     meter: Meter,
     closers: Closers,
@@ -94,7 +97,8 @@ def make_tiers(
 ) -> Tiers:
     """Reserve everything. What must be undone goes into ``closers``, also when this raises.
 
-    ``whole`` are the units that compute sees; those of the plan, or what they are ``ranks``' shards of.
+    ``whole`` are the units that compute sees; those of the plan, or what they are ``ranks``' shards of. ``parts`` are
+    ranks that have other parts of ``DTensor``s.
     ``sharers``: processes that use the same drives. ``squares_on_device``: kernels run on the device, so that it can
     add up squares of gradients.
     """
@@ -143,13 +147,16 @@ def make_tiers(
     by_unit = [
         _unit_gradients(unit, homes[unit.index], pool, config.gradient_dtype, squares, on_host_meter) for unit in units
     ]
-    gradients = GradientStore(by_unit)
+    make_whole = None
+    if ranks is not None or parts is not None:
+        make_whole = WholeSquares(units, None if ranks is None else ranks.collectives, parts).exchange
+    gradients = GradientStore(by_unit, make_whole)
     on_device = gathered = None
     intake: GradientStore | GradientTransport | GradientExchange = gradients
     if ranks is not None and plan.ranks is not None:
         gathered = _gathered(whole, plan.ranks, arena, host, config, ranks, failure, meter)
         compute: Compute = ComputeOnRanks(cast(Sequence[HostWindow], windows), gathered)
-        if plan.ranks.num_buffers:
+        if plan.ranks.buffers:
             intake = _exchange(
                 whole, plan.ranks, arena, host, gradients, config, ranks, failure, meter, is_last_backward
             )
@@ -219,8 +226,8 @@ def _gathered(
     failure: Failure,
     meter: Meter,
 ) -> GatheredWeights:
-    places = [Place(arena.lease(plan.place_bytes)) for _ in range(plan.num_places)]
-    carrier = GatherCarrier(whole, ranks.shards, host, places, plan.place_bytes, config.dtype, ranks.collectives)
+    places = [Place(arena.lease(nbytes)) for nbytes in plan.places]
+    carrier = GatherCarrier(whole, ranks.shards, host, places, config.dtype, ranks.collectives)
     return GatheredWeights(whole, carrier, failure, meter, prefetch=config.prefetch)
 
 
@@ -243,8 +250,7 @@ def _exchange(
         ranks.shards,
         gradients,
         host,
-        [Gradients(arena.lease(plan.buffer_bytes)) for _ in range(plan.num_buffers)],
-        plan.buffer_bytes,
+        [Gradients(arena.lease(nbytes)) for nbytes in plan.buffers],
         arena.lease(plan.landing_bytes),
         config.dtype if at_once else config.gradient_dtype,
         ranks.collectives,

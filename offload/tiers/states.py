@@ -10,7 +10,7 @@ import torch
 
 from offload.optim.rule import Rule
 from offload.tiers.home import UnitHomes
-from offload.units import ALIGNMENT, ParameterSpec, UnitSpec
+from offload.units import ALIGNMENT, ParameterSpec, UnitSpec, local_tensor
 
 Joined = Callable[[str, torch.Tensor, ParameterSpec], torch.Tensor]
 """All ranks' parts of something of a parameter, in order and flat: of that one, where there is one rank."""
@@ -49,6 +49,7 @@ class States:
 
         Raises ``ValueError`` for one that is missing or has another size; nothing was changed then.
         """
+        states = {spec: _local(values) for spec, values in states.items()}
         for unit in self._units:
             self._check(unit, states)
         states = {spec: self._own_part(spec, values) for spec, values in states.items()}
@@ -107,10 +108,11 @@ class States:
     def _whole(self, spec: ParameterSpec, name: str, views: list[torch.Tensor]) -> torch.Tensor:
         shape = self._rule.shape(spec, name)
         own = torch.cat(views).view(shape) if views else torch.empty(shape)
-        if spec.whole is None:
-            return own
-        whole = self._joined(f"state {name}", own.view(-1), spec)
-        return whole.view(spec.whole_shape) if self._is_per_element(spec, name) else whole
+        per_element = self._is_per_element(spec, name)
+        if spec.whole is not None:
+            own = self._joined(f"state {name}", own.view(-1), spec)
+            own = own.view(spec.whole_shape) if per_element else own
+        return spec.in_model(own) if per_element else own
 
     def _own_part(self, spec: ParameterSpec, states: dict[str, Any]) -> dict[str, Any]:
         """What this rank has of the states of a whole parameter: of its elements, or of its blocks of codes."""
@@ -134,3 +136,8 @@ class States:
                 if value is None or torch.as_tensor(value).numel() != expected.numel():
                     found = "missing" if value is None else tuple(torch.as_tensor(value).shape)
                     raise ValueError(f"optimizer state {name} of {spec.name}: expected {tuple(expected)}, {found}")
+
+
+def _local(states: dict[str, Any]) -> dict[str, Any]:
+    """The states with what this rank has of those that are ``DTensor``."""
+    return {name: local_tensor(value) for name, value in states.items()}

@@ -15,6 +15,7 @@ import aio_ext
 from offload.device.protocol import Device
 from offload.memory import tensor_at
 from offload.torch_internals import can_swap_memory, keeps_version, swap_memory
+from offload.units import local_tensor
 
 POISON = 0x7FFF
 """NaN in bf16, fp16, fp32 and fp64, whatever the alignment."""
@@ -47,7 +48,7 @@ class _Holds:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         try:
-            storage = tensor.untyped_storage()
+            storage = local_tensor(tensor).untyped_storage()
         except (RuntimeError, NotImplementedError):  # a sparse tensor, or a handle, has none
             return False
         return storage.data_ptr() == self.flat.untyped_storage().data_ptr()

@@ -1,5 +1,6 @@
 """What a model is cut into: the units that move together, their parameters, and large weights in pieces."""
 
+from offload.units.distributed_tensor import Distribution, local_tensor
 from offload.units.packed import Packing
 from offload.units.pieces import Piece, WeightInPieces
 from offload.units.shard import shard_unit
@@ -8,6 +9,7 @@ from offload.units.spec import ALIGNMENT, GRAIN, ParameterSpec, Site, Tile, Unit
 __all__ = [
     "ALIGNMENT",
     "GRAIN",
+    "Distribution",
     "Packing",
     "ParameterSpec",
     "Piece",
@@ -15,6 +17,7 @@ __all__ = [
     "Tile",
     "UnitSpec",
     "WeightInPieces",
+    "local_tensor",
     "num_nested",
     "shard_unit",
 ]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
+from offload.units.distributed_tensor import Distribution, distributions_in
 from offload.units.overlap import check_memory_is_distinct
 from offload.units.packed import Packing, packing_of
 from offload.units.pieces import Piece, WeightInPieces, can_be_cut, piece_numel
@@ -32,11 +33,12 @@ def find_units(
     ``dtype`` is that of the weights: what is quantised takes as many elements of it as its bytes fill.
     Units can be divided among ``num_ranks``: see ``offload.units.shard``.
     Raises ``ConfigError`` for a trainable parameter that is not a real floating-point tensor, for two that share
-    memory, and for what ``packing_of`` refuses.
+    memory, and for what ``packing_of`` and ``distributions_in`` refuse.
     """
+    distributions = distributions_in(model)
     packings: dict[int, Packing] = {}
     for name, parameter in model.named_parameters():
-        packing = packing_of(name, parameter, dtype)
+        packing = None if id(parameter) in distributions else packing_of(name, parameter, dtype)
         if packing is not None:
             packings[id(parameter)] = packing
     check_memory_is_distinct(model.named_parameters())
@@ -57,7 +59,7 @@ def find_units(
                 groups.setdefault(owners[module], {}).setdefault(full_name, parameter)
     names = {module: name for name, module in model.named_modules()}
     parameters = {owner: _distinct(group) for owner, group in groups.items()}
-    layout = _Layout(sites, packings, dtype, GRAIN * num_ranks)
+    layout = _Layout(sites, packings, distributions, dtype, GRAIN * num_ranks)
     cuts = _cuts(parameters, layout) if in_pieces else {}
     rest = {owner: [item for item in group if id(item[1]) not in cuts] for owner, group in parameters.items()}
     unit_names = {names[owner] for owner in parameters if rest[owner]}
@@ -128,19 +130,26 @@ class _Layout:
 
     sites: Mapping[int, Sequence[Site]]
     packings: Mapping[int, Packing]
+    distributions: Mapping[int, Distribution]
     dtype: torch.dtype
     multiple: int
 
     def numel(self, parameter: nn.Parameter) -> int:
         """The elements of its unit that it takes."""
         packing = self.packings.get(id(parameter))
-        return parameter.numel() if packing is None else packing.nbytes // self.dtype.itemsize
+        return self._shape(parameter).numel() if packing is None else packing.nbytes // self.dtype.itemsize
 
     def spec(self, name: str, parameter: nn.Parameter, offset: int) -> ParameterSpec:
         """The parameter, laid out at this offset."""
-        sites, packing = tuple(self.sites[id(parameter)]), self.packings.get(id(parameter))
-        numel, trainable = self.numel(parameter), parameter.requires_grad
-        return ParameterSpec(name, parameter.shape, numel, offset, trainable, sites, packing=packing)
+        sites, numel, trainable = tuple(self.sites[id(parameter)]), self.numel(parameter), parameter.requires_grad
+        packing, distribution = self.packings.get(id(parameter)), self.distributions.get(id(parameter))
+        shape = self._shape(parameter)
+        return ParameterSpec(name, shape, numel, offset, trainable, sites, packing=packing, distribution=distribution)
+
+    def _shape(self, parameter: nn.Parameter) -> torch.Size:
+        """Of what this rank has of it."""
+        distribution = self.distributions.get(id(parameter))
+        return parameter.shape if distribution is None else distribution.own_shape
 
 
 def _unit(
@@ -181,7 +190,7 @@ def _cuts(parameters: dict[nn.Module, list[tuple[str, nn.Parameter]]], layout: _
         owner: (name, p)
         for owner, group in parameters.items()
         for name, p in group
-        if p is owner._parameters.get("weight") and id(p) not in layout.packings
+        if p is owner._parameters.get("weight") and not layout.packings.keys() | layout.distributions.keys() >= {id(p)}
         if all(can_be_cut(*site) for site in sites[id(p)])
     }
     others = [size for owner, size in sizes.items() if owner not in cuttable]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
+from offload.units.distributed_tensor import Distribution
 from offload.units.packed import Packing
 from offload.units.pieces import Piece, WeightInPieces
 from swapper import PAGE_BYTES
@@ -36,7 +37,8 @@ class ParameterSpec:
     """One parameter of a unit, or one piece of a large one.
 
     ``offset`` and ``numel`` count elements of the unit, from its start. ``sites`` are where it stands while it is used;
-    tied ones have several. Of a quantised one ``shape`` is what the model sees, and ``numel`` what its bytes take.
+    tied ones have several. Of a quantised one ``shape`` is what the model sees, and ``numel`` what its bytes take. Of a
+    ``DTensor`` all of these are of the part that this rank has; ``distribution`` knows the whole.
     A rank's shard has ``numel`` elements of the flat parameter ``whole``, from its element ``start``; it may have none.
     """
 
@@ -48,6 +50,7 @@ class ParameterSpec:
     sites: tuple[Site, ...]
     piece: Piece | None = None
     packing: Packing | None = None
+    distribution: Distribution | None = None
     whole: ParameterSpec | None = None
     start: int = 0
 
@@ -76,20 +79,33 @@ class ParameterSpec:
         """What computes with these ``numel`` elements of a unit's memory."""
         if self.packing is not None:
             return nn.Parameter(self.packing.over(flat.view(torch.uint8)), requires_grad=False)
-        return nn.Parameter(flat.view(self.shape).data, requires_grad=self.trainable)  # a version counter of its own
+        own = flat.view(self.shape).data  # a version counter of its own
+        return nn.Parameter(self.in_model(own), requires_grad=self.trainable)
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
         """The same elements of something that has the parameter's shape."""
-        return whole[self.piece.start : self.piece.stop] if self.piece is not None else whole
+        if self.piece is not None:
+            return whole[self.piece.start : self.piece.stop]
+        return whole if self.distribution is None else self.distribution.part_of(whole)
+
+    def in_model(self, value: torch.Tensor) -> torch.Tensor:
+        """A value as the model sees it, over the same memory: a ``DTensor`` of this part, if it is to be one."""
+        return value if self.distribution is None else self.distribution.over(value)
 
     def shard_of(self, value: torch.Tensor) -> torch.Tensor:
         """What a rank's shard has of a value of the whole, flat; all of it in the value's shape if this is none."""
-        return value if self.whole is None else value.reshape(-1)[self.start : self.start + self.numel]
+        own = value if self.distribution is None else self.distribution.part_of(value)
+        return own if self.whole is None else own.reshape(-1)[self.start : self.start + self.numel]
 
     @property
     def whole_shape(self) -> torch.Size:
-        """The shape in the model, also where this is a rank's shard."""
+        """The shape of all that is laid out of the parameter, also where this is a rank's shard."""
         return self.shape if self.whole is None else self.whole.shape
+
+    @property
+    def model_shape(self) -> torch.Size:
+        """The shape that the model sees."""
+        return self.whole_shape if self.distribution is None else self.distribution.shape
 
     @property
     def another_piece_follows(self) -> bool:

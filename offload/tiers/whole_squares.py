@@ -1,0 +1,67 @@
+"""Sums of squares of whole gradients, where each rank has a part of them: so norm, clipping and skipped steps are the
+same on all ranks.
+
+Ranks have parts of two kinds: shards of units, and the parts of parameters that are ``DTensor``. A parameter that ranks
+of the latter kind have as a whole counts once, as the first of them says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import distributed
+
+from offload.errors import RankError
+from offload.ranks.collectives import Collectives
+from offload.ranks.world import Peers
+from offload.tiers.gradients import Gradient
+from offload.units import ParameterSpec, UnitSpec
+
+
+class WholeSquares:
+    """``shards`` are this rank's. ``collectives`` are those of the ranks that have the other shards, ``parts`` the
+    ranks that have the other parts of ``DTensor``s; None where there are none."""
+
+    def __init__(self, shards: Sequence[UnitSpec], collectives: Collectives | None, parts: Peers | None) -> None:
+        self._specs = [spec for shard in shards for spec in shard.trainable]
+        self._is_in_parts = torch.tensor(
+            [spec.distribution is not None and spec.distribution.is_sharded for spec in self._specs]
+        )
+        self._collectives = collectives
+        self._parts = parts
+
+    def exchange(self, known: Mapping[ParameterSpec, Gradient]) -> None:
+        """Make the sum of squares of each of these gradients that of all ranks, which call this together."""
+        sums = torch.zeros(len(self._specs), dtype=torch.float64)
+        for index, spec in enumerate(self._specs):
+            if spec in known:
+                gradient = known[spec]
+                if math.isnan(gradient.own_squares):
+                    gradient.own_squares = gradient.sum_squares
+                sums[index] = gradient.own_squares
+        if self._collectives is not None:
+            sums = self._over_shards(self._collectives, sums)
+        if self._parts is not None:
+            sums = self._over_parts(self._parts, sums)
+        for spec, total in zip(self._specs, sums.tolist(), strict=True):
+            if spec in known:
+                known[spec].sum_squares = total
+
+    def _over_shards(self, collectives: Collectives, own: torch.Tensor) -> torch.Tensor:
+        of_ranks, total = collectives.meet("sums of squares", own), torch.zeros_like(own)
+        for rank in collectives.world.shards.ranks:
+            total += of_ranks[rank]
+        return total
+
+    def _over_parts(self, parts: Peers, own: torch.Tensor) -> torch.Tensor:
+        of_ranks = [torch.empty_like(own) for _ in parts.ranks]
+        try:
+            distributed.all_gather(of_ranks, own, group=parts.group)
+        except RuntimeError as error:
+            raise RankError(f"a rank that has other parts of the model's DTensors is gone: {error}") from error
+        total, *others = of_ranks
+        for other in others:
+            total[self._is_in_parts] += other[self._is_in_parts]
+        return total
