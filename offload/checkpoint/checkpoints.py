@@ -26,6 +26,7 @@ from offload.checkpoint.description import Description, SavedUnits, describe_uni
 from offload.checkpoint.folder import CheckpointDirectory
 from offload.checkpoint.linked import LinkedCheckpoints
 from offload.checkpoint.load import Loading, Source
+from offload.checkpoint.other_ranks import bring_together, last_run
 from offload.checkpoint.parts import description_of
 from offload.checkpoint.random_states import get_random_states, set_random_states
 from offload.checkpoint.run_state import RunState
@@ -267,10 +268,23 @@ class Checkpoints:
             return None
         if opened.store.generation:
             return self._rewind()
-        if opened.previous is None:
+        if opened.previous is not None:
+            with open_store(opened.paths, opened.previous, reserved=()) as store:
+                return self._load(store, f"the run under {opened.paths[0]}")
+        return self._load_of_others(opened.paths[0] if self._ranks is None else opened.paths[0].parent)
+
+    def _load_of_others(self, base: Path) -> Any:
+        """Go on from a run under ``nvme_path`` that had another number of ranks, if there is one. It stays there."""
+        own = 1 if self._ranks is None else self._ranks.world.size
+        if self._ranks is None or self._ranks.world.rank == 0:
+            bring_together(base, own)
+        if self._ranks is not None:
+            self._ranks.agree("the run of other ranks")
+        found = last_run(base, own)
+        if found is None:
             return None
-        with open_store(opened.paths, opened.previous, reserved=()) as store:
-            return self._load(store, f"the run under {opened.paths[0]}")
+        with found:
+            return self._load(found, f"the run of {len(found.generations)} ranks under {base}")
 
     def _load(self, source: Source, where: str) -> Any:
         """Copy a generation into the engine."""

@@ -27,18 +27,24 @@ def part_name(rank: int, num_ranks: int) -> str:
 def part_folders(folder: Path) -> list[Path]:
     """The parts of the checkpoint in this folder, by rank; none if it is not in parts. Raises ``StoreMissing`` if some
     of them are not there."""
-    found: dict[int, Path] = {}
-    counts = set()
+    runs = runs_in_parts(folder)
+    if not runs:
+        return []
+    for num_ranks, found in runs.items():
+        if len(runs) > 1 or sorted(found) != list(range(num_ranks)):
+            raise StoreMissing(f"{folder} has the parts of ranks {sorted(found)} of {num_ranks}: some are missing.")
+    (parts,) = runs.values()
+    return [parts[rank] for rank in sorted(parts)]
+
+
+def runs_in_parts(folder: Path) -> dict[int, dict[int, Path]]:
+    """By number of ranks: the parts in this folder, by rank."""
+    runs: dict[int, dict[int, Path]] = {}
     for entry in folder.iterdir() if folder.is_dir() else ():
         match = _PART.fullmatch(entry.name)
         if match is not None:
-            found[int(match[1])] = entry
-            counts.add(int(match[2]))
-    if not found:
-        return []
-    if len(counts) > 1 or sorted(found) != list(range(max(counts))):
-        raise StoreMissing(f"{folder} has the parts of ranks {sorted(found)}, of {sorted(counts)}: some are missing.")
-    return [found[rank] for rank in sorted(found)]
+            runs.setdefault(int(match[2]), {})[int(match[1])] = entry
+    return runs
 
 
 def step_of(folder: Path) -> int:
