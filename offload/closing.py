@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import logging
 import os
 import warnings
@@ -13,6 +14,7 @@ from collections.abc import Callable
 
 _log = logging.getLogger("offload")
 _open: weakref.WeakSet[Closers] = weakref.WeakSet()
+_numbers = itertools.count()
 
 
 class Closers:
@@ -25,6 +27,7 @@ class Closers:
     def __init__(self) -> None:
         self._calls: list[Callable[[], object]] = []
         self._is_open = True
+        self.number = next(_numbers)
         _open.add(self)
 
     def callback(self, call: Callable[[], object]) -> None:
@@ -72,7 +75,7 @@ def _close(calls: list[Callable[[], object]]) -> None:
 
 
 def _close_all() -> None:
-    for closers in list(_open):
+    for closers in sorted(_open, key=lambda each: each.number, reverse=True):  # ranks close together: in one order
         closers._is_open = False
         _close(closers._calls)
 

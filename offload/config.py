@@ -92,9 +92,10 @@ class OffloadConfig:
     """A directory that gets the record of the run, step by step; ``offload report`` makes a page of it. A run that goes
     on from a checkpoint goes on there, too. None: no record."""
     mesh: Any = None
-    """A ``torch.distributed.device_mesh.DeviceMesh`` of one dimension, whose ranks train one model together: each holds
-    an equal part of every unit. None: all processes of ``torch.distributed``, if it is initialised or a launcher such
-    as torchrun has started several. ``host_memory`` and ``nvme_capacity`` are a machine's: its ranks share them."""
+    """A ``torch.distributed.device_mesh.DeviceMesh`` whose ranks train one model together: each holds an equal part of
+    every unit. Of two dimensions the last one shards, and the first one replicates. None: all processes of
+    ``torch.distributed``, if it is initialised or a launcher such as torchrun has started several. ``host_memory`` and
+    ``nvme_capacity`` are a machine's: its ranks share them."""
     shard: Literal["auto", "states", "gradients", "weights"] = "auto"
     """What ranks hold parts of, as ZeRO 1, 2 and 3 do: optimizer states; gradients, too; weights, too. The first ones
     move the fewest bytes, the last one takes the least memory. "auto": the first one that needs no NVMe, else the

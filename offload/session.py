@@ -515,7 +515,13 @@ class Session:
         return client_state
 
     def weights(self) -> ModelWeights:
-        """All weights, to be read unit by unit, once the update is done."""
+        """All weights, to be read unit by unit, once the update is done. Raises ``ConfigError`` for a model of which
+        each rank has a part."""
+        if any(spec.distribution is not None for unit in self._units for spec in unit.parameters):
+            raise ConfigError(
+                "the model has DTensors, of which each rank has a part: save engine.state_dict() by "
+                "torch.distributed.checkpoint, or the values of full_tensor()"
+            )
         self.wait_for_updates()
         if self._ranks is not None:
             return GatheredModelWeights(self._shards, self._tiers.homes, self._outside, self._specs, self._ranks)

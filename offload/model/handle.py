@@ -113,7 +113,8 @@ class Handle(torch.Tensor):
         if func in _SEEKS_NODE and len(args) > 1 and args[0] is args[1] and args[0].requires_grad:
             raise ConfigError(
                 f"parameter {args[0]._backing.name}: the node that accumulates its gradient is another in each use: "
-                "hooks on it would not be called. Use parameter.register_post_accumulate_grad_hook(hook)."
+                "hooks on it would not be called. Use parameter.register_post_accumulate_grad_hook(hook). A pipeline "
+                "whose schedule splits backward (zero bubble) needs it: take one that does not, such as 1F1B."
             )
         if call is None:
             return no_torch_function(func, types, args, kwargs or {})

@@ -274,8 +274,13 @@ def _staging(plan: Plan) -> str:
         f"tile buffers of {_size(plan.tile_buffer_bytes)}": staging.num_tile_buffers,
     }
     parts = [f"{count} {name}" for name, count in counts.items() if count]
-    if plan.compute_bytes:
-        parts.append(f"{_size(plan.compute_bytes)} for {'gradients as they come' if plan.formats.grads else 'copies'}")
+    ranks = plan.ranks
+    compute_bytes = plan.compute_bytes - (0 if ranks is None else ranks.nbytes)
+    if compute_bytes:
+        parts.append(f"{_size(compute_bytes)} for {'gradients as they come' if plan.formats.grads else 'copies'}")
+    if ranks is not None:
+        what = "whole units and their gradients" if plan.formats.grads else "whole units"
+        parts.append(f"{_size(ranks.nbytes)} for {what}, of which {ranks.num_ranks} ranks have shards")
     return ", ".join(parts)
 
 

@@ -16,8 +16,8 @@ the least memory."""
 
 @dataclass(frozen=True)
 class RanksPlan:
-    """``placement`` is one of ``PLACEMENTS``. Whole units lie in ``places``, the gradients that a rank has made of them in
-    ``buffers``, all in bytes; what comes from other ranks lands in ``landing_bytes``."""
+    """``placement`` is one of ``PLACEMENTS``. Whole units lie in ``places``, the gradients that a rank has made of them
+    in ``buffers``, all in bytes; what comes from other ranks lands in ``landing_bytes``."""
 
     placement: str
     num_ranks: int
@@ -46,11 +46,13 @@ def plan_ranks(units: Sequence[UnitSpec], formats: Formats, placement: str, num_
     gradients = [align(unit.trainable_numel * width) for unit in units if unit.trainable_numel * width]
     largest = max((spec.numel for unit in units for spec in unit.trainable), default=0) if width else 0
     few = placement == "weights"
+    received = max(gradients, default=0)
+    shard_bytes = received // max(width, 1) // num_ranks * 4
     return RanksPlan(
         placement,
         num_ranks,
         tuple([max(weights)] * min(nested + 2, len(units)) if few else weights),
         tuple(gradients if all_gradients else [max(gradients)] * min(nested + 1, len(gradients)) if gradients else ()),
-        max(gradients, default=0),
-        max(gradients, default=0) // max(width, 1) // num_ranks * 4 + align(largest * formats.weights),
+        max(received, shard_bytes),  # replicas' sums of a shard land there, too
+        shard_bytes + align(largest * formats.weights),
     )

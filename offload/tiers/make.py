@@ -149,7 +149,7 @@ def make_tiers(
     ]
     make_whole = None
     if ranks is not None or parts is not None:
-        make_whole = WholeSquares(units, None if ranks is None else ranks.collectives, parts).exchange
+        make_whole = WholeSquares(units, None if ranks is None else ranks.collectives, parts, failure).exchange
     gradients = GradientStore(by_unit, make_whole)
     on_device = gathered = None
     intake: GradientStore | GradientTransport | GradientExchange = gradients

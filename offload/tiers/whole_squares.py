@@ -7,8 +7,10 @@ of the latter kind have as a whole counts once, as the first of them says.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 
 import torch
 from torch import distributed
@@ -18,19 +20,25 @@ from offload.ranks.collectives import Collectives
 from offload.ranks.world import Peers
 from offload.tiers.gradients import Gradient
 from offload.units import ParameterSpec, UnitSpec
+from offload.waiting import Failure
+
+_SLICE = timedelta(seconds=0.2)
 
 
 class WholeSquares:
     """``shards`` are this rank's. ``collectives`` are those of the ranks that have the other shards, ``parts`` the
     ranks that have the other parts of ``DTensor``s; None where there are none."""
 
-    def __init__(self, shards: Sequence[UnitSpec], collectives: Collectives | None, parts: Peers | None) -> None:
+    def __init__(
+        self, shards: Sequence[UnitSpec], collectives: Collectives | None, parts: Peers | None, failure: Failure
+    ) -> None:
         self._specs = [spec for shard in shards for spec in shard.trainable]
         self._is_in_parts = torch.tensor(
             [spec.distribution is not None and spec.distribution.is_sharded for spec in self._specs]
         )
         self._collectives = collectives
         self._parts = parts
+        self._failure = failure
 
     def exchange(self, known: Mapping[ParameterSpec, Gradient]) -> None:
         """Make the sum of squares of each of these gradients that of all ranks, which call this together."""
@@ -57,8 +65,13 @@ class WholeSquares:
 
     def _over_parts(self, parts: Peers, own: torch.Tensor) -> torch.Tensor:
         of_ranks = [torch.empty_like(own) for _ in parts.ranks]
+        work = distributed.all_gather(of_ranks, own, group=parts.group, async_op=True)
+        while not work.is_completed():
+            with contextlib.suppress(RuntimeError):  # not in this slice of time, or for a reason that is raised below
+                work.wait(_SLICE)
+            self._failure.check()
         try:
-            distributed.all_gather(of_ranks, own, group=parts.group)
+            work.wait()
         except RuntimeError as error:
             raise RankError(f"a rank that has other parts of the model's DTensors is gone: {error}") from error
         total, *others = of_ranks

@@ -48,10 +48,10 @@ class _Holds:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         try:
-            storage = local_tensor(tensor).untyped_storage()
-        except (RuntimeError, NotImplementedError):  # a sparse tensor, or a handle, has none
+            address = local_tensor(tensor).untyped_storage().data_ptr()
+        except (RuntimeError, NotImplementedError):  # a sparse tensor, a handle, or what a collective still brings
             return False
-        return storage.data_ptr() == self.flat.untyped_storage().data_ptr()
+        return address == self.flat.untyped_storage().data_ptr()
 
 
 class SwapWindow(_Holds):

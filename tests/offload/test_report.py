@@ -61,8 +61,19 @@ def a_step(reporter: Reporter, meter: Clock, store: Store, *, updates_wait: bool
 
 def test_where_updates_had_to_wait_forward_and_backward_have_bounds_of_their_own():
     meter, store = Clock(), Store()
-    reporter = Reporter(meter, store, [Path("a")], lambda: (0, 0), lambda: None, RATES, None)  # type: ignore[arg-type]
+    received = iter([100, 400, 400, 400])
+    reporter = Reporter(
+        meter,
+        store,
+        [Path("a")],
+        lambda: (0, 0),
+        lambda: next(received),
+        lambda: None,
+        RATES,
+        None,  # type: ignore
+    )
     free = a_step(reporter, meter, store, updates_wait=True)
+    assert free.network_bytes == 300  # since the reporter was made
     assert (free.bound_by, free.bound_seconds, free.schedule_seconds) == ("compute", 5.0, 0.0)
     waited = a_step(reporter, meter, store, updates_wait=False)  # those of the step before it waited
     assert waited.schedule_seconds == max(1.0, 2.5) + max(4.0, 1.0)
@@ -82,7 +93,7 @@ def test_a_report_is_read_by_people(tmp_path: Path):
         report = engine.report()
     said = str(report)
     assert said.startswith("step 3 took ") and "NVMe (" in said and "host memory " in said and "gradient norm " in said
-    assert "device" not in said and "loss scale" not in said
+    assert "network" not in said and "device" not in said and "loss scale" not in said
     assert "GB/s, measured at the start" in said and "written to NVMe since the start: " in said
     on_device = replace(
         report, to_device_bytes=5_000_000, device_memory_bytes=3 << 20, loss_scale=1024.0, bound_by="to_device",
@@ -95,3 +106,4 @@ def test_a_report_is_read_by_people(tmp_path: Path):
     assert "compute waited for: update 500 ms, slot 250 ms" in lines
     assert "link: 5.0 MB to the device, 0.0 MB to the host" in lines
     assert lines[-1].endswith("loss scale 1024")
+    assert "network: 2.5 MB from other ranks" in str(replace(report, network_bytes=2_500_000)).splitlines()
