@@ -34,6 +34,9 @@ _TRIED = "1.15.0"
 _ENGINE_FOLDER = "offload"
 _ENGINE_TAG = "engine"
 
+_WITHOUT_OTHERS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+"""How processes are launched that no other engine is in."""
+
 _SAID_ELSEWHERE = {
     "optimizer": "give the optimizer to prepare(model, optimizer)",
     "lr": "the optimizer has it",
@@ -63,7 +66,9 @@ class OffloadAccelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def __init__(self, *args: Any, offload: OffloadConfig | Mapping[str, Any], **kwargs: Any) -> None:
         """``offload`` has the engine's options; the rest is Accelerate's own. Raises ``ConfigError`` for what the
-        engine cannot do: several processes, fp16 and fp8, other engines, compiling of the whole model."""
+        engine cannot do: fp16 and fp8, other engines, compiling of the whole model.
+
+        Where a launcher has started several processes, the engine's ranks are Accelerate's: all train one model."""
         config = offload if isinstance(offload, OffloadConfig) else OffloadConfig(**offload)
         for field in dataclasses.fields(OffloadConfig):
             default = {} if field.default is dataclasses.MISSING else field.default
@@ -136,8 +141,9 @@ class OffloadAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return objects
 
     def _make(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, steps: int) -> OffloadEngine:
+        device = "cpu" if self.device.type == "cpu" else self.device  # Accelerate's may be "cpu:0"
         engine = OffloadEngine(
-            model, self._config, optimizer=optimizer, device=self.device, gradient_accumulation_steps=steps
+            model, self._config, optimizer=optimizer, device=device, gradient_accumulation_steps=steps
         )
         if self.mixed_precision == "bf16":
             model.register_forward_pre_hook(_give_bf16, with_kwargs=True)
@@ -145,11 +151,13 @@ class OffloadAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return engine
 
     def _refuse_others(self) -> None:
-        if self.num_processes > 1 or self.distributed_type != DistributedType.NO:
+        if self.distributed_type not in _WITHOUT_OTHERS:
             raise ConfigError(
-                f"the engine trains in one process without DeepSpeed or FSDP, and this is {self.distributed_type} with "
-                f"{self.num_processes} processes: start the script with `accelerate launch --num_processes 1`"
+                f"the engine trains without DeepSpeed, FSDP and the like, and this is {self.distributed_type}: start "
+                "the script with python, torchrun or `accelerate launch --multi_gpu`, which serves the CPU, too"
             )
+        if self.parallelism_config is not None:
+            raise ConfigError("parallelism_config: all processes are the engine's ranks. Leave it out")
         if self.mixed_precision not in ("no", "bf16"):
             raise ConfigError(f'mixed_precision={self.mixed_precision!r}: write "bf16", or "no"')
         if self.state.dynamo_plugin.backend != DynamoBackend.NO:
@@ -202,7 +210,8 @@ class OffloadAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         save_state holds]."""
         if self._engine is None:
             return super().save_state(output_dir, safe_serialization, **kwargs)
-        self._engine.wait_for_checkpoint()  # older ones may be removed now
+        self._engine.wait_for_checkpoint()
+        self.wait_for_everyone()  # older ones may be removed now
         hook = self.register_save_state_pre_hook(self._save_engine)  # behind those of the script
         optimizers, self._optimizers = self._optimizers, self._other_optimizers()
         self._saved_elsewhere = {}

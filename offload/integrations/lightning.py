@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
+import os
 import uuid
 from collections.abc import Iterator, Mapping
 from importlib import import_module
@@ -42,7 +44,7 @@ _SAID_ELSEWHERE = {
     "eps": "configure_optimizers says it",
     "weight_decay": "configure_optimizers says it",
     "optimizer_options": "configure_optimizers says it",
-    "device": "write Trainer(accelerator=..., devices=1)",
+    "device": "write Trainer(accelerator=..., devices=...)",
     "precision": 'write Trainer(precision="bf16-true"), "16-true" or "32-true"',
     "gradient_clipping": "write Trainer(gradient_clip_val=...)",
     "gradient_accumulation_steps": "write Trainer(accumulate_grad_batches=...)",
@@ -90,20 +92,36 @@ class _Precision:
             super().clip_grad_by_norm(optimizer, clip_val)  # type: ignore[misc]
 
 
+_OF_DDP = ("barrier", "broadcast", "distributed_sampler_kwargs", "num_processes", "reduce", "set_world_ranks")
+"""What ``DDPStrategy`` does about processes. It is no base: Lightning would give one process a distributed sampler."""
+
+
 class _Strategy:
-    """The strategy. A mixin over ``SingleDeviceStrategy`` of one of the packages, which is ``package``."""
+    """The strategy. A mixin over ``ParallelStrategy`` of one of the packages, which is ``package``, with what
+    ``_OF_DDP`` names."""
 
     strategy_name = _NAME
     package: Any
     # What the base has.
     accelerator: Any
+    barrier: Any
+    broadcast: Any
     checkpoint_io: Any
+    cluster_environment: Any
+    global_rank: int
+    is_global_zero: bool
     lightning_module: Any
-    model_to_device: Any
+    local_rank: int
+    model: Any
     optimizers: list[Any]
-    root_device: torch.device
+    parallel_devices: list[torch.device]
     setup_optimizers: Any
     setup_precision_plugin: Any
+    world_size: int
+
+    num_nodes = 1
+    _start_method = "popen"
+    """Of the processes that ``DDPStrategy`` starts."""
 
     def __init__(
         self,
@@ -121,14 +139,15 @@ class _Strategy:
             if name in options:
                 raise ConfigError(f"OffloadStrategy({name}=...): leave it out, {instead}")
         self._engine: OffloadEngine | None = None
-        self._devices: list[torch.device] | None = None
         self._checkpoint: tuple[Path, str] | None = None
         """The folder and the name of the checkpoint that the present run begins with, if the engine saved it."""
         self._generators: contextlib.AbstractContextManager[None] | None = None
         """Gives the random generators the states again that the checkpoint has."""
         self._has_nvme_path = nvme_path is not None
         self._config = OffloadConfig(nvme_path=nvme_path or (), host_memory=host_memory, **options)
-        super().__init__("cpu", accelerator, checkpoint_io, precision_plugin)  # type: ignore[call-arg]
+        super().__init__(  # type: ignore[call-arg]
+            accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
+        )
 
     @property
     def engine(self) -> OffloadEngine:
@@ -149,28 +168,37 @@ class _Strategy:
     # Where it runs.
 
     @property
-    def parallel_devices(self) -> list[torch.device] | None:
-        """The device, in a list, as the trainer sets it. Raises ``ConfigError`` for several."""
-        return self._devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device]) -> None:
-        if len(devices) != 1:
-            raise ConfigError(f"the engine trains on one device, and the trainer has {len(devices)}: write devices=1")
-        (device,) = (torch.device(device) for device in devices)
+    def root_device(self) -> torch.device:
+        """Where this process computes. Raises ``ConfigError`` for what is neither a CPU nor a GPU."""
+        device = torch.device(self.parallel_devices[self.local_rank])
         if device.type not in ("cpu", "cuda"):
             raise ConfigError(f'the engine computes on "cpu" or "cuda", and the trainer has {device.type!r}')
-        self._devices = [device]
-        self._root_device = device
+        return device
 
     @property
-    def num_nodes(self) -> int:
-        return 1
+    def is_distributed(self) -> bool:
+        """Each process is to have its part of the data."""
+        return self.world_size > 1
 
-    @num_nodes.setter
-    def num_nodes(self, number: int) -> None:
-        if number != 1:
-            raise ConfigError(f"the engine trains on one machine, and the trainer has {number}: write num_nodes=1")
+    def _configure_launcher(self) -> None:
+        """Processes of ``devices=2`` are started as ``DDPStrategy`` does, where no launcher has."""
+        if self.is_distributed:
+            self.package.strategies.DDPStrategy._configure_launcher(self)
+
+    def setup_environment(self) -> None:
+        """Start ``torch.distributed`` among the trainer's processes. Not by Lightning's own function: that ends it
+        before the program's end, when the engine still needs it to end on all ranks."""
+        super().setup_environment()  # type: ignore[misc]
+        if self.world_size == 1 or torch.distributed.is_initialized():
+            return
+        environment = self.cluster_environment
+        os.environ.update(MASTER_ADDR=environment.main_address, MASTER_PORT=str(environment.main_port))
+        backend = "gloo" if self.root_device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        torch.distributed.init_process_group(backend, rank=self.global_rank, world_size=self.world_size)
+
+    def model_to_device(self) -> None:
+        """No bytes move: it tells the modules which device they are on."""
+        self.model.to(self.root_device)
 
     @property
     def precision_plugin(self) -> Any:
@@ -210,7 +238,7 @@ class _Strategy:
         elif not is_here:
             self._engine = self._make(trainer, None)
         self.precision_plugin.engine = self._engine
-        self.model_to_device()  # no bytes move: it tells the modules which device they are on
+        self.model_to_device()
         if self._checkpoint is not None:
             self._load(trainer, *self._checkpoint)
         self.setup_precision_plugin()
@@ -321,19 +349,22 @@ class _Strategy:
             super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
             return
         if "optimizer_states" not in checkpoint:
-            checkpoint["state_dict"] = self.lightning_module.state_dict()
+            if self.is_global_zero:  # others' engines give what this one wants
+                checkpoint["state_dict"] = self.lightning_module.state_dict()
             super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
             return
-        folder, name = _local(filepath), uuid.uuid4().hex
-        if folder.is_file():
+        folder = _local(filepath)
+        if self.is_global_zero and folder.is_file():
             folder.unlink()
+        name = self.broadcast(uuid.uuid4().hex)
         self._engine.save_checkpoint(folder, _ENGINE_TAG, client_state=name)
-        self.checkpoint_io.save_checkpoint({**checkpoint, _ID: name}, folder / _TRAINER_FILE, storage_options)
+        super().save_checkpoint({**checkpoint, _ID: name}, folder / _TRAINER_FILE, storage_options)  # type: ignore[misc]
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint when the one after it is complete."""
         if self._engine is not None:
             self._engine.wait_for_checkpoint()
+            self.barrier()
         super().remove_checkpoint(filepath)  # type: ignore[misc]
 
     def load_checkpoint(self, checkpoint_path: Any, **kwargs: Any) -> dict[str, Any]:
@@ -407,8 +438,10 @@ def _strategy_for(name: str) -> Any:
             f"{name} {package.__version__} has no loops.fit_loop._FitLoop.restarted_mid_epoch, which resuming needs: "
             f"version {_TRIED} was tried"
         )
-    base = package.strategies.SingleDeviceStrategy
-    strategy = type("OffloadStrategy", (_Strategy, base), {"package": package, "__doc__": _Strategy.__doc__})
+    base, ddp = package.strategies.ParallelStrategy, package.strategies.DDPStrategy
+    of_ddp = {name: inspect.getattr_static(ddp, name) for name in _OF_DDP}
+    own = {"package": package, "__doc__": _Strategy.__doc__, **of_ddp}
+    strategy = type("OffloadStrategy", (_Strategy, base), own)
     package.strategies.StrategyRegistry.register(_NAME, strategy, description=__doc__.splitlines()[0], override=True)
     return strategy
 

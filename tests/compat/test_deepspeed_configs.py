@@ -45,8 +45,26 @@ def zero(stage: int, **more: object) -> dict:
     return {**BATCH, "zero_optimization": {"stage": stage, **more}}
 
 
+@pytest.mark.parametrize(("config", "batch"), [
+    ({"train_batch_size": 16}, (16, 4, 1)),
+    ({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2}, (16, 2, 2)),
+    ({"train_batch_size": 16, "gradient_accumulation_steps": 4}, (16, 1, 4)),
+    ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, (24, 2, 3)),
+    ({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, (24, 2, 3)),
+])  # fmt: skip
+def test_a_batch_is_that_of_all_ranks(monkeypatch: pytest.MonkeyPatch, config: dict, batch: tuple[int, int, int]):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    found = translate(config).batch
+    assert (found.train, found.micro, found.steps) == batch
+    with pytest.raises(ConfigError, match="x 4 processes"):
+        translate({"train_batch_size": 9, "train_micro_batch_size_per_gpu": 2})
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps=2 does the same in 4 processes"):
+        translate({**BATCH, "train_batch_size": 16, "gradient_accumulation_steps": 4})
+
+
 PLAIN = {"precision": "auto", "gradient_clipping": 1.0, "gradient_accumulation_steps": 4}
 ADAM_OPTIONS = {"optimizer": "adamw", "lr": 3e-5, "betas": (0.8, 0.999), "eps": 1e-8, "weight_decay": 3e-7}
+SHARDS = ("states", "states", "gradients", "weights")
 ONE = {**PLAIN, "gradient_accumulation_steps": 1}
 
 SHAPES = {
@@ -230,7 +248,9 @@ def test_a_configuration_that_people_have_means_what_it_says(name: str):
     config, options, scheduler = SHAPES[name]
     before = copy.deepcopy(config)
     translation = translate(config)
-    assert translation.options == options
+    zero = config.get("zero_optimization", {})
+    stage = int(zero) if isinstance(zero, bool) else zero.get("stage")
+    assert translation.options == {**options, **({} if stage is None else {"shard": SHARDS[stage]})}
     assert (translation.scheduler.name if translation.scheduler else None) == scheduler
     assert config == before
     assert len(table_of(translation.rows)) > 20
@@ -255,7 +275,7 @@ def test_auto_comes_from_the_arguments_of_a_trainer():
     translation = translate({**config, "scheduler": decay}, TRAINING)
     assert translation.options == {
         "optimizer": "adamw", "lr": 2e-5, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.05, "precision": "bf16",
-        "nvme_path": ["/local_nvme"], "gradient_clipping": 0.3, "gradient_accumulation_steps": 8,
+        "nvme_path": ["/local_nvme"], "gradient_clipping": 0.3, "gradient_accumulation_steps": 8, "shard": "weights",
     }  # fmt: skip
     assert (translation.batch.train, translation.batch.micro) == (32, 4)
     assert translation.scheduler is not None and translation.scheduler.missing == ()
@@ -298,7 +318,7 @@ def test_a_file_and_a_text_are_read_as_a_dict_is(tmp_path):
 
 CONTRADICTIONS = [
     ({**BATCH, "gradient_accumulation_steps": 2}, "train_batch_size=8 is not train_micro_batch_size_per_gpu=2 x "
-     "gradient_accumulation_steps=2 x 1 process: gradient_accumulation_steps=4 does the same in one process"),
+     "gradient_accumulation_steps=2 x 1 process: gradient_accumulation_steps=4 does the same in 1 process"),
     ({"train_batch_size": 9, "train_micro_batch_size_per_gpu": 2}, "train_batch_size=9 is no multiple of"),
     ({"gradient_accumulation_steps": 2}, "train_batch_size or train_micro_batch_size_per_gpu is needed"),
     ({**BATCH, "fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled and bf16.enabled are both true"),

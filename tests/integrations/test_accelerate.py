@@ -353,16 +353,9 @@ def test_a_launcher_that_compiles_the_whole_model_is_refused(accelerator, monkey
         accelerator()
 
 
-def test_several_processes_are_refused(tmp_path):
-    program = (
-        "from offload.integrations.accelerate import OffloadAccelerator\n"
-        f"OffloadAccelerator(cpu=True, offload=dict(nvme_path={str(tmp_path)!r}))"
-    )
-    (tmp_path / "script.py").write_text(program)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert "ConfigError: the engine trains in one process" in done.stderr
-    assert "2 processes" in done.stderr
+def test_a_mesh_of_accelerates_own_is_refused(accelerator):
+    with pytest.raises(ConfigError, match="all processes are the engine's ranks"):
+        accelerator(parallelism_config=accelerate.ParallelismConfig())
 
 
 def test_memory_stays_below_the_states_that_are_trained_and_saved(tmp_path):

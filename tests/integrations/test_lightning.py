@@ -374,9 +374,9 @@ def test_parts_of_two_checkpoints_are_told_apart(tmp_path, strategy):
 
 def test_an_older_checkpoint_is_removed_when_the_next_one_is_complete(tmp_path, strategy, monkeypatch):
     order = []
-    remove, wait = PL.strategies.SingleDeviceStrategy.remove_checkpoint, OffloadEngine.wait_for_checkpoint
+    remove, wait = PL.strategies.ParallelStrategy.remove_checkpoint, OffloadEngine.wait_for_checkpoint
     monkeypatch.setattr(
-        PL.strategies.SingleDeviceStrategy,
+        PL.strategies.ParallelStrategy,
         "remove_checkpoint",
         lambda self, path: (order.append("remove"), remove(self, path)),
     )
@@ -440,8 +440,6 @@ def test_optimizers_that_the_engine_cannot_take_over_are_refused(tmp_path, strat
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"devices": 2}, "one device, and the trainer has 2: write devices=1"),
-        ({"num_nodes": 3}, "one machine, and the trainer has 3"),
         ({"precision": "bf16-mixed"}, 'Write precision="bf16-true"'),
         ({"precision": "64-true"}, "expected one of 32-true, bf16-true, 16-true"),
     ],

@@ -1,4 +1,4 @@
-"""The three numbers of a batch: each two say the third, and in one process the first is the product of the others."""
+"""The three numbers of a batch: each two say the third, and the first is the product of the others and the ranks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gra
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples of a step, samples of a forward, and forwards of a step."""
+    """Samples of a step of all ranks, samples of a forward, and forwards of a step of each rank."""
 
     train: int
     micro: int
     steps: int
 
 
-def resolve(config: Mapping[str, Any]) -> Batch:
-    """The batch that ``config`` says, with "auto" as if it were absent.
+def resolve(config: Mapping[str, Any], ranks: int) -> Batch:
+    """The batch that ``config`` says for so many ranks, with "auto" as if it were absent.
 
     Raises ``ConfigError`` if it says too little, or numbers that do not go together.
     """
@@ -33,27 +33,31 @@ def resolve(config: Mapping[str, Any]) -> Batch:
         micro = 1
     if train is None:
         assert micro is not None
-        return Batch(micro * (steps or 1), micro, steps or 1)
+        return Batch(micro * (steps or 1) * ranks, micro, steps or 1)
     if micro is None:
-        return Batch(train, _divided(train, TRAIN, steps or 1, STEPS), steps or 1)
+        return Batch(train, _divided(train, steps or 1, STEPS, ranks), steps or 1)
     if steps is None:
-        return Batch(train, micro, _divided(train, TRAIN, micro, MICRO))
-    if train != micro * steps:
-        raise ConfigError(_contradiction(train, micro, steps))
+        return Batch(train, micro, _divided(train, micro, MICRO, ranks))
+    if train != micro * steps * ranks:
+        raise ConfigError(_contradiction(train, micro, steps, ranks))
     return Batch(train, micro, steps)
 
 
-def _contradiction(train: int, micro: int, steps: int) -> str:
-    said = f"{TRAIN}={train} is not {MICRO}={micro} x {STEPS}={steps} x 1 process"
-    if train % micro == 0:
-        return f"{said}: {STEPS}={train // micro} does the same in one process"
+def _contradiction(train: int, micro: int, steps: int, ranks: int) -> str:
+    said = f"{TRAIN}={train} is not {MICRO}={micro} x {STEPS}={steps} x {_processes(ranks)}"
+    if train % (micro * ranks) == 0:
+        return f"{said}: {STEPS}={train // (micro * ranks)} does the same in {_processes(ranks)}"
     return f"{said}: leave one of them out"
 
 
-def _divided(whole: int, whole_name: str, part: int, part_name: str) -> int:
-    if whole % part:
-        raise ConfigError(f"{whole_name}={whole} is no multiple of {part_name}={part}")
-    return whole // part
+def _divided(train: int, part: int, part_name: str, ranks: int) -> int:
+    if train % (part * ranks):
+        raise ConfigError(f"{TRAIN}={train} is no multiple of {part_name}={part} x {_processes(ranks)}")
+    return train // (part * ranks)
+
+
+def _processes(ranks: int) -> str:
+    return "1 process" if ranks == 1 else f"{ranks} processes"
 
 
 def _number(config: Mapping[str, Any], name: str) -> int | None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.compat.deepspeed.process import local_rank, num_ranks, rank
 from offload.compat.deepspeed.translation import Translation
 from offload.engine import OffloadEngine
 from offload.errors import ConfigError, NonFiniteGradient, warn
@@ -52,8 +53,8 @@ class DeepSpeedEngine:
         self.module: nn.Module = engine.module
         self.lr_scheduler = lr_scheduler
         self.training_dataloader: Any = None
-        self.local_rank = self.global_rank = 0
-        self.world_size = self.dp_world_size = 1
+        self.local_rank, self.global_rank = local_rank(), rank()
+        self.world_size = self.dp_world_size = num_ranks()
         self._translation = translation
         self._position = _Position()
         self._boundary: bool | None = None
@@ -116,7 +117,7 @@ class DeepSpeedEngine:
 
     def _print_step(self) -> None:
         every = self._translation.steps_per_print
-        if not every or self.global_steps % every:
+        if self.global_rank != 0 or not every or self.global_steps % every:
             return
         report = self.engine.report()
         line = f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, norm={report.grad_norm}"
@@ -155,11 +156,11 @@ class DeepSpeedEngine:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Does nothing: one process trains."""
+        """Does nothing: gradients are exchanged when they are complete."""
         yield
 
     def allreduce_gradients(self, *_: Any, **__: Any) -> None:
-        """Does nothing: one process trains."""
+        """Does nothing: gradients are exchanged when they are complete."""
 
     # What is asked of it.
 
@@ -216,7 +217,7 @@ class DeepSpeedEngine:
         return self.engine.config.gradient_clipping
 
     def zero_optimization_stage(self) -> int:
-        """What the configuration says; one process has nothing to partition."""
+        """What the configuration says."""
         return self._translation.stage
 
     def zero_optimization(self) -> bool:
@@ -299,13 +300,16 @@ class DeepSpeedEngine:
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write the model's weights, in the dtype that they have, into ``save_dir``: as ``torch.save`` does, or for a
-        name that ends in ``.safetensors`` as ``OffloadEngine.save_model`` does, with its names."""
+        name that ends in ``.safetensors`` as ``OffloadEngine.save_model`` does, with its names. All ranks call it; one
+        writes."""
         if exclude_frozen_parameters:
             raise ConfigError("save_16bit_model(exclude_frozen_parameters=True): a model is saved whole. Leave it out")
         folder = Path(save_dir)
         folder.mkdir(parents=True, exist_ok=True)
         if save_filename.endswith(".safetensors"):
             self.engine.save_model(folder)
+            return True
+        if self.global_rank != 0:  # its engine gives what the writer wants
             return True
         partial = folder / f".{save_filename}.partial"
         try:

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from offload.compat.deepspeed.engine import DeepSpeedEngine
-from offload.compat.deepspeed.process import refuse_ranks
+from offload.compat.deepspeed.process import join_ranks, num_ranks, rank
 from offload.compat.deepspeed.reading import given
 from offload.compat.deepspeed.table import table_of
 from offload.compat.deepspeed.translation import Translation, translate
@@ -44,7 +44,7 @@ def initialize(
 
     ``config`` is a ``ds_config``: a dict, a path or JSON text, or ``args.deepspeed_config``. ``optimizer`` and
     ``lr_scheduler``, which may be functions of the parameters and of the optimizer, go before those of the file. Prints
-    what becomes of each key to stderr, once.
+    what becomes of each key to stderr, once. All ranks call it together.
 
     Raises ``ConfigError`` for a configuration that cannot be, before anything is allocated, and what ``OffloadEngine``
     raises.
@@ -53,9 +53,9 @@ def initialize(
         raise ConfigError(f"initialize: model= is needed, a torch.nn.Module, got {type(model).__name__}")
     if mpu is not None or mesh_param is not None:
         raise ConfigError(
-            "initialize: one process trains, without mpu and mesh_param, not yet in several. Leave them out"
+            "initialize: each rank computes with the whole model, on data of its own: leave mpu and mesh_param out"
         )
-    refuse_ranks()
+    join_ranks()
     chosen = given(args, config, config_params)
     own = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     translation = translate(chosen, args, own)
@@ -130,13 +130,17 @@ def _scheduler(translation: Translation, engine: OffloadEngine, lr_scheduler: An
 def _loader(
     data: Any, translation: Translation, collate_fn: Callable[..., Any] | None, device: torch.device
 ) -> DataLoader[Any]:
-    """Batches of ``train_micro_batch_size_per_gpu`` samples, shuffled where that can be."""
+    """Batches of ``train_micro_batch_size_per_gpu`` samples, shuffled where that can be. Each rank has its part of the
+    dataset; an ``IterableDataset`` is asked by each for its own."""
     if not isinstance(data, Dataset) and not hasattr(data, "__getitem__") and not hasattr(data, "__iter__"):
         raise ConfigError(f"initialize: training_data is a {type(data).__name__}, and no dataset of torch")
+    can_be_shuffled = not isinstance(data, IterableDataset)
+    sampler: DistributedSampler[Any] | None = DistributedSampler(data) if can_be_shuffled and num_ranks() > 1 else None
     return DataLoader(
         data,
         batch_size=translation.batch.micro,
-        shuffle=None if isinstance(data, IterableDataset) else True,
+        shuffle=True if can_be_shuffled and sampler is None else None,
+        sampler=sampler,
         collate_fn=collate_fn,
         drop_last=translation.drop_last,
         pin_memory=device.type == "cuda",
@@ -145,6 +149,6 @@ def _loader(
 
 def _print_once(translation: Translation) -> None:
     table = table_of(translation.rows)
-    if table not in _printed:
+    if rank() == 0 and table not in _printed:
         _printed.add(table)
         print(f"What becomes of the DeepSpeed configuration (docs/deepspeed.md):\n{table}", file=sys.stderr, flush=True)

@@ -72,8 +72,9 @@ def _feature(effect: Effect, says: str, names: str, *, is_switched: bool = True)
     return Feature(effect, says, frozenset(names.split()), is_switched)
 
 
-_ONE_PROCESS = "one process trains: nothing is sent to others"
-_NO_PARTITIONS = "one process trains: nothing is partitioned or gathered"
+_EXCHANGE = "the engine says what ranks exchange, and when; means are taken in fp32"
+_EQUAL_PARTS = "each rank holds an equal part of each unit"
+_WHOLE_MODEL = "each rank computes with the whole model, on data of its own"
 _BUDGETS = "host_memory and device_memory bound all that is held"
 _FOLLOWS = "how far to read ahead follows from host_memory"
 _STAGED = "staging buffers are part of host_memory, and pinned where there is a GPU"
@@ -134,7 +135,11 @@ OFFLOAD_OPTIMIZER = Block(
 
 ZERO = Block(
     {
-        "stage": _idle(kinds.whole_up_to(3), "one process has nothing to partition; where bytes rest the budgets say"),
+        "stage": _honoured(
+            kinds.whole_up_to(3),
+            'what ranks hold parts of: shard="states" for 0 and 1, "gradients" '
+            'for 2, "weights" for 3; where bytes rest the budgets say',
+        ),
         "offload_param": OFFLOAD_PARAM,
         "offload_optimizer": OFFLOAD_OPTIMIZER,
         "aio": AIO,
@@ -143,10 +148,10 @@ ZERO = Block(
         "cpu_offload_param": _honoured(kinds.FLAG, "the old name of offload_param with device cpu"),
         "cpu_offload_use_pin_memory": _idle(kinds.FLAG, _STAGED),
         "contiguous_gradients": _idle(kinds.FLAG, "gradients of a unit always rest side by side"),
-        "reduce_scatter": _idle(kinds.FLAG, _ONE_PROCESS),
-        "reduce_bucket_size": _idle(kinds.NATURAL, _ONE_PROCESS),
-        "allgather_partitions": _idle(kinds.FLAG, _ONE_PROCESS),
-        "allgather_bucket_size": _idle(kinds.NATURAL, _ONE_PROCESS),
+        "reduce_scatter": _idle(kinds.FLAG, _EXCHANGE),
+        "reduce_bucket_size": _idle(kinds.NATURAL, _EXCHANGE),
+        "allgather_partitions": _idle(kinds.FLAG, _EXCHANGE),
+        "allgather_bucket_size": _idle(kinds.NATURAL, _EXCHANGE),
         "overlap_comm": _idle(kinds.FLAG, "copies and reads always overlap with compute"),
         "sub_group_size": _idle(kinds.COUNT, "the engine's tile_bytes say what is updated in one go"),
         "stage3_prefetch_bucket_size": _idle(kinds.NATURAL, _FOLLOWS),
@@ -157,24 +162,24 @@ ZERO = Block(
         "stage3_gather_16bit_weights_on_model_save": _idle(kinds.FLAG, "save_16bit_model always saves whole weights"),
         "stage3_gather_fp16_weights_on_model_save": _idle(kinds.FLAG, "save_16bit_model always saves whole weights"),
         "stage3_module_granularity_threshold": _idle(kinds.NATURAL, "units are found in the model"),
-        "stage3_use_all_reduce_for_fetch_params": _idle(kinds.FLAG, _ONE_PROCESS),
-        "stage3_allgather_sequential": _idle(kinds.FLAG, _ONE_PROCESS),
-        "use_multi_rank_bucket_allreduce": _idle(kinds.FLAG, _ONE_PROCESS),
-        "round_robin_gradients": _idle(kinds.FLAG, _ONE_PROCESS),
+        "stage3_use_all_reduce_for_fetch_params": _idle(kinds.FLAG, _EXCHANGE),
+        "stage3_allgather_sequential": _idle(kinds.FLAG, _EXCHANGE),
+        "use_multi_rank_bucket_allreduce": _idle(kinds.FLAG, _EXCHANGE),
+        "round_robin_gradients": _idle(kinds.FLAG, _EXCHANGE),
         "parameter_alignment": _idle(kinds.FLAG, "every parameter is aligned"),
         "compute_grad_norm": _idle(kinds.FLAG, "the norm costs no pass over the gradients, and is always known"),
         "ignore_unused_parameters": _idle(kinds.FLAG, "a parameter without a gradient takes no step"),
-        "legacy_stage1": _idle(kinds.FLAG, _NO_PARTITIONS),
+        "legacy_stage1": _idle(kinds.FLAG, _EQUAL_PARTS),
         "grad_hooks": _idle(kinds.FLAG, "gradients leave as soon as they are complete"),
         "load_from_fp32_weights": _idle(kinds.FLAG, "checkpoints have the fp32 masters"),
         "elastic_checkpoint": _idle(kinds.FLAG, "checkpoints fit any budgets and paths"),
-        "zero_hpz_partition_size": _idle(kinds.COUNT, _NO_PARTITIONS),
-        "zero_quantized_weights": _idle(kinds.FLAG, _ONE_PROCESS),
-        "zero_quantized_nontrainable_weights": _idle(kinds.FLAG, _ONE_PROCESS),
-        "zero_quantized_gradients": _idle(kinds.FLAG, _ONE_PROCESS),
-        "zeropp_loco_param": _idle(kinds.ANY, _ONE_PROCESS),
-        "mics_shard_size": _idle(kinds.INTEGER, _NO_PARTITIONS),
-        "mics_hierarchical_params_gather": _idle(kinds.FLAG, _NO_PARTITIONS),
+        "zero_hpz_partition_size": _idle(kinds.COUNT, _EQUAL_PARTS),
+        "zero_quantized_weights": _idle(kinds.FLAG, _EXCHANGE),
+        "zero_quantized_nontrainable_weights": _idle(kinds.FLAG, _EXCHANGE),
+        "zero_quantized_gradients": _idle(kinds.FLAG, _EXCHANGE),
+        "zeropp_loco_param": _idle(kinds.ANY, _EXCHANGE),
+        "mics_shard_size": _idle(kinds.INTEGER, _EQUAL_PARTS),
+        "mics_hierarchical_params_gather": _idle(kinds.FLAG, _EQUAL_PARTS),
         "memory_efficient_linear": _idle(kinds.FLAG, "weights are held once in any case"),
         "pipeline_loading_checkpoint": _idle(kinds.FLAG, "checkpoints are read in parts"),
         "override_module_apply": _idle(kinds.FLAG, "parameters can be read and written at any time"),
@@ -262,15 +267,15 @@ TOP = Block(
         "zero_allow_untested_optimizer": _idle(kinds.FLAG, "every optimizer of torch runs"),
         "zero_force_ds_cpu_optimizer": _idle(kinds.FLAG, "every optimizer of torch runs"),
         "dataloader_drop_last": _honoured(kinds.FLAG, "drop_last of the data loader that initialize makes"),
-        "prescale_gradients": _idle(kinds.FLAG, _ONE_PROCESS),
-        "gradient_predivide_factor": _idle(kinds.NUMBER, _ONE_PROCESS),
-        "gradient_allreduce_op": _idle(kinds.choice("mean", "sum"), _ONE_PROCESS),
-        "communication_data_type": _idle(kinds.TEXT, _ONE_PROCESS),
-        "seq_parallel_communication_data_type": _idle(kinds.TEXT, _ONE_PROCESS),
-        "disable_allgather": _idle(kinds.FLAG, _ONE_PROCESS),
-        "sparse_gradients": _idle(kinds.FLAG, _ONE_PROCESS),
+        "prescale_gradients": _idle(kinds.FLAG, _EXCHANGE),
+        "gradient_predivide_factor": _idle(kinds.NUMBER, _EXCHANGE),
+        "gradient_allreduce_op": _idle(kinds.choice("mean", "sum"), _EXCHANGE),
+        "communication_data_type": _idle(kinds.TEXT, _EXCHANGE),
+        "seq_parallel_communication_data_type": _idle(kinds.TEXT, _EXCHANGE),
+        "disable_allgather": _idle(kinds.FLAG, _EXCHANGE),
+        "sparse_gradients": _idle(kinds.FLAG, _EXCHANGE),
         "graph_harvesting": _idle(kinds.FLAG, "graphs of a GPU are not recorded"),
-        "use_data_before_expert_parallelism": _idle(kinds.FLAG, _ONE_PROCESS),
+        "use_data_before_expert_parallelism": _idle(kinds.FLAG, _WHOLE_MODEL),
         "log_level": _idle(kinds.TEXT, "the engine prints nothing by itself"),
         "data_types": Block(
             {
@@ -291,10 +296,10 @@ TOP = Block(
         ),
         "checkpoint": Block(
             {
-                "tag_validation": _idle(kinds.TEXT, _ONE_PROCESS),
+                "tag_validation": _idle(kinds.TEXT, "a checkpoint has one name on all ranks"),
                 "load_universal": _refused(kinds.FLAG, "no checkpoint of DeepSpeed is read: load the weights", False),
-                "use_node_local_storage": _idle(kinds.FLAG, _ONE_PROCESS),
-                "parallel_write": _idle(kinds.DICT, _ONE_PROCESS),
+                "use_node_local_storage": _idle(kinds.FLAG, "checkpoints go where save_checkpoint says"),
+                "parallel_write": _idle(kinds.DICT, "each rank writes its part"),
                 "writer": _idle(kinds.ANY, "data go to the disk by direct I/O"),
                 "checkpoint_serialization": _idle(kinds.FLAG, "nothing is pickled"),
             }
@@ -318,9 +323,9 @@ TOP = Block(
         ),
         "tensor_parallel": Block(
             {
-                "autotp_size": _refused(kinds.NATURAL, "one process trains: write 1, or leave it out", 0, 1),
+                "autotp_size": _refused(kinds.NATURAL, f"{_WHOLE_MODEL}: write 1, or leave it out", 0, 1),
                 **{
-                    name: _idle(kinds.ANY, _NO_PARTITIONS)
+                    name: _idle(kinds.ANY, _WHOLE_MODEL)
                     for name in (
                         "enabled", "dtype", "tp_size", "tp", "preset_model", "tp_overlap_comm", "partition_config",
                         "tp_grain_size", "mpu", "tp_group", "module", "injection_policy_tuple",
@@ -331,7 +336,7 @@ TOP = Block(
         ),
         "expert_parallel": _feature(
             Effect.REFUSED,
-            "one process trains: leave it out",
+            f"{_WHOLE_MODEL}: leave it out",
             "enabled autoep_size expert_tensor_parallel_size preset_model use_grouped_mm disable_triton_grouped_mm "
             "moe_layer_pattern router_pattern expert_pattern score_func score_apply route_norm route_scale top_k "
             "routed_scaling_factor num_expert_groups num_limited_groups load_balance_coeff expert_w1 expert_w2 "
@@ -340,13 +345,13 @@ TOP = Block(
         ),
         "pipeline": _feature(
             Effect.REFUSED,
-            "one process trains all of the model: leave it out",
+            f"{_WHOLE_MODEL}: leave it out",
             "stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned",
             is_switched=False,
         ),
         "elasticity": _feature(
             Effect.REFUSED,
-            "one process trains: leave it out",
+            "the number of ranks stays what it is: leave it out",
             "enabled max_train_batch_size micro_batch_sizes min_gpus max_gpus min_time version prefer_larger_batch "
             "ignore_non_elastic_batch_info num_gpus_per_node model_parallel_size",
         ),
@@ -371,7 +376,7 @@ TOP = Block(
             _LOG,
             "enabled workspace project samples_log_interval experiment_name api_key experiment_key online mode",
         ),
-        "comms_logger": _feature(Effect.IDLE, _ONE_PROCESS, "enabled verbose prof_all debug prof_ops"),
+        "comms_logger": _feature(Effect.IDLE, _REPORT, "enabled verbose prof_all debug prof_ops"),
         "curriculum_learning": _feature(
             Effect.REFUSED,
             "choose the samples in the data loader",

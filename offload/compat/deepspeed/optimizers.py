@@ -25,9 +25,9 @@ _ADAMS = ("adam", "adamw", "fusedadam", "cpuadam", "deepspeedcpuadam")
 _LIONS = ("lion", "fusedlion", "deepspeedcpulion")
 _ADAGRADS = ("adagrad", "deepspeedcpuadagrad")
 _REFUSED = {
-    "onebitadam": "it compresses what processes send to each other, and one process trains: write AdamW",
-    "onebitlamb": "it compresses what processes send to each other, and one process trains: write AdamW",
-    "zerooneadam": "it compresses what processes send to each other, and one process trains: write AdamW",
+    "onebitadam": "it compresses what processes send to each other, which changes the result: write AdamW",
+    "onebitlamb": "it compresses what processes send to each other, which changes the result: write AdamW",
+    "zerooneadam": "it compresses what processes send to each other, which changes the result: write AdamW",
     "lamb": "there is no kernel for it: write AdamW, or give initialize(optimizer=) an optimizer that you have built",
     "fusedlamb": "there is no kernel for it: write AdamW, or give initialize(optimizer=) an optimizer that you built",
     "muon": "it chooses parameters by their names: build torch.optim.Muon over yours, and give it to initialize",

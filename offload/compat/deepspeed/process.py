@@ -1,4 +1,4 @@
-"""What scripts do round ``initialize``: arguments of the command line, and the processes that train."""
+"""What scripts do round ``initialize``: arguments of the command line, and the ranks that train."""
 
 from __future__ import annotations
 
@@ -20,24 +20,41 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def init_distributed(*_: Any, **__: Any) -> None:
-    """Make a process group of one process, for scripts that ask for its rank and size. Raises ``ConfigError`` in one of
-    several processes."""
-    refuse_ranks()
+    """Start ``torch.distributed``: among the processes that a launcher has started, else of this one alone, for scripts
+    that ask for its rank and size. Raises as ``join_ranks``."""
+    join_ranks()
     distributed = torch.distributed
     if distributed.is_available() and not distributed.is_initialized():
         store = distributed.HashStore()  # type: ignore[attr-defined]
         distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 
 
-def refuse_ranks() -> None:
-    """Raise ``ConfigError`` in one of several processes that are to train one model."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        world = str(distributed.get_world_size())
-    else:
-        world = os.environ.get("WORLD_SIZE", "1")
-    if world != "1":
+def join_ranks() -> None:
+    """Start ``torch.distributed`` among the processes that a launcher has started. Raises ``ConfigError`` if it has not
+    told this one how to find the others."""
+    if num_ranks() == 1 or torch.distributed.is_initialized():
+        return
+    try:
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    except ValueError as error:
         raise ConfigError(
-            f"this is one of {world} processes (WORLD_SIZE), and the engine trains in one, not yet in several: start "
-            "the script with `python`, or with --num_gpus 1"
-        )
+            f"this is one of {num_ranks()} processes (WORLD_SIZE), and torch.distributed cannot start: {error}. Start "
+            "the script by torchrun, or one process by python"
+        ) from None
+
+
+def num_ranks() -> int:
+    """Processes that train one model."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    return int(os.environ.get("WORLD_SIZE") or 1)
+
+
+def rank() -> int:
+    """Which of them this is."""
+    return torch.distributed.get_rank() if num_ranks() > 1 else 0
+
+
+def local_rank() -> int:
+    """Which of those on this machine this is, as its launcher counts them."""
+    return int(os.environ.get("LOCAL_RANK") or rank()) if num_ranks() > 1 else 0

@@ -16,6 +16,7 @@ from offload.compat.deepspeed.checking import Row, check
 from offload.compat.deepspeed.keys import TOP, Effect
 from offload.compat.deepspeed.kinds import AUTO
 from offload.compat.deepspeed.optimizers import OptimizerPart, optimizer_part
+from offload.compat.deepspeed.process import num_ranks
 from offload.compat.deepspeed.reading import read
 from offload.compat.deepspeed.schedulers import SchedulerPart, scheduler_part
 from offload.compat.deepspeed.sources import Sources
@@ -23,6 +24,9 @@ from offload.errors import ConfigError
 
 _CLIPPING = 1.0
 """What DeepSpeed clips to where nothing is said."""
+
+_SHARDS = ("states", "states", "gradients", "weights")
+"""By stage: what ranks hold parts of."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ def translate(config: object, args: object = None, optimizer: torch.optim.Optimi
     bf16 = given.get("bf16") or given.get("bfloat16") or {}
     options = {
         **_precision(given.get("fp16", {}), bf16, sources, resolved),
-        **_paths(given.get("zero_optimization", {})),
+        **_zero(given.get("zero_optimization", {})),
         "gradient_clipping": _clipping(given, sources, resolved),
         "gradient_accumulation_steps": batch.steps,
     }
@@ -113,7 +117,7 @@ def _batch(given: Mapping[str, Any], sources: Sources, resolved: dict[str, Any])
     for name in (batches.MICRO, batches.STEPS):
         if numbers[name] == AUTO:
             numbers[name] = sources.count(name) or AUTO
-    batch = batches.resolve(numbers)
+    batch = batches.resolve(numbers, num_ranks())
     for name, number in {batches.TRAIN: batch.train, batches.MICRO: batch.micro, batches.STEPS: batch.steps}.items():
         resolved[name] = number
     return batch
@@ -137,8 +141,9 @@ def _precision(
     return options
 
 
-def _paths(zero: Mapping[str, Any]) -> dict[str, Any]:
-    """``nvme_path``: where anything is to go to NVMe."""
+def _zero(zero: Mapping[str, Any]) -> dict[str, Any]:
+    """``shard``, if there is a stage, and ``nvme_path``, where anything is to go to NVMe."""
+    options: dict[str, Any] = {"shard": _SHARDS[zero["stage"]]} if "stage" in zero else {}
     paths: list[str] = []
     for name in ("offload_param", "offload_optimizer"):
         block = zero.get(name, {})
@@ -150,7 +155,7 @@ def _paths(zero: Mapping[str, Any]) -> dict[str, Any]:
                 "SSD beside it"
             )
         paths += [path for path in block["nvme_path"] if path not in paths]
-    return {"nvme_path": paths} if paths else {}
+    return {**options, "nvme_path": paths} if paths else options
 
 
 def _clipping(given: Mapping[str, Any], sources: Sources, resolved: dict[str, Any]) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,16 +66,6 @@ def for_arguments(config: OffloadConfig, args: TrainingArguments, *, trains: boo
     if trains:
         changes["gradient_accumulation_steps"] = args.gradient_accumulation_steps
     return dataclasses.replace(config, **changes)
-
-
-def refuse_ranks(args: TrainingArguments | None = None) -> None:
-    """Raise ``ConfigError`` in one of several processes that are to train one model."""
-    world = max(int(os.environ.get("WORLD_SIZE") or 1), 1 if args is None else args.world_size)
-    if world > 1:
-        raise ConfigError(
-            f"this is one of {world} processes (WORLD_SIZE), and the engine trains in one: each would train a model of "
-            "its own. Start one process: python instead of torchrun or accelerate launch"
-        )
 
 
 def refuse_arguments(args: TrainingArguments) -> None:

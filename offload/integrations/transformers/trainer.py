@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,7 +21,7 @@ from offload.errors import ConfigError
 from offload.integrations.transformers.callback import OffloadCallback
 from offload.integrations.transformers.random_states import random_states_kept
 from offload.integrations.transformers.reference import Sharing
-from offload.integrations.transformers.settings import engine_config, for_arguments, refuse_arguments, refuse_ranks
+from offload.integrations.transformers.settings import engine_config, for_arguments, refuse_arguments
 
 _USED = (
     "call_model_init", "create_accelerator_and_postprocess", "create_optimizer", "_load_best_model",
@@ -60,7 +61,6 @@ class OffloadTrainerMixin(Trainer):
     def __init__(
         self, *args: Any, offload: OffloadConfig | Mapping[str, Any] | OffloadEngine | None = None, **kwargs: Any
     ) -> None:
-        refuse_ranks()
         self._engine: OffloadEngine | None = None
         self._reference: OffloadEngine | None = None
         self._figures: OffloadCallback | None = None
@@ -158,12 +158,13 @@ class OffloadTrainerMixin(Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Refuse what the engine cannot follow, and leave devices to it: nothing moves models or states."""
-        refuse_ranks(self.args)
         refuse_arguments(self.args)
         if self.args.n_gpu > 1:
             self.args._n_gpu = 1
         super().create_accelerator_and_postprocess()
         self.accelerator.device_placement = False
+        # Ranks exchange gradients in the engine: nothing is to wrap the model for it.
+        self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """The engine brings weights where they are needed."""
@@ -205,12 +206,14 @@ class OffloadTrainerMixin(Trainer):
             return
         folder = Path(output_dir or self.args.output_dir or ".")
         folder.mkdir(parents=True, exist_ok=True)
+        if not self._checkpoint_has_weights:
+            self.engine.save_model(folder)
+        if not self.args.should_save:
+            return
         if self._checkpoint_has_weights:
             for config in (getattr(self.model, name, None) for name in ("config", "generation_config")):
                 if config is not None and hasattr(config, "save_pretrained"):
                     config.save_pretrained(folder)
-        else:
-            self.engine.save_model(folder)
         tokenizer: Any = self.processing_class
         if tokenizer is None:
             tokenizer = getattr(self.data_collator, "tokenizer", None)
@@ -220,8 +223,11 @@ class OffloadTrainerMixin(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self.engine.save_checkpoint(output_dir, TAG)
-        if self.args.save_total_limit:  # an older one goes next: not before this one is complete
+        if self.args.save_total_limit:  # an older one goes next: not before this one is complete on all ranks
             self.engine.wait_for_checkpoint()
+            self.accelerator.wait_for_everyone()
+        if not self.args.should_save:
+            return
         scheduler: Any = self.lr_scheduler
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch asks that the optimizer be saved, too
