@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import pickle
@@ -247,6 +248,9 @@ def release_groups(groups: Iterable[Any], *, broken: bool = False) -> None:
             group.is_taken = False
             if broken:
                 of_members.remove(group)
+                ctypes.pythonapi.Py_IncRef(
+                    ctypes.py_object(group.group)
+                )  # its destructor would wait for what is under way
 
 
 def _rows(mesh: Any) -> list[list[int]]:

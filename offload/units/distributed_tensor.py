@@ -49,15 +49,14 @@ class Distribution:
     def part_of(self, value: torch.Tensor) -> torch.Tensor:
         """This rank's part of a whole value: a ``DTensor`` that may lie otherwise, for which all ranks call this, or an
         ordinary tensor. One that has the size of a part is a part."""
-        from torch.distributed.tensor import DTensor, distribute_tensor
-
-        if not isinstance(value, DTensor):
-            if value.numel() == self.own_shape.numel():
-                return value
-            value = distribute_tensor(value, self.mesh, self.placements, src_data_rank=None)
-        if value.placements != self.placements:
-            value = value.redistribute(placements=self.placements)
-        return local_tensor(value)
+        if is_distributed(value):
+            same = value.placements == self.placements  # type: ignore[attr-defined]
+            return local_tensor(value if same else value.redistribute(placements=self.placements))  # type: ignore[attr-defined]
+        if value.numel() == self.own_shape.numel():
+            return value
+        rank, dim = self.mesh.get_local_rank(), self.placements[0].dim
+        parts = value.chunk(self.mesh.size(), dim)  # fewer than ranks, if there are not so many rows
+        return parts[rank] if rank < len(parts) else value.narrow(dim, 0, 0)
 
 
 def is_distributed(value: Any) -> bool:
@@ -66,12 +65,12 @@ def is_distributed(value: Any) -> bool:
     return module is not None and isinstance(value, module.DTensor)
 
 
-@torch.no_grad()
 def local_tensor(value: Any) -> torch.Tensor:
     """The ordinary tensor that a ``DTensor`` has on this rank, over the same memory; any other tensor as it is."""
     if not is_distributed(value):
         return value  # type: ignore[no-any-return]
-    found: torch.Tensor = value.to_local()
+    with torch.no_grad():
+        found: torch.Tensor = value.to_local()
     wait = getattr(found, "wait", None)  # a collective may still bring it
     return found if wait is None else wait()  # type: ignore[no-any-return]
 

@@ -190,7 +190,7 @@ def _cuts(parameters: dict[nn.Module, list[tuple[str, nn.Parameter]]], layout: _
         owner: (name, p)
         for owner, group in parameters.items()
         for name, p in group
-        if p is owner._parameters.get("weight") and not layout.packings.keys() | layout.distributions.keys() >= {id(p)}
+        if p is owner._parameters.get("weight") and id(p) not in layout.packings and id(p) not in layout.distributions
         if all(can_be_cut(*site) for site in sites[id(p)])
     }
     others = [size for owner, size in sizes.items() if owner not in cuttable]
