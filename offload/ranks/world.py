@@ -108,7 +108,7 @@ def find_world(mesh: Any | None, timeout_s: float) -> World | None:
         if num_processes < 2 or not is_launched:
             return None
         try:
-            distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+            _initialise("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         except ValueError as error:
             raise ConfigError(
                 f"this is one of {num_processes} processes (WORLD_SIZE), and torch.distributed cannot start: {error}. "
@@ -153,6 +153,19 @@ def _exchange(own: Any, size: int, group: Any, pulse: Pulse) -> list[Any]:
     return [pickle.loads(part.numpy().tobytes()) for part in parts]  # what follows the pickle is ignored
 
 
+def _initialise(backend: str) -> None:
+    """As ``distributed.init_process_group(backend)``; but a start does not find what former starts said."""
+    store, rank, size = next(distributed.rendezvous("env://"))
+    distributed.init_process_group(backend, store=distributed.PrefixStore(_start(), store), rank=rank, world_size=size)
+
+
+def _start() -> str:
+    """A name for this start of all processes. The store of torchrun's own process outlives those that it starts anew,
+    with all keys (torch 2.13): addresses of processes that are gone, and the error that ended them."""
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if is_torchruns else '0'}"
+
+
 def processes_here() -> int:
     """Processes that a launcher has started on this machine, as far as it says so."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -188,7 +201,7 @@ def _next_store(members: Sequence[int]) -> Any:
     _forget_former()
     _num_worlds[tuple(members)] += 1
     name = hashlib.sha256(repr(list(members)).encode()).hexdigest()[:16]
-    return own_store(f"offload/{name}/{_num_worlds[tuple(members)]}")
+    return own_store(f"offload/{_start()}/{name}/{_num_worlds[tuple(members)]}")
 
 
 def _take_group(members: Sequence[int], pulse: Pulse | None = None) -> Any:

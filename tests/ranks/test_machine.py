@@ -16,7 +16,7 @@ from aio_ext.profile import IoProfile, save_profile
 from offload import OffloadConfig
 from offload.optim.formats import Formats
 from offload.plan.placement import make_plan
-from offload.ranks import topology
+from offload.ranks import machine, topology
 from offload.ranks.machine import Share, assign, bind, queue_share, share
 from offload.ranks.topology import node_distances, node_of_device, node_of_path, numa_nodes
 from offload.tiers import store
@@ -103,6 +103,14 @@ def affinity(monkeypatch: pytest.MonkeyPatch):
     return of
 
 
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What ``machine`` logs, whatever other libraries have done to loggers."""
+    said: list[str] = []
+    monkeypatch.setattr(machine, "_log", SimpleNamespace(info=lambda text, *values: said.append(text % values)))
+    return said
+
+
 # Where things are.
 
 
@@ -155,14 +163,13 @@ def test_ranks_without_a_gpu_are_spread_over_the_nodes(make_machine, affinity):
     assert all(affinity.threads[thread] == {4, 5, 6, 7} for thread in threads)
 
 
-def test_a_rank_is_bound_to_the_node_of_its_gpu(make_machine, affinity, monkeypatch, caplog):
+def test_a_rank_is_bound_to_the_node_of_its_gpu(make_machine, affinity, monkeypatch, log):
     made = make_machine(2)
     made.gpu(0x41, node=1)
     of_torch = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x41, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: of_torch)
-    with caplog.at_level("INFO", "offload"):
-        assert bind(0, 2, torch.device("cuda:0"), made.sys) == 1
-    assert caplog.messages == ["local rank 0: bound to the 4 CPUs of NUMA node 1"]
+    assert bind(0, 2, torch.device("cuda:0"), made.sys) == 1
+    assert log == ["local rank 0: bound to the 4 CPUs of NUMA node 1"]
     assert affinity.threads[os.getpid()] == {4, 5, 6, 7}
     affinity.threads.clear()
     assert bind(0, 1, torch.device("cuda:0"), made.sys) == 1
@@ -172,13 +179,12 @@ def test_a_rank_is_bound_to_the_node_of_its_gpu(make_machine, affinity, monkeypa
 
 
 @pytest.mark.parametrize(("chosen", "node"), [({4, 5}, 1), ({3, 4}, None), ({0, 1, 2, 3}, 0)])
-def test_an_affinity_that_was_narrowed_stays(make_machine, affinity, caplog, chosen: set[int], node: int | None):
+def test_an_affinity_that_was_narrowed_stays(make_machine, affinity, log, chosen: set[int], node: int | None):
     made = make_machine(2)
     affinity.now = chosen
-    with caplog.at_level("INFO", "offload"):
-        assert bind(0, 2, sys=made.sys) == node
+    assert bind(0, 2, sys=made.sys) == node
     assert affinity.threads == {}
-    assert caplog.messages == [f"local rank 0: its {len(chosen)} CPUs were chosen before, and stay"]
+    assert log == [f"local rank 0: its {len(chosen)} CPUs were chosen before, and stay"]
 
 
 def test_nobody_is_bound_on_a_machine_of_one_node(make_machine, affinity):
