@@ -155,8 +155,9 @@ def _exchange(own: Any, size: int, group: Any, pulse: Pulse) -> list[Any]:
 
 def _initialise(backend: str) -> None:
     """As ``distributed.init_process_group(backend)``; but a start does not find what former starts said."""
-    store, rank, size = next(distributed.rendezvous("env://"))
-    distributed.init_process_group(backend, store=distributed.PrefixStore(_start(), store), rank=rank, world_size=size)
+    store, rank, size = next(distributed.rendezvous("env://"))  # type: ignore[attr-defined]
+    own = distributed.PrefixStore(_start(), store)  # type: ignore[attr-defined]
+    distributed.init_process_group(backend, store=own, rank=rank, world_size=size)
 
 
 def _start() -> str:
