@@ -39,7 +39,7 @@ class Pulse:
         self._store = store
         self._timeout_s = timeout_s
         self.failure = failure
-        self._interval_s = min(timeout_s / _BEATS_PER_TIMEOUT, 5.0)
+        self._interval_s = min(timeout_s / _BEATS_PER_TIMEOUT, 1.0)
         self._heard: dict[int, tuple[int, float]] = {}
         """Of another rank: what it had counted to, and since when."""
         self._wake = threading.Event()
@@ -115,7 +115,7 @@ class Pulse:
         """Put the error where the others find it. Returns the one that was there first."""
         said = str(error.args[0]) if isinstance(error, OffloadError) and error.args else str(error)
         if not isinstance(error, RankError):
-            said = f"rank {self._rank}: {type(error).__name__}: {said}"
+            said = f"rank {self._rank}: {type(error).__name__}" + (f": {said}" if said else "")
         first: bytes = self._store.compare_set(_FIRST, "", said)
         return first.decode()
 
@@ -128,7 +128,7 @@ class Pulse:
         if now - self._looked_at > self._timeout_s / 2:  # this process was stopped, and others may have been with it
             self._heard.clear()
         self._looked_at = now
-        patience_s = self._timeout_s if self._lost is None else min(self._timeout_s, 3 * self._interval_s)
+        patience_s = self._timeout_s if self._lost is None else min(self._timeout_s, 5 * self._interval_s)
         for rank in (each % self._size for each in self._watched()):
             count = self._store.add(str(rank), 0)
             before, since = self._heard.get(rank, (-1, now))
