@@ -45,7 +45,7 @@ class Compute(Protocol):
 class ComputeOnHost:
     """The CPU computes on weights where they are."""
 
-    def __init__(self, windows: Sequence[HostWindow], weights: HostWeights) -> None:
+    def __init__(self, windows: Sequence[HostWindow], weights: HostWeights | GatheredWeights) -> None:
         self._windows = windows
         self._weights = weights
 
@@ -74,36 +74,21 @@ class ComputeOnHost:
         return None
 
 
-class ComputeOnRanks:
+class ComputeOnRanks(ComputeOnHost):
     """The CPU computes on whole units, which are gathered from the shards of all ranks."""
 
     def __init__(self, windows: Sequence[HostWindow], weights: GatheredWeights) -> None:
-        self._windows = windows
-        self._weights = weights
+        super().__init__(windows, weights)
+        self._gathered = weights
 
     def begin(self, unit: UnitSpec, *, training: bool) -> None:
-        self._windows[unit.index].open(self._weights.acquire(unit, training=training))
-
-    def end(self, unit: UnitSpec) -> None:
-        self._windows[unit.index].close()
-        self._weights.release(unit)
-
-    def abandon(self, unit: UnitSpec) -> None:
-        if self._weights.end_computing([unit]):
-            self._windows[unit.index].close()
-
-    def reset(self) -> None:
-        for unit in self._weights.end_computing():
-            self._windows[unit.index].close()
+        self._windows[unit.index].open(self._gathered.acquire(unit, training=training))
 
     def outdate(self, units: Sequence[UnitSpec]) -> None:
-        self._weights.outdate(units)
+        self._gathered.outdate(units)
 
     def end_step(self) -> None:
-        self._weights.end_step()
-
-    def busy_seconds(self) -> float | None:
-        return None
+        self._gathered.end_step()
 
 
 class ComputeOnDevice:
