@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -21,6 +21,7 @@ from offload.birth import from_pretrained
 from offload.birth.birth import Birth
 from offload.checkpoint.export import MAX_SHARD_BYTES, save_model
 from offload.config import OPTIMIZERS, OffloadConfig
+from offload.device.protocol import Device
 from offload.errors import ConfigError, limits_named, warn
 from offload.model.handle import Handle
 from offload.model.inputs import Inputs
@@ -29,7 +30,7 @@ from offload.optimizer import OffloadOptimizer
 from offload.plan.plan import Plan
 from offload.planning import check_backend, check_paths, open_device, plan_for
 from offload.ranks.machine import bind, share
-from offload.ranks.world import World, find_peers, find_world, processes_here
+from offload.ranks.world import World, find_peers, find_world, local_index, processes_here
 from offload.report.report import Bandwidths, Report
 from offload.run.about import about, fingerprint
 from offload.run.directory import RunDirectory
@@ -110,8 +111,9 @@ class OffloadEngine:
     def _make_in(self, world: World | None, model: nn.Module) -> Session:
         config = self.config
         sharers = 1 if config.mesh is None else processes_here()
+        device = open_device(config.device, local_index(world))
         if world is not None:
-            config, sharers = _of_rank(config, world)
+            config, sharers = _of_rank(config, world, device)
         num_ranks = 1 if world is None else world.size
         in_pieces, dtype = has_kernel(self.config.optimizer), self.config.dtype
         units = find_units(model, in_pieces=in_pieces, dtype=dtype, num_ranks=num_ranks)
@@ -120,14 +122,13 @@ class OffloadEngine:
         if self.config.optimizer is not None and not any(p.requires_grad for p in model.parameters()):
             warn("no parameter of the model requires grad: the engine will train nothing (optimizer=None says that)")
         if world is not None:
-            _refuse_for_ranks(units, self.config, world)
+            _refuse_for_ranks(units, self.config, world, device)
         distributions = [spec.distribution for unit in units for spec in unit.parameters if spec.distribution]
         if distributions:
             _refuse_for_parts(distributions, self.config, world)
         parts = find_peers(distributions[0].members) if distributions else None
         shards = units if world is None else [shard_unit(unit, world.shards.own, world.shards.size) for unit in units]
         choice = choose(self.config, shards)
-        device = open_device(self.config.device)
         _refuse_quantised_elsewhere(units, self.config, torch.device("cpu") if device is None else device.torch_device)
         self._inputs = Inputs(device, self.config.dtype)
         plan = plan_for(config, units, choice, device, world, shards)
@@ -184,6 +185,21 @@ class OffloadEngine:
         self._session.failure.check()
         self._require_training()
         self._session.backward(loss)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within, ranks exchange no gradients at the end of a backward, if they have the memory for those of the whole
+        model (``shard="states"``); else they do, as always. For all micro-batches of a step but the last.
+
+        As ``DistributedDataParallel.no_sync``. Gradients are added up on each rank first then, and between ranks later:
+        the last bits differ from a step without it, as sums in another order do.
+        """
+        self._session.failure.check()
+        before, self._session.holds_gradients = self._session.holds_gradients, True
+        try:
+            yield
+        finally:
+            self._session.holds_gradients = before
 
     def together(
         self, micro_batches: Iterable[_Item], function: Callable[[_Item], _Result], at_once: int | None = None
@@ -398,10 +414,11 @@ def _refuse_quantised_elsewhere(units: Sequence[UnitSpec], config: OffloadConfig
             )
 
 
-def _of_rank(config: OffloadConfig, world: World) -> tuple[OffloadConfig, int]:
+def _of_rank(config: OffloadConfig, world: World, device: Device | None) -> tuple[OffloadConfig, int]:
     """The options of one rank, which has its part of the machine, and how many ranks share its drives."""
     check_paths(config.paths)
-    nodes = world.exchange(bind(world.local_rank, len(world.local_ranks)))
+    where = None if device is None else device.torch_device
+    nodes = world.exchange(bind(world.local_rank, len(world.local_ranks), where))
     own = share(config, world.local_rank, [nodes[rank] for rank in world.local_ranks])
     config = own.config
     if config.durable:  # a store that stays has a name
@@ -412,7 +429,7 @@ def _of_rank(config: OffloadConfig, world: World) -> tuple[OffloadConfig, int]:
     return config, own.sharers * world.local_size // len(world.local_ranks)  # others train other parts of the model
 
 
-def _refuse_for_ranks(units: Sequence[UnitSpec], config: OffloadConfig, world: World) -> None:
+def _refuse_for_ranks(units: Sequence[UnitSpec], config: OffloadConfig, world: World, device: Device | None) -> None:
     """Raise ``ConfigError`` for what several ranks cannot do, and on all of them if their models differ."""
     own = [f"{spec.name} {tuple(spec.shape)}" for unit in units for spec in unit.parameters if spec.numel]
     of_ranks = world.exchange(own)
@@ -424,11 +441,7 @@ def _refuse_for_ranks(units: Sequence[UnitSpec], config: OffloadConfig, world: W
                 'together: give the ranks that have equal ones, such as mesh=world_mesh["dp"], also where that has one '
                 "rank"
             )
-    if str(config.device) != "cpu":
-        raise ConfigError(
-            f"this is one of {world.size} ranks, and device={str(config.device)!r}: ranks compute on the CPU so far. "
-            "Leave device out, or start one process; give mesh= where other processes train other models."
-        )
+    _refuse_devices(world, None if device is None else device.identity)
     if not has_kernel(config.optimizer):
         raise ConfigError(
             f"this is one of {world.size} ranks, which hold parts of parameters, and an optimizer without a kernel may "
@@ -439,11 +452,27 @@ def _refuse_for_ranks(units: Sequence[UnitSpec], config: OffloadConfig, world: W
         raise ConfigError(f"this is one of {world.size} ranks, and parameter {packed.name} is quantised: start one")
 
 
+def _refuse_devices(world: World, own: str | None) -> None:
+    """Raise ``ConfigError`` on all ranks if they compute on different kinds of devices, or two on the same one."""
+    identities = world.exchange(own)
+    for rank, identity in zip(world.members, identities, strict=True):
+        if (identity is None) != (identities[0] is None):
+            kinds = "a device" if identities[0] else "the CPU", "a device" if identity else "the CPU"
+            raise ConfigError(
+                f"rank {world.members[0]} computes on {kinds[0]} and rank {rank} on {kinds[1]}: give all of them the "
+                "same device"
+            )
+        first = world.members[identities.index(identity)]
+        if identity is not None and first != rank:
+            raise ConfigError(
+                f"ranks {first} and {rank} compute on the same GPU ({identity}): start as many processes as there are "
+                'GPUs, with device="cuda", or give each its own by device="cuda:0", "cuda:1" and so on'
+            )
+
+
 def _refuse_for_parts(distributions: Sequence[Distribution], config: OffloadConfig, world: World | None) -> None:
     """Raise ``ConfigError`` for what a model whose parameters are ``DTensor`` cannot do."""
     check_peers(distributions, () if world is None else world.members)
-    if str(config.device) != "cpu":
-        raise ConfigError(f"the model has DTensors, and device={str(config.device)!r}: they compute on the CPU so far")
     if config.weights_path is not None:
         raise ConfigError(
             f"weights={config.weights_path}: the model has DTensors, and the files whole values. Load them into the "

@@ -17,11 +17,13 @@ class ConfigError(OffloadError, ValueError, explained=False):
 
 
 class BudgetError(ConfigError):
-    """The budgets are too small for the model. ``needed_bytes`` is the least that works. Nothing was allocated."""
+    """The budgets are too small for the model. ``needed_bytes`` is the least that works: ``of_device`` of a device's
+    memory, else of what all ranks on the machine share. Nothing was allocated."""
 
-    def __init__(self, message: str, needed_bytes: int) -> None:
+    def __init__(self, message: str, needed_bytes: int, *, of_device: bool = False) -> None:
         super().__init__(message)
         self.needed_bytes = needed_bytes
+        self.of_device = of_device
 
 
 class WeightsError(ConfigError):

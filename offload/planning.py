@@ -20,7 +20,7 @@ from offload.memory import available_bytes
 from offload.optim.choose import OptimizerChoice
 from offload.optim.formats import DEFAULT_TILE_BYTES, Formats
 from offload.plan.buffers import NUM_LANDINGS, device_tile_bytes
-from offload.plan.device import DevicePlan, plan_device
+from offload.plan.device import AUTO_RESIDENT_SHARE, DevicePlan, plan_device
 from offload.plan.placement import make_plan
 from offload.plan.plan import Plan, Tier, UnitPlan
 from offload.plan.ranks import PLACEMENTS, RanksPlan, plan_ranks
@@ -79,14 +79,16 @@ def plan_for(
     if world is None:
         return plan_within(config, units, choice, room)
     for placement in PLACEMENTS if config.shard == "auto" else (config.shard,):
-        ranks = plan_ranks(units, Formats.of(config), placement, world.shards.size)
+        ranks = plan_ranks(units, Formats.of(config), placement, world.shards.size, device=device is not None)
         plan, error = None, None
         try:
             plan = plan_within(config, shards, choice, room, ranks)
         except OffloadError as raised:
             error = raised
-        fits = plan is not None and not any(plan.nvme_bytes.values())
-        told = None if error is None else (str(error.args[0]), getattr(error, "needed_bytes", 0))
+        fits = plan is not None and not any(plan.nvme_bytes.values()) and _device_fits(plan, config, room)
+        told = None
+        if error is not None:
+            told = str(error.args[0]), getattr(error, "needed_bytes", 0), getattr(error, "of_device", False)
         of_ranks = world.exchange((fits, told))  # all of them take the same placement, or raise
         if all(fits for fits, _ in of_ranks):
             break
@@ -96,17 +98,26 @@ def plan_for(
     return plan
 
 
-def _raise_first(own: OffloadError | None, told: Sequence[tuple[str, int] | None], world: World) -> None:
+def _device_fits(plan: Plan, config: OffloadConfig, room: Room) -> bool:
+    """What the plan takes of a device's memory leaves enough to activations, as far as nobody has said how much."""
+    if plan.device is None or room.device is None or config.device_memory != "auto":
+        return True
+    return plan.device.total_bytes <= room.device.free_bytes * AUTO_RESIDENT_SHARE
+
+
+def _raise_first(own: OffloadError | None, told: Sequence[tuple[str, int, bool] | None], world: World) -> None:
     """Raise the first error of the ranks, if there is one; of budgets that are too small the one that asks for most.
-    Each comes with its message and ``needed_bytes``."""
+    Each comes with its message, ``needed_bytes`` and ``of_device``."""
     if own is not None and not isinstance(own, BudgetError):
         raise own
     errors = [(rank, *error) for rank, error in enumerate(told) if error is not None]
     if not errors:
         return
-    rank, message, needed = max(errors, key=lambda error: error[2])
+    rank, message, needed, of_device = max(errors, key=lambda error: error[2])
     if not needed:
         raise RankError(f"rank {rank}: {message}")
+    if of_device:
+        raise BudgetError(message, needed, of_device=True)
     raise BudgetError(
         f"{message} These are bytes of one rank: {world.local_size} ranks share what this machine has, so that "
         f"{needed * world.local_size} are needed for all of them.",
@@ -125,7 +136,7 @@ def plan_within(
     ``BudgetError``, and ``StorageFull`` for ``durable`` without the room for it."""
     tile_bytes = None if config.tile_bytes == "auto" else int(config.tile_bytes)
     tiles_of = choice.rule.tiles_of if choice is not None else None
-    device_plan = _plan_device(config, units, choice, room.device) if room.device is not None else None
+    device_plan = None if room.device is None else _plan_device(config, units, choice, room.device, ranks)
     on_host = [unit for unit in units if device_plan is None or unit.index not in device_plan.resident]
     make = partial(
         make_plan,
@@ -135,7 +146,7 @@ def plan_within(
         room.host_bytes,
         room.nvme_bytes,
         tile_bytes,
-        _compute_host_bytes(config, on_host, room.device) + (0 if ranks is None else ranks.nbytes),
+        _compute_host_bytes(config, on_host, room.device, ranks) + (0 if ranks is None else ranks.nbytes),
         num_backwards=config.gradient_accumulation_steps,
     )
     early = choice is not None and choice.rule.repeatable and ranks is None
@@ -197,8 +208,9 @@ def check_paths(paths: Sequence[Path]) -> None:
             )
 
 
-def open_device(device: str | torch.device | Device) -> Device | None:
-    """The device that the model computes on; None is the CPU. Raises ``ConfigError`` if it is not there."""
+def open_device(device: str | torch.device | Device, local_index: int | None) -> Device | None:
+    """The device that the model computes on; None is the CPU. Of several GPUs that none is named of, the process with
+    this index on its machine takes its own. Raises ``ConfigError`` if it is not there."""
     if not isinstance(device, (str, torch.device)):
         return device
     found = torch.device(device)
@@ -206,7 +218,7 @@ def open_device(device: str | torch.device | Device) -> Device | None:
         return None
     from offload.device.cuda import CudaDevice
 
-    return CudaDevice(found)
+    return CudaDevice(found, local_index)
 
 
 def check_backend(name: str) -> None:
@@ -219,7 +231,11 @@ def check_backend(name: str) -> None:
 
 
 def _plan_device(
-    config: OffloadConfig, units: Sequence[UnitSpec], choice: OptimizerChoice | None, device: DeviceRoom
+    config: OffloadConfig,
+    units: Sequence[UnitSpec],
+    choice: OptimizerChoice | None,
+    device: DeviceRoom,
+    ranks: RanksPlan | None,
 ) -> DevicePlan:
     """How the device's memory is divided; the optimizer decides, too, whether units may be resident there."""
     obstacle = None
@@ -231,7 +247,7 @@ def _plan_device(
         tile_bytes = DEFAULT_TILE_BYTES if config.tile_bytes == "auto" else int(config.tile_bytes)
         updates = [device_tile_bytes(choice.rule.tiles_of(unit, tile_bytes), Formats.of(config)) for unit in units]
     given = None if config.device_memory == "auto" else int(config.device_memory)
-    return plan_device(units, Formats.of(config), states, updates, given, device.free_bytes, obstacle)
+    return plan_device(units, Formats.of(config), states, updates, given, device.free_bytes, obstacle, ranks)
 
 
 def _taken_over_bytes(units: Sequence[UnitSpec], device: Device) -> int:
@@ -248,12 +264,15 @@ def _resident_unit(unit: UnitSpec, choice: OptimizerChoice | None) -> UnitPlan:
     return UnitPlan(unit, Tier.DEVICE, Tier.DEVICE, tuple((tile, Tier.DEVICE) for tile in tiles))
 
 
-def _compute_host_bytes(config: OffloadConfig, units: Sequence[UnitSpec], device: DeviceRoom | None) -> int:
+def _compute_host_bytes(
+    config: OffloadConfig, units: Sequence[UnitSpec], device: DeviceRoom | None, ranks: RanksPlan | None
+) -> int:
     """Host memory that compute takes beside the plan's.
 
-    Autograd makes a gradient in memory of its own before it is brought to its home, and drops it then.
+    Autograd makes a gradient in memory of its own before it is brought to its home, and drops it then. From a device it
+    comes as autograd has made it, or, where ``ranks`` have added theirs up, in fp32.
     """
-    width = config.dtype.itemsize
+    width = (config.dtype if device is None or ranks is None else torch.float32).itemsize
     trainable = [spec.numel for unit in units for spec in unit.parameters if spec.trainable]
     gradient_bytes = align(max(trainable, default=0) * width) if config.optimizer is not None else 0
     if device is None:

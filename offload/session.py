@@ -116,6 +116,8 @@ class Session:
         self._model = weakref.ref(model)
         self._backward_has_begun = False
         """A gradient of the coming step has come."""
+        self.holds_gradients = False
+        """Ranks exchange no gradients now: see ``OffloadEngine.no_sync``."""
         self._uses: list[Span | None] = [None] * len(units)
         """The present use of each unit by compute."""
         self._closers = Closers()
@@ -572,7 +574,7 @@ class Session:
             closers,
             sharers=self._sharers,
             squares_on_device=on_device,
-            is_last_backward=self._is_last_backward,
+            holds_gradients=lambda: self.holds_gradients,
         )
         # Asked for several times in each use of a unit.
         self._begin_compute, self._end_compute = tiers.compute.begin, tiers.compute.end
@@ -600,7 +602,7 @@ class Session:
             Spooled(config.paths if any(plan.nvme_bytes.values()) else ()),
             _nothing if updates is None else updates.updater.invalidate,
             self._ranks,
-            tiers.gathered,
+            tiers.whole,
         )
 
     def _take_over(self, model: nn.Module, birth: Birth, handles: Handles, closers: Closers) -> None:
@@ -716,11 +718,6 @@ class Session:
                 needed,
             )
 
-    def _is_last_backward(self) -> bool:
-        """The backward under way is the last one of a step, as far as calls of ``backward`` tell."""
-        steps = self.config.gradient_accumulation_steps
-        return steps == 1 or (self._hooks.lane.gradient_scale is not None and self.progress.num_backwards + 1 == steps)
-
     def _in_training(self) -> bool:
         """The present use of a unit belongs to a step that will change it."""
         if self.optimizer is None:
@@ -732,7 +729,7 @@ class Session:
         on_device = self._tiers.on_device
         if on_device is None:
             return 0, 0
-        to_device, to_host = on_device.weights.copies.copied_bytes, on_device.transport.copied_bytes
+        to_device, to_host = on_device.weights.copies.source.copied_bytes, on_device.transport.copied_bytes
         if self.optimizer is not None and self._updates.device_side is not None:
             more = self._updates.device_side.copied_bytes
             to_device, to_host = to_device + more[0], to_host + more[1]
@@ -740,7 +737,7 @@ class Session:
 
     def _received_bytes(self) -> int:
         """Received from other ranks, since the engine was made."""
-        return 0 if self._ranks is None else self._ranks.collectives.received_bytes
+        return 0 if self._ranks is None else self._ranks.received_bytes
 
     def _grow_into_device(self) -> None:
         """After the first step it is known what activations take: units move into the rest, and copies of others."""
@@ -751,7 +748,7 @@ class Session:
             return
         free_bytes = on_device.device.memory_bytes() - on_device.device.peak_bytes()
         grown = plan.grown(free_bytes)
-        moving = [unit for unit in self._units if unit.index in grown.resident - plan.device.resident]
+        moving = [unit for unit in self._shards if unit.index in grown.resident - plan.device.resident]
         if any(self._tiers.gradients.of(unit) for unit in moving):  # which no parameter group has: they stay
             grown, moving = plan.device.grown(free_bytes), []
         if moving:

@@ -6,8 +6,8 @@ version, instead of a wrong number or a crash later on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from operator import methodcaller
 from typing import Any
@@ -252,3 +252,26 @@ def own_store(prefix: str) -> Any:
     with suppress(AttributeError, RuntimeError, NotImplementedError):  # only some stores can be reached twice
         store = store.clone()
     return _found(distributed_c10d, "PrefixStore")(prefix, store)
+
+
+@contextmanager
+def groups_by_members() -> Iterator[None]:
+    """A group that is made within is made by its members alone. Where the program has bound its processes to devices
+    (``init_process_group(device_id=)``), torch would split it off the group of all of them, and wait for the others."""
+    everyone = _found(torch.distributed, "group").WORLD
+    bound = getattr(everyone, "bound_device_id", None)
+    if bound is None:
+        yield
+        return
+    everyone.bound_device_id = None
+    try:
+        yield
+    finally:
+        everyone.bound_device_id = bound
+
+
+def abort_group(group: Any) -> None:
+    """End the transfers of an nccl group that wait for a peer which is gone: they return as if they were done."""
+    from torch.distributed import distributed_c10d
+
+    _found(distributed_c10d, "_abort_process_group")(group)

@@ -33,20 +33,28 @@ class Failure:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        """Guards ``_error``. Innermost: nothing else is taken while it is held."""
+        """Guards both below. Innermost: nothing else is taken while it is held."""
         self._error: BaseException | None = None
-        self.told: Callable[[], object] = _nobody
-        """Called, in any thread, when there is a first error."""
+        self._listeners: list[Callable[[], object]] = []
         _failures.add(self)
 
     def record(self, error: BaseException) -> BaseException:
         """Keep ``error`` unless there was one before it; returns the one that is kept."""
         with self._lock:
-            is_first, first = self._error is None, self._error or error
+            first = self._error or error
+            listeners = self._listeners if self._error is None else []
             self._error = first
-        if is_first:
-            self.told()
+        for listener in listeners:
+            listener()
         return first
+
+    def when_known(self, listener: Callable[[], object]) -> None:
+        """Have ``listener`` called once, in any thread, when there is a first error: at once if there was one."""
+        with self._lock:
+            self._listeners = [*self._listeners, listener]
+            is_known = self._error is not None
+        if is_known:
+            listener()
 
     @property
     def first(self) -> BaseException | None:
@@ -77,10 +85,6 @@ class Failure:
             self.raise_first(error)
 
 
-def _nobody() -> None:
-    return None
-
-
 _failures: weakref.WeakSet[Failure] = weakref.WeakSet()
 
 
@@ -88,7 +92,7 @@ def _fail_in_child() -> None:
     """A process that was forked has the engine's memory, and none of its threads: its first call must not wait."""
     for failure in list(_failures):
         failure._lock = threading.Lock()  # another thread may have held it
-        failure.told = _nobody
+        failure._listeners = []
         failure._error = OffloadError(
             "the engine belongs to the process that made it, and this one was forked from it: use the model there, or "
             "start this process without it (DataLoader workers need the data alone)"

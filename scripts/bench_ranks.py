@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Steps of several ranks on the CPU over gloo: the engine in its three placements, FSDP2 and DDP, in turns.
+"""Steps of several ranks, on the CPU over gloo or on GPUs over NCCL: the engine in its three placements, FSDP2 and
+DDP, in turns.
 
 Each contender trains the same transformer on the same data, in the same processes, one after the other in every round:
 the ratio of two is the median of the ratios within a round. Memory is not compared: the contenders share processes.
@@ -32,6 +33,7 @@ CONTENDERS = ("engine, weights", "engine, gradients", "engine, states", "FSDP2",
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", default="8x512", help="layers x width")
     parser.add_argument("--batch", type=int, default=2, help="sequences of a rank")
     parser.add_argument("--context", type=int, default=128)
@@ -47,7 +49,9 @@ def _rank(rank: int, given: argparse.Namespace) -> None:
     """One process."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(given.port), RANK=str(rank), WORLD_SIZE=str(given.ranks))
     torch.set_num_threads(max(torch.get_num_threads() // given.ranks, 1))
-    distributed.init_process_group("gloo")
+    distributed.init_process_group("cpu:gloo,cuda:nccl" if given.device == "cuda" else "gloo")
+    if given.device == "cuda":
+        torch.cuda.set_device(rank)
     seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     losses: dict[str, float] = {}
     for turn in range(given.rounds):
@@ -67,14 +71,17 @@ def _run(name: str, rank: int, given: argparse.Namespace) -> tuple[list[float], 
     shape = Shape.parse(given.model, given.batch, given.context)
     torch.manual_seed(0)
     model = shape.model()
-    step, end = _CONTENDER[name.partition(",")[0]](model, name.rpartition(" ")[2])
+    step, end = _CONTENDER[name.partition(",")[0]](model, name.rpartition(" ")[2], given.device)
     seconds = []
     loss = torch.zeros(())
     for index in range(given.steps):
         tokens, targets = shape.tokens(torch.Generator().manual_seed(1000 * index + rank))
+        tokens, targets = tokens.to(given.device), targets.to(given.device)
         distributed.barrier()
         begun = time.perf_counter()
         loss = step(tokens, targets)
+        if given.device == "cuda":
+            torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begun)
     loss = loss.detach().clone()
     distributed.all_reduce(loss)
@@ -85,8 +92,8 @@ def _run(name: str, rank: int, given: argparse.Namespace) -> tuple[list[float], 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def _engine(model: nn.Module, shard: str) -> tuple[Step, Callable[[], object]]:
-    engine = OffloadEngine(model, lr=LR, shard=shard)  # type: ignore[arg-type]
+def _engine(model: nn.Module, shard: str, device: str) -> tuple[Step, Callable[[], object]]:
+    engine = OffloadEngine(model, lr=LR, shard=shard, device=device)  # type: ignore[arg-type]
 
     def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         loss = engine(tokens, targets)
@@ -110,8 +117,9 @@ def _plain(model: nn.Module) -> tuple[Step, Callable[[], object]]:
     return step, lambda: None
 
 
-def _fsdp(model: nn.Module, _: str) -> tuple[Step, Callable[[], object]]:
-    mesh = distributed.device_mesh.init_device_mesh("cpu", (distributed.get_world_size(),))
+def _fsdp(model: nn.Module, _: str, device: str) -> tuple[Step, Callable[[], object]]:
+    mesh = distributed.device_mesh.init_device_mesh(device, (distributed.get_world_size(),))
+    model = model.to(device)
     for module in model.modules():
         if isinstance(module, nn.ModuleList):
             for block in module:
@@ -120,8 +128,8 @@ def _fsdp(model: nn.Module, _: str) -> tuple[Step, Callable[[], object]]:
     return _plain(model)
 
 
-def _ddp(model: nn.Module, _: str) -> tuple[Step, Callable[[], object]]:
-    return _plain(DistributedDataParallel(model))
+def _ddp(model: nn.Module, _: str, device: str) -> tuple[Step, Callable[[], object]]:
+    return _plain(DistributedDataParallel(model.to(device)))
 
 
 _CONTENDER: dict[str, Any] = {"engine": _engine, "FSDP2": _fsdp, "DDP": _ddp}

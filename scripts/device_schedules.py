@@ -34,6 +34,7 @@ from offload import BudgetError, OffloadEngine, kernels
 from offload.optim.kernel_rule import KernelRule
 from offload.testing.simulated import SimulatedDevice
 from offload.tiers.bounce import Bounce
+from offload.tiers.exchange import Gradients
 from offload.tiers.gradients import DeviceGradients
 from offload.tiers.squares import SentSums
 from offload.tiers.transport import GradientTransport
@@ -184,7 +185,7 @@ def watched(device: SimulatedDevice, engine: OffloadEngine) -> Iterator[None]:
     """Tell the device of what the disk, the optimizer and the model do."""
     read, write, apply, take = DurableStore.read, DurableStore.write, KernelRule.apply, GradientTransport.take
     write_beside, read_sums = DurableStore.write_beside, SentSums.read
-    fill, empty = Bounce._fill, Bounce._empty
+    fill, empty, of_ranks = Bounce._fill, Bounce._empty, Gradients.of
     arithmetic = {name: getattr(DeviceGradients, name) for name in ("put", "add", "rescale_and_add")}
 
     def watch_read(store: Any, extent: Any, address: int, nbytes: int, **options: Any) -> Any:
@@ -233,6 +234,11 @@ def watched(device: SimulatedDevice, engine: OffloadEngine) -> Iterator[None]:
         device.compute_access(gradient, writes=True)
         take(gradients, unit, spec, gradient, scale)
 
+    def watch_exchange(gradients: Any, spec: Any) -> torch.Tensor:
+        elements = of_ranks(gradients, spec)
+        device.compute_access(elements, writes=True)
+        return elements
+
     def compute(module: nn.Module, args: Any) -> None:
         for parameter in module._parameters.values():
             if parameter is not None and type(parameter) is nn.Parameter:
@@ -251,6 +257,7 @@ def watched(device: SimulatedDevice, engine: OffloadEngine) -> Iterator[None]:
         mock.patch.object(Bounce, "_empty", watch_empty),
         mock.patch.multiple(DeviceGradients, **{name: watch_arithmetic(name) for name in arithmetic}),
         mock.patch.object(SentSums, "read", watch_sums),
+        mock.patch.object(Gradients, "of", watch_exchange),
     ):
         yield
     for hook in hooks:

@@ -3,13 +3,14 @@
 # what a reader wants first, then a table of the parts, and one JSON object. Ends within LIMIT seconds: a part gets what
 # those before it have left, and one that takes too long is ended and said so.
 #
-#   scripts/gpu_check.sh [PART...]     parts, in this order: build test kernels bench soak races memory (default: all)
+#   scripts/gpu_check.sh [PART...]     parts, in this order: build test kernels bench soak ranks races memory (default: all)
 #
 #     build    the native extensions, with pybind11 or with its headers in torch
 #     test     the tests of the GPU, of its kernels' text and of the device's logic
 #     kernels  each kernel's bits and share of the memory's bandwidth, and the link's (scripts/bench_gpu_kernels.py)
 #     bench    a step against its bound (scripts/bench_step.py)
 #     soak     many steps, whose memory must not grow (scripts/soak.py)
+#     ranks    several GPUs: the tests of ranks, and a step beside FSDP2 and DDP (scripts/bench_ranks.py); nothing on one
 #     races    compute-sanitizer: races in the kernels' shared memory
 #     memory   compute-sanitizer: bad addresses, and memory used before its allocation or after its end in stream order
 #
@@ -31,7 +32,7 @@ work=$root/build/gpu
 out=${OUT:-$work}
 bench=${BENCH:---systems in_memory engine --budgets all least}
 parts=("$@")
-((${#parts[@]})) || parts=(build test kernels bench soak races memory)
+((${#parts[@]})) || parts=(build test kernels bench soak ranks races memory)
 rm -rf "$work"
 mkdir -p "$work" "$out"
 nvme=${NVME:-$(mktemp -d)}
@@ -85,12 +86,18 @@ for name in "${parts[@]}"; do
           --nvme-path "$nvme" --json $bench
       done ;;
     soak) part soak 120 "$python" scripts/soak.py --device cuda --steps "${STEPS:-150}" --nvme-path "$nvme" ;;
+    ranks)
+      gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
+      if ((gpus > 1)); then
+        part ranks-test 200 "${tests[@]}" tests/ranks/test_cuda.py tests/ranks/test_on_device.py
+        part ranks-bench 200 "$python" scripts/bench_ranks.py --device cuda --ranks "$gpus" --model 16x2048 --context 1024
+      fi ;;
     races)
       part races 90 "${sanitizer[@]}" --tool racecheck "${tests[@]}" tests/offload/test_cuda.py -k sums_of_squares ;;
     memory) # the driver's own allocator, whose blocks the sanitizer follows: torch's hides what is used too late
       PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync part memory 240 "${sanitizer[@]}" --tool memcheck \
         --track-stream-ordered-races all "${tests[@]}" tests/offload/test_cuda.py -k "same_bits and 1-bf16" ;;
-    *) echo "gpu_check: no part $name; parts: build test kernels bench soak races memory" >&2; exit 2 ;;
+    *) echo "gpu_check: no part $name; parts: build test kernels bench soak ranks races memory" >&2; exit 2 ;;
   esac
 done
 tar -C "$work" -czf "$out/logs.tgz" $(cd "$work" && ls -- *.log)

@@ -4,9 +4,9 @@
 Each program draws a model (prime sizes, tied weights, frozen blocks, large layers, checkpointing), options, the order
 in which each rank uses the blocks, which may leave some out, and what happens between steps: one rank evaluates or
 reads weights, all of them change some. It runs with ``shard="weights"`` in RAM, and then otherwise: replicated weights,
-gradients exchanged once a step, small budgets on NVMe. What each rank has seen, and all weights and optimizer states,
-must be equal to the last bit; and the weights on all ranks. Ranks exchange sums of micro-batches with
-``shard="states"``, whose bits are others: it takes part in programs of one micro-batch.
+whole gradients, small budgets on NVMe, and on a simulated device for each rank, which reports what was not ordered.
+What each rank has seen, and all weights and optimizer states, must be equal to the last bit; and the weights on all
+ranks.
 """
 
 from __future__ import annotations
@@ -68,8 +68,11 @@ def drawn(seed: int) -> tuple[int, Program, list[Placement]]:
     )
     small = Placement("weights", rng.choice((1.0, 1.0, 1.2, 1.6)), rng.choice(("io_uring", "threads", "portable")))
     placements = [WEIGHTS, rng.choice((GRADIENTS, Placement("gradients", 1.0))), small]
-    if options["gradient_accumulation_steps"] == 1:
-        placements.append(rng.choice((STATES, Placement("states", 1.0))))
+    placements.append(rng.choice((STATES, Placement("states", 1.0))))
+    if not program.model["large"]:
+        budget, on_device = rng.choice((None, 1.0, 1.2)), rng.choice((1.0, 1.2, 1.5, 2.0, 20.0))
+        shard = rng.choice(("states", "gradients", "weights"))
+        placements.append(Placement(shard, budget if on_device <= 1.2 else None, on_device=on_device, seed=seed))
     return size, program, placements
 
 

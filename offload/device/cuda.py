@@ -9,6 +9,9 @@ computes on several streams, the one under which memory was allocated waits for 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -16,7 +19,7 @@ from offload import kernels
 from offload.device.allocator import prefer_expandable_segments
 from offload.device.pinned import PinnedMemory, registry_of
 from offload.device.programs import GpuPrograms, programs_of
-from offload.device.protocol import Event, Shortages
+from offload.device.protocol import Event, Shortages, Stream
 from offload.dtypes import kernel_dtype
 from offload.errors import ConfigError, DeviceMemoryError
 from offload.waiting import Deadline
@@ -84,13 +87,20 @@ class _Stream:
 class CudaDevice:
     """One GPU. Raises ``ConfigError`` if it is not there, or the device is of another kind."""
 
-    def __init__(self, device: torch.device) -> None:
+    backend = "nccl"
+
+    def __init__(self, device: torch.device, local_index: int | None = None) -> None:
+        """Of several processes on a machine each takes its own where the device has no number, and makes it torch's
+        current one, unless its program has done that: a script that says "cuda" says it on all of them."""
         if device.type != "cuda":
             raise ConfigError(f'device="{device}": the engine computes on "cpu" and "cuda" alone')
         if not torch.cuda.is_available():
             raise ConfigError(f'device="{device}": torch.cuda.is_available() says no. Use device="cpu".')
         prefer_expandable_segments()
         index = torch.cuda.current_device() if device.index is None else device.index
+        if device.index is None and index == 0 and local_index is not None:
+            index = local_index if local_index < torch.cuda.device_count() else 0
+            torch.cuda.set_device(index)
         if index >= torch.cuda.device_count():
             raise ConfigError(f'device="cuda:{index}": there are {torch.cuda.device_count()} GPUs')
         self.torch_device = torch.device("cuda", index)
@@ -105,12 +115,35 @@ class CudaDevice:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
 
     @property
+    def identity(self) -> str:
+        properties = torch.cuda.get_device_properties(self.torch_device)
+        return f"{properties.name} {properties.uuid}"
+
+    @property
     def compute(self) -> _Stream:
         return _Stream(torch.cuda.current_stream(self.torch_device), self._programs)
 
     def new_stream(self) -> _Stream:
         self._streams.append(_Stream(torch.cuda.Stream(self.torch_device, _BEFORE_COMPUTE), self._programs))
         return self._streams[-1]
+
+    def new_compute_stream(self) -> _Stream:
+        self._streams.append(_Stream(torch.cuda.Stream(self.torch_device), self._programs))
+        return self._streams[-1]
+
+    def current(self, stream: Stream) -> AbstractContextManager[None]:
+        assert isinstance(stream, _Stream)
+        return torch.cuda.stream(stream.stream)  # type: ignore[no-any-return]
+
+    def collective(
+        self,
+        start: Callable[[], Any],
+        block: Callable[[Any], None],
+        *,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+    ) -> None:
+        start().wait()  # the current stream waits, this thread does not
 
     def obstacle_to_kernels(self) -> str | None:
         return self._programs.obstacle()

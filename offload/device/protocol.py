@@ -6,8 +6,10 @@ may and reports what was not ordered. The schedule is written against this page,
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -82,6 +84,32 @@ class Device(Protocol):
 
     def new_stream(self) -> Stream:
         """One more, beside those three, whose kernels go before those of compute."""
+
+    def new_compute_stream(self) -> Stream:
+        """One that torch's own operations can go to: see ``current``."""
+
+    def current(self, stream: Stream) -> AbstractContextManager[None]:
+        """Within, what this thread asks torch for goes to ``stream``, which ``compute`` is then."""
+
+    @property
+    def identity(self) -> str:
+        """Names the piece of hardware: two processes that compute on the same one say the same."""
+
+    @property
+    def backend(self) -> str:
+        """The backend of ``torch.distributed`` that moves this device's memory between ranks."""
+
+    def collective(
+        self,
+        start: Callable[[], Any],
+        block: Callable[[Any], None],
+        *,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+    ) -> None:
+        """A collective between devices, in the order of ``compute``: ``start`` begins it, and returns its work. Device
+        memory that it ``reads`` and ``writes`` must live until it is done. ``block`` waits for work on this thread,
+        which only a device does whose streams cannot."""
 
     def obstacle_to_kernels(self) -> str | None:
         """Why streams cannot run kernels here; None if they can."""

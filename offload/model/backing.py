@@ -19,8 +19,7 @@ from offload.optim.formats import Formats
 from offload.optim.rule import Rule
 from offload.ranks.ranks import Ranks
 from offload.spooled import Spooled
-from offload.tiers.compute import Compute
-from offload.tiers.gathered import GatheredWeights
+from offload.tiers.compute import Compute, WholeWeights
 from offload.tiers.gradients import Gradient, GradientStore
 from offload.tiers.home import TileHomes, UnitHomes
 from offload.tiers.host_weights import HostWeights
@@ -60,10 +59,10 @@ class Outside:
         spooled: Spooled,
         invalidate: Callable[[UnitSpec], None],
         ranks: Ranks | None,
-        gathered: GatheredWeights | None,
+        whole: WholeWeights | None,
     ) -> None:
         """``homes``, ``host`` and ``gradients`` are of this rank's shards, where there are several ``ranks``;
-        ``gathered`` has whole units then. ``settle`` returns when all gradients are in their places. ``invalidate``
+        ``whole`` has whole units then. ``settle`` returns when all gradients are in their places. ``invalidate``
         makes void what was computed from a unit's weights, gradients or states before the step; see
         ``EarlyUpdates.invalidate``."""
         self.gradients = gradients
@@ -75,7 +74,7 @@ class Outside:
         self.settle = settle
         self.spooled = spooled
         self.ranks = ranks
-        self._gathered = gathered
+        self._whole = whole
         self.zeroing = Zeroing.DONE
         self._homes = homes
         self._host = host
@@ -112,12 +111,12 @@ class Outside:
     def whole_weights(self, unit: UnitSpec, spec: ParameterSpec) -> Iterator[int]:
         """The same of all of a parameter of which ``spec`` may be a rank's shard. A rank may do this by itself as long
         as the others go on."""
-        if self._gathered is None or spec.whole is None:
+        if self._whole is None or spec.whole is None:
             with self.weights(unit, spec) as address:
                 yield address
             return
-        with self._gathered.borrow(unit) as address:
-            yield address + spec.whole.offset * self.formats.weights
+        with self._whole.borrow(unit, spec.whole.offset, spec.whole.offset + spec.whole.numel) as address:
+            yield address
 
     def joined(self, what: str, part: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
         """All of something of which each rank has a part, flat, for all ranks together; ``what`` says which."""

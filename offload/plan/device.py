@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from offload.errors import BudgetError
 from offload.optim.formats import Formats
 from offload.plan.buffers import squares_bytes
+from offload.plan.ranks import RanksPlan
 from offload.units import UnitSpec, num_nested
 from swapper import align, readable_bytes
 
@@ -15,7 +16,7 @@ MARGIN = 0.75
 """Of what the first step has left free, "auto" takes this much: activations are not the same in every step, and an
 allocator cannot use every gap."""
 
-_AUTO_RESIDENT_SHARE = 0.5
+AUTO_RESIDENT_SHARE = 0.5
 """A model that takes at most this much of what is free is resident there altogether with "auto"; the rest is left to
 its activations, whose size nothing tells before the first step."""
 
@@ -43,13 +44,15 @@ class DevicePlan:
     """What sums of squares of gradients take."""
     updates_bytes: int = 0
     """Buffers for tiles of the other units that are updated there: see ``DeviceSide``. 0: none are."""
+    ranks_bytes: int = 0
+    """Shards and gradients on their way between ranks, whose units are shards."""
     obstacle: str | None = None
     """Why no unit may be resident there, if that is so."""
 
     @property
     def total_bytes(self) -> int:
         passing = self.weights_bytes + self.gradients_bytes + self.updates_bytes
-        return passing + self.squares_bytes + sum(self.resident_bytes.values())
+        return passing + self.squares_bytes + self.ranks_bytes + sum(self.resident_bytes.values())
 
     def grown(self, free_bytes: int) -> DevicePlan:
         """The plan with copies in what a step has left free."""
@@ -66,6 +69,8 @@ class DevicePlan:
             parts.append(f"{self.weights_bytes / mib:,.1f} of {self.all_bytes / mib:,.1f} MiB of weights at a time")
             parts.append(f"{self.gradients_bytes / mib:,.1f} MiB of gradients on their way out")
             parts.append(f"{self.updates_bytes / mib:,.1f} MiB for updates of the other units")
+        if self.ranks_bytes:
+            parts.append(f"{self.ranks_bytes / mib:,.1f} MiB for what passes between ranks")
         return ", ".join(parts)
 
 
@@ -74,6 +79,7 @@ class _Needs:
     """What units take of a device's memory. ``states`` are each unit's optimizer states and masters, in bytes.
 
     ``updates`` is what each takes for its update, if it is not resident; ``obstacle`` is what hinders kernels there.
+    With ``ranks`` the units are shards.
     """
 
     units: Sequence[UnitSpec]
@@ -81,6 +87,7 @@ class _Needs:
     states: Sequence[int]
     updates: Sequence[int]
     obstacle: str | None
+    ranks: RanksPlan | None
 
     def of_unit(self, index: int) -> dict[str, int]:
         """By kind, of a unit that is resident there."""
@@ -120,11 +127,14 @@ class _Needs:
 
     def staged(self, resident: Collection[int]) -> tuple[int, int, int, int]:
         """Of the units that are not resident there: the least and a comfortable amount for weights at a time, the
-        gradients on their way, all weights."""
+        gradients on their way, all weights. Whole units are gathered also from shards that are resident."""
         rest = [unit for unit in self.units if unit.index not in resident]
+        ranks, width = self.ranks, self.formats.weights
+        if ranks is not None:
+            gradients = max((unit.trainable_numel for unit in rest), default=0) * self.formats.grads
+            return ranks.least_bytes, sum(ranks.places), gradients, ranks.all_bytes
         if not rest:
             return 0, 0, 0, 0
-        width = self.formats.weights
         largest = max(unit.numel for unit in rest) * width
         everything = sum(unit.numel for unit in rest) * width
         gradients = max(unit.trainable_numel for unit in rest) * width if self.formats.grads else 0
@@ -140,6 +150,7 @@ def plan_device(
     device_bytes: int | None,
     free_bytes: int,
     obstacle: str | None,
+    ranks: RanksPlan | None = None,
 ) -> DevicePlan:
     """Divide ``device_bytes``, or with None ("auto") what of ``free_bytes`` is safe to take before the first step.
 
@@ -148,18 +159,20 @@ def plan_device(
     as many as fit beside that: those first whose bytes save most traffic, and among equals spread evenly, so that the
     link has always something to do. What is left then keeps copies of weights. ``obstacle`` says why no unit may.
     What ``updates`` of the other units take (for each; they take turns) comes before residents, if there is room.
+    With ``ranks`` the units are a rank's shards, and compute takes the whole units that they are gathered to.
 
     Raises ``BudgetError``, naming the least that works.
     """
-    needs = _Needs(units, formats, states, updates, obstacle)
+    needs = _Needs(units, formats, states, updates, obstacle, ranks)
+    between = 0 if ranks is None else ranks.device_bytes
 
     def plan(resident: Collection[int], spare_bytes: int | None) -> DevicePlan:
         least, comfortable, gradients, everything = needs.staged(resident)
         resident_bytes = needs.of_units(resident)
         squares, updated = needs.squares(resident), needs.updated(resident)
         weights = comfortable
-        others = gradients + squares + sum(resident_bytes.values())
-        bound = free_bytes * _AUTO_RESIDENT_SHARE if spare_bytes is None else spare_bytes
+        others = gradients + squares + between + sum(resident_bytes.values())
+        bound = free_bytes * AUTO_RESIDENT_SHARE if spare_bytes is None else spare_bytes
         if others + comfortable + updated > bound:
             updated = 0
         if spare_bytes is not None:
@@ -174,21 +187,23 @@ def plan_device(
             resident_bytes,
             squares,
             updated,
+            between,
             obstacle,
         )
 
     every = range(len(units))
     if device_bytes is None:
         whole = plan(every, None)
-        fits = obstacle is None and whole.total_bytes <= free_bytes * _AUTO_RESIDENT_SHARE
+        fits = obstacle is None and whole.total_bytes <= free_bytes * AUTO_RESIDENT_SHARE
         return whole if fits else plan((), None)
     weights, _, gradients, _ = needs.staged(())
-    least = weights + gradients + needs.squares(())
+    least = weights + gradients + needs.squares(()) + between
     if device_bytes < least:
         raise BudgetError(
             f"device_memory is too small: the least that works for this model is {readable_bytes(least)}, "
             f"{readable_bytes(device_bytes)} are given. Raise device_memory to {least}.",
             least,
+            of_device=True,
         )
     resident: set[int] = set()
     for index in sorted(every, key=lambda index: (-needs.saved_per_byte(index), index * GOLDEN % 1)):
@@ -196,7 +211,7 @@ def plan_device(
         _, comfortable, gradients, _ = needs.staged(more)
         needed = (
             sum(needs.of_units(more).values()) + needs.squares(more) + comfortable + gradients + needs.updated(more)
-        )
+        ) + between
         if obstacle is None and needed <= device_bytes:
             resident = more
     return plan(resident, device_bytes)

@@ -193,6 +193,7 @@ class Plan:
             self.device.total_bytes + max(int(free_bytes * MARGIN), 0),
             0,
             self.device.obstacle,
+            self.ranks,
         )
         return replace(grown, updates_bytes=self.device.updates_bytes)  # which stay where they are
 
@@ -278,7 +279,7 @@ def _staging(plan: Plan) -> str:
     compute_bytes = plan.compute_bytes - (0 if ranks is None else ranks.nbytes)
     if compute_bytes:
         parts.append(f"{_size(compute_bytes)} for {'gradients as they come' if plan.formats.grads else 'copies'}")
-    if ranks is not None:
+    if ranks is not None and not ranks.device:
         what = "whole units and their gradients" if plan.formats.grads else "whole units"
         parts.append(f"{_size(ranks.nbytes)} for {what}, of which {ranks.num_ranks} ranks have shards")
     return ", ".join(parts)

@@ -14,45 +14,72 @@ PLACEMENTS = ("states", "gradients", "weights")
 the least memory."""
 
 
+NUM_SHARDS_ON_DEVICE = 2
+"""Shards that a device has on their way between its host and other devices: one comes while one is gathered."""
+
+
 @dataclass(frozen=True)
 class RanksPlan:
-    """``placement`` is one of ``PLACEMENTS``. Whole units lie in ``places``, the gradients that a rank has made of them
-    in ``buffers``, all in bytes; what comes from other ranks lands in ``landing_bytes``."""
+    """``placement`` is one of ``PLACEMENTS``. Whole units lie in ``places``, of which compute needs ``least_bytes`` at
+    a time, and all of them take ``all_bytes``; the gradients that a rank has made of them lie in ``buffers``; what
+    comes from other ranks lands in ``landing_bytes``. All of that is in a ``device``'s memory where one computes.
+    ``shard_bytes`` are those of the largest shard's weights, ``sum_bytes`` of its gradient in fp32."""
 
     placement: str
     num_ranks: int
+    device: bool
     places: tuple[int, ...]
+    least_bytes: int
+    all_bytes: int
     buffers: tuple[int, ...]
     landing_bytes: int
-    compute_bytes: int
-    """Beside that: the gradient of a whole parameter, as autograd has just made it, and of a shard in fp32."""
+    shard_bytes: int
+    sum_bytes: int
+    gradient_bytes: int
+    """The gradient of a whole parameter, as autograd has just made it."""
 
     @property
     def arena_bytes(self) -> int:
-        """What is reserved at the start."""
-        return sum(self.places) + sum(self.buffers) + self.landing_bytes
+        """Host memory that is reserved at the start."""
+        return 0 if self.device else sum(self.places) + sum(self.buffers) + self.landing_bytes
 
     @property
     def nbytes(self) -> int:
         """All host memory."""
-        return self.arena_bytes + self.compute_bytes
+        return 0 if self.device else self.arena_bytes + self.sum_bytes + self.gradient_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory beside the places of whole units."""
+        if not self.device:
+            return 0
+        passing = NUM_SHARDS_ON_DEVICE * self.shard_bytes + sum(self.buffers) + self.landing_bytes
+        return passing + self.sum_bytes
 
 
-def plan_ranks(units: Sequence[UnitSpec], formats: Formats, placement: str, num_ranks: int) -> RanksPlan:
-    """The memory for these whole units: a place for each of them, or a few that fit any; the same of gradients."""
+def plan_ranks(
+    units: Sequence[UnitSpec], formats: Formats, placement: str, num_ranks: int, *, device: bool = False
+) -> RanksPlan:
+    """The memory for these whole units: a place for each of them, or a few that fit any; the same of gradients. On a
+    ``device`` there are as many places as it has room for."""
     nested, all_gradients = num_nested(units), placement == "states"
     weights = [align(unit.numel * formats.weights) for unit in units]
     width = (formats.grads if all_gradients else formats.weights) if formats.grads else 0
     gradients = [align(unit.trainable_numel * width) for unit in units if unit.trainable_numel * width]
     largest = max((spec.numel for unit in units for spec in unit.trainable), default=0) if width else 0
-    few = placement == "weights"
+    few = placement == "weights" or device
     received = max(gradients, default=0)
-    shard_bytes = received // max(width, 1) // num_ranks * 4
+    sum_bytes = received // max(width, 1) // num_ranks * 4
     return RanksPlan(
         placement,
         num_ranks,
+        device,
         tuple([max(weights)] * min(nested + 2, len(units)) if few else weights),
+        nested * max(weights),
+        sum(weights),
         tuple(gradients if all_gradients else [max(gradients)] * min(nested + 1, len(gradients)) if gradients else ()),
-        max(received, shard_bytes),  # replicas' sums of a shard land there, too
-        shard_bytes + align(largest * formats.weights),
+        max(received, sum_bytes),  # replicas' sums of a shard land there, too
+        align(max(unit.numel for unit in units) // num_ranks * formats.weights),
+        sum_bytes,
+        align(largest * formats.weights),
     )

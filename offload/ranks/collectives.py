@@ -26,8 +26,9 @@ import torch
 from torch import distributed
 
 from offload.errors import RankError
-from offload.ranks.pulse import Pulse
-from offload.ranks.world import PATIENCE_S, Peers, World
+from offload.ranks.links import HostLinks
+from offload.ranks.pulse import PATIENCE_S, Pulse
+from offload.ranks.world import Peers, World
 from offload.waiting import Worker
 
 _NUM_SHOWN = 8
@@ -85,11 +86,12 @@ called on ranks that do not."""
 
 
 class Collectives:
-    """See the module's docstring. Operations are submitted by any thread; ``received_bytes`` came from other ranks."""
+    """See the module's docstring. Operations are submitted by any thread."""
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.received_bytes = 0
+        self.links = HostLinks(world.pulse)
+        self._all = Peers(tuple(range(world.size)), world.rank, world.group)
         self._pulse = world.pulse
         self._failure = world.pulse.failure
         self._carry_out: dict[int, CarryOut] = {
@@ -152,27 +154,13 @@ class Collectives:
         """No operation is carried out any more, but the one at hand."""
         self._worker.stop()
 
-    # What carries operations out: on the worker's thread.
+    # On the worker's thread.
 
-    def all_gather(self, into: torch.Tensor, own: torch.Tensor, peers: Peers | None = None) -> None:
-        """The bytes of ``own`` of these ranks, or all, to flat memory."""
-        group = self.world.group if peers is None else peers.group
-        call = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor  # its older name
-        self._pulse.wait_for(call(into.view(torch.uint8), own.view(torch.uint8), group=group, async_op=True))
-        self.received_bytes += into.nbytes - own.nbytes
-
-    def gather(self, into: torch.Tensor | None, own: torch.Tensor, peers: Peers, place: int) -> None:
-        """The same, to one of them."""
-        parts = None if into is None else list(into.view(torch.uint8).view(peers.size, -1).unbind())
-        to = peers.members[place]
-        self._pulse.wait_for(distributed.gather(own.view(torch.uint8), parts, to, peers.group, async_op=True))
-        self.received_bytes += 0 if into is None else into.nbytes - own.nbytes
-
-    def scatter_parts(self, into: torch.Tensor, own: torch.Tensor, peers: Peers) -> None:
-        """This rank's part of every one's ``own``, to flat memory."""
-        flat = into.view(torch.uint8), own.view(torch.uint8)
-        self._pulse.wait_for(distributed.all_to_all_single(*flat, group=peers.group, async_op=True))
-        self.received_bytes += into.nbytes - into.nbytes // peers.size
+    def all_gather(self, own: torch.Tensor) -> torch.Tensor:
+        """Inside of an operation: what all ranks have as ``own``, of one dimension, as rows."""
+        into = torch.empty((self.world.size, len(own)), dtype=own.dtype)
+        self.links.all_gather(into.view(-1), own, self._all)
+        return into
 
     def _advance(self, operation: Operation) -> None:
         """Carry out rounds until the operation is over."""
@@ -187,9 +175,7 @@ class Collectives:
             shown = [self._queue[index] for index in range(min(len(self._queue), _NUM_SHOWN))]
         own = torch.zeros(_NUM_SHOWN, dtype=torch.int64)
         own[: len(shown)] = torch.tensor([operation.code for operation in shown])
-        table = torch.empty(self.world.size * _NUM_SHOWN, dtype=torch.int64)
-        self.all_gather(table, own)
-        for column, codes in enumerate(table.view(self.world.size, _NUM_SHOWN).t().tolist()):
+        for column, codes in enumerate(self.all_gather(own).t().tolist()):
             if codes[0] and codes.count(codes[0]) == len(codes):
                 self._do(codes[0], range(self.world.size))
             elif column == 0:
@@ -220,13 +206,13 @@ class Collectives:
         assert own is not None
         work = distributed.broadcast(own.own, self.world.members[0], self.world.group, async_op=True)
         self._pulse.wait_for(work)
-        self.received_bytes += own.own.nbytes if self.world.rank else 0
+        self.links.received_bytes += own.own.nbytes if self.world.rank else 0
 
     def _meet(self, number: int, wanting: Sequence[int], own: Operation | None) -> None:
         assert own is not None
         into = torch.empty((self.world.size, *own.own.shape), dtype=own.own.dtype)
         if into.nbytes:
-            self.all_gather(into.view(-1), own.own.view(-1))
+            self.links.all_gather(into.view(-1), own.own.view(-1), self._all)
         own.result = list(into.unbind())
 
 

@@ -10,12 +10,19 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from offload.errors import RankError
 from offload.waiting import Failure
 from swapper import OffloadError
+
+T = TypeVar("T")
+
+PATIENCE_S = 1800.0
+"""A rank that lives may let the others wait for this long."""
 
 _FIRST = "first error"
 _NUM_KNOWING = "ranks that know the end"
@@ -47,7 +54,7 @@ class Pulse:
         self._lost: BaseException | None = None
         self._lost_at = 0.0
         self._beat_at = self._checked_at = self._looked_at = time.monotonic()
-        failure.told = self._wake.set
+        failure.when_known(self._wake.set)
         self._thread = threading.Thread(target=self._run, name="offload-pulse", daemon=True)
         self._thread.start()
 
@@ -71,6 +78,29 @@ class Pulse:
             work.wait()
         except RuntimeError as error:
             self.blame(error)
+
+    def wait_for_call(self, call: Callable[[], T], what: str) -> T:
+        """The result of ``call``, which waits for all ranks to come to the same without looking whether one is gone; it
+        is left behind then, in a thread of its own. Raises ``RankError`` for ``what`` they do not come to in time."""
+        made: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                made.set_result(call())
+            except BaseException as error:
+                made.set_exception(error)
+
+        threading.Thread(target=run, name="offload-meet", daemon=True).start()
+        deadline = time.monotonic() + PATIENCE_S
+        while not made.done():
+            self.check()
+            if time.monotonic() > deadline:
+                raise RankError(f"not all of the {self._size} ranks have come to {what} in {PATIENCE_S:g} s")
+            time.sleep(0.005)
+        error = made.exception()
+        if error is not None:
+            self.blame(error)
+        return made.result()
 
     def blame(self, error: BaseException) -> None:
         """A collective has failed, as it does when a rank is gone: find out which, and raise why."""

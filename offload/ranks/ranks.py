@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from offload.device.protocol import Device
 from offload.ranks.collectives import Collectives
+from offload.ranks.links import DeviceLinks
 from offload.ranks.world import World
 from offload.units import ParameterSpec, UnitSpec
 
@@ -32,7 +34,19 @@ class Ranks:
             for unit, own in zip(units, shards, strict=True)
             for whole, shard in zip(unit.parameters, own.parameters, strict=True)
         }
+        self._device_links: DeviceLinks | None = None
         self._has_left = False
+
+    def connect(self, device: Device) -> DeviceLinks:
+        """Connect the devices of all ranks, which call this together."""
+        self._device_links = DeviceLinks(self.world, device)
+        return self._device_links
+
+    @property
+    def received_bytes(self) -> int:
+        """Received from other ranks, since the engine was made."""
+        between_devices = 0 if self._device_links is None else self._device_links.received_bytes
+        return self.collectives.links.received_bytes + between_devices
 
     def agree(self, where: str) -> None:
         """Wait until all ranks are at this place of the program. Raises ``RankError`` if one is at another."""
@@ -68,6 +82,8 @@ class Ranks:
         finally:
             self.world.leave(error)
             self.collectives.stop()
+            if self._device_links is not None:
+                self._device_links.close()
 
 
 def program_error() -> BaseException | None:

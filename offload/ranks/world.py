@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
 import pickle
 import socket
-import threading
-import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed
 
-from offload.errors import ConfigError, RankError
+from offload.errors import ConfigError
 from offload.ranks.pulse import Pulse
-from offload.torch_internals import own_store
+from offload.torch_internals import groups_by_members, own_store
 from offload.waiting import Failure
 
 _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What a launcher such as torchrun puts into the environment."""
 
-PATIENCE_S = 1800.0
-"""A rank that lives may let the others wait for this long."""
 _PATIENCE = timedelta(days=7)
 """A collective may wait this long: a rank that is gone is noticed by its silence (``offload.ranks.pulse``), and one
 that computes is waited for."""
@@ -128,7 +125,7 @@ def find_world(mesh: Any | None, timeout_s: float) -> World | None:
 
 
 def _meet(rows: Sequence[Sequence[int]], members: Sequence[int], rank: int, pulse: Pulse) -> World:
-    group = _take_group(members, pulse)
+    group = take_group(members, pulse=pulse)
     hosts = _exchange(_host(), len(members), group, pulse)
     local = tuple(other for other, host in enumerate(hosts) if host == hosts[rank])
     local_size = max(len(local), processes_here())
@@ -136,7 +133,7 @@ def _meet(rows: Sequence[Sequence[int]], members: Sequence[int], rank: int, puls
     column = sorted(other[row.index(members[rank])] for other in rows)
 
     def peers(some: Sequence[int]) -> Peers:
-        of_some = group if len(some) == len(members) else _take_group(some, pulse) if len(some) > 1 else None
+        of_some = group if len(some) == len(members) else take_group(some, pulse=pulse) if len(some) > 1 else None
         return Peers(tuple(map(members.index, some)), some.index(members[rank]), of_some)
 
     return World(rank, len(members), local, local_size, group, peers(row), peers(column), pulse)
@@ -172,6 +169,13 @@ def processes_here() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def local_index(world: World | None) -> int | None:
+    """Which of the processes on this machine this is, as a launcher says, else as its world knows; None for one."""
+    if "LOCAL_RANK" in os.environ:
+        return int(os.environ["LOCAL_RANK"])
+    return None if world is None else world.local_rank
+
+
 @dataclass
 class _Group:
     """A group that is ours alone, for one world at a time."""
@@ -180,8 +184,8 @@ class _Group:
     is_taken: bool = False
 
 
-_groups: dict[tuple[int, ...], list[_Group]] = {}
-"""The groups of each set of ranks, for the present ``torch.distributed``."""
+_groups: dict[tuple[str, tuple[int, ...]], list[_Group]] = {}
+"""The groups of each backend and set of ranks, for the present ``torch.distributed``."""
 _num_worlds: Counter[tuple[int, ...]] = Counter()
 """How many worlds each set of ranks has had there."""
 _everyone: Any = None
@@ -205,51 +209,50 @@ def _next_store(members: Sequence[int]) -> Any:
     return own_store(f"offload/{_start()}/{name}/{_num_worlds[tuple(members)]}")
 
 
-def _take_group(members: Sequence[int], pulse: Pulse | None = None) -> Any:
-    """A group for these ranks that no other world has. Its name, and so what it leaves in the store that all processes
-    share, follows from the ranks and the groups that they have: it is kept, since one of the same name would find
-    that."""
+def take_group(members: Sequence[int], backend: str = "gloo", pulse: Pulse | None = None) -> Any:
+    """A group for these ranks, as the whole program counts them, that no other world has. All of them call this.
+
+    Its name, and so what it leaves in the store that all processes share, follows from the ranks and the groups that
+    they have: it is kept, since one of the same name would find that. One that is gone would be waited for without end:
+    ``pulse`` says so.
+    """
     _forget_former()
-    of_members = _groups.setdefault(tuple(members), [])
+    of_members = _groups.setdefault((backend, tuple(members)), [])
     found = next((group for group in of_members if not group.is_taken), None)
     if found is None:
-        found = _Group(_make_group(members, pulse))
+        make = partial(_make_group, members, backend)
+        found = _Group(make() if pulse is None else pulse.wait_for_call(make, "make their engines"))
         of_members.append(found)
     found.is_taken = True
     return found.group
 
 
-def _make_group(members: Sequence[int], pulse: Pulse | None) -> Any:
-    """Make a group, as all of its ranks do. One that is gone would be waited for without end: ``pulse`` says so."""
-    made: Future[Any] = Future()
+def _make_group(members: Sequence[int], backend: str) -> Any:
+    with _own_handling_of_errors(), groups_by_members():
+        return distributed.new_group(list(members), _PATIENCE, backend, use_local_synchronization=True)
 
-    def make() -> None:
-        try:
-            made.set_result(distributed.new_group(list(members), _PATIENCE, "gloo", use_local_synchronization=True))
-        except BaseException as error:
-            made.set_exception(error)
 
-    if pulse is None:
-        make()
-        return made.result()
-    threading.Thread(target=make, name="offload-new-group", daemon=True).start()
-    deadline = time.monotonic() + PATIENCE_S
-    while not made.done():
-        pulse.check()
-        if time.monotonic() > deadline:
-            raise RankError(f"not all of the {len(members)} ranks have come to make their engines in {PATIENCE_S:g} s")
-        time.sleep(0.005)
-    error = made.exception()
-    if error is not None:
-        pulse.blame(error)
-    return made.result()
+@contextlib.contextmanager
+def _own_handling_of_errors() -> Iterator[None]:
+    """A group that is made within leaves it to us to end transfers of a peer that is gone: by itself nccl's would end
+    the process. Source: torch's "ProcessGroupNCCL Environment Variables"."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def find_peers(members: Sequence[int]) -> Peers | None:
     """These ranks, as the whole program counts them and in order, which call this together. None if it is one."""
     if len(members) < 2:
         return None
-    group = _take_group(members)
+    group = take_group(members)
     return Peers(tuple(range(len(members))), distributed.get_rank(group), group)
 
 

@@ -11,13 +11,15 @@ slow.
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
-from offload.device.protocol import Event, Shortages
+from offload.device.protocol import Event, Shortages, Stream
 from offload.errors import DeviceMemoryError
 from offload.testing.activations import Activations
 from offload.testing.order import HOST, Order
@@ -28,6 +30,8 @@ from swapper import readable_bytes
 
 class SimulatedDevice:
     """See the module's docstring. ``violations`` says what was not ordered; a correct schedule leaves it empty."""
+
+    backend = "gloo"
 
     def __init__(
         self,
@@ -45,6 +49,7 @@ class SimulatedDevice:
         work a stream holds: the thread that gives it one more waits until one is done.
         """
         self.torch_device = torch.device("cpu")
+        self.identity = f"simulated device {id(self)} of process {os.getpid()}"
         self.link_speed = link_speed
         self.queue_depth = queue_depth
         self.lock = threading.RLock()
@@ -81,6 +86,34 @@ class SimulatedDevice:
 
     def new_stream(self) -> SimulatedStream:
         return self._add_stream(f"stream {len(self._streams)}")
+
+    def new_compute_stream(self) -> SimulatedStream:
+        self._num_compute += 1
+        return SimulatedStream(self, f"compute {self._num_compute}", computes=True)
+
+    @contextlib.contextmanager
+    def current(self, stream: Stream) -> Iterator[None]:
+        assert isinstance(stream, SimulatedStream)
+        before = self.compute
+        self._current.stream = stream
+        try:
+            yield
+        finally:
+            self._current.stream = before
+
+    def collective(
+        self,
+        start: Callable[[], Any],
+        block: Callable[[Any], None],
+        *,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+    ) -> None:
+        """One that waited in a queue would keep other ranks from theirs: it is carried out at once."""
+        for tensors, is_written in ((reads, False), (writes, True)):
+            for tensor in tensors:
+                self.compute_access(tensor, writes=is_written)
+        block(start())
 
     def obstacle_to_kernels(self) -> str | None:
         return self._obstacle
@@ -158,21 +191,6 @@ class SimulatedDevice:
 
     # For tests.
 
-    def new_compute_stream(self) -> SimulatedStream:
-        """A stream that torch can work on, for ``current``."""
-        self._num_compute += 1
-        return SimulatedStream(self, f"compute {self._num_compute}", computes=True)
-
-    @contextlib.contextmanager
-    def current(self, stream: SimulatedStream) -> Iterator[None]:
-        """Within, this thread computes on ``stream``; nothing orders it against others."""
-        before = self.compute
-        self._current.stream = stream
-        try:
-            yield
-        finally:
-            self._current.stream = before
-
     def host_access(self, address: int, nbytes: int, *, writes: bool) -> None:
         """The host, or a disk on its behalf, reads or writes this memory now."""
         with self.lock:
@@ -180,7 +198,9 @@ class SimulatedDevice:
             self.order.access(HOST, address, nbytes, writes=writes)
 
     def compute_access(self, tensor: torch.Tensor, *, writes: bool) -> None:
-        """An operation of the model reads or writes ``tensor`` now."""
+        """An operation of torch reads or writes ``tensor`` now."""
+        if not tensor.nbytes:
+            return
         with self.lock:
             stream = self.compute.name
             self.order.tick(stream)

@@ -50,13 +50,15 @@ def measure(store: DurableStore, extents: Sequence[Extent], buffers: Sequence[in
     return Bandwidths(read_rate, write_rate, _envelope(read_rate, write_rate, _rate(mixed, 2 * depth)))
 
 
-def measure_link(device: Device, window: DeviceWindow, address: int) -> LinkRates:
-    """Copy to the device and back, for a moment each. The host memory at ``address`` holds afterwards what it held."""
-    host = tensor_at(address, window.numel, window.dtype)
+def measure_link(device: Device, window: DeviceWindow, address: int, numel: int) -> LinkRates:
+    """Copy so many elements to the device and back, for a moment each. The host memory at ``address`` holds afterwards
+    what it held."""
+    host = tensor_at(address, numel, window.dtype)
     window.allocate()
     device.to_device.wait(device.compute.record())
     rates = []
-    for stream, target, source in ((device.to_device, window.target, host), (device.to_host, host, window.target)):
+    there = window.target[:numel]
+    for stream, target, source in ((device.to_device, there, host), (device.to_host, host, there)):
         rates.append(_copy_rate(stream, target, source))
     window.close()
     return LinkRates(*rates)

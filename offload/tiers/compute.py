@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -40,6 +41,13 @@ class Compute(Protocol):
 
     def busy_seconds(self) -> float | None:
         """How long the device has worked on units since this was asked last. None: it is the training thread's time."""
+
+
+class WholeWeights(Protocol):
+    """Whole units, where this rank has shards of them."""
+
+    def borrow(self, unit: UnitSpec, start: int, stop: int) -> AbstractContextManager[int]:
+        """The address, in host memory, of these elements of the unit or of a copy of them, to be read."""
 
 
 class ComputeOnHost:

@@ -1,28 +1,33 @@
 """Weights in a device's memory: copies of units that rest in host memory or on NVMe, fetched ahead of use.
 
-Updates change the weights in host memory, so a copy is good until the unit's next update. Two threads stand between:
-one waits until a unit is in host memory and up to date and starts its copy, one waits for copies to end and lets the
-host's memory go. Within a step the training thread waits for no copy: it waits until a copy has been *started*, and the
-device's own queue does the rest. Only ``outdate``, in ``step()``, waits until copies are over whose source will change.
+Updates change the weights in host memory, so a copy is good until the unit's next update. What fills the windows there
+is ``HostSource``, or, where ranks have shards of units, ``RanksSource`` (``offload.tiers.ranks_source``). Within a step
+the training thread waits for no copy: it waits until a copy has been *started*, and the device's own queue does the
+rest. Only ``outdate``, in ``step()``, waits until copies are over whose source will change.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Protocol
+
+import torch
 
 from offload.device.protocol import Device, Event
 from offload.errors import DeviceMemoryError, warn
 from offload.memory import tensor_at
 from offload.report.meter import Meter
 from offload.report.trace import Span
+from offload.tiers.bounce import Bounce
 from offload.tiers.cache import Entry, Residency, WeightCache
 from offload.tiers.home import Transfer
 from offload.tiers.host_weights import HostWeights
 from offload.tiers.window import DeviceWindow
 from offload.units import UnitSpec
-from offload.waiting import WAIT_TIMEOUT_S, Failure, Worker, timed_out
+from offload.waiting import WAIT_TIMEOUT_S, Failure, Job, Worker, timed_out
 from swapper import readable_bytes
 
 _LOOK_AHEAD = 16
@@ -30,55 +35,164 @@ _LOOK_AHEAD = 16
 
 
 class Copy:
-    """A unit's weights in device memory, and the transfer that brings them. ``arrived`` is set before ``started``."""
+    """A unit's weights in device memory. ``starting`` is the transfer that brings them: once it is ``done`` the device
+    keeps the order, and the weights are there at ``arrived``. ``allocated``: from here on the memory is theirs."""
 
-    def __init__(self, window: DeviceWindow, allocated: Event, failure: Failure) -> None:
+    def __init__(self, window: DeviceWindow, allocated: Event) -> None:
         self.window = window
         self.allocated = allocated
-        self.started = threading.Event()
+        self.starting: Transfer | None = None
         self.arrived: Event | None = None
-        self._failure = failure
-
-    def done(self) -> bool:
-        """The copy has been started: from here on the device keeps the order."""
-        return self.started.is_set()
-
-    def wait(self) -> None:
-        if not self.started.wait(WAIT_TIMEOUT_S):
-            self._failure.record(timed_out("the start of a copy to the device"))
-        self._failure.check()
 
 
-class DeviceCarrier:
-    """Brings units from host memory into windows on the device."""
+class Source(Protocol):
+    """Fills windows on the device."""
 
-    num_places = None
+    copied_bytes: int
+    """Host to device, since the engine was made."""
 
-    def __init__(
-        self,
-        windows: Sequence[DeviceWindow],
-        lower: HostWeights,
-        device: Device,
-        max_bytes: int,
-        least_bytes: int,
-        failure: Failure,
-        meter: Meter,
-    ) -> None:
-        """``least_bytes`` are what compute takes at a time: below that nothing works."""
-        self.max_bytes = max_bytes
-        self.used_bytes = 0
+    def start(self, unit: UnitSpec, place: Copy) -> Transfer:
+        """Have the window filled, after ``allocated``; ``arrived`` is set when the transfer is done."""
+
+    def settle(self) -> None:
+        """Wait until nothing reads host memory any more for what was started."""
+
+    def end_step(self) -> None:
+        """Compute was given the updates of units that are resident on the device."""
+
+    def close(self) -> None:
+        """Wait for all that was started."""
+
+
+class HostSource:
+    """Copies units from host memory. Two threads stand between: one waits until a unit is there and up to date and
+    starts its copy, one waits for copies to end and lets the host's memory go."""
+
+    def __init__(self, lower: HostWeights, device: Device, failure: Failure, meter: Meter) -> None:
         self.copied_bytes = 0
-        """Host to device, since the engine was made."""
-        self._least_bytes = least_bytes
-        self._headroom_bytes = max((window.nbytes for window in windows), default=0)
-        self._windows = windows
         self._lower = lower
         self._device = device
         self._failure = failure
         self._meter = meter
-        self._seen = device.shortages()
         self._starter = Worker("offload-to-device")
-        self._finisher = Worker("offload-to-device-end")
+        self._finisher = Finisher(lower, failure, meter)
+
+    def start(self, unit: UnitSpec, place: Copy) -> Transfer:
+        started = _Started(self._failure)
+        self._starter.submit(partial(self._start, unit, place, started))
+        return started
+
+    def settle(self) -> None:
+        self._finisher.settle()
+
+    def end_step(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._starter.stop()
+        self._finisher.close()
+
+    def _start(self, unit: UnitSpec, place: Copy, started: _Started) -> None:
+        try:
+            self._failure.check()
+            target = place.window.target
+            place.arrived = copy_from_host(self._device, self._lower, unit, target, place.allocated, self._finisher)
+            self.copied_bytes += target.nbytes
+        except BaseException as error:
+            self._failure.record(error)
+        finally:
+            started.event.set()
+
+
+class _Started:
+    """The start of a copy."""
+
+    def __init__(self, failure: Failure) -> None:
+        self.event = threading.Event()
+        self._failure = failure
+
+    def done(self) -> bool:
+        return self.event.is_set()
+
+    def wait(self) -> None:
+        if not self.event.wait(WAIT_TIMEOUT_S):
+            self._failure.record(timed_out("the start of a copy to the device"))
+        self._failure.check()
+
+
+def copy_from_host(
+    device: Device, lower: HostWeights, unit: UnitSpec, target: torch.Tensor, after: Event, finisher: Finisher
+) -> Event:
+    """Wait until the unit's weights are in host memory and up to date, and start their copy to ``target``, on the
+    device, after this event. ``finisher`` lets them go. Returns when the copy is over on the device."""
+    source = tensor_at(lower.acquire(unit), target.numel(), target.dtype)
+    span = finisher.begin(unit, target.nbytes)
+    stream = device.to_device
+    stream.wait(after)
+    stream.copy(target, source)
+    arrived = stream.record()
+    finisher.submit(unit, arrived, (source, target), span)
+    return arrived
+
+
+class Finisher:
+    """A thread that waits for copies from host memory, one after the other, and lets units go."""
+
+    def __init__(self, lower: HostWeights, failure: Failure, meter: Meter) -> None:
+        self._lower = lower
+        self._failure = failure
+        self._meter = meter
+        self._last: Job | None = None
+        self._worker = Worker("offload-to-device-end")
+
+    def begin(self, unit: UnitSpec, nbytes: int) -> Span:
+        """A copy begins."""
+        return self._meter.trace.begin("to device", f"weights of {unit.name}", nbytes)
+
+    def submit(self, unit: UnitSpec, arrived: Event, ends: tuple[torch.Tensor, torch.Tensor], span: Span) -> None:
+        """Release the unit when its copy has ``arrived``; both ``ends`` of it live until then."""
+        self._last = self._worker.submit(partial(self._finish, unit, arrived, ends, span))
+
+    def settle(self) -> None:
+        """Wait until all units were let go."""
+        last = self._last
+        if last is not None:
+            last.wait(lambda: "the last copy to the device")
+        self._failure.check()
+
+    def close(self) -> None:
+        """The same, whatever has failed."""
+        self._worker.finish()
+
+    def _finish(self, unit: UnitSpec, arrived: Event, ends: object, span: Span) -> None:
+        try:
+            arrived.wait()
+            self._meter.trace.end(span)
+        except BaseException as error:
+            self._failure.record(error)
+        try:
+            self._lower.release(unit)
+        except BaseException as error:
+            self._failure.record(error)
+
+
+class DeviceCarrier:
+    """The memory of windows on the device."""
+
+    num_places = None
+
+    def __init__(
+        self, windows: Sequence[DeviceWindow], source: Source, device: Device, max_bytes: int, least_bytes: int
+    ) -> None:
+        """``least_bytes`` are what compute takes at a time: below that nothing works."""
+        self.max_bytes = max_bytes
+        self.used_bytes = 0
+        self.source = source
+        self._least_bytes = least_bytes
+        self._headroom_bytes = max((window.nbytes for window in windows), default=0)
+        self._windows = windows
+        self._device = device
+        self._seen = device.shortages()
 
     def take_place(self, unit: UnitSpec) -> Copy | None:
         if self.used_bytes + self._windows[unit.index].nbytes > self.max_bytes:
@@ -106,7 +220,7 @@ class DeviceCarrier:
         window = self._windows[unit.index]
         window.allocate()
         self.used_bytes += window.nbytes
-        return Copy(window, self._device.compute.record(), self._failure)
+        return Copy(window, self._device.compute.record())
 
     def free_place(self, unit: UnitSpec, place: Copy) -> None:
         """The memory is for the work that compute is given next, and so for nothing before the copy is over."""
@@ -119,51 +233,16 @@ class DeviceCarrier:
         return None
 
     def fetch(self, unit: UnitSpec, place: Copy) -> Transfer:
-        self._starter.submit(partial(self._start, unit, place))
-        return place
+        place.starting = self.source.start(unit, place)
+        return place.starting
 
     def pending(self) -> Transfer | None:
         return None
-
-    def close(self) -> None:
-        """Wait for copies under way."""
-        self._starter.stop()
-        self._finisher.finish()
 
     def _shrink(self, nbytes: int) -> int:
         before = self.max_bytes
         self.max_bytes = min(before, max(nbytes, self._least_bytes))
         return before - self.max_bytes
-
-    # The two threads.
-
-    def _start(self, unit: UnitSpec, place: Copy) -> None:
-        window = place.window
-        try:
-            self._failure.check()
-            source = tensor_at(self._lower.acquire(unit), window.numel, window.dtype)
-            span = self._meter.trace.begin("to device", f"weights of {unit.name}", window.nbytes)
-            stream = self._device.to_device
-            stream.wait(place.allocated)
-            stream.copy(window.target, source)
-            place.arrived = stream.record()
-            self.copied_bytes += window.nbytes
-            self._finisher.submit(partial(self._finish, unit, place.arrived, source, span))
-        except BaseException as error:
-            self._failure.record(error)
-        finally:
-            place.started.set()
-
-    def _finish(self, unit: UnitSpec, arrived: Event, source: object, span: Span) -> None:
-        try:
-            arrived.wait()  # ``source`` must live until then
-            self._meter.trace.end(span)
-        except BaseException as error:
-            self._failure.record(error)
-        try:
-            self._lower.release(unit)
-        except BaseException as error:
-            self._failure.record(error)
 
 
 class DeviceWeights(WeightCache[Copy]):
@@ -176,6 +255,7 @@ class DeviceWeights(WeightCache[Copy]):
         resident: Callable[[UnitSpec], bool],
         carrier: DeviceCarrier,
         device: Device,
+        bounce: Bounce,
         failure: Failure,
         meter: Meter,
         *,
@@ -193,6 +273,7 @@ class DeviceWeights(WeightCache[Copy]):
         )
         self.copies = carrier
         self._device = device
+        self._bounce = bounce
 
     def acquire(self, unit: UnitSpec, *, training: bool) -> None:
         """Have the unit's weights under its parameters before any work that compute is given next.
@@ -218,15 +299,38 @@ class DeviceWeights(WeightCache[Copy]):
         with self._changed:
             self._unpin(entry, computing=True)
 
+    @contextlib.contextmanager
+    def borrow(self, unit: UnitSpec, start: int, stop: int) -> Iterator[int]:
+        """The address of a copy, in host memory, of the elements ``[start, stop)`` of a unit that has no other home
+        than shards."""
+        entry = self._entries[unit.index]
+        with self._changed:
+            if entry.outdated and entry.pins == 0:
+                self._drop(entry)
+            self._pin(entry, computing=False)
+        self._wait_for_fetch(entry, None, computing=False)
+        try:
+            if entry.place is None or entry.place.arrived is None:
+                raise RuntimeError(f"unit {unit.name} was not gathered")
+            part = entry.place.window.target[start:stop].view(torch.uint8)
+            on_host = torch.empty_like(part, device="cpu")
+            self._device.to_host.wait(entry.place.arrived)
+            self._bounce.to_host(on_host, part)
+        finally:
+            with self._changed:
+                self._unpin(entry, computing=False)
+        yield on_host.data_ptr()
+
     def outdate(self, units: Sequence[UnitSpec]) -> None:
         """The weights of these units are about to change in host memory: copies of them are over, and void."""
-        for unit in units:
-            entry = self._entries[unit.index]
+        entries = [self._entries[unit.index] for unit in units]
+        for entry in entries:
+            if entry.place is not None and entry.place.starting is not None:
+                entry.place.starting.wait()
+        self.copies.source.settle()
+        for entry in entries:
             if entry.place is None:
                 continue
-            entry.place.wait()
-            if entry.place.arrived is not None:
-                entry.place.arrived.wait()
             with self._changed:
                 entry.outdated = True
                 if entry.pins == 0:
@@ -248,12 +352,13 @@ class DeviceWeights(WeightCache[Copy]):
         """A step ends the order of uses; the first units of the next one are fetched as their updates end."""
         with self._changed:
             self._order.end_step()
+            self.copies.source.end_step()
             self._fetch_ahead(wrap=False)
 
     def close(self) -> None:
         """Wait for copies under way, and free the device's memory."""
         try:
-            self.copies.close()
+            self.copies.source.close()
         finally:
             for entry in list(self._present):
                 if entry.place is not None and entry.place.arrived is not None:
@@ -280,7 +385,7 @@ class DeviceWeights(WeightCache[Copy]):
 
     def _drop(self, entry: Entry[Copy]) -> None:
         """Evict a unit that is not in use, whose copy has been or is just being started."""
-        while entry.place is not None and not entry.place.done():
-            self._changed.wait_for_transfer(entry.place.wait)
+        while entry.place is not None and (starting := entry.place.starting) is not None and not starting.done():
+            self._changed.wait_for_transfer(starting.wait)
         if entry.place is not None:
             self._evict(entry)

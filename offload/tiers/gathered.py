@@ -14,6 +14,8 @@ import torch
 import aio_ext
 from offload.memory import tensor_at
 from offload.ranks.collectives import Collectives, Kind, Operation
+from offload.ranks.links import Links
+from offload.ranks.world import Peers
 from offload.report.meter import Meter
 from offload.tiers.cache import Entry, Residency, WeightCache
 from offload.tiers.home import Transfer
@@ -54,7 +56,7 @@ class GatherCarrier:
         self._shards = shards
         self._lower = lower
         self._free = list(places)
-        self._dtype = dtype
+        self.dtype = dtype
         self._collectives = collectives
         collectives.register(Kind.GATHER, self._gather)
 
@@ -84,39 +86,45 @@ class GatherCarrier:
         return None
 
     def _nbytes(self, unit: UnitSpec) -> int:
-        return align(unit.numel * self._dtype.itemsize)
+        return align(unit.numel * self.dtype.itemsize)
 
     def _gather(self, index: int, wanting: Sequence[int], operation: Operation | None) -> None:
         """This rank's part of a gather: its own shard for those that want it, and theirs if it wants them."""
-        places = [place for place, rank in enumerate(self._collectives.world.shards.ranks) if rank in wanting]
+        peers = self._collectives.world.shards
+        places = [place for place, rank in enumerate(peers.ranks) if rank in wanting]
         if not places:
             return
         unit, shard = self._units[index], self._shards[index]
         address = self._lower.acquire(shard)
         try:
-            parts = [(0, unit.trainable_numel, 0, shard.trainable_numel)]
-            parts.append((unit.trainable_numel, unit.numel, shard.trainable_numel, shard.numel))
-            for start, stop, own_start, own_stop in parts:
-                if start == stop:
-                    continue
-                width = self._dtype.itemsize
-                own = tensor_at(address + own_start * width, own_stop - own_start, self._dtype)
-                into = None
-                if operation is not None:
-                    into = tensor_at(operation.own.address + start * width, stop - start, self._dtype)
-                self._gather_part(own, into, places)
+            own = tensor_at(address, shard.numel, self.dtype)
+            into = None if operation is None else tensor_at(operation.own.address, unit.numel, self.dtype)
+            for of_unit, of_shard in parts(unit, shard):
+                target = None if into is None else into[of_unit]
+                gather_part(self._collectives.links, peers, own[of_shard], target, places)
         finally:
             self._lower.release(shard)
 
-    def _gather_part(self, own: torch.Tensor, into: torch.Tensor | None, places: Sequence[int]) -> None:
-        peers = self._collectives.world.shards
-        if peers.size == 1 and into is not None:
-            into.copy_(own)
-        elif len(places) == peers.size and into is not None:
-            self._collectives.all_gather(into, own, peers)
-        else:
-            for place in places:
-                self._collectives.gather(into if place == peers.own else None, own, peers, place)
+
+def parts(unit: UnitSpec, shard: UnitSpec) -> Iterator[tuple[slice, slice]]:
+    """What of a unit is divided among ranks each by itself, trained and frozen elements: where it lies in the unit, and
+    a rank's part of it in its shard."""
+    if shard.trainable_numel:
+        yield slice(0, unit.trainable_numel), slice(0, shard.trainable_numel)
+    if shard.numel > shard.trainable_numel:
+        yield slice(unit.trainable_numel, unit.numel), slice(shard.trainable_numel, shard.numel)
+
+
+def gather_part(
+    links: Links, peers: Peers, own: torch.Tensor, into: torch.Tensor | None, places: Sequence[int]
+) -> None:
+    """A rank's transfers that bring what all ``peers`` have as ``own`` to those at these ``places`` among them. A rank
+    that is none of them gives no ``into``."""
+    if len(places) == peers.size and into is not None:
+        links.all_gather(into, own, peers)
+        return
+    for place in places:
+        links.gather(into if place == peers.own else None, own, peers, place)
 
 
 class GatheredWeights(WeightCache[Place]):
@@ -156,8 +164,8 @@ class GatheredWeights(WeightCache[Place]):
             self._fetch_ahead(wrap=False)
 
     @contextlib.contextmanager
-    def borrow(self, unit: UnitSpec) -> Iterator[int]:
-        """The address of the whole unit, to be read outside of the model's order."""
+    def borrow(self, unit: UnitSpec, start: int, stop: int) -> Iterator[int]:
+        """The address of the elements ``[start, stop)`` of a whole unit, to be read outside of the model's order."""
         entry = self._entries[unit.index]
         with self._changed:
             if entry.outdated and entry.pins == 0:
@@ -165,7 +173,7 @@ class GatheredWeights(WeightCache[Place]):
             self._pin(entry, computing=False)
         self._wait_for_fetch(entry, None, computing=False)
         try:
-            yield self._address(entry)
+            yield self._address(entry) + start * self.carrier.dtype.itemsize
         finally:
             with self._changed:
                 self._unpin(entry, computing=False)

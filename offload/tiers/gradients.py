@@ -9,6 +9,7 @@ Gradients from a device that rest on the host come by ``offload.tiers.transport`
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -232,7 +233,7 @@ class GradientStore:
         self._has_new = False
         """Something has come since squares were exchanged."""
         self._of = [_OfUnit(each) for each in gradients]
-        self._closed: list[UnitSpec] = []
+        self._closed: deque[UnitSpec] = deque()
 
     def of(self, unit: UnitSpec) -> dict[ParameterSpec, Gradient]:
         """The unit's gradients for the coming step: of each parameter that has one."""
@@ -258,6 +259,7 @@ class GradientStore:
 
     def landed(self, unit: UnitSpec, spec: ParameterSpec, scale: float, sum_squares: float) -> None:
         """The gradient, the first one of a step, has been put where ``gradients_of(unit).landing(spec)`` says."""
+        self._has_new = True
         self._of[unit.index].known[spec] = Gradient(sum_squares, scale)
 
     def close(self, unit: UnitSpec) -> None:
@@ -274,8 +276,8 @@ class GradientStore:
     def complete(self) -> Iterator[UnitSpec]:
         """The units that were closed, each once, as soon as their gradients are in host memory and their squares are
         known. One that more gradients are coming for is left out."""
-        closed, self._closed = self._closed, []
-        return iter(closed)
+        while self._closed:
+            yield self._closed.popleft()
 
     def settle(self) -> None:
         """Return when all gradients that were taken are in their places, and their squares are known."""

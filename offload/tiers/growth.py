@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -25,22 +25,36 @@ from swapper import align
 class DeviceHomes:
     """Makes homes in a device's memory: a unit's weights in its window, gradients and states in one storage."""
 
-    def __init__(self, device: Device, formats: Formats, grads_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        device: Device,
+        windows: Sequence[DeviceWindow],
+        formats: Formats,
+        grads_dtype: torch.dtype,
+        bounce: Bounce,
+    ) -> None:
+        """``windows``: one for each unit, closed."""
         self._device = device
+        self._windows = windows
         self._formats = formats
         self._dtype = grads_dtype
-        self._storages: list[torch.UntypedStorage] = []
-        self._bounce = Bounce(device)
+        self._made: list[tuple[DeviceWindow, torch.UntypedStorage]] = []
+        self._bounce = bounce
 
-    def make(self, unit: UnitSpec, tiles: Sequence[Tile], window: DeviceWindow) -> UnitHomes:
-        """Homes for a unit whose window is open. Raises ``DeviceMemoryError``."""
-        storage = torch.UntypedStorage(0, device=self._device.torch_device)
+    def make(self, unit: UnitSpec, tiles: Sequence[Tile]) -> UnitHomes:
+        """Homes for a unit, whose window is open from now on. Raises ``DeviceMemoryError``; nothing was taken then."""
+        window, storage = self._windows[unit.index], torch.UntypedStorage(0, device=self._device.torch_device)
         grads_numel = unit.trainable_numel if self._formats.grads else 0
         starts = [align(grads_numel * self._dtype.itemsize)]
         for tile in tiles:
             starts.append(starts[-1] + tile.nbytes)
-        self._device.allocate(storage, align(starts[-1]))
-        self._storages.append(storage)
+        window.allocate()
+        try:
+            self._device.allocate(storage, align(starts[-1]))
+        except DeviceMemoryError:
+            window.close()
+            raise
+        self._made.append((window, storage))
         grads = self._view(storage, 0, self._dtype, grads_numel)
         grads.zero_()  # the padding stays so
         states = [
@@ -52,12 +66,13 @@ class DeviceHomes:
     def undo(self, count: int) -> None:
         """Free what was made last for so many units."""
         for _ in range(count):
-            self._device.free(self._storages.pop())
+            window, storage = self._made.pop()
+            self._device.free(storage)
+            window.close()
 
     def close(self) -> None:
         """Free the device's memory."""
-        self.undo(len(self._storages))
-        self._bounce.close()
+        self.undo(len(self._made))
 
     def _home(self, tensor: torch.Tensor) -> DeviceHome:
         return DeviceHome(self._device, tensor, self._bounce)
@@ -74,18 +89,19 @@ class Growth:
         self,
         homes: list[UnitHomes],
         device_homes: DeviceHomes,
-        windows: Sequence[DeviceWindow],
         host: HostWeights,
         weights: DeviceWeights,
+        arrive: Callable[[UnitSpec], None],
         gradients: GradientStore,
         transport: GradientTransport,
         squares: Squares | None,
     ) -> None:
+        """``arrive`` tells compute that a unit is resident."""
         self._homes = homes
         self._device_homes = device_homes
-        self._windows = windows
         self._host = host
         self._weights = weights
+        self._arrive = arrive
         self._gradients = gradients
         self._transport = transport
         self._squares = squares
@@ -106,17 +122,10 @@ class Growth:
 
     def _reserve(self, units: Sequence[UnitSpec]) -> list[UnitHomes]:
         made: list[UnitHomes] = []
-        opened: list[DeviceWindow] = []
         try:
             for unit in units:
-                window = self._windows[unit.index]
-                window.allocate()
-                opened.append(window)
-                tiles = [tile.tile for tile in self._homes[unit.index].tiles]
-                made.append(self._device_homes.make(unit, tiles, window))
+                made.append(self._device_homes.make(unit, [tile.tile for tile in self._homes[unit.index].tiles]))
         except DeviceMemoryError:
-            for window in opened:
-                window.close()
             self._device_homes.undo(len(made))
             raise
         return made
@@ -133,4 +142,4 @@ class Growth:
         self._homes[unit.index] = new
         if new.grads is not None and new.grads.tensor is not None:
             self._gradients.move(unit, DeviceGradients(unit, new.grads.tensor, self._squares))
-        self._weights.arrive(unit)
+        self._arrive(unit)

@@ -1,4 +1,7 @@
-"""Makes the tiers that a plan names: reserves memory and disk, and ties homes, caches and gradients together."""
+"""Makes the tiers that a plan names: reserves memory and disk, and ties homes, caches and gradients together.
+
+What stands between them and compute is made in ``offload.tiers.make_compute``.
+"""
 
 from __future__ import annotations
 
@@ -17,41 +20,27 @@ from offload.device.protocol import Device
 from offload.memory import fault_in
 from offload.plan.buffers import NUM_LANDINGS
 from offload.plan.plan import Plan, Tier, UnitPlan
-from offload.plan.ranks import RanksPlan
 from offload.ranks.ranks import Ranks
 from offload.ranks.world import Peers
 from offload.report.meter import Meter
-from offload.report.report import Bandwidths, LinkRates
+from offload.report.report import Bandwidths
 from offload.report.trace import Trace
 from offload.tiers import bandwidth
-from offload.tiers.compute import Compute, ComputeOnDevice, ComputeOnHost, ComputeOnRanks
-from offload.tiers.device_weights import DeviceCarrier, DeviceWeights
-from offload.tiers.exchange import GradientExchange, Gradients
-from offload.tiers.gathered import GatherCarrier, GatheredWeights, Place
+from offload.tiers.bounce import Bounce
+from offload.tiers.compute import Compute, WholeWeights
 from offload.tiers.gradients import GradientStore, UnitGradients, resident_gradients
-from offload.tiers.growth import DeviceHomes, Growth
+from offload.tiers.growth import DeviceHomes
 from offload.tiers.home import Home, HostHome, StoredHome, TileHomes, UnitHomes
 from offload.tiers.host_weights import HostWeights, Slot
+from offload.tiers.make_compute import Base, DeviceMemory, Intake, OnDevice, compute_on_device, compute_on_host
 from offload.tiers.spill import BufferPool, GradientBuffer, SpilledGradients
 from offload.tiers.squares import Squares
 from offload.tiers.store import EngineStore, RecordExtents, extents_of_records, open_engine_store
-from offload.tiers.transport import GradientTransport
 from offload.tiers.whole_squares import WholeSquares
 from offload.tiers.window import POISON, DeviceWindow, HostWindow, Window, window_class
 from offload.units import UnitSpec
 from offload.waiting import Failure
 from swapper import PAGE_BYTES, Arena, DurableStore, Lease, align
-
-
-@dataclass(frozen=True)
-class OnDevice:
-    """The part of the tiers that is there where a device computes."""
-
-    device: Device
-    weights: DeviceWeights
-    transport: GradientTransport
-    growth: Growth
-    link: LinkRates | None
 
 
 @dataclass(frozen=True)
@@ -72,11 +61,11 @@ class Tiers:
     tile_buffers: Sequence[Lease]
     host: HostWeights
     gradients: GradientStore
-    intake: GradientStore | GradientTransport | GradientExchange
+    intake: Intake
     """Takes gradients as compute makes them."""
     compute: Compute
     on_device: OnDevice | None
-    gathered: GatheredWeights | None = None
+    whole: WholeWeights | None
     """Whole units, where there are several ranks."""
 
 
@@ -93,14 +82,15 @@ def make_tiers(
     *,
     sharers: int,
     squares_on_device: bool,
-    is_last_backward: Callable[[], bool],
+    holds_gradients: Callable[[], bool],
 ) -> Tiers:
     """Reserve everything. What must be undone goes into ``closers``, also when this raises.
 
     ``whole`` are the units that compute sees; those of the plan, or what they are ``ranks``' shards of. ``parts`` are
     ranks that have other parts of ``DTensor``s.
     ``sharers``: processes that use the same drives. ``squares_on_device``: kernels run on the device, so that it can
-    add up squares of gradients.
+    add up squares of gradients. ``holds_gradients``: a rank keeps what it has made of gradients for a later backward,
+    if it has the memory.
     """
     units = [item.unit for item in plan.units]
     opened = open_engine_store(config, plan, sharers, ranks)
@@ -116,13 +106,15 @@ def make_tiers(
         closers.callback(opened.close)
         opened.store.register(arena)
     windows, parameters = _make_windows(whole, plan, config.dtype, device)
-    device_homes = None
+    homes_on_device = bounce = None
     if device is not None:
-        device_homes = DeviceHomes(device, plan.formats, config.gradient_dtype)
-        closers.callback(device_homes.close)
-    homes = _make_homes(plan, arena, store, device_homes, windows, meter.trace)
-    if device is not None:
-        closers.callback(partial(_close_resident, windows, homes))
+        bounce = _bounce(device, closers)
+        own = windows if ranks is None else _make_windows(units, plan, config.dtype, device)[0]
+        homes_on_device = DeviceHomes(
+            device, cast(Sequence[DeviceWindow], own), plan.formats, config.gradient_dtype, bounce
+        )
+        closers.callback(homes_on_device.close)
+    homes = _make_homes(plan, arena, store, homes_on_device, meter.trace)
     slots = [Slot(arena.lease(plan.slot_bytes)) for _ in range(plan.staging.num_slots)]
     grad_buffers = [GradientBuffer(arena.lease(plan.grad_buffer_bytes)) for _ in range(plan.staging.num_grad_buffers)]
     tile_buffers = [arena.lease(plan.tile_buffer_bytes) for _ in range(plan.staging.num_tile_buffers)]
@@ -151,52 +143,13 @@ def make_tiers(
     if ranks is not None or parts is not None:
         make_whole = WholeSquares(units, None if ranks is None else ranks.collectives, parts, failure).exchange
     gradients = GradientStore(by_unit, make_whole)
-    on_device = gathered = None
-    intake: GradientStore | GradientTransport | GradientExchange = gradients
-    if ranks is not None and plan.ranks is not None:
-        gathered = _gathered(whole, plan.ranks, arena, host, config, ranks, failure, meter)
-        compute: Compute = ComputeOnRanks(cast(Sequence[HostWindow], windows), gathered)
-        if plan.ranks.buffers:
-            intake = _exchange(
-                whole, plan.ranks, arena, host, gradients, config, ranks, failure, meter, is_last_backward
-            )
-    elif device is None or device_homes is None or plan.device is None:
-        compute = ComputeOnHost(cast(Sequence[HostWindow], windows), host)
+    base = Base(whole, plan, config, arena, homes, host, gradients, ranks, holds_gradients, failure, meter, closers)
+    if device is not None and homes_on_device is not None and bounce is not None:
+        landings = [arena.lease(nbytes) for nbytes in landing_bytes if nbytes]
+        memory = DeviceMemory(device, cast(Sequence[DeviceWindow], windows), homes_on_device, landings, bounce, squares)
+        found = compute_on_device(base, memory, parameters, slots)
     else:
-        own = cast(Sequence[DeviceWindow], windows)
-        carrier = DeviceCarrier(
-            own, host, device, plan.device.weights_bytes, plan.device.least_weights_bytes, failure, meter
-        )
-        weights = DeviceWeights(
-            units,
-            lambda unit: homes[unit.index].weights.tensor is not None,
-            carrier,
-            device,
-            failure,
-            meter,
-            prefetch=config.prefetch,
-        )
-        transport = GradientTransport(
-            units,
-            device,
-            gradients,
-            [arena.lease(nbytes) for nbytes in landing_bytes if nbytes],
-            config.dtype,
-            config.gradient_dtype,
-            plan.device.gradients_bytes,
-            squares,
-            failure,
-            meter,
-        )
-        growth = Growth(homes, device_homes, own, host, weights, gradients, transport, squares)
-        ordinary = [  # those whose memory can be looked at
-            [parameter for spec, parameter in zip(unit.parameters, of_unit, strict=True) if spec.packing is None]
-            for unit, of_unit in zip(units, parameters, strict=True)
-        ]
-        compute, intake = ComputeOnDevice(device, own, ordinary, weights), transport
-        on_device = OnDevice(device, weights, transport, growth, _measure_link(device, units, homes, own, slots))
-        closers.callback(transport.stop)
-        closers.callback(weights.close)
+        found = compute_on_host(base, cast(Sequence[HostWindow], windows))
     return Tiers(
         arena=arena,
         store=store,
@@ -209,54 +162,10 @@ def make_tiers(
         tile_buffers=tile_buffers,
         host=host,
         gradients=gradients,
-        intake=intake,
-        compute=compute,
-        on_device=on_device,
-        gathered=gathered,
-    )
-
-
-def _gathered(
-    whole: Sequence[UnitSpec],
-    plan: RanksPlan,
-    arena: Arena,
-    host: HostWeights,
-    config: OffloadConfig,
-    ranks: Ranks,
-    failure: Failure,
-    meter: Meter,
-) -> GatheredWeights:
-    places = [Place(arena.lease(nbytes)) for nbytes in plan.places]
-    carrier = GatherCarrier(whole, ranks.shards, host, places, config.dtype, ranks.collectives)
-    return GatheredWeights(whole, carrier, failure, meter, prefetch=config.prefetch)
-
-
-def _exchange(
-    whole: Sequence[UnitSpec],
-    plan: RanksPlan,
-    arena: Arena,
-    host: HostWeights,
-    gradients: GradientStore,
-    config: OffloadConfig,
-    ranks: Ranks,
-    failure: Failure,
-    meter: Meter,
-    is_last_backward: Callable[[], bool],
-) -> GradientExchange:
-    """Where whole gradients rest until the last backward of a step, they are added up as they are in their homes."""
-    at_once = plan.placement != "states"
-    return GradientExchange(
-        whole,
-        ranks.shards,
-        gradients,
-        host,
-        [Gradients(arena.lease(nbytes)) for nbytes in plan.buffers],
-        arena.lease(plan.landing_bytes),
-        config.dtype if at_once else config.gradient_dtype,
-        ranks.collectives,
-        failure,
-        meter,
-        is_last=(lambda: True) if at_once else is_last_backward,
+        intake=found.intake,
+        compute=found.compute,
+        on_device=found.on_device,
+        whole=found.whole,
     )
 
 
@@ -280,12 +189,7 @@ def store_bandwidths(tiers: Tiers) -> Bandwidths | None:
 
 
 def _make_homes(
-    plan: Plan,
-    arena: Arena,
-    store: DurableStore | None,
-    device_homes: DeviceHomes | None,
-    windows: Sequence[Window],
-    trace: Trace,
+    plan: Plan, arena: Arena, store: DurableStore | None, on_device: DeviceHomes | None, trace: Trace
 ) -> list[UnitHomes]:
     """The homes of every record: here, and nowhere else, a tier of the plan becomes a home."""
     formats = plan.formats
@@ -304,12 +208,12 @@ def _make_homes(
         return stored(f"weights of {unit.name}", trained=unit.trainable_numel > 0, frozen=frozen)
 
     homes = []
-    for item, window in zip(plan.units, windows, strict=True):
+    for item in plan.units:
         unit = item.unit
         if item.weights is Tier.DEVICE:
-            if device_homes is None or not isinstance(window, DeviceWindow):
+            if on_device is None:
                 raise ValueError(f"unit {unit.name} is to rest on a device, and there is none")
-            homes.append(device_homes.make(unit, [tile for tile, _ in item.tiles], window))
+            homes.append(on_device.make(unit, [tile for tile, _ in item.tiles]))
             continue
         weights, grads = home_of_weights(item), None
         if item.grads is Tier.HOST:
@@ -329,30 +233,29 @@ def _make_homes(
 
 
 def _make_windows(
-    whole: Sequence[UnitSpec], plan: Plan, dtype: torch.dtype, device: Device | None
+    units: Sequence[UnitSpec], plan: Plan, dtype: torch.dtype, device: Device | None
 ) -> tuple[list[Window], list[list[nn.Parameter]]]:
-    """A window for each unit, open where the unit is resident on a device, else closed; and the parameters in it."""
+    """A closed window for each unit, and the parameters in it."""
     windows: list[Window] = []
     parameters = []
-    largest = max(unit.numel for unit in whole) * plan.formats.weights
+    largest = max(unit.numel for unit in units) * plan.formats.weights
     make: Callable[[int], Window]
     if device is not None:
         make = partial(DeviceWindow, dtype=dtype, device=device)
     else:
         make = partial(window_class(), dtype=dtype, poison=aio_ext.Pattern(largest, POISON))
-    for item, unit in zip(plan.units, whole, strict=True):
+    for unit in units:
         window = make(unit.numel)
         windows.append(window)
         parameters.append([spec.over(window.flat[spec.offset : spec.offset + spec.numel]) for spec in unit.parameters])
-        if item.weights is not Tier.DEVICE:
-            window.close()
+        window.close()
     return windows, parameters
 
 
-def _close_resident(windows: Sequence[Window], homes: Sequence[UnitHomes]) -> None:
-    for window, home in zip(windows, homes, strict=True):
-        if home.weights.tensor is not None:
-            window.close()
+def _bounce(device: Device, closers: Closers) -> Bounce:
+    bounce = Bounce(device)
+    closers.callback(bounce.close)
+    return bounce
 
 
 def _unit_gradients(
@@ -365,19 +268,3 @@ def _unit_gradients(
 ) -> UnitGradients:
     resident = resident_gradients(unit, homes, dtype, squares)
     return SpilledGradients(unit, homes.tiles, pool, dtype, meter) if resident is None else resident
-
-
-def _measure_link(
-    device: Device,
-    units: Sequence[UnitSpec],
-    homes: Sequence[UnitHomes],
-    windows: Sequence[DeviceWindow],
-    slots: Sequence[Slot],
-) -> LinkRates | None:
-    """The bandwidth between host memory and the device, on the memory of the largest unit that crosses it, if any."""
-    crossing = [unit for unit in units if homes[unit.index].weights.tensor is None]
-    unit = max(crossing, key=lambda unit: unit.numel, default=None)
-    if unit is None:
-        return None
-    address = homes[unit.index].weights.address
-    return bandwidth.measure_link(device, windows[unit.index], slots[0].address if address is None else address)

@@ -42,7 +42,7 @@ class GradientTransport:
         failure: Failure,
         meter: Meter,
     ) -> None:
-        """``landings`` are buffers in host memory, each for the largest gradient, of ``dtype`` as autograd makes it;
+        """``landings`` are buffers in host memory, each for the largest gradient, of ``dtype`` as it is made;
         gradients rest as ``home_dtype``. Without ``squares`` all sums are worked out in host memory.
         """
         self.max_bytes = max_bytes
@@ -76,12 +76,19 @@ class GradientTransport:
             self._store.take(unit, spec, gradient.to(self._dtype), scale)
             return
         self._num_taken[unit.index] += 1
+        if spec.numel == 0:  # a rank's shard has nothing of this parameter
+            nothing = torch.empty(spec.shape, dtype=self._dtype)
+            self._then(lambda: self._store.take(unit, spec, nothing, scale))
+            return
         gradient = gradient.detach()
-        gradient = (gradient.to_dense() if gradient.is_sparse else gradient).to(self._dtype).contiguous().view(-1)
+        gradient = (gradient.to_dense() if gradient.is_sparse else gradient).to(self._dtype)
         target = None
         is_first = spec not in self._begun and spec not in self._store.of(unit)  # a user may have set one
-        if is_first and self._dtype == self._home_dtype:
+        if is_first and self._home_dtype.itemsize <= self._dtype.itemsize:
             target = resting.landing(spec)
+        if target is not None:
+            gradient = gradient.to(self._home_dtype)
+        gradient = gradient.contiguous().view(-1)
         self._begun.add(spec)
         squared = self._squares is not None and target is not None
         if self._squares is not None:
@@ -138,11 +145,10 @@ class GradientTransport:
             with self._meter.stall("gradients"):
                 last.wait(lambda: "the last gradient from the device")
         self._failure.check()
-        if self._squares is None:
-            return
-        sums = self._squares.collect()
+        sums = {} if self._squares is None else self._squares.collect()
         for unit in self._units if sums else ():
             self._know(unit, sums)
+        self._store.settle()
 
     def forget(self, unit: UnitSpec) -> None:
         """The unit's gradients are wanted no more."""

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from offload import ConfigError, OffloadEngine
+from offload.testing.simulated import SimulatedDevice
 
 ROWS, WIDTH, BLOCKS, STEPS, MICRO_BATCHES = 16, 30, 4, 3, 4
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 1e-2, "host_memory": 100 << 20}
@@ -106,8 +107,9 @@ def mean(value: Tensor, mesh: DeviceMesh) -> float:
     return total.item() / mesh.size()
 
 
-def hybrid(rank: int, size: int, rows: int, **options: Any) -> dict[str, Any]:
+def hybrid(rank: int, size: int, rows: int, *, on_device: bool = False, **options: Any) -> dict[str, Any]:
     """Replicas over the first dimension of a mesh, shards over the second."""
+    options |= {"device": SimulatedDevice()} if on_device else {}
     mesh = init_device_mesh("cpu", (rows, size // rows), mesh_dim_names=("replicate", "shard"))
     losses, norms = [], []
     with OffloadEngine(make_model(), mesh=mesh, **OPTIONS, **options) as engine:
@@ -131,10 +133,12 @@ def composed(
     replicas: int = 1,
     schedule: str = "1f1b",
     sequence: bool = False,
+    on_device: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Stages of a pipeline over ``pp`` ranks, each of them in parts over ``tp`` ranks; the rest feed different data,
     and hold ``replicas`` of shards."""
+    options |= {"device": SimulatedDevice()} if on_device else {}
     lengths = (pp, replicas, size // pp // replicas // tp, tp)
     mesh = init_device_mesh("cpu", lengths, mesh_dim_names=("pp", "replicate", "shard", "tp"))
     data = mesh["replicate", "shard"]

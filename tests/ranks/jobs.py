@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from pathlib import Path
@@ -26,6 +27,7 @@ from tiny import Tiny
 from torch.distributed.device_mesh import init_device_mesh
 
 from offload import BudgetError, NonFiniteGradient, OffloadEngine, RankError
+from offload.testing.simulated import SimulatedDevice
 
 
 def train(engine: OffloadEngine, steps: range, rank: int, size: int) -> None:
@@ -179,7 +181,14 @@ def least_budget(rank: int, size: int, folder: Path) -> tuple[str, int, int]:
 def refusals(rank: int, size: int, folder: Path) -> list[str]:
     """What is said of options that several ranks do not have, in order."""
     table = init_device_mesh("cpu", (1, 1, size), mesh_dim_names=("a", "b", "c"))
-    options: list[dict[str, Any]] = [{"device": "cuda"}, {"optimizer": torch.optim.NAdam}, {"mesh": table}]
+    shared = SimulatedDevice()
+    shared.identity = "GPU 7"
+    options: list[dict[str, Any]] = [
+        {"device": shared},
+        {"device": shared if rank else "cpu"},
+        {"optimizer": torch.optim.NAdam},
+        {"mesh": table},
+    ]
     said = [raised(lambda of=of: OffloadEngine(Model(), precision="fp32", **of)) for of in options]  # type: ignore[misc]
     with Program().placed(WEIGHTS, folder) as engine:
         said.append(raised(lambda: engine.together([1], lambda _: None)))
@@ -254,13 +263,28 @@ def one_raises(rank: int, size: int, folder: Path) -> tuple[str, float]:
     return told(rank, size, loop)
 
 
+def raises_between_backwards(rank: int, size: int, placement: Placement, folder: Path) -> str:
+    """What each rank's error is when the first one's loop raises, and the others are in the middle of a step."""
+
+    def loop() -> None:
+        with Program().placed(placement, folder) as engine:
+            train(engine, range(1), rank, size)
+            if rank == 0:
+                raise ValueError("planted")
+            train(engine, range(1, 3), rank, size)
+
+    return raised(loop)
+
+
 def _raise(*_: Any) -> None:
     raise ValueError("a hook of the user's own")
 
 
-def moved(rank: int, size: int, placement: Placement, folder: Path, micro_batches: int = 1) -> dict[str, int]:
+def moved(
+    rank: int, size: int, placement: Placement, folder: Path, micro_batches: int = 1, *, hold: bool = False
+) -> dict[str, int]:
     """Bytes that one rank moves in a step of ``Tiny``, of two steps one after the other the mean, and what its plan
-    has; by name. On NVMe the budget is the least one."""
+    has; by name. On NVMe the budget is the least one. ``hold``: ranks hold gradients until the last micro-batch."""
     options: dict[str, Any] = {"shard": placement.shard, "precision": "bf16", "lr": 1e-2, "nvme_path": folder}
     options["gradient_accumulation_steps"] = micro_batches
     if placement.budget is not None:
@@ -270,7 +294,8 @@ def moved(rank: int, size: int, placement: Placement, folder: Path, micro_batche
         for step in range(3):
             for micro in range(micro_batches):
                 tokens, targets = batch(step, micro, rank, size)
-                engine.backward(loss_of(engine(tokens), targets))
+                with engine.no_sync() if hold and micro + 1 < micro_batches else contextlib.nullcontext():
+                    engine.backward(loss_of(engine(tokens), targets))
             engine.step()
             reports.append(engine.report())
             engine.synchronize()  # what the step's update moves belongs to the next report

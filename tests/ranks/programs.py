@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +18,19 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+
+from device_schedules import watched
+
 from offload import BudgetError, OffloadEngine
+from offload.testing.simulated import SimulatedDevice
 
 ROWS = 4
 WIDTH = 31
 VOCABULARY = 53
+DEVICE_UPDATES = 1e15
+"""Bytes per second of a link over which it is worth while to update on the device what rests on the host."""
+
 LARGE_VOCABULARY = 17_011
 """Embedding and head of so many rows are cut into pieces."""
 
@@ -84,25 +93,36 @@ def batch(step: int, micro: int, rank: int, size: int) -> tuple[torch.Tensor, to
 
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten().to(logits.device))
 
 
 @dataclass(frozen=True)
 class Placement:
     """How shards rest: ``shard=`` of the engine, host memory as a multiple of the least budget (None is plenty), and
-    what moves bytes to NVMe."""
+    what moves bytes to NVMe. ``on_device``: a simulated device computes, or a ``gpu``, with that multiple of the least
+    memory."""
 
     shard: str = "weights"
     budget: float | None = None
     backend: str = "auto"
+    on_device: float | None = None
+    gpu: bool = False
+    seed: int = 0
+    """Of the simulated device."""
 
     def __str__(self) -> str:
-        return f"{self.shard}, RAM" if self.budget is None else f"{self.shard}, NVMe by {self.backend}"
+        below = f"{self.shard}, RAM" if self.budget is None else f"{self.shard}, NVMe by {self.backend}"
+        return below if self.on_device is None else f"{below}, {self.on_device} on a {'GPU' if self.gpu else 'device'}"
 
 
 STATES, GRADIENTS, WEIGHTS = Placement("states"), Placement("gradients"), Placement("weights")
 ON_NVME = Placement("weights", 1.0, "io_uring")
 BY_THREADS = Placement("weights", 1.0, "threads")
+ON_DEVICE = Placement("weights", on_device=1)
+RESIDENT = Placement("weights", on_device=1.7)
+BELOW_DEVICE = Placement("gradients", 1.0, on_device=1)
+STATES_ON_DEVICE = Placement("states", on_device=20)
+DEVICE_PLACEMENTS = (ON_DEVICE, RESIDENT, BELOW_DEVICE, STATES_ON_DEVICE)
 PLACEMENTS = (STATES, GRADIENTS, WEIGHTS, ON_NVME, BY_THREADS)
 
 
@@ -133,6 +153,11 @@ class Program:
     def placed(self, placement: Placement, folder: Path) -> OffloadEngine:
         """An engine whose shards rest so; on NVMe at the least budget, as the engine says."""
         settings: dict[str, Any] = {"shard": placement.shard, "io_backend": placement.backend}
+        if placement.on_device is not None:
+            simulated = SimulatedDevice(placement.seed, link_speed=DEVICE_UPDATES)
+            settings["device"] = "cuda" if placement.gpu else simulated
+            least = least_of(lambda: self.make(folder, **settings, device_memory=1))
+            settings["device_memory"] = int(least * placement.on_device)
         if placement.budget is not None:
             least = least_of(lambda: self.make(folder, **settings, host_memory=1))
             settings["host_memory"] = int(least * placement.budget)
@@ -192,10 +217,18 @@ def run(
     rank: int, size: int, program: Program, placement: Placement, folder: Path, *, states: bool = False
 ) -> dict[str, Any]:
     """Train; what every step has shown, the weights, and the optimizer's ``states``, if they are wanted."""
-    with program.placed(placement, folder) as engine:
+    with contextlib.ExitStack() as stack:
+        engine = stack.enter_context(program.placed(placement, folder))
+        device = engine.config.device
+        if isinstance(device, SimulatedDevice):
+            stack.enter_context(watched(device, engine))
         seen = list(program.train(engine, rank, size))
         of_optimizer = engine.optimizer.state_dict()["state"] if states else {}
-        return {"seen": seen, "weights": weights_of(engine), "states": of_optimizer}
+        found = {"seen": seen, "weights": weights_of(engine), "states": of_optimizer}
+    if isinstance(device, SimulatedDevice):
+        assert not device.violations, device.violations[0]
+        assert device.allocated_bytes == 0
+    return found
 
 
 def bits_of_placements(
@@ -230,7 +263,7 @@ def bits(value: Any) -> str:
 def _flat(value: Any) -> Iterator[bytes]:
     if isinstance(value, torch.Tensor):
         yield f"{value.dtype} {tuple(value.shape)}".encode()
-        yield value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        yield value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     elif isinstance(value, dict):
         for key in value:
             yield str(key).encode()

@@ -44,17 +44,19 @@ def test_bytes_of_a_rank_fall_with_their_number(two: Pool, four: Pool, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("placement", "micro_batches", "least", "most"),
+    ("placement", "micro_batches", "hold", "least", "most"),
     [
-        (GRADIENTS, 1, 1 + 1, 1 + 1),
-        (STATES, 3, 1 + 2, 1 + 2),  # gradients that were added up are fp32, and weights bf16
-        (GRADIENTS, 3, 1 + 3, 1 + 3),
-        (WEIGHTS, 3, 3 + 3, 6 + 3),
+        (GRADIENTS, 1, False, 1 + 1, 1 + 1),
+        (STATES, 3, False, 1 + 3, 1 + 3),
+        (STATES, 3, True, 1 + 2, 1 + 2),  # gradients that were added up are fp32, and weights bf16
+        (GRADIENTS, 3, False, 1 + 3, 1 + 3),
+        (GRADIENTS, 3, True, 1 + 3, 1 + 3),  # it has no memory for those of the whole model
+        (WEIGHTS, 3, False, 3 + 3, 6 + 3),
     ],
     ids=str,
 )
 def test_a_rank_receives_what_the_others_have(
-    two: Pool, tmp_path: Path, placement: Placement, micro_batches: int, least: int, most: int
+    two: Pool, tmp_path: Path, placement: Placement, micro_batches: int, hold: bool, least: int, most: int
 ):
-    for found in two(jobs.moved, placement, tmp_path, micro_batches):
+    for found in two(jobs.moved, placement, tmp_path, micro_batches, hold=hold):
         check_network(found, two.size, least, most)

@@ -78,6 +78,11 @@ def test_stages_parts_and_shards_go_together(four, pp, tp):
     check_same_training(four(composition.composed, pp, tp, sequence=True, shard="weights"))
 
 
+def test_replicas_stages_and_parts_compute_on_devices(four):
+    check_same_training(four(composition.hybrid, 2, on_device=True))
+    check_same_training(four(composition.composed, 2, 2, sequence=True, on_device=True))
+
+
 def test_the_page_s_program_runs_on_four_ranks(four):
     page = (Path(__file__).parents[2] / "docs" / "ranks.md").read_text()
     (program,) = re.findall(r'^```python title="parallel.py"\n(.*?)^```$', page, re.DOTALL | re.MULTILINE)

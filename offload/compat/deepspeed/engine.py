@@ -79,7 +79,8 @@ class DeepSpeedEngine:
                 "backward once"
             )
         steps = self.gradient_accumulation_steps()
-        self.engine.backward(loss if scale_wrt_gas else loss * steps)
+        with contextlib.nullcontext() if self.is_gradient_accumulation_boundary() else self.no_sync():
+            self.engine.backward(loss if scale_wrt_gas else loss * steps)
         return loss.detach() / steps if scale_wrt_gas else loss.detach()
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -156,8 +157,9 @@ class DeepSpeedEngine:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Does nothing: gradients are exchanged when they are complete."""
-        yield
+        """Within, ranks exchange no gradients, if they hold those of the whole model (stages 0 and 1)."""
+        with self.engine.no_sync():
+            yield
 
     def allreduce_gradients(self, *_: Any, **__: Any) -> None:
         """Does nothing: gradients are exchanged when they are complete."""

@@ -1,0 +1,187 @@
+"""Transfers between the memories of ranks: of their hosts, each of which is waited for, or of their devices, where each
+takes its place in a stream and nobody waits. All ranks ask for the same ones in the same order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import distributed
+
+from offload.device.protocol import Device, Event
+from offload.ranks.pulse import Pulse
+from offload.ranks.world import Peers, World, release_groups, take_group
+from offload.torch_internals import abort_group
+
+
+class Links(Protocol):
+    """``received_bytes`` came from other ranks. All tensors are flat, contiguous and where these links go."""
+
+    received_bytes: int
+
+    def all_gather(self, into: torch.Tensor, own: torch.Tensor, peers: Peers) -> None:
+        """What these ranks have as ``own``, one after the other; ``own`` may be this rank's place in ``into``."""
+
+    def gather(self, into: torch.Tensor | None, own: torch.Tensor, peers: Peers, place: int) -> None:
+        """The same, for one of them, which gives ``into``."""
+
+    def scatter_parts(self, into: torch.Tensor, own: torch.Tensor, peers: Peers, received: Sequence[int]) -> None:
+        """This rank's part of what each peer has as ``own``, one after the other: so many bytes are ``received`` of
+        each, none of those whose ``own`` is empty."""
+
+    def turn(self, *events: Event | None) -> contextlib.AbstractContextManager[None]:
+        """Within, this thread's transfers and torch's operations come after these events and what was asked for in
+        such turns before."""
+
+    def point(self) -> Event | None:
+        """Where the links have come to with all that they were given."""
+
+    def mark(self) -> Event | None:
+        """Where this thread's work has come to. None: it is done."""
+
+    def after(self, event: Event | None) -> None:
+        """What this thread asks torch for from now on comes after ``event``."""
+
+
+class _Transfers:
+    """How each is asked of ``torch.distributed``."""
+
+    def __init__(self) -> None:
+        self.received_bytes = 0
+
+    def all_gather(self, into: torch.Tensor, own: torch.Tensor, peers: Peers) -> None:
+        if peers.size == 1:
+            into.copy_(own)
+            return
+        call = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor  # its older name
+        self._carry_out(partial(call, into.view(torch.uint8), own.view(torch.uint8)), peers, [own], [into])
+        self.received_bytes += into.nbytes - own.nbytes
+
+    def gather(self, into: torch.Tensor | None, own: torch.Tensor, peers: Peers, place: int) -> None:
+        parts = None if into is None else list(into.view(torch.uint8).view(peers.size, -1).unbind())
+        call = partial(distributed.gather, own.view(torch.uint8), parts, peers.members[place])
+        self._carry_out(call, peers, [own], [] if into is None else [into])
+        self.received_bytes += 0 if into is None else into.nbytes - own.nbytes
+
+    def scatter_parts(self, into: torch.Tensor, own: torch.Tensor, peers: Peers, received: Sequence[int]) -> None:
+        if peers.size == 1:
+            into.view(torch.uint8).copy_(own.view(torch.uint8))
+            return
+        sent = [own.nbytes // peers.size] * peers.size
+        flat = into.view(torch.uint8), own.view(torch.uint8)
+        call = partial(distributed.all_to_all_single, *flat, list(received), sent)
+        self._carry_out(call, peers, [own], [into])
+        self.received_bytes += into.nbytes - received[peers.own]
+
+    def _carry_out(
+        self,
+        call: Callable[..., Any],
+        peers: Peers,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+    ) -> None:
+        raise NotImplementedError
+
+
+class HostLinks(_Transfers):
+    """Between host memories, over gloo."""
+
+    def __init__(self, pulse: Pulse) -> None:
+        super().__init__()
+        self._pulse = pulse
+
+    def turn(self, *events: Event | None) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def point(self) -> None:
+        return None
+
+    def mark(self) -> None:
+        return None
+
+    def after(self, event: Event | None) -> None:
+        return None
+
+    def _carry_out(
+        self, call: Callable[..., Any], peers: Peers, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+    ) -> None:
+        self._pulse.wait_for(call(group=peers.group, async_op=True))
+
+
+class DeviceLinks(_Transfers):
+    """Between the memories of devices, one for each rank, in the order of one stream of each: communicators that ran
+    side by side could wait for each other on two ranks.
+
+    A peer that is gone lets a transfer wait without end, and compute with it. So the first error of any rank aborts all
+    transfers: they end, and what they should have brought is void. Whoever asks the engine next gets the error.
+    """
+
+    def __init__(self, world: World, device: Device) -> None:
+        """All ranks of the ``world`` call this together."""
+        super().__init__()
+        self._device = device
+        self._pulse = world.pulse
+        self._stream = device.new_compute_stream()
+        self._groups: dict[tuple[int, ...], Any] = {}
+        """By ranks."""
+        world.pulse.failure.when_known(self._abort)
+        for peers in (world.shards, world.replicas):
+            if peers.size > 1 and peers.ranks not in self._groups:
+                self._groups[peers.ranks] = take_group(peers.members, device.backend, self._pulse)
+                self._connect(peers)
+
+    def close(self) -> None:
+        """No transfer is under way, or all were aborted."""
+        release_groups(self._groups.values(), broken=self._pulse.failure.is_known)
+
+    @contextlib.contextmanager
+    def turn(self, *events: Event | None) -> Iterator[None]:
+        for event in events:
+            if event is not None:
+                self._stream.wait(event)
+        with self._device.current(self._stream), torch.no_grad():
+            yield
+
+    def point(self) -> Event:
+        return self._stream.record()
+
+    def mark(self) -> Event:
+        return self._device.compute.record()
+
+    def after(self, event: Event | None) -> None:
+        if event is not None:
+            self._device.compute.wait(event)
+
+    def _carry_out(
+        self, call: Callable[..., Any], peers: Peers, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
+    ) -> None:
+        start = partial(call, group=self._groups[peers.ranks], async_op=True)
+        self._device.collective(start, self._pulse.wait_for, reads=reads, writes=writes)
+
+    def _connect(self, peers: Peers) -> None:
+        """The first transfer of a group makes its connections, and waits for all peers; ``pulse`` looks after them."""
+        own = torch.zeros(1, device=self._device.torch_device)
+        into = torch.zeros(peers.size, device=self._device.torch_device)
+
+        def connect() -> None:
+            with self.turn(self._device.compute.record()):
+                self.all_gather(into, own, peers)
+
+        self._pulse.wait_for_call(connect, "connect their devices")
+        self.received_bytes = 0
+
+    def _abort(self) -> None:
+        """Each group in a thread of its own: one may be waited for by what another one lets go."""
+        if self._device.backend == "gloo":  # which whoever waits for it leaves
+            return
+        threads = [
+            threading.Thread(target=abort_group, args=(group,), name="offload-abort", daemon=True)
+            for group in self._groups.values()
+        ]
+        for thread in threads:
+            thread.start()

@@ -1,0 +1,112 @@
+"""Fills windows on a device where ranks hold shards of units: each rank brings its shard over its own link, and the
+devices gather the rest from each other, into the window.
+
+The thread of collectives does it (``offload.ranks.collectives``), and waits for nothing on the device: a shard's copy
+and the gather after it stand in streams. Shards land in two places by turns, so that one comes while the one before it
+is gathered.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from offload.device.protocol import Device, Event
+from offload.ranks.collectives import Collectives, Kind, Operation
+from offload.ranks.links import DeviceLinks
+from offload.report.meter import Meter
+from offload.tiers.device_weights import Copy, Finisher, copy_from_host
+from offload.tiers.gathered import gather_part, parts
+from offload.tiers.home import Transfer, UnitHomes
+from offload.tiers.host_weights import HostWeights
+from offload.tiers.window import DeviceWindow
+from offload.units import UnitSpec
+from offload.waiting import Failure
+
+
+class _Landing:
+    """Device memory for any shard. ``over``: what was last given to do with it is done."""
+
+    def __init__(self, window: DeviceWindow, over: Event) -> None:
+        self.window = window
+        self.over = over
+
+
+class RanksSource:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        units: Sequence[UnitSpec],
+        shards: Sequence[UnitSpec],
+        homes: Sequence[UnitHomes],
+        lower: HostWeights,
+        landings: Sequence[DeviceWindow],
+        device: Device,
+        links: DeviceLinks,
+        collectives: Collectives,
+        failure: Failure,
+        meter: Meter,
+    ) -> None:
+        """``homes`` are those of this rank's ``shards``; what rests in host memory or below comes by way of ``lower``.
+        The ``landings`` are open, and hold any shard."""
+        self.copied_bytes = 0
+        self._units = units
+        self._shards = shards
+        self._homes = homes
+        self._lower = lower
+        self._landings = deque(_Landing(window, device.compute.record()) for window in landings)
+        self._device = device
+        self._links = links
+        self._peers = collectives.world.shards
+        self._collectives = collectives
+        self._finisher = Finisher(lower, failure, meter)
+        self._updated: Event = device.compute.record()
+        """Shards that are resident on the device have the weights of the last step."""
+        collectives.register(Kind.GATHER, self._gather)
+
+    def start(self, unit: UnitSpec, place: Copy) -> Transfer:
+        return self._collectives.submit(Kind.GATHER, unit.index, f"the weights of unit {unit.name}", place)
+
+    def settle(self) -> None:
+        self._finisher.settle()
+        self._links.after(self._links.point())  # gathers read shards that are resident on the device
+
+    def end_step(self) -> None:
+        self._updated = self._device.compute.record()
+
+    def close(self) -> None:
+        self._finisher.close()
+        self._links.after(self._links.point())  # compute frees the memory
+
+    # On the thread of collectives.
+
+    def _gather(self, index: int, wanting: Sequence[int], operation: Operation | None) -> None:
+        """This rank's part of a gather: its own shard for those that want it, and theirs if it wants them."""
+        places = [place for place, rank in enumerate(self._peers.ranks) if rank in wanting]
+        if not places:
+            return
+        unit, shard = self._units[index], self._shards[index]
+        place: Copy | None = None if operation is None else operation.own
+        own, landing = self._homes[index].weights.tensor, None
+        if own is None:
+            landing = self._land(shard)
+            own = landing.window.target
+        allocated = None if place is None else place.allocated
+        with self._links.turn(self._updated if landing is None else landing.over, allocated):
+            for of_unit, of_shard in parts(unit, shard):
+                into = None if place is None else place.window.target[of_unit]
+                gather_part(self._links, self._peers, own[of_shard], into, places)
+        if landing is not None:
+            landing.over = self._links.point()
+        if place is not None:
+            place.arrived = self._links.point()
+
+    def _land(self, shard: UnitSpec) -> _Landing:
+        """Start the shard's copy to the device; it is there when that is ``over``."""
+        landing = self._landings[0]
+        self._landings.rotate(-1)
+        target = landing.window.target[: shard.numel]
+        landing.over = copy_from_host(self._device, self._lower, shard, target, landing.over, self._finisher)
+        self.copied_bytes += target.nbytes
+        return landing
