@@ -337,6 +337,32 @@ class OffloadEngine:
         self._session.failure.check()
         return self._session.load_checkpoint(dir, tag)
 
+    def save_dcp(self, dir: str | os.PathLike[str]) -> None:
+        """Write weights, optimizer states and parameter groups as a ``torch.distributed.checkpoint`` for others into
+        the directory ``dir``: ``{"model": ..., "optimizer": ...}`` as ``get_state_dict(model, optimizer)`` has them.
+
+        All ranks call this, and each writes what it has, a few MiB at a time. What is trained is written in fp32, from
+        the masters. The checkpoint that is in ``dir`` is whole until the new one is. Raises ``StorageFull`` before
+        anything is written if there is no room. Training can go on in any case.
+        """
+        self._session.failure.check()
+        self._session.checkpoints.save_dcp(dir)
+
+    def load_dcp(self, dir: str | os.PathLike[str], states: bool = True) -> None:
+        """Go on from the ``torch.distributed.checkpoint`` in ``dir``, which any number of ranks of an engine, of DDP,
+        FSDP2 or plain PyTorch has written: weights, optimizer states, steps and the options of parameter groups.
+
+        All ranks call this, and each reads what it needs. Masters become exactly the weights. Without ``states`` the
+        optimizer stays as it is. Random generators, the loss scale and registered objects do in any case, and
+        accumulated gradients are dropped with the states that they belong to. ``.metadata`` is a pickle, which can run
+        code: load what you trust.
+
+        Raises ``WeightsError`` for a checkpoint that is not whole, of another model, or without optimizer states:
+        nothing has changed then. If damage shows while it is read, the engine is of no use any more.
+        """
+        self._session.failure.check()
+        self._session.load_dcp(dir, states=states)
+
     def wait_for_checkpoint(self) -> None:
         """Return when no checkpoint is on its way to another file system. Raises, once, what it has failed with."""
         self._session.failure.check()

@@ -516,6 +516,11 @@ class Session:
         self.last_report = None
         return client_state
 
+    def load_dcp(self, path: str | os.PathLike[str], *, states: bool) -> None:
+        """See ``OffloadEngine.load_dcp``."""
+        self.checkpoints.load_dcp(path, states=states)
+        self.last_report = None
+
     def weights(self) -> ModelWeights:
         """All weights, to be read unit by unit, once the update is done. Raises ``ConfigError`` for a model of which
         each rank has a part."""

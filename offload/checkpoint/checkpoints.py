@@ -13,7 +13,7 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,16 @@ import torch
 from offload.checkpoint.background import BackgroundCopy
 from offload.checkpoint.commit import Committer
 from offload.checkpoint.description import Description, SavedUnits, describe_units
+from offload.checkpoint.distributed_load import DistributedLoading
+from offload.checkpoint.distributed_save import save as save_distributed
+from offload.checkpoint.every_rank import on_every_rank
 from offload.checkpoint.folder import CheckpointDirectory
 from offload.checkpoint.linked import LinkedCheckpoints
 from offload.checkpoint.load import Loading, Source
 from offload.checkpoint.other_ranks import bring_together, last_run
 from offload.checkpoint.parts import description_of
 from offload.checkpoint.random_states import get_random_states, set_random_states
-from offload.checkpoint.run_state import RunState
+from offload.checkpoint.run_state import RunState, TakeGradients
 from offload.checkpoint.save import RecordCopy
 from offload.checkpoint.signals import Signals
 from offload.checkpoint.together import SharedDirectory
@@ -195,6 +198,13 @@ class Checkpoints:
             self._copy_to(directory, tag, feed, client_state)
         _log.info("checkpoint saved: %s, step %d", directory.folder(tag), self._run.progress.global_step)
 
+    def save_dcp(self, path: str | os.PathLike[str]) -> None:
+        """See ``OffloadEngine.save_dcp``."""
+        target = Path(path).expanduser()
+        self._run.wait_for_updates()
+        save_distributed(target, self._run, self._units, self._tiers.homes, self._outside, self._ranks)
+        _log.info("torch.distributed.checkpoint saved: %s, step %d", target, self._run.progress.global_step)
+
     def wait_for_background(self) -> None:
         """Return when no checkpoint is on its way to another file system. Raises, once, what it has failed with."""
         if self.background is not None:
@@ -242,9 +252,7 @@ class Checkpoints:
 
     def load(self, path: str | os.PathLike[str] | None, tag: str | None) -> Any:
         """See ``OffloadEngine.load_checkpoint``."""
-        self.wait_for_background()
-        self.is_due, self._feed = False, None
-        self.wait()
+        self._begin_loading()
         if path is not None:
             directory = CheckpointDirectory(path)
             if self._ranks is not None:
@@ -272,6 +280,21 @@ class Checkpoints:
             with open_store(opened.paths, opened.previous, reserved=()) as store:
                 return self._load(store, f"the run under {opened.paths[0]}")
         return self._load_of_others(opened.paths[0] if self._ranks is None else opened.paths[0].parent)
+
+    def load_dcp(self, path: str | os.PathLike[str], *, states: bool) -> None:
+        """See ``OffloadEngine.load_dcp``."""
+        self._begin_loading()
+        target = Path(path).expanduser()
+        loading = DistributedLoading(target, self._run, self._units, self._tiers.homes, self._outside, states=states)
+        with contextlib.closing(loading):
+            on_every_rank(self._ranks, f"load_dcp({target})", loading.open)
+            self._replace(loading.state, loading.copy, _no_gradients)
+        _log.info("torch.distributed.checkpoint loaded: %s, step %d", target, self._run.progress.global_step)
+
+    def _begin_loading(self) -> None:
+        self.wait_for_background()
+        self.is_due, self._feed = False, None
+        self.wait()
 
     def _load_of_others(self, base: Path) -> Any:
         """Go on from a run under ``nvme_path`` that had another number of ranks, if there is one. It stays there."""
@@ -317,22 +340,25 @@ class Checkpoints:
 
         return self._take_over(description, loading, take)
 
-    def _take_over(self, description: Description, loading: Loading, take_records: Any) -> Any:
-        """Records first: while they come the engine is neither the old one nor the new one."""
-        try:
-            take_records()
-            self._run.set(description.run, loading.take_gradients)
-        except OffloadError as error:
-            raise self._failure.record(error) from None
-        if isinstance(self._tiers.intake, GradientExchange):
-            self._tiers.intake.unsettled = True
-        self._committed_step = -1  # what is committed is another state
+    def _take_over(self, description: Description, loading: Loading, take_records: Callable[[], None]) -> Any:
+        self._replace(description.run, take_records, loading.take_gradients)
         for item, state in zip(self._objects, description.run["objects"], strict=True):
             item.load_state_dict(state)
         if description.run["random"] is not None:
             set_random_states(description.run["random"], self._device)
         _log.info("checkpoint loaded: step %d", self._run.progress.global_step)
         return description.run["client_state"]
+
+    def _replace(self, run: dict[str, Any], take_records: Callable[[], None], take_gradients: TakeGradients) -> None:
+        """Records first: while they come the engine is neither the old one nor the new one."""
+        try:
+            take_records()
+            self._run.set(run, take_gradients)
+        except OffloadError as error:
+            raise self._failure.record(error) from None
+        if isinstance(self._tiers.intake, GradientExchange):
+            self._tiers.intake.unsettled = True
+        self._committed_step = -1  # what is committed is another state
 
     def _compare(self, description: Description, where: str) -> None:
         own = self._describe({}, None, self._copied_units, objects=())
@@ -412,6 +438,10 @@ def _is_iterated(item: Any) -> bool:
 
 
 def _nothing(folder: Path) -> None:
+    return None
+
+
+def _no_gradients(known: dict[str, list[float]]) -> None:
     return None
 
 

@@ -84,14 +84,17 @@ class Unfinished:
         sync_folder(target)
 
     def publish_with(self, last: str, is_ours: re.Pattern[str]) -> None:
-        """Put all files into the target, in place of those that match ``is_ours``. Readers begin with the ``last``."""
+        """Put all synced files into the target, in place of those that match ``is_ours``. Readers begin with the
+        ``last``, the only one whose name may be there: when it is replaced, the new files are what they see."""
         names = [entry.name for entry in self.folder.iterdir()]
         old = [entry.name for entry in self.target.iterdir() if is_ours.fullmatch(entry.name)]
-        (self.target / last).unlink(missing_ok=True)
+        for name in names:
+            if name != last:
+                (self.folder / name).rename(self.target / name)
         sync_folder(self.target)
-        for name in sorted(names, key=lambda name: name == last):
-            (self.folder / name).replace(self.target / name)
-        for name in set(old) - set(names):
+        (self.folder / last).replace(self.target / last)
+        sync_folder(self.target)
+        for name in set(old) - {last}:
             (self.target / name).unlink()
         sync_folder(self.target)
 

@@ -20,6 +20,7 @@ from offload.progress import Progress
 from offload.tiers.gradients import GradientStore
 from offload.units import ParameterSpec, UnitSpec
 from offload.update.verdict import Verdict
+from swapper import OffloadError
 
 TakeGradients = Callable[[dict[str, list[float]]], None]
 """Brings in the gradients that were accumulated, of which this is known, by parameter."""
@@ -69,6 +70,7 @@ class RunState:
                 f"{', '.join(self._model_state['extra'])}. Call engine.close() while there is the model"
             )
         scale = self.progress.loss_scale
+        training = self._training
         state: dict[str, Any] = {
             "step": self.progress.global_step,
             "num_backwards": self.progress.num_backwards,
@@ -76,13 +78,39 @@ class RunState:
             "loss_scale": None if scale is None else (scale.value, scale.num_good_steps),
             "gradient_dtype": self._gradient_dtype,
             **self._model_state,
-            "groups": [],
-            "states": {},
+            **self.of_optimizer(),
             "gradients": {},
         }
-        if self._training is not None:
-            self._add_training(state, self._training)
+        for gradients in () if training is None else map(training.gradients.of, self._units):
+            for spec, known in gradients.items():
+                own = known.sum_squares if math.isnan(known.own_squares) else known.own_squares
+                state["gradients"][spec.name] = (own, known.scale, known.first_asked)
         return state
+
+    @property
+    def model(self) -> nn.Module:
+        """The model. Raises ``OffloadError`` if it is gone."""
+        model = self._model()
+        if model is None:
+            raise OffloadError("the model is gone: there is nothing to save or load")
+        return model
+
+    def of_optimizer(self) -> dict[str, Any]:
+        """``groups``: the options of each parameter group, and the names of its parameters. ``states``: by parameter
+        the steps that it has taken, and what lies in no tile. Empty if nothing is trained."""
+        training = self._training
+        if training is None:
+            return {"groups": [], "states": {}}
+        rule = training.rule
+        if not rule.repeatable:
+            self.wait_for_updates()  # which change what it keeps beside its tiles
+        groups = []
+        for group in training.optimizer.param_groups:
+            names = [spec.name for parameter in group["params"] for spec in training.specs[parameter]]
+            groups.append({"options": options_of(group), "parameters": names})
+        steps = training.verdict.num_steps.items()
+        states = {spec.name: {"steps": step, **rule.loose_states(spec, step)} for spec, step in steps}
+        return {"groups": groups, "states": states}
 
     def set(self, state: dict[str, Any], take_gradients: TakeGradients) -> None:
         """Take over what ``get`` gave, of a run with the same parameter groups."""
@@ -98,20 +126,6 @@ class RunState:
         self._set_training(state, self._training)
         take_gradients(state["gradients"])
         progress.num_backwards, progress.has_other_gradients = state["num_backwards"], state["has_other_gradients"]
-
-    def _add_training(self, state: dict[str, Any], training: Training) -> None:
-        rule = training.rule
-        if not rule.repeatable:
-            self.wait_for_updates()  # which change what it keeps beside its tiles
-        for group in training.optimizer.param_groups:
-            names = [spec.name for parameter in group["params"] for spec in training.specs[parameter]]
-            state["groups"].append({"options": options_of(group), "parameters": names})
-        for spec, step in training.verdict.num_steps.items():
-            state["states"][spec.name] = {"steps": step, **rule.loose_states(spec, step)}
-        for unit in self._units:
-            for spec, known in training.gradients.of(unit).items():
-                own = known.sum_squares if math.isnan(known.own_squares) else known.own_squares
-                state["gradients"][spec.name] = (own, known.scale, known.first_asked)
 
     def _set_training(self, state: dict[str, Any], training: Training) -> None:
         for own, saved_group in zip(training.optimizer.param_groups, state["groups"], strict=True):

@@ -12,14 +12,12 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from offload.checkpoint.every_rank import on_every_rank, tell
 from offload.checkpoint.folder import CheckpointDirectory
 from offload.checkpoint.parts import part_name
 from offload.checkpoint.publish import sync_folder
 from offload.errors import ConfigError
 from offload.ranks.ranks import Ranks
-from swapper import OffloadError, StorageFull, StorageIOError, StoreUnsafe
-
-_KINDS: dict[str, type[OffloadError]] = {kind.__name__: kind for kind in (StorageFull, StorageIOError, StoreUnsafe)}
 
 
 class SharedDirectory(CheckpointDirectory):
@@ -87,27 +85,12 @@ class SharedDirectory(CheckpointDirectory):
 
     def _together(self, what: str, call: Callable[[], None], *, only_first: bool = False) -> None:
         """Make the call, and tell the others whether it worked."""
-        error: BaseException | None = None
-        try:
-            if self._is_first or not only_first:
-                call()
-        except (OffloadError, OSError) as raised:
-            error = raised
-        self._tell(error, what)
-        if error is not None:
-            raise error
-
-    def _tell(self, error: BaseException | None, what: str = "a checkpoint is complete") -> None:
-        """Tell the others, and raise what one of them has met, unless this one has an error of its own."""
         self._has_told = True
-        own = None if error is None else (type(error).__name__, getattr(error, "errno", None), str(error))
-        for rank, told in enumerate(self._ranks.exchange(what, own)):
-            if told is None or error is not None:
-                continue
-            name, number, text = told
-            if number is not None:
-                raise OSError(number, f"rank {rank}: {text}")
-            raise _KINDS.get(name, OffloadError)(f"rank {rank}: {text}")
+        on_every_rank(self._ranks, what, call if self._is_first or not only_first else _nothing)
+
+    def _tell(self, error: BaseException | None) -> None:
+        self._has_told = True
+        tell(self._ranks, "a checkpoint is complete", error)
 
 
 def _nothing() -> None:

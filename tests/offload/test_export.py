@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forked
 import pytest
 import torch
 from births import assert_same
@@ -436,11 +437,14 @@ def test_other_files_in_the_directory_stay(tmp_path: Path, make_model: Callable[
     assert names(tmp_path) == ["deeper", "model.safetensors", "tokenizer.json"]
 
 
-_IN_A_PROCESS = """
-import sys
-sys.path[:0] = [{tests!r}, {here!r}]
+_PEAKS = """
+import json, sys
 from pathlib import Path
-from test_export import *
+import torch
+from tiny import Block, least_budget
+from torch import nn
+from offload import OffloadEngine
+from offload.cli import main
 
 def peak(call):
     Path("/proc/self/clear_refs").write_text("5")
@@ -452,27 +456,19 @@ def status(name):
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
     return int(line.split()[1]) << 10
 
-folder = Path({folder!r})
-"""
+def export(*arguments):
+    assert main(["export", *map(str, arguments)]) == 0
 
-
-def in_a_process(folder: Path, program: str) -> Any:
-    here = Path(__file__).parent
-    text = _IN_A_PROCESS.format(tests=str(here.parent), here=str(here), folder=str(folder)) + program
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", text], check=True, stdout=subprocess.PIPE)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def make_large() -> nn.Module:
-    """30 million parameters, 60 MB in bf16."""
+def make_large():  # 30 million parameters, 60 MB in bf16
     torch.manual_seed(0)
     return nn.Sequential(nn.Embedding(30_000, 512), *(Block(512) for _ in range(7)))
 
+folder = Path(sys.argv[1])
+"""
+
 
 def test_peak_memory_is_that_of_a_unit_and_a_tile(tmp_path: Path):
-    found = in_a_process(
-        tmp_path,
-        """
+    saving = """
 budget = least_budget(make_large(), folder, precision="bf16")
 with OffloadEngine(make_large(), nvme_path=folder, host_memory=budget, precision="bf16") as engine:
     engine.backward(engine(torch.randint(0, 30_000, (1, 4))).square().mean())
@@ -483,19 +479,17 @@ with OffloadEngine(make_large(), nvme_path=folder, host_memory=budget, precision
         found[dtype] = peak(lambda: engine.save_model(folder / dtype, dtype=dtype, max_shard_bytes="50MB"))
     engine.save_checkpoint(folder / "saved")
 print(json.dumps(found))
-""",
-    )
-    exported = in_a_process(
-        tmp_path,
-        """
-dcp_options = ("--format", "dcp", "--dtype", "fp32", "--states")
-offload("export", folder / "saved", folder / "warm", "--format", "dcp")
+"""
+    exporting = """
+export(folder / "saved", folder / "warm", "--format", "dcp")
 found = {
-    "safetensors": peak(lambda: offload("export", folder / "saved", folder / "a", "--dtype", "fp32")),
-    "dcp": peak(lambda: offload("export", folder / "saved", folder / "b", *dcp_options)),
+    "safetensors": peak(lambda: export(folder / "saved", folder / "a", "--dtype", "fp32")),
+    "dcp": peak(lambda: export(folder / "saved", folder / "b", "--format", "dcp", "--dtype", "fp32", "--states")),
 }
 print(json.dumps(found))
-""",
+"""
+    found, exported = (
+        json.loads(forked.run_well(_PEAKS + program, tmp_path).splitlines()[-1]) for program in (saving, exporting)
     )
     sizes = {path.name: sum(f.stat().st_size for f in path.iterdir()) for path in tmp_path.iterdir() if path.is_dir()}
     print(found, exported, sizes)
@@ -520,7 +514,7 @@ def test_states_and_weights_come_back_through_torch(tmp_path: Path, make_model, 
     arguments = ("export", tmp_path / "saved", tmp_path / "dcp", "--format", "dcp", "--dtype", "fp32")
     assert offload(*arguments, "--states") == 0
     assert offload(*arguments, "--states") == 0  # in place of the first
-    assert names(tmp_path / "dcp") == [".metadata", "__0_0.distcp"]
+    assert names(tmp_path / "dcp") == [".metadata", "__1_0.distcp"]  # beside the first, until it was complete
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "all.pt")
     found = torch.load(tmp_path / "all.pt")
     assert_same(found["model"], read(tmp_path / "weights"))
