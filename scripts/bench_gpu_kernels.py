@@ -145,7 +145,7 @@ def _link(device: Device, numel: int) -> dict[str, float]:
             device.pin(host.data_ptr(), nbytes)
         window = DeviceWindow(len(host), torch.float32, device)
         window.close()  # it is given its memory again where it is measured
-        found = bandwidth.measure_link(device, window, host.data_ptr())
+        found = bandwidth.measure_link(device, window, host.data_ptr(), len(host))
         if name == "pinned":
             device.unpin(host.data_ptr())
         rates |= {f"{name}_to_device_gb_per_s": found.to_device / 1e9, f"{name}_to_host_gb_per_s": found.to_host / 1e9}

@@ -22,6 +22,11 @@ def backend(request: pytest.FixtureRequest) -> str:
     return name
 
 
+@pytest.fixture(autouse=True)
+def short_measurements() -> None:
+    """No engine is made here: those who begin pytest in other processes need not import one."""
+
+
 @pytest.fixture
 def queue(backend: str) -> Iterator[Queue]:
     with Queue(backend, depth=8, block_bytes=64 * KIB) as queue:

@@ -1,10 +1,9 @@
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import accelerate
+import forked
 import pytest
 import torch
 from accelerate import Accelerator
@@ -359,13 +358,8 @@ def test_a_mesh_of_accelerates_own_is_refused(accelerator):
 
 
 def test_memory_stays_below_the_states_that_are_trained_and_saved(tmp_path):
-    done = subprocess.run(
-        [sys.executable, TESTS / "accelerate_child.py", tmp_path],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    forked.import_ahead("accelerate")
+    done = forked.run_script(TESTS / "accelerate_child.py", tmp_path)
     assert done.returncode == 0, done.stderr
     grown, state = map(int, done.stdout.split()[-2:])
     assert state > 100 << 20

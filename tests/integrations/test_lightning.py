@@ -1,11 +1,10 @@
 import gc
 import re
 import runpy
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -478,7 +477,8 @@ def test_a_budget_that_is_too_small_leaves_the_module_as_it_was(tmp_path, strate
 
 def test_memory_stays_below_the_states_that_are_trained_and_saved(tmp_path):
     gc.collect()
-    done = subprocess.run([sys.executable, CHILD, tmp_path], capture_output=True, text=True, timeout=300, check=False)
+    forked.import_ahead("lightning.pytorch")
+    done = forked.run_script(CHILD, tmp_path)
     assert done.returncode == 0, done.stderr
     grown, state = map(int, done.stdout.split()[-2:])
     assert state > 100 << 20

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 
@@ -25,12 +24,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
 
 
 def launch(launcher: list[str], script: Path, *arguments: object) -> None:
-    paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-W", "ignore", "-m", *launcher, str(script), *map(str, arguments)]
-    done = subprocess.run(
-        command, cwd=script.parent, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
+    forked.import_ahead("lightning.pytorch", "transformers.trainer")
+    command = [*launcher, *forked.stand_in(script)]
+    done = forked.run_module(*command, *arguments, OMP_NUM_THREADS="1", PYTHONPATH=path)
     assert done.returncode == 0, done.stderr[-5000:]
 
 
@@ -39,7 +36,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks of ``ranks_child.py`` saw, by library."""
     folder = tmp_path_factory.mktemp("ranks")
     child = Path(__file__).with_name("ranks_child.py")
-    launch(["torch.distributed.run", "--standalone", "--nproc-per-node", "2"], child, folder)
+    launch(["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"], child, folder)
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -76,7 +73,7 @@ def test_the_trainers_page_gives_the_same_model_on_two_ranks_with_half_the_batch
         text = example.replace('"/tmp', f'"{folder}').replace("train_batch_size=4", f"train_batch_size={size}")
         (folder / "script.py").write_text(text)
     exec(compile((folders[0] / "script.py").read_text(), PAGE.name, "exec"), {})
-    launcher = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+    launcher = ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1", "--no_python"]
     launch(launcher, folders[1] / "script.py")
     one, two = (json.loads((folder / "run/checkpoint-6/trainer_state.json").read_text()) for folder in folders)
     for key in ("loss", "grad_norm", "eval_loss", "learning_rate"):

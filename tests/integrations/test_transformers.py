@@ -7,12 +7,11 @@ import os
 import re
 import runpy
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from torch import nn
@@ -461,21 +460,10 @@ print(state_bytes, status("VmHWM") - before)
 
 
 def test_training_saving_and_going_on_take_far_less_memory_than_the_state(tmp_path: Path):
-    child = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _IN_A_CHILD, tmp_path],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": _path()},
-    )
-    assert child.returncode == 0, child.stderr
-    state, peak = map(int, child.stdout.split("\n")[-2].split())
+    forked.import_ahead("transformers.trainer")
+    state, peak = map(int, forked.run_well(_IN_A_CHILD, tmp_path).splitlines()[-1].split())
     assert state > 250e6
     assert peak < state / 2, f"{peak:,} of {state:,} bytes"
-
-
-def _path() -> str:
-    tests = Path(__file__).parents[1]
-    return os.pathsep.join([str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")])
 
 
 def test_the_example_of_the_document_runs_as_it_stands(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

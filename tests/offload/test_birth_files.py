@@ -4,11 +4,10 @@ fit."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from births import EVERYWHERE, assert_same, held
@@ -279,7 +278,6 @@ def test_no_bar_is_drawn_where_nobody_sees_it(tmp_path: Path, capfd: pytest.Capt
 def test_the_peak_of_memory_is_the_budget_and_one_parameter(way: str, tmp_path: Path) -> None:
     """A file of 213 MiB, a budget of 48 MiB; the largest parameter has 40 MiB. By the kernel's count."""
     code = f"""
-import sys
 from pathlib import Path
 import torch
 from safetensors.torch import save_file
@@ -313,7 +311,6 @@ before = peak_bytes()
 with OffloadEngine(model, **options):
     print((peak_bytes() - before) >> 20)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
-    grown_mib = int(done.stdout)
+    grown_mib = int(forked.run_well(code))
     allowed = {"file": 48 + 16 + 8, "meta": 48 + 40 + 12, "deferred": 48 + 40 + 12}[way]
     assert 0 < grown_mib <= allowed

@@ -7,12 +7,11 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 import warnings
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -21,9 +20,6 @@ from torch import nn
 
 from offload import ConfigError, OffloadEngine
 from swapper import StorageCorrupt, StorageFull, StoreLocked, StoreMissing
-
-PATHS = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
-"""What a program needs to import from here."""
 
 PROGRAMS = {
     "fp32": {},
@@ -166,16 +162,15 @@ def test_a_durable_run_goes_on_by_itself(tmp_path: Path, every: int):
 
 def test_what_a_killed_process_has_committed_is_there(tmp_path: Path):
     program = f"""
-import sys, os, signal, warnings
-sys.path[:0] = {PATHS!r}
-from test_checkpoints import *
+import os, signal
+from runs import *
 engine = OffloadEngine(make_model(), lr=1e-3, nvme_path={str(tmp_path)!r}, durable=1, host_memory={least(tmp_path)})
 train(engine, 3)
 backward(engine, 3)
 engine._session.checkpoints.wait()
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -9
+    assert forked.run(program).returncode == -9
     with OffloadEngine(make_model(), lr=1e-3) as engine:
         expected = train(engine, 5)
     with pytest.warns(UserWarning, match="holds step 3"):
@@ -187,13 +182,11 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_a_program_that_ends_without_close_has_committed_its_last_step(tmp_path: Path):
     program = f"""
-import sys
-sys.path[:0] = {PATHS!r}
-from test_checkpoints import *
+from runs import *
 engine = OffloadEngine(make_model(), lr=1e-3, nvme_path={str(tmp_path)!r}, durable=10)
 train(engine, 3)
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
+    forked.run_well(program)
     with pytest.warns(UserWarning, match="holds step 3"):
         OffloadEngine(make_model(1), lr=1e-3, nvme_path=tmp_path, durable=10).close()
 
@@ -201,20 +194,17 @@ train(engine, 3)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_run_with_its_last_step_committed(tmp_path: Path, number):
     program = f"""
-import sys
-sys.path[:0] = {PATHS!r}
-from test_checkpoints import *
+from runs import *
 with OffloadEngine(make_model(), lr=1e-3, nvme_path={str(tmp_path)!r}, durable=1000) as engine:
     train(engine, 1000, lambda: print(engine.global_step, flush=True))
 """
-    command = [sys.executable, "-W", "ignore", "-c", program]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with forked.Program(program) as process:
         for line in process.stdout:
             if int(line) == 3:
                 process.send_signal(number)
                 break
         start = time.monotonic()
-        output, error = process.communicate(timeout=60)
+        output, error = process.communicate()
         assert time.monotonic() - start < 30
     assert process.returncode == (143 if number == signal.SIGTERM else -signal.SIGINT), error
     last = int((output.split() or ["3"])[-1])
@@ -230,9 +220,8 @@ with OffloadEngine(make_model(), lr=1e-3, nvme_path={str(tmp_path)!r}, durable=1
 
 def test_a_second_signal_ends_the_process_at_once(tmp_path: Path):
     program = f"""
-import sys
-sys.path[:0] = {PATHS!r}
-from test_checkpoints import *
+import time
+from runs import *
 with OffloadEngine(make_model(), lr=1e-3, nvme_path={str(tmp_path)!r}, durable=1) as engine:
     try:
         train(engine, 1000, lambda: print(engine.global_step, flush=True))
@@ -240,16 +229,14 @@ with OffloadEngine(make_model(), lr=1e-3, nvme_path={str(tmp_path)!r}, durable=1
         print("first", flush=True)
         time.sleep(60)
 """
-    with subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", program], stdout=subprocess.PIPE, text=True
-    ) as process:
+    with forked.Program(program) as process:
         for line in process.stdout:
             if line == "3\n":
                 process.send_signal(signal.SIGTERM)
             if line == "first\n":
                 process.send_signal(signal.SIGTERM)
                 break
-        process.communicate(timeout=30)
+        process.communicate()
     assert process.returncode == -signal.SIGTERM
 
 
@@ -550,9 +537,10 @@ def test_state_dicts_continue_with_the_same_bits(tmp_path: Path, precision, orde
 
 def test_state_dicts_of_a_model_on_nvme_take_no_memory(tmp_path: Path):
     program = f"""
-import sys
-sys.path[:0] = {PATHS!r}
-from test_checkpoints import *
+from pathlib import Path
+import torch
+from torch import nn
+from offload import OffloadEngine
 
 def anonymous():
     lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
@@ -571,8 +559,7 @@ with OffloadEngine(model, nvme_path={str(tmp_path)!r}, host_memory="64MiB", lr=1
     torch.save(states, {str(tmp_path / "saved")!r})
 assert list(Path({str(tmp_path)!r}).iterdir()) == [Path({str(tmp_path / "saved")!r})]
 """
-    found = subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, capture_output=True, text=True)
-    taken_mib, weights_mib = map(int, found.stdout.split())
+    taken_mib, weights_mib = map(int, forked.run_well(program).split())
     assert weights_mib == 96
     assert taken_mib < 60, f"{taken_mib} MiB for state dicts of 288 MiB"
 

@@ -64,7 +64,7 @@ def test_units_move_home_after_the_first_step_and_the_bits_stay(
     make: Callable[..., OffloadEngine], options: dict[str, Any], on_nvme: bool
 ) -> None:
     with make("cpu", **options) as engine:
-        expected, weights = train(engine, 6)
+        expected, weights = train(engine, 4)
         states = engine.optimizer.state_dict()["state"]
     whole = whole_bytes(make, **options)
     for seed, share in enumerate((0.6, 1.2)):
@@ -73,7 +73,7 @@ def test_units_move_home_after_the_first_step_and_the_bits_stay(
         with engine, device_schedules.watched(device, engine):
             before = engine.plan
             assert not before.device.resident
-            losses, found = train(engine, 6)
+            losses, found = train(engine, 4)
             plan = engine.plan
             assert 0 < len(plan.device.resident) < len(plan.units)
             assert losses == expected and all(torch.equal(found[name], value) for name, value in weights.items())

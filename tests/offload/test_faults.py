@@ -10,6 +10,7 @@ import time
 import weakref
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from tiny import Tiny, batches, least_budget, loss_of, train
@@ -113,8 +114,7 @@ def test_a_wrong_path_is_refused_before_the_model_is_touched(make_model, tmp_pat
 def test_a_disk_that_fails_in_the_middle_raises_the_first_error_everywhere(tmp_path: Path):
     """RLIMIT_FSIZE makes every later write fail: the update's, on its own thread."""
     code = f"""
-import resource, signal, sys
-sys.path[:0] = {sys.path!r}
+import resource, signal
 import torch
 from tiny import Tiny, batches, loss_of
 from offload import OffloadEngine, OffloadError
@@ -137,10 +137,9 @@ except OffloadError as error:
 engine.close()
 print("closed")
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
-    assert "StorageIOError write of" in run.stdout and "File too large" in run.stdout, run.stdout
-    assert "same True" in run.stdout and run.stdout.endswith("closed\n")
+    told = forked.run_well(code)
+    assert "StorageIOError write of" in told and "File too large" in told, told
+    assert "same True" in told and told.endswith("closed\n")
 
 
 def test_a_full_file_system_is_refused_at_the_start(make_model, tmp_path: Path):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 from misuses import CASES
 from misuses.case import Family
@@ -23,19 +22,12 @@ _SLICE = [
 ]
 
 
-def _python(*arguments: str) -> str:
-    """The output of a Python of its own: the campaign forks, which a process that has had threads should not."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(_TESTS), str(_TESTS.parent)])}
-    found = subprocess.run(
-        [sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert found.returncode == 0, f"{found.stdout}\n{found.stderr[-2000:]}"
-    return found.stdout
-
-
 def test_a_slice_of_the_campaign_comes_out_as_it_must():
     assert {case.name for case in CASES} >= set(_SLICE)
-    assert f"{len(_SLICE)} cases in" in _python("-m", "misuses", "-v", "--patience", "3", *_SLICE)
+    path = os.pathsep.join([str(_TESTS), str(_TESTS.parent)])  # a case begins processes
+    done = forked.run_module("misuses", "-v", "--patience", "3", *_SLICE, PYTHONPATH=path)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-2000:]}"
+    assert f"{len(_SLICE)} cases in" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -94,7 +86,7 @@ run(family.cases, lambda case, outcomes: print(case.name, {o.died or o.value for
 
 
 def test_a_case_that_crashes_or_hangs_is_a_finding_and_ends_nothing_else():
-    assert sorted(_python("-c", _CRASH_AND_HANG).splitlines()) == [
+    assert sorted(forked.run_well(_CRASH_AND_HANG).splitlines()) == [
         "crashes {'killed by SIGSEGV'}",
         "hangs {'it hangs: not done after 1 s'}",
         "works {1.0}",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
+sys.path.append(str(SCRIPTS))
+
+from _full_disk import CannotMount, in_own_mounts  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -16,13 +19,20 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
     [
         ("run_kill.py", ["--seed", "11", "--kills", "3"], "kills: the same bits"),
         ("run_power_cut.py", ["--seed", "11", "--states", "24"], "'at the acknowledged step': "),
-        ("run_full_disk.py", ["--seed", "4", "--trials", "1", "--program", "1", "--on", "tmpfs"], "'trials': 1"),
     ],
 )
 def test_a_slice(script: str, options: list[str], words: str):
-    command = [sys.executable, "-W", "ignore", str(SCRIPTS / script), *options]
-    found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    if found.returncode == 77:
-        pytest.skip(found.stdout)
+    found = forked.run_script(SCRIPTS / script, *options)
     assert found.returncode == 0, found.stdout + found.stderr
     assert words in found.stdout
+
+
+def test_a_slice_of_full_disks(capfd: pytest.CaptureFixture[str]):
+    options = ["--seed", "4", "--trials", "1", "--program", "1", "--on", "tmpfs", "--mounted"]
+    try:
+        found = in_own_mounts([sys.executable, "-W", "ignore", str(SCRIPTS / "run_full_disk.py"), *options])
+    except CannotMount as error:
+        pytest.skip(str(error))
+    told = capfd.readouterr()
+    assert found.returncode == 0, told
+    assert "'trials': 1" in told.out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import threading
 import time
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
+import forked
 import pytest
 from torch.distributed import HashStore, PrefixStore
 
@@ -52,8 +52,7 @@ def test_the_campaign_finds_ranks_that_end_otherwise(launcher: Launcher):
 
 
 def test_ranks_that_are_killed_go_on_with_the_same_bits():
-    command = [sys.executable, str(SCRIPTS / "ranks_kill.py"), "--seed", "3", "--kills", "2", "--ranks", "2"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    run = forked.run_script(SCRIPTS / "ranks_kill.py", "--seed", "3", "--kills", "2", "--ranks", "2")
     assert run.returncode == 0, run.stdout + run.stderr
     assert json.loads(run.stdout.splitlines()[-1])["kills"] >= 2
 

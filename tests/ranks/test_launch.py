@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+import forked
+import pytest
 
 PAGE = Path(__file__).parents[2] / "docs" / "ranks.md"
 
 
-def test_torchrun_starts_the_program_of_the_page(tmp_path: Path):
+def test_torchrun_starts_the_program_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (program,) = re.findall(r'^```python title="train.py"\n(.*?)^```$', PAGE.read_text(), re.DOTALL | re.MULTILINE)
     (tmp_path / "train.py").write_text(program.replace("/mnt/nvme", str(tmp_path)))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    found = subprocess.run([*launcher, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    monkeypatch.chdir(tmp_path)
+    found = forked.run_module("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py")
     assert found.returncode == 0, found.stderr
     loss, network = re.fullmatch(r"loss ([\d.]+), ([\d.]+) MB from other ranks\n", found.stdout).groups()  # type: ignore[union-attr]
     assert 5 < float(loss) < 6 and float(network) > 0

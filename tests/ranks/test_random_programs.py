@@ -12,7 +12,7 @@ sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
 import ranks_programs
 
-NUM_PROGRAMS = 2
+NUM_PROGRAMS = 1
 
 
 def test_a_slice(two: Pool, tmp_path: Path):

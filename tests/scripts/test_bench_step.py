@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 _ROOT = Path(__file__).parents[2]
@@ -15,13 +14,7 @@ _SCRIPT = _ROOT / "scripts" / "bench_step.py"
 _TINY = ["--sizes", "chain:8x256", "--rounds", "1", "--warm-up", "1", "--steps", "2"]
 
 
-def _bench(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(_SCRIPT), *_TINY, "--nvme-path", str(tmp_path), *arguments]
-    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
-    return subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
-
-
-def test_every_run_has_what_the_plots_and_other_programs_read(tmp_path: Path):
+def test_every_run_has_what_the_plots_and_other_programs_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A budget that is too small and another installation that cannot run are reported, and the others go on."""
     plot = tmp_path / "step.png"
     other = tmp_path / "other" / "offload"
@@ -38,7 +31,8 @@ def test_every_run_has_what_the_plots_and_other_programs_read(tmp_path: Path):
         "--against",
         f"old={other.parent}",
     ]
-    done = _bench(tmp_path, *systems, "--json", "--plot", str(plot))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])))
+    done = forked.run_script(_SCRIPT, *_TINY, "--nvme-path", tmp_path, *systems, "--json", "--plot", plot)
     assert done.returncode == 0, done.stderr
     assert "engine 1B" in done.stderr and "BudgetError" in done.stderr
     assert "engine old all: this is the other one" in done.stderr
