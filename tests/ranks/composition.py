@@ -124,6 +124,63 @@ def hybrid(rank: int, size: int, rows: int, *, on_device: bool = False, **option
         return {"losses": losses, "norms": norms, "weights": engine.state_dict(), "resting": resting}
 
 
+class Gathered(torch.autograd.Function):
+    """The parts of all ranks, one after the other along dimension 1."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        distributed.all_gather(parts, part.contiguous(), group)
+        return torch.cat(parts, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].contiguous()
+        distributed.all_reduce(total, group=ctx.group)
+        return total.chunk(ctx.group.size(), 1)[ctx.group.rank()], None
+
+
+class Attention(nn.Module):
+    """Attends to the whole sequence, of which each rank of ``group`` has an equal part; alone to what it is given."""
+
+    def __init__(self, group: Any = None) -> None:
+        super().__init__()
+        self.group = group
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)  # of keys it has no gradient but rounding
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).chunk(3, -1)
+        if self.group is not None:
+            key, value = Gathered.apply(key, self.group), Gathered.apply(value, self.group)
+        return x + nn.functional.scaled_dot_product_attention(query, key, value)
+
+
+def context(rank: int, size: int, *, shard: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Each rank has a part of every sequence: what ranks train, and one process on whole sequences."""
+
+    def model(group: Any) -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(Attention(group), Block(), Attention(group), Block())
+
+    def train(engine: OffloadEngine, own: int, count: int) -> dict[str, Any]:
+        losses = []
+        for step in range(STEPS):
+            inputs, targets = (part.view(2, ROWS, WIDTH).chunk(count, 1)[own] for part in batch(step))
+            loss = loss_of(engine(inputs), targets)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        return {"losses": losses, "weights": engine.state_dict()}
+
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("dp", "cp"))
+    with OffloadEngine(model(mesh["cp"].get_group()), mesh=mesh, shard=shard, **OPTIONS) as engine:  # type: ignore[arg-type]
+        found = train(engine, rank, size)
+    alone = init_device_mesh("cpu", (size, 1), mesh_dim_names=("others", "dp"))["dp"]
+    with OffloadEngine(model(None), mesh=alone, **OPTIONS) as engine:
+        return found, train(engine, 0, 1)
+
+
 def composed(
     rank: int,
     size: int,

@@ -78,6 +78,16 @@ def test_stages_parts_and_shards_go_together(four, pp, tp):
     check_same_training(four(composition.composed, pp, tp, sequence=True, shard="weights"))
 
 
+@pytest.mark.parametrize("shard", ["states", "weights"])
+def test_parts_of_sequences_train_as_whole_ones(two, shard):
+    (first, alone), (second, _) = two(composition.context, shard=shard)
+    means = [sum(losses) / 2 for losses in zip(first["losses"], second["losses"], strict=True)]
+    assert means == pytest.approx(alone["losses"], rel=1e-5) and len(set(means)) == len(means)
+    for name, value in first["weights"].items():
+        assert torch.equal(value, second["weights"][name])
+        torch.testing.assert_close(value, alone["weights"][name], rtol=0, atol=2e-4)
+
+
 def test_replicas_stages_and_parts_compute_on_devices(four):
     check_same_training(four(composition.hybrid, 2, on_device=True))
     check_same_training(four(composition.composed, 2, 2, sequence=True, on_device=True))
