@@ -41,12 +41,12 @@ class RanksPlan:
     @property
     def arena_bytes(self) -> int:
         """Host memory that is reserved at the start."""
-        return 0 if self.device else sum(self.places) + sum(self.buffers) + self.landing_bytes
+        return 0 if self.device else sum(self.places) + sum(self.buffers) + self.landing_bytes + self.sum_bytes
 
     @property
     def nbytes(self) -> int:
         """All host memory."""
-        return 0 if self.device else self.arena_bytes + self.sum_bytes + self.gradient_bytes
+        return 0 if self.device else self.arena_bytes + self.gradient_bytes
 
     @property
     def device_bytes(self) -> int:
@@ -69,7 +69,7 @@ def plan_ranks(
     largest = max((spec.numel for unit in units for spec in unit.trainable), default=0) if width else 0
     few = placement == "weights" or device
     received = max(gradients, default=0)
-    sum_bytes = received // max(width, 1) // num_ranks * 4
+    sum_bytes = align(received // max(width, 1) // num_ranks * 4)
     return RanksPlan(
         placement,
         num_ranks,

@@ -159,7 +159,7 @@ class Collectives:
     def all_gather(self, own: torch.Tensor) -> torch.Tensor:
         """Inside of an operation: what all ranks have as ``own``, of one dimension, as rows."""
         into = torch.empty((self.world.size, len(own)), dtype=own.dtype)
-        self.links.all_gather(into.view(-1), own, self._all)
+        self.links.all_gather_message(into.view(-1), own, self._all)
         return into
 
     def _advance(self, operation: Operation) -> None:
@@ -212,7 +212,7 @@ class Collectives:
         assert own is not None
         into = torch.empty((self.world.size, *own.own.shape), dtype=own.own.dtype)
         if into.nbytes:
-            self.links.all_gather(into.view(-1), own.own.view(-1), self._all)
+            self.links.all_gather_message(into.view(-1), own.own.view(-1), self._all)
         own.result = list(into.unbind())
 
 

@@ -95,6 +95,23 @@ class HostLinks(_Transfers):
         super().__init__()
         self._pulse = pulse
 
+    def all_gather(self, into: torch.Tensor, own: torch.Tensor, peers: Peers) -> None:
+        """Each gives its own to all others, at the same time. Gloo's own operation would go through memory that is made
+        anew for each call: with 40 MB, more than half of the time goes into that."""
+        parts = into.view(torch.uint8).view(peers.size, -1).unbind()
+        parts[peers.own].copy_(own.view(torch.uint8))
+        works = [
+            distributed.broadcast(part, rank, peers.group, async_op=True)
+            for part, rank in zip(parts, peers.members if peers.size > 1 else (), strict=False)
+        ]
+        for work in works:
+            self._pulse.wait_for(work)
+        self.received_bytes += into.nbytes - own.nbytes
+
+    def all_gather_message(self, into: torch.Tensor, own: torch.Tensor, peers: Peers) -> None:
+        """The same in one operation: for a few bytes."""
+        super().all_gather(into, own, peers)
+
     def turn(self, *events: Event | None) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 

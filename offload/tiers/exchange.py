@@ -58,6 +58,7 @@ class GradientExchange:
         buffers: Sequence[Gradients],
         make_buffer: Callable[[int], Gradients],
         landing: torch.Tensor,
+        make_sum: Callable[[int], torch.Tensor],
         dtype: torch.dtype,
         held_dtype: torch.dtype,
         links: Links,
@@ -69,8 +70,9 @@ class GradientExchange:
     ) -> None:
         """``store`` has this rank's ``shards``, whose weights ``host`` has. ``buffers`` hold the gradients of any unit,
         and ``landing``, flat bytes, those that come: memory where compute makes them, over which ``links`` go.
-        ``make_buffer`` makes one more, of so many bytes. ``holds``: what is made now waits for gradients of a later
-        backward, and is added up as ``held_dtype``; else it goes as it was made, as ``dtype``."""
+        ``make_buffer`` makes one more, of so many bytes. ``make_sum`` gives zeros of fp32 for one shard's sums.
+        ``holds``: what is made now waits for gradients of a later backward, and is added up as ``held_dtype``; else it
+        goes as it was made, as ``dtype``."""
         self.added_bytes = 0
         """Of buffers beyond the plan."""
         self._units = units
@@ -79,6 +81,7 @@ class GradientExchange:
         self._host = host
         self._make_buffer = make_buffer
         self._landing = landing
+        self._make_sum = make_sum
         self._dtype = dtype
         self._held_dtype = held_dtype
         self._links = links
@@ -238,7 +241,7 @@ class GradientExchange:
         """The mean of what all ranks have of each parameter, and the scale that is common to it. Those that have
         nothing count as zero; what nobody has is left out. ``parts`` are what the ranks of this copy have."""
         world, found = self._collectives.world, []
-        flat = torch.zeros(shard.trainable_numel, device=self._landing.device)
+        flat = self._make_sum(shard.trainable_numel)
         for position, (whole, spec) in enumerate(zip(unit.parameters, shard.parameters, strict=True)):
             of_ranks = [of_rank[position] for of_rank in scales]
             having = [scale for scale in of_ranks if not math.isnan(scale)]

@@ -18,7 +18,7 @@ import torch
 
 import aio_ext
 from offload.device.protocol import Device
-from offload.memory import tensor_at
+from offload.memory import passing_tensor, tensor_at
 from offload.report.trace import Trace
 from offload.tiers.bounce import Bounce
 from offload.units import Tile
@@ -213,7 +213,7 @@ class DeviceHome(Home):
     def borrow_part(self, start: int, stop: int, *, change: bool) -> Iterator[int]:
         """The address of a copy of the bytes ``[start, stop)``."""
         device, part = self._device, self.tensor.view(torch.uint8)[start:stop]
-        host = torch.empty_like(part, device="cpu")
+        host = passing_tensor(part.nbytes)  # on a page of its own, as direct I/O asks for
         device.to_host.wait(device.compute.record())
         self._bounce.to_host(host, part)
         yield host.data_ptr()
@@ -222,7 +222,7 @@ class DeviceHome(Home):
 
     @contextlib.contextmanager
     def replace(self) -> Iterator[int]:
-        host = torch.empty(self.nbytes, dtype=torch.uint8)
+        host = passing_tensor(self.nbytes)
         yield host.data_ptr()
         self._bring(self.tensor.view(torch.uint8), host)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -113,6 +114,7 @@ def compute_on_host(base: Base, windows: Sequence[HostWindow]) -> Computing:
         def over(memory: Lease | aio_ext.Memory) -> Gradients:
             return Gradients(tensor_at(memory.address, memory.nbytes, torch.uint8), memory)
 
+        sums = over(base.arena.lease(plan.sum_bytes)).memory.view(torch.float32)
         intake = _exchange(
             base,
             ranks,
@@ -121,6 +123,7 @@ def compute_on_host(base: Base, windows: Sequence[HostWindow]) -> Computing:
             [over(base.arena.lease(nbytes)) for nbytes in plan.buffers],
             lambda nbytes: over(aio_ext.Memory(nbytes)),
             over(base.arena.lease(plan.landing_bytes)).memory,
+            lambda numel: sums[:numel].zero_(),  # they are brought home before the next ones are made
             ranks.collectives.links,
         )
     return Computing(ComputeOnRanks(windows, gathered), intake, whole=gathered)
@@ -202,7 +205,9 @@ def _exchange_on_device(
         return Gradients(window.target, window)
 
     buffers = [make(nbytes) for nbytes in plan.buffers]
-    return _exchange(base, ranks, plan, transport, buffers, make, make(plan.landing_bytes).memory, links)
+    landing = make(plan.landing_bytes).memory
+    zeros = partial(torch.zeros, device=memory.device.torch_device)  # anew: they are on their way home for a while
+    return _exchange(base, ranks, plan, transport, buffers, make, landing, zeros, links)
 
 
 def _exchange(
@@ -213,6 +218,7 @@ def _exchange(
     buffers: Sequence[Gradients],
     make_buffer: Callable[[int], Gradients],
     landing: torch.Tensor,
+    make_sum: Callable[[int], torch.Tensor],
     links: Links,
 ) -> GradientExchange:
     return GradientExchange(
@@ -223,6 +229,7 @@ def _exchange(
         buffers,
         make_buffer,
         landing,
+        make_sum,
         base.config.dtype,
         base.config.gradient_dtype,
         links,

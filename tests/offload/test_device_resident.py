@@ -274,3 +274,17 @@ def test_the_campaign_finds_a_forgotten_wait(
 ) -> None:
     forget(monkeypatch)
     expect_trouble(tmp_path)
+
+
+def test_what_is_resident_is_saved_and_taken_up(make_model: Callable[..., Tiny], tmp_path: Path) -> None:
+    def make() -> OffloadEngine:
+        return OffloadEngine(make_model(), nvme_path=tmp_path, device=SimulatedDevice(), lr=1e-3)
+
+    with make() as engine:
+        assert num_resident(engine) == len(engine.plan.units)
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path / "saved")
+        expected = engine.state_dict()
+    with make() as engine:
+        engine.load_checkpoint(tmp_path / "saved")
+        assert all(torch.equal(value, expected[name]) for name, value in engine.state_dict().items())

@@ -310,3 +310,26 @@ def moved(
             "rests on the host": sum(plan.resident_bytes.values()),
             "weights": sum(item.unit.numel for item in plan.units) * size * plan.formats.weights,
         }
+
+
+def saves(rank: int, size: int, placement: Placement, folder: Path) -> tuple[str, str]:
+    """Bits of weights and states after two steps, which are saved in both ways; those of weights after a third."""
+    with Program().placed(placement, folder) as engine:
+        train(engine, range(2), rank, size)
+        engine.save_checkpoint(folder / "own")
+        engine.save_dcp(folder / "dcp")
+        saved = bits([weights_of(engine), engine.optimizer.state_dict()["state"]])
+        train(engine, range(2, 3), rank, size)
+        return saved, bits(weights_of(engine))
+
+
+def goes_on(rank: int, size: int, placement: Placement, folder: Path, name: str) -> tuple[str, str]:
+    """The same of what was saved under this name."""
+    with Program().placed(placement, folder) as engine:
+        if name == "dcp":
+            engine.load_dcp(folder / name)
+        else:
+            engine.load_checkpoint(folder / name)
+        found = bits([weights_of(engine), engine.optimizer.state_dict()["state"]])
+        train(engine, range(2, 3), rank, size)
+        return found, bits(weights_of(engine))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ranks import jobs
 from ranks.pool import Pool
-from ranks.programs import DEVICE_PLACEMENTS, RESIDENT, STATES_ON_DEVICE, WEIGHTS, Program
+from ranks.programs import DEVICE_PLACEMENTS, ON_DEVICE, RESIDENT, STATES_ON_DEVICE, WEIGHTS, Program
 from ranks.test_bits import check
 
 DEEP = {"hidden": (59, 113, 61, 127, 31, 97, 89, 53)}
@@ -30,3 +30,10 @@ def test_devices_are_left_when_one_rank_raises(two: Pool, tmp_path: Path):
     """The other one waits in a transfer for what never comes."""
     raised, told = two(jobs.raises_between_backwards, RESIDENT, tmp_path)
     assert raised == "ValueError: planted" and told.startswith("RankError: rank 0: ValueError: planted")
+
+
+def test_what_is_saved_on_devices_is_taken_up_anywhere(two: Pool, four: Pool, tmp_path: Path):
+    saved = two(jobs.saves, RESIDENT, tmp_path)
+    for placement, name in ((STATES_ON_DEVICE, "own"), (ON_DEVICE, "dcp"), (WEIGHTS, "own")):
+        assert two(jobs.goes_on, placement, tmp_path, name) == saved
+    assert {found for found, _ in four(jobs.goes_on, RESIDENT, tmp_path, "own")} == {saved[0][0]}
