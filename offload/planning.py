@@ -136,7 +136,9 @@ def plan_within(
     ``BudgetError``, and ``StorageFull`` for ``durable`` without the room for it."""
     tile_bytes = None if config.tile_bytes == "auto" else int(config.tile_bytes)
     tiles_of = choice.rule.tiles_of if choice is not None else None
-    device_plan = None if room.device is None else _plan_device(config, units, choice, room.device, ranks)
+    device_plan = None
+    if room.device is not None:
+        device_plan, ranks = _plan_device(config, units, choice, room.device, ranks)
     on_host = [unit for unit in units if device_plan is None or unit.index not in device_plan.resident]
     make = partial(
         make_plan,
@@ -236,8 +238,9 @@ def _plan_device(
     choice: OptimizerChoice | None,
     device: DeviceRoom,
     ranks: RanksPlan | None,
-) -> DevicePlan:
-    """How the device's memory is divided; the optimizer decides, too, whether units may be resident there."""
+) -> tuple[DevicePlan, RanksPlan | None]:
+    """How the device's memory is divided, and what of it is between ranks; the optimizer decides, too, whether units
+    may be resident there."""
     obstacle = None
     if choice is not None:
         obstacle = choice.rule.obstacle_on_devices or device.obstacle
@@ -247,7 +250,14 @@ def _plan_device(
         tile_bytes = DEFAULT_TILE_BYTES if config.tile_bytes == "auto" else int(config.tile_bytes)
         updates = [device_tile_bytes(choice.rule.tiles_of(unit, tile_bytes), Formats.of(config)) for unit in units]
     given = None if config.device_memory == "auto" else int(config.device_memory)
-    return plan_device(units, Formats.of(config), states, updates, given, device.free_bytes, obstacle, ranks)
+    make = partial(plan_device, units, Formats.of(config), states, updates, given, device.free_bytes, obstacle)
+    if ranks is None:
+        return make(None), None
+    with contextlib.suppress(BudgetError):
+        roomy = make(ranks)
+        if roomy.weights_bytes >= sum(ranks.places):  # else room for weights that come ahead is worth more
+            return roomy, ranks
+    return make(ranks.tight()), ranks.tight()
 
 
 def _taken_over_bytes(units: Sequence[UnitSpec], device: Device) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,20 +19,21 @@ from _step_model import VOCABULARY, Shape
 from torch import Tensor, distributed
 
 from offload import OffloadEngine
+from offload.memory import trim_heap
 from offload.predict.machine import Cores, Machine
 from offload.predict.model import Model
 from offload.predict.network import Network
+from offload.predict.overhead import record_seconds, unit_seconds
 from offload.predict.prediction import least_host_bytes
 from offload.predict.probe import drive_rates, probe
 from offload.predict.workload import Workload
-from offload.predict.works import compute_seconds
 from offload.report.report import Bandwidths
 
 CONTEXT = 128
 STATE_BYTES = 16
 """Of a parameter in fp32: weight, gradient and two moments."""
 _all_gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-_ROUNDS = 5
+_ROUNDS = 3
 _TURNS = 100
 """Small messages of which the median is taken."""
 
@@ -70,18 +72,14 @@ class Case:
         """Of each rank: the cores are divided."""
         return max(_num_cores() // self.ranks, 1)
 
-    @property
-    def ranks_a_core(self) -> float:
-        """How many take turns on a core."""
-        return max(self.ranks / _num_cores(), 1.0)
-
 
 def work(rank: int, case: Case, folder: str, meeting: str, warm_up: int, steps: int, answer: Any) -> None:
     """Look at the machine and take the steps. Rank 0 puts the machine and the seconds of each step into ``answer``."""
     torch.set_num_threads(case.num_threads)
+    of_record = record_seconds(Path(folder)) if rank == 0 else None  # before the ranks meet: an engine of one process
     distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=case.ranks)
     try:
-        machine = _machine(rank, case, Path(folder))
+        machine = _machine(case, Path(folder), of_record)
         seconds, memory = _steps(rank, case, machine, folder, warm_up, steps)
         if rank == 0:
             answer.put((machine, seconds, memory))
@@ -89,24 +87,22 @@ def work(rank: int, case: Case, folder: str, meeting: str, warm_up: int, steps: 
         distributed.destroy_process_group()
 
 
-def _machine(rank: int, case: Case, folder: Path) -> Machine:
-    """One rank's part of this machine while all ranks do the same. The same on all of them."""
+def _machine(case: Case, folder: Path, of_record: float | None) -> Machine:
+    """One rank's part of this machine while all ranks do the same. The same on all of them. The first rank alone knows
+    ``record_seconds``."""
     model, workload = case.model(), case.workload
-    distributed.barrier()
-    probed = probe([], model, workload, host_bytes=0)
-    computing = _mean(_plain_seconds(case))
-    expected = sum(map(sum, compute_seconds(model, probed, workload, model.units(workload.dtype))))
-    as_probed = expected / computing
-    at_rest, moving = probed.unit_seconds
-    rates: list[Any] = [drive_rates([folder])[0] if rank == 0 else None]
-    distributed.broadcast_object_list(rates)
-    drive: Bandwidths = rates[0]
+    probed = probe([], model, workload, host_bytes=0, ranks=case.ranks, meet=distributed.barrier)
+    of_first: list[Any] = [None, None] if of_record is None else [of_record, drive_rates([folder])[0]]
+    distributed.broadcast_object_list(of_first)
+    of_record, drive = of_first
+    assert of_record is not None and drive is not None
     machine = replace(
         probed,
-        cores=Cores(_mean(probed.cores.blocks * as_probed), _mean(probed.cores.head * as_probed)),
+        cores=Cores(_mean(probed.cores.blocks), _mean(probed.cores.head), _mean(probed.cores.busy), probed.cores.count),
         update=_mean(probed.update),
         checksum=_mean(probed.checksum),
-        unit_seconds=(at_rest * case.ranks_a_core, moving * case.ranks_a_core),
+        unit_seconds=_mean(unit_seconds()),
+        record_seconds=of_record,
         nvme=Bandwidths(drive.read / case.ranks, drive.write / case.ranks, drive.q),
         nvme_bytes=1 << 40,
         network=_network(case, model) if case.ranks > 1 else None,
@@ -116,70 +112,104 @@ def _machine(rank: int, case: Case, folder: Path) -> Machine:
     return replace(machine, host_bytes=budget)
 
 
-def _plain_seconds(case: Case) -> float:
-    """Forward and backward of the model in plain PyTorch, while all ranks do the same."""
-    torch.manual_seed(0)
-    module, (tokens, targets) = case.shape.model(), case.shape.tokens(torch.Generator().manual_seed(0))
-
-    def once() -> None:
-        module.zero_grad(set_to_none=True)
-        module(tokens, targets).backward()
-
-    return _seconds(once)
-
-
 def _network(case: Case, model: Model) -> Network:
-    """What the two collectives of a unit of middling size take, and a turn of a few bytes while all ranks compute."""
-    sizes = sorted(unit.trainable_numel for unit in model.units(torch.float32, case.ranks))
-    whole, numel = torch.zeros(sizes[len(sizes) // 2]), sizes[len(sizes) // 2] // case.ranks
-    received, own, landing = torch.zeros_like(whole), torch.zeros(numel), torch.zeros_like(whole)
+    """What the two collectives of the units take, and a turn of a few bytes while all ranks compute."""
+    sizes = [unit.trainable_numel for unit in model.units(torch.float32, case.ranks)]
+    whole, landing = torch.ones(max(sizes)), torch.ones(max(sizes))
 
-    def gather() -> None:
-        _all_gather(received, own)
+    def gather(numel: int) -> None:
+        _all_gather(landing[:numel], whole[: numel // case.ranks])
 
-    def exchange() -> None:
-        distributed.all_to_all_single(landing, whole)
-        total = torch.zeros(numel)
-        for part in landing.view(case.ranks, -1):
+    def exchange(numel: int) -> None:
+        distributed.all_to_all_single(landing[:numel], whole[:numel])
+        total = torch.zeros(numel // case.ranks)
+        for part in landing[:numel].view(case.ranks, -1):
             total.add_(part)
         total.div_(case.ranks)
 
-    passed = whole.nbytes * (case.ranks - 1) / case.ranks
-    busy = time.process_time()
-    seconds = [_mean(_seconds(collective)) for collective in (gather, exchange)]
-    busy = (time.process_time() - busy) / (2 * (_ROUNDS + 1)) / passed
+    passed = 4 * sum(sizes) * (case.ranks - 1) / case.ranks
+    gathering, exchanging = _collectives(gather, sizes), _collectives(exchange, sizes)
+    with _computing() as computed:
+        gathering_cores = _collectives(gather, sizes, computed)
+        exchanging_cores = _collectives(exchange, sizes, computed)
+        wait_seconds = _mean(_turn_seconds())
     return Network(
         num_ranks=case.ranks,
         ranks_a_node=case.ranks,
-        gather=passed / seconds[0],
-        exchange=passed / seconds[1],
+        gather=passed / gathering.seconds,
+        exchange=passed / exchanging.seconds,
         between=math.inf,
-        wait_seconds=_mean(_turn_seconds()),
-        core_seconds=_mean(busy) * case.ranks_a_core,
+        wait_seconds=wait_seconds,
+        gather_cores=gathering_cores.of_cores / passed,
+        exchange_cores=exchanging_cores.of_cores / passed,
     )
 
 
-def _turn_seconds() -> float:
-    """A few bytes of each rank to all others, while a thread of each computes."""
+@dataclass(frozen=True)
+class _Taken:
+    """What one collective of each unit takes: seconds, and seconds of cores."""
+
+    seconds: float
+    of_cores: float
+
+
+def _collectives(
+    work: Callable[[int], None], sizes: Sequence[int], beside: Callable[[], float] = lambda: 0.0
+) -> _Taken:
+    """Medians of a few rounds, after one that does not count, by a thread of its own as in the engine. ``beside`` are
+    seconds of cores that something else has taken so far. gloo gathers into memory of its own, which the C library may
+    give back each time: it comes from the system anew here."""
+    seconds, of_cores = [], []
+
+    def rounds() -> None:
+        for _ in range(1 + _ROUNDS):
+            taken = used = 0.0
+            for numel in sizes:
+                trim_heap()
+                distributed.barrier()
+                start, before = time.perf_counter(), time.process_time() - beside()
+                work(numel)
+                taken += time.perf_counter() - start
+                used += time.process_time() - beside() - before
+            seconds.append(taken)
+            of_cores.append(used)
+
+    thread = threading.Thread(target=rounds)
+    thread.start()
+    thread.join()
+    return _Taken(_mean(statistics.median(seconds[1:])), _mean(statistics.median(of_cores[1:])))
+
+
+@contextlib.contextmanager
+def _computing() -> Iterator[Callable[[], float]]:
+    """Meanwhile a thread of this rank computes; how many seconds of a core it has taken."""
     over = threading.Event()
-    square = torch.randn(512, 512)
+    matrices = [torch.randn(128, 512), *(torch.randn(512, 512) for _ in range(48))]
 
     def compute() -> None:
+        torch.set_num_threads(1)
         while not over.is_set():
-            square @ square
+            for matrix in matrices[1:]:
+                matrices[0] @ matrix
 
-    own, all_of_them = torch.zeros(8), torch.zeros(8 * distributed.get_world_size())
     thread = threading.Thread(target=compute)
     thread.start()
+    clock = time.pthread_getcpuclockid(thread.ident)  # type: ignore[arg-type]
     try:
-        taken = []
-        for _ in range(_TURNS):
-            start = time.perf_counter()
-            _all_gather(all_of_them, own)
-            taken.append(time.perf_counter() - start)
+        yield lambda: time.clock_gettime(clock)
     finally:
         over.set()
         thread.join()
+
+
+def _turn_seconds() -> float:
+    """A few bytes of each rank to all others."""
+    own, all_of_them = torch.zeros(8), torch.zeros(8 * distributed.get_world_size())
+    taken = []
+    for _ in range(_TURNS):
+        start = time.perf_counter()
+        _all_gather(all_of_them, own)
+        taken.append(time.perf_counter() - start)
     return statistics.median(taken)
 
 
@@ -204,17 +234,6 @@ def _steps(
             engine.step()
             seconds.append(time.perf_counter() - start)
         return seconds[warm_up:], engine.plan.memory
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    """The median of a few rounds, each of which all ranks begin together, after one that does not count."""
-    taken = []
-    for _ in range(1 + _ROUNDS):
-        distributed.barrier()
-        start = time.perf_counter()
-        work()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken[1:])
 
 
 def _mean(value: float) -> float:

@@ -27,6 +27,7 @@ from _step_process import Turns, WorkerFailed
 
 from offload.predict.machine import Cores, Machine
 from offload.predict.model import Model
+from offload.predict.overhead import record_seconds, unit_seconds
 from offload.predict.prediction import Prediction, least_host_bytes, predict
 from offload.predict.probe import probe
 from offload.predict.workload import Workload
@@ -138,6 +139,7 @@ def _machine(case: Case, folder: str) -> Machine:
     """This machine as it is now, with the budget of the case."""
     model, workload = case.model(), case.workload
     machine = probe([Path(folder)], model, workload, host_bytes=0, backend=case.backend)
+    machine = replace(machine, unit_seconds=unit_seconds(), record_seconds=record_seconds(Path(folder)))
     state_bytes = STATE_BYTES * model.num_parameters
     budget = {"all": 2 * state_bytes, "half": state_bytes // 2, "least": 0}[case.budget]
     return replace(machine, host_bytes=max(budget, least_host_bytes(model, machine, workload)))

@@ -161,19 +161,23 @@ def _this_machine(
 ) -> Machine:
     from offload.planning import check_paths
     from offload.predict import rates
-    from offload.predict.machine import Cores, nvme_of, parse_drive
+    from offload.predict.machine import nvme_of, parse_drive
+    from offload.predict.overhead import record_seconds, unit_seconds
     from offload.predict.probe import probe
 
     paths = [path.expanduser() for path in paths]
     check_paths(paths)
     drives = [parse_drive(text) for text in nvme]
     machine = probe(paths, model, workload, host_bytes=_host_bytes(host_memory), drives=nvme_of(drives, 1, 1.0))
+    of_record = record_seconds(paths[0]) if paths else 0.0
+    machine = replace(machine, unit_seconds=unit_seconds(), record_seconds=of_record)
     if drives:
         machine = replace(machine, nvme_bytes=sum(drive.nbytes for drive in drives))
     if compute is not None:
         flops = rates.flops_per_second("--compute", compute)
         given = f"compute: {compute}, as given"
-        machine = replace(machine, cores=Cores(flops, flops), assumptions=(given, *machine.assumptions[1:]))
+        cores = replace(machine.cores, blocks=flops, head=flops)
+        machine = replace(machine, cores=cores, assumptions=(given, *machine.assumptions[1:]))
     return machine
 
 

@@ -11,8 +11,8 @@ from rich.table import Table
 Facts = dict[str, Any]
 
 _PARTS = {
-    "states": "Each GPU holds a part of the optimizer states, and all weights and gradients.",
-    "gradients": "Each GPU holds a part of the states and gradients, and all weights.",
+    "states": "Each GPU holds a part of the states, all gradients, and weights as far as it has room.",
+    "gradients": "Each GPU holds a part of the states and gradients, and weights as far as it has room.",
     "weights": "Each GPU holds a part of everything, and gathers a unit's weights for its use.",
 }
 
@@ -93,12 +93,9 @@ def _shortage(facts: Facts) -> Iterator[str]:
         f"there is {_size(shortage['given_bytes'])}."
     )
     if shortage["kind"] == "device memory":
-        gathered = (
-            f", whole units that are gathered {_size(facts['gathered_bytes'])}" if facts["gathered_bytes"] else ""
-        )
         recomputed = "" if facts["workload"]["recomputed"] else "--activation-checkpointing, "
         yield (
-            f"That is what is left: activations of this batch take {_size(facts['activation_bytes'])}{gathered}. Try "
+            f"That is what is left: activations of this batch take {_size(facts['activation_bytes'])}. Try "
             f"{recomputed}a smaller --batch or a shorter --sequence."
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload.optim.formats import Formats
 from offload.units import UnitSpec, num_nested
@@ -37,6 +37,12 @@ class RanksPlan:
     sum_bytes: int
     gradient_bytes: int
     """The gradient of a whole parameter, as autograd has just made it."""
+    least_buffers: int
+    """With so many, the gradients of a unit are made when those before them have gone."""
+
+    def tight(self) -> RanksPlan:
+        """The same with as little memory as works."""
+        return replace(self, buffers=self.buffers[: self.least_buffers])
 
     @property
     def arena_bytes(self) -> int:
@@ -82,4 +88,5 @@ def plan_ranks(
         align(max(unit.numel for unit in units) // num_ranks * formats.weights),
         sum_bytes,
         align(largest * formats.weights),
+        len(gradients) if all_gradients else min(nested, len(gradients)),
     )

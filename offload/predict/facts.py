@@ -39,7 +39,6 @@ def facts_of(
         "shortage": None if prediction.shortage is None else asdict(prediction.shortage),
         "least_host_memory_bytes": least_host_bytes,
         "activation_bytes": prediction.activation_bytes,
-        "gathered_bytes": prediction.gathered_bytes,
         "advice": [
             {
                 "change": one.change,
@@ -79,8 +78,6 @@ def memory_of(prediction: Prediction) -> dict[str, dict[str, int]]:
     memory = {kind: {"device": 0, **tiers} for kind, tiers in plan.memory.items()}
     if plan.device is not None:
         memory["staging"]["device"] = plan.device.total_bytes - sum(plan.device.resident_bytes.values())
-    if prediction.gathered_bytes:
-        memory["gathered units"] = {"device": prediction.gathered_bytes, "host": 0, "nvme": 0}
     kept = {"device": 0, "host": 0, "nvme": 0}
     kept["device" if on_device else "host"] = prediction.activation_bytes
     return {**memory, "activations (outside of budgets)": kept}

@@ -67,10 +67,16 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Cores:
-    """What computes with the model: FLOP/s that a step reaches in blocks, and in the head with its loss."""
+    """What computes with the model: FLOP/s that a step reaches in blocks, and in the head with its loss.
+
+    ``count`` are the cores of a CPU that a rank has, a part of one where ranks share it, and ``busy`` what of them a
+    step's compute keeps busy. Both are for a CPU.
+    """
 
     blocks: float
     head: float
+    busy: float = 1.0
+    count: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -87,9 +93,9 @@ class Machine:
     """One rank's part of a machine: host memory, drives and memory bandwidth of a node are divided among its ranks.
 
     ``device`` is None where the CPU computes: updates and checksums take its cores then. ``update`` is the memory
-    traffic of the optimizer's kernel and ``checksum`` what is checked of the bytes that pass NVMe, bytes a second.
-    ``unit_seconds`` is what the engine takes for a use of a unit, at rest in memory and brought from NVMe. ``network``
-    joins the ranks; None: there is one.
+    traffic of the optimizer's kernel and ``checksum`` what a core checks of the bytes that pass NVMe, bytes a second.
+    ``unit_seconds`` and ``record_seconds`` are what the engine itself takes of a core in a step, for each unit and for
+    each record on NVMe. ``network`` joins the ranks; None: there is one.
     """
 
     host_bytes: int
@@ -98,7 +104,8 @@ class Machine:
     cores: Cores
     update: float
     checksum: float
-    unit_seconds: tuple[float, float]
+    unit_seconds: float
+    record_seconds: float
     device: DeviceMachine | None = None
     network: Network | None = None
     assumptions: tuple[str, ...] = ()
@@ -176,8 +183,9 @@ def described(
         nvme=nvme_of(drives, gpus, mixed_q),
         cores=Cores(compute, compute),
         update=memory_bandwidth / gpus,
-        checksum=8 * 25e9 / gpus,
-        unit_seconds=(1e-4, 5e-4),
+        checksum=25e9,
+        unit_seconds=1e-4,
+        record_seconds=1e-3,
         device=device,
         network=joined,
         assumptions=tuple(assumptions),

@@ -25,9 +25,9 @@ class Network:
 
     ``gather`` and ``exchange`` are the bytes a second that a rank receives from the others of its node in the two
     collectives, ``between`` what a node receives from all others. ``wait_seconds`` is a turn of a few bytes: ranks
-    agree on each collective in one, and tell each other the scales of gradients in another. ``core_seconds`` is what
-    each byte that a rank receives takes of what computes there; 0 where engines of their own move it.
-    ``added_inside``: gradients are added up inside of a node before they leave it.
+    agree on each collective in one, and tell each other the scales of gradients in another. ``gather_cores`` and
+    ``exchange_cores`` are the seconds of a core that each byte takes which a rank receives; 0 where engines of their
+    own move it. ``added_inside``: gradients are added up inside of a node before they leave it.
     """
 
     num_ranks: int
@@ -36,7 +36,8 @@ class Network:
     exchange: float
     between: float
     wait_seconds: float
-    core_seconds: float = 0.0
+    gather_cores: float = 0.0
+    exchange_cores: float = 0.0
     added_inside: bool = False
 
     def gather_seconds(self, nbytes: float) -> float:

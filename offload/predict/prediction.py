@@ -1,9 +1,9 @@
 """The prediction of a step: the engine's own plan for the model in the machine, and how long its schedule takes.
 
 [Note: Ranks] With several ranks each holds its shard of every unit in its own tiers. It gathers whole units for
-compute, and sends each other rank its part of their gradients. So a rank's plan is the engine's for its shards, and
-what whole units take beside them (``plan_ranks``) is host memory where the CPU computes, and device memory where a GPU
-does. The ranks are alike: one of them is planned and played. Pipelines and tensor parallelism are no part of it.
+compute, and sends each other rank its part of their gradients. So a rank's plan is the engine's for its shards, with
+what whole units take beside them (``plan_ranks``). The ranks are alike: one of them is planned and played. Pipelines
+and tensor parallelism are no part of it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from offload.plan.device import GOLDEN, MARGIN
 from offload.plan.plan import Plan
 from offload.plan.ranks import PLACEMENTS, RanksPlan, plan_ranks
 from offload.planning import DeviceRoom, Room, plan_within
+from offload.predict.cores import bound, shares_of
 from offload.predict.machine import CONTEXT_BYTES, Machine
 from offload.predict.model import Model
 from offload.predict.schedule import Steps, UnitWork, step_seconds
 from offload.predict.workload import Workload
-from offload.predict.works import link_seconds, nvme_bytes, places_of, works_of
+from offload.predict.works import link_seconds, nvme_bytes, places_of, receiving_seconds, works_of
 from offload.units import Tile, UnitSpec, shard_unit
 
 _MOST_TILES = 4096
@@ -85,8 +86,6 @@ class Prediction:
     read_bytes: int = 0
     written_bytes: int = 0
     plan: Plan | None = None
-    gathered_bytes: int = 0
-    """Device memory for whole units, where ranks hold shares."""
     links: dict[str, float] = field(default_factory=dict)
     seconds: float = math.inf
 
@@ -136,21 +135,23 @@ def predict(model: Model, machine: Machine, workload: Workload) -> Prediction:
     prediction = Prediction(model, machine, workload, activations)
     found = _planned(list(_cases(model, machine, workload, activations)))
     if isinstance(found, _Case):
-        return replace(prediction, shortage=found.shortage(), gathered_bytes=found.gathered_bytes)
+        return replace(prediction, shortage=found.shortage())
     case, plan = found
     places = places_of(plan)
     works = works_of(model, machine, workload, case.whole, plan)
     read, written = nvme_bytes(plan, places, workload)
     links = link_seconds(machine, workload, plan, places, works, read, written)
-    exchanged_once = plan.ranks is not None and plan.ranks.placement == "states"
     settle = machine.network.settle_seconds if machine.network is not None else 0.0
+    received = receiving_seconds(machine, workload, plan, places, case.whole)
+    shares = shares_of(machine, plan, works, links, read + written, received)
+    links["compute"] = max(links["compute"], bound(shares, works, links))
     seconds = min(
-        step_seconds(works, places, Steps(early, workload.micro_batches, exchanged_once, settle))
+        step_seconds(works, places, Steps(early, workload.micro_batches, settle), shares)
         for early in _choices_of_early(plan, works, workload)
     )
     return replace(
         prediction, plan=plan, links=links, seconds=max(seconds, *links.values()), read_bytes=read,
-        written_bytes=written, gathered_bytes=case.gathered_bytes,
+        written_bytes=written,
     )  # fmt: skip
 
 
@@ -186,16 +187,7 @@ class _Case:
 
     def plan(self, room: Room | None = None) -> Plan:
         """The rank's plan, in another room if one is given. Raises ``BudgetError``."""
-        ranks = self.ranks
-        if ranks is not None and self.room.device is not None:  # whole units are on the device, and its budget is less
-            ranks = replace(ranks, places=(0,) * len(ranks.places), buffers=(), landing_bytes=0, compute_bytes=0)
-        plan = plan_within(self.config, self.shards, self.choice, self.room if room is None else room, ranks)
-        return replace(plan, ranks=self.ranks)
-
-    @property
-    def gathered_bytes(self) -> int:
-        """Device memory that whole units take."""
-        return _gathered_bytes(self.whole, self.config, self.ranks) if self.room.device is not None else 0
+        return plan_within(self.config, self.shards, self.choice, self.room if room is None else room, self.ranks)
 
     def shortage(self) -> Shortage:
         """Which budget is too small: the first that still is when the others are not."""
@@ -228,28 +220,17 @@ def _cases(model: Model, machine: Machine, workload: Workload, activations: int)
     choice = _bundled(choose(config, shards), shards)
     placements: Sequence[str] = PLACEMENTS if workload.shard == "auto" else (workload.shard,)
     for placement in placements if count > 1 else ("weights",):
-        ranks = plan_ranks(whole, formats, placement, count) if count > 1 else None
+        ranks = None
+        if count > 1:
+            ranks = plan_ranks(whole, formats, placement, count, device=machine.device is not None)
         nvme = machine.nvme_bytes if machine.nvme is not None else 0
         room = Room(machine.host_bytes, nvme, float(nvme))
         if machine.device is not None:
             left = machine.device.memory_bytes - CONTEXT_BYTES - activations
             given = left * MARGIN if workload.device_bytes is None else min(workload.device_bytes, left)
-            budget = max(int(given) - _gathered_bytes(whole, config, ranks), 0)
+            budget = max(int(given), 0)
             config, room = replace(config, device_memory=budget), replace(room, device=DeviceRoom(budget))
         yield _Case(whole, shards, config, choice, room, ranks)
-
-
-def _gathered_bytes(whole: Sequence[UnitSpec], config: OffloadConfig, ranks: RanksPlan | None) -> int:
-    """Device memory for whole units: weights, as many as have a place, and the gradients of the one at work, or of all
-    where they are exchanged once. Gradients that come from other ranks land where those have been that went."""
-    if ranks is None:
-        return 0
-    formats = Formats.of(config)
-    weights = [unit.numel * formats.weights for unit in whole]
-    held = sum(weights) if len(ranks.places) >= len(whole) else len(ranks.places) * max(weights)
-    if ranks.placement == "states":
-        return held + sum(unit.trainable_numel for unit in whole) * formats.grads
-    return held + max(unit.trainable_numel for unit in whole) * formats.weights
 
 
 def _planned(cases: Sequence[_Case]) -> tuple[_Case, Plan] | _Case:

@@ -6,7 +6,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ from offload.predict.workload import Workload
 from offload.report.report import Bandwidths
 from swapper import checksum
 
-_ROUNDS = 3
+_ROUNDS = 5
 _MIB = 1 << 20
 _FILE_BYTES = 256 * _MIB
 _DEPTH, _BLOCK_BYTES = 16, 1 * _MIB
@@ -39,8 +39,8 @@ _MOST_Q = 8.0
 _SWEPT = 1 << 22
 """Elements of the tile that the kernel is tried on: far more than caches hold, 32 MiB of moments."""
 
-UNIT_SECONDS = (1.5e-4, 2e-3)
-"""What the engine takes for a unit and step, all in memory and brought from NVMe (docs/benchmarks.md)."""
+_BLOCKS_BYTES = 96 * _MIB
+"""Weights of the blocks that are tried: more than caches hold, as those of a model are."""
 
 
 def probe(
@@ -51,16 +51,21 @@ def probe(
     host_bytes: int | None = None,
     backend: str = "auto",
     drives: Bandwidths | None = None,
+    ranks: int = 1,
+    meet: Callable[[], object] = lambda: None,
 ) -> Machine:
-    """This machine, computing on its CPU, for such a model and batch.
+    """This machine, computing on its CPU, for such a model and batch. What the engine itself takes is left out, see
+    ``offload.predict.overhead``.
 
     ``host_bytes`` is the budget; None: what the engine takes by itself. ``drives`` are those of a described machine, in
-    place of what is found under ``paths``.
+    place of what is found under ``paths``. As many as ``ranks`` look at once: they wait for each other in ``meet``,
+    before and after each round, as ranks go on when the last one has come.
     """
+    count = len(os.sched_getaffinity(0)) / ranks
     nvme, how = drives, "as given"
     if paths and drives is None:
         nvme, how = drive_rates(paths, backend)
-    cores = core_rates(model.width, workload.batch, workload.sequence, model.vocabulary, workload.dtype)
+    cores = core_rates(model, workload, count, meet)
     assumptions = [
         f"a block of this width and batch was tried here: {cores.blocks / 1e9:,.0f} GFLOPS, and the head and loss: "
         f"{cores.head / 1e9:,.0f} GFLOPS",
@@ -74,9 +79,10 @@ def probe(
         nvme_bytes=_free_bytes(paths),
         nvme=nvme,
         cores=cores,
-        update=_update_rate(),
-        checksum=_checksum_rate(),
-        unit_seconds=UNIT_SECONDS,
+        update=_update_rate(meet),
+        checksum=_checksum_rate(meet),
+        unit_seconds=0.0,
+        record_seconds=0.0,
         assumptions=tuple(assumptions),
     )
 
@@ -91,32 +97,80 @@ def drive_rates(paths: Sequence[Path], backend: str = "auto") -> tuple[Bandwidth
     return together, "measured now"
 
 
-def core_rates(width: int, batch: int, sequence: int, vocabulary: int, dtype: torch.dtype) -> Cores:
-    """FLOP/s that a transformer's block, and the head with its loss, reach here in forward and backward."""
-    width = max(min(width, _MOST_WIDTH) // _HEAD_WIDTH, 1) * _HEAD_WIDTH
-    sequence = min(sequence, _MOST_TOKENS)
-    batch = max(min(batch, _MOST_TOKENS // sequence), 1)
+def core_rates(model: Model, workload: Workload, count: float, meet: Callable[[], object]) -> Cores:
+    """What these ``count`` cores reach in such a transformer's blocks, and in its table and head with the loss, forward
+    and backward. Each gradient is let go as soon as it is there, and large weights are used in pieces, as in the
+    engine: what a process keeps, and what it asks the system for, bears on its speed."""
+    dtype = workload.dtype
+    width = max(min(model.width, _MOST_WIDTH) // _HEAD_WIDTH, 1) * _HEAD_WIDTH
+    sequence = min(workload.sequence, _MOST_TOKENS)
+    batch = max(min(workload.batch, _MOST_TOKENS // sequence), 1)
     tokens = batch * sequence
-    blocks = nn.Sequential(_Block(width), _Block(width)).to(dtype)
+    number = max(min(_BLOCKS_BYTES // (12 * width**2 * dtype.itemsize), model.layers), 2)
+    blocks = nn.Sequential(*(_Block(width) for _ in range(number))).to(dtype)
+    _let_gradients_go(blocks)
     x = torch.randn(batch, sequence, width, dtype=dtype, requires_grad=True)
 
     def through_blocks() -> None:
-        blocks.zero_grad(set_to_none=True)
         blocks(x).sum().backward()
 
     matrices = sum(weight.numel() for weight in blocks.parameters() if weight.dim() > 1)
-    flops = 6.0 * tokens * matrices + 3 * 2 * 2.0 * tokens * sequence * width
-    rate = flops / _seconds(through_blocks)
-    if not vocabulary:
-        return Cores(rate, rate)
-    head = nn.Linear(width, vocabulary, bias=False).to(dtype)
-    targets = torch.zeros(tokens, dtype=torch.long)
+    flops = 6.0 * tokens * matrices + number * 3 * 2.0 * tokens * sequence * width
+    seconds, busy = _seconds(through_blocks, meet)
+    rate, busy = flops / seconds, min(busy / count, 1.0)
+    if not model.vocabulary:
+        return Cores(rate, rate, busy, count)
+    ends = _Ends(_rows(model, dtype), width).to(dtype)
+    targets = torch.randint(0, model.vocabulary, (batch, sequence))
 
-    def through_head() -> None:
-        head.zero_grad(set_to_none=True)
-        F.cross_entropy(head(x).flatten(0, 1).float(), targets).backward()
+    def through_ends() -> None:
+        ends(targets).backward()
 
-    return Cores(rate, 6.0 * tokens * width * vocabulary / _seconds(through_head))
+    seconds, _ = _seconds(through_ends, meet)
+    return Cores(rate, 6.0 * tokens * width * model.vocabulary / seconds, busy, count)
+
+
+def _rows(model: Model, dtype: torch.dtype) -> list[int]:
+    """Of each piece of the head."""
+    shapes = [spec.shape for unit in model.units(dtype) for spec in unit.parameters if spec.piece is not None]
+    rows = [shape[0] for shape in shapes if shape[1] == model.width]
+    return rows if sum(rows) == model.vocabulary else [model.vocabulary]
+
+
+def _let_gradients_go(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(_let_go)
+
+
+def _let_go(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+class _Ends(nn.Module):
+    """The table of tokens and the head of a model, one weight in pieces of so many ``rows``, and the loss."""
+
+    def __init__(self, rows: Sequence[int], width: int) -> None:
+        super().__init__()
+        self.pieces = nn.ParameterList(nn.Parameter(0.02 * torch.randn(count, width)) for count in rows)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found: Tensor | None = None
+        start = 0
+        for piece in self._leaves():
+            mine = (tokens >= start) & (tokens < start + len(piece))
+            looked_up = F.embedding(torch.where(mine, tokens - start, 0), piece)
+            found = looked_up if found is None else torch.where(mine.unsqueeze(-1), looked_up, found)
+            start += len(piece)
+        assert found is not None
+        logits = torch.cat([F.linear(found, piece) for piece in self._leaves()], dim=-1)
+        return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+
+    def _leaves(self) -> Iterator[nn.Parameter]:
+        """Each use has gradients of its own."""
+        for piece in self.pieces:
+            leaf = nn.Parameter(piece.detach())
+            leaf.register_post_accumulate_grad_hook(_let_go)
+            yield leaf
 
 
 class _Block(nn.Module):
@@ -140,9 +194,9 @@ class _Block(nn.Module):
         return out
 
 
-def _update_rate() -> float:
+def _update_rate(meet: Callable[[], object]) -> float:
     """Bytes of memory traffic a second that the kernel of Adam reaches on this thread's cores."""
-    master, grad, first, second = (torch.zeros(_SWEPT) for _ in range(4))
+    master, grad, first, second = (torch.full((_SWEPT,), 1e-3) for _ in range(4))
     coefficients = kernels.AdamCoef(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=1)
 
     def sweep() -> None:
@@ -152,24 +206,28 @@ def _update_rate() -> float:
             exp_avg_sq=second.data_ptr(),
         )  # fmt: skip
 
-    return 28 * _SWEPT / _seconds(sweep)
+    return 28 * _SWEPT / _seconds(sweep, meet)[0]
 
 
-def _checksum_rate() -> float:
-    """Bytes a second that one core checks."""
-    data = torch.zeros(4 * _SWEPT, dtype=torch.uint8)
-    return data.nbytes / _seconds(lambda: checksum.digest(data.data_ptr(), data.nbytes, 0))
+def _checksum_rate(meet: Callable[[], object]) -> float:
+    """Bytes that a core checks in a second of its time."""
+    data = torch.ones(16 * _SWEPT, dtype=torch.uint8)  # zeros would be one page of the system's, read again and again
+    seconds, busy = _seconds(lambda: checksum.digest(data.data_ptr(), data.nbytes, 0), meet)
+    return data.nbytes / (seconds * busy)
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    """The median of a few rounds, after one that does not count."""
-    work()
-    taken = []
-    for _ in range(_ROUNDS):
-        start = time.perf_counter()
+def _seconds(work: Callable[[], object], meet: Callable[[], object]) -> tuple[float, float]:
+    """The median of a few rounds, after one that does not count, and how many cores this process kept busy."""
+    taken, used = [], []
+    for _ in range(1 + _ROUNDS):
+        meet()
+        start, before = time.perf_counter(), time.process_time()
         work()
+        busy = time.process_time() - before
+        meet()
         taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
+        used.append(busy / taken[-1])
+    return statistics.median(taken[1:]), statistics.median(used[1:])
 
 
 def _measured(path: Path, backend: str) -> Bandwidths:

@@ -1,18 +1,23 @@
-"""The schedule of a step, played through: when each unit is fetched, computed and updated, and what waits for what.
+"""The schedule of a step: when each unit is fetched, computed and updated, and what waits for what.
 
-One drive, one update thread, one link each way, the network and compute each do one thing at a time, unit by unit.
-The drive takes what compute needs before what can wait. So the step takes at least what the busiest of them takes, and
-more where one has to wait for another. All ranks are taken to do the same at the same time, so one of them is played.
+One drive, one update thread, one link each way, the network and compute each do one thing at a time, unit by unit
+(``offload.predict.played``). So the step takes at least what the busiest of them takes, and more where one has to wait
+for another. All ranks are taken to do the same at the same time, so one of them is played.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+
+from offload.predict.played import Job, Played, Shares, Task
 
 _STEPS = 4
 """The first ones begin with nothing on its way; the last one is a step among others."""
+
+
+NOTHING_SHARED = Shares()
 
 
 @dataclass(frozen=True)
@@ -64,54 +69,19 @@ class Places:
 @dataclass(frozen=True)
 class Steps:
     """What a step is made of. Units in ``early`` are updated during backward, the others under the next forward.
-    ``exchanged_once``: gradients are added up over micro-batches before ranks exchange them. ``settle`` is what ranks
-    take to agree that backward is over, and on the norm."""
+    ``settle`` is what ranks take to agree that backward is over, and on the norm."""
 
     early: frozenset[int] = frozenset()
     micro_batches: int = 1
-    exchanged_once: bool = False
     settle: float = 0.0
 
 
-@dataclass
-class _Job:
-    """Something for the drive and what follows it. ``after`` is the compute task that must be over before, -1: none;
-    ``needs`` another job."""
-
-    after: int
-    seconds: float
-    sweep: float = 0.0
-    link: float = 0.0
-    network: float = 0.0
-    back: float = 0.0
-    needs: _Job | None = None
-    end: float | None = None
-
-
-@dataclass
-class _Task:
-    seconds: float
-    waits_for: list[_Job] = field(default_factory=list)
-
-
-@dataclass
-class _Server:
-    """Does one thing at a time, in the order in which it is asked."""
-
-    free: float = 0.0
-
-    def run(self, ready: float, seconds: float) -> float:
-        if seconds == 0:
-            return ready
-        self.free = max(self.free, ready) + seconds
-        return self.free
-
-
-def step_seconds(works: Sequence[UnitWork], places: Places, steps: Steps) -> float:
+def step_seconds(works: Sequence[UnitWork], places: Places, steps: Steps, shares: Shares = NOTHING_SHARED) -> float:
     """Seconds of a step among others."""
-    play = _Play(works, replace(places, slots=max(places.slots, 2), windows=max(places.windows, 2)), steps)
-    ends = [play.step() for _ in range(_STEPS)]
-    return ends[-1] - ends[-2]
+    program = _Program(works, replace(places, slots=max(places.slots, 2), windows=max(places.windows, 2)), steps)
+    last = [program.step() for _ in range(_STEPS)]
+    ends = Played(program.tasks, program.queues, shares).ends
+    return ends[last[-1]] - ends[last[-2]]
 
 
 @dataclass(frozen=True)
@@ -128,59 +98,43 @@ class _Use:
     last: bool = False
 
 
-class _Play:
+class _Program:
+    """``tasks`` are what compute does, ``queues`` the jobs: for compute, updates of the last step, what is done beside,
+    gradients that go."""
+
     def __init__(self, works: Sequence[UnitWork], places: Places, steps: Steps) -> None:
+        self.tasks: list[Task] = []
+        self.queues: list[deque[Job]] = [deque(), deque(), deque(), deque()]
         self._works, self._places, self._steps = works, places, steps
         self._streamed = [index for index, work in enumerate(works) if work.streamed]
         self._position = {index: position for position, index in enumerate(self._streamed)}
-        self._queues: list[deque[_Job]] = [deque(), deque(), deque(), deque()]
-        """For compute, updates of the last step, what is done beside, gradients that go; the first that can begin is
-        taken."""
-        self._drive, self._sweeps, self._link, self._back, self._network = (_Server() for _ in range(5))
-        self._ends: list[float] = []
-        """Of the compute tasks."""
         self._last = -1
-        """The last one of the step before: no weights are gathered of which an update is to come."""
-        self._pending: dict[int, _Job] = {}
+        """The last task of the step before: no weights are gathered of which an update is to come."""
+        self._pending: dict[int, Job] = {}
         """Updates of the last step, by unit."""
         self._slots: deque[int] = deque()
         """Tasks that have used a slot, the last ones."""
         self._windows: deque[int] = deque()
-        self._held: deque[_Job] = deque()
+        self._held: deque[Job] = deque()
         """Early updates, each of which holds a slot."""
-        self._leaving: deque[_Job] = deque()
+        self._leaving: deque[Job] = deque()
         """Gradients on their way, of the last two units."""
 
-    def step(self) -> float:
-        """Play a step through; when its backward is over."""
-        self._last = len(self._ends) - 1
+    def step(self) -> int:
+        """Add a step; the number of the task that ends its backward."""
         for number in range(self._steps.micro_batches):
-            self._micro_batch(number)
-        for job in self._leaving:
-            self._ends[-1] = max(self._ends[-1], self._served(job))
+            for use in self._uses(number):
+                self._use(use)
+        self.tasks.append(Task(self._steps.settle, list(self._leaving)))
         self._leaving.clear()
-        self._ends[-1] += self._steps.settle
-        base = len(self._ends)
+        self._last = len(self.tasks) - 1
         for index, work in enumerate(self._works):
             if index not in self._steps.early:
-                after = base - 1
+                after = self._last
                 if work.streamed and (position := self._position[index]) >= self._places.slots:
-                    after = base + self._streamed[position - self._places.slots]  # whose slot it takes
-                self._ask(1, index, _Job(after, work.update + work.late, work.sweep))
-        return self._ends[-1]
-
-    def _micro_batch(self, number: int) -> None:
-        """A forward and its backward; after the last one of a step updates may begin. What a use needs is asked for
-        while the one before it computes."""
-        uses = list(self._uses(number))
-        base = len(self._ends)
-        ahead = deque([self._task(uses[0], base)])
-        for position, use in enumerate(uses):
-            if position + 1 < len(uses):
-                ahead.append(self._task(uses[position + 1], base + position + 1))
-            self._run(ahead.popleft())
-            if use.leaves:
-                self._leave(use, base + position)
+                    after += 1 + self._streamed[position - self._places.slots]  # whose slot it takes
+                self._ask(1, index, Job(after, work.update + work.late, work.sweep))
+        return self._last
 
     def _uses(self, number: int) -> Iterator[_Use]:
         """Of one micro-batch, in order."""
@@ -211,12 +165,21 @@ class _Play:
         """Units that still lie in their slots when backward begins: those that forward ended with."""
         return set(self._streamed[-max(self._places.slots - 2, 1) :])
 
-    def _task(self, use: _Use, number: int) -> _Task:
-        """Compute task ``number``, a use of the unit: its weights are brought, and its update waited for."""
-        work, task = self._works[use.index], _Task(use.seconds)
+    def _use(self, use: _Use) -> None:
+        """Add a task: the unit's weights are brought, its update and what it has no room beside waited for."""
+        task = Task(use.seconds, self._brought(use))
+        while len(self._held) >= self._places.slots - 1:
+            task.waits_for.append(self._held.popleft())
+        while len(self._leaving) > 1:  # gradients of one unit are on their way at a time
+            task.waits_for.append(self._leaving.popleft())
+        self.tasks.append(task)
+        if use.leaves:
+            self._leave(use)
+
+    def _brought(self, use: _Use) -> list[Job]:
+        """The jobs that the next task, a use of the unit, waits for."""
+        work, number = self._works[use.index], len(self.tasks)
         update = self._pending.pop(use.index, None)
-        if update is not None:
-            task.waits_for.append(update)
         gather = work.gather if use.brought else 0.0
         after = max(number - self._places.whole, self._last) if gather else -1
         if work.streamed and use.brought:
@@ -229,62 +192,27 @@ class _Play:
                 after = max(after, self._windows.popleft())
         fetch = work.fetch if use.fetched and update is None else 0.0
         if fetch or use.link or gather:
-            job = _Job(after, fetch, link=use.link, network=gather, needs=update)
-            self._queues[0].append(job)
-            task.waits_for.append(job)
-        return task
+            job = Job(after, fetch, link=use.link, network=gather, needs=update)
+            self.queues[0].append(job)
+            return [job]
+        return [] if update is None else [update]
 
-    def _leave(self, use: _Use, now: int) -> None:
+    def _leave(self, use: _Use) -> None:
         """The unit's backward is over: its gradients go, and its update may begin."""
-        work = self._works[use.index]
-        exchange = work.exchange if use.last or not self._steps.exchanged_once else 0.0
+        work, now = self._works[use.index], len(self.tasks) - 1
         job = None
-        if exchange or work.to_host:
-            job = _Job(now, 0.0, network=exchange, back=work.to_host)
-            self._queues[3].append(job)
+        if work.exchange or work.to_host:
+            job = Job(now, 0.0, network=work.exchange, back=work.to_host)
+            self.queues[3].append(job)
             self._leaving.append(job)
         if work.spill:
-            self._queues[2].append(_Job(now, work.spill, needs=job))
+            self.queues[2].append(Job(now, work.spill, needs=job))
         if use.last and use.index in self._steps.early:
-            early = _Job(now, work.update, work.sweep, needs=job)
+            early = Job(now, work.update, work.sweep, needs=job)
             self._ask(2, use.index, early)
             self._held.append(early)
 
-    def _ask(self, queue: int, index: int, job: _Job) -> None:
-        if job.seconds or job.sweep:
-            self._queues[queue].append(job)
+    def _ask(self, queue: int, index: int, job: Job) -> None:
+        if job.drive or job.sweep:
+            self.queues[queue].append(job)
             self._pending[index] = job
-
-    def _run(self, task: _Task) -> None:
-        while len(self._held) >= self._places.slots - 1:
-            task.waits_for.append(self._held.popleft())
-        while len(self._leaving) > 1:  # gradients of one unit are on their way at a time
-            task.waits_for.append(self._leaving.popleft())
-        begin = max([self._ends[-1] if self._ends else 0.0, *map(self._served, task.waits_for)])
-        self._ends.append(begin + task.seconds)
-
-    def _served(self, job: _Job) -> float:
-        """When the job is over."""
-        while job.end is None:
-            self._serve()
-        return job.end
-
-    def _serve(self) -> None:
-        """The drive takes the next job that can begin, or waits for the first that will."""
-        waiting = [
-            (self._begin(queue[0]), rank, queue)
-            for rank, queue in enumerate(self._queues)
-            if queue and queue[0].after < len(self._ends) and (queue[0].needs is None or queue[0].needs.end is not None)
-        ]
-        begin, _, queue = min(waiting, key=lambda item: item[:2])
-        job = queue.popleft()
-        end = self._drive.run(begin, job.seconds)
-        if job.sweep:  # the kernel works on tiles while others are read and written
-            end = max(self._sweeps.run(begin, job.sweep), end)
-        job.end = self._back.run(self._network.run(self._link.run(end, job.link), job.network), job.back)
-
-    def _begin(self, job: _Job) -> float:
-        ready = self._ends[job.after] if job.after >= 0 else 0.0
-        if job.needs is not None and job.needs.end is not None:
-            ready = max(ready, job.needs.end)
-        return max(ready, self._drive.free) if job.seconds else ready

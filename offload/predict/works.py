@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from offload.optim.formats import Formats
 from offload.plan.plan import Plan, Tier, UnitPlan
-from offload.plan.ranks import RanksPlan
+from offload.predict.cores import Own
 from offload.predict.machine import Machine
 from offload.predict.model import Model
-from offload.predict.network import Network
 from offload.predict.schedule import Places, UnitWork
 from offload.predict.workload import Workload
 from offload.units import UnitSpec
@@ -47,9 +46,11 @@ def places_of(plan: Plan) -> Places:
     """What the plan has for units on their way."""
     windows = len(plan.units)
     if plan.device is not None and plan.device.all_bytes:
-        offloaded = len(plan.units) - len(plan.device.resident)
+        offloaded = len(plan.units) - (len(plan.device.resident) if plan.ranks is None else 0)
         windows = max(int(plan.device.weights_bytes / plan.device.all_bytes * offloaded), 2)
-    whole = len(plan.ranks.places) if plan.ranks is not None else 0
+    whole = 0
+    if plan.ranks is not None:
+        whole = windows if plan.ranks.device else len(plan.ranks.places)
     return Places(plan.staging.num_slots or len(plan.units), windows, whole)
 
 
@@ -59,30 +60,29 @@ def works_of(
     """The seconds of every unit. ``whole`` are those of which the plan has a rank's shards."""
     formats, device, drive = plan.formats, machine.device, _Drive(machine, plan, workload)
     compute = compute_seconds(model, machine, workload, whole)
-    if device is None:
-        computing = sum(map(sum, compute)) * workload.micro_batches
-        busier = 1 + _core_seconds(machine, workload, plan, whole) / computing
-        compute = [(forward * busier, backward * busier) for forward, backward in compute]
+    own = Own(machine, formats)
     stays = 1.0
     if plan.device is not None and plan.device.all_bytes:
         stays = min(plan.device.weights_bytes / plan.device.all_bytes, 1.0)
     works = []
     for item, (forward, backward), unit in zip(plan.units, compute, whole, strict=True):
-        one = _bytes(item, formats)
+        one, uses = _bytes(item, formats), 2 if _tied(unit) else 1
         to_device = to_host = gather = exchange = 0.0
         if device is not None and item.weights is not Tier.DEVICE:
             to_device = item.unit.numel * formats.weights / device.link
             to_host = item.unit.trainable_numel * formats.weights / device.link
         if machine.network is not None and plan.ranks is not None:
             gather = machine.network.gather_seconds(unit.numel * formats.weights)
-            exchange = machine.network.exchange_seconds(_exchanged_bytes(unit, plan.ranks, formats))
+            exchange = machine.network.exchange_seconds(unit.trainable_numel * formats.weights)
         works.append(
             UnitWork(
-                forward=forward, backward=backward, fetch=drive.seconds(one.weights),
+                forward=forward + own.forward(item), backward=backward + own.backward(item, unit, uses),
+                fetch=drive.seconds(one.weights),
                 update=drive.seconds(one.weights + one.states, one.trained + one.states),
-                sweep=one.in_memory / machine.update, spill=drive.seconds(0, one.grads), late=drive.seconds(one.grads),
+                sweep=one.in_memory / machine.update + own.update(item), spill=drive.seconds(0, one.grads),
+                late=drive.seconds(one.grads),
                 to_device=to_device, to_device_again=to_device * (1 - stays), to_host=to_host, gather=gather,
-                exchange=exchange, calls=2 if _tied(unit) else 1, streamed=item.weights is Tier.NVME,
+                exchange=exchange, calls=uses, streamed=item.weights is Tier.NVME,
                 eligible=item.streamed,
             )
         )  # fmt: skip
@@ -93,7 +93,7 @@ def link_seconds(
     machine: Machine, workload: Workload, plan: Plan, places: Places, works: Sequence[UnitWork], read: int, written: int
 ) -> dict[str, float]:
     """What a step takes of each part of the machine. ``read`` and ``written`` are its bytes on NVMe."""
-    micro_batches, exchanges = workload.micro_batches, _num_exchanges(plan, workload)
+    micro_batches = workload.micro_batches
     forward, backward = (_brought(places, len(works), micro_batches, backward=again) for again in (False, True))
     links = {
         "compute": sum(work.forward + work.backward for work in works) * micro_batches,
@@ -105,12 +105,12 @@ def link_seconds(
                 work.to_device * there + work.to_device_again * back
                 for work, there, back in zip(works, forward, backward, strict=True)
             ),
-            "link to the host": sum(work.to_host for work in works) * exchanges,
+            "link to the host": sum(work.to_host for work in works) * micro_batches,
             "CPU updates": sum(work.sweep for work in works),
         }
     if plan.ranks is not None:
         links["network"] = sum(
-            work.gather * (there + back) + work.exchange * exchanges
+            work.gather * (there + back) + work.exchange * micro_batches
             for work, there, back in zip(works, forward, backward, strict=True)
         )
     return links
@@ -127,7 +127,7 @@ def nvme_bytes(plan: Plan, places: Places, workload: Workload) -> tuple[int, int
     for index in streamed:  # of which the plan's bytes have two reads
         again = backward[index] * (index not in lie)
         read += moved[index].weights * (forward[index] + again - 2)
-    grads = sum(one.grads for one in moved) * (_num_exchanges(plan, workload) - 1)
+    grads = sum(one.grads for one in moved) * (micro_batches - 1)
     if workload.clipped and plan.early:  # gradients are read by updates that begin later
         read += sum(one.grads for item, one in zip(plan.units, moved, strict=True) if item.streamed)
     return read + grads, plan.step_write_bytes + grads
@@ -139,18 +139,6 @@ def _brought(places: Places, num_units: int, micro_batches: int, *, backward: bo
         sum(places.brought(index, num_units, backward=backward, first=number == 0) for number in range(micro_batches))
         for index in range(num_units)
     ]
-
-
-def _num_exchanges(plan: Plan, workload: Workload) -> int:
-    """How often a unit's gradients leave for where they rest in a step."""
-    if plan.ranks is not None and plan.ranks.placement == "states":
-        return 1
-    return workload.micro_batches
-
-
-def _exchanged_bytes(unit: UnitSpec, ranks: RanksPlan, formats: Formats) -> int:
-    """The gradients of a whole unit as they are sent: those of several micro-batches are added up in fp32 before."""
-    return unit.trainable_numel * (formats.grads if ranks.placement == "states" else formats.weights)
 
 
 class _Drive:
@@ -169,35 +157,19 @@ class _Drive:
         return (read_bytes / self._nvme.read + write_bytes / self._nvme.write) * self._overlap
 
 
-def _core_seconds(machine: Machine, workload: Workload, plan: Plan, whole: Sequence[UnitSpec]) -> float:
-    """What a step takes of the cores beside the model's compute, where they do all: updates, checksums, gradients that
-    are put away, uses of units, and what passes the network."""
-    formats, places, micro_batches = plan.formats, places_of(plan), workload.micro_batches
-    read, written = nvme_bytes(plan, places, workload)
-    sweeps = sum(_bytes(item, formats).in_memory for item in plan.units)
-    grads = sum(item.unit.trainable_numel for item in plan.units) * formats.grads * _num_exchanges(plan, workload)
-    at_rest, moving = machine.unit_seconds
-    streamed = sum(1 for item in plan.units if item.passes_through)
-    own = (sweeps + 2 * grads) / machine.update + (read + written) / machine.checksum
-    own += (len(plan.units) - streamed) * at_rest + streamed * moving
-    if machine.network is None or plan.ranks is None:
-        return own
-    made = (
-        sum(unit.trainable_numel for unit in whole) * formats.weights * micro_batches
-    )  # put away before they are sent
-    return own + 2 * made / machine.update + _network_core_seconds(machine.network, workload, plan, places, whole)
-
-
-def _network_core_seconds(
-    network: Network, workload: Workload, plan: Plan, places: Places, whole: Sequence[UnitSpec]
+def receiving_seconds(
+    machine: Machine, workload: Workload, plan: Plan, places: Places, whole: Sequence[UnitSpec]
 ) -> float:
-    assert plan.ranks is not None
-    passed = 0.0
+    """Of cores, in a step: what a rank receives passes them where the CPU computes."""
+    network = machine.network
+    if network is None or plan.ranks is None:
+        return 0.0
+    gathered = 0.0
     for backward in (False, True):
         brought = _brought(places, len(whole), workload.micro_batches, backward=backward)
-        passed += sum(unit.numel * times for unit, times in zip(whole, brought, strict=True)) * plan.formats.weights
-    exchanged = sum(_exchanged_bytes(unit, plan.ranks, plan.formats) for unit in whole)
-    return network.core_seconds * network.received_bytes(passed + exchanged * _num_exchanges(plan, workload))
+        gathered += sum(unit.numel * times for unit, times in zip(whole, brought, strict=True)) * plan.formats.weights
+    exchanged = sum(unit.trainable_numel for unit in whole) * plan.formats.weights * workload.micro_batches
+    return network.received_bytes(network.gather_cores * gathered + network.exchange_cores * exchanged)
 
 
 def compute_seconds(

@@ -64,7 +64,10 @@ def test_what_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str]):
 def test_what_several_gpus_hold_parts_of_is_chosen_or_given(capsys: pytest.CaptureFixture[str]):
     several = [*ONE, "--gpus", "8", "--device-memory", "auto"]
     assert main(several) == 0
-    assert "Each GPU holds a part of the optimizer states, and all weights and gradients." in capsys.readouterr().out
+    assert (
+        "Each GPU holds a part of the states, all gradients, and weights as far as it has room."
+        in capsys.readouterr().out
+    )
     found = answer(capsys, *several, "--shard", "weights")
     assert found["shard"] == "weights" and found["link_seconds"]["network"] > 0  # type: ignore[index]
     assert answer(capsys, *ONE)["shard"] is None
@@ -196,7 +199,7 @@ def test_the_check_predicts_anew_for_what_was_seen(capsys: pytest.CaptureFixture
 
     machine = Machine(
         host_bytes=1 << 30, nvme_bytes=1 << 40, nvme=Bandwidths(2e9, 4e9, 1.0), cores=Cores(5e10, 5e10), update=4e10,
-        checksum=2e10, unit_seconds=(1e-4, 1e-3),
+        checksum=2e10, unit_seconds=1e-4, record_seconds=1e-3,
     )  # fmt: skip
     case = plan_check.Case.parse("2x128:all:never:1:io_uring")
     run = plan_check.Run(case, machine, {"seconds": [1.0, 2.0, 1.5], "parameters": 4_500_000})
@@ -216,7 +219,7 @@ def test_the_check_of_ranks_predicts_anew_for_what_was_seen(capsys: pytest.Captu
 
     machine = Machine(
         host_bytes=1 << 30, nvme_bytes=1 << 40, nvme=Bandwidths(2e9, 4e9, 1.0), cores=Cores(5e10, 5e10), update=4e10,
-        checksum=2e10, unit_seconds=(1e-4, 1e-3), network=Network(2, 2, 1e9, 1e9, math.inf, 1e-4, 1e-9),
+        checksum=2e10, unit_seconds=1e-4, record_seconds=1e-3, network=Network(2, 2, 1e9, 1e9, math.inf, 1e-4, 1e-9),
     )  # fmt: skip
     seen = scale_check.Run(scale_check.Case(2, "2x128", 1, "all", "weights"), machine, [1.0, 2.0, 1.5], {})
     alike = replace(seen, memory=seen.prediction().plan.memory)

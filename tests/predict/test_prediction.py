@@ -39,7 +39,7 @@ def here(host_bytes: int, **changes: object) -> Machine:
     """A machine whose CPU computes."""
     machine = Machine(
         host_bytes=host_bytes, nvme_bytes=1 << 40, nvme=Bandwidths(2e9, 4e9, 1.0), cores=Cores(5e10, 5e10), update=4e10,
-        checksum=2e10, unit_seconds=(1e-4, 1e-3),
+        checksum=2e10, unit_seconds=1e-4, record_seconds=1e-3,
     )  # fmt: skip
     return replace(machine, **changes)  # type: ignore[arg-type]
 
@@ -144,7 +144,7 @@ def test_shares_of_ranks_take_a_share_of_each_tier():
     eight = predict(model, described("h100", host_bytes=1 << 40, gpus=8, drives=drives), workload)
     assert one is not None and eight.plan is not None
     assert eight.plan.model_state_bytes == pytest.approx(one.model_state_bytes / 8, rel=0.01)
-    assert eight.links["network"] > 0 and eight.gathered_bytes > 0
+    assert eight.links["network"] > 0
     assert eight.tokens == 8 * 2048
 
 
@@ -166,19 +166,29 @@ def test_each_placement_gathers_and_keeps_what_it_says():
         return collectives * wait + nbytes * 7 / 8 / rate
 
     all_gathered = seconds(count, 2 * numel)
-    assert found["states"].links["network"] == pytest.approx(all_gathered + seconds(2 * count, 4 * numel))
     exchanged = seconds(2 * count * micro_batches, 2 * numel * micro_batches)
-    assert found["gradients"].links["network"] == pytest.approx(all_gathered + exchanged)
     most = seconds(2 * count * micro_batches, 2 * micro_batches * 2 * numel) + exchanged
-    assert 0.7 * most < found["weights"].links["network"] < most  # a few units are still there when forward turns
-    kept = [one.gathered_bytes for one in found.values()]
-    assert kept[0] == 6 * numel > kept[1] > 2 * numel > 4 * kept[2]
+    for one in found.values():  # a device keeps as many whole units as it has room for
+        assert one.plan is not None and one.plan.device is not None and one.plan.ranks is not None
+        assert all_gathered + exchanged <= one.links["network"] < most * 1.01
+        assert one.plan.device.ranks_bytes == one.plan.ranks.device_bytes
+    states, gradients, weights = (sum(one.plan.ranks.buffers) for one in found.values() if one.plan and one.plan.ranks)
+    assert states >= 4 * numel > 4 * gradients == 4 * weights
     assert predict(model, machine, Workload(recomputed=True, micro_batches=micro_batches)).shard == "states"
 
 
 def test_ranks_that_compute_on_cpus_take_the_plan_that_the_engine_makes_for_them():
     model, ranks = tiny(), 4
-    network = Network(ranks, ranks, gather=1e9, exchange=1e9, between=math.inf, wait_seconds=1e-4, core_seconds=1e-9)
+    network = Network(
+        ranks,
+        ranks,
+        gather=1e9,
+        exchange=1e9,
+        between=math.inf,
+        wait_seconds=1e-4,
+        gather_cores=1e-9,
+        exchange_cores=1e-9,
+    )
     for shard in PLACEMENTS:
         workload = replace(SMALL, shard=shard)
         least = least_host_bytes(model, here(0, network=network), workload)
@@ -186,8 +196,8 @@ def test_ranks_that_compute_on_cpus_take_the_plan_that_the_engine_makes_for_them
         whole = model.units(torch.float32, ranks)
         expected = plan_ranks(whole, Formats.of(workload.config()), shard, ranks)
         assert found.plan is not None and found.plan.ranks == expected and not found.plan.early
-        assert found.plan.compute_bytes >= expected.nbytes and found.gathered_bytes == 0
-        idle = predict(model, here(least, network=replace(network, core_seconds=0.0)), workload)
+        assert found.plan.compute_bytes >= expected.nbytes
+        idle = predict(model, here(least, network=replace(network, gather_cores=0.0, exchange_cores=0.0)), workload)
         assert found.links["compute"] > idle.links["compute"]  # what passes the network takes cores
     shortage = predict(model, here(least - 1, network=network), workload).shortage
     assert shortage is not None and shortage.needed_bytes == least
@@ -220,10 +230,10 @@ def test_a_trillion_parameters_are_planned_in_bundles_of_tiles(gpus: int, nodes:
     machine = described(
         "h100", host_bytes=1536 << 30, gpus=gpus, nodes=nodes, drives=[parse_drive("56GB/s,40GB/s,60TB")]
     )
-    start = time.perf_counter()
+    start = time.process_time()
     found = predict(model, machine, Workload(sequence=1024, recomputed=True))
     assert found.fits, found.shortage
-    assert time.perf_counter() - start < 20  # it takes a fraction of a second; the bound is for a busy machine
+    assert time.process_time() - start < 20  # it takes a fraction of a second; the bound is for a busy machine
     assert len(made) < 12 * prediction_module._MOST_TILES
     assert found.plan is not None
     one = next(tile for item in found.plan.units for tile, tier in item.tiles if tier is not Tier.DEVICE)

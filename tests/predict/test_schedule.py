@@ -87,14 +87,6 @@ def test_gradients_are_exchanged_under_the_backward_of_the_next_unit():
     assert step_seconds(slow, Places(4, 4, 4), Steps()) == pytest.approx(4 * 0.1 + 0.1 + 4 * 3.0)
 
 
-def test_gradients_that_are_added_up_before_are_exchanged_once_a_step():
-    works = [UnitWork(forward=0.1, backward=0.1, exchange=3.0) for _ in range(4)]
-    once = step_seconds(works, Places(4, 4, 4), Steps(micro_batches=3, exchanged_once=True))
-    each = step_seconds(works, Places(4, 4, 4), Steps(micro_batches=3))
-    hidden = 2 * 4 * 0.2  # compute of the first micro-batches
-    assert each - once == pytest.approx(2 * 4 * 3.0 - hidden)
-
-
 def test_ranks_agree_on_the_end_of_backward_before_an_update_begins():
     works = [UnitWork(forward=1.0, backward=2.0, sweep=0.25) for _ in range(4)]
     assert step_seconds(works, Places(4, 4, 4), Steps(settle=0.5)) == pytest.approx(12.75)

@@ -1,0 +1,44 @@
+"""What the engine itself takes of the cores, as it is tried and as it is charged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import Tiny
+
+from offload.predict.machine import Cores, Machine
+from offload.predict.model import Model
+from offload.predict.overhead import record_seconds, unit_seconds
+from offload.predict.prediction import least_host_bytes, predict
+from offload.predict.workload import Workload
+from offload.report.report import Bandwidths
+
+
+def test_a_unit_and_a_record_on_nvme_take_a_part_of_a_core(tmp_path: Path):
+    assert 0 < unit_seconds() < 0.1
+    assert 0 < record_seconds(tmp_path) < 0.1
+    assert not list(tmp_path.iterdir())
+
+
+def test_each_record_that_passes_nvme_is_charged_to_the_cores():
+    machine = Machine(
+        host_bytes=0, nvme_bytes=1 << 40, nvme=Bandwidths(2e9, 4e9, 1.0), cores=Cores(5e10, 5e10), update=4e10,
+        checksum=2e10, unit_seconds=0.0, record_seconds=0.0,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = Model("tiny", Tiny(), 4, 128, 0, 256)
+    workload = Workload(batch=4, sequence=16, precision="fp32")
+    machine = replace(machine, host_bytes=least_host_bytes(model, machine, workload))
+    free = predict(model, machine, workload)
+    charged = predict(model, replace(machine, record_seconds=1e-3), workload)
+    assert free.plan is not None
+    records = sum(len(item.tiles) + 2 for item in free.plan.units)  # states, weights and gradients: all on NVMe
+    assert charged.links["compute"] - free.links["compute"] == pytest.approx(records * 1e-3, rel=0.02)
+    resident = replace(machine, host_bytes=1 << 30)
+    assert (
+        predict(model, replace(resident, record_seconds=1.0), workload).seconds
+        == predict(model, resident, workload).seconds
+    )
