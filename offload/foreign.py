@@ -67,8 +67,11 @@ _LEAVE_IT_OUT = {
     "how far to read ahead follows from host_memory (prefetch=False turns it off)": (
         "prefetch_distance", "prefetch_depth", "prefetch_count", "prefetch_size", "num_prefetch",
     ),
-    "one process trains, on one device": (
-        "world_size", "local_rank", "rank", "num_gpus", "num_processes", "num_nodes", "distributed", "tensor_parallel",
+    "torchrun says it, which starts the processes": (
+        "world_size", "local_rank", "rank", "num_gpus", "num_processes", "num_nodes", "distributed",
+    ),
+    "torch's parallelize_module divides the model, and mesh names the ranks that feed different data": (
+        "tensor_parallel", "tp_size",
     ),
     "activations are the model's: turn checkpointing on there": ("activation_checkpointing", "gradient_checkpointing"),
     "`offload bench` measures it": (

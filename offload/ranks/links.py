@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -88,29 +89,42 @@ class _Transfers:
         raise NotImplementedError
 
 
+_END_S = 0.5
+"""What is under way when a rank fails ends in this time, or perhaps never."""
+
+
 class HostLinks(_Transfers):
     """Between host memories, over gloo."""
 
     def __init__(self, pulse: Pulse) -> None:
         super().__init__()
         self._pulse = pulse
+        self._under_way: list[Any] = []
+        """The works that are waited for. After a failure nobody waits for them."""
 
     def all_gather(self, into: torch.Tensor, own: torch.Tensor, peers: Peers) -> None:
         """Each gives its own to all others, at the same time. Gloo's own operation would go through memory that is made
         anew for each call: with 40 MB, more than half of the time goes into that."""
         parts = into.view(torch.uint8).view(peers.size, -1).unbind()
         parts[peers.own].copy_(own.view(torch.uint8))
-        works = [
-            distributed.broadcast(part, rank, peers.group, async_op=True)
-            for part, rank in zip(parts, peers.members if peers.size > 1 else (), strict=False)
-        ]
-        for work in works:
-            self._pulse.wait_for(work)
+        for part, rank in zip(parts, peers.members if peers.size > 1 else (), strict=False):
+            self._under_way.append(distributed.broadcast(part, rank, peers.group, async_op=True))
+        self._wait()
         self.received_bytes += into.nbytes - own.nbytes
 
     def all_gather_message(self, into: torch.Tensor, own: torch.Tensor, peers: Peers) -> None:
         """The same in one operation: for a few bytes."""
         super().all_gather(into, own, peers)
+
+    def end(self) -> bool:
+        """Nothing is asked for any more. False: a transfer that a failed rank has left may still be under way, and what
+        it reads and writes must stay."""
+        deadline = time.monotonic() + _END_S
+        while not all(work.is_completed() for work in self._under_way):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True
 
     def turn(self, *events: Event | None) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -127,7 +141,13 @@ class HostLinks(_Transfers):
     def _carry_out(
         self, call: Callable[..., Any], peers: Peers, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
     ) -> None:
-        self._pulse.wait_for(call(group=peers.group, async_op=True))
+        self._under_way.append(call(group=peers.group, async_op=True))
+        self._wait()
+
+    def _wait(self) -> None:
+        for work in self._under_way:
+            self._pulse.wait_for(work)
+        self._under_way.clear()
 
 
 class DeviceLinks(_Transfers):

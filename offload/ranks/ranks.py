@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import pickle
 import sys
 import zlib
@@ -15,6 +16,7 @@ from offload.ranks.collectives import Collectives
 from offload.ranks.links import DeviceLinks
 from offload.ranks.world import World
 from offload.units import ParameterSpec, UnitSpec
+from swapper import Arena
 
 
 class Ranks:
@@ -68,6 +70,14 @@ class Ranks:
         own = own.clone()
         self.collectives.broadcast(f"the value of {name}", own)
         return own
+
+    def close_memory(self, memory: Arena) -> None:
+        """Give memory back that transfers may have been under way in. This rank has left."""
+        if self.collectives.links.end():
+            memory.close()
+            return
+        for kept in (memory, self.collectives):  # gloo's thread would end the process if this memory, or theirs, went
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
     def leave(self, error: BaseException | None) -> None:
         """This rank's engine ends: by this error, or the one that ends the program; else when all others end, too. Safe

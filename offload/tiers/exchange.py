@@ -95,7 +95,7 @@ class GradientExchange:
         self._free = list(buffers)
         self._changed = Monitor(failure)
         """Guards the two above. After the caches in the order of locks."""
-        self._used_up: Event | None = None
+        self._used_up: Event | None = links.mark()
         """The last step's update has been given what it reads of gradients on a device."""
         self.unsettled = False
         """Something may have come since sums of squares were exchanged."""

@@ -113,7 +113,7 @@ def test_options_without_names_and_what_is_no_model_are_refused():
         ("accumulate_grad_batches", "here it is gradient_accumulation_steps"),
         ("max_memory", "here it is host_memory and device_memory"),
         ("lr_scheduler", "a scheduler of torch on engine.optimizer"),
-        ("world_size", "leave it out, one process trains, on one device"),
+        ("world_size", "leave it out, torchrun says it"),
         ("num_workers", "leave it out, your data loader says it"),
         ("prefetch_factor", "leave it out"),
         ("momentum", "write optimizer_options={'momentum': 1}"),
