@@ -1,8 +1,8 @@
 """One weight cache: units of a tier that come from the tier below, fetched ahead of use, evicted when needed last.
 
-It is used twice: for slots in host memory, filled from NVMe (``HostWeights``), and for copies in a device's memory,
-filled from host memory (``DeviceWeights``). They differ in the carrier, which knows how much there is room for and
-brings the bytes. A rank's shards would be one more carrier.
+It is used three times: for slots in host memory, filled from NVMe (``HostWeights``); for copies in a device's memory,
+filled from host memory or from other ranks (``DeviceWeights``); and for whole units in host memory, of which ranks have
+shards (``GatheredWeights``). They differ in the carrier, which knows how much there is room for and brings the bytes.
 
 [Note: Which thread may wait for which] Compute pins at most one place for each unit around the one at work, as far as
 the model's structure shows; the update pins one, and the plan has a place for each of them. So some place is always

@@ -22,7 +22,8 @@ from offload.memory import tensor_at
 from offload.report.meter import Meter
 from offload.report.trace import Span
 from offload.tiers.bounce import Bounce
-from offload.tiers.cache import Entry, Residency, WeightCache
+from offload.tiers.cache import Residency
+from offload.tiers.copies import CopyCache
 from offload.tiers.home import Transfer
 from offload.tiers.host_weights import HostWeights
 from offload.tiers.window import DeviceWindow
@@ -35,13 +36,12 @@ _LOOK_AHEAD = 16
 
 
 class Copy:
-    """A unit's weights in device memory. ``starting`` is the transfer that brings them: once it is ``done`` the device
-    keeps the order, and the weights are there at ``arrived``. ``allocated``: from here on the memory is theirs."""
+    """A unit's weights in device memory. Once their fetch is done the device keeps the order, and they are there at
+    ``arrived``. ``allocated``: from here on the memory is theirs."""
 
     def __init__(self, window: DeviceWindow, allocated: Event) -> None:
         self.window = window
         self.allocated = allocated
-        self.starting: Transfer | None = None
         self.arrived: Event | None = None
 
 
@@ -233,8 +233,7 @@ class DeviceCarrier:
         return None
 
     def fetch(self, unit: UnitSpec, place: Copy) -> Transfer:
-        place.starting = self.source.start(unit, place)
-        return place.starting
+        return self.source.start(unit, place)
 
     def pending(self) -> Transfer | None:
         return None
@@ -245,7 +244,7 @@ class DeviceCarrier:
         return before - self.max_bytes
 
 
-class DeviceWeights(WeightCache[Copy]):
+class DeviceWeights(CopyCache[Copy]):
     """The cache of a device's memory. Units that are resident there only count as used. All calls come from one thread
     at a time."""
 
@@ -284,8 +283,6 @@ class DeviceWeights(WeightCache[Copy]):
         self._give_way()
         with self._changed:
             self._learn(entry)
-            if entry.outdated and entry.pins == 0:
-                self._drop(entry)
             self._pin_for_compute(entry, wrap=not training)
         self._wait_for_fetch(entry, "read", computing=True)
         if entry.place is not None and entry.place.arrived is not None:
@@ -303,30 +300,21 @@ class DeviceWeights(WeightCache[Copy]):
     def borrow(self, unit: UnitSpec, start: int, stop: int) -> Iterator[int]:
         """The address of a copy, in host memory, of the elements ``[start, stop)`` of a unit that has no other home
         than shards."""
-        entry = self._entries[unit.index]
-        with self._changed:
-            if entry.outdated and entry.pins == 0:
-                self._drop(entry)
-            self._pin(entry, computing=False)
-        self._wait_for_fetch(entry, None, computing=False)
-        try:
+        with self._borrowed(unit) as entry:
             if entry.place is None or entry.place.arrived is None:
                 raise RuntimeError(f"unit {unit.name} was not gathered")
             part = entry.place.window.target[start:stop].view(torch.uint8)
             on_host = torch.empty_like(part, device="cpu")
             self._device.to_host.wait(entry.place.arrived)
             self._bounce.to_host(on_host, part)
-        finally:
-            with self._changed:
-                self._unpin(entry, computing=False)
         yield on_host.data_ptr()
 
     def outdate(self, units: Sequence[UnitSpec]) -> None:
         """The weights of these units are about to change in host memory: copies of them are over, and void."""
         entries = [self._entries[unit.index] for unit in units]
         for entry in entries:
-            if entry.place is not None and entry.place.starting is not None:
-                entry.place.starting.wait()
+            if entry.fetch is not None:
+                entry.fetch.wait()
         self.copies.source.settle()
         for entry in entries:
             if entry.place is None:
@@ -349,11 +337,8 @@ class DeviceWeights(WeightCache[Copy]):
                 self._drop(entry)
 
     def end_step(self) -> None:
-        """A step ends the order of uses; the first units of the next one are fetched as their updates end."""
-        with self._changed:
-            self._order.end_step()
-            self.copies.source.end_step()
-            self._fetch_ahead(wrap=False)
+        self.copies.source.end_step()
+        super().end_step()
 
     def close(self) -> None:
         """Wait for copies under way, and free the device's memory."""
@@ -382,10 +367,3 @@ class DeviceWeights(WeightCache[Copy]):
                 f"the device had no room for what the model computes: copies of weights there, which took up to "
                 f"{readable_bytes(more)} more, give way from now on. What failed can be run again."
             )
-
-    def _drop(self, entry: Entry[Copy]) -> None:
-        """Evict a unit that is not in use, whose copy has been or is just being started."""
-        while entry.place is not None and (starting := entry.place.starting) is not None and not starting.done():
-            self._changed.wait_for_transfer(starting.wait)
-        if entry.place is not None:
-            self._evict(entry)

@@ -17,7 +17,8 @@ from offload.ranks.collectives import Collectives, Kind, Operation
 from offload.ranks.links import Links
 from offload.ranks.world import Peers
 from offload.report.meter import Meter
-from offload.tiers.cache import Entry, Residency, WeightCache
+from offload.tiers.cache import Entry, Residency
+from offload.tiers.copies import CopyCache
 from offload.tiers.home import Transfer
 from offload.tiers.host_weights import HostWeights
 from offload.units import UnitSpec
@@ -127,7 +128,7 @@ def gather_part(
         links.gather(into if place == peers.own else None, own, peers, place)
 
 
-class GatheredWeights(WeightCache[Place]):
+class GatheredWeights(CopyCache[Place]):
     """The cache of whole units. The training thread makes all calls."""
 
     def __init__(
@@ -151,8 +152,6 @@ class GatheredWeights(WeightCache[Place]):
         entry = self._entries[unit.index]
         with self._changed:
             self._learn(entry)
-            if entry.outdated and entry.pins == 0:
-                self._drop(entry)
             self._pin_for_compute(entry, wrap=not training)
         self._wait_for_fetch(entry, "gather", computing=True)
         return self._address(entry)
@@ -166,17 +165,8 @@ class GatheredWeights(WeightCache[Place]):
     @contextlib.contextmanager
     def borrow(self, unit: UnitSpec, start: int, stop: int) -> Iterator[int]:
         """The address of the elements ``[start, stop)`` of a whole unit, to be read outside of the model's order."""
-        entry = self._entries[unit.index]
-        with self._changed:
-            if entry.outdated and entry.pins == 0:
-                self._drop(entry)
-            self._pin(entry, computing=False)
-        self._wait_for_fetch(entry, None, computing=False)
-        try:
+        with self._borrowed(unit) as entry:
             yield self._address(entry) + start * self.carrier.dtype.itemsize
-        finally:
-            with self._changed:
-                self._unpin(entry, computing=False)
 
     def outdate(self, units: Sequence[UnitSpec]) -> None:
         """The weights of these units are about to change: what was gathered of them is void."""
@@ -186,19 +176,6 @@ class GatheredWeights(WeightCache[Place]):
                 entry.outdated = entry.place is not None
                 if entry.pins == 0:
                     self._drop(entry)
-
-    def end_step(self) -> None:
-        """A step ends the order of uses; the first units of the next one are gathered as their updates end."""
-        with self._changed:
-            self._order.end_step()
-            self._fetch_ahead(wrap=False)
-
-    def _drop(self, entry: Entry[Place]) -> None:
-        """Evict a unit that is not in use."""
-        while entry.fetch is not None and not entry.fetch.done():
-            self._changed.wait_for_transfer(entry.fetch.wait)
-        if entry.place is not None:
-            self._evict(entry)
 
     def _address(self, entry: Entry[Place]) -> int:
         if entry.place is None or entry.residency is Residency.ABSENT:
