@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from offload import foreign, values
+from offload import foreign, option_values
 from offload.device.protocol import Device
 from offload.errors import ConfigError, warn
 
@@ -109,45 +109,47 @@ class OffloadConfig:
     def __new__(cls, *positional: object, **options: object) -> OffloadConfig:
         """Refuses unknown options in words; the dataclass itself would raise ``TypeError``."""
         if positional:
-            raise ConfigError(f"options have names: OffloadConfig(nvme_path=...), got {values.shown(positional[0])}")
+            raise ConfigError(
+                f"options have names: OffloadConfig(nvme_path=...), got {option_values.shown(positional[0])}"
+            )
         foreign.check_names(options, cls._names())
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        self._check("nvme_path", values.as_paths)
-        self._check("device", values.as_device)
+        self._check("nvme_path", option_values.as_paths)
+        self._check("device", option_values.as_device)
         for name in ("device_memory", "host_memory", "nvme_capacity", "tile_bytes"):
-            self._check(name, values.parse_bytes)
+            self._check(name, option_values.parse_bytes)
         if self.tile_bytes != "auto" and int(self.tile_bytes) < _LEAST_TILE_BYTES:
-            values.refuse("tile_bytes", f"at least {_LEAST_TILE_BYTES} bytes", self.tile_bytes)
+            option_values.refuse("tile_bytes", f"at least {_LEAST_TILE_BYTES} bytes", self.tile_bytes)
         if self.weights is not None:
-            self._check("weights", values.as_path)
-        self._check("precision", values.as_choice, ("auto", *_DTYPES))
+            self._check("weights", option_values.as_path)
+        self._check("precision", option_values.as_choice, ("auto", *_DTYPES))
         self._check_optimizer()
         for name in ("lr", "eps", "weight_decay"):
             if getattr(self, name) is not None:
-                self._check(name, values.as_number)
+                self._check(name, option_values.as_number)
         if self.betas is not None:
-            self._check("betas", values.as_betas)
-        self._check("optimizer_options", values.as_options)
+            self._check("betas", option_values.as_betas)
+        self._check("optimizer_options", option_values.as_options)
         for name in ("lr", "betas", "eps", "weight_decay"):
             if getattr(self, name) is not None and name in self.optimizer_options:
                 raise ConfigError(f"{name} is given twice, also in optimizer_options: leave one out")
-        self._check("moments_dtype", values.as_choice, ("fp32", "bf16", "int8"))
-        self._check("gradient_clipping", values.as_number)
-        self._check("gradient_accumulation_steps", values.as_count)
-        self._check("io_backend", values.as_choice, ("auto", "io_uring", "threads", "portable"))
+        self._check("moments_dtype", option_values.as_choice, ("fp32", "bf16", "int8"))
+        self._check("gradient_clipping", option_values.as_number)
+        self._check("gradient_accumulation_steps", option_values.as_count)
+        self._check("io_backend", option_values.as_choice, ("auto", "io_uring", "threads", "portable"))
         for name in ("durable", "keep_last", "keep_every"):
-            self._check(name, values.as_count, 0)
+            self._check(name, option_values.as_count, 0)
         if self.run_dir is not None:
-            self._check("run_dir", values.as_path)
+            self._check("run_dir", option_values.as_path)
         if self.mesh is not None and not (hasattr(self.mesh, "mesh") and hasattr(self.mesh, "get_coordinate")):
-            values.refuse("mesh", "a torch.distributed.device_mesh.DeviceMesh, or None", self.mesh)
-        self._check("shard", values.as_choice, ("auto", "states", "gradients", "weights"))
-        self._check("rank_timeout", values.as_number)
+            option_values.refuse("mesh", "a torch.distributed.device_mesh.DeviceMesh, or None", self.mesh)
+        self._check("shard", option_values.as_choice, ("auto", "states", "gradients", "weights"))
+        self._check("rank_timeout", option_values.as_number)
         if self.rank_timeout < 1:
-            values.refuse("rank_timeout", "at least 1 second", self.rank_timeout)
-        self._check("prefetch", values.as_flag)
+            option_values.refuse("rank_timeout", "at least 1 second", self.rank_timeout)
+        self._check("prefetch", option_values.as_flag)
         self._check_together()
 
     @classmethod
@@ -265,11 +267,11 @@ class OffloadConfig:
         if isinstance(optimizer, str):
             name = foreign.torch_name(optimizer)
             if optimizer not in OPTIMIZERS and name is not None and name.lower() not in OPTIMIZERS:
-                values.refuse("optimizer", values.one_of(OPTIMIZERS), optimizer, f"torch.optim.{name}")
-            self._check("optimizer", values.as_choice, OPTIMIZERS)
+                option_values.refuse("optimizer", option_values.one_of(OPTIMIZERS), optimizer, f"torch.optim.{name}")
+            self._check("optimizer", option_values.as_choice, OPTIMIZERS)
         elif isinstance(optimizer, type):
             if not issubclass(optimizer, torch.optim.Optimizer):
                 raise ConfigError(f"optimizer: {optimizer.__name__} is not a torch.optim.Optimizer")
         elif optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            expected = f"{values.one_of(OPTIMIZERS)}, a torch.optim.Optimizer (class or built), or None"
-            values.refuse("optimizer", expected, optimizer)
+            expected = f"{option_values.one_of(OPTIMIZERS)}, a torch.optim.Optimizer (class or built), or None"
+            option_values.refuse("optimizer", expected, optimizer)

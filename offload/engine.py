@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from offload import torch_internals, values
+from offload import option_values, torch_internals
 from offload.birth import from_pretrained
 from offload.birth.birth import Birth
 from offload.checkpoint.export import MAX_SHARD_BYTES, save_model
@@ -218,7 +218,7 @@ class OffloadEngine:
         """
         self._session.failure.check()
         if at_once is not None:
-            values.as_count("at_once", at_once)
+            option_values.as_count("at_once", at_once)
         return self._session.together(micro_batches, function, at_once)
 
     def step(self) -> None:

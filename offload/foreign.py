@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 
 from offload.errors import ConfigError
-from offload.values import shown
+from offload.option_values import shown
 
 _HINTS_MAX = 3
 """Of so many unknown options an error speaks; a longer one would not be read."""

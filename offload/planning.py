@@ -43,14 +43,14 @@ class DeviceRoom:
     """What a plan may know of a device: its free memory, and why its streams cannot run kernels, if so."""
 
     free_bytes: int
-    obstacle: str | None = None
+    unsupported_reason: str | None = None
 
 
 @dataclass(frozen=True)
 class Room:
     """What a plan may take of a machine, measured or described.
 
-    ``nvme_bytes`` bounds the records on NVMe; ``spare_bytes`` bounds them with their second places. ``device`` is None
+    ``nvme_bytes`` bounds the records on NVMe; ``spare_bytes`` bounds them with their spare copies. ``device`` is None
     where the CPU computes.
     """
 
@@ -151,13 +151,13 @@ def plan_within(
         _compute_host_bytes(config, on_host, room.device, ranks) + (0 if ranks is None else ranks.nbytes),
         num_backwards=config.gradient_accumulation_steps,
     )
-    early = choice is not None and choice.rule.repeatable and ranks is None
-    plan = make(early=early)
-    if early and store_bytes(plan, config, early=True) > room.spare_bytes:
-        early = False
+    speculative = choice is not None and choice.rule.repeatable and ranks is None
+    plan = make(speculative=speculative)
+    if speculative and store_bytes(plan, config, speculative=True) > room.spare_bytes:
+        speculative = False
         with contextlib.suppress(BudgetError):  # the other order may need a page more
-            plan = make(early=False)
-    needed_bytes = store_bytes(plan, config, early=early)
+            plan = make(speculative=False)
+    needed_bytes = store_bytes(plan, config, speculative=speculative)
     has_room = needed_bytes <= room.spare_bytes
     if config.durable and not has_room:
         raise StorageFull(
@@ -165,8 +165,8 @@ def plan_within(
             f"record: {readable_bytes(int(room.spare_bytes))} may be used.",
             advice="Free some, give another path, raise host_memory or nvme_capacity, or leave durable out.",
         )
-    two = choice is not None and has_room and plan.second_place_bytes > 0
-    plan = dataclasses.replace(plan, places=2 if two else 1, early=two and early, ranks=ranks)
+    two = choice is not None and has_room and plan.spare_copy_bytes > 0
+    plan = dataclasses.replace(plan, places=2 if two else 1, speculative=two and speculative, ranks=ranks)
     if device_plan is None:
         return plan
     resident = [_resident_unit(unit, choice) for unit in units if unit.index in device_plan.resident]
@@ -184,7 +184,7 @@ def _room(config: OffloadConfig, units: Sequence[UnitSpec], device: Device | Non
     on_device = None
     if device is not None:
         free_bytes = device.free_bytes() + _taken_over_bytes(units, device)
-        on_device = DeviceRoom(free_bytes, device.obstacle_to_kernels())
+        on_device = DeviceRoom(free_bytes, device.kernels_unsupported_reason())
     return Room(host_bytes, nvme_bytes, spare_bytes, on_device)
 
 
@@ -241,16 +241,18 @@ def _plan_device(
 ) -> tuple[DevicePlan, RanksPlan | None]:
     """How the device's memory is divided, and what of it is between ranks; the optimizer decides, too, whether units
     may be resident there."""
-    obstacle = None
+    unsupported_reason = None
     if choice is not None:
-        obstacle = choice.rule.obstacle_on_devices or device.obstacle
+        unsupported_reason = choice.rule.device_unsupported_reason or device.unsupported_reason
     states = [sum(tile.nbytes for tile, _ in _resident_unit(unit, choice).tiles) for unit in units]
     updates = [0] * len(units)
-    if choice is not None and obstacle is None:
+    if choice is not None and unsupported_reason is None:
         tile_bytes = DEFAULT_TILE_BYTES if config.tile_bytes == "auto" else int(config.tile_bytes)
         updates = [device_tile_bytes(choice.rule.tiles_of(unit, tile_bytes), Formats.of(config)) for unit in units]
     given = None if config.device_memory == "auto" else int(config.device_memory)
-    make = partial(plan_device, units, Formats.of(config), states, updates, given, device.free_bytes, obstacle)
+    make = partial(
+        plan_device, units, Formats.of(config), states, updates, given, device.free_bytes, unsupported_reason
+    )
     if ranks is None:
         return make(None), None
     with contextlib.suppress(BudgetError):
@@ -291,13 +293,13 @@ def _compute_host_bytes(
     return NUM_LANDINGS * gradient_bytes
 
 
-def store_bytes(plan: Plan, config: OffloadConfig, *, early: bool) -> int:
+def store_bytes(plan: Plan, config: OffloadConfig, *, speculative: bool) -> int:
     """NVMe that the store takes with two places for each trained record; with ``durable`` also for those in memory,
-    and a third one where an early update writes beside what is current and what is committed."""
-    needed = sum(plan.nvme_bytes.values()) + plan.second_place_bytes
+    and a third one where a speculative update writes beside what is current and what is committed."""
+    needed = sum(plan.nvme_bytes.values()) + plan.spare_copy_bytes
     if config.durable:
         needed += 2 * (plan.resident_bytes["weights"] + plan.resident_bytes["states"])
-        needed += plan.second_place_bytes if early else 0
+        needed += plan.spare_copy_bytes if speculative else 0
     return needed
 
 

@@ -27,13 +27,13 @@ from offload.device.protocol import Device
 from offload.errors import BudgetError, ConfigError, DeviceMemoryError, warn
 from offload.interrupts import held_back
 from offload.memory import available_bytes, resident_bytes
-from offload.model.backing import Outside, Zeroing
-from offload.model.belongings import Belongings
+from offload.model.backing import ExternalAccess, Zeroing
 from offload.model.handle import Handle
 from offload.model.hooks import Hooks, UnitInModel
 from offload.model.identity import give_back, ordinary
 from offload.model.make import Handles, convert_statistics, give_ordinary_state_dicts, make_handles, move_to_device
-from offload.model.together import Habits, run_together
+from offload.model.parameter_metadata import ParameterMetadata
+from offload.model.run_together import Habits, run_together
 from offload.optim.choose import OptimizerChoice
 from offload.optim.loss_scale import LossScale
 from offload.optimizer import OffloadOptimizer, refuse_others
@@ -53,9 +53,9 @@ from offload.tiers.make import make_tiers, store_bandwidths
 from offload.tiers.states import States
 from offload.torch_internals import graph_task, outside_of_graphs
 from offload.units import ParameterSpec, UnitSpec
-from offload.update.beforehand import Beforehand
 from offload.update.forecast import Forecast
 from offload.update.make import Updates, make_updates
+from offload.update.speculation_policy import SpeculationPolicy
 from offload.update.step import UnitUpdate
 from offload.update.verdict import Verdict
 from offload.waiting import FATAL, Failure
@@ -101,7 +101,7 @@ class Session:
         self._parts = parts
         self.config = config
         self.plan = plan
-        self.failure = Failure() if world is None else world.pulse.failure
+        self.failure = Failure() if world is None else world.heartbeat.failure
         self.watch = Watch()
         self.meter = Meter()
         self.progress = Progress(LossScale() if config.precision == "fp16" else None)
@@ -155,8 +155,8 @@ class Session:
     def backward(self, loss: torch.Tensor) -> None:
         """Run the backward of ``loss``, which may be the last one of a step."""
         scale = self.progress.loss_scale.value if self.progress.loss_scale is not None else 1.0
-        lane = self._hooks.lane
-        lane.gradient_scale = 1 / scale
+        context = self._hooks.context
+        context.gradient_scale = 1 / scale
         self.zeroing_is_done()
         try:
             (loss.float() * scale / self.config.gradient_accumulation_steps).backward()  # type: ignore[no-untyped-call]
@@ -164,7 +164,7 @@ class Session:
             self._hooks.close_backward()
             raise
         finally:
-            lane.gradient_scale = None
+            context.gradient_scale = None
         self.failure.check()
         self.watch.saw_loss(loss, is_first=self.progress.num_backwards == 0)
         self.progress.num_backwards += 1
@@ -223,7 +223,7 @@ class Session:
         self.wait_for_updates()
         if self._ranks is not None:
             with self.failure:
-                self._ranks.agree("synchronize()")
+                self._ranks.barrier("synchronize()")
 
     def memory_bytes(self) -> tuple[int, int]:
         """Host and device memory that the engine takes now: by the kernel's count of its buffers, and as allocated."""
@@ -284,8 +284,8 @@ class Session:
         if self.checkpoints.is_due:
             self.checkpoints.pass_boundary()
         try:
-            if self._early_of and graph_task() != -1:  # more gradients of the unit will come
-                self._updates.early.invalidate(unit)
+            if self._speculative_of and graph_task() != -1:  # more gradients of the unit will come
+                self._updates.speculative.invalidate(unit)
             self._begin_compute(unit, training=self._in_training())
         except FATAL as error:
             self.failure.raise_first(error)
@@ -310,22 +310,22 @@ class Session:
             return
         self.failure.check()
         try:
-            if self._early_of:
-                self._updates.early.invalidate(unit)
+            if self._speculative_of:
+                self._updates.speculative.invalidate(unit)
             self._wait_for_update(unit)
-            scale = self._hooks.lane.gradient_scale
+            scale = self._hooks.context.gradient_scale
             self._take(unit, spec, gradient, 1.0 if scale is None else scale)
         except FATAL as error:
             self.failure.raise_first(error)
         if scale is None:
             self.progress.has_other_gradients = True
-            if self._outside.zeroing is Zeroing.DUE:
-                self._outside.zeroing = Zeroing.MISSED
+            if self._access.zeroing is Zeroing.DUE:
+                self._access.zeroing = Zeroing.MISSED
         if not self._backward_has_begun:
             self._backward_has_begun = True
             self._reporter.backward_begins()
-        self._beforehand.gradient_came(unit)
-        self._beforehand.look()
+        self._policy.gradient_came(unit)
+        self._policy.look()
 
     def end_backward(self, unit: UnitSpec) -> None:
         """The unit has all the gradients of this backward."""
@@ -335,7 +335,7 @@ class Session:
             self._close_gradients(unit)
         except FATAL as error:
             self.failure.raise_first(error)
-        self._beforehand.look()
+        self._policy.look()
 
     def changed_in_use(self, unit: UnitSpec, spec: ParameterSpec, value: torch.Tensor) -> None:
         """A forward has given one of its own weights another value: it becomes the parameter's."""
@@ -375,7 +375,7 @@ class Session:
 
     def zeroing_is_done(self) -> None:
         """Nobody expects the gradients that the last step has used up to be there still."""
-        self._outside.zeroing = Zeroing.DONE
+        self._access.zeroing = Zeroing.DONE
 
     def _prepare_step(self, loss_scale: float | None) -> None:
         if self.progress.loss_scale is not None and loss_scale is None and self.progress.has_other_gradients:
@@ -414,7 +414,7 @@ class Session:
         factor = self._verdict.factor()
         if self.config.gradient_clipping:
             self._verdict.scale(min(self.config.gradient_clipping / (norm + 1e-6), 1.0))
-        updates_wait = self._beforehand.step_taken(norm, factor)
+        updates_wait = self._policy.step_taken(norm, factor)
         step = self._verdict.freeze(self._optimizer.param_groups)
         try:
             self._begin_updates(step, before_clipping, updates_wait=updates_wait)
@@ -423,7 +423,7 @@ class Session:
                 self.failure.record(OffloadError(_HALF_A_STEP))
             raise
         if self._verdict.stepping:
-            self._outside.zeroing = Zeroing.DUE
+            self._access.zeroing = Zeroing.DUE
         elif not self._has_warned_of_empty_step:
             self._has_warned_of_empty_step = True
             warn(
@@ -445,7 +445,7 @@ class Session:
 
     def _warn_of_used_gradients(self) -> None:
         """Say once that the gradients of this step would have been added to those of the last one in PyTorch."""
-        if self._outside.zeroing is Zeroing.MISSED and not self._has_warned_of_used_gradients:
+        if self._access.zeroing is Zeroing.MISSED and not self._has_warned_of_used_gradients:
             self._has_warned_of_used_gradients = True
             warn(
                 "engine.optimizer.step(): there was no zero_grad() since the last step, and nothing was added to its "
@@ -460,7 +460,7 @@ class Session:
         tiers.compute.outdate(self._verdict.stepping_units)
         on_host = step if updates.resident is None else updates.resident.update(step)
         tiers.host.begin_updates([update.unit for update in on_host])
-        remaining = updates.early.confirm(on_host)
+        remaining = updates.speculative.confirm(on_host)
         for unit in self._verdict.stepping_units:
             tiers.intake.forget(unit)
         self._forget_what_was_expected()
@@ -471,7 +471,7 @@ class Session:
         )
         busy = self._reporter.disk_busy
         if busy is not None and not updates_wait:
-            updates.early.balance(*busy)
+            updates.speculative.balance(*busy)
         updates.updater.start(remaining)
         self._grow_into_device()
         tiers.compute.end_step()
@@ -491,7 +491,7 @@ class Session:
     def _forget_what_was_expected(self) -> None:
         """No gradient of the coming step is there."""
         self._backward_has_begun = False
-        self._beforehand.forget()
+        self._policy.forget()
 
     def _warn_of_lost_parameters(self) -> None:
         """Say once of each parameter that it was replaced behind the engine."""
@@ -531,22 +531,22 @@ class Session:
             )
         self.wait_for_updates()
         if self._ranks is not None:
-            return GatheredModelWeights(self._shards, self._tiers.homes, self._outside, self._specs, self._ranks)
-        return ModelWeights(self._units, self._tiers.homes, self._outside, self._specs)
+            return GatheredModelWeights(self._shards, self._tiers.homes, self._access, self._specs, self._ranks)
+        return ModelWeights(self._units, self._tiers.homes, self._access, self._specs)
 
     # How it is made.
 
     def _build(self, model: nn.Module, choice: OptimizerChoice | None, birth: Birth, closers: Closers) -> None:
-        belongings = Belongings(self._units)
+        metadata = ParameterMetadata(self._units)
         had_states = choice.states() if choice is not None else {}
         self._build_tiers(choice, closers)
-        handles = make_handles(self._units, self._shards, self._tiers.parameters, self._outside)
+        handles = make_handles(self._units, self._shards, self._tiers.parameters, self._access)
         of_shards = handles.of_shards(self._ranks)
         self._backings = {**handles.backings, **of_shards.backings}
         self._specs = of_shards.specs_by_parameter()
         self._take_over(model, birth, handles, closers)
-        belongings.give(handles.of_model, {spec: backing.in_use[0] for spec, backing in handles.backings.items()})
-        closers.callback(give_ordinary_state_dicts(self._units, self._outside.spooled))
+        metadata.give(handles.of_model, {spec: backing.in_use[0] for spec, backing in handles.backings.items()})
+        closers.callback(give_ordinary_state_dicts(self._units, self._access.spooled))
         training = None if choice is None else self._build_optimizer(model, choice, had_states, of_shards, closers)
         self._build_checkpoints(model, training, closers)
         self.bandwidths = store_bandwidths(self._tiers)
@@ -566,7 +566,7 @@ class Session:
         """The tiers, the updates, and what reaches both from outside of a step."""
         config, plan = self.config, self.plan
         rule = choice.rule if choice is not None else None
-        on_device = plan.device is not None and plan.device.obstacle is None and rule is not None
+        on_device = plan.device is not None and plan.device.unsupported_reason is None and rule is not None
         self._tiers = tiers = make_tiers(
             self._units,
             plan,
@@ -585,15 +585,15 @@ class Session:
         self._begin_compute, self._end_compute = tiers.compute.begin, tiers.compute.end
         self._wait_for_update = tiers.host.wait_for_update if self._ranks is None else _nothing
         self._take, self._close_gradients = tiers.intake.take, tiers.intake.close
-        self._early_of: Mapping[UnitSpec, object] = {}
+        self._speculative_of: Mapping[UnitSpec, object] = {}
         updates: Updates | None = None
         if rule is not None:
             num_backwards = config.gradient_accumulation_steps
             updates = self._updates = make_updates(
                 plan, tiers, rule, self.failure, self.meter, closers, num_backwards=num_backwards
             )
-            self._early_of = updates.early.of_unit
-        self._outside = Outside(
+            self._speculative_of = updates.speculative.of_unit
+        self._access = ExternalAccess(
             tiers.homes,
             tiers.host,
             tiers.gradients,
@@ -621,15 +621,15 @@ class Session:
             whole = birth.value(spec.whole or spec)
             if self._ranks is None:
                 return whole
-            return spec.shard_of(self._ranks.first_of(spec.name, whole))
+            return spec.shard_of(self._ranks.broadcast(spec.name, whole))
 
-        loader = Loader(tiers.homes, self._outside.rule, self.plan.formats, config.dtype, value, *buffers)
+        loader = Loader(tiers.homes, self._access.rule, self.plan.formats, config.dtype, value, *buffers)
         shown = zip(birth.shown(units), self._shards, strict=True)
         loader.load(shown, handles.at_sites, handles.of_model)
         birth.fill_rest()
         if self._ranks is not None:
             for name, buffer in model.named_buffers():
-                buffer.copy_(self._ranks.first_of(name, buffer))
+                buffer.copy_(self._ranks.broadcast(name, buffer))
         convert_statistics(model, config.dtype)
         if self._device is not None:
             closers.callback(move_to_device(model, self.torch_device))
@@ -657,9 +657,9 @@ class Session:
             self._shards,
             self._specs,
             self._backings,
-            States(choice.rule, self._shards, self._tiers.homes, self._outside.joined),
+            States(choice.rule, self._shards, self._tiers.homes, self._access.joined),
             self._verdict,
-            self._outside,
+            self._access,
             self.wait_for_updates,
             self.failure,
         )
@@ -667,10 +667,10 @@ class Session:
             group["params"] = list(dict.fromkeys(handles.of_model[spec] for spec in specs))
         groups = [group for group, _ in choice.groups]
         self.optimizer = optimizer = OffloadOptimizer(groups, self, states, self.progress, choice.source)
-        self._beforehand = Beforehand(
-            self._updates.early,
+        self._policy = SpeculationPolicy(
+            self._updates.speculative,
             self._updates.updater,
-            Forecast(self.config.gradient_clipping) if self.plan.early else None,
+            Forecast(self.config.gradient_clipping) if self.plan.speculative else None,
             self._verdict,
             gradients,
             self._tiers.intake.complete,
@@ -689,16 +689,16 @@ class Session:
             self.config,
             self._shards,
             self._tiers,
-            self._outside,
+            self._access,
             self.torch_device,
             self.failure,
             self._ranks,
-            early=self.plan.early,
+            speculative=self.plan.speculative,
         )
         if self.checkpoints.committer is not None:
-            self._outside.before_change = self.checkpoints.committer.changing
+            self._access.before_change = self.checkpoints.committer.changing
             if self._ranks is not None and self.config.durable:
-                self._outside.agree_to_change = self.checkpoints.committer.finish
+                self._access.agree_to_change = self.checkpoints.committer.finish
             closers.callback(self.checkpoints.committer.stop)
         if self.checkpoints.background is not None:
             closers.callback(self.checkpoints.background.finish)
@@ -765,7 +765,7 @@ class Session:
                 grown = plan.device.grown(free_bytes)
                 on_device.growth.grow((), grown)
         if moving:
-            self._updates.early.look_at_homes()
+            self._updates.speculative.look_at_homes()
         self.plan = plan.with_device(grown)
 
 

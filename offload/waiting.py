@@ -106,9 +106,8 @@ class Monitor(threading.Condition):
     """A lock that guards the state of one room, and the wait for a change of that state.
 
     Each owner says beside its monitor what it guards, and its place in the order of locks. The order, outermost first:
-    early updates (``update.early``), weights on a device, weights in host memory (``tiers.cache``), gradients
-    (``tiers.spill``, ``tiers.transport``), ``Failure``. No thread waits for I/O while it holds one.
-    """
+    speculative updates (``update.speculative``), weights on a device, weights in host memory (``tiers.cache``),
+    gradients (``tiers.spill``, ``tiers.transport``), ``Failure``. No thread waits for I/O while it holds one."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__()

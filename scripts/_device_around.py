@@ -44,7 +44,7 @@ class AroundDevice(Around):
     """On a device, by chance: backward runs in another thread, evaluation and training under streams of their own,
     which wait for one another only where one changes weights; inputs come from one pinned buffer, which is filled again
     as soon as forward returns; in one step activations find too little memory, and what failed is run again; nobody is
-    in a hurry: gradients have come to the host whenever the engine looks, and early updates end before the step.
+    in a hurry: gradients have come to the host whenever the engine looks, and speculative updates end before the step.
     """
 
     def __init__(self, seed: int, device: SimulatedDevice, *, may_lack_memory: bool) -> None:

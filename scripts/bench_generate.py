@@ -28,7 +28,7 @@ import accelerate
 import torch
 import transformers
 
-from offload.values import parse_bytes
+from offload.option_values import parse_bytes
 
 _WORKER = Path(__file__).with_name("_generate_worker.py")
 _MIB = 1 << 20

@@ -36,8 +36,8 @@ from _step_deepspeed import TRIALS, Settings
 from _step_model import Shape
 from _step_process import Limit, Turns, WorkerFailed
 
+from offload.option_values import parse_bytes
 from offload.report.report import Bandwidths
-from offload.values import parse_bytes
 
 STATE_BYTES = {"fp32": 16, "bf16": 14}
 """Bytes of weights, masters, moments and gradients for one parameter."""

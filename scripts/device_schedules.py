@@ -5,9 +5,8 @@ Each program draws a model (nested units, checkpointing, tied weights, frozen pa
 a precision, and what happens between steps (evaluation, writes through handles, accumulation, clipping). It runs on the
 CPU with everything in RAM and with little of it, and on a device whose streams run as late as they may: losses, weights
 and states must be equal to the last bit, no buffer may be read before its copy is over nor changed before its readers
-are done, device memory must stay within the plan, and all of it must be free at the end. Early updates on the device
-are counted: a campaign in which none was begun, or none flipped, has not shown what it is for.
-"""
+are done, device memory must stay within the plan, and all of it must be free at the end. Speculative updates on the
+device are counted: a campaign in which none was begun, or none flipped, has not shown what it is for."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ from offload.tiers.gradients import DeviceGradients
 from offload.tiers.squares import SentSums
 from offload.tiers.transport import GradientTransport
 from offload.units import UnitSpec
-from offload.update.early import EarlyUpdate, EarlyUpdates
+from offload.update.speculative import SpeculativeUpdate, SpeculativeUpdates
 from offload.update.step import UnitUpdate
 from swapper import DurableStore
 
@@ -47,8 +46,8 @@ WIDTH = 32
 VOCAB = 64
 HUGE_VOCAB = 20_011
 
-NUM_EARLY = 30
-"""Some of so many programs update units early."""
+NUM_SPECULATIVE = 30
+"""Some of so many programs updates units speculatively."""
 
 
 class Block(nn.Module):
@@ -184,7 +183,7 @@ def _trains(engine: OffloadEngine) -> bool:
 def watched(device: SimulatedDevice, engine: OffloadEngine) -> Iterator[None]:
     """Tell the device of what the disk, the optimizer and the model do."""
     read, write, apply, take = DurableStore.read, DurableStore.write, KernelRule.apply, GradientTransport.take
-    write_beside, read_sums = DurableStore.write_beside, SentSums.read
+    write_shadow, read_sums = DurableStore.write_shadow, SentSums.read
     fill, empty, of_ranks = Bounce._fill, Bounce._empty, Gradients.of
     arithmetic = {name: getattr(DeviceGradients, name) for name in ("put", "add", "rescale_and_add")}
 
@@ -196,9 +195,9 @@ def watched(device: SimulatedDevice, engine: OffloadEngine) -> Iterator[None]:
         device.host_access(address, nbytes, writes=False)
         return write(store, extent, address, nbytes, **options)
 
-    def watch_write_beside(store: Any, extent: Any, address: int, nbytes: int, **options: Any) -> Any:
+    def watch_write_shadow(store: Any, extent: Any, address: int, nbytes: int, **options: Any) -> Any:
         device.host_access(address, nbytes, writes=False)
-        return write_beside(store, extent, address, nbytes, **options)
+        return write_shadow(store, extent, address, nbytes, **options)
 
     def watch_apply(
         rule: Any, frozen: Any, tile: Any, address: int, start: int, stop: int, *, weight: int, grad: int, native: Any
@@ -251,7 +250,7 @@ def watched(device: SimulatedDevice, engine: OffloadEngine) -> Iterator[None]:
         mock.patch.object(DurableStore, "read", watch_read),
         mock.patch.object(DurableStore, "write", watch_write),
         mock.patch.object(KernelRule, "apply", watch_apply),
-        mock.patch.object(DurableStore, "write_beside", watch_write_beside),
+        mock.patch.object(DurableStore, "write_shadow", watch_write_shadow),
         mock.patch.object(GradientTransport, "take", watch_take),
         mock.patch.object(Bounce, "_fill", watch_fill),
         mock.patch.object(Bounce, "_empty", watch_empty),
@@ -274,23 +273,23 @@ def least(make: Any, option: str, **budgets: int) -> int:
 
 
 @contextlib.contextmanager
-def counted(early: Counter[str]) -> Iterator[None]:
-    """Count the early updates that are ``begun`` and ``flipped`` within."""
-    begin, flip = EarlyUpdates.begin, EarlyUpdates._flip
+def counted(speculative: Counter[str]) -> Iterator[None]:
+    """Count the speculative updates that are ``begun`` and ``flipped`` within."""
+    begin, flip = SpeculativeUpdates.begin, SpeculativeUpdates._flip
 
-    def count_begin(updates: EarlyUpdates, unit: UnitSpec, update: UnitUpdate | None) -> bool:
-        early["begun"] += update is not None
+    def count_begin(updates: SpeculativeUpdates, unit: UnitSpec, update: UnitUpdate | None) -> bool:
+        speculative["begun"] += update is not None
         return begin(updates, unit, update)
 
-    def count_flip(updates: EarlyUpdates, one: EarlyUpdate) -> None:
-        early["flipped"] += 1
+    def count_flip(updates: SpeculativeUpdates, one: SpeculativeUpdate) -> None:
+        speculative["flipped"] += 1
         flip(updates, one)
 
-    with mock.patch.multiple(EarlyUpdates, begin=count_begin, _flip=count_flip):
+    with mock.patch.multiple(SpeculativeUpdates, begin=count_begin, _flip=count_flip):
         yield
 
 
-def check(seed: int, folder: Path, early: Counter[str] | None = None) -> list[str]:
+def check(seed: int, folder: Path, speculative: Counter[str] | None = None) -> list[str]:
     """Run one program on the CPU, with everything in RAM and with little, and on the device; what was wrong. Early
     updates on the device are counted."""
     program = Program(seed)
@@ -329,7 +328,7 @@ def check(seed: int, folder: Path, early: Counter[str] | None = None) -> list[st
     engine = make(**budgets)
     device.most_allocated_bytes = device.allocated_bytes
     with (
-        counted(Counter() if early is None else early),
+        counted(Counter() if speculative is None else speculative),
         watched(device, engine),
         warnings.catch_warnings(record=True) as said,
     ):
@@ -371,10 +370,10 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)  # models are small, and threads that wait for one another take the time of others
     deadline, seed, failed = time.monotonic() + options.seconds, options.seed, 0
-    early: Counter[str] = Counter()
+    speculative: Counter[str] = Counter()
     while time.monotonic() < deadline and seed - options.seed < options.programs:
         try:
-            wrong = check(seed, options.path, early)
+            wrong = check(seed, options.path, speculative)
         except Exception:
             print(f"seed {seed}:", flush=True)
             raise
@@ -384,11 +383,11 @@ def main() -> int:
         seed += 1
     count = seed - options.seed
     print(
-        f"{count} programs from seed {options.seed}: {failed} went wrong; {early['begun']} early updates were begun on "
-        f"the device and {early['flipped']} of them flipped"
+        f"{count} programs from seed {options.seed}: {failed} went wrong; {speculative['begun']} speculative updates "
+        f"were begun on the device and {speculative['flipped']} of them flipped"
     )
-    if count >= NUM_EARLY and not early["flipped"]:
-        print("no early update was of use: the programs do not show what they are for")
+    if count >= NUM_SPECULATIVE and not speculative["flipped"]:
+        print("no speculative update was of use: the programs do not show what they are for")
         return 1
     return 1 if failed else 0
 

@@ -54,7 +54,7 @@ LIFE_S = 180
 CANNOT_MOUNT = 77
 
 PROGRAMS: tuple[dict[str, Any], ...] = (
-    {"durable": 1},  # updated early, beside what is current
+    {"durable": 1},  # updated speculatively, beside what is current
     {"precision": "bf16"},
     {"durable": 2, "precision": "bf16", "gradient_clipping": 1.0, "weights": True},
     {"gradient_clipping": 1.0, "gradient_accumulation_steps": 2},

@@ -13,7 +13,7 @@ import argparse
 import random
 from typing import Any
 
-from store_model import DISK_BYTES, Difference, check_equal, content, make_store, put, put_beside, reopen, run
+from store_model import DISK_BYTES, Difference, check_equal, content, make_store, put, put_shadow, reopen, run
 
 from swapper import DurableStore, Extent, OffloadError, StorageFull, StoreMissing
 from swapper.crash import Recorder, crash_states
@@ -72,7 +72,7 @@ def _changed(store: DurableStore, extent: Extent, data: bytes, rng: random.Rando
     way = rng.choice(("write", "write", "flip", "beside"))
     if way != "write":
         try:
-            put_beside(store, extent, data)
+            put_shadow(store, extent, data)
         except StorageFull:
             way = "write"  # the retained generation and the last one leave no copy for it
     if way == "write":

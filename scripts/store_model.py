@@ -53,10 +53,10 @@ def put(store: DurableStore, extent: Extent, data: bytes) -> None:
     store.write(extent, _buffer.address, extent.nbytes).wait(30)
 
 
-def put_beside(store: DurableStore, extent: Extent, data: bytes) -> None:
+def put_shadow(store: DurableStore, extent: Extent, data: bytes) -> None:
     """Write an extent beside what is current. Raises ``OffloadError``."""
     ctypes.memmove(_buffer.address, data, len(data))
-    store.write_beside(extent, _buffer.address, extent.nbytes).wait(30)
+    store.write_shadow(extent, _buffer.address, extent.nbytes).wait(30)
 
 
 def get(store: DurableStore, extent: Extent) -> bytes:

@@ -13,7 +13,7 @@ import resource
 import threading
 from typing import Any
 
-from store_model import DISK_BYTES, Difference, close_quietly, content, get, make_store, put, put_beside, reopen, run
+from store_model import DISK_BYTES, Difference, close_quietly, content, get, make_store, put, put_shadow, reopen, run
 
 from swapper import Extent, OffloadError, StorageCorrupt, StoreMissing, StoreMisuse
 from swapper.testing import Fault, FaultPlan, Kind, Operation, RamDisk, RandomFaults
@@ -48,7 +48,7 @@ class Twin:
         """One operation, checked."""
         operation = self._rng.choices(
             (
-                self._write, self._write_beside, self._flip, self._read,
+                self._write, self._write_shadow, self._flip, self._read,
                 self._commit, self._retain, self._release, self._reopen,
             ),
             (30, 15, 10, 45, 8, 2, 2, 3),
@@ -89,14 +89,14 @@ class Twin:
         put(self._store, extent, data)  # otherwise what was current is so again, should it fail
         self._now[extent.index] = data
 
-    def _write_beside(self) -> None:
+    def _write_shadow(self) -> None:
         extent = self._rng.choice(self._store.extents)
         data = content(extent, self._rng)
         if not self._has_spare(extent):
-            put_beside(self._store, extent, data)
+            put_shadow(self._store, extent, data)
             raise Difference(f"{self._where(extent)} was written beside, without a place for it")
         self._beside.pop(extent.index, None)
-        put_beside(self._store, extent, data)
+        put_shadow(self._store, extent, data)
         self._beside[extent.index] = data
 
     def _flip(self) -> None:

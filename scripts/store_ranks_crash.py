@@ -16,7 +16,7 @@ import random
 from collections import defaultdict
 from typing import Any
 
-from store_model import DISK_BYTES, Difference, check_equal, content, make_store, put, put_beside, reopen, run
+from store_model import DISK_BYTES, Difference, check_equal, content, make_store, put, put_shadow, reopen, run
 
 from swapper import DurableStore, OffloadError, StorageFull, StoreMisuse
 from swapper.crash import Recorder, crash_states
@@ -48,7 +48,7 @@ class Rank:
                 if self._rng.random() < 0.5:
                     put(self.store, extent, data)
                 else:
-                    put_beside(self.store, extent, data)
+                    put_shadow(self.store, extent, data)
                     self.store.flip(extent)
             except (StoreMisuse, StorageFull):
                 if self.store.prepared is None:

@@ -186,11 +186,11 @@ class DurableStore:
         """The last write of what is current and came after the last commit or ``prepare``, by extent; None while it is
         submitted."""
         self._take_base()
-        self._beside: dict[int, Ticket] = {}
+        self._shadow: dict[int, Ticket] = {}
         """The last write beside of each extent that was not flipped."""
         self._failure: OffloadError | None = None
         self._lock = threading.Condition()
-        """Lock of the store. Guards: records, ``_writes``, ``_beside``, ``_failure``, generations and ``_turn_of``.
+        """Lock of the store. Guards: records, ``_writes``, ``_shadow``, ``_failure``, generations and ``_turn_of``.
         Order: first; the locks of the counts and of the pool are taken under it. It is held for moments: no I/O is
         waited for under it. One exception: with 16384 requests in flight a submission waits until one is over. The
         threads of ``aio_ext`` see to that, and they take no lock of the store."""
@@ -287,7 +287,7 @@ class DurableStore:
         """Start reading what is current of ``extent`` into memory at ``address``. ``urgent`` overtakes others.
 
         ``nbytes`` is the extent's. The ``write`` before must be over, and so must the write that was flipped last.
-        A ``write_beside`` may be in flight. A commit that is under way does not hold it up.
+        A ``write_shadow`` may be in flight. A commit that is under way does not hold it up.
         Raises ``StoreMisuse`` for another size, and for an extent that was never written.
         """
         with self._entered(extent, nbytes, reads=True):
@@ -307,8 +307,8 @@ class DurableStore:
             record = self._records[extent.index]
             place = self._place(extent, record.replaceable(self._needed(extent)), self._last + 1)
             self._take_space(extent, place.number)
-            record.give_up_beside()
-            self._beside.pop(extent.index, None)
+            record.give_up_shadow()
+            self._shadow.pop(extent.index, None)
             if record.num_places > 1:
                 self._writes[extent.index] = None  # should Ctrl-C strike before there is a ticket
             ticket = self._transfers.write(place.offset, address, nbytes, place.checksum, urgent=urgent)
@@ -317,7 +317,7 @@ class DurableStore:
                 self._writes[extent.index] = ticket
             return ticket
 
-    def write_beside(self, extent: Extent, address: int, nbytes: int, *, urgent: bool = False) -> Ticket:
+    def write_shadow(self, extent: Extent, address: int, nbytes: int, *, urgent: bool = False) -> Ticket:
         """Start writing ``extent`` from memory at ``address``, beside what is current, which stays current.
 
         Reads of the extent may be in flight; no other write may. The bytes become current with ``flip``; without it,
@@ -345,10 +345,10 @@ class DurableStore:
                 )
             place = self._place(extent, number, self._last + 1)
             self._take_space(extent, number)
-            record.give_up_beside()
+            record.give_up_shadow()
             ticket = self._transfers.write(place.offset, address, nbytes, place.checksum, urgent=urgent)
-            self._beside[extent.index] = ticket
-            record.put_beside(place)
+            self._shadow[extent.index] = ticket
+            record.put_shadow(place)
             return ticket
 
     def flip(self, extent: Extent) -> None:
@@ -361,7 +361,7 @@ class DurableStore:
         """
         with self._entered(extent, extent.nbytes):
             self._records[extent.index].flip()
-            self._writes[extent.index] = self._beside.pop(extent.index)
+            self._writes[extent.index] = self._shadow.pop(extent.index)
 
     def commit(self, metadata: bytes = b"") -> int:
         """Make everything written so far durable, as the next generation; returns its number.
@@ -383,7 +383,7 @@ class DurableStore:
         The last generation stays the committed one, until ``finish`` or ``abandon``. Meanwhile nothing else can be
         committed or prepared, and no place that either generation needs is written. So a write of an extent that
         differs between the two takes a third place: one of ``places=2``, or of a generation that could be retained and
-        is not. Without one ``write`` raises ``StoreMisuse`` and ``write_beside`` ``StorageFull``. Such writes are no
+        is not. Without one ``write`` raises ``StoreMisuse`` and ``write_shadow`` ``StorageFull``. Such writes are no
         part of the prepared generation.
         Raises as ``commit``. After a failure that is final, ``open_store`` finds the last generation, with this one
         prepared or without it.
@@ -454,12 +454,12 @@ class DurableStore:
         """Give up everything written since the last commit, or since the store was opened. No transfer of the caller's
         may be in flight."""
         with self._alone():
-            for ticket in (*self._writes.values(), *self._beside.values()):
+            for ticket in (*self._writes.values(), *self._shadow.values()):
                 if ticket is not None:
                     with contextlib.suppress(StorageIOError, StorageFull):  # it is not wanted
                         ticket.wait()
             self._writes.clear()
-            self._beside.clear()
+            self._shadow.clear()
             for record in self._records:
                 record.forget()
             self._take_base()
@@ -636,7 +636,7 @@ class DurableStore:
             if ticket is None:
                 raise StorageIOError(f"write of extent {index} was interrupted.", advice="Repeat it.")
             ticket.wait()
-        for ticket in self._beside.values():
+        for ticket in self._shadow.values():
             with contextlib.suppress(StorageIOError, StorageFull):  # no part of the generation
                 ticket.wait()
         generation = self._last + 1

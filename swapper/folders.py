@@ -52,7 +52,7 @@ def create_store(
 
     ``extent_sizes`` are bytes, rounded up to whole pages. An extent takes ``1 + places + retained_max`` times its size:
     a copy for the last generation, one for each that is retained, and ``places`` (1 or 2, for each extent or for all)
-    for what is not committed. With 2 there is always room for ``write_beside``. An extent with ``places`` 0 is scratch:
+    for what is not committed. With 2 there is always room for ``write_shadow``. An extent with ``places`` 0 is scratch:
     it has one place, is written over, and is no part of any generation.
 
     The manifests are under the first path; several paths share the data. ``reserved`` is how many places of each extent

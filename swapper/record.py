@@ -36,7 +36,7 @@ class Record:
     One thread at a time may call the methods of one record.
     """
 
-    __slots__ = ("_before", "_beside", "_current", "index", "num_places", "offset", "stride")
+    __slots__ = ("_before", "_current", "_shadow", "index", "num_places", "offset", "stride")
 
     def __init__(self, index: int, offset: int, stride: int, num_places: int) -> None:
         self.index = index
@@ -46,7 +46,7 @@ class Record:
         self._current: Place | None = None
         self._before: Place | None = None
         """What was current before ``_current``."""
-        self._beside: Place | None = None
+        self._shadow: Place | None = None
         """What was written beside last, unless it was flipped."""
 
     @property
@@ -101,26 +101,26 @@ class Record:
 
     def forget(self) -> None:
         """Nothing is current, and nothing is to be flipped."""
-        self._before = self._current = self._beside = None
+        self._before = self._current = self._shadow = None
 
-    def give_up_beside(self) -> None:
+    def give_up_shadow(self) -> None:
         """What was written beside is not to be flipped. To be called before its place is written again."""
-        self._beside = None
+        self._shadow = None
 
-    def put_beside(self, place: Place) -> None:
+    def put_shadow(self, place: Place) -> None:
         """A write to ``place`` has begun; what is current stays current."""
-        self._beside = place
+        self._shadow = place
 
     def flip(self) -> None:
         """Make current what was written beside last. Raises ``StoreMisuse`` if there is nothing, and the error of its
         write if that has failed; nothing has changed then."""
-        beside = self._beside
+        beside = self._shadow
         if beside is None:
             raise StoreMisuse(
                 f"extent {self.index}: nothing was written beside since the last flip or write.",
-                advice="Call write_beside before flip.",
+                advice="Call write_shadow before flip.",
             )
         if beside.checksum.error is not None:
             raise beside.checksum.error
         self.replaced(beside)
-        self._beside = None
+        self._shadow = None

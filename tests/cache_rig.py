@@ -139,7 +139,7 @@ class FakeStore:
     def write(self, extent: Extent, address: int, nbytes: int) -> FakeTicket:
         return self._write("write", extent, address, 0)
 
-    def write_beside(self, extent: Extent, address: int, nbytes: int) -> FakeTicket:
+    def write_shadow(self, extent: Extent, address: int, nbytes: int) -> FakeTicket:
         return self._write("write beside", extent, address, 1)
 
     def flip(self, extent: Extent) -> None:
@@ -299,7 +299,7 @@ class Rig:
         self.weights.end_update(self.units[name])
 
     def hold(self, name: str) -> None:
-        """The early update of a unit that was used is to come: compute is done with it."""
+        """The speculative update of a unit that was used is to come: compute is done with it."""
         self.acquire(name)
         assert self.weights.hold(self.units[name])
         self.release(name)

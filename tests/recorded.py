@@ -13,7 +13,7 @@ MEMORY = {
     "grads": {"device": 0, "host": 0, "nvme": 120_000_000},
     "states": {"device": 0, "host": 20_000_000, "nvme": 220_000_000},
     "staging": {"host": 30_000_000, "nvme": 0},
-    "second places": {"host": 0, "nvme": 300_000_000},
+    "spare copies": {"host": 0, "nvme": 300_000_000},
 }
 PROFILE = {"read_bytes_per_s": 3e9, "write_bytes_per_s": 2e9, "mixed_q": 1.2}
 

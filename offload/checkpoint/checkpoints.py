@@ -34,11 +34,11 @@ from offload.checkpoint.parts import description_of
 from offload.checkpoint.random_states import get_random_states, set_random_states
 from offload.checkpoint.run_state import RunState, TakeGradients
 from offload.checkpoint.save import RecordCopy
+from offload.checkpoint.shared_directory import SharedDirectory
 from offload.checkpoint.signals import Signals
-from offload.checkpoint.together import SharedDirectory
 from offload.config import OffloadConfig
 from offload.errors import ConfigError, warn
-from offload.model.backing import Outside
+from offload.model.backing import ExternalAccess
 from offload.ranks.ranks import Ranks, program_error
 from offload.tiers.exchange import GradientExchange
 from offload.tiers.make import Tiers
@@ -59,12 +59,12 @@ class Checkpoints:
         config: OffloadConfig,
         units: Sequence[UnitSpec],
         tiers: Tiers,
-        outside: Outside,
+        access: ExternalAccess,
         device: torch.device,
         failure: Failure,
         ranks: Ranks | None,
         *,
-        early: bool,
+        speculative: bool,
     ) -> None:
         """``units`` are this rank's shards, where there are several ``ranks``: all of them call the methods then."""
         self._ranks = ranks
@@ -72,7 +72,7 @@ class Checkpoints:
         self._config = config
         self._units = units
         self._tiers = tiers
-        self._outside = outside
+        self._access = access
         self._device = device
         self._failure = failure
         self._objects: list[Any] = []
@@ -93,17 +93,17 @@ class Checkpoints:
                 tiers.homes,
                 tiers.records,
                 tiers.gradients,
-                outside.formats,
+                access.formats,
                 config.gradient_dtype,
                 tiers.host.wait_for_updates,
                 failure,
                 ranks,
-                early=early,
+                speculative=speculative,
             )
             self._linked = LinkedCheckpoints(self.committer)
             self.background = BackgroundCopy(self.committer.store, failure)
         self._record_copy = RecordCopy(
-            units, tiers.homes, outside.formats, tiers.gradients, config.gradient_dtype, outside.all_weights
+            units, tiers.homes, access.formats, tiers.gradients, config.gradient_dtype, access.all_weights
         )
         _open.add(self)
         if config.durable:
@@ -193,7 +193,7 @@ class Checkpoints:
         self.wait()
         feed = self._present_feed()
         directory.make()
-        self._outside.settle()
+        self._access.settle()
         if not self._save_generation(directory, tag, feed, client_state):
             self._copy_to(directory, tag, feed, client_state)
         _log.info("checkpoint saved: %s, step %d", directory.folder(tag), self._run.progress.global_step)
@@ -202,7 +202,7 @@ class Checkpoints:
         """See ``OffloadEngine.save_dcp``."""
         target = Path(path).expanduser()
         self._run.wait_for_updates()
-        save_distributed(target, self._run, self._units, self._tiers.homes, self._outside, self._ranks)
+        save_distributed(target, self._run, self._units, self._tiers.homes, self._access, self._ranks)
         _log.info("torch.distributed.checkpoint saved: %s, step %d", target, self._run.progress.global_step)
 
     def wait_for_background(self) -> None:
@@ -256,7 +256,7 @@ class Checkpoints:
         if path is not None:
             directory = CheckpointDirectory(path)
             if self._ranks is not None:
-                self._ranks.agree("load_checkpoint")
+                self._ranks.barrier("load_checkpoint")
             with directory.open(tag) as generation:
                 try:
                     return self._load(generation, f"checkpoint {generation.folder}")
@@ -285,7 +285,7 @@ class Checkpoints:
         """See ``OffloadEngine.load_dcp``."""
         self._begin_loading()
         target = Path(path).expanduser()
-        loading = DistributedLoading(target, self._run, self._units, self._tiers.homes, self._outside, states=states)
+        loading = DistributedLoading(target, self._run, self._units, self._tiers.homes, self._access, states=states)
         with contextlib.closing(loading):
             on_every_rank(self._ranks, f"load_dcp({target})", loading.open)
             self._replace(loading.state, loading.copy, _no_gradients)
@@ -302,7 +302,7 @@ class Checkpoints:
         if self._ranks is None or self._ranks.world.rank == 0:
             bring_together(base, own)
         if self._ranks is not None:
-            self._ranks.agree("the run of other ranks")
+            self._ranks.barrier("the run of other ranks")
         found = last_run(base, own)
         if found is None:
             return None
@@ -332,7 +332,7 @@ class Checkpoints:
         loading = self._loading(store, description)
 
         def take() -> None:
-            self._outside.changing(self._units)
+            self._access.changing(self._units)
             tiers.compute.outdate(self._units)
             tiers.host.forget_copies()
             store.rewind()
@@ -381,7 +381,7 @@ class Checkpoints:
             description,
             self._units,
             self._tiers.homes,
-            self._outside,
+            self._access,
             self._tiers.gradients,
         )
 
@@ -403,18 +403,18 @@ class Checkpoints:
             "objects": [fed[index] if index in fed else states[id(item)] for index, item in enumerate(own)],
             "client_state": client_state,
         }
-        rule = self._outside.rule
+        rule = self._access.rule
         return Description(self._config.precision, None if rule is None else rule.identity, units, run)
 
     @cached_property
     def _own_units(self) -> SavedUnits:
         """In the extents of the engine's store."""
-        return describe_units(self._units, self._tiers.homes, self._tiers.records, self._outside.rule)
+        return describe_units(self._units, self._tiers.homes, self._tiers.records, self._access.rule)
 
     @cached_property
     def _copied_units(self) -> SavedUnits:
         """In the extents of a copy."""
-        return describe_units(self._units, self._tiers.homes, self._record_copy.layout()[1], self._outside.rule)
+        return describe_units(self._units, self._tiers.homes, self._record_copy.layout()[1], self._access.rule)
 
     def _present_feed(self) -> dict[str, Any]:
         iterated = {index: item.state_dict() for index, item in enumerate(self._objects) if _is_iterated(item)}

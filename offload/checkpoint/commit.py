@@ -2,7 +2,7 @@
 
 [Note: What a commit costs] Records on NVMe are where they belong: a write goes beside what a kept generation needs, so
 nothing is copied. Records in memory are written to extents of their own. A commit of a step runs behind the next
-forward and backward, on a thread of its own; the next step, and every change from outside, waits for its end before it
+forward and backward, on a thread of its own; the next step, and every change from access, waits for its end before it
 touches memory (``wait``).
 """
 
@@ -44,11 +44,11 @@ class Committer:
         failure: Failure,
         ranks: Ranks | None,
         *,
-        early: bool,
+        speculative: bool,
     ) -> None:
-        """A commit of several ``ranks`` counts when all of them have it: see ``finish``. ``early``: records on NVMe are
-        written beside what is current, so that they take one more place."""
-        self._working = 2 if early else 1
+        """A commit of several ``ranks`` counts when all of them have it: see ``finish``. ``speculative``: records on
+        NVMe are written beside what is current, so that they take one more place."""
+        self._working = 2 if speculative else 1
         self.store: DurableStore = opened.store
         self.checkpoints_max = opened.checkpoints_max
         self._opened = opened

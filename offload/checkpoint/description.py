@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from offload.checkpoint.encoding import Encoded, Json, as_json, decode
 from offload.checkpoint.model_state import first_difference as difference_of_models
-from offload.checkpoint.values import Encoded, Json, as_json, decode
 from offload.errors import ConfigError
 from offload.optim.rule import Rule, TilePart
 from offload.tiers.home import UnitHomes

@@ -30,7 +30,7 @@ from offload.checkpoint.run_state import RunState
 from offload.checkpoint.saved_weights import PART_NUMEL
 from offload.errors import WeightsError
 from offload.memory import passing_tensor, tensor_at
-from offload.model.backing import Outside
+from offload.model.backing import ExternalAccess
 from offload.optim.rule import Rule
 from offload.tiers.home import TileHomes, UnitHomes
 from offload.units import ParameterSpec, Tile, UnitSpec
@@ -46,7 +46,7 @@ class DistributedLoading:
         run: RunState,
         units: Sequence[UnitSpec],
         homes: Sequence[UnitHomes],
-        outside: Outside,
+        access: ExternalAccess,
         *,
         states: bool,
     ) -> None:
@@ -55,8 +55,8 @@ class DistributedLoading:
         self._run = run
         self._units = units
         self._homes = homes
-        self._outside = outside
-        self._rule = outside.rule if states else None
+        self._access = access
+        self._rule = access.rule if states else None
         self._root: TreePath | None = ()
         """Where "model" and "optimizer" are in the tree; None if the weights are at its root, beside "optimizer"."""
         self._keys: dict[str, str] = {}
@@ -84,15 +84,15 @@ class DistributedLoading:
     def copy(self) -> None:
         """Replace the weights, and with ``states`` the states, of all units. What was there is lost, also if this
         raises."""
-        reader, formats = self._reader, self._outside.formats
+        reader, formats = self._reader, self._access.formats
         assert reader is not None
         masters = passing_tensor(PART_NUMEL * 4).view(torch.float32)
         for unit in self._units:
-            with self._outside.all_weights_to_change(unit) as weights:
+            with self._access.all_weights_to_change(unit) as weights:
                 for spec in unit.parameters:
                     if not (spec.trainable and formats.master):
                         address = weights + spec.offset * formats.weights
-                        self._read(reader, spec, spec.offset, tensor_at(address, spec.numel, self._outside.dtype))
+                        self._read(reader, spec, spec.offset, tensor_at(address, spec.numel, self._access.dtype))
                 for homes in self._homes[unit.index].tiles if formats.master or self._rule is not None else ():
                     self._copy_tile(reader, unit, homes, weights, masters)
 
@@ -103,7 +103,7 @@ class DistributedLoading:
     def _copy_tile(
         self, reader: DistributedReader, unit: UnitSpec, homes: TileHomes, weights: int, masters: torch.Tensor
     ) -> None:
-        formats, rule, tile = self._outside.formats, self._outside.rule, homes.tile
+        formats, rule, tile = self._access.formats, self._access.rule, homes.tile
         assert rule is not None
         replaced = self._rule is not None
         with homes.states.replace() if replaced else homes.states.borrow(change=True) as address:

@@ -31,7 +31,7 @@ from offload.checkpoint.model_state import get_model_state
 from offload.checkpoint.run_state import RunState
 from offload.checkpoint.safetensors_writer import Entry
 from offload.memory import tensor_at
-from offload.model.backing import Outside
+from offload.model.backing import ExternalAccess
 from offload.optim.moments import read_moments, scale_name
 from offload.ranks.ranks import Ranks
 from offload.tiers.home import TileHomes, UnitHomes
@@ -43,7 +43,7 @@ def save(
     run: RunState,
     units: Sequence[UnitSpec],
     homes: Sequence[UnitHomes],
-    outside: Outside,
+    access: ExternalAccess,
     ranks: Ranks | None,
 ) -> None:
     """Write weights, optimizer states and parameter groups to the directory ``path``; see ``distributed_writer.write``
@@ -59,7 +59,7 @@ def save(
         ("model", other): ("model", names[name][0]) for name in saved for other in names[name][1:]
     }
     values = _values(units, of_model, optimizer, names) if ranks is None or ranks.world.rank == 0 else {}
-    with contextlib.closing(_OwnElements(units, homes, outside)) as own:
+    with contextlib.closing(_OwnElements(units, homes, access)) as own:
         write(path, Planner(own.elements(names, optimizer["states"]), values, tied), ranks)
 
 
@@ -90,12 +90,12 @@ class _OwnElements:
     """What this process has of weights and states. They are read where they rest, or where they were last brought to:
     the weights of one unit, and one tile."""
 
-    def __init__(self, units: Sequence[UnitSpec], homes: Sequence[UnitHomes], outside: Outside) -> None:
+    def __init__(self, units: Sequence[UnitSpec], homes: Sequence[UnitHomes], access: ExternalAccess) -> None:
         self._units = units
         self._homes = homes
-        self._outside = outside
-        self._formats = outside.formats
-        self._rule = outside.rule
+        self._access = access
+        self._formats = access.formats
+        self._rule = access.rule
         self._borrowed: dict[str, tuple[object, int, contextlib.ExitStack]] = {}
         """By kind: what was borrowed last, its address, and what gives it back."""
 
@@ -123,7 +123,7 @@ class _OwnElements:
     ) -> Elements:
         place = place_of(spec)
         name, first = names[place.name][0], place.first + own.start - spec.offset
-        dtype = self._outside.dtype if homes is None else torch.float32
+        dtype = self._access.dtype if homes is None else torch.float32
         read = partial(self._read_weights, unit, homes, own.start - first)
         return Elements(("model", name), Entry(name, dtype, tuple(place.shape)), first, first + len(own), read)
 
@@ -148,9 +148,9 @@ class _OwnElements:
     ) -> None:
         """``shift``: from an element of the parameter to that of the unit."""
         start, formats = first + shift, self._formats
-        weights = self._borrow("weights", unit, self._outside.all_weights(unit)) + start * formats.weights
+        weights = self._borrow("weights", unit, self._access.all_weights(unit)) + start * formats.weights
         if homes is None:
-            target.copy_(tensor_at(weights, target.numel(), self._outside.dtype))
+            target.copy_(tensor_at(weights, target.numel(), self._access.dtype))
             return
         master = 0
         if formats.master:
@@ -178,7 +178,7 @@ class _OwnElements:
         if known is not None:
             del self._borrowed[kind]
             known[2].close()
-        with self._outside.failure, contextlib.ExitStack() as held:
+        with self._access.failure, contextlib.ExitStack() as held:
             address = held.enter_context(lender)
             self._borrowed[kind] = what, address, held.pop_all()
         return address

@@ -18,7 +18,7 @@ from offload.checkpoint.saved_weights import SavedWeights
 from offload.dtypes import BY_PRECISION
 from offload.errors import ConfigError
 from offload.model.handle import Handle
-from offload.values import Bytes, as_choice, parse_bytes
+from offload.option_values import Bytes, as_choice, parse_bytes
 
 MAX_SHARD_BYTES = "5GB"
 

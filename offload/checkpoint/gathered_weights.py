@@ -11,7 +11,7 @@ from torch import nn
 
 from offload.checkpoint.model_weights import ModelWeights
 from offload.checkpoint.safetensors_writer import Part
-from offload.model.backing import Outside
+from offload.model.backing import ExternalAccess
 from offload.ranks.ranks import Ranks
 from offload.tiers.home import UnitHomes
 from offload.units import ParameterSpec, UnitSpec
@@ -25,11 +25,11 @@ class GatheredModelWeights(ModelWeights):
         self,
         shards: Sequence[UnitSpec],
         homes: Sequence[UnitHomes],
-        outside: Outside,
+        access: ExternalAccess,
         specs: Mapping[nn.Parameter, Sequence[ParameterSpec]],
         ranks: Ranks,
     ) -> None:
-        super().__init__(shards, homes, outside, specs)
+        super().__init__(shards, homes, access, specs)
         self._ranks = ranks
         self._rest: Generator[Part, None, None] | None = None
         self.writes = ranks.world.rank == 0

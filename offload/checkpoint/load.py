@@ -12,7 +12,7 @@ import torch
 import aio_ext
 from offload.checkpoint.description import Description, SavedParameter, SavedTile, SavedUnit, parts_of
 from offload.memory import tensor_at
-from offload.model.backing import Outside
+from offload.model.backing import ExternalAccess
 from offload.optim.formats import Formats
 from offload.optim.rule import Rule
 from offload.tiers.gradients import Gradient, GradientStore
@@ -87,16 +87,16 @@ class Loading:
         description: Description,
         units: Sequence[UnitSpec],
         homes: Sequence[UnitHomes],
-        outside: Outside,
+        access: ExternalAccess,
         gradients: GradientStore,
     ) -> None:
         self._source = source
         self._description = description
         self._units = units
         self._homes = homes
-        self._outside = outside
-        self._rule: Rule | None = outside.rule
-        self._formats: Formats = outside.formats
+        self._access = access
+        self._rule: Rule | None = access.rule
+        self._formats: Formats = access.formats
         self._gradients = gradients
 
     def copy(self) -> None:
@@ -113,7 +113,7 @@ class Loading:
         """The generation is in the engine's own store: bring in what rests in memory. The rest is where it belongs."""
         for unit, homes, extents in zip(self._units, self._homes, records, strict=True):
             if homes.weights.stored is None:
-                with self._outside.all_weights_to_change(unit) as address:
+                with self._access.all_weights_to_change(unit) as address:
                     self._read_weights(unit, [extent.index for extent in extents.weights], address)
             for tile, extent in zip(homes.tiles, extents.tiles, strict=True):
                 if tile.states.stored is None:
@@ -139,7 +139,7 @@ class Loading:
     def _copy_unit(self, unit: UnitSpec, saved: Sequence[SavedUnit], saved_rule: Rule | None) -> None:
         """``saved``: the unit, or the shards of it that ranks have saved."""
         as_it_is = next((part for part in saved if _lies_alike(unit, part)), None)
-        with self._outside.all_weights_to_change(unit) as address:
+        with self._access.all_weights_to_change(unit) as address:
             if as_it_is is not None:
                 saved = [as_it_is]
                 self._read_weights(unit, as_it_is.weights, address)
@@ -147,7 +147,7 @@ class Loading:
                 self._put_weights_together(unit, saved, address)
             if not any(part.tiles for part in saved) and self._rule is not None:  # of a model that was not trained
                 for spec in unit.trainable:
-                    self._outside.write_master(unit, spec, address + spec.offset * self._formats.weights)
+                    self._access.write_master(unit, spec, address + spec.offset * self._formats.weights)
         if saved_rule is None or not any(part.tiles for part in saved):
             return
         for homes in self._homes[unit.index].tiles:

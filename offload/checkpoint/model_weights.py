@@ -15,7 +15,7 @@ from torch import nn
 from offload.checkpoint.safetensors_writer import Entry, Part
 from offload.errors import ConfigError, warn
 from offload.memory import passing_tensor, tensor_at
-from offload.model.backing import Outside
+from offload.model.backing import ExternalAccess
 from offload.model.handle import Handle
 from offload.model.packed_handle import PackedHandle
 from offload.tiers.home import UnitHomes
@@ -31,12 +31,12 @@ class ModelWeights:
         self,
         units: Sequence[UnitSpec],
         homes: Sequence[UnitHomes],
-        outside: Outside,
+        access: ExternalAccess,
         specs: Mapping[nn.Parameter, Sequence[ParameterSpec]],
     ) -> None:
         self._units = units
         self._homes = homes
-        self._outside = outside
+        self._access = access
         self._specs = specs
         self._buffer: _Buffer | None = None
         self.writes = True
@@ -89,16 +89,16 @@ class ModelWeights:
     def _of_unit(
         self, unit: UnitSpec, places: Mapping[ParameterSpec, tuple[str, int]], buffer: _Buffer
     ) -> Generator[Part, None, None]:
-        formats, outside = self._outside.formats, self._outside
+        formats, access = self._access.formats, self._access
         with contextlib.ExitStack() as borrowed:
-            with outside.failure:
-                weights = borrowed.enter_context(outside.all_weights(unit))
+            with access.failure:
+                weights = borrowed.enter_context(access.all_weights(unit))
             for spec in unit.parameters:
                 if spec in places and not self._has_master(spec, buffer.dtype):
                     name, origin = places[spec]
                     address = weights + spec.offset * formats.weights
                     for start, stop in _ranges(0, spec.numel):
-                        values = tensor_at(address + start * formats.weights, stop - start, outside.dtype)
+                        values = tensor_at(address + start * formats.weights, stop - start, access.dtype)
                         yield Part(name, origin + start, buffer.cast(values))
             if any(spec in places and self._has_master(spec, buffer.dtype) for spec in unit.parameters):
                 yield from self._masters(unit, places, weights, buffer)
@@ -107,12 +107,12 @@ class ModelWeights:
         self, unit: UnitSpec, places: Mapping[ParameterSpec, tuple[str, int]], weights: int, buffer: _Buffer
     ) -> Generator[Part, None, None]:
         """What is trained, from the fp32 masters: those of a tile after the other."""
-        formats, rule = self._outside.formats, self._outside.rule
+        formats, rule = self._access.formats, self._access.rule
         assert rule is not None
         for homes in self._homes[unit.index].tiles:
             tile = homes.tile
             with contextlib.ExitStack() as borrowed:
-                with self._outside.failure:
+                with self._access.failure:
                     states = borrowed.enter_context(homes.states.borrow(change=False))
                 for spec in unit.trainable:
                     begin, end = max(spec.offset, tile.start), min(spec.offset + spec.numel, tile.stop)
@@ -127,8 +127,8 @@ class ModelWeights:
 
     def _has_master(self, spec: ParameterSpec, dtype: torch.dtype) -> bool:
         """The value in ``dtype`` is that of the master, cast."""
-        outside = self._outside
-        return spec.trainable and outside.rule is not None and bool(outside.formats.master) and dtype != outside.dtype
+        access = self._access
+        return spec.trainable and access.rule is not None and bool(access.formats.master) and dtype != access.dtype
 
 
 class _Buffer:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.model.backing import Outside, ParameterBacking
+from offload.model.backing import ExternalAccess, ParameterBacking
 from offload.model.state_handle import StatesOfParameter
 from offload.tiers.states import States
 from offload.units import ParameterSpec, UnitSpec
@@ -29,7 +29,7 @@ class OptimizerStates:
         backings: Mapping[ParameterSpec, ParameterBacking],
         states: States,
         verdict: Verdict,
-        outside: Outside,
+        access: ExternalAccess,
         wait_for_updates: Callable[[], None],
         failure: Failure,
     ) -> None:
@@ -38,7 +38,7 @@ class OptimizerStates:
         self._backings = backings
         self._states = states
         self._verdict = verdict
-        self._outside = outside
+        self._access = access
         self._wait_for_updates = wait_for_updates
         self._failure = failure
 
@@ -50,7 +50,7 @@ class OptimizerStates:
             with self._failure:
                 of_unit = self._states.read({spec: steps[spec] for spec in unit.trainable if spec in steps})
             for spec, states in of_unit.items():
-                if self._outside.formats.master:
+                if self._access.formats.master:
                     states[_MASTER] = self._backings[spec].read_master()
                 found[spec] = {name: self._kept(value) for name, value in states.items()}
         return {
@@ -64,7 +64,7 @@ class OptimizerStates:
         by_spec = self._by_spec(states)
         others = {spec for spec in self._verdict.num_steps if spec not in by_spec}
         with self._failure:
-            self._outside.changing(self._units)
+            self._access.changing(self._units)
             num_steps = self._states.write(_without_masters(by_spec))
             self._states.reset(others)
             self._verdict.num_steps = num_steps
@@ -97,12 +97,12 @@ class OptimizerStates:
     def replace(self, parameter: nn.Parameter, states: dict[str, Any]) -> None:
         """Take over the states of one parameter."""
         with self._failure:
-            self._outside.changing(self._units)
+            self._access.changing(self._units)
             by_spec = self._by_spec({parameter: states})
             self._verdict.num_steps.update(self._states.write(_without_masters(by_spec)))
 
     def _kept(self, value: Any) -> Any:
-        return self._outside.spooled.keep(value) if type(value) is torch.Tensor else value
+        return self._access.spooled.keep(value) if type(value) is torch.Tensor else value
 
     def _joined(self, states: dict[ParameterSpec, dict[str, Any]]) -> dict[str, Any]:
         """The states of one parameter, from those of its pieces in order."""

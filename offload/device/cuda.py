@@ -145,8 +145,8 @@ class CudaDevice:
     ) -> None:
         start().wait()  # the current stream waits, this thread does not
 
-    def obstacle_to_kernels(self) -> str | None:
-        return self._programs.obstacle()
+    def kernels_unsupported_reason(self) -> str | None:
+        return self._programs.unsupported_reason()
 
     def memory_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self.torch_device)[0]) + torch.cuda.memory_reserved(self.torch_device)

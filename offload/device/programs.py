@@ -17,7 +17,7 @@ _FIRST_PROGRAM = Program("Sgd", "f32", "f32", "f32")
 
 
 class GpuPrograms:
-    """Compiles what is launched when it is launched first; ``obstacle`` tries whether that works."""
+    """Compiles what is launched when it is launched first; ``unsupported_reason`` tries whether that works."""
 
     def __init__(self, context: Context, cuda_version: str | None) -> None:
         """``cuda_version`` is that of torch, such as ``12.8``; None: torch is built without CUDA."""
@@ -26,7 +26,7 @@ class GpuPrograms:
         self._functions: dict[tuple[Program, str], ctypes.c_void_p] = {}
         self._modules: dict[Program, ctypes.c_void_p] = {}
 
-    def obstacle(self) -> str | None:
+    def unsupported_reason(self) -> str | None:
         """Why there can be no kernels on this GPU; None if there can."""
         try:
             self._module(_FIRST_PROGRAM)

@@ -111,7 +111,7 @@ class Device(Protocol):
         memory that it ``reads`` and ``writes`` must live until it is done. ``block`` waits for work on this thread,
         which only a device does whose streams cannot."""
 
-    def obstacle_to_kernels(self) -> str | None:
+    def kernels_unsupported_reason(self) -> str | None:
         """Why streams cannot run kernels here; None if they can."""
 
     def memory_bytes(self) -> int:

@@ -59,9 +59,9 @@ def _kernels(index: int) -> Iterator[Finding]:
 
     from offload.device.cuda import CudaDevice
 
-    obstacle = CudaDevice(torch.device("cuda", index)).obstacle_to_kernels()
-    if obstacle:
-        says, _, repair = obstacle.partition(": pip")
+    unsupported_reason = CudaDevice(torch.device("cuda", index)).kernels_unsupported_reason()
+    if unsupported_reason:
+        says, _, repair = unsupported_reason.partition(": pip")
         yield better("GPU kernels", says, f"pip{repair}" if repair else "")
     else:
         yield good("GPU kernels", "compiled")

@@ -84,9 +84,9 @@ def queues() -> Iterator[Finding]:
 
 
 def io_uring() -> Iterator[Finding]:
-    obstacle = unavailable_backends().get("io_uring")
-    if obstacle:
-        says, repair = _split(obstacle)
+    unsupported_reason = unavailable_backends().get("io_uring")
+    if unsupported_reason:
+        says, repair = _split(unsupported_reason)
         yield better("io_uring", f"{says}: I/O goes by {available_backends()[0]}", repair)
         return
     with Queue("io_uring") as queue:

@@ -41,7 +41,7 @@ class Zeroing(Enum):
     MISSED = auto()
 
 
-class Outside:
+class ExternalAccess:
     """The one way from outside to weights, masters and gradients. Everything that changes them announces it first."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Outside:
         """``homes``, ``host`` and ``gradients`` are of this rank's shards, where there are several ``ranks``;
         ``whole`` has whole units then. ``settle`` returns when all gradients are in their places. ``invalidate``
         makes void what was computed from a unit's weights, gradients or states before the step; see
-        ``EarlyUpdates.invalidate``."""
+        ``SpeculativeUpdates.invalidate``."""
         self.gradients = gradients
         self.failure = failure
         self.formats = formats
@@ -80,16 +80,16 @@ class Outside:
         self._host = host
         self._compute = compute
         self._invalidate = invalidate
-        self.agree_to_change: Callable[[], None] = _nobody if ranks is None else partial(ranks.agree, "a change")
+        self.agree_to_change: Callable[[], None] = _nobody if ranks is None else partial(ranks.barrier, "a change")
         """Called before any change, on all ranks together."""
         self.before_change: Callable[[UnitSpec], None] = _nothing
         """Called before weights, masters or states of a unit change; a commit under way still reads them."""
 
     def changing(self, units: Sequence[UnitSpec]) -> None:
-        """Weights, gradients or states of these units are about to change: early updates of them are void, and nothing
-        else uses them any more. Every change of their bytes from outside comes through here; a factor for a gradient
-        needs no such care, since an early update that was made without it does not pass the verdict. All ranks come
-        through here together."""
+        """Weights, gradients or states of these units are about to change: speculative updates of them are void, and
+        nothing else uses them any more. Every change of their bytes from outside comes through here; a factor for a
+        gradient needs no such care, since a speculative update that was made without it does not pass the verdict. All
+        ranks come through here together."""
         self.agree_to_change()
         for unit in units:
             self.dropping(unit)
@@ -200,47 +200,47 @@ def _nobody() -> None:
 class ParameterBacking:
     """Backs the handle of one parameter, or of one piece of a large one. ``in_use`` is the one in the unit's window."""
 
-    def __init__(self, unit: UnitSpec, spec: ParameterSpec, outside: Outside, in_use: nn.Parameter) -> None:
+    def __init__(self, unit: UnitSpec, spec: ParameterSpec, access: ExternalAccess, in_use: nn.Parameter) -> None:
         self.name = spec.name
         self.trainable = spec.trainable
         self.in_use = (in_use,)
         self._unit = unit
         self._spec = spec
-        self._outside = outside
+        self._access = access
         self._gradient_handle: GradientHandle | None = None
 
     def read(self) -> torch.Tensor:
         """A copy of the value, once the last step's update has reached it."""
         shape = self._spec.whole_shape
-        with self._outside.failure, self._outside.whole_weights(self._unit, self._spec) as address:
-            value = tensor_at(address, shape.numel(), self._outside.dtype).view(shape).clone()
+        with self._access.failure, self._access.whole_weights(self._unit, self._spec) as address:
+            value = tensor_at(address, shape.numel(), self._access.dtype).view(shape).clone()
         return self._spec.in_model(value)
 
     def write(self, value: torch.Tensor) -> None:
         """Set the value. The fp32 master becomes exactly this, unless it is rounded to this already; moments stay as
         they are."""
-        outside, unit, spec = self._outside, self._unit, self._spec
-        with outside.failure, outside.weights_to_change(unit, spec) as address, torch.no_grad():
+        access, unit, spec = self._access, self._unit, self._spec
+        with access.failure, access.weights_to_change(unit, spec) as address, torch.no_grad():
             own = spec.shard_of(value).view(spec.shape)
-            rounded = own.to("cpu", outside.dtype)
-            if outside.formats.master and torch.equal(self._tensor(address), rounded):
+            rounded = own.to("cpu", access.dtype)
+            if access.formats.master and torch.equal(self._tensor(address), rounded):
                 return
             self._tensor(address).copy_(own)
-            outside.write_master(unit, spec, address)
+            access.write_master(unit, spec, address)
 
     def read_master(self) -> torch.Tensor:
         """A copy of the fp32 master."""
-        outside, spec = self._outside, self._spec
-        with outside.failure:
-            value = outside.joined("the master", outside.read_master(self._unit, spec), spec)
+        access, spec = self._access, self._spec
+        with access.failure:
+            value = access.joined("the master", access.read_master(self._unit, spec), spec)
         return spec.in_model(value.view(spec.whole_shape))
 
     def write_master(self, value: torch.Tensor) -> None:
         """Set the fp32 master, and the weight to what it is rounded to."""
-        outside, unit, spec = self._outside, self._unit, self._spec
+        access, unit, spec = self._access, self._unit, self._spec
         flat = spec.shard_of(value.detach()).to("cpu", torch.float32).reshape(-1)
-        with outside.failure, outside.weights_to_change(unit, spec) as address, torch.no_grad():
-            outside.write_master(unit, spec, address, flat)
+        with access.failure, access.weights_to_change(unit, spec) as address, torch.no_grad():
+            access.write_master(unit, spec, address, flat)
 
     @property
     def gradient(self) -> torch.Tensor | None:
@@ -254,35 +254,35 @@ class ParameterBacking:
 
     @gradient.setter
     def gradient(self, value: torch.Tensor | None) -> None:
-        outside, unit, spec = self._outside, self._unit, self._spec
+        access, unit, spec = self._access, self._unit, self._spec
         if isinstance(value, GradientHandle) and value.is_of(spec):
             return
-        outside.zeroing = Zeroing.DONE
-        with outside.failure:
+        access.zeroing = Zeroing.DONE
+        with access.failure:
             if value is None:
-                outside.dropping(unit)
-                outside.gradients.discard(unit, spec)
+                access.dropping(unit)
+                access.gradients.discard(unit, spec)
             else:
-                outside.changing([unit])
-                outside.gradients.write(unit, spec, spec.shard_of(value_of(value).detach()))
+                access.changing([unit])
+                access.gradients.write(unit, spec, spec.shard_of(value_of(value).detach()))
 
     def gradient_backing(self) -> PlainGradientBacking | None:
         """What a handle on the gradient needs, if there is a gradient."""
-        self._outside.settle()
-        if self._spec in self._outside.gradients.of(self._unit):
-            return PlainGradientBacking(self._unit, self._spec, self._outside)
-        if self._outside.zeroing is Zeroing.DUE:
-            self._outside.zeroing = Zeroing.DONE
+        self._access.settle()
+        if self._spec in self._access.gradients.of(self._unit):
+            return PlainGradientBacking(self._unit, self._spec, self._access)
+        if self._access.zeroing is Zeroing.DUE:
+            self._access.zeroing = Zeroing.DONE
         return None
 
     def gradient_handle(self, backing: GradientBacking, shape: torch.Size) -> GradientHandle:
         """A handle on a gradient of this parameter, or of the whole that it is a piece of."""
-        meta = torch.empty(shape, dtype=self._outside.dtype, device="meta")
+        meta = torch.empty(shape, dtype=self._access.dtype, device="meta")
         kind = GradientHandle if self._spec.distribution is None else DistributedGradientHandle
-        return kind(backing, meta, self._outside.device)
+        return kind(backing, meta, self._access.device)
 
     def _tensor(self, address: int) -> torch.Tensor:
-        return tensor_at(address, self._spec.numel, self._outside.dtype).view(self._spec.shape)
+        return tensor_at(address, self._spec.numel, self._access.dtype).view(self._spec.shape)
 
 
 class PiecewiseBacking:
@@ -328,24 +328,24 @@ class PlainGradientBacking:
     trainable = False
     in_use: Sequence[nn.Parameter] = ()
 
-    def __init__(self, unit: UnitSpec, spec: ParameterSpec, outside: Outside) -> None:
+    def __init__(self, unit: UnitSpec, spec: ParameterSpec, access: ExternalAccess) -> None:
         self.name = f"the gradient of {spec.name}"
         self.spec = spec
         self._unit = unit
-        self._outside = outside
+        self._access = access
 
     def read(self) -> torch.Tensor:
-        with self._outside.failure:
+        with self._access.failure:
             self._known()
-            own = self._outside.gradients.read(self._unit, self.spec)
-            value = self._outside.joined("the gradient", own, self.spec).view(self.spec.whole_shape)
-        return self.spec.in_model(value.to(self._outside.dtype))
+            own = self._access.gradients.read(self._unit, self.spec)
+            value = self._access.joined("the gradient", own, self.spec).view(self.spec.whole_shape)
+        return self.spec.in_model(value.to(self._access.dtype))
 
     def write(self, value: torch.Tensor) -> None:
-        self._outside.zeroing = Zeroing.DONE  # zeros, it may be
-        with self._outside.failure:
-            self._outside.changing([self._unit])
-            self._outside.gradients.write(self._unit, self.spec, self.spec.shard_of(value))
+        self._access.zeroing = Zeroing.DONE  # zeros, it may be
+        with self._access.failure:
+            self._access.changing([self._unit])
+            self._access.gradients.write(self._unit, self.spec, self.spec.shard_of(value))
 
     # What clip_grad_norm_ asks of each gradient, without bringing it in.
 
@@ -358,13 +358,13 @@ class PlainGradientBacking:
         return math.isfinite(self._known().norm_squared)
 
     def multiply(self, factor: float) -> None:
-        """Multiply it, when the update reads it. An early update with another factor does not pass the verdict."""
+        """Multiply it, when the update reads it. A speculative update with another factor does not pass the verdict."""
         self._known().scale *= factor
 
     def _known(self) -> Gradient:
         """What is known of the gradient. Raises ``OffloadError`` if there is none any more."""
-        self._outside.settle()
-        found = self._outside.gradients.of(self._unit).get(self.spec)
+        self._access.settle()
+        found = self._access.gradients.of(self._unit).get(self.spec)
         if found is None:
             raise OffloadError(
                 f"{self.name} is gone: a step has used it, or it was dropped. Take a copy before: "

@@ -20,7 +20,7 @@ from torch.autograd.graph import Node
 
 from offload.errors import ConfigError
 from offload.model.handle import Handle
-from offload.model.lane import Lane
+from offload.model.hook_context import HookContext
 from offload.model.unit_in_model import UnitInModel
 from offload.torch_internals import (
     belongs_to_backward,
@@ -35,7 +35,7 @@ from offload.torch_internals import (
 from offload.units import ParameterSpec, UnitSpec
 from swapper import OffloadError
 
-__all__ = ["Hooks", "NotScriptable", "Schedule", "Turns", "UnitInModel"]
+__all__ = ["Hooks", "Interleaving", "NotScriptable", "Schedule", "UnitInModel"]
 
 
 class Schedule(Protocol):
@@ -53,12 +53,12 @@ class Schedule(Protocol):
     def changed_in_use(self, unit: UnitSpec, spec: ParameterSpec, value: torch.Tensor) -> None: ...
 
 
-class Turns(Protocol):
-    """Micro-batches that are on their way together, each in a lane: the hooks tell what they are about to do. Each call
-    may raise in the place of a micro-batch, whose thread makes it. See ``offload.model.turns``."""
+class Interleaving(Protocol):
+    """Micro-batches that are on their way together, each in a context: the hooks tell what they are about to do. Each
+    call may raise in the place of a micro-batch, whose thread makes it. See ``offload.model.interleave``."""
 
     def arrive(self, unit: UnitInModel, *, backward: bool) -> None:
-        """The lane is about to use a unit that it does not use yet: others may compute first."""
+        """The context is about to use a unit that it does not use yet: others may compute first."""
 
     def left(self, unit: UnitInModel, start: int) -> None:
         """The call that began at ``start`` has an output whose gradient the hooks wait for."""
@@ -67,7 +67,7 @@ class Turns(Protocol):
         """The backward of that call begins."""
 
     def is_awaited(self, unit: UnitInModel) -> bool:
-        """Another lane will use the unit next."""
+        """Another context will use the unit next."""
 
     def gradient(self, spec: ParameterSpec, *, in_its_place: bool) -> None:
         """A gradient has come; ``in_its_place``: during its unit's backward."""
@@ -76,7 +76,8 @@ class Turns(Protocol):
         """A forward of the unit has changed its weights."""
 
     def refuse_others(self, what: str) -> None:
-        """``what`` comes in one lane. Raises ``OffloadError`` if another one has calls under way, or will have some."""
+        """``what`` comes in one context. Raises ``OffloadError`` if another one has calls under way, or will have
+        some."""
 
 
 class NotScriptable(ConfigError, AttributeError, explained=False):
@@ -187,11 +188,11 @@ class Hooks:
         self._parameters = parameters
         self._serial = 0
         self._one_thread = one_thread
-        self.lane = Lane()
+        self.context = HookContext()
         """The one that computes."""
-        self._turns: Turns | None = None
+        self._turns: Interleaving | None = None
         self._kept: list[UnitInModel] = []
-        """Units that the last lane has left, and that another one will use next."""
+        """Units that the last context has left, and that another one will use next."""
         self._lost: set[ParameterSpec] = set()
         """Parameters that were said to be lost."""
         self._installed: list[Any] = []
@@ -200,9 +201,9 @@ class Hooks:
 
     def close_backward(self, task: int | None = None) -> None:
         """Close the units that graph task ``task`` opened; all of them if it is None (an exception ended it)."""
-        lane = self.lane
-        lane.tasks = {} if task is None else {key: end for key, end in lane.tasks.items() if key != task}
-        for entry in [entry for entry in lane.open if task is None or entry[2] == task]:
+        context = self.context
+        context.tasks = {} if task is None else {key: end for key, end in context.tasks.items() if key != task}
+        for entry in [entry for entry in context.open if task is None or entry[2] == task]:
             self._leave_backward(entry)
 
     def reset(self) -> None:
@@ -216,13 +217,13 @@ class Hooks:
                 self._end_backward(unit)
 
     def end_calls(self) -> None:
-        """Close what the lane that computes has left open."""
+        """Close what the context that computes has left open."""
         self.close_backward()
         for unit in self.units:
             if unit.forward_depth:
                 unit.forward_depth = 0
                 self._leave_forward(unit)
-        self.lane.in_forward.clear()
+        self.context.in_forward.clear()
 
     # Several micro-batches on their way together.
 
@@ -231,29 +232,29 @@ class Hooks:
         if self._turns is not None:
             raise OffloadError(f"{_TOGETHER} within a micro-batch of another one: give it all of them at once")
         self._enter(forward=True)
-        if self.lane.open and graph_task() == -1:
+        if self.context.open and graph_task() == -1:
             self._close_failed()
-        if self.lane.in_forward or self.lane.open:
+        if self.context.in_forward or self.context.open:
             raise OffloadError(f"{_TOGETHER} within a forward or backward of the model: call it in the training loop")
 
-    def begin_turns(self, turns: Turns) -> Lane:
-        """``turns`` says from now on which lane computes. The one that does now."""
+    def begin_turns(self, turns: Interleaving) -> HookContext:
+        """``turns`` says from now on which context computes. The one that does now."""
         self._turns = turns
-        return self.lane
+        return self.context
 
-    def end_turns(self, lane: Lane) -> None:
-        """All are over: ``lane``, in which the caller's own calls are, goes on."""
+    def end_turns(self, context: HookContext) -> None:
+        """All are over: ``context``, in which the caller's own calls are, goes on."""
         self._turns = None
         self._kept = []
-        self.switch(lane)
+        self.switch(context)
 
-    def switch(self, lane: Lane) -> None:
-        """Go on with the calls of another lane."""
-        before = self.lane
-        if lane is not before:
-            before.put_aside(following=lane)
-            lane.take_up()
-            self.lane = lane
+    def switch(self, context: HookContext) -> None:
+        """Go on with the calls of another context."""
+        before = self.context
+        if context is not before:
+            before.save(following=context)
+            context.restore()
+            self.context = context
 
     def keep(self, wanted: UnitInModel | None) -> None:
         """Of the units that were left for others only ``wanted`` will be used next: release the rest."""
@@ -340,7 +341,7 @@ class Hooks:
                     "torch.jit.trace would keep the weights as they are now, in memory that others pass through. "
                     "Trace copy.deepcopy(model), or the model that engine.unwrap() gives."
                 )
-            if self.lane.open and graph_task() == -1:
+            if self.context.open and graph_task() == -1:
                 self._close_failed()
             self._enter(forward=True)
         if not unit.in_backward:
@@ -351,7 +352,7 @@ class Hooks:
         unit.show_parameters()
         if not torch.compiler.is_compiling():
             unit.own_writes.begin()
-        self.lane.in_forward.append(unit)
+        self.context.in_forward.append(unit)
 
     def _finish_forward(self, unit: UnitInModel, output: Any) -> Any:
         """It is over. Returns its output, without views of the weights."""
@@ -366,7 +367,7 @@ class Hooks:
                 self._schedule.changed_in_use(unit.spec, unit.watched[index], value)
         self._leave_forward(unit)
         if torch.is_grad_enabled():
-            arrived = partial(self._pre_backward, unit, self.lane, unit.forward_start, self._serial)
+            arrived = partial(self._pre_backward, unit, self.context, unit.forward_start, self._serial)
             nodes = [node for leaf in leaves if (node := _first_node(unit.forward_sequence, leaf)) is not None]
             for node in nodes:
                 node.register_prehook(arrived)
@@ -376,15 +377,15 @@ class Hooks:
 
     def _enter(self, *, forward: bool) -> None:
         """A thread begins to use a unit. Raises ``OffloadError`` while another one uses some."""
-        thread, lane = get_ident(), self.lane
-        if thread != lane.thread:
-            if lane.in_forward or self._turns is not None or (lane.open and self._one_thread):
+        thread, context = get_ident(), self.context
+        if thread != context.thread:
+            if context.in_forward or self._turns is not None or (context.open and self._one_thread):
                 raise OffloadError(
                     "two threads run the model at once, and the engine brings weights in for one: give each thread its "
                     "turn (a threading.Lock around forward and backward)"
                 )
             if forward or self._one_thread:
-                lane.thread = thread
+                context.thread = thread
 
     def _begin_use(self, unit: UnitInModel) -> None:
         if self._turns is not None:
@@ -414,48 +415,48 @@ class Hooks:
 
     def _leave_forward(self, unit: UnitInModel) -> None:
         self._serial += 1
-        if unit in self.lane.in_forward:
-            self.lane.in_forward.remove(unit)
+        if unit in self.context.in_forward:
+            self.context.in_forward.remove(unit)
         unit.show_handles()
         if not unit.in_backward:
             self._end_use(unit)
 
-    def _pre_backward(self, unit: UnitInModel, lane: Lane, start: int, end: int, gradients: Any) -> None:
-        """A gradient has reached the output of a call in ``lane``, from serial number ``start`` to ``end``."""
+    def _pre_backward(self, unit: UnitInModel, context: HookContext, start: int, end: int, gradients: Any) -> None:
+        """A gradient has reached the output of a call in ``context``, from serial number ``start`` to ``end``."""
         if torch.is_grad_enabled():
             raise ConfigError(
                 "create_graph=True: weights leave when their backward is over, and a backward through the gradients "
                 "(a gradient penalty, a Hessian) would not find them. Do that on a model that is not wrapped."
             )
         self._enter(forward=False)
-        if lane is not self.lane:
+        if context is not self.context:
             raise OffloadError(
                 f"{_TOGETHER}: a backward reaches a forward that ran in another micro-batch, or outside of the call. "
                 "Call the backward within the function whose forward it belongs to"
             )
         task = graph_task()
-        if task not in lane.tasks:
+        if task not in context.tasks:
             close = partial(self.close_backward, task)
-            lane.tasks[task] = weakref.ref(close)
+            context.tasks[task] = weakref.ref(close)
             when_backward_ends(close)
-        for entry in [entry for entry in lane.open if entry[1] > end]:
+        for entry in [entry for entry in context.open if entry[1] > end]:
             self._leave_backward(entry)
         if not unit.in_backward:
             if unit.forward_depth == 0:
                 self._begin_use(unit)
             unit.in_backward = True
-            lane.open.append((unit, start, task))
+            context.open.append((unit, start, task))
             if self._turns is not None:
                 self._turns.opened(unit, start)
 
     def _close_failed(self) -> None:
         """Close the units of backwards that an exception has ended."""
-        for task in [task for task, end in self.lane.tasks.items() if end() is None]:
+        for task in [task for task, end in self.context.tasks.items() if end() is None]:
             self.close_backward(task)
 
     def _leave_backward(self, entry: tuple[UnitInModel, int, int]) -> None:
         unit = entry[0]
-        self.lane.open.remove(entry)
+        self.context.open.remove(entry)
         unit.in_backward = False
         unit.is_over = True
         if unit.forward_depth == 0:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.model.backing import Outside, ParameterBacking, PiecewiseBacking
+from offload.model.backing import ExternalAccess, ParameterBacking, PiecewiseBacking
 from offload.model.distributed_handle import DistributedHandle
 from offload.model.handle import Backing, Handle, make_handle
 from offload.model.identity import take_over
@@ -56,16 +56,19 @@ class Handles:
 
 
 def make_handles(
-    units: Sequence[UnitSpec], shards: Sequence[UnitSpec], in_use: Sequence[Sequence[nn.Parameter]], outside: Outside
+    units: Sequence[UnitSpec],
+    shards: Sequence[UnitSpec],
+    in_use: Sequence[Sequence[nn.Parameter]],
+    access: ExternalAccess,
 ) -> Handles:
     """A handle for each parameter, and for each piece of a large one. ``in_use`` are the parameters in the window of
     each unit, ``shards`` what this rank has of it: the units themselves, where there is one.
 
     The objects that stood in the model are the handles from now on, as far as torch allows it (``identity.py``).
     """
-    dtype, device = outside.dtype, outside.device
+    dtype, device = access.dtype, access.device
     backings = {
-        spec: _backing(shard, own, outside, parameter)
+        spec: _backing(shard, own, access, parameter)
         for unit, shard, parameters in zip(units, shards, in_use, strict=True)
         for spec, own, parameter in zip(unit.parameters, shard.parameters, parameters, strict=True)
     }
@@ -91,10 +94,10 @@ def _kind(spec: ParameterSpec) -> type[Handle]:
     return Handle if spec.packing is None else PackedHandle
 
 
-def _backing(unit: UnitSpec, spec: ParameterSpec, outside: Outside, in_use: nn.Parameter) -> ParameterBacking:
+def _backing(unit: UnitSpec, spec: ParameterSpec, access: ExternalAccess, in_use: nn.Parameter) -> ParameterBacking:
     if spec.packing is not None:
-        return PackedBacking(unit, spec, spec.packing, outside, in_use)
-    return ParameterBacking(unit, spec, outside, in_use)
+        return PackedBacking(unit, spec, spec.packing, access, in_use)
+    return ParameterBacking(unit, spec, access, in_use)
 
 
 def give_ordinary_state_dicts(units: Sequence[UnitSpec], spooled: Spooled) -> Callable[[], None]:

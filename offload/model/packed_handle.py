@@ -11,7 +11,7 @@ from torch import nn
 
 from offload.errors import ConfigError
 from offload.memory import tensor_at
-from offload.model.backing import Outside, ParameterBacking
+from offload.model.backing import ExternalAccess, ParameterBacking
 from offload.model.handle import Handle, value_of
 from offload.torch_internals import map_leaves
 from offload.units import Packing, ParameterSpec, UnitSpec
@@ -21,15 +21,15 @@ class PackedBacking(ParameterBacking):
     """Backs such a handle."""
 
     def __init__(
-        self, unit: UnitSpec, spec: ParameterSpec, packing: Packing, outside: Outside, in_use: nn.Parameter
+        self, unit: UnitSpec, spec: ParameterSpec, packing: Packing, access: ExternalAccess, in_use: nn.Parameter
     ) -> None:
-        super().__init__(unit, spec, outside, in_use)
+        super().__init__(unit, spec, access, in_use)
         self.packing = packing
 
     def read(self) -> torch.Tensor:
         """A copy of the value, of the quantised class."""
-        with self._outside.failure, self._outside.weights(self._unit, self._spec) as address:
-            return self.packing.copied(self._content(address).to(self._outside.device))
+        with self._access.failure, self._access.weights(self._unit, self._spec) as address:
+            return self.packing.copied(self._content(address).to(self._access.device))
 
     def write(self, value: torch.Tensor) -> None:
         """Take over the bytes of a value that is quantised in the same way. Raises ``ConfigError`` for others."""
@@ -40,7 +40,7 @@ class PackedBacking(ParameterBacking):
                 "otherwise or not at all. Change the model that engine.unwrap() gives, and make an engine again."
             )
         content = self.packing.pack(value.detach())
-        with self._outside.failure, self._outside.weights_to_change(self._unit, self._spec) as address:
+        with self._access.failure, self._access.weights_to_change(self._unit, self._spec) as address:
             self._content(address).copy_(content)
 
     def _content(self, address: int) -> torch.Tensor:

@@ -57,13 +57,13 @@ class UnitInModel:
         of_spec = dict(zip(spec.parameters, parameters, strict=True))
         self.own_writes = OwnWrites([local_tensor(of_spec[item]) for item in self.watched])
 
-    def put_aside(self) -> CallsOfUnit:
-        """Its calls, for ``take_up``. None is under way from now on."""
+    def save(self) -> CallsOfUnit:
+        """Its calls, for ``restore``. None is under way from now on."""
         calls = self.forward_depth, self.forward_start, self.forward_sequence, self.in_backward
         self.forward_depth, self.in_backward = 0, False
         return calls
 
-    def take_up(self, calls: CallsOfUnit) -> None:
+    def restore(self, calls: CallsOfUnit) -> None:
         """These calls are under way again."""
         self.forward_depth, self.forward_start, self.forward_sequence, self.in_backward = calls
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload import values
+from offload import option_values
 from offload.config import OffloadConfig
 from offload.errors import ConfigError
 from offload.optim.formats import Formats
@@ -122,7 +122,7 @@ def _known_options(settings: dict[str, Any], known: Any, name: str) -> dict[str,
 
 def _checked(settings: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a kernel, each of the kind that its default is. Raises ``ConfigError``."""
-    checks = {bool: values.as_flag, float: values.as_number, tuple: values.as_betas}
+    checks = {bool: option_values.as_flag, float: option_values.as_number, tuple: option_values.as_betas}
     return {name: checks[type(defaults[name])](name, value) for name, value in settings.items()}
 
 
@@ -135,7 +135,9 @@ def _build(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> torch
         return kind([nn.Parameter(torch.zeros(2, 2))], **settings)  # type: ignore[call-arg]
     except Exception as error:  # it is not ours: it may raise anything
         said = " ".join(str(error).split())
-        raise ConfigError(f"optimizer {kind.__name__} cannot be built with {values.shown(settings)}: {said}") from error
+        raise ConfigError(
+            f"optimizer {kind.__name__} cannot be built with {option_values.shown(settings)}: {said}"
+        ) from error
 
 
 def _specs_of(group: Group, specs: dict[int, list[ParameterSpec]]) -> list[ParameterSpec]:

@@ -195,7 +195,7 @@ class KernelRule:
         return _Step(self._kernel.coefficients(group, step, grad_scale), self._kernel.states(group))
 
     @property
-    def obstacle_on_devices(self) -> str | None:
+    def device_unsupported_reason(self) -> str | None:
         """Why ``apply`` cannot run on a device, if it cannot."""
         return "8-bit moments are updated on the CPU" if self._dtype is kernels.Dtype.INT8 else None
 

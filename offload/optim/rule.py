@@ -54,7 +54,7 @@ class Rule(Protocol):
         """What a stranger needs to read a tile that ``identity`` does not explain; empty if it does."""
 
     @property
-    def obstacle_on_devices(self) -> str | None:
+    def device_unsupported_reason(self) -> str | None:
         """Why ``apply`` cannot run in a device's memory; None if it can."""
 
     def tiles_of(self, unit: UnitSpec, tile_bytes: int) -> tuple[Tile, ...]:
@@ -87,7 +87,7 @@ class Rule(Protocol):
         """Update the elements ``[start, stop)`` of the tile at ``address``.
 
         ``weight`` and ``grad`` are where those of ``start`` lie. ``native`` runs the kernels: on the CPU, or on a
-        device (see ``obstacle_on_devices``), in whose memory all addresses are then.
+        device (see ``device_unsupported_reason``), in whose memory all addresses are then.
         """
 
     def states(self, tile: Tile, address: int, spec: ParameterSpec) -> dict[str, torch.Tensor]:

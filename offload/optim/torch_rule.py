@@ -63,7 +63,7 @@ class TorchRule:
 
     repeatable = False
     uniform = False
-    obstacle_on_devices = "the optimizer has no kernel"
+    device_unsupported_reason = "the optimizer has no kernel"
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ class DevicePlan:
     """Buffers for tiles of the other units that are updated there: see ``DeviceSide``. 0: none are."""
     ranks_bytes: int = 0
     """Shards and gradients on their way between ranks, whose units are shards."""
-    obstacle: str | None = None
+    unsupported_reason: str | None = None
     """Why no unit may be resident there, if that is so."""
 
     @property
@@ -63,7 +63,7 @@ class DevicePlan:
         mib = 1 << 20
         resident_mib = sum(self.resident_bytes.values()) / mib
         resident = f"{len(self.resident)} of {self.num_units} units resident in {resident_mib:,.1f} MiB"
-        why = f" ({self.obstacle})" if self.obstacle is not None else ""
+        why = f" ({self.unsupported_reason})" if self.unsupported_reason is not None else ""
         parts = [f"device memory {self.total_bytes / mib:,.1f} MiB: {resident}{why}"]
         if self.all_bytes:
             parts.append(f"{self.weights_bytes / mib:,.1f} of {self.all_bytes / mib:,.1f} MiB of weights at a time")
@@ -78,15 +78,14 @@ class DevicePlan:
 class _Needs:
     """What units take of a device's memory. ``states`` are each unit's optimizer states and masters, in bytes.
 
-    ``updates`` is what each takes for its update, if it is not resident; ``obstacle`` is what hinders kernels there.
-    With ``ranks`` the units are shards.
-    """
+    ``updates`` is what each takes for its update, if it is not resident; ``unsupported_reason`` is what hinders kernels
+    there. With ``ranks`` the units are shards."""
 
     units: Sequence[UnitSpec]
     formats: Formats
     states: Sequence[int]
     updates: Sequence[int]
-    obstacle: str | None
+    unsupported_reason: str | None
     ranks: RanksPlan | None
 
     def of_unit(self, index: int) -> dict[str, int]:
@@ -119,7 +118,7 @@ class _Needs:
 
     def squares(self, resident: Collection[int]) -> int:
         """Sums of squares, when these units are resident there; none where they are worked out in host memory."""
-        return squares_bytes(self.units, resident) if self.formats.grads and self.obstacle is None else 0
+        return squares_bytes(self.units, resident) if self.formats.grads and self.unsupported_reason is None else 0
 
     def updated(self, resident: Collection[int]) -> int:
         """For updates of the units that are not resident there."""
@@ -149,21 +148,21 @@ def plan_device(
     updates: Sequence[int],
     device_bytes: int | None,
     free_bytes: int,
-    obstacle: str | None,
+    unsupported_reason: str | None,
     ranks: RanksPlan | None = None,
 ) -> DevicePlan:
     """Divide ``device_bytes``, or with None ("auto") what of ``free_bytes`` is safe to take before the first step.
 
-    Compute holds the unit at work and those around it; one or two more arrive meanwhile. The gradients of one unit
-    are on their way while the next ones are made. Where there is more, units rest there with all that belongs to them,
-    as many as fit beside that: those first whose bytes save most traffic, and among equals spread evenly, so that the
-    link has always something to do. What is left then keeps copies of weights. ``obstacle`` says why no unit may.
-    What ``updates`` of the other units take (for each; they take turns) comes before residents, if there is room.
-    With ``ranks`` the units are a rank's shards, and compute takes the whole units that they are gathered to.
+    Compute holds the unit at work and those around it; one or two more arrive meanwhile. The gradients of one unit are
+    on their way while the next ones are made. Where there is more, units rest there with all that belongs to them, as
+    many as fit beside that: those first whose bytes save most traffic, and among equals spread evenly, so that the link
+    has always something to do. What is left then keeps copies of weights. ``unsupported_reason`` says why no unit may.
+    What ``updates`` of the other units take (for each; they take turns) comes before residents, if there is room. With
+    ``ranks`` the units are a rank's shards, and compute takes the whole units that they are gathered to.
 
     Raises ``BudgetError``, naming the least that works.
     """
-    needs = _Needs(units, formats, states, updates, obstacle, ranks)
+    needs = _Needs(units, formats, states, updates, unsupported_reason, ranks)
     between = 0 if ranks is None else ranks.device_bytes
 
     def plan(resident: Collection[int], spare_bytes: int | None) -> DevicePlan:
@@ -188,13 +187,13 @@ def plan_device(
             squares,
             updated,
             between,
-            obstacle,
+            unsupported_reason,
         )
 
     every = range(len(units))
     if device_bytes is None:
         whole = plan(every, None)
-        fits = obstacle is None and whole.total_bytes <= free_bytes * AUTO_RESIDENT_SHARE
+        fits = unsupported_reason is None and whole.total_bytes <= free_bytes * AUTO_RESIDENT_SHARE
         return whole if fits else plan((), None)
     weights, _, gradients, _ = needs.staged(())
     least = weights + gradients + needs.squares(()) + between
@@ -212,6 +211,6 @@ def plan_device(
         needed = (
             sum(needs.of_units(more).values()) + needs.squares(more) + comfortable + gradients + needs.updated(more)
         ) + between
-        if obstacle is None and needed <= device_bytes:
+        if unsupported_reason is None and needed <= device_bytes:
             resident = more
     return plan(resident, device_bytes)

@@ -31,7 +31,7 @@ def make_plan(
     nvme_bytes: int,
     tile_bytes: int | None = None,
     compute_bytes: int = 0,
-    early: bool = False,
+    speculative: bool = False,
     num_backwards: int = 1,
 ) -> Plan:
     """Give every kind of every unit a tier, within the budgets, by traffic saved per byte.
@@ -39,10 +39,10 @@ def make_plan(
     Access is cyclic, so what is resident in RAM is fixed and spread evenly over the units, and the disk always has
     something to do. In a step of ``num_backwards`` = k micro-batches, a byte of weights saves 2k + 1 transfers (read
     for each forward and backward, written), one of states two, one of gradients 2k. With k = 1 states come before
-    gradients: theirs are both after the verdict, where the disk has most to do if a step is clipped. ``early`` tells
-    that streamed units may be updated during backward: then units are resident with their weights and states together,
-    which is what such an update moves, and the others have work for the disk in forward and in backward. A tied weight
-    in pieces would go over the disk for each of its sites; it is always resident, and so are its gradients.
+    gradients: theirs are both after the verdict, where the disk has most to do if a step is clipped. ``speculative``
+    tells that streamed units may be updated during backward: then units are resident with their weights and states
+    together, which is what such an update moves, and the others have work for the disk in forward and in backward. A
+    tied weight in pieces would go over the disk for each of its sites; it is always resident, and so are its gradients.
     ``tiles_of`` is None where nothing is trained. ``tile_bytes=None`` lets the tile shrink when memory is short.
     ``compute_bytes`` are taken beside all that.
 
@@ -71,7 +71,7 @@ def make_plan(
             f"{readable_bytes(host_bytes)} are given. Raise host_memory to {least}.",
             least,
         )
-    placement.fill(host_bytes, by_unit=early, gradients_first=num_backwards > 1)
+    placement.fill(host_bytes, by_unit=speculative, gradients_first=num_backwards > 1)
     plan = placement.plan(host_bytes)
     needed = sum(plan.nvme_bytes.values())
     if needed > nvme_bytes:
@@ -90,9 +90,9 @@ def _stagings(
     """From comfortable to the least that works.
 
     Compute holds one slot for each unit around the one at work, the update holds one, and one or two more let the next
-    units arrive in time. Of three gradient buffers one is filled, one written and one read by an early update. Less
-    memory would work too, but each unit would wait for the one before it. Tiles that are small against a slot save no
-    memory worth their cost.
+    units arrive in time. Of three gradient buffers one is filled, one written and one read by a speculative update.
+    Less memory would work too, but each unit would wait for the one before it. Tiles that are small against a slot save
+    no memory worth their cost.
     """
     largest = max(unit.numel for unit in units) * formats.weights
     small = max(min(largest // _TILES_A_UNIT, DEFAULT_TILE_BYTES) // _LEAST_TILE_BYTES, 1) * _LEAST_TILE_BYTES

@@ -87,7 +87,7 @@ class Plan:
     nvme_bytes: dict[str, int]
     places: int = 1
     """Places that each trained record on NVMe has: with 2 a write never overwrites what is current."""
-    early: bool = False
+    speculative: bool = False
     """Streamed units are updated during backward, which takes two places."""
     ranks: RanksPlan | None = None
     """What a rank takes for whole units, of which ``units`` are its shards; None where there is one rank."""
@@ -101,8 +101,8 @@ class Plan:
     """What a step takes of NVMe at the measured bandwidth, and of compute once a step was taken."""
 
     @property
-    def second_place_bytes(self) -> int:
-        """NVMe that second places of all trained records take, or would take."""
+    def spare_copy_bytes(self) -> int:
+        """NVMe that spare copies of all trained records take, or would take."""
         weights = sum(i.unit.trainable_numel for i in self.units if i.weights is Tier.NVME) * self.formats.weights
         tiles = (tile for item in self.units for tile, tier in item.tiles if tier is Tier.NVME)
         return weights + sum(align(tile.nbytes) for tile in tiles)
@@ -115,10 +115,10 @@ class Plan:
         weights in a slot any more, they bring them in again. What still lies in a slot is read no more.
         """
         training = bool(self.formats.grads)
-        early = [item for item in self.units if self.early and item.streamed]
-        spilled = [item.unit for item in early if item.grads is Tier.NVME]
+        speculative = [item for item in self.units if self.speculative and item.streamed]
+        spilled = [item.unit for item in speculative if item.grads is Tier.NVME]
         found = sum(unit.trainable_numel for unit in spilled) * self.formats.grads
-        again = 0 if self.device is None else sum(item.unit.numel for item in early) * self.formats.weights
+        again = 0 if self.device is None else sum(item.unit.numel for item in speculative) * self.formats.weights
         nvme = self.nvme_bytes
         return nvme["weights"] * (2 if training else 1) + again + nvme["states"] + nvme["grads"] - found
 
@@ -168,7 +168,7 @@ class Plan:
         return {
             **kinds,
             "staging": {"host": self.staging_bytes + self.compute_bytes, "nvme": 0},
-            "second places": {"host": 0, "nvme": self.second_place_bytes if self.places == 2 else 0},
+            "spare copies": {"host": 0, "nvme": self.spare_copy_bytes if self.places == 2 else 0},
         }
 
     @property
@@ -192,7 +192,7 @@ class Plan:
             [self.device.updates_bytes] * len(self.units),
             self.device.total_bytes + max(int(free_bytes * MARGIN), 0),
             0,
-            self.device.obstacle,
+            self.device.unsupported_reason,
             self.ranks,
         )
         return replace(grown, updates_bytes=self.device.updates_bytes)  # which stay where they are
@@ -296,7 +296,7 @@ def _reasons(plan: Plan) -> Iterator[str]:
     if not any(plan.nvme_bytes.values()):
         if on_host:
             yield "all of it fits into host memory"
-    elif plan.early:
+    elif plan.speculative:
         streamed = sum(1 for item in on_host if item.streamed)
         yield (
             f"{streamed} of {len(on_host)} units rest on NVMe with weights and states, evenly spread, and are updated "
@@ -319,10 +319,10 @@ def _reasons(plan: Plan) -> Iterator[str]:
     if any(item.unit.reused for item in on_host):
         gradients = " and its gradients rest" if training else " rests"
         yield f"the tied weight in pieces{gradients} in RAM: each place that uses it would bring it in anew"
-    if plan.second_place_bytes and training:
-        second = f"{plan.second_place_bytes / _MIB:,.1f} MiB"
+    if plan.spare_copy_bytes and training:
+        second = f"{plan.spare_copy_bytes / _MIB:,.1f} MiB"
         if plan.places == 2:
-            yield "trained records on NVMe have a second place each: no write overwrites current bytes"
+            yield "trained records on NVMe have a spare copy each: no write overwrites current bytes"
         else:
             yield (
                 f"trained records on NVMe are written in place, for want of {second} more: a write that fails loses "

@@ -1,5 +1,5 @@
 """Where a CPU computes: what the engine does on the same cores beside the model's compute, and which share of them each
-part of the machine keeps busy (see [Note: Shared cores] in ``offload.predict.played``)."""
+part of the machine keeps busy (see [Note: Shared cores] in ``offload.predict.simulator``)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from offload.optim.formats import Formats
 from offload.plan.plan import Plan, Tier, UnitPlan
 from offload.predict.machine import Machine
-from offload.predict.played import Shares
 from offload.predict.schedule import UnitWork
+from offload.predict.simulator import Shares
 from offload.units import UnitSpec
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from offload import values
+from offload import option_values
 from offload.predict import rates
 from offload.predict.network import Network
 from offload.report.report import Bandwidths
@@ -137,7 +137,7 @@ def parse_drive(text: str) -> Drive:
     """``7GB/s,5GB/s,3.8TB``: read, write, capacity. Raises ``ConfigError``."""
     parts = text.split(",")
     if len(parts) != 3:
-        values.refuse("--nvme", 'read, write and capacity such as "7GB/s,5GB/s,3.8TB"', text)
+        option_values.refuse("--nvme", 'read, write and capacity such as "7GB/s,5GB/s,3.8TB"', text)
     read, write = (rates.bytes_per_second("--nvme", part) for part in parts[:2])
     return Drive(read, write, rates.nbytes("--nvme", parts[2]))
 
@@ -159,7 +159,7 @@ def described(
     ``compute`` is what a GPU achieves in FLOP/s; ``added_inside`` is that of ``Network``. Raises ``ConfigError`` for
     a GPU that is not in the table."""
     if gpu not in GPUS:
-        values.refuse("--gpu", values.one_of(tuple(GPUS)), gpu)
+        option_values.refuse("--gpu", option_values.one_of(tuple(GPUS)), gpu)
     found = GPUS[gpu]
     device = DeviceMachine(gpu, found.memory_bytes, LINK_SHARE * found.link)
     assumptions = [f"{gpu}: {found.source}"]

@@ -25,8 +25,8 @@ from offload.predict.cores import bound, shares_of
 from offload.predict.machine import CONTEXT_BYTES, Machine
 from offload.predict.model import Model
 from offload.predict.schedule import Steps, UnitWork, step_seconds
+from offload.predict.unit_costs import link_seconds, nvme_bytes, places_of, receiving_seconds, works_of
 from offload.predict.workload import Workload
-from offload.predict.works import link_seconds, nvme_bytes, places_of, receiving_seconds, works_of
 from offload.units import Tile, UnitSpec, shard_unit
 
 _MOST_TILES = 4096
@@ -146,8 +146,8 @@ def predict(model: Model, machine: Machine, workload: Workload) -> Prediction:
     shares = shares_of(machine, plan, works, links, read + written, received)
     links["compute"] = max(links["compute"], bound(shares, works, links))
     seconds = min(
-        step_seconds(works, places, Steps(early, workload.micro_batches, settle), shares)
-        for early in _choices_of_early(plan, works, workload)
+        step_seconds(works, places, Steps(speculative, workload.micro_batches, settle), shares)
+        for speculative in _speculative_choices(plan, works, workload)
     )
     return replace(
         prediction, plan=plan, links=links, seconds=max(seconds, *links.values()), read_bytes=read,
@@ -249,7 +249,7 @@ class _Bundles:
     """A rule whose tiles are taken several for one."""
 
     def __init__(self, rule: Rule, size: int) -> None:
-        self.repeatable, self.obstacle_on_devices = rule.repeatable, rule.obstacle_on_devices
+        self.repeatable, self.device_unsupported_reason = rule.repeatable, rule.device_unsupported_reason
         self._rule, self._size = rule, size
 
     def tiles_of(self, unit: UnitSpec, tile_bytes: int) -> tuple[Tile, ...]:
@@ -267,10 +267,10 @@ def _bundled(choice: OptimizerChoice | None, units: Sequence[UnitSpec]) -> Optim
     return choice if size <= 1 else replace(choice, rule=_Bundles(choice.rule, size))  # type: ignore[arg-type]
 
 
-def _choices_of_early(plan: Plan, works: Sequence[UnitWork], workload: Workload) -> list[frozenset[int]]:
+def _speculative_choices(plan: Plan, works: Sequence[UnitWork], workload: Workload) -> list[frozenset[int]]:
     """Which units may be updated during backward: none, or so many of those that can be, evenly spread."""
     eligible = [index for index, work in enumerate(works) if work.eligible]
-    if not plan.early or workload.clipped or not eligible:
+    if not plan.speculative or workload.clipped or not eligible:
         return [frozenset()]
     spread = sorted(eligible, key=lambda index: index * GOLDEN % 1)
     counts = {len(spread) * share // _EARLY_SHARES for share in range(_EARLY_SHARES + 1)}

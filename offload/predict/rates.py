@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from offload import values
+from offload import option_values
 from offload.errors import ConfigError
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5, "e": 6}
@@ -16,7 +16,7 @@ def bytes_per_second(option: str, text: str) -> float:
     match = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([kMGTkmgt]?)(i?)([Bb])/s\s*", text)
     number = _number(match[1]) if match else None
     if match is None or number is None or number <= 0:
-        values.refuse(option, 'a rate such as "7GB/s" or "400Gb/s"', text)
+        option_values.refuse(option, 'a rate such as "7GB/s" or "400Gb/s"', text)
     rate = number * (1024 if match[3] else 1000) ** _POWERS[match[2].lower()]
     return float(rate / 8 if match[4] == "b" else rate)
 
@@ -26,7 +26,7 @@ def flops_per_second(option: str, text: str) -> float:
     match = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([kMGTPE]?)(?:FLOPS|FLOP/s|F)\s*", text, re.IGNORECASE)
     number = _number(match[1]) if match else None
     if match is None or number is None or number <= 0:
-        values.refuse(option, 'a rate such as "400TFLOPS"', text)
+        option_values.refuse(option, 'a rate such as "400TFLOPS"', text)
     return float(number * 1000 ** _POWERS[match[2].lower()])
 
 
@@ -35,13 +35,13 @@ def count(option: str, text: str) -> int:
     match = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([kKmMbBgGtT]?)\s*", text)
     number = _number(match[1]) if match else None
     if match is None or number is None or number < 1:
-        values.refuse(option, 'a number such as "7e9" or "7B"', text)
+        option_values.refuse(option, 'a number such as "7e9" or "7B"', text)
     return int(number * _COUNTS[match[2].lower()])
 
 
 def nbytes(option: str, text: str) -> int:
     """``3.8TB``, ``1.5TiB``: never "auto"."""
-    found = values.parse_bytes(option, text)
+    found = option_values.parse_bytes(option, text)
     if not isinstance(found, int):
         raise ConfigError(f'{option}: expected bytes such as "1.5TiB", got {text!r}')
     return found

@@ -1,9 +1,8 @@
 """The schedule of a step: when each unit is fetched, computed and updated, and what waits for what.
 
 One drive, one update thread, one link each way, the network and compute each do one thing at a time, unit by unit
-(``offload.predict.played``). So the step takes at least what the busiest of them takes, and more where one has to wait
-for another. All ranks are taken to do the same at the same time, so one of them is played.
-"""
+(``offload.predict.simulator``). So the step takes at least what the busiest of them takes, and more where one has to
+wait for another. All ranks are taken to do the same at the same time, so one of them is played."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from offload.predict.played import Job, Played, Shares, Task
+from offload.predict.simulator import Job, Played, Shares, Task
 
 _STEPS = 4
 """The first ones begin with nothing on its way; the last one is a step among others."""
@@ -68,10 +67,10 @@ class Places:
 
 @dataclass(frozen=True)
 class Steps:
-    """What a step is made of. Units in ``early`` are updated during backward, the others under the next forward.
+    """What a step is made of. Units in ``speculative`` are updated during backward, the others under the next forward.
     ``settle`` is what ranks take to agree that backward is over, and on the norm."""
 
-    early: frozenset[int] = frozenset()
+    speculative: frozenset[int] = frozenset()
     micro_batches: int = 1
     settle: float = 0.0
 
@@ -116,7 +115,7 @@ class _Program:
         """Tasks that have used a slot, the last ones."""
         self._windows: deque[int] = deque()
         self._held: deque[Job] = deque()
-        """Early updates, each of which holds a slot."""
+        """Speculative updates, each of which holds a slot."""
         self._leaving: deque[Job] = deque()
         """Gradients on their way, of the last two units."""
 
@@ -129,7 +128,7 @@ class _Program:
         self._leaving.clear()
         self._last = len(self.tasks) - 1
         for index, work in enumerate(self._works):
-            if index not in self._steps.early:
+            if index not in self._steps.speculative:
                 after = self._last
                 if work.streamed and (position := self._position[index]) >= self._places.slots:
                     after += 1 + self._streamed[position - self._places.slots]  # whose slot it takes
@@ -207,10 +206,10 @@ class _Program:
             self._leaving.append(job)
         if work.spill:
             self.queues[2].append(Job(now, work.spill, needs=job))
-        if use.last and use.index in self._steps.early:
-            early = Job(now, work.update, work.sweep, needs=job)
-            self._ask(2, use.index, early)
-            self._held.append(early)
+        if use.last and use.index in self._steps.speculative:
+            speculative = Job(now, work.update, work.sweep, needs=job)
+            self._ask(2, use.index, speculative)
+            self._held.append(speculative)
 
     def _ask(self, queue: int, index: int, job: Job) -> None:
         if job.drive or job.sweep:

@@ -26,8 +26,8 @@ import torch
 from torch import distributed
 
 from offload.errors import RankError
+from offload.ranks.heartbeat import PATIENCE_S, Heartbeat
 from offload.ranks.links import HostLinks
-from offload.ranks.pulse import PATIENCE_S, Pulse
 from offload.ranks.world import Peers, World
 from offload.waiting import Worker
 
@@ -54,12 +54,12 @@ class Kind(IntEnum):
 class Operation:
     """One rank's part of an operation. ``number`` says which of its kind: of what unit, for one."""
 
-    def __init__(self, kind: Kind, number: int, name: str, own: Any, pulse: Pulse) -> None:
+    def __init__(self, kind: Kind, number: int, name: str, own: Any, heartbeat: Heartbeat) -> None:
         self.code = (kind << 32) | number
         self.name = name
         self.own = own
         self.result: Any = None
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._over = threading.Event()
 
     def done(self) -> bool:
@@ -70,9 +70,9 @@ class Operation:
         """Block until it was. Raises the first error of any rank."""
         deadline = time.monotonic() + PATIENCE_S
         while not self._over.wait(_SLICE_S):
-            self._pulse.check()
+            self._heartbeat.check()
             if time.monotonic() > deadline:
-                self._pulse.failure.raise_first(
+                self._heartbeat.failure.raise_first(
                     RankError(f"a rank is at {self.name}, and others have not come there for {PATIENCE_S:g} s")
                 )
 
@@ -90,10 +90,10 @@ class Collectives:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.links = HostLinks(world.pulse)
+        self.links = HostLinks(world.heartbeat)
         self._all = Peers(tuple(range(world.size)), world.rank, world.group)
-        self._pulse = world.pulse
-        self._failure = world.pulse.failure
+        self._heartbeat = world.heartbeat
+        self._failure = world.heartbeat.failure
         self._carry_out: dict[int, CarryOut] = {
             Kind.MEET: self._meet,
             Kind.LEAVE: _nothing,
@@ -110,7 +110,7 @@ class Collectives:
 
     def submit(self, kind: Kind, number: int, name: str, own: Any) -> Operation:
         """Have an operation carried out after those before it. Never waits."""
-        operation = Operation(kind, number, name, own, self._pulse)
+        operation = Operation(kind, number, name, own, self._heartbeat)
         with self._lock:
             self._queue.append(operation)
         self._worker.submit(lambda: self._advance(operation))
@@ -205,7 +205,7 @@ class Collectives:
     def _broadcast(self, number: int, wanting: Sequence[int], own: Operation | None) -> None:
         assert own is not None
         work = distributed.broadcast(own.own, self.world.members[0], self.world.group, async_op=True)
-        self._pulse.wait_for(work)
+        self._heartbeat.wait_for(work)
         self.links.received_bytes += own.own.nbytes if self.world.rank else 0
 
     def _meet(self, number: int, wanting: Sequence[int], own: Operation | None) -> None:

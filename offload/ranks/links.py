@@ -15,7 +15,7 @@ import torch
 from torch import distributed
 
 from offload.device.protocol import Device, Event
-from offload.ranks.pulse import Pulse
+from offload.ranks.heartbeat import Heartbeat
 from offload.ranks.world import Peers, World, release_groups, take_group
 from offload.torch_internals import abort_group
 
@@ -96,9 +96,9 @@ _END_S = 0.5
 class HostLinks(_Transfers):
     """Between host memories, over gloo."""
 
-    def __init__(self, pulse: Pulse) -> None:
+    def __init__(self, heartbeat: Heartbeat) -> None:
         super().__init__()
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._under_way: list[Any] = []
         """The works that are waited for. After a failure nobody waits for them."""
 
@@ -146,7 +146,7 @@ class HostLinks(_Transfers):
 
     def _wait(self) -> None:
         for work in self._under_way:
-            self._pulse.wait_for(work)
+            self._heartbeat.wait_for(work)
         self._under_way.clear()
 
 
@@ -162,19 +162,19 @@ class DeviceLinks(_Transfers):
         """All ranks of the ``world`` call this together."""
         super().__init__()
         self._device = device
-        self._pulse = world.pulse
+        self._heartbeat = world.heartbeat
         self._stream = device.new_compute_stream()
         self._groups: dict[tuple[int, ...], Any] = {}
         """By ranks."""
-        world.pulse.failure.when_known(self._abort)
+        world.heartbeat.failure.when_known(self._abort)
         for peers in (world.shards, world.replicas):
             if peers.size > 1 and peers.ranks not in self._groups:
-                self._groups[peers.ranks] = take_group(peers.members, device.backend, self._pulse)
+                self._groups[peers.ranks] = take_group(peers.members, device.backend, self._heartbeat)
                 self._connect(peers)
 
     def close(self) -> None:
         """No transfer is under way, or all were aborted."""
-        release_groups(self._groups.values(), broken=self._pulse.failure.is_known)
+        release_groups(self._groups.values(), broken=self._heartbeat.failure.is_known)
 
     @contextlib.contextmanager
     def turn(self, *events: Event | None) -> Iterator[None]:
@@ -198,10 +198,11 @@ class DeviceLinks(_Transfers):
         self, call: Callable[..., Any], peers: Peers, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
     ) -> None:
         start = partial(call, group=self._groups[peers.ranks], async_op=True)
-        self._device.collective(start, self._pulse.wait_for, reads=reads, writes=writes)
+        self._device.collective(start, self._heartbeat.wait_for, reads=reads, writes=writes)
 
     def _connect(self, peers: Peers) -> None:
-        """The first transfer of a group makes its connections, and waits for all peers; ``pulse`` looks after them."""
+        """The first transfer of a group makes its connections, and waits for all peers; ``heartbeat`` looks after
+        them."""
         own = torch.zeros(1, device=self._device.torch_device)
         into = torch.zeros(peers.size, device=self._device.torch_device)
 
@@ -209,7 +210,7 @@ class DeviceLinks(_Transfers):
             with self.turn(self._device.compute.record()):
                 self.all_gather(into, own, peers)
 
-        self._pulse.wait_for_call(connect, "connect their devices")
+        self._heartbeat.wait_for_call(connect, "connect their devices")
         self.received_bytes = 0
 
     def _abort(self) -> None:

@@ -50,7 +50,7 @@ class Ranks:
         between_devices = 0 if self._device_links is None else self._device_links.received_bytes
         return self.collectives.links.received_bytes + between_devices
 
-    def agree(self, where: str) -> None:
+    def barrier(self, where: str) -> None:
         """Wait until all ranks are at this place of the program. Raises ``RankError`` if one is at another."""
         self.collectives.meet(where, torch.empty(0))
 
@@ -59,7 +59,7 @@ class Ranks:
         content = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
         return [pickle.loads(part.numpy().tobytes()) for part in self.collectives.meet_parts(where, content)]
 
-    def first_of(self, name: str, value: torch.Tensor) -> torch.Tensor:
+    def broadcast(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """The first rank's value, which differs from this one's where ranks have drawn other random numbers: itself, or
         a copy in host memory."""
         own = value.detach().cpu().contiguous()
@@ -87,7 +87,7 @@ class Ranks:
         self._has_left = True
         error = error or program_error()
         try:
-            if error is None and not self.world.pulse.failure.is_known:
+            if error is None and not self.world.heartbeat.failure.is_known:
                 self.collectives.leave()
         finally:
             self.world.leave(error)

@@ -20,7 +20,7 @@ import torch
 from torch import distributed
 
 from offload.errors import ConfigError
-from offload.ranks.pulse import Pulse
+from offload.ranks.heartbeat import Heartbeat
 from offload.torch_internals import groups_by_members, own_store
 from offload.waiting import Failure
 
@@ -28,7 +28,7 @@ _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What a launcher such as torchrun puts into the environment."""
 
 _PATIENCE = timedelta(days=7)
-"""A collective may wait this long: a rank that is gone is noticed by its silence (``offload.ranks.pulse``), and one
+"""A collective may wait this long: a rank that is gone is noticed by its silence (``offload.ranks.heartbeat``), and one
 that computes is waited for."""
 
 
@@ -67,7 +67,7 @@ class World:
     group: Any
     shards: Peers
     replicas: Peers
-    pulse: Pulse
+    heartbeat: Heartbeat
 
     @property
     def local_rank(self) -> int:
@@ -81,12 +81,12 @@ class World:
 
     def exchange(self, own: Any) -> list[Any]:
         """What every rank gives, any object, in order. All ranks call this together; nobody uses the group else."""
-        return _exchange(own, self.size, self.group, self.pulse)
+        return _exchange(own, self.size, self.group, self.heartbeat)
 
     def leave(self, error: BaseException | None) -> None:
         """This rank's part of it ends, by this ``error`` if by one. Safe to call twice."""
-        self.pulse.leave(error)
-        release_groups((self.group, self.shards.group, self.replicas.group), broken=self.pulse.failure.is_known)
+        self.heartbeat.leave(error)
+        release_groups((self.group, self.shards.group, self.replicas.group), broken=self.heartbeat.failure.is_known)
 
 
 def find_world(mesh: Any | None, timeout_s: float) -> World | None:
@@ -95,7 +95,7 @@ def find_world(mesh: Any | None, timeout_s: float) -> World | None:
 
     A mesh of two dimensions is the table of ranks; see ``World``. All ranks of it call this together. Raises
     ``ConfigError`` for a mesh that this rank is no part of, or that has more dimensions; ``RankError`` for a rank that
-    is silent for ``timeout_s``. From now on this rank has a pulse: whatever happens, ``leave`` the world.
+    is silent for ``timeout_s``. From now on this rank has a heartbeat: whatever happens, ``leave`` the world.
     """
     if not distributed.is_available():
         return None
@@ -116,37 +116,39 @@ def find_world(mesh: Any | None, timeout_s: float) -> World | None:
     if len(members) < 2:
         return None
     rank = members.index(distributed.get_rank())
-    pulse = Pulse(rank, len(members), _next_store(members), timeout_s, Failure())
+    heartbeat = Heartbeat(rank, len(members), _next_store(members), timeout_s, Failure())
     try:
-        return _meet(rows, members, rank, pulse)
+        return _meet(rows, members, rank, heartbeat)
     except BaseException as error:
-        pulse.leave(error)
+        heartbeat.leave(error)
         raise
 
 
-def _meet(rows: Sequence[Sequence[int]], members: Sequence[int], rank: int, pulse: Pulse) -> World:
-    group = take_group(members, pulse=pulse)
-    hosts = _exchange(_host(), len(members), group, pulse)
+def _meet(rows: Sequence[Sequence[int]], members: Sequence[int], rank: int, heartbeat: Heartbeat) -> World:
+    group = take_group(members, heartbeat=heartbeat)
+    hosts = _exchange(_host(), len(members), group, heartbeat)
     local = tuple(other for other, host in enumerate(hosts) if host == hosts[rank])
     local_size = max(len(local), processes_here())
     row = next(row for row in rows if members[rank] in row)
     column = sorted(other[row.index(members[rank])] for other in rows)
 
     def peers(some: Sequence[int]) -> Peers:
-        of_some = group if len(some) == len(members) else take_group(some, pulse=pulse) if len(some) > 1 else None
+        of_some = (
+            group if len(some) == len(members) else take_group(some, heartbeat=heartbeat) if len(some) > 1 else None
+        )
         return Peers(tuple(map(members.index, some)), some.index(members[rank]), of_some)
 
-    return World(rank, len(members), local, local_size, group, peers(row), peers(column), pulse)
+    return World(rank, len(members), local, local_size, group, peers(row), peers(column), heartbeat)
 
 
-def _exchange(own: Any, size: int, group: Any, pulse: Pulse) -> list[Any]:
+def _exchange(own: Any, size: int, group: Any, heartbeat: Heartbeat) -> list[Any]:
     content = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-    pulse.wait_for(distributed.all_gather(sizes, torch.tensor([len(content)]), group, async_op=True))
+    heartbeat.wait_for(distributed.all_gather(sizes, torch.tensor([len(content)]), group, async_op=True))
     padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
     padded[: len(content)] = content
     parts = [torch.empty_like(padded) for _ in range(size)]
-    pulse.wait_for(distributed.all_gather(parts, padded, group, async_op=True))
+    heartbeat.wait_for(distributed.all_gather(parts, padded, group, async_op=True))
     return [pickle.loads(part.numpy().tobytes()) for part in parts]  # what follows the pickle is ignored
 
 
@@ -209,19 +211,19 @@ def _next_store(members: Sequence[int]) -> Any:
     return own_store(f"offload/{_start()}/{name}/{_num_worlds[tuple(members)]}")
 
 
-def take_group(members: Sequence[int], backend: str = "gloo", pulse: Pulse | None = None) -> Any:
+def take_group(members: Sequence[int], backend: str = "gloo", heartbeat: Heartbeat | None = None) -> Any:
     """A group for these ranks, as the whole program counts them, that no other world has. All of them call this.
 
     Its name, and so what it leaves in the store that all processes share, follows from the ranks and the groups that
     they have: it is kept, since one of the same name would find that. One that is gone would be waited for without end:
-    ``pulse`` says so.
+    ``heartbeat`` says so.
     """
     _forget_former()
     of_members = _groups.setdefault((backend, tuple(members)), [])
     found = next((group for group in of_members if not group.is_taken), None)
     if found is None:
         make = partial(_make_group, members, backend)
-        found = _Group(make() if pulse is None else pulse.wait_for_call(make, "make their engines"))
+        found = _Group(make() if heartbeat is None else heartbeat.wait_for_call(make, "make their engines"))
         of_members.append(found)
     found.is_taken = True
     return found.group

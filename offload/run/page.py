@@ -30,7 +30,7 @@ _LIMITS = {
 """What limits a step, in words."""
 
 _TIERS = {"device": "Device", "host": "Host memory", "nvme": "NVMe"}
-_KINDS = ("weights", "grads", "states", "staging", "second places", "vacant")
+_KINDS = ("weights", "grads", "states", "staging", "spare copies", "vacant")
 _METRICS_MAX = 24
 """So many of the user's metrics are drawn."""
 

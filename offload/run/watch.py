@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from offload.errors import ConfigError, warn
+from offload.option_values import as_real
 from offload.report.report import Report
 from offload.run.observer import Observer, StepRecord
-from offload.values import as_real
 
 _log = logging.getLogger("offload")
 

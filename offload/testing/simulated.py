@@ -38,15 +38,15 @@ class SimulatedDevice:
         seed: int = 0,
         eagerness: float = 0.3,
         memory_bytes: int = 1 << 40,
-        obstacle: str | None = None,
+        unsupported_reason: str | None = None,
         link_speed: float = 1.0,
         queue_depth: int = 64,
     ) -> None:
         """``eagerness`` is how likely a call lets some stream do a piece of work before it is waited for.
 
-        ``obstacle`` is what it says hinders it to run kernels. ``link_speed`` is how many bytes per second its events
-        say that copies make; at one a second no update is worth sending there. ``queue_depth`` is how many pieces of
-        work a stream holds: the thread that gives it one more waits until one is done.
+        ``unsupported_reason`` is what it says hinders it to run kernels. ``link_speed`` is how many bytes per second
+        its events say that copies make; at one a second no update is worth sending there. ``queue_depth`` is how many
+        pieces of work a stream holds: the thread that gives it one more waits until one is done.
         """
         self.torch_device = torch.device("cpu")
         self.identity = f"simulated device {id(self)} of process {os.getpid()}"
@@ -61,7 +61,7 @@ class SimulatedDevice:
         """Copies of host memory that is not pinned: the thread that asks for one waits until it is over."""
         self.pinned: dict[int, int] = {}
         """Bytes by address."""
-        self._obstacle = obstacle
+        self._unsupported_reason = unsupported_reason
         self._random = random.Random(seed)
         self._eagerness = eagerness
         self._owners: dict[int, tuple[SimulatedStream, int]] = {}
@@ -115,8 +115,8 @@ class SimulatedDevice:
                 self.compute_access(tensor, writes=is_written)
         block(start())
 
-    def obstacle_to_kernels(self) -> str | None:
-        return self._obstacle
+    def kernels_unsupported_reason(self) -> str | None:
+        return self._unsupported_reason
 
     def memory_bytes(self) -> int:
         return self.pools.capacity_bytes

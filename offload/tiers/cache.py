@@ -61,7 +61,7 @@ class Carrier(Protocol[P]):
     def free_place(self, unit: UnitSpec, place: P) -> None:
         """Take a place back whose unit is evicted."""
 
-    def obstacle(self, unit: UnitSpec) -> Transfer | None:
+    def blocking_transfer(self, unit: UnitSpec) -> Transfer | None:
         """A transfer that must be over before the unit can be fetched."""
 
     def fetch(self, unit: UnitSpec, place: P) -> Transfer:
@@ -89,7 +89,7 @@ class Entry(Generic[P]):
         self.updating = False
         """The last step's update is not done: the weights are the old ones, and not for use."""
         self.beside = False
-        """An early update has, or will have, new weights for it beside the current ones."""
+        """A speculative update has, or will have, new weights for it beside the current ones."""
         self.outdated = False
         """The place holds old weights, which a use still needs; the next use fetches anew."""
 
@@ -128,8 +128,8 @@ class WeightCache(Generic[P]):
         self._may_add_places = may_add_places
         self._order = UseOrder(len(units))
         self._changed = Monitor(failure)
-        """Guards the entries, the order of uses, the carrier's places and the counts below. After early updates in the
-        order of locks, a device's cache before the host's, and before gradients."""
+        """Guards the entries, the order of uses, the carrier's places and the counts below. After speculative updates
+        in the order of locks, a device's cache before the host's, and before gradients."""
         self._present: dict[Entry[P], None] = {}
         """The entries that have a place, in the order in which they got it."""
         self._num_lent = 0
@@ -193,7 +193,7 @@ class WeightCache(Generic[P]):
         while entry.residency is Residency.ABSENT:
             self._failure.check()
             must = not polite()
-            transfer = self._carrier.obstacle(entry.unit)
+            transfer = self._carrier.blocking_transfer(entry.unit)
             if transfer is None:
                 if self._try_to_bring(entry, must=must):
                     return
@@ -299,7 +299,7 @@ class WeightCache(Generic[P]):
                 continue
             if entry.beside:  # the store's current weights are not the ones that will be asked for
                 continue
-            if entry.updating or self._carrier.obstacle(entry.unit) is not None:
+            if entry.updating or self._carrier.blocking_transfer(entry.unit) is not None:
                 return
             if not self._try_to_bring(entry, must=False):
                 return

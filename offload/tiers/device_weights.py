@@ -229,7 +229,7 @@ class DeviceCarrier:
         self.used_bytes -= place.window.nbytes
         place.window.close()
 
-    def obstacle(self, unit: UnitSpec) -> Transfer | None:
+    def blocking_transfer(self, unit: UnitSpec) -> Transfer | None:
         return None
 
     def fetch(self, unit: UnitSpec, place: Copy) -> Transfer:

@@ -77,7 +77,7 @@ class GatherCarrier:
     def free_place(self, unit: UnitSpec, place: Place) -> None:
         self._free.append(place)
 
-    def obstacle(self, unit: UnitSpec) -> Transfer | None:
+    def blocking_transfer(self, unit: UnitSpec) -> Transfer | None:
         return None
 
     def fetch(self, unit: UnitSpec, place: Place) -> Transfer:

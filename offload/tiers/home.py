@@ -142,9 +142,9 @@ class StoredHome(Home):
         """Start replacing the trained bytes of the record by those at ``address``."""
         return self._write(self._store.write, address)
 
-    def write_beside(self, address: int) -> Transfer:
+    def write_shadow(self, address: int) -> Transfer:
         """The same, to the place that is not current: it counts after ``flip``."""
-        return self._write(self._store.write_beside, address)
+        return self._write(self._store.write_shadow, address)
 
     def flip(self) -> None:
         """What was written beside is the record from now on."""

@@ -56,7 +56,7 @@ class HostCarrier:
     def free_place(self, unit: UnitSpec, place: Slot) -> None:
         self._free.append(place)
 
-    def obstacle(self, unit: UnitSpec) -> Transfer | None:
+    def blocking_transfer(self, unit: UnitSpec) -> Transfer | None:
         home = self._homes[unit.index].weights.stored
         return None if home is None else home.write_in_flight
 
@@ -236,7 +236,7 @@ class HostWeights(WeightCache[Slot]):
         entry = self._entries[unit.index]
         if entry.residency is Residency.ABSENT:
             with self._changed:
-                if entry.residency is Residency.ABSENT and self._carrier.obstacle(unit) is None:
+                if entry.residency is Residency.ABSENT and self._carrier.blocking_transfer(unit) is None:
                     self._try_to_bring(entry, must=False)
 
     def end_update(self, unit: UnitSpec) -> None:
@@ -253,10 +253,10 @@ class HostWeights(WeightCache[Slot]):
             entry.updating = False
             self._unpin(entry, computing=False)
 
-    # Early updates: see offload.update.early.
+    # Speculative updates: see offload.update.speculative.
 
     def hold(self, unit: UnitSpec) -> bool:
-        """Keep the weights of a unit in use where they are, for an early update; False if they are not in use."""
+        """Keep the weights of a unit in use where they are, for a speculative update; False if they are not in use."""
         entry = self._entries[unit.index]
         with self._changed:
             if entry.residency is not Residency.RESIDENT or entry.pins == 0:
@@ -265,7 +265,7 @@ class HostWeights(WeightCache[Slot]):
             return True
 
     def end_hold(self, unit: UnitSpec) -> None:
-        """No early update will come."""
+        """No speculative update will come."""
         with self._changed:
             self._unpin(self._entries[unit.index], computing=False)
 
@@ -305,7 +305,7 @@ class HostWeights(WeightCache[Slot]):
     def give_back(self, unit: UnitSpec, slot: Slot) -> None:
         """Send the new weights in a lent slot beside the current ones; the slot is free when they have arrived."""
         home = self._homes[unit.index].weights.stored
-        write = None if home is None else home.write_beside(slot.address)
+        write = None if home is None else home.write_shadow(slot.address)
         with self._changed:
             slot.write = write
             self._num_lent -= 1
@@ -328,7 +328,7 @@ class HostWeights(WeightCache[Slot]):
             entry.beside = entry.updating = False
             self._changed.notify_all()
 
-    def forget_beside(self, unit: UnitSpec) -> None:
+    def forget_shadow(self, unit: UnitSpec) -> None:
         """The weights beside, if any, are not wanted."""
         with self._changed:
             self._entries[unit.index].beside = False

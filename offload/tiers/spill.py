@@ -25,7 +25,8 @@ class GradientBuffer:
         self.owner: SpilledGradients | None = None
         self.writes: tuple[Transfer, ...] = ()
         self.lent = False
-        """An early update reads it, or will: its bytes stay as they are until then. Guarded by the pool's monitor."""
+        """A speculative update reads it, or will: its bytes stay as they are until then. Guarded by the pool's
+        monitor."""
 
     def end_loan(self) -> None:
         """The bytes are read no more. Any thread."""
@@ -91,7 +92,7 @@ class BufferPool:
             owner = buffer.owner
             name = "a unit" if owner is None else f"unit {owner.unit.name}"
             with self._meter.stall("update"):
-                self._returned.wait_until(lambda: not buffer.lent, lambda: f"the early update of {name}")
+                self._returned.wait_until(lambda: not buffer.lent, lambda: f"the speculative update of {name}")
 
 
 class SpilledGradients(HostGradients):

@@ -253,7 +253,7 @@ def extents_of_records(plan: Plan, homes: Sequence[UnitHomes], store: EngineStor
 def _resting(item: UnitPlan, plan: Plan, *, durable: bool) -> Iterator[_Kind]:
     """The extents of the unit's records on NVMe, in the order in which their homes take them."""
     unit, formats = item.unit, plan.formats
-    working = 2 if plan.early else 1  # an early update writes beside what is current
+    working = 2 if plan.speculative else 1  # a speculative update writes beside what is current
     trained = _Kind(0, working, working + 1 if durable else plan.places)
     frozen = _Kind(0, 1, 1)
     if item.weights is Tier.NVME:

@@ -14,7 +14,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 _COLOURS = {
-    "second places": "#8172b3",
+    "spare copies": "#8172b3",
     "weights": "#4c72b0",
     "master": "#64b5cd",
     "moments": "#dd8452",

@@ -1,1 +1,1 @@
-"""The optimizer step over tiles: the pipeline, early updates, the verdict, which side updates."""
+"""The optimizer step over tiles: the pipeline, speculative updates, the verdict, which side updates."""

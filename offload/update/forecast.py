@@ -1,4 +1,5 @@
-"""Whether gradients will be clipped, said during backward: an early update is worth its bytes if its factor is right.
+"""Whether gradients will be clipped, said during backward: a speculative update is worth its bytes if its factor is
+right.
 
 [Note: What the forecast is made of] Between backward and step, gradients are multiplied by one factor: 1 where nothing
 clips, 1/scale of a ``GradScaler``, less than either where the norm is over its bound. All but the last stay the same

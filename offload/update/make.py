@@ -11,8 +11,8 @@ from offload.report.meter import Meter
 from offload.tiers.make import Tiers
 from offload.units import num_nested
 from offload.update.device_side import DeviceSide, ResidentUpdates
-from offload.update.early import EarlyUpdates
 from offload.update.pipeline import Pipeline
+from offload.update.speculative import SpeculativeUpdates
 from offload.update.updater import Updater
 from offload.waiting import Failure
 
@@ -21,7 +21,7 @@ from offload.waiting import Failure
 class Updates:
     """Everything that takes part in an optimizer step."""
 
-    early: EarlyUpdates
+    speculative: SpeculativeUpdates
     updater: Updater
     resident: ResidentUpdates | None
     """Updates of units that are resident on a device."""
@@ -46,9 +46,9 @@ def make_updates(
     max_held = None
     if tiers.on_device is None:
         max_held = len(tiers.slots) - num_nested(units) - 1  # the last one is for the unit that compute fetches ahead
-    early = EarlyUpdates(
+    speculative = SpeculativeUpdates(
         units,
-        lambda unit: plan.early and unit.index in streamed and tiers.homes[unit.index].weights.tensor is None,
+        lambda unit: plan.speculative and unit.index in streamed and tiers.homes[unit.index].weights.tensor is None,
         max_held,
         tiers.homes,
         tiers.host,
@@ -57,6 +57,6 @@ def make_updates(
         num_backwards=num_backwards,
     )
     pipeline = Pipeline(tiers.tile_buffers, rule, plan.formats, meter, device_side)
-    updater = Updater(pipeline, early, tiers.homes, tiers.host, tiers.gradients, device_side, failure)
+    updater = Updater(pipeline, speculative, tiers.homes, tiers.host, tiers.gradients, device_side, failure)
     closers.callback(updater.stop)
-    return Updates(early, updater, resident, device_side)
+    return Updates(speculative, updater, resident, device_side)

@@ -1,10 +1,9 @@
 """The pipeline: tiles are read, updated and written, several at a time, so that disk and kernel work together.
 
 It knows nothing of steps. Each tile belongs to a *task*, the update of one unit, which says where the weights and
-gradients are and where the results go: a confirmed update (``offload.update.updater``) or an early one
-(``offload.update.early``). Where a device computes, tiles may be sent there for their update while the CPU goes on with
-others: see [Note: Which side updates a tile].
-"""
+gradients are and where the results go: a confirmed update (``offload.update.updater``) or an speculative one
+(``offload.update.speculative``). Where a device computes, tiles may be sent there for their update while the CPU goes
+on with others: see [Note: Which side updates a tile]."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ from offload.optim.formats import Formats
 from offload.optim.rule import Rule
 from offload.report.meter import Meter
 from offload.tiers.home import StoredHome, TileHomes, Transfer
-from offload.update.ahead import StatesAhead
 from offload.update.device_side import DeviceSide, Trip
+from offload.update.state_prefetch import StatePrefetch
 from offload.update.step import TileBytes, UnitUpdate, apply
 from swapper import Lease, OffloadError
 
@@ -105,7 +104,7 @@ class Pipeline:
     ) -> None:
         self._free = list(buffers)
         self._num_buffers = len(self._free)
-        self.ahead = StatesAhead(self._free)
+        self.ahead = StatePrefetch(self._free)
         self._rule = rule
         self._formats = formats
         self._meter = meter

@@ -1,4 +1,5 @@
-"""The update thread: carries out each step's updates, unit by unit in forward order, and early updates before the step.
+"""The update thread: carries out each step's updates, unit by unit in forward order, and speculative updates before the
+step.
 
 [Note: Order of the update] Forward order, so that the next forward waits for each unit's own update and no longer than
 that. Everything a step depends on (clip factor, learning rates, step numbers) is frozen before the first tile is
@@ -15,8 +16,8 @@ from offload.tiers.home import StoredHome, TileHomes, Transfer, UnitHomes
 from offload.tiers.host_weights import HostWeights
 from offload.units import UnitSpec
 from offload.update.device_side import DeviceSide
-from offload.update.early import EarlyUpdates
 from offload.update.pipeline import Pipeline, Task
+from offload.update.speculative import SpeculativeUpdates
 from offload.update.step import UnitUpdate
 from offload.waiting import Failure, Worker
 
@@ -63,14 +64,14 @@ class Updater:
     def __init__(
         self,
         pipeline: Pipeline,
-        early: EarlyUpdates,
+        speculative: SpeculativeUpdates,
         homes: Sequence[UnitHomes],
         host: HostWeights,
         gradients: GradientStore,
         device: DeviceSide | None,
         failure: Failure,
     ) -> None:
-        self.early = early
+        self.speculative = speculative
         self._pipeline = pipeline
         self._homes = homes
         self._host = host
@@ -81,7 +82,7 @@ class Updater:
 
     def start(self, step: Sequence[UnitUpdate]) -> None:
         """Begin a step's update. Returns at once; each unit is usable again when its own update is done."""
-        self.early.step_begins()
+        self.speculative.step_begins()
         loans = [self._gradients.gradients_of(update.unit).lend() for update in step]
         self._worker.submit(lambda: self._run_step(step, loans))
 
@@ -94,18 +95,18 @@ class Updater:
     def invalidate(self, unit: UnitSpec) -> None:
         """The unit's weights, gradients or states are about to change: nothing that was computed or read from them for
         the coming step counts, and nothing is read of the unit any more when this returns."""
-        self.early.invalidate(unit)
+        self.speculative.invalidate(unit)
         self._pipeline.ahead.drop()
 
     def drop_all(self) -> None:
         """There will be no step with these gradients: forget all that was done for it."""
-        self.early.drop_all()
+        self.speculative.drop_all()
         self._pipeline.ahead.drop()
 
-    def begin_early(self, unit: UnitSpec, update: UnitUpdate | None) -> None:
-        """Begin the early update of a unit that is held; with None it will not come."""
-        if self.early.begin(unit, update):
-            self._worker.submit(lambda: self._run(self.early.tasks()))
+    def begin_speculative(self, unit: UnitSpec, update: UnitUpdate | None) -> None:
+        """Begin the speculative update of a unit that is held; with None it will not come."""
+        if self.speculative.begin(unit, update):
+            self._worker.submit(lambda: self._run(self.speculative.tasks()))
 
     def stop(self) -> None:
         """End the thread after the tile at hand. Units that were not updated stay as they were."""
@@ -117,7 +118,7 @@ class Updater:
         if self._device is not None:
             self._device.begin_step()
         self._run(map(self._confirmed, step, loans))
-        self.early.step_is_over()
+        self.speculative.step_is_over()
 
     def _confirmed(self, update: UnitUpdate, loan: Loan | None) -> Task:
         gradients = self._gradients.gradients_of(update.unit)

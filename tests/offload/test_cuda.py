@@ -264,7 +264,7 @@ def test_sums_of_squares_on_the_gpu_have_the_bits_of_the_cpu() -> None:
 
 
 def test_kernels_can_run_here() -> None:
-    assert CudaDevice(torch.device("cuda")).obstacle_to_kernels() is None
+    assert CudaDevice(torch.device("cuda")).kernels_unsupported_reason() is None
 
 
 def test_nothing_crosses_the_link_when_all_is_resident(make_model: Callable[..., Tiny], tmp_path: Path) -> None:

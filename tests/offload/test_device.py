@@ -82,7 +82,7 @@ def test_the_campaign_finds_a_forgotten_wait(
     expect_trouble(tmp_path)
 
 
-@pytest.mark.parametrize("operation", ["read", "write", "write_beside"])
+@pytest.mark.parametrize("operation", ["read", "write", "write_shadow"])
 def test_a_disk_that_does_not_wait_for_a_copy_shows(
     operation: str, make_model: Callable[..., Tiny], tmp_path: Path
 ) -> None:
@@ -146,7 +146,7 @@ def test_norms_of_gradients_that_leave_are_worked_out_before(
 
 
 def test_auto_takes_what_the_first_step_has_left_free(make_model: Callable[..., Tiny], tmp_path: Path) -> None:
-    device = SimulatedDevice(memory_bytes=64 << 20, obstacle="planted")
+    device = SimulatedDevice(memory_bytes=64 << 20, unsupported_reason="planted")
     with OffloadEngine(make_model(num_blocks=8), nvme_path=tmp_path, device=device, precision="fp32") as engine:
         before = engine.plan.device.weights_bytes
         train(engine, 1)
@@ -158,7 +158,7 @@ def test_auto_takes_what_the_first_step_has_left_free(make_model: Callable[..., 
 
 def test_what_stays_from_forward_to_backward_is_copied_once(make_model: Callable[..., Tiny], tmp_path: Path) -> None:
     def copied(**budget: int) -> int:
-        device = SimulatedDevice(obstacle="planted")
+        device = SimulatedDevice(unsupported_reason="planted")
         with OffloadEngine(make_model(), nvme_path=tmp_path, device=device, **budget, precision="bf16") as engine:
             train(engine, 3)
             everything = engine.plan.device.all_bytes
@@ -174,7 +174,7 @@ def test_what_stays_from_forward_to_backward_is_copied_once(make_model: Callable
 def test_copies_give_way_to_activations_that_grew(make_model: Callable[..., Tiny], tmp_path: Path) -> None:
     with OffloadEngine(make_model(), nvme_path=tmp_path, precision="bf16") as engine:
         expected, _ = train(engine, 2)
-    device = SimulatedDevice(memory_bytes=64 << 20, obstacle="planted")
+    device = SimulatedDevice(memory_bytes=64 << 20, unsupported_reason="planted")
     with OffloadEngine(
         make_model(), nvme_path=tmp_path, device=device, device_memory="auto", precision="bf16"
     ) as engine:
@@ -277,7 +277,7 @@ def test_a_fault_of_the_store_reaches_the_training_thread(
     from offload.tiers.host_weights import HostWeights
     from swapper import StorageIOError
 
-    device = SimulatedDevice(obstacle="planted")
+    device = SimulatedDevice(unsupported_reason="planted")
     engine = OffloadEngine(make_model(), nvme_path=tmp_path, device=device, precision="bf16")
     train(engine, 1)
 
@@ -301,7 +301,7 @@ def test_a_fault_on_the_way_home_reaches_the_training_thread(
         raise RuntimeError("planted")
 
     monkeypatch.setattr(GradientStore, "landed", fail)
-    device = SimulatedDevice(obstacle="planted")
+    device = SimulatedDevice(unsupported_reason="planted")
     engine = OffloadEngine(make_model(), nvme_path=tmp_path, device=device, precision="bf16")
     with pytest.raises(RuntimeError, match="planted"):
         train(engine, 1)

@@ -53,7 +53,7 @@ def test_what_found_no_memory_can_be_run_again_because_copies_give_way(
 ) -> None:
     with make("cpu") as engine:
         expected, _ = train(engine, 3)
-    device = SimulatedDevice(obstacle="planted")
+    device = SimulatedDevice(unsupported_reason="planted")
     with make(device, device_memory="1GiB") as engine:
         backward = torch.Tensor.backward if plain else engine.backward
 
@@ -83,7 +83,7 @@ def test_what_found_no_memory_can_be_run_again_because_copies_give_way(
 
 
 def test_a_refused_copy_is_not_asked_for_again_at_every_use(make: Callable[..., OffloadEngine]) -> None:
-    device = SimulatedDevice(obstacle="planted")
+    device = SimulatedDevice(unsupported_reason="planted")
     with make(device, device_memory="1GiB") as engine, torch.no_grad():
         tokens = batches(1)[0][0]
         expected = engine(tokens)
@@ -100,7 +100,7 @@ def test_a_refused_copy_is_not_asked_for_again_at_every_use(make: Callable[..., 
 
 
 def test_copies_leave_room_when_torch_had_to_empty_its_cache(make: Callable[..., OffloadEngine]) -> None:
-    device = SimulatedDevice(obstacle="planted")
+    device = SimulatedDevice(unsupported_reason="planted")
     with make(device, device_memory="1GiB") as engine, torch.no_grad():
         tokens = batches(1)[0][0]
         engine(tokens)
@@ -216,7 +216,7 @@ def test_the_arena_is_in_memory_before_it_is_pinned(
         pin(device, address, nbytes)
 
     monkeypatch.setattr(SimulatedDevice, "pin", look)
-    with make(SimulatedDevice(obstacle="planted")):
+    with make(SimulatedDevice(unsupported_reason="planted")):
         assert present and all(present)
 
 

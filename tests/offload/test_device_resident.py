@@ -125,7 +125,7 @@ def test_more_memory_brings_more_units_home_and_every_byte_is_counted(
 
 
 @pytest.mark.parametrize(
-    ("options", "obstacle", "why"),
+    ("options", "unsupported_reason", "why"),
     [
         ({"moments_dtype": "int8"}, None, "8-bit moments are updated on the CPU"),
         ({"optimizer": torch.optim.NAdam}, None, "the optimizer has no kernel"),
@@ -133,9 +133,9 @@ def test_more_memory_brings_more_units_home_and_every_byte_is_counted(
     ],
 )
 def test_the_plan_says_why_no_unit_is_resident(
-    make_model: Callable[..., Tiny], options: dict[str, Any], obstacle: str | None, why: str
+    make_model: Callable[..., Tiny], options: dict[str, Any], unsupported_reason: str | None, why: str
 ) -> None:
-    device = SimulatedDevice(obstacle=obstacle)
+    device = SimulatedDevice(unsupported_reason=unsupported_reason)
     with OffloadEngine(make_model(), device=device, device_memory="64MiB", **options) as engine:
         assert num_resident(engine) == 0 and f"0 of 7 units resident in 0.0 MiB ({why})" in str(engine.plan)
         train(engine, 1)
@@ -232,7 +232,7 @@ def test_inference_needs_weights_alone(make_model: Callable[..., Tiny]) -> None:
     tokens, _ = batches(1)[0]
     with OffloadEngine(make_model(), optimizer=None, precision="bf16") as engine, torch.no_grad():
         expected = engine(tokens)
-    device = SimulatedDevice(obstacle="no kernels are needed")
+    device = SimulatedDevice(unsupported_reason="no kernels are needed")
     with OffloadEngine(make_model(), optimizer=None, device=device, precision="bf16") as engine, torch.no_grad():
         assert num_resident(engine) == 7 and torch.equal(engine(tokens), expected)
         assert device.allocated_bytes == engine.plan.device.total_bytes == engine.plan.device.resident_bytes["weights"]

@@ -32,7 +32,7 @@ def at_least_memory(make: Callable[..., OffloadEngine]) -> OffloadEngine:
 def test_memory_goes_back_when_every_stream_that_used_it_is_through(
     make_model: Callable[..., Tiny], tmp_path: Path
 ) -> None:
-    device = SimulatedDevice(seed=1, obstacle="planted")
+    device = SimulatedDevice(seed=1, unsupported_reason="planted")
     side, x = device.new_compute_stream(), torch.ones(1, 2, 128, dtype=torch.bfloat16)
     engine = OffloadEngine(make_model(), nvme_path=tmp_path, device=device, precision="bf16", device_memory="64MiB")
     with engine, device_schedules.watched(device, engine), torch.no_grad():

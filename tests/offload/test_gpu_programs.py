@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from early_updates import let_gradients_come_first
 from fake_driver import ILLEGAL_ADDRESS, MISALIGNED, FakeDriver, Stand, compiled
 from gpu_emulator import Emulator
+from speculative_updates import let_gradients_come_first
 from tiny import Tiny, batches, loss_of, train
 
 from offload import BudgetError, OffloadEngine, kernels, waiting
@@ -35,7 +35,7 @@ from offload.testing.stream import SimulatedStream
 from offload.tiers import bandwidth
 from offload.tiers.window import DeviceWindow
 from offload.units import UnitSpec
-from offload.update.early import EarlyUpdates
+from offload.update.speculative import SpeculativeUpdates
 from offload.update.step import UnitUpdate
 
 
@@ -164,13 +164,13 @@ def test_the_cuda_classes_update_early_with_the_bits_of_the_cpu(
     with make("cpu") as engine:
         expected, weights = train(engine)
     begun: set[str] = set()
-    begin = EarlyUpdates.begin
+    begin = SpeculativeUpdates.begin
 
-    def tell(early: EarlyUpdates, unit: UnitSpec, update: UnitUpdate | None) -> bool:
+    def tell(speculative: SpeculativeUpdates, unit: UnitSpec, update: UnitUpdate | None) -> bool:
         begun.update([unit.name] if update is not None else [])
-        return begin(early, unit, update)
+        return begin(speculative, unit, update)
 
-    monkeypatch.setattr(EarlyUpdates, "begin", tell)
+    monkeypatch.setattr(SpeculativeUpdates, "begin", tell)
     device = stand.device()
     budgets = {"device_memory": least(partial(make, device))}
     with pytest.raises(BudgetError) as caught:
@@ -298,7 +298,7 @@ def test_programs_are_compiled_once_and_launched_with_their_arguments(
     fake: FakeDriver, tensor: Callable[[int], torch.Tensor]
 ) -> None:
     programs = GpuPrograms(fake.context(), "12.8")
-    assert programs.obstacle() is None
+    assert programs.unsupported_reason() is None
     weight, expected, grad = tensor(1000), torch.ones(1000), tensor(1000)
     for native, target in ((programs.on(fake.stream()).kernel, weight), (kernels.on_host, expected)):
         for _ in range(2):
@@ -344,11 +344,11 @@ def test_a_stream_of_another_gpu_is_refused(stand: Stand) -> None:
 def test_what_the_driver_says_is_told(fake: FakeDriver) -> None:
     fake.plant("cuModuleLoadData", 2)
     programs = GpuPrograms(fake.context(), "12.8")
-    assert programs.obstacle() == "cuModuleLoadData failed on cuda:0: out of memory (2)"
+    assert programs.unsupported_reason() == "cuModuleLoadData failed on cuda:0: out of memory (2)"
     fake.plant("cuModuleLoadData", 12345)
-    assert programs.obstacle() == "cuModuleLoadData failed on cuda:0: unknown error (12345)"
+    assert programs.unsupported_reason() == "cuModuleLoadData failed on cuda:0: unknown error (12345)"
     fake.plant("cuModuleLoadData", 0)
-    assert programs.obstacle() is None
+    assert programs.unsupported_reason() is None
     kernel = programs.on(fake.stream()).kernel("sgd")
     kernel([1.0, 0.0, 0.0], 0, 0, 0, 0, 0, 0, 0, [0, 0, 0], [0, 0, 0], 0, 0, 1)  # no elements: nothing is launched
     assert fake.launches == [] and fake.num_bound == 0
@@ -362,19 +362,20 @@ def test_a_missing_compiler_or_driver_is_an_obstacle(fake: FakeDriver, monkeypat
         raise OSError(f"{name}: cannot open shared object file")
 
     without_cuda = "this torch is built without CUDA, and ROCm's compiler (hipRTC) is not used"
-    assert GpuPrograms(fake.context(), None).obstacle() == without_cuda
+    assert GpuPrograms(fake.context(), None).unsupported_reason() == without_cuda
     with monkeypatch.context() as patch:
         patch.setattr(gpu_programs, "compile_kernels", missing)
-        assert GpuPrograms(fake.context(), "12.8").obstacle() == "libnvrtc.so.12 is not installed"
+        assert GpuPrograms(fake.context(), "12.8").unsupported_reason() == "libnvrtc.so.12 is not installed"
     driver.installed.cache_clear()
     monkeypatch.setattr(driver.ctypes, "CDLL", no_library)
-    said = GpuPrograms(Context(0), "12.8").obstacle()
+    said = GpuPrograms(Context(0), "12.8").unsupported_reason()
     assert said == "there is no CUDA driver: libcuda.so.1: cannot open shared object file"
 
 
 def test_a_gpu_that_is_not_there_is_said(fake: FakeDriver) -> None:
     assert (
-        GpuPrograms(fake.context(3), "12.8").obstacle() == "cuDeviceGet failed on cuda:3: invalid device ordinal (101)"
+        GpuPrograms(fake.context(3), "12.8").unsupported_reason()
+        == "cuDeviceGet failed on cuda:3: invalid device ordinal (101)"
     )
 
 

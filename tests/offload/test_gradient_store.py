@@ -547,7 +547,7 @@ def test_a_look_in_the_middle_of_a_backward_does_not_close_the_unit() -> None:
     assert rig.told() == []
 
 
-# Buffers that an early update has.
+# Buffers that a speculative update has.
 
 
 class Taking(threading.Thread):
@@ -653,7 +653,7 @@ def test_a_wait_for_a_loan_that_takes_too_long_names_the_unit(monkeypatch: pytes
     rig.backward("b", 1.0)
     rig.place("b").lend()
     monkeypatch.setattr(waiting, "WAIT_TIMEOUT_S", 0.01)
-    with pytest.raises(WaitTimeout, match="the early update of unit b"):
+    with pytest.raises(WaitTimeout, match="the speculative update of unit b"):
         rig.take("a", 2.0)
 
 

@@ -1,4 +1,5 @@
-"""Outside of its module's forward a parameter is a handle: everything that people do with parameters works on it."""
+"""ExternalAccess of its module's forward a parameter is a handle: everything that people do with parameters works on
+it."""
 
 import copy
 import io
@@ -101,14 +102,14 @@ def test_averaged_model_and_loggers_work(engine):
 
 
 def test_a_weight_used_outside_of_its_module_gets_its_gradient(make_model, tmp_path: Path):
-    class Outside(Tiny):
+    class ExternalAccess(Tiny):
         def forward(self, tokens):
             return super().forward(tokens) * self.blocks[0].norm.weight.sum() + self.norm.weight.square().sum()
 
     torch.manual_seed(0)
-    plain = Outside()
+    plain = ExternalAccess()
     torch.manual_seed(0)
-    wrapped = Outside()
+    wrapped = ExternalAccess()
     tokens = batches(1)[0][0]
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.01)
     plain(tokens).square().mean().backward()

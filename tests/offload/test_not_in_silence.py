@@ -656,7 +656,7 @@ def test_an_interrupt_in_the_middle_of_a_step_says_what_is_lost(engine: OffloadE
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine._session._updates.early, "confirm", interrupt)
+    monkeypatch.setattr(engine._session._updates.speculative, "confirm", interrupt)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     with pytest.raises(OffloadError, match="interrupted half-way"):

@@ -22,7 +22,7 @@ from offload.testing.simulated import SimulatedDevice
 from offload.tiers.host_weights import HostCarrier, HostWeights
 from offload.tiers.loading import Loader
 from offload.units import UnitSpec
-from offload.update.early import EarlyUpdates
+from offload.update.speculative import SpeculativeUpdates
 from offload.waiting import Worker
 
 WIDTH, DEPTH = 128, 8
@@ -99,7 +99,7 @@ class Adapted(nn.Module):
         return x + self.base(x) + self.up(self.down(x))
 
 
-@pytest.mark.parametrize("clipping", [0.0, 1.0], ids=["updated early", "updated after the step"])
+@pytest.mark.parametrize("clipping", [0.0, 1.0], ids=["updated speculatively", "updated after the step"])
 def test_frozen_weights_beside_trained_ones_are_never_written(clipping: float, tmp_path: Path) -> None:
     def built() -> nn.Module:
         torch.manual_seed(0)
@@ -287,7 +287,9 @@ class UsedTwice(Tiny):
         return self.head(self.norm(x))
 
 
-def test_a_unit_that_backward_uses_again_while_its_early_update_runs_harms_nothing(tmp_path: Path, monkeypatch) -> None:
+def test_a_unit_that_backward_uses_again_while_its_speculative_update_runs_harms_nothing(
+    tmp_path: Path, monkeypatch
+) -> None:
     """The update waited for the use to end, and the use for the update: forced, whatever the speed of the machine."""
 
     def outcome(**options: object) -> list[float]:
@@ -331,7 +333,11 @@ def test_a_gradient_that_a_user_sets_is_added_to_on_a_device_too(make_model, tmp
 
     expected = outcome()
     assert expected.mean() > 0.5
-    device = {"device": SimulatedDevice(0, obstacle="planted"), "device_memory": 1 << 21, "nvme_path": tmp_path}
+    device = {
+        "device": SimulatedDevice(0, unsupported_reason="planted"),
+        "device_memory": 1 << 21,
+        "nvme_path": tmp_path,
+    }
     assert torch.equal(outcome(**device), expected)
 
 
@@ -357,7 +363,7 @@ def test_an_error_in_a_step_is_kept(make_model, tmp_path: Path, monkeypatch) -> 
             raise StorageIOError("write of weights: EIO")
 
         with monkeypatch.context() as patch:
-            patch.setattr(EarlyUpdates, "confirm", fail)
+            patch.setattr(SpeculativeUpdates, "confirm", fail)
             with pytest.raises(StorageIOError, match="EIO"):
                 engine.step()
         with pytest.raises(StorageIOError, match="EIO"):

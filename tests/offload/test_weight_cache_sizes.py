@@ -36,7 +36,7 @@ class FakeCarrier:
         self._events.append(f"free {unit.name}")
         self.room += place
 
-    def obstacle(self, unit: UnitSpec) -> None:
+    def blocking_transfer(self, unit: UnitSpec) -> None:
         return None
 
     def fetch(self, unit: UnitSpec, place: int) -> FakeTicket:

@@ -195,7 +195,7 @@ def test_ranks_that_compute_on_cpus_take_the_plan_that_the_engine_makes_for_them
         found = predict(model, here(least, network=network), workload)
         whole = model.units(torch.float32, ranks)
         expected = plan_ranks(whole, Formats.of(workload.config()), shard, ranks)
-        assert found.plan is not None and found.plan.ranks == expected and not found.plan.early
+        assert found.plan is not None and found.plan.ranks == expected and not found.plan.speculative
         assert found.plan.compute_bytes >= expected.nbytes
         idle = predict(model, here(least, network=replace(network, gather_cores=0.0, exchange_cores=0.0)), workload)
         assert found.links["compute"] > idle.links["compute"]  # what passes the network takes cores
@@ -300,7 +300,7 @@ def test_a_room_is_all_that_the_plan_knows_of_a_machine():
     units = tiny().units(torch.float32)
     two = plan_within(config, units, choose(config, units), Room(1 << 22, 1 << 40, 1 << 40))
     one = plan_within(config, units, choose(config, units), Room(1 << 22, 1 << 40, 1 << 20))
-    assert (two.places, two.early) == (2, True) and (one.places, one.early) == (1, False)
+    assert (two.places, two.speculative) == (2, True) and (one.places, one.speculative) == (1, False)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.system.name}, {row.parameters / 1e9:g}B")

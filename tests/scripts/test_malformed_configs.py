@@ -9,7 +9,7 @@ sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
 import malformed_configs
 
-from offload import OffloadConfig, OffloadError, values
+from offload import OffloadConfig, OffloadError, option_values
 
 
 @pytest.mark.parametrize("seed", [1, 2])
@@ -32,7 +32,7 @@ def test_an_error_that_is_not_clear_is_found(break_it, fault: str, monkeypatch: 
     def refuse(*_: object) -> None:
         raise break_it()
 
-    monkeypatch.setattr(values, "as_flag", refuse)
+    monkeypatch.setattr(option_values, "as_flag", refuse)
     assert any(fault in line for line in malformed_configs.run(1, 20)[1])
 
 

@@ -39,7 +39,7 @@ def fill(lease, value: int, nbytes: int) -> int:
 
 def put(store, index: int, value: int, lease, *, beside: bool = False) -> None:
     extent = store.extents[index]
-    write = store.write_beside if beside else store.write
+    write = store.write_shadow if beside else store.write
     write(extent, fill(lease, value, extent.nbytes), extent.nbytes).wait()
 
 

@@ -36,7 +36,7 @@ def lease():
 def put(store: DurableStore, index: int, value: int, lease, *, beside: bool = False) -> None:
     fill(lease, value)
     extent = store.extents[index]
-    (store.write_beside if beside else store.write)(extent, lease.address, extent.nbytes).wait()
+    (store.write_shadow if beside else store.write)(extent, lease.address, extent.nbytes).wait()
 
 
 def get(store: DurableStore, index: int, lease) -> set[int]:

@@ -58,7 +58,7 @@ def on_ram(monkeypatch, tmp_path):
 def put(store, index: int, value: int, lease, *, beside: bool = False):
     fill(lease, value)
     extent = store.extents[index]
-    return (store.write_beside if beside else store.write)(extent, lease.address, extent.nbytes)
+    return (store.write_shadow if beside else store.write)(extent, lease.address, extent.nbytes)
 
 
 def get(store, index: int, lease) -> set[int]:

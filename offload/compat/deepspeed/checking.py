@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from offload import values
+from offload import option_values
 from offload.compat.deepspeed import kinds
 from offload.compat.deepspeed.keys import Block, Effect, Feature, Key
 from offload.compat.deepspeed.kinds import AUTO
@@ -77,18 +77,18 @@ def _value(key: str, value: object, spec: Key) -> Any:
         return AUTO
     checked = spec.kind.check(key, value)
     if spec.effect is Effect.REFUSED and checked not in spec.harmless:
-        raise ConfigError(f"{key}={values.shown(value)} is not there: {spec.says}")
+        raise ConfigError(f"{key}={option_values.shown(value)} is not there: {spec.says}")
     return checked
 
 
 def _row(key: str, value: object, spec: Key) -> Row:
     if spec.effect is Effect.REFUSED:
-        return Row(key, values.shown(value), Effect.IDLE, "it asks for nothing")
-    return Row(key, values.shown(value), spec.effect, spec.says)
+        return Row(key, option_values.shown(value), Effect.IDLE, "it asks for nothing")
+    return Row(key, option_values.shown(value), spec.effect, spec.says)
 
 
 def _switched_off(key: str, value: object) -> Row:
-    return Row(key, values.shown(value), Effect.IDLE, "its block is off")
+    return Row(key, option_values.shown(value), Effect.IDLE, "its block is off")
 
 
 def _feature(key: str, value: object, spec: Feature) -> Row:
@@ -97,11 +97,11 @@ def _feature(key: str, value: object, spec: Feature) -> Row:
     for name in given:
         _known(name, dict.fromkeys(spec.keys), key)
     if "enabled" in given:
-        values.as_flag(joined(key, "enabled"), given["enabled"])
+        option_values.as_flag(joined(key, "enabled"), given["enabled"])
     on = value is True or (_is_on(given) if spec.is_switched else value is not False)
     if on and spec.effect is Effect.REFUSED:
         raise ConfigError(f"{key} is not there: {spec.says}")
-    shown = values.shown(value) if isinstance(value, bool) else "{...}"
+    shown = option_values.shown(value) if isinstance(value, bool) else "{...}"
     return Row(key, shown, Effect.IDLE, spec.says if on else "its block is off")
 
 
@@ -114,7 +114,7 @@ def _is_on(given: Mapping[str, Any]) -> bool:
 
 def _as_object(key: str, value: object) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        values.refuse(key, "an object in braces, {...}", value)
+        option_values.refuse(key, "an object in braces, {...}", value)
     return value
 
 
@@ -123,7 +123,7 @@ def _known(name: object, keys: Mapping[str, Any], path: str) -> Any:
     if name in keys:
         return keys[name]  # type: ignore[index]
     where = f" in {path}" if path else ""
-    raise ConfigError(f"unknown key {values.shown(name)}{where}{_hint(str(name), keys)}")
+    raise ConfigError(f"unknown key {option_values.shown(name)}{where}{_hint(str(name), keys)}")
 
 
 def _hint(name: str, keys: Mapping[str, Any]) -> str:

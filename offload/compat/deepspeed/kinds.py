@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from offload import values
+from offload import option_values
 
 AUTO = "auto"
 
@@ -26,15 +26,15 @@ def _whole(value: object) -> object:
 
 
 def _count(key: str, value: object) -> int:
-    return values.as_count(key, _whole(value))
+    return option_values.as_count(key, _whole(value))
 
 
 def _natural(key: str, value: object) -> int:
-    return values.as_count(key, _whole(value), 0)
+    return option_values.as_count(key, _whole(value), 0)
 
 
 def _integer(key: str, value: object) -> int:
-    return values.as_count(key, _whole(value), -(2**63))
+    return option_values.as_count(key, _whole(value), -(2**63))
 
 
 def _whole_or_inf(key: str, value: object) -> int | float:
@@ -42,53 +42,53 @@ def _whole_or_inf(key: str, value: object) -> int | float:
 
 
 def _share(key: str, value: object) -> float:
-    number = values.as_number(key, value)
+    number = option_values.as_number(key, value)
     if number > 1:
-        values.refuse(key, "a number from 0 to 1", value)
+        option_values.refuse(key, "a number from 0 to 1", value)
     return number
 
 
 def _rates(key: str, value: object) -> float | list[float]:
     if isinstance(value, (list, tuple)):
-        return [values.as_number(key, item) for item in value]
-    return values.as_number(key, value)
+        return [option_values.as_number(key, item) for item in value]
+    return option_values.as_number(key, value)
 
 
 def _text(key: str, value: object) -> str:
     if not isinstance(value, str) or not value.strip():
-        values.refuse(key, "a text", value)
+        option_values.refuse(key, "a text", value)
     return value
 
 
 def _dict(key: str, value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
-        values.refuse(key, "an object in braces, {...}", value)
+        option_values.refuse(key, "an object in braces, {...}", value)
     return value
 
 
 def _paths(key: str, value: object) -> list[str]:
-    return [str(path) for path in values.as_paths(key, value)]
+    return [str(path) for path in option_values.as_paths(key, value)]
 
 
 ANY = Kind(lambda key, value: value)
-FLAG = Kind(values.as_flag)
+FLAG = Kind(option_values.as_flag)
 COUNT = Kind(_count)
 NATURAL = Kind(_natural)
 INTEGER = Kind(_integer)
 WHOLE_OR_INF = Kind(_whole_or_inf, takes_auto=False)
-NUMBER = Kind(values.as_number)
+NUMBER = Kind(option_values.as_number)
 SHARE = Kind(_share)
 RATES = Kind(_rates)
-BETAS = Kind(values.as_betas)
+BETAS = Kind(option_values.as_betas)
 TEXT = Kind(_text, takes_auto=False)
 DICT = Kind(_dict, takes_auto=False)
-OPTIONS = Kind(values.as_options, takes_auto=False)
+OPTIONS = Kind(option_values.as_options, takes_auto=False)
 PATHS = Kind(_paths, takes_auto=False)
 
 
 def choice(*names: str) -> Kind:
     """One of these texts."""
-    return Kind(lambda key, value: values.as_choice(key, value, names), takes_auto=False)
+    return Kind(lambda key, value: option_values.as_choice(key, value, names), takes_auto=False)
 
 
 def whole_up_to(most: int) -> Kind:
@@ -98,7 +98,7 @@ def whole_up_to(most: int) -> Kind:
         number = _whole(value)
         allowed: Sequence[int] = range(most + 1)
         if isinstance(number, bool) or not isinstance(number, int) or number not in allowed:
-            values.refuse(key, f"a whole number from 0 to {most}", value)
+            option_values.refuse(key, f"a whole number from 0 to {most}", value)
         return number
 
     return Kind(check, takes_auto=False)

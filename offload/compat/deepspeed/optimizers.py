@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload import foreign, values
+from offload import foreign, option_values
 from offload.compat.deepspeed.checking import Row, check, joined
 from offload.compat.deepspeed.keys import ADAGRAD_PARAMS, ADAM_PARAMS, LION_PARAMS, Block, Effect
 from offload.compat.deepspeed.kinds import AUTO
@@ -135,7 +135,7 @@ def _of_torch(theirs: str, given: dict[str, Any], sources: Sources) -> Optimizer
         near = difflib.get_close_matches(theirs.lower(), [item.lower() for item in known], 1)
         hint = next((item for item in known if item.lower() in near), None)
         expected = f"one of {', '.join(known)}, or a class of torch.optim"
-        values.refuse("optimizer.type", expected, theirs, None if hint is None else repr(hint))
+        option_values.refuse("optimizer.type", expected, theirs, None if hint is None else repr(hint))
     kind: type[torch.optim.Optimizer] = getattr(torch.optim, name)
     known_names = list(inspect.signature(kind).parameters)[1:]
     settings, resolved = {}, {}
@@ -143,7 +143,7 @@ def _of_torch(theirs: str, given: dict[str, Any], sources: Sources) -> Optimizer
         if key not in known_names:
             near = difflib.get_close_matches(str(key), known_names, 1)
             hint = f", did you mean {near[0]!r}?" if near else f", known are: {', '.join(known_names)}"
-            raise ConfigError(f"unknown key {values.shown(key)} in {_PATH}{hint}")
+            raise ConfigError(f"unknown key {option_values.shown(key)} in {_PATH}{hint}")
         if isinstance(value, str) and value == AUTO:
             found = sources.betas() if key == "betas" else sources.number(key)
             resolved[joined(_PATH, key)] = _DEFAULT if found is None else found
@@ -152,7 +152,7 @@ def _of_torch(theirs: str, given: dict[str, Any], sources: Sources) -> Optimizer
             settings[key] = tuple(value) if isinstance(value, list) else value
     _try(kind, settings)
     rows = tuple(
-        Row(joined(_PATH, key), values.shown(value), Effect.HONOURED, f"{key} of torch.optim.{name}")
+        Row(joined(_PATH, key), option_values.shown(value), Effect.HONOURED, f"{key} of torch.optim.{name}")
         for key, value in given.items()
     )
     return OptimizerPart(kind, settings, rows, resolved)
@@ -164,4 +164,6 @@ def _try(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> None:
         kind([nn.Parameter(torch.zeros(2, 2))], **settings)  # type: ignore[call-arg]
     except Exception as error:  # torch checks settings with what comes
         said = " ".join(str(error).split())
-        raise ConfigError(f"{_PATH}: {kind.__name__} cannot be built with {values.shown(settings)}: {said}") from None
+        raise ConfigError(
+            f"{_PATH}: {kind.__name__} cannot be built with {option_values.shown(settings)}: {said}"
+        ) from None

@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from offload import values
+from offload import option_values
 from offload.errors import ConfigError
 
 
@@ -17,10 +17,10 @@ def read(config: object) -> dict[str, Any]:
     if isinstance(config, Mapping):
         return copy.deepcopy(dict(config))
     if not isinstance(config, (str, os.PathLike)):
-        values.refuse("config", "a dict, or the path of a JSON file", config)
+        option_values.refuse("config", "a dict, or the path of a JSON file", config)
     if isinstance(config, str) and config.lstrip().startswith("{"):
         return _parse(config, "config")
-    path = values.as_path("config", config)
+    path = option_values.as_path("config", config)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -48,7 +48,7 @@ def _parse(text: str, where: str) -> dict[str, Any]:
     except (json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"{_name(where)} is no JSON: {_said(error)}") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{_name(where)} holds {values.shown(found)}, and not an object in braces, {{...}}")
+        raise ConfigError(f"{_name(where)} holds {option_values.shown(found)}, and not an object in braces, {{...}}")
     return found
 
 
@@ -57,7 +57,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise ConfigError(f"key {values.shown(key)} is given twice in one object: leave one out")
+            raise ConfigError(f"key {option_values.shown(key)} is given twice in one object: leave one out")
         found[key] = value
     return found
 

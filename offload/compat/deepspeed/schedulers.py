@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from offload import values
+from offload import option_values
 from offload.compat.deepspeed import schedules
 from offload.compat.deepspeed.checking import Row, check, joined
 from offload.compat.deepspeed.keys import (
@@ -85,7 +85,9 @@ def scheduler_part(section: Mapping[str, Any], sources: Sources) -> SchedulerPar
         return _ours(name, given, sources)
     if isinstance(found := getattr(torch.optim.lr_scheduler, name, None), type) and issubclass(found, LRScheduler):
         return _of_torch(name, found, given)
-    values.refuse("scheduler.type", f"{values.one_of(list(_OURS))}, or a class of torch", name, _near(name))
+    option_values.refuse(
+        "scheduler.type", f"{option_values.one_of(list(_OURS))}, or a class of torch", name, _near(name)
+    )
 
 
 def _ours(name: str, given: dict[str, Any], sources: Sources) -> SchedulerPart:
@@ -130,9 +132,9 @@ def _of_torch(name: str, kind: type[LRScheduler], given: dict[str, Any]) -> Sche
         if key not in known:
             near = difflib.get_close_matches(str(key), known, 1)
             hint = f", did you mean {near[0]!r}?" if near else f", known are: {', '.join(known)}"
-            raise ConfigError(f"unknown key {values.shown(key)} in {_PATH}{hint}")
+            raise ConfigError(f"unknown key {option_values.shown(key)} in {_PATH}{hint}")
     part = SchedulerPart(name, kind, dict(given), (), tuple(
-        Row(joined(_PATH, key), values.shown(value), Effect.HONOURED, f"{key} of torch's {name}")
+        Row(joined(_PATH, key), option_values.shown(value), Effect.HONOURED, f"{key} of torch's {name}")
         for key, value in given.items()
     ), {})  # fmt: skip
     part.make(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1))  # raises what torch says of the settings

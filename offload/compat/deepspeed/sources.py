@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from offload import values
+from offload import option_values
 
 _NAMES = {
     "train_micro_batch_size_per_gpu": (
@@ -40,7 +40,7 @@ class Sources:
         for name in _NAMES.get(key, ()):
             value = self._argument(name)
             if value is not None and not isinstance(value, bool):
-                return values.as_number(name, value)
+                return option_values.as_number(name, value)
         return None
 
     def count(self, key: str) -> int | None:
@@ -61,7 +61,7 @@ class Sources:
         if self._optimizer is not None and "betas" in self._optimizer.param_groups[0]:
             return tuple(self._optimizer.param_groups[0]["betas"])
         betas = self._argument("adam_beta1"), self._argument("adam_beta2")
-        return None if None in betas else values.as_betas("adam_beta1, adam_beta2", betas)
+        return None if None in betas else option_values.as_betas("adam_beta1, adam_beta2", betas)
 
     def warmup_steps(self) -> int | None:
         """Steps, also from a share of ``max_steps``: ``warmup_ratio``, or ``warmup_steps`` below 1."""

@@ -1,4 +1,4 @@
-"""Early updates over the weight cache: units held, slots lent, weights beside the current ones."""
+"""Speculative updates over the weight cache: units held, slots lent, weights beside the current ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_unit_that_is_held_stays_until_the_hold_ends() -> None:
     assert rig.told() == ["evict a", "read b", "use b"]
 
 
-def test_weights_are_brought_in_for_an_early_update_in_place_of_the_unit_that_is_needed_last() -> None:
+def test_weights_are_brought_in_for_an_speculative_update_in_place_of_the_unit_that_is_needed_last() -> None:
     rig = Rig("abc", num_slots=2, may_add_places=False)
     rig.use("abccba")
     rig.end_step()
@@ -45,7 +45,7 @@ def test_weights_are_brought_in_for_an_early_update_in_place_of_the_unit_that_is
     assert use.result() == "a" and rig.told() == ["evict b", "read a", "use a"]
 
 
-def test_weights_that_are_here_are_not_read_again_for_an_early_update() -> None:
+def test_weights_that_are_here_are_not_read_again_for_an_speculative_update() -> None:
     rig = Rig("ab", num_slots=1, may_add_places=False)
     rig.use("a")
     rig.weights.bring(rig.units["a"])
@@ -267,7 +267,7 @@ def test_prefetch_takes_a_unit_again_whose_weights_beside_are_forgotten() -> Non
     rig = Rig("ab", num_slots=2, prefetch=True)
     rig.use("ab")
     beside(rig, "b", "x")
-    rig.weights.forget_beside(rig.units["b"])
+    rig.weights.forget_shadow(rig.units["b"])
     rig.end_step()
     rig.told()
     rig.use("ab")

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 from offload.errors import warn
 from offload.model.attributes import Attributes
 from offload.model.draws import random_states
-from offload.model.lane import Lane
+from offload.model.hook_context import HookContext
 from offload.model.surroundings import Surroundings, casts_are_kept
 from offload.model.unit_in_model import UnitInModel
 from offload.units import ParameterSpec
@@ -98,7 +98,7 @@ class MicroBatch:
     """One call of the user's function."""
 
     index: int
-    lane: Lane = field(default_factory=Lane)
+    context: HookContext = field(default_factory=HookContext)
     stage: Stage = Stage.WAITING
     place: Place | None = None
     """The last use that it came to."""
@@ -127,9 +127,9 @@ class MicroBatch:
 class Switch(Protocol):
     """What changes in the model with the turn: see ``offload.model.hooks``."""
 
-    lane: Lane
+    context: HookContext
 
-    def switch(self, lane: Lane) -> None: ...
+    def switch(self, context: HookContext) -> None: ...
 
     def keep(self, wanted: UnitInModel | None) -> None: ...
 
@@ -298,7 +298,7 @@ class MicroBatches:
 
     def _give_turn(self, to: MicroBatch) -> None:
         """The other thread computes from now on, and this one touches nothing until it gets the turn again."""
-        self._hooks.switch(to.lane)
+        self._hooks.switch(to.context)
         self._own = to
         to.turn.release()
 
@@ -310,7 +310,7 @@ class MicroBatches:
     # The thread of one.
 
     def _run(self, own: MicroBatch) -> None:
-        own.lane.thread = threading.get_ident()
+        own.context.thread = threading.get_ident()
         try:
             self._wait_for_turn(own)
             own.stage = Stage.COMPUTING
@@ -366,7 +366,7 @@ class MicroBatches:
     def _look_for_changes(self, own: MicroBatch, *arrived: UnitInModel) -> None:
         """See whether modules know something of this micro-batch that another one would find."""
         last = () if own.last_unit is None else (own.last_unit,)
-        kind = self._attributes.changed(dict.fromkeys([*last, *arrived, *own.lane.in_forward]))
+        kind = self._attributes.changed(dict.fromkeys([*last, *arrived, *own.context.in_forward]))
         if kind is None:
             return
         self._one_by_one = True  # this once: it may be a cache that was filled

@@ -9,8 +9,8 @@ from torch import nn
 
 from offload.model.attributes import Attributes
 from offload.model.hooks import Hooks
+from offload.model.interleave import Habits, MicroBatches
 from offload.model.surroundings import Surroundings
-from offload.model.turns import Habits, MicroBatches
 
 __all__ = ["Habits", "run_together"]
 
@@ -51,8 +51,8 @@ def run_together(
 
 
 def _run_group(hooks: Hooks, group: MicroBatches) -> list[Any]:
-    lane = hooks.begin_turns(group)
+    context = hooks.begin_turns(group)
     try:
         return group.run()
     finally:
-        hooks.end_turns(lane)
+        hooks.end_turns(context)

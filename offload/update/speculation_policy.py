@@ -1,4 +1,5 @@
-"""What is done of a step before its verdict: units are updated early, or states are read that the update begins with.
+"""What is done of a step before its verdict: units are updated speculatively, or states are read that the update begins
+with.
 
 [Note: When a unit is looked at] When its gradients are complete in host memory and their squares are known. Where the
 CPU computes, that is at the end of the unit's backward. From a device they come later: whenever the thread that runs
@@ -13,18 +14,18 @@ from collections.abc import Callable, Iterator, Sequence
 from offload.optim.rule import Group
 from offload.tiers.gradients import GradientStore
 from offload.units import UnitSpec
-from offload.update.early import EarlyUpdates
 from offload.update.forecast import Forecast
+from offload.update.speculative import SpeculativeUpdates
 from offload.update.updater import Updater
 from offload.update.verdict import Verdict, groups_by_parameter
 
 
-class Beforehand:
+class SpeculationPolicy:
     """All calls come from the thread that computes."""
 
     def __init__(
         self,
-        early: EarlyUpdates,
+        speculative: SpeculativeUpdates,
         updater: Updater,
         forecast: Forecast | None,
         verdict: Verdict,
@@ -34,9 +35,9 @@ class Beforehand:
         *,
         states_stored: bool,
     ) -> None:
-        """``forecast`` is None where no unit can be updated early. ``complete``: see ``GradientStore.complete``.
-        ``states_stored``: some states rest on NVMe."""
-        self._early = early
+        """``forecast`` is None where no unit can be updated speculatively. ``complete``: see
+        ``GradientStore.complete``. ``states_stored``: some states rest on NVMe."""
+        self._speculative = speculative
         self._updater = updater
         self._forecast = forecast
         self._verdict = verdict
@@ -44,7 +45,7 @@ class Beforehand:
         self._complete = complete
         self._param_groups = param_groups
         self._groups: dict[int, Group] | None = None
-        """By parameter, once an early update for the coming step has asked for them."""
+        """By parameter, once a speculative update for the coming step has asked for them."""
         self._states_stored = states_stored
         self._may_read_ahead = False
         """States rest on NVMe that the coming step's update begins with, and nobody has asked for them."""
@@ -52,13 +53,13 @@ class Beforehand:
     def gradient_came(self, unit: UnitSpec) -> None:
         """A gradient of the unit is in its place, or on its way there."""
         if self._forecast is not None:
-            self._early.gradient_arrived(unit)
+            self._speculative.gradient_arrived(unit)
 
     def look(self) -> None:
         """Begin what can be begun with the gradients that are complete since the last call. Never waits for one."""
         for unit in self._complete():
             unclipped = self._is_unclipped(unit)
-            if self._early.is_held(unit):
+            if self._speculative.is_held(unit):
                 self._begin_update(unit, unclipped=unclipped)
             if self._may_read_ahead and not unclipped:
                 self._may_read_ahead = False
@@ -97,4 +98,4 @@ class Beforehand:
             if self._groups is None:
                 self._groups = groups_by_parameter(self._param_groups())
             update = self._verdict.freeze_unit(unit, self._groups, self._forecast.factor)
-        self._updater.begin_early(unit, update)
+        self._updater.begin_speculative(unit, update)

@@ -1,5 +1,5 @@
-"""Early updates where a device computes: gradients are looked at when they have come to the host, and the bits are
-those of the CPU with everything in memory."""
+"""Speculative updates where a device computes: gradients are looked at when they have come to the host, and the bits
+are those of the CPU with everything in memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from campaign import device_schedules
-from early_updates import (
+from speculative_updates import (
     OPTIONS,
     built,
     drain,
@@ -29,7 +29,7 @@ from offload import BudgetError, OffloadEngine
 from offload.testing.simulated import SimulatedDevice
 from offload.testing.stream import SimulatedEvent
 from offload.units import UnitSpec
-from offload.update.early import EarlyUpdate, EarlyUpdates, Stage
+from offload.update.speculative import SpeculativeUpdate, SpeculativeUpdates, Stage
 from swapper import DurableStore, Extent
 
 
@@ -40,25 +40,27 @@ def _nothing_depends_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def begun(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The units whose early updates were begun, in order."""
+    """The units whose speculative updates were begun, in order."""
     names: list[str] = []
-    begin = EarlyUpdates.begin
+    begin = SpeculativeUpdates.begin
 
-    def tell(early: EarlyUpdates, unit: UnitSpec, update: Any) -> bool:
+    def tell(speculative: SpeculativeUpdates, unit: UnitSpec, update: Any) -> bool:
         if update is not None:
             names.append(unit.name)
-        return begin(early, unit, update)
+        return begin(speculative, unit, update)
 
-    monkeypatch.setattr(EarlyUpdates, "begin", tell)
+    monkeypatch.setattr(SpeculativeUpdates, "begin", tell)
     return names
 
 
 @pytest.fixture
 def stages(monkeypatch: pytest.MonkeyPatch) -> list[Stage]:
-    """What early updates have become, in order."""
+    """What speculative updates have become, in order."""
     seen: list[Stage] = []
-    become = EarlyUpdate.become
-    monkeypatch.setattr(EarlyUpdate, "become", lambda early, stage: seen.append(stage) or become(early, stage))
+    become = SpeculativeUpdate.become
+    monkeypatch.setattr(
+        SpeculativeUpdate, "become", lambda speculative, stage: seen.append(stage) or become(speculative, stage)
+    )
     return seen
 
 
@@ -127,7 +129,9 @@ def test_what_is_stored_is_updated_before_the_step_and_the_next_forward_reads_no
     def outcome(engine: OffloadEngine) -> tuple[list[float], dict[str, torch.Tensor]]:
         losses = []
         session = engine._session
-        session._updates.early.balance = lambda forward, backward: None  # it follows the disk, which has its own mind
+        session._updates.speculative.balance = lambda forward, backward: (
+            None
+        )  # it follows the disk, which has its own mind
         streamed = [item.unit for item in engine.plan.units if item.streamed]
         stored = [tile.states.stored for unit in streamed for tile in session._tiers.homes[unit.index].tiles]
         states = {extent for home in stored if home is not None for extent in home.extents}
@@ -164,7 +168,7 @@ def test_without_room_for_second_places_all_states_are_read_in_the_next_forward(
     with OffloadEngine(built(), **OPTIONS, **given) as engine:
         needed = sum(engine.plan.nvme_bytes.values())
     with OffloadEngine(built(), nvme_capacity=needed, **OPTIONS, **given) as engine:
-        assert not engine.plan.early
+        assert not engine.plan.speculative
         train(engine)
     assert begun == []
 
@@ -187,7 +191,7 @@ def test_a_tied_weight_and_a_frozen_block_change_no_bits(begun: list[str], tmp_p
     assert given["device"].violations == []
 
 
-def test_a_gradient_that_comes_after_all_makes_an_early_update_void(
+def test_a_gradient_that_comes_after_all_makes_an_speculative_update_void(
     begun: list[str], stages: list[Stage], tmp_path: Path
 ) -> None:
     def outcome(**given: Any) -> dict[str, torch.Tensor]:
@@ -280,20 +284,20 @@ def test_the_gradients_of_a_unit_are_complete_when_all_that_were_taken_have_come
 
 
 def test_a_random_program_updates_early_and_gives_the_bits_of_the_cpu(tmp_path: Path) -> None:
-    early: Counter[str] = Counter()
-    assert device_schedules.check(57, tmp_path, early) == []
-    assert early["begun"] >= early["flipped"] > 0
+    speculative: Counter[str] = Counter()
+    assert device_schedules.check(57, tmp_path, speculative) == []
+    assert speculative["begun"] >= speculative["flipped"] > 0
 
 
 @pytest.mark.parametrize(("flipped", "status"), [(0, 1), (1, 0)])
 def test_programs_that_update_nothing_early_prove_nothing(
     flipped: int, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def check(seed: int, folder: Path, early: Counter[str]) -> list[str]:
-        early["flipped"] += flipped
+    def check(seed: int, folder: Path, speculative: Counter[str]) -> list[str]:
+        speculative["flipped"] += flipped
         return []
 
     monkeypatch.setattr(device_schedules, "check", check)
-    monkeypatch.setattr("sys.argv", ["device_schedules.py", "--programs", str(device_schedules.NUM_EARLY)])
+    monkeypatch.setattr("sys.argv", ["device_schedules.py", "--programs", str(device_schedules.NUM_SPECULATIVE)])
     assert device_schedules.main() == status
     assert "30 programs from seed 0: 0 went wrong" in capsys.readouterr().out

@@ -6,8 +6,8 @@ from collections import deque
 
 import pytest
 
-from offload.predict.played import Job, Played, Shares, Task
 from offload.predict.schedule import Places, Steps, UnitWork, step_seconds
+from offload.predict.simulator import Job, Played, Shares, Task
 
 
 def ends(tasks: list[Task], jobs: list[Job], shares: Shares) -> list[float]:

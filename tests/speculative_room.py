@@ -1,7 +1,8 @@
-"""Early updates over fakes that tell what they are asked for. The test is the pipeline: it takes each task and ends it.
+"""Speculative updates over fakes that tell what they are asked for. The test is the pipeline: it takes each task and
+ends it.
 
-Nothing that may wait is called while the monitor of early updates is held: the fakes look, from a thread of their own.
-"""
+Nothing that may wait is called while the monitor of speculative updates is held: the fakes look, from a thread of their
+own."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from offload.tiers.gradients import UnitGradients
 from offload.tiers.home import TileHomes, UnitHomes
 from offload.tiers.host_weights import Slot
 from offload.units import ParameterSpec, Tile, UnitSpec
-from offload.update.early import EarlyUpdate, EarlyUpdates
+from offload.update.speculative import SpeculativeUpdate, SpeculativeUpdates
 from offload.update.step import Segment, UnitUpdate
 from offload.waiting import Failure
 from swapper import Lease
@@ -79,7 +80,7 @@ class Stored:
         self.room.tell("write", self.name)
         return f"write of {self.name}"
 
-    def write_beside(self, address: int) -> str:
+    def write_shadow(self, address: int) -> str:
         self.room.tell("write beside", self.name)
         return f"write beside of {self.name}"
 
@@ -131,7 +132,7 @@ class Host:
         self.room.may_wait()
         self.room.tell("flip", unit.name)
 
-    def forget_beside(self, unit: UnitSpec) -> None:
+    def forget_shadow(self, unit: UnitSpec) -> None:
         self.room.tell("forget beside", unit.name)
 
     # Of a step that is certain.
@@ -191,7 +192,7 @@ class Gradients:
 
 
 class Room:
-    """Early updates of ``num_units`` units u0, u1, ... with two parameters and ``num_tiles`` tiles each."""
+    """Speculative updates of ``num_units`` units u0, u1, ... with two parameters and ``num_tiles`` tiles each."""
 
     def __init__(
         self,
@@ -221,7 +222,7 @@ class Room:
         self.places = [Spilled(self, unit) if unit.index in spilled else AtHome() for unit in self.units]
         self.host = Host(self)
         self.failure = WatchedFailure()
-        self.early: EarlyUpdates = EarlyUpdates(
+        self.speculative: SpeculativeUpdates = SpeculativeUpdates(
             self.units,
             lambda unit: unit.index in self.may,
             max_held,
@@ -241,11 +242,11 @@ class Room:
         return events
 
     def may_wait(self) -> None:
-        """What is called now may wait: others must get at the early updates meanwhile."""
+        """What is called now may wait: others must get at the speculative updates meanwhile."""
 
         def look() -> None:
-            self.early.step_begins()
-            self.early.step_is_over()
+            self.speculative.step_begins()
+            self.speculative.step_is_over()
 
         Thread(look).result()
 
@@ -257,7 +258,7 @@ class Room:
         """All gradients of these units arrive."""
         for index in indices:
             for _ in self.units[index].trainable:
-                self.early.gradient_arrived(self.units[index])
+                self.speculative.gradient_arrived(self.units[index])
 
     def hold(self, *indices: int) -> None:
         """A backward, in which all gradients of these units come."""
@@ -267,14 +268,14 @@ class Room:
         """The same, and their updates are asked for."""
         self.hold(*indices)
         for index in indices:
-            self.early.begin(self.units[index], self.update(index))
+            self.speculative.begin(self.units[index], self.update(index))
 
-    def run(self, *indices: int) -> list[EarlyUpdate]:
+    def run(self, *indices: int) -> list[SpeculativeUpdate]:
         """The same, and their updates have begun."""
         self.queue(*indices)
-        return [next(self.early.tasks()) for _ in indices]
+        return [next(self.speculative.tasks()) for _ in indices]
 
-    def write(self, *indices: int) -> list[EarlyUpdate]:
+    def write(self, *indices: int) -> list[SpeculativeUpdate]:
         """The same, and are done."""
         tasks = self.run(*indices)
         for task in tasks:
@@ -289,7 +290,7 @@ def unit_of(index: int, num_tiles: int = 1, num_parameters: int = 2) -> UnitSpec
     return UnitSpec(index, f"u{index}", (), (*specs, frozen), 100 * num_tiles, 100 * num_tiles + 50, 0)
 
 
-def carry_out(task: EarlyUpdate) -> None:
+def carry_out(task: SpeculativeUpdate) -> None:
     """What the pipeline does with a task, but for transfers and arithmetic."""
     task.begins()
     if task.grads is None:
@@ -303,7 +304,7 @@ def carry_out(task: EarlyUpdate) -> None:
 def carried_out(room: Room) -> list[str]:
     """Carry out all that is asked for; the units."""
     names = []
-    for task in room.early.tasks():
+    for task in room.speculative.tasks():
         names.append(task.unit.name)
         carry_out(task)
     return names

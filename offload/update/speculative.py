@@ -1,6 +1,7 @@
-"""Early updates: they begin during backward, before the step is certain, and count only if it turns out as expected.
+"""Speculative updates: they begin during backward, before the step is certain, and count only if it turns out as
+expected.
 
-[Note: Why an early update harms nothing] It reads a unit's weights and states, and writes the new ones beside the
+[Note: Why a speculative update harms nothing] It reads a unit's weights and states, and writes the new ones beside the
 current ones, to the second place that each record has. Only the step's verdict flips the places, and only if the step
 is the one that the update was made for: the same gradients and factor, learning rate and step number, everything
 finite. Otherwise the bytes beside are forgotten and the unit is updated in its turn. So a step gives the same bits with
@@ -9,17 +10,17 @@ and without, and a gradient that is not finite has changed nothing.
 [Note: When a unit's gradients are complete] Nobody says which backward is the last one of a step. A unit has its
 gradients when as many have come as for the last step. One that comes after all makes the update void.
 
-[Note: Not every unit is updated early] The disk then works in backward and has little to do in forward. If it was
-busier in backward, one unit more is left for the next forward, at the price of another read of gradients that are
+[Note: Not every unit is updated speculatively] The disk then works in backward and has little to do in forward. If it
+was busier in backward, one unit more is left for the next forward, at the price of another read of gradients that are
 spilled; and the other way round.
 
-[Note: When compute waits for an early update] Where gradients are resident in host memory never: there are no more
-early updates than leave compute its slots, and the other units are updated under the next forward. Where gradients are
-spilled a later update costs another read of them, so every unit is updated early, from the buffer that its gradients
-came to, and compute waits for the slot and the buffer. Such an update needs nothing that compute holds, unless the
-updates of an earlier step are not over: then the first rule holds for these units, too. Where a device computes, its
-copies of weights pass through the slots and leave them: an early update takes the slot that the plan has for updates.
-"""
+[Note: When compute waits for a speculative update] Where gradients are resident in host memory never: there are no more
+speculative updates than leave compute its slots, and the other units are updated under the next forward. Where
+gradients are spilled a later update costs another read of them, so every unit is updated speculatively, from the buffer
+that its gradients came to, and compute waits for the slot and the buffer. Such an update needs nothing that compute
+holds, unless the updates of an earlier step are not over: then the first rule holds for these units, too. Where a
+device computes, its copies of weights pass through the slots and leave them: a speculative update takes the slot that
+the plan has for updates."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ from offload.waiting import Failure, Monitor
 
 
 class Stage(Enum):
-    """Where an early update is.
+    """Where a speculative update is.
 
     - ``HELD``: all gradients have come, or are on their way to the host. Where the CPU computes, the unit's slot is
       held until backward is done with it.
@@ -73,14 +74,14 @@ _DIFFERENCE = 0.1
 """Shares of two phases in which the disk is busy count as equal up to this."""
 
 
-class EarlyUpdate:
-    """The early update of one unit for the coming step. A task of the pipeline once it runs."""
+class SpeculativeUpdate:
+    """The speculative update of one unit for the coming step. A task of the pipeline once it runs."""
 
     update: UnitUpdate
     tiles: Sequence[TileHomes]
     grads: int | None
 
-    def __init__(self, unit: UnitSpec, owner: EarlyUpdates, *, is_slot_held: bool) -> None:
+    def __init__(self, unit: UnitSpec, owner: SpeculativeUpdates, *, is_slot_held: bool) -> None:
         self.unit = unit
         self.stage = Stage.HELD
         self.is_slot_held = is_slot_held
@@ -94,7 +95,7 @@ class EarlyUpdate:
         """Go on to another stage; the owner's monitor is held."""
         if stage not in _NEXT[self.stage]:
             raise RuntimeError(
-                f"the early update of unit {self.unit.name} cannot be {stage.name} after {self.stage.name}"
+                f"the speculative update of unit {self.unit.name} cannot be {stage.name} after {self.stage.name}"
             )
         self.stage = stage
 
@@ -116,7 +117,7 @@ class EarlyUpdate:
         return None if self._slot is None else self._slot.address
 
     def write(self, states: StoredHome, address: int) -> Transfer:
-        return states.write_beside(address)
+        return states.write_shadow(address)
 
     def finish(self) -> None:
         if self._slot is not None:
@@ -124,9 +125,9 @@ class EarlyUpdate:
         self._owner.finished(self)
 
 
-class EarlyUpdates:
-    """All early updates of the coming step. The training thread begins, voids and confirms them; the update thread, by
-    ``tasks`` and the calls of each task, carries them out."""
+class SpeculativeUpdates:
+    """All speculative updates of the coming step. The training thread begins, voids and confirms them; the update
+    thread, by ``tasks`` and the calls of each task, carries them out."""
 
     def __init__(
         self,
@@ -140,16 +141,16 @@ class EarlyUpdates:
         *,
         num_backwards: int,
     ) -> None:
-        """``max_held`` slots of compute can be spared for early updates at a time; None where compute has no weights in
-        host memory. ``eligible`` units have two places for all that an update writes. ``num_backwards`` are expected
-        before the first step."""
+        """``max_held`` slots of compute can be spared for speculative updates at a time; None where compute has no
+        weights in host memory. ``eligible`` units have two places for all that an update writes. ``num_backwards`` are
+        expected before the first step."""
         self.host = host
         self._eligible = eligible
         self._units = units
         self._rank: dict[int, int] = {}
-        """Of the units that may be updated early."""
-        self._num_early = 0
-        """Units of a lower rank are updated early, which leaves the others evenly spread."""
+        """Of the units that may be updated speculatively."""
+        self._num_speculative = 0
+        """Units of a lower rank are updated speculatively, which leaves the others evenly spread."""
         self.look_at_homes()
         self._max_held = max_held
         self._homes = homes
@@ -158,24 +159,24 @@ class EarlyUpdates:
         """Gradients of each unit that have come for the coming step."""
         self._num_expected = [num_backwards * len(unit.trainable) for unit in units]
         """Gradients that will come for it, if it is like the last one that the unit took part in."""
-        self.of_unit: dict[UnitSpec, EarlyUpdate] = {}
+        self.of_unit: dict[UnitSpec, SpeculativeUpdate] = {}
         """Those that are held or begun, by unit; the training thread's alone."""
         self._changed = Monitor(failure)
         """Guards the stages and the four below. Outermost: the cache's monitor may be taken while it is held."""
-        self._queue: deque[EarlyUpdate] = deque()
+        self._queue: deque[SpeculativeUpdate] = deque()
         self._carried_out = False
         """The update thread has, or will have, its eye on the queue."""
         self._num_holding = 0
-        """Early updates that hold a slot, or have one."""
+        """Speculative updates that hold a slot, or have one."""
         self._num_steps = 0
         """Steps whose own updates are not over."""
 
     def look_at_homes(self) -> None:
-        """Units rest elsewhere than before. There is no early update now."""
+        """Units rest elsewhere than before. There is no speculative update now."""
         spread = sorted(self._units, key=lambda unit: unit.index * GOLDEN % 1)
         eligible = [unit.index for unit in spread if self._eligible(unit)]
         self._rank = {index: rank for rank, index in enumerate(eligible)}
-        self._num_early = len(eligible)
+        self._num_speculative = len(eligible)
 
     # The training thread, during backward.
 
@@ -187,79 +188,82 @@ class EarlyUpdates:
         self._num_arrived[index] += 1
         if self._num_arrived[index] != self._num_expected[index] or unit in self.of_unit:
             return
-        if self._rank[index] >= self._num_early:
+        if self._rank[index] >= self._num_speculative:
             return
         is_slot_held = self._max_held is not None
         if self._max_held is not None and not self._hold(unit, self._max_held):
             return
-        self.of_unit[unit] = EarlyUpdate(unit, self, is_slot_held=is_slot_held)
+        self.of_unit[unit] = SpeculativeUpdate(unit, self, is_slot_held=is_slot_held)
 
     def is_held(self, unit: UnitSpec) -> bool:
         """An update of the unit would begin, now that its backward is over."""
-        early = self.of_unit.get(unit)
-        return early is not None and early.stage is Stage.HELD
+        speculative = self.of_unit.get(unit)
+        return speculative is not None and speculative.stage is Stage.HELD
 
     def begin(self, unit: UnitSpec, update: UnitUpdate | None) -> bool:
         """Ask for the update of a unit that is held; None lets it go. True if ``tasks`` must be carried out anew."""
-        early = self.of_unit[unit]
+        speculative = self.of_unit[unit]
         with self._changed:
             if update is None:
-                self._cancel(early)
+                self._cancel(speculative)
                 return False
-            early.update = update
-            early.tiles = update.touched(self._homes[unit.index].tiles)
+            speculative.update = update
+            speculative.tiles = update.touched(self._homes[unit.index].tiles)
             if self._compute_may_wait(unit):
-                early.loan = self._gradients.gradients_of(unit).lend()
+                speculative.loan = self._gradients.gradients_of(unit).lend()
             grads = self._homes[unit.index].grads
-            early.grads = early.loan.address if early.loan is not None else None if grads is None else grads.address
-            early.become(Stage.QUEUED)
-            self._queue.append(early)
+            speculative.grads = (
+                speculative.loan.address if speculative.loan is not None else None if grads is None else grads.address
+            )
+            speculative.become(Stage.QUEUED)
+            self._queue.append(speculative)
             before, self._carried_out = self._carried_out, True
             return not before
 
     # The training thread, at any time.
 
     def invalidate(self, unit: UnitSpec) -> None:
-        """The unit's weights, gradients or states are about to change: an early update of it is void, and reads nothing
-        of the unit any more when this returns."""
-        early = self.of_unit.get(unit)
-        if early is None or early.stage is Stage.HELD:
+        """The unit's weights, gradients or states are about to change: a speculative update of it is void, and reads
+        nothing of the unit any more when this returns."""
+        speculative = self.of_unit.get(unit)
+        if speculative is None or speculative.stage is Stage.HELD:
             return
         del self.of_unit[unit]
         with self._changed:
-            if early.stage is Stage.QUEUED:
-                self._queue.remove(early)
-                self._cancel(early)
-            elif early.stage is Stage.RUNNING:
-                early.become(Stage.VOID)
+            if speculative.stage is Stage.QUEUED:
+                self._queue.remove(speculative)
+                self._cancel(speculative)
+            elif speculative.stage is Stage.RUNNING:
+                speculative.become(Stage.VOID)
                 self._changed.wait_until(
-                    lambda: early.stage is Stage.OVER, lambda: f"the early update of unit {unit.name}"
+                    lambda: speculative.stage is Stage.OVER, lambda: f"the speculative update of unit {unit.name}"
                 )
             else:
-                early.become(Stage.OVER)
-        self.host.forget_beside(unit)
+                speculative.become(Stage.OVER)
+        self.host.forget_shadow(unit)
 
     def confirm(self, step: Sequence[UnitUpdate]) -> list[UnitUpdate]:
-        """Flip the early updates that are what the step is to be, and forget all others; the updates still to do."""
+        """Flip the speculative updates that are what the step is to be, and forget all others; the updates still to
+        do."""
         remaining = []
         for update in step:
-            early = self.of_unit.get(update.unit)
-            if early is None or early.stage is Stage.HELD:
+            speculative = self.of_unit.get(update.unit)
+            if speculative is None or speculative.stage is Stage.HELD:
                 remaining.append(update)
                 continue
-            wanted = early.update.segments == update.segments
+            wanted = speculative.update.segments == update.segments
             with self._changed:
-                stage = early.stage
+                stage = speculative.stage
                 if stage is Stage.RUNNING:  # one that is void need not be waited for: the unit's own update comes after
-                    early.become(Stage.CONFIRMED if wanted else Stage.VOID)
+                    speculative.become(Stage.CONFIRMED if wanted else Stage.VOID)
                     del self.of_unit[update.unit]
                 elif stage is Stage.WRITTEN and wanted:
-                    early.become(Stage.OVER)
+                    speculative.become(Stage.OVER)
                     del self.of_unit[update.unit]
             if stage is Stage.QUEUED or not wanted:
                 remaining.append(update)
             elif stage is Stage.WRITTEN:
-                self._flip(early)
+                self._flip(speculative)
         for index, num_arrived in enumerate(self._num_arrived):
             if num_arrived:
                 self._num_expected[index] = num_arrived
@@ -267,11 +271,11 @@ class EarlyUpdates:
         return remaining
 
     def drop_all(self) -> None:
-        """There will be no step with these gradients: forget every early update."""
-        for unit, early in list(self.of_unit.items()):
-            if early.stage is Stage.HELD:
+        """There will be no step with these gradients: forget every speculative update."""
+        for unit, speculative in list(self.of_unit.items()):
+            if speculative.stage is Stage.HELD:
                 with self._changed:
-                    self._cancel(early)
+                    self._cancel(speculative)
             else:
                 self.invalidate(unit)
         self.of_unit.clear()
@@ -281,7 +285,9 @@ class EarlyUpdates:
         """Nothing was clipped, and the disk was busy for these shares of the last step's forward and of its rest. The
         one with more time to spare gets more of the updates from the next step on."""
         if abs(forward - backward) > _DIFFERENCE:
-            self._num_early = min(max(self._num_early + (1 if forward > backward else -1), 0), len(self._rank))
+            self._num_speculative = min(
+                max(self._num_speculative + (1 if forward > backward else -1), 0), len(self._rank)
+            )
 
     # Both threads.
 
@@ -296,48 +302,48 @@ class EarlyUpdates:
 
     # The update thread.
 
-    def tasks(self) -> Iterator[EarlyUpdate]:
-        """The early updates that are asked for, and those that will be while they are carried out."""
+    def tasks(self) -> Iterator[SpeculativeUpdate]:
+        """The speculative updates that are asked for, and those that will be while they are carried out."""
         while True:
             with self._changed:
                 if not self._queue:
                     self._carried_out = False
                     return
-                early = self._queue.popleft()
-                early.become(Stage.RUNNING)
-            yield early
+                speculative = self._queue.popleft()
+                speculative.become(Stage.RUNNING)
+            yield speculative
 
     def wait_until_spilled(self, unit: UnitSpec) -> None:
         self._gradients.gradients_of(unit).wait_until_spilled()
 
-    def finished(self, early: EarlyUpdate) -> None:
-        """All of it is on its way to the second places."""
+    def finished(self, speculative: SpeculativeUpdate) -> None:
+        """All of it is on its way to the spare copies."""
         with self._changed:
-            self._end_loan(early)
-            self._num_holding -= early.is_slot_held
-            stage = early.stage
-            early.become(Stage.WRITTEN if early.stage is Stage.RUNNING else Stage.OVER)
+            self._end_loan(speculative)
+            self._num_holding -= speculative.is_slot_held
+            stage = speculative.stage
+            speculative.become(Stage.WRITTEN if speculative.stage is Stage.RUNNING else Stage.OVER)
             self._changed.notify_all()
         if stage is Stage.CONFIRMED:
-            self._flip(early)
+            self._flip(speculative)
         elif stage is Stage.VOID:
-            self.host.forget_beside(early.unit)
+            self.host.forget_shadow(speculative.unit)
 
-    def _flip(self, early: EarlyUpdate) -> None:
+    def _flip(self, speculative: SpeculativeUpdate) -> None:
         """The results are the current ones from now on."""
-        for tile in early.tiles:
+        for tile in speculative.tiles:
             if tile.states.stored is not None:
                 tile.states.stored.flip()
-        self.host.flip(early.unit)
+        self.host.flip(speculative.unit)
 
-    def _cancel(self, early: EarlyUpdate) -> None:
+    def _cancel(self, speculative: SpeculativeUpdate) -> None:
         """It has not begun, and never will. Called with the monitor held."""
-        early.become(Stage.OVER)
-        self.of_unit.pop(early.unit, None)
-        self._end_loan(early)
-        if early.is_slot_held:
+        speculative.become(Stage.OVER)
+        self.of_unit.pop(speculative.unit, None)
+        self._end_loan(speculative)
+        if speculative.is_slot_held:
             self._num_holding -= 1
-            self.host.end_hold(early.unit)
+            self.host.end_hold(speculative.unit)
 
     def _hold(self, unit: UnitSpec, max_held: int) -> bool:
         """Keep the slot that compute has; False if it cannot be spared, or compute has none."""
@@ -348,11 +354,11 @@ class EarlyUpdates:
             self._num_holding += held
             return held
 
-    def _end_loan(self, early: EarlyUpdate) -> None:
-        if early.loan is not None:
-            early.loan.end_loan()
-            early.loan = None
+    def _end_loan(self, speculative: SpeculativeUpdate) -> None:
+        if speculative.loan is not None:
+            speculative.loan.end_loan()
+            speculative.loan = None
 
     def _compute_may_wait(self, unit: UnitSpec) -> bool:
-        """Compute may wait for an early update of ``unit`` where it finds no slot or no gradient buffer."""
+        """Compute may wait for a speculative update of ``unit`` where it finds no slot or no gradient buffer."""
         return self._gradients.gradients_of(unit).spills and self._num_steps == 0

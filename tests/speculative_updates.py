@@ -1,4 +1,5 @@
-"""Training with early updates: a model whose units stream, and loops that may multiply gradients before the step."""
+"""Training with speculative updates: a model whose units stream, and loops that may multiply gradients before the
+step."""
 
 from __future__ import annotations
 
@@ -103,12 +104,12 @@ LOOPS = [with_engine_step, with_own_clipping, with_micro_batches, with_scaler, w
 def trained(
     loop, bound: float, **more
 ) -> tuple[list[float], dict[str, torch.Tensor], list[int], list[int], list[float]]:
-    """Losses, weights, and of each of six steps: early updates begun, updates left for after it, and norms."""
+    """Losses, weights, and of each of six steps: speculative updates begun, updates left for after it, and norms."""
     options, take = loop(bound)
     model = built()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     with OffloadEngine(model, **{**OPTIONS, "lr": 1e-3, **options}, **more) as engine:
-        early = engine._session._updates.early
+        early = engine._session._updates.speculative
         begin, confirm = early.begin, early.confirm
         begun, left, losses, norms = [0] * 6, [0] * 6, [], []
 

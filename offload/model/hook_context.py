@@ -8,12 +8,12 @@ from collections.abc import Callable
 from offload.model.unit_in_model import CallsOfUnit, UnitInModel
 
 
-class Lane:
-    """One micro-batch's way through the model. Ordinarily there is one lane, and all calls are in it.
+class HookContext:
+    """One micro-batch's way through the model. Ordinarily there is one context, and all calls are in it.
 
-    Where several micro-batches are on their way together (``offload.model.turns``), each has a lane of its own, and one
-    of them computes at a time. What the units know of calls is of that one; ``put_aside`` and ``take_up`` exchange it.
-    """
+    Where several micro-batches are on their way together (``offload.model.interleave``), each has a context of its own,
+    and one of them computes at a time. What the units know of calls is of that one; ``save`` and ``restore`` exchange
+    it."""
 
     def __init__(self) -> None:
         self.thread = 0
@@ -27,12 +27,12 @@ class Lane:
         then nothing refers to that any more."""
         self.gradient_scale: float | None = None
         """What gradients of the engine's own backward, if it is under way, are still to be multiplied by."""
-        self._aside: list[tuple[UnitInModel, CallsOfUnit]] = []
+        self._saved: list[tuple[UnitInModel, CallsOfUnit]] = []
 
-    def put_aside(self, *, following: Lane) -> None:
-        """Another lane computes now: its units' parameters stand in the model, and not this one's."""
+    def save(self, *, following: HookContext) -> None:
+        """Another context computes now: its units' parameters stand in the model, and not this one's."""
         active = dict.fromkeys([*self.in_forward, *(entry[0] for entry in self.open)])
-        self._aside = [(unit, unit.put_aside()) for unit in active]
+        self._saved = [(unit, unit.save()) for unit in active]
         for unit in self.in_forward:
             if unit not in following.in_forward:
                 unit.show_handles()
@@ -40,8 +40,8 @@ class Lane:
             if unit not in self.in_forward:
                 unit.show_parameters()
 
-    def take_up(self) -> None:
-        """This lane computes from now on."""
-        for unit, calls in self._aside:
-            unit.take_up(calls)
-        self._aside = []
+    def restore(self) -> None:
+        """This context computes from now on."""
+        for unit, calls in self._saved:
+            unit.restore(calls)
+        self._saved = []

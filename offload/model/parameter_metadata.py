@@ -15,7 +15,7 @@ from offload.units import ParameterSpec, UnitSpec
 _Hooks = Mapping[int, Callable[[Any], Any]]
 
 
-class Belongings:
+class ParameterMetadata:
     """Taken from the model's parameters, given to the handles that stand for them."""
 
     def __init__(self, units: Sequence[UnitSpec]) -> None:

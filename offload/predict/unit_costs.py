@@ -128,7 +128,7 @@ def nvme_bytes(plan: Plan, places: Places, workload: Workload) -> tuple[int, int
         again = backward[index] * (index not in lie)
         read += moved[index].weights * (forward[index] + again - 2)
     grads = sum(one.grads for one in moved) * (micro_batches - 1)
-    if workload.clipped and plan.early:  # gradients are read by updates that begin later
+    if workload.clipped and plan.speculative:  # gradients are read by updates that begin later
         read += sum(one.grads for item, one in zip(plan.units, moved, strict=True) if item.streamed)
     return read + grads, plan.step_write_bytes + grads
 

@@ -1,25 +1,25 @@
-"""Early updates begin: with a slot that is lent, and gradients from wherever they are."""
+"""Speculative updates begin: with a slot that is lent, and gradients from wherever they are."""
 
 from __future__ import annotations
 
-from early_room import Room, carried_out, carry_out
+from speculative_room import Room, carried_out, carry_out
 
-from offload.update.early import Stage
+from offload.update.speculative import Stage
 from offload.update.step import Segment, UnitUpdate
 
 
 def test_an_update_that_will_not_come_ends_the_hold():
     room = Room()
     room.hold(0)
-    assert room.early.begin(room.units[0], None) is False
+    assert room.speculative.begin(room.units[0], None) is False
     assert room.told() == [("hold", "u0"), ("end hold", "u0")]
-    assert not room.early.is_held(room.units[0])
+    assert not room.speculative.is_held(room.units[0])
     assert carried_out(room) == []
 
 
 def test_begin_says_when_tasks_must_be_carried_out_anew():
     room = Room(4)
-    early, units = room.early, room.units
+    early, units = room.speculative, room.units
     room.hold(0, 1, 2, 3)
     assert early.begin(units[0], room.update(0)) is True
     assert early.begin(units[1], room.update(1)) is False  # asked for already
@@ -34,18 +34,18 @@ def test_begin_says_when_tasks_must_be_carried_out_anew():
 def test_begin_after_the_only_update_was_made_void_leaves_it_to_those_who_are_called_already():
     room = Room(2)
     room.hold(0, 1)
-    assert room.early.begin(room.units[0], room.update(0)) is True
-    room.early.invalidate(room.units[0])
-    assert room.early.begin(room.units[1], room.update(1)) is False
+    assert room.speculative.begin(room.units[0], room.update(0)) is True
+    room.speculative.invalidate(room.units[0])
+    assert room.speculative.begin(room.units[1], room.update(1)) is False
     assert carried_out(room) == ["u1"]
 
 
-def test_an_early_update_writes_beside_from_a_slot_that_it_borrows():
+def test_an_speculative_update_writes_beside_from_a_slot_that_it_borrows():
     room = Room(num_tiles=3)
     room.hold(0)
     update = UnitUpdate(room.units[0], (Segment(0, 50, "x"), Segment(210, 220, "x")))
-    room.early.begin(room.units[0], update)
-    (task,) = room.early.tasks()
+    room.speculative.begin(room.units[0], update)
+    (task,) = room.speculative.tasks()
     assert task.update is update
     assert [home.tile.start for home in task.tiles] == [0, 200]
     assert task.grads == room.homes[0].grads.address
@@ -60,7 +60,7 @@ def test_an_early_update_writes_beside_from_a_slot_that_it_borrows():
 def test_spilled_gradients_are_updated_from_the_buffer_that_they_came_to():
     room = Room(spilled=[0])
     room.queue(0)
-    (task,) = room.early.tasks()
+    (task,) = room.speculative.tasks()
     assert task.grads == 8192
     carry_out(task)
     assert room.told() == [
@@ -77,7 +77,7 @@ def test_spilled_gradients_that_have_left_their_buffer_are_read():
     room = Room(spilled=[0])
     room.places[0].loan = None
     room.queue(0)
-    (task,) = room.early.tasks()
+    (task,) = room.speculative.tasks()
     assert task.grads is None
     carry_out(task)
     assert room.told() == [
@@ -92,8 +92,8 @@ def test_spilled_gradients_that_have_left_their_buffer_are_read():
 
 def test_no_buffer_is_lent_while_a_step_is_under_way():
     room = Room(spilled=[0])
-    room.early.step_begins()
+    room.speculative.step_begins()
     room.queue(0)
-    (task,) = room.early.tasks()
+    (task,) = room.speculative.tasks()
     assert task.grads is None and task.loan is None
     assert room.told() == [("hold", "u0")]

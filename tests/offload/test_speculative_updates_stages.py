@@ -1,13 +1,13 @@
-"""The stages of an early update: which follows which, and what ends with each way it can end."""
+"""The stages of a speculative update: which follows which, and what ends with each way it can end."""
 
 from __future__ import annotations
 
 from itertools import product
 
 import pytest
-from early_room import PATIENCE_S, Room, Thread, carried_out, carry_out
+from speculative_room import PATIENCE_S, Room, Thread, carried_out, carry_out
 
-from offload.update.early import EarlyUpdate, Stage
+from offload.update.speculative import SpeculativeUpdate, Stage
 
 ALLOWED = {
     (Stage.HELD, Stage.QUEUED),
@@ -26,13 +26,13 @@ ALLOWED = {
 @pytest.mark.parametrize(("before", "after"), list(product(Stage, Stage)), ids=lambda stage: stage.name)
 def test_a_stage_follows_another_only_as_allowed(before: Stage, after: Stage):
     room = Room()
-    early = EarlyUpdate(room.units[0], room.early, is_slot_held=True)
+    early = SpeculativeUpdate(room.units[0], room.speculative, is_slot_held=True)
     early.stage = before
     if (before, after) in ALLOWED:
         early.become(after)
         assert early.stage is after
     else:
-        message = f"the early update of unit u0 cannot be {after.name} after {before.name}"
+        message = f"the speculative update of unit u0 cannot be {after.name} after {before.name}"
         with pytest.raises(RuntimeError, match=message):
             early.become(after)
         assert early.stage is before
@@ -40,17 +40,17 @@ def test_a_stage_follows_another_only_as_allowed(before: Stage, after: Stage):
 
 def by_none(room: Room) -> None:
     room.hold(0)
-    room.early.begin(room.units[0], None)
+    room.speculative.begin(room.units[0], None)
 
 
 def by_void_before(room: Room) -> None:
     room.queue(0)
-    room.early.invalidate(room.units[0])
+    room.speculative.invalidate(room.units[0])
 
 
 def by_void_meanwhile(room: Room) -> None:
     (task,) = room.run(0)
-    training = Thread(lambda: room.early.invalidate(room.units[0]))
+    training = Thread(lambda: room.speculative.invalidate(room.units[0]))
     assert room.failure.somebody_waits.wait(PATIENCE_S)
     carry_out(task)
     training.result()
@@ -58,44 +58,44 @@ def by_void_meanwhile(room: Room) -> None:
 
 def by_void_after(room: Room) -> None:
     room.write(0)
-    room.early.invalidate(room.units[0])
+    room.speculative.invalidate(room.units[0])
 
 
 def by_confirmation(room: Room) -> None:
     room.write(0)
-    room.early.confirm([room.update(0)])
+    room.speculative.confirm([room.update(0)])
 
 
 def by_confirmation_meanwhile(room: Room) -> None:
     (task,) = room.run(0)
-    room.early.confirm([room.update(0)])
+    room.speculative.confirm([room.update(0)])
     carry_out(task)
 
 
 def by_refusal(room: Room) -> None:
     room.write(0)
-    room.early.confirm([room.update(0, "lr 2")])
+    room.speculative.confirm([room.update(0, "lr 2")])
 
 
 def by_refusal_meanwhile(room: Room) -> None:
     (task,) = room.run(0)
-    room.early.confirm([room.update(0, "lr 2")])
+    room.speculative.confirm([room.update(0, "lr 2")])
     carry_out(task)
 
 
 def by_a_step_before(room: Room) -> None:
     room.queue(0)
-    room.early.confirm([room.update(0)])
+    room.speculative.confirm([room.update(0)])
 
 
 def by_dropping_held(room: Room) -> None:
     room.hold(0)
-    room.early.drop_all()
+    room.speculative.drop_all()
 
 
 def by_dropping_queued(room: Room) -> None:
     room.queue(0)
-    room.early.drop_all()
+    room.speculative.drop_all()
 
 
 @pytest.mark.parametrize(
@@ -129,4 +129,4 @@ def test_however_an_update_ends_loans_and_holds_end_with_it_and_the_next_backwar
         )
         carried_out(room)
         assert room.told() == []
-        room.early.drop_all()
+        room.speculative.drop_all()

@@ -1,4 +1,4 @@
-"""The pulse of each rank: who has failed, who is gone, and with which error all of them end.
+"""The heartbeat of each rank: who has failed, who is gone, and with which error all of them end.
 
 Each rank counts in the store that the ranks share, and looks whether the rank after it does. A rank that computes for
 an hour counts on; one that was killed or stopped does not. The first error of any rank is put into the store once, and
@@ -34,7 +34,7 @@ _STORE_IS_GONE = (
 )
 
 
-class Pulse:
+class Heartbeat:
     """A thread that counts, looks, and tells ``failure``. ``timeout_s``: a rank that is silent for so long is gone.
 
     No call of a store has a deadline that holds: whoever waits for other ranks looks whether the thread is stuck.
@@ -55,7 +55,7 @@ class Pulse:
         self._lost_at = 0.0
         self._beat_at = self._checked_at = self._looked_at = time.monotonic()
         failure.when_known(self._wake.set)
-        self._thread = threading.Thread(target=self._run, name="offload-pulse", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="offload-heartbeat", daemon=True)
         self._thread.start()
 
     def check(self) -> None:

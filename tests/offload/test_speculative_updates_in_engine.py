@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from early_updates import LOOPS, OPTIONS, built, drain, norms_of, trained, with_scaler
+from speculative_updates import LOOPS, OPTIONS, built, drain, norms_of, trained, with_scaler
 from tiny import batches, least_budget, loss_of
 
 from offload import NonFiniteGradient, OffloadEngine
 from offload.tiers.home import StoredHome
-from offload.update.ahead import StatesAhead
+from offload.update.state_prefetch import StatePrefetch
 
 
 def nothing(engine: OffloadEngine) -> None:
@@ -47,11 +47,12 @@ def load_states(engine: OffloadEngine) -> None:
 
 
 def run(between, **options) -> tuple[list[float], dict[str, torch.Tensor], int]:
-    """Losses, weights, and how many early updates were begun in four steps with ``between`` before every second one."""
+    """Losses, weights, and how many speculative updates were begun in four steps with ``between`` before every second
+    one."""
     model = built()
     with OffloadEngine(model, **OPTIONS, **options) as engine:
         begun = []
-        early = engine._session._updates.early
+        early = engine._session._updates.speculative
         begin = early.begin
 
         def count(unit, update):
@@ -96,12 +97,12 @@ def test_spilled_gradients_are_updated_from_their_buffers(tmp_path: Path, monkey
         built(), nvme_path=tmp_path, host_memory=least_budget(built(), tmp_path, **OPTIONS), **OPTIONS
     ) as engine:
         worker = engine._session._updates.updater._worker
-        engine._session._updates.early.balance = lambda forward, backward: None  # all units
+        engine._session._updates.speculative.balance = lambda forward, backward: None  # all units
         for tokens, targets in batches(3):
             loss = loss_of(engine(tokens), targets)
             drain(worker)  # while updates of the last step run, compute does not wait for early ones
             engine.backward(loss)
-            drain(worker)  # an early update that has not begun before the step never does
+            drain(worker)  # a speculative update that has not begun before the step never does
             engine.step()
         engine.synchronize()
         stored = [tile.grads for unit in engine._session._tiers.homes for tile in unit.tiles]
@@ -121,7 +122,7 @@ def test_a_gradient_that_is_not_finite_takes_back_what_has_begun(tmp_path: Path)
         weights = {name: p.detach().clone() for name, p in model.named_parameters()}
         states = engine.optimizer.state_dict()["state"]
         begun = []
-        early = engine._session._updates.early
+        early = engine._session._updates.speculative
         begin = early.begin
 
         def count(unit, update):
@@ -148,10 +149,12 @@ def test_a_gradient_that_is_not_finite_takes_back_what_has_begun(tmp_path: Path)
 def test_small_disks_leave_it_out(tmp_path: Path):
     budget = int(1.5 * least_budget(built(), tmp_path, **OPTIONS))
     with OffloadEngine(built(), nvme_path=tmp_path, host_memory=budget, **OPTIONS) as engine:
-        assert engine.plan.early and engine.plan.memory["second places"]["nvme"] == engine.plan.second_place_bytes > 0
+        assert (
+            engine.plan.speculative and engine.plan.memory["spare copies"]["nvme"] == engine.plan.spare_copy_bytes > 0
+        )
         needed = sum(engine.plan.nvme_bytes.values())
     with OffloadEngine(built(), nvme_path=tmp_path, host_memory=budget, nvme_capacity=needed, **OPTIONS) as engine:
-        assert not engine.plan.early
+        assert not engine.plan.speculative
 
 
 # With a factor between backward and step.
@@ -184,8 +187,8 @@ def test_what_is_read_before_the_verdict_of_a_clipped_step_is_what_the_update_ne
     budget = least_budget(built(), tmp_path, **OPTIONS)
     expected_losses, expected, _ = run(between, gradient_clipping=1e-2)
     took = []
-    take = StatesAhead.take
-    monkeypatch.setattr(StatesAhead, "take", lambda ahead, home: took.append(take(ahead, home)) or took[-1])
+    take = StatePrefetch.take
+    monkeypatch.setattr(StatePrefetch, "take", lambda ahead, home: took.append(take(ahead, home)) or took[-1])
     losses, weights, begun = run(between, gradient_clipping=1e-2, nvme_path=tmp_path, host_memory=budget)
     assert begun == 0 and sum(each is not None for each in took) >= 6  # a step's at least
     assert losses == expected_losses

@@ -14,7 +14,7 @@ from offload.tiers.home import StoredHome, Transfer
 from swapper import Lease, OffloadError
 
 
-class StatesAhead:
+class StatePrefetch:
     """States in tile buffers of ``pool``, which the pipeline shares. The update thread reads them and takes them; any
     thread may drop them, which waits for the disk and for no thread."""
 

@@ -1,4 +1,4 @@
-"""Early updates on the update thread, and over weights in host memory that are no fake."""
+"""Speculative updates on the update thread, and over weights in host memory that are no fake."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 
 import pytest
-from early_room import PATIENCE_S, Gradients, Room, Thread, carry_out
+from speculative_room import PATIENCE_S, Gradients, Room, Thread, carry_out
 
 from offload import waiting
 from offload.report.meter import Meter
 from offload.tiers.home import UnitHomes
 from offload.tiers.host_weights import HostWeights, Slot
-from offload.update.ahead import StatesAhead
-from offload.update.early import EarlyUpdate, Stage
+from offload.update.speculative import SpeculativeUpdate, Stage
+from offload.update.state_prefetch import StatePrefetch
 from offload.update.updater import Updater
 from swapper import Lease, StorageIOError
 
@@ -39,7 +39,7 @@ class Weights:
     def read(self, address: int, *, urgent: bool = False) -> Transfer:
         return Transfer()
 
-    def write_beside(self, address: int) -> Transfer:
+    def write_shadow(self, address: int) -> Transfer:
         return Transfer()
 
 
@@ -47,7 +47,7 @@ def with_real_weights(room: Room) -> HostWeights:
     homes = [UnitHomes(Weights(), home.grads, home.tiles) for home in room.homes]
     slots = [Slot(Lease(4096 * index, 4096)) for index in range(1, 4)]
     host = HostWeights(room.units, homes, slots, 4096, room.failure, Meter(), prefetch=False)
-    room.early.host = host
+    room.speculative.host = host
     return host
 
 
@@ -77,7 +77,7 @@ def test_a_gradient_that_comes_to_a_unit_in_use_does_not_wait_for_an_update_that
     room.failure.somebody_waits.clear()
     update = Thread(lambda: carry_out(task))
     assert room.failure.somebody_waits.wait(PATIENCE_S)
-    training = Thread(lambda: room.early.invalidate(room.units[0]))  # another gradient has come
+    training = Thread(lambda: room.speculative.invalidate(room.units[0]))  # another gradient has come
     training.result()
     update.result()
     assert task.stage is Stage.OVER
@@ -94,14 +94,14 @@ class Line:
 
     def __init__(self, room: Room) -> None:
         self.room = room
-        self.ahead = StatesAhead([])
+        self.ahead = StatePrefetch([])
         self.error: BaseException | None = None
         self.num_runs = 0
         self.changed = threading.Condition()
         self.may_go_on = threading.Event()
         self.may_go_on.set()
 
-    def run(self, tasks: Iterable[EarlyUpdate]) -> None:
+    def run(self, tasks: Iterable[SpeculativeUpdate]) -> None:
         with self.changed:
             self.num_runs += 1
             self.changed.notify_all()
@@ -126,7 +126,7 @@ def updaters() -> Iterator[Callable[[Room], tuple[Updater, Line]]]:
 
     def make(room: Room) -> tuple[Updater, Line]:
         line = Line(room)
-        updater = Updater(line, room.early, room.homes, room.host, Gradients(room.places), None, room.failure)
+        updater = Updater(line, room.speculative, room.homes, room.host, Gradients(room.places), None, room.failure)
         made.append(updater)
         return updater, line
 
@@ -135,17 +135,17 @@ def updaters() -> Iterator[Callable[[Room], tuple[Updater, Line]]]:
         updater.stop()
 
 
-def test_a_step_comes_after_the_early_updates_before_it_and_does_what_they_have_not(updaters):
+def test_a_step_comes_after_the_speculative_updates_before_it_and_does_what_they_have_not(updaters):
     room = Room(3, num_tiles=2, spilled=[2])
     updater, line = updaters(room)
     room.hold(0, 1)
     room.told()
     line.may_go_on.clear()
     for index in (0, 1):
-        updater.begin_early(room.units[index], room.update(index))
+        updater.begin_speculative(room.units[index], room.update(index))
     line.wait_for_run(1)  # it stands still
     step = [room.update(0), room.update(1, "lr 2"), room.update(2)]
-    remaining = room.early.confirm(step)
+    remaining = room.speculative.confirm(step)
     assert remaining == step and room.told()
     updater.start(remaining)
     assert room.told() == [("lend buffer", "u2")]  # its gradients lie there still
@@ -167,13 +167,13 @@ def test_a_step_comes_after_the_early_updates_before_it_and_does_what_they_have_
     ]
 
 
-def test_early_updates_are_carried_out_in_one_run_as_long_as_they_come(updaters):
+def test_speculative_updates_are_carried_out_in_one_run_as_long_as_they_come(updaters):
     room = Room(3)
     updater, line = updaters(room)
     room.hold(0, 1, 2)
     line.may_go_on.clear()
     for index in (2, 1, 0):
-        updater.begin_early(room.units[index], room.update(index))
+        updater.begin_speculative(room.units[index], room.update(index))
     line.wait_for_run(1)
     line.may_go_on.set()
     updater.start([])
@@ -182,17 +182,17 @@ def test_early_updates_are_carried_out_in_one_run_as_long_as_they_come(updaters)
     assert line.num_runs == 2
 
 
-def test_an_early_update_that_will_not_come_is_no_work_for_the_update_thread(updaters):
+def test_an_speculative_update_that_will_not_come_is_no_work_for_the_update_thread(updaters):
     room = Room()
     updater, line = updaters(room)
     room.hold(0)
-    updater.begin_early(room.units[0], None)
+    updater.begin_speculative(room.units[0], None)
     updater.start([])
     line.wait_for_run(1)
     assert room.told() == [("hold", "u0"), ("end hold", "u0")]
 
 
-def test_while_a_step_is_under_way_compute_does_not_wait_for_early_updates(updaters):
+def test_while_a_step_is_under_way_compute_does_not_wait_for_speculative_updates(updaters):
     room = Room(2, max_held=0, spilled=[0, 1])
     updater, line = updaters(room)
     line.may_go_on.clear()
@@ -229,6 +229,6 @@ def test_after_stop_nothing_is_carried_out(updaters):
     room.hold(0)
     updater.stop()
     updater.start([room.update(0)])
-    updater.begin_early(room.units[0], room.update(0))
+    updater.begin_speculative(room.units[0], room.update(0))
     assert line.num_runs == 0
     assert room.told() == [("hold", "u0"), ("stop", "the pipeline")]

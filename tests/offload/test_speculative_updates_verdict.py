@@ -1,11 +1,11 @@
-"""What makes an early update void, and what the step does with those that are written."""
+"""What makes a speculative update void, and what the step does with those that are written."""
 
 from __future__ import annotations
 
 import pytest
-from early_room import PATIENCE_S, InHostMemory, Room, Thread, carried_out, carry_out
+from speculative_room import PATIENCE_S, InHostMemory, Room, Thread, carried_out, carry_out
 
-from offload.update.early import Stage
+from offload.update.speculative import Stage
 from offload.update.step import Segment, UnitUpdate
 from swapper import StorageIOError
 
@@ -13,8 +13,8 @@ from swapper import StorageIOError
 def test_an_update_that_is_held_stays_held_when_another_gradient_comes():
     room = Room()
     room.hold(0)
-    room.early.invalidate(room.units[0])
-    assert room.early.is_held(room.units[0])
+    room.speculative.invalidate(room.units[0])
+    assert room.speculative.is_held(room.units[0])
     assert room.told() == [("hold", "u0")]
 
 
@@ -22,11 +22,11 @@ def test_an_update_that_has_not_begun_never_will_once_it_is_void():
     room = Room(3, spilled=[1])
     room.queue(0, 1, 2)
     room.told()
-    room.early.invalidate(room.units[1])
+    room.speculative.invalidate(room.units[1])
     assert sorted(room.told()) == sorted([("end loan", "u1"), ("end hold", "u1"), ("forget beside", "u1")])
     assert carried_out(room) == ["u0", "u2"]
     room.told()
-    assert room.early.confirm([room.update(1)]) == [room.update(1)]
+    assert room.speculative.confirm([room.update(1)]) == [room.update(1)]
     assert not [event for event in room.told() if event[1].startswith("u1")]
 
 
@@ -35,7 +35,7 @@ def test_a_void_update_is_over_when_invalidate_returns_and_flips_nothing():
     (task,) = room.run(0)
     task.weights()
     room.told()
-    training = Thread(lambda: room.early.invalidate(room.units[0]))
+    training = Thread(lambda: room.speculative.invalidate(room.units[0]))
     assert room.failure.somebody_waits.wait(PATIENCE_S)
     assert task.stage is Stage.VOID and not training.is_over()
     task.write(room.homes[0].tiles[0].states, 0)
@@ -43,7 +43,7 @@ def test_a_void_update_is_over_when_invalidate_returns_and_flips_nothing():
     training.result()
     assert task.stage is Stage.OVER
     assert room.told() == [("write beside", "u0.0"), ("give back", "u0")] + 2 * [("forget beside", "u0")]
-    assert room.early.confirm([room.update(0)]) == [room.update(0)]
+    assert room.speculative.confirm([room.update(0)]) == [room.update(0)]
     assert room.told() == []
 
 
@@ -52,8 +52,8 @@ def test_while_one_thread_waits_for_a_void_update_the_other_takes_and_ends_the_n
     (task,) = room.run(0)
     room.gradients(1, 2)
     for index in (1, 2):
-        room.early.begin(room.units[index], room.update(index))
-    training = Thread(lambda: room.early.invalidate(room.units[0]))
+        room.speculative.begin(room.units[index], room.update(index))
+    training = Thread(lambda: room.speculative.invalidate(room.units[0]))
     assert room.failure.somebody_waits.wait(PATIENCE_S)
     assert Thread(lambda: carried_out(room)).result() == ["u1", "u2"]
     assert not training.is_over()
@@ -65,22 +65,22 @@ def test_a_written_update_that_is_void_flips_nothing():
     room = Room()
     (task,) = room.write(0)
     room.told()
-    room.early.invalidate(room.units[0])
+    room.speculative.invalidate(room.units[0])
     assert task.stage is Stage.OVER
-    assert room.early.confirm([room.update(0)]) == [room.update(0)]
+    assert room.speculative.confirm([room.update(0)]) == [room.update(0)]
     assert room.told() == [("forget beside", "u0")]
 
 
-def test_a_unit_without_an_early_update_is_none_of_the_invalidated():
+def test_a_unit_without_an_speculative_update_is_none_of_the_invalidated():
     room = Room()
-    room.early.invalidate(room.units[0])
+    room.speculative.invalidate(room.units[0])
     assert room.told() == []
 
 
 def test_a_failure_ends_the_wait_for_a_void_update():
     room = Room()
     room.run(0)
-    training = Thread(lambda: room.early.invalidate(room.units[0]))
+    training = Thread(lambda: room.speculative.invalidate(room.units[0]))
     assert room.failure.somebody_waits.wait(PATIENCE_S)
     room.failure.record(StorageIOError("the update thread has failed."))
     with pytest.raises(StorageIOError, match="the update thread has failed"):
@@ -94,11 +94,11 @@ def test_written_updates_that_are_what_the_step_does_are_flipped_tile_by_tile_an
     room = Room(2, num_tiles=3)
     room.hold(0, 1)
     segments = (Segment(0, 50, "x"), Segment(210, 220, "x"))  # nothing in the second tile
-    room.early.begin(room.units[0], UnitUpdate(room.units[0], segments))
-    room.early.begin(room.units[1], room.update(1))
+    room.speculative.begin(room.units[0], UnitUpdate(room.units[0], segments))
+    room.speculative.begin(room.units[1], room.update(1))
     carried_out(room)
     room.told()
-    assert room.early.confirm([UnitUpdate(room.units[0], segments), room.update(1)]) == []
+    assert room.speculative.confirm([UnitUpdate(room.units[0], segments), room.update(1)]) == []
     assert room.told() == [
         ("flip tile", "u0.0"),
         ("flip tile", "u0.2"),
@@ -114,12 +114,12 @@ def test_states_resident_in_ram_are_not_flipped():
     room = Room(num_tiles=2)
     room.homes[0].tiles[0].states = InHostMemory(0)
     room.hold(0)
-    room.early.begin(room.units[0], room.update(0))
-    (task,) = room.early.tasks()
+    room.speculative.begin(room.units[0], room.update(0))
+    (task,) = room.speculative.tasks()
     task.weights()
     task.finish()
     room.told()
-    assert room.early.confirm([room.update(0)]) == []
+    assert room.speculative.confirm([room.update(0)]) == []
     assert room.told() == [("flip tile", "u0.1"), ("flip", "u0")]
 
 
@@ -127,7 +127,7 @@ def test_a_running_update_that_the_step_wants_is_flipped_when_it_is_done():
     room = Room(num_tiles=2)
     (task,) = room.run(0)
     room.told()
-    assert room.early.confirm([room.update(0)]) == []
+    assert room.speculative.confirm([room.update(0)]) == []
     assert room.told() == [] and task.stage is Stage.CONFIRMED
     carry_out(task)
     assert task.stage is Stage.OVER
@@ -145,9 +145,9 @@ def test_a_running_update_that_the_step_wants_is_flipped_when_it_is_done():
 def test_a_confirmed_update_is_no_longer_to_be_made_void():
     room = Room()
     (task,) = room.run(0)
-    assert room.early.confirm([room.update(0)]) == []
-    room.early.invalidate(room.units[0])
-    room.early.drop_all()
+    assert room.speculative.confirm([room.update(0)]) == []
+    room.speculative.invalidate(room.units[0])
+    room.speculative.drop_all()
     assert task.stage is Stage.CONFIRMED
     room.told()
     task.finish()
@@ -159,7 +159,7 @@ def test_a_written_update_that_the_step_does_not_want_is_forgotten_and_done_in_i
     (task,) = room.write(0)
     room.told()
     other = room.update(0, "lr 2")
-    assert room.early.confirm([other]) == [other]
+    assert room.speculative.confirm([other]) == [other]
     assert room.told() == [("forget beside", "u0")]
     assert task.stage is Stage.OVER
 
@@ -170,7 +170,7 @@ def test_a_running_update_that_the_step_does_not_want_is_not_waited_for_and_neve
     task.weights()
     room.told()
     other = room.update(0, "lr 2")
-    assert room.early.confirm([other]) == [other]  # and returns, while the update stands still
+    assert room.speculative.confirm([other]) == [other]  # and returns, while the update stands still
     assert task.stage is Stage.VOID
     assert room.told() == []
     task.finish()
@@ -183,7 +183,7 @@ def test_a_void_update_that_has_no_slot_yet_gets_none():
     (task,) = room.run(0)
     room.told()
     other = room.update(0, "lr 2")
-    assert room.early.confirm([other]) == [other]
+    assert room.speculative.confirm([other]) == [other]
     assert task.weights() is None
     task.finish()
     assert task.stage is Stage.OVER
@@ -196,7 +196,7 @@ def test_updates_that_have_not_begun_when_the_step_comes_are_left_to_the_step():
     room.gradients(2)  # held, and no more
     room.told()
     step = [room.update(0), room.update(1, "lr 2"), room.update(2)]
-    assert room.early.confirm(step) == step
+    assert room.speculative.confirm(step) == step
     events = room.told()
     assert sorted(events) == [
         ("end hold", "u0"),
@@ -212,9 +212,9 @@ def test_updates_of_units_that_take_no_part_in_the_step_are_forgotten():
     room = Room(3)
     room.write(0)
     room.gradients(1, 2)
-    room.early.begin(room.units[1], room.update(1))
+    room.speculative.begin(room.units[1], room.update(1))
     room.told()
-    assert room.early.confirm([]) == []
+    assert room.speculative.confirm([]) == []
     assert sorted(room.told()) == [
         ("end hold", "u1"),
         ("end hold", "u2"),
@@ -228,7 +228,7 @@ def test_the_step_that_the_units_take_is_returned_in_order():
     room.write(1, 3)
     step = [room.update(index, "lr 2" if index == 3 else "lr 1") for index in range(5)]
     room.told()
-    assert room.early.confirm(step) == [step[0], step[2], step[3], step[4]]
+    assert room.speculative.confirm(step) == [step[0], step[2], step[3], step[4]]
     assert room.told() == [("flip tile", "u1.0"), ("flip", "u1"), ("forget beside", "u3")]
 
 
@@ -237,10 +237,10 @@ def test_dropping_everything_waits_for_what_runs_and_forgets_the_rest():
     (written,) = room.write(0)
     room.gradients(1, 2, 3)
     for index in (1, 2):
-        room.early.begin(room.units[index], room.update(index))
-    running = next(room.early.tasks())
+        room.speculative.begin(room.units[index], room.update(index))
+    running = next(room.speculative.tasks())
     room.told()
-    training = Thread(room.early.drop_all)
+    training = Thread(room.speculative.drop_all)
     assert room.failure.somebody_waits.wait(PATIENCE_S)
     assert running.stage is Stage.VOID and not training.is_over()
     carry_out(running)
@@ -250,5 +250,5 @@ def test_dropping_everything_waits_for_what_runs_and_forgets_the_rest():
     assert {event for event in events if event[0] in ("flip", "flip tile")} == set()
     assert [event for event in events if event[0] == "end hold"] == [("end hold", "u2"), ("end hold", "u3")]
     assert {name for what, name in events if what == "forget beside"} == {"u0", "u1", "u2"}
-    assert not any(room.early.is_held(unit) for unit in room.units)
+    assert not any(room.speculative.is_held(unit) for unit in room.units)
     assert carried_out(room) == []
