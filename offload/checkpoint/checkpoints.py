@@ -95,7 +95,7 @@ class Checkpoints:
                 tiers.gradients,
                 access.formats,
                 config.gradient_dtype,
-                tiers.host.wait_for_updates,
+                tiers.host.fence.wait_all,
                 failure,
                 ranks,
                 speculative=speculative,
@@ -331,7 +331,7 @@ class Checkpoints:
 
         def take() -> None:
             self._access.changing(self._units)
-            tiers.compute.outdate(self._units)
+            tiers.level.outdate(self._units)
             tiers.host.forget_copies()
             store.rewind()
             loading.take_residents(tiers.records)

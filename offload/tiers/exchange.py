@@ -19,8 +19,8 @@ from offload.ranks.collectives import Kind, Operation, Rounds
 from offload.ranks.links import Links
 from offload.report.meter import Meter
 from offload.tiers.gradients import GradientStore, plain
-from offload.tiers.host_weights import HostWeights
 from offload.tiers.transport import GradientTransport
+from offload.tiers.weights.host import HostLevel
 from offload.units import ParameterSpec, UnitSpec
 from offload.waiting import Failure, Monitor
 from swapper import align
@@ -54,7 +54,7 @@ class GradientExchange:
         units: Sequence[UnitSpec],
         shards: Sequence[UnitSpec],
         store: GradientStore | GradientTransport,
-        host: HostWeights,
+        host: HostLevel,
         buffers: Sequence[Gradients],
         make_buffer: Callable[[int], Gradients],
         landing: torch.Tensor,
@@ -199,7 +199,7 @@ class GradientExchange:
                     self._num_sent -= 1
                     self._free.append(own)
                     self._changed.notify_all()
-            self._host.wait_for_update(shard)  # which reads the gradients of the last step
+            self._host.fence.wait(shard)  # which reads the gradients of the last step
             for spec, total, scale in self._add_up(unit, shard, parts, scales):
                 self._store.take(shard, spec, total, scale)
             self._store.close(shard)

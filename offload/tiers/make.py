@@ -27,18 +27,28 @@ from offload.report.report import Bandwidths
 from offload.report.trace import Trace
 from offload.tiers import bandwidth
 from offload.tiers.bounce import Bounce
-from offload.tiers.compute import Compute, WholeWeights
 from offload.tiers.gradients import GradientStore, UnitGradients, resident_gradients
 from offload.tiers.growth import DeviceHomes
 from offload.tiers.home import Home, HostHome, StoredHome, TileHomes, UnitHomes
-from offload.tiers.host_weights import HostWeights, Slot
-from offload.tiers.make_compute import Base, DeviceMemory, Intake, OnDevice, compute_on_device, compute_on_host
+from offload.tiers.make_compute import (
+    Base,
+    DeviceMemory,
+    Intake,
+    OnDevice,
+    WholeWeights,
+    compute_on_device,
+    compute_on_host,
+)
 from offload.tiers.spill import BufferPool, GradientBuffer, SpilledGradients
 from offload.tiers.squares import Squares
 from offload.tiers.store import EngineStore, RecordExtents, extents_of_records, open_engine_store
+from offload.tiers.weights.host import HostLevel
+from offload.tiers.weights.level import Level
+from offload.tiers.weights.shadow import Slot
 from offload.tiers.whole_squares import WholeSquares
 from offload.tiers.window import POISON, DeviceWindow, HostWindow, Window, window_class
 from offload.units import UnitSpec
+from offload.uses import Uses
 from offload.waiting import Failure
 from swapper import PAGE_BYTES, Arena, DurableStore, Lease, align
 
@@ -59,11 +69,13 @@ class Tiers:
     """Of each unit, in order: views of its window, which the model computes with."""
     slots: Sequence[Slot]
     tile_buffers: Sequence[Lease]
-    host: HostWeights
+    host: HostLevel
     gradients: GradientStore
     intake: Intake
     """Takes gradients as compute makes them."""
-    compute: Compute
+    level: Level
+    """Units where compute uses them."""
+    uses: Uses
     on_device: OnDevice | None
     whole: WholeWeights | None
     """Whole units, where there are several ranks."""
@@ -119,7 +131,7 @@ def make_tiers(
     grad_buffers = [GradientBuffer(arena.lease(plan.grad_buffer_bytes)) for _ in range(plan.staging.num_grad_buffers)]
     tile_buffers = [arena.lease(plan.tile_buffer_bytes) for _ in range(plan.staging.num_tile_buffers)]
     on_host_meter = meter if device is None and ranks.size == 1 else Meter(meter.trace, track="waiting for weights")
-    host = HostWeights(
+    host = HostLevel(
         units,
         homes,
         slots,
@@ -163,7 +175,8 @@ def make_tiers(
         host=host,
         gradients=gradients,
         intake=found.intake,
-        compute=found.compute,
+        level=found.level,
+        uses=found.uses,
         on_device=found.on_device,
         whole=found.whole,
     )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -24,23 +25,33 @@ from offload.report.meter import Meter
 from offload.report.report import LinkRates
 from offload.tiers import bandwidth
 from offload.tiers.bounce import Bounce
-from offload.tiers.compute import Compute, ComputeOnDevice, ComputeOnHost, ComputeOnRanks, WholeWeights
-from offload.tiers.device_weights import DeviceCarrier, DeviceWeights, HostSource, Source
 from offload.tiers.exchange import GradientExchange, Gradients
-from offload.tiers.gathered import GatherCarrier, GatheredWeights, Place
 from offload.tiers.gradients import GradientStore
 from offload.tiers.growth import DeviceHomes, Growth
 from offload.tiers.home import UnitHomes
-from offload.tiers.host_weights import HostWeights, Slot
-from offload.tiers.ranks_source import RanksSource
 from offload.tiers.squares import Squares
 from offload.tiers.transport import GradientTransport
+from offload.tiers.weights.device import DeviceCarrier, DeviceLevel, Source
+from offload.tiers.weights.gather import GatherBuffer, GatherCarrier, GatherLevel
+from offload.tiers.weights.host import HostLevel
+from offload.tiers.weights.host_source import HostSource
+from offload.tiers.weights.level import Level
+from offload.tiers.weights.ranks_source import RanksSource
+from offload.tiers.weights.shadow import Slot
 from offload.tiers.window import DeviceWindow, HostWindow
 from offload.units import UnitSpec
+from offload.uses import DeviceClock, DeviceWindows, HostClock, HostWindows, Uses
 from offload.waiting import Failure
 from swapper import Arena, Lease
 
 Intake: TypeAlias = GradientStore | GradientTransport | GradientExchange
+
+
+class WholeWeights(Protocol):
+    """Whole units, where this rank has shards of them."""
+
+    def borrow(self, unit: UnitSpec, start: int, stop: int) -> AbstractContextManager[int]:
+        """The address, in host memory, of these elements of the unit or of a copy of them, to be read."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +59,7 @@ class OnDevice:
     """The part of the tiers that is there where a device computes."""
 
     device: Device
-    weights: DeviceWeights
+    level: DeviceLevel
     transport: GradientTransport
     growth: Growth
     link: LinkRates | None
@@ -58,7 +69,8 @@ class OnDevice:
 class Computing:
     """What compute asks for weights, and what takes its gradients. ``whole``: units that this rank has shards of."""
 
-    compute: Compute
+    level: Level
+    uses: Uses
     intake: Intake
     on_device: OnDevice | None = None
     whole: WholeWeights | None = None
@@ -73,7 +85,7 @@ class Base:
     config: OffloadConfig
     arena: Arena
     homes: list[UnitHomes]
-    host: HostWeights
+    host: HostLevel
     gradients: GradientStore
     ranks: Ranks
     holds_gradients: Callable[[], bool]
@@ -104,10 +116,10 @@ def compute_on_host(base: Base, windows: Sequence[HostWindow]) -> Computing:
     """The CPU computes."""
     ranks, plan = base.ranks, base.plan.ranks
     if not isinstance(ranks.collectives, Rounds) or plan is None:
-        return Computing(ComputeOnHost(windows, base.host), base.gradients)
-    places = [Place(base.arena.lease(nbytes)) for nbytes in plan.places]
+        return Computing(base.host, _uses_on_host(base, base.host, windows), base.gradients)
+    places = [GatherBuffer(base.arena.lease(nbytes)) for nbytes in plan.places]
     carrier = GatherCarrier(base.whole, ranks.shards, base.host, places, base.config.dtype, ranks.collectives)
-    gathered = GatheredWeights(base.whole, carrier, base.failure, base.meter, prefetch=base.config.prefetch)
+    gathered = GatherLevel(base.whole, carrier, base.failure, base.meter, prefetch=base.config.prefetch)
 
     intake: Intake = base.gradients
     if plan.buffers:
@@ -127,7 +139,11 @@ def compute_on_host(base: Base, windows: Sequence[HostWindow]) -> Computing:
             lambda numel: sums[:numel].zero_(),  # they are brought home before the next ones are made
             ranks.collectives.links,
         )
-    return Computing(ComputeOnRanks(windows, gathered), intake, whole=gathered)
+    return Computing(gathered, _uses_on_host(base, gathered, windows), intake, whole=gathered)
+
+
+def _uses_on_host(base: Base, level: Level, windows: Sequence[HostWindow]) -> Uses:
+    return Uses(base.whole, level, HostWindows(windows), HostClock(), base.meter)
 
 
 def compute_on_device(
@@ -141,7 +157,7 @@ def compute_on_device(
     carrier = DeviceCarrier(
         memory.windows, _source(base, memory, links), device, plan.weights_bytes, plan.least_weights_bytes
     )
-    weights = DeviceWeights(
+    weights = DeviceLevel(
         base.whole,
         lambda unit: ranks.size == 1 and base.homes[unit.index].weights.tensor is not None,
         carrier,
@@ -164,20 +180,22 @@ def compute_on_device(
         base.failure,
         base.meter,
     )
-    arrive = weights.arrive if ranks.size == 1 else weights.drop_copy  # what is gathered has no home of its own
+    arrive = (
+        weights.cache.make_permanent if ranks.size == 1 else weights.cache.drop
+    )  # what is gathered has no home of its own
     growth = Growth(base.homes, memory.homes, base.host, weights, arrive, base.gradients, transport, memory.squares)
     ordinary = [  # those whose memory can be looked at
         [parameter for spec, parameter in zip(unit.parameters, of_unit, strict=True) if spec.packing is None]
         for unit, of_unit in zip(base.whole, parameters, strict=True)
     ]
-    compute = ComputeOnDevice(device, memory.windows, ordinary, weights)
+    uses = Uses(base.whole, weights, DeviceWindows(memory.windows, ordinary), DeviceClock(device), base.meter)
     on_device = OnDevice(device, weights, transport, growth, _measure_link(base, memory, slots))
     intake: Intake = transport
     if links is not None and base.plan.ranks is not None and base.plan.ranks.buffers:
         intake = _exchange_on_device(base, memory, ranks, base.plan.ranks, transport, links)
     base.closers.callback(transport.stop)
     base.closers.callback(weights.close)
-    return Computing(compute, intake, on_device, whole=None if ranks.size == 1 else weights)
+    return Computing(weights, uses, intake, on_device, whole=None if ranks.size == 1 else weights)
 
 
 def _source(base: Base, memory: DeviceMemory, links: DeviceLinks | None) -> Source:
