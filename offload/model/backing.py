@@ -20,7 +20,7 @@ from offload.optim.rule import Rule
 from offload.ranks.ranks import Ranks
 from offload.spooled import Spooled
 from offload.tiers.compute import Compute, WholeWeights
-from offload.tiers.gradients import Gradient, GradientStore
+from offload.tiers.gradients.store import Gradient, GradientStore
 from offload.tiers.home import TileHomes, UnitHomes
 from offload.tiers.host_weights import HostWeights
 from offload.units import ParameterSpec, UnitSpec, WeightInPieces

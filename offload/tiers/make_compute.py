@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -25,21 +24,20 @@ from offload.tiers import bandwidth
 from offload.tiers.bounce import Bounce
 from offload.tiers.compute import Compute, ComputeOnDevice, ComputeOnHost, ComputeOnRanks, WholeWeights
 from offload.tiers.device_weights import DeviceCarrier, DeviceWeights, HostSource, Source
-from offload.tiers.exchange import GradientExchange, Gradients
 from offload.tiers.gathered import GatherCarrier, GatheredWeights, Place
-from offload.tiers.gradients import GradientStore
+from offload.tiers.gradients.exchange import Bucket, ExchangeMemory, GradientExchange
+from offload.tiers.gradients.norms import Squares
+from offload.tiers.gradients.sink import GradientDtypes, GradientSink
+from offload.tiers.gradients.store import GradientStore
+from offload.tiers.gradients.transport import GradientTransport
 from offload.tiers.growth import DeviceHomes, Growth
 from offload.tiers.home import UnitHomes
 from offload.tiers.host_weights import HostWeights, Slot
 from offload.tiers.ranks_source import RanksSource
-from offload.tiers.squares import Squares
-from offload.tiers.transport import GradientTransport
 from offload.tiers.window import DeviceWindow, HostWindow
 from offload.units import UnitSpec
 from offload.waiting import Failure
 from swapper import Arena, Lease
-
-Intake: TypeAlias = GradientStore | GradientTransport | GradientExchange
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class Computing:
     """What compute asks for weights, and what takes its gradients. ``whole``: units that this rank has shards of."""
 
     compute: Compute
-    intake: Intake
+    intake: GradientSink
     on_device: OnDevice | None = None
     whole: WholeWeights | None = None
 
@@ -96,7 +94,7 @@ class DeviceMemory:
     homes: DeviceHomes
     landings: Sequence[Lease]
     bounce: Bounce
-    squares: Squares | None
+    squares: Squares
 
 
 def compute_on_host(base: Base, windows: Sequence[HostWindow]) -> Computing:
@@ -108,24 +106,20 @@ def compute_on_host(base: Base, windows: Sequence[HostWindow]) -> Computing:
     carrier = GatherCarrier(base.whole, ranks.shards, base.host, places, base.config.dtype, ranks.collectives)
     gathered = GatheredWeights(base.whole, carrier, base.failure, base.meter, prefetch=base.config.prefetch)
 
-    intake: Intake = base.gradients
+    intake: GradientSink = base.gradients
     if plan.buffers:
 
-        def over(memory: Lease | aio_ext.Memory) -> Gradients:
-            return Gradients(tensor_at(memory.address, memory.nbytes, torch.uint8), memory)
+        def over(memory: Lease | aio_ext.Memory) -> Bucket:
+            return Bucket(tensor_at(memory.address, memory.nbytes, torch.uint8), memory)
 
-        sums = over(base.arena.lease(plan.sum_bytes)).memory.view(torch.float32)
-        intake = _exchange(
-            base,
-            ranks,
-            plan,
-            base.gradients,
-            [over(base.arena.lease(nbytes)) for nbytes in plan.buffers],
-            lambda nbytes: over(aio_ext.Memory(nbytes)),
-            over(base.arena.lease(plan.landing_bytes)).memory,
-            lambda numel: sums[:numel].zero_(),  # they are brought home before the next ones are made
-            ranks.collectives.links,
+        sums = over(base.arena.lease(plan.sum_bytes)).flat.view(torch.float32)
+        memory = ExchangeMemory(
+            buckets=[over(base.arena.lease(nbytes)) for nbytes in plan.buffers],
+            make_bucket=lambda nbytes: over(aio_ext.Memory(nbytes)),
+            landing=over(base.arena.lease(plan.landing_bytes)).flat,
+            make_sum=lambda numel: sums[:numel].zero_(),  # they are brought home before the next ones are made
         )
+        intake = _exchange(base, ranks, plan, base.gradients, memory, ranks.collectives.links)
     return Computing(ComputeOnRanks(windows, gathered), intake, whole=gathered)
 
 
@@ -152,16 +146,15 @@ def compute_on_device(
     )
     config = base.config
     transport = GradientTransport(
-        base.units,
-        device,
-        base.gradients,
-        memory.landings,
-        config.dtype if ranks is None else torch.float32,
-        config.gradient_dtype,
-        plan.gradients_bytes,
-        memory.squares,
-        base.failure,
-        base.meter,
+        units=base.units,
+        device=device,
+        store=base.gradients,
+        landings=memory.landings,
+        dtypes=GradientDtypes(config.dtype if ranks is None else torch.float32, config.gradient_dtype),
+        max_bytes=plan.gradients_bytes,
+        squares=memory.squares,
+        failure=base.failure,
+        meter=base.meter,
     )
     arrive = weights.arrive if ranks is None else weights.drop_copy  # what is gathered has no home of its own
     growth = Growth(base.homes, memory.homes, base.host, weights, arrive, base.gradients, transport, memory.squares)
@@ -171,7 +164,7 @@ def compute_on_device(
     ]
     compute = ComputeOnDevice(device, memory.windows, ordinary, weights)
     on_device = OnDevice(device, weights, transport, growth, _measure_link(base, memory, slots))
-    intake: Intake = transport
+    intake: GradientSink = transport
     if ranks is not None and links is not None and base.plan.ranks is not None and base.plan.ranks.buffers:
         intake = _exchange_on_device(base, memory, ranks, base.plan.ranks, transport, links)
     base.closers.callback(transport.stop)
@@ -200,43 +193,35 @@ def _source(base: Base, memory: DeviceMemory, links: DeviceLinks | None) -> Sour
 def _exchange_on_device(
     base: Base, memory: DeviceMemory, ranks: Ranks, plan: RanksPlan, transport: GradientTransport, links: Links
 ) -> GradientExchange:
-    def make(nbytes: int) -> Gradients:
+    def make(nbytes: int) -> Bucket:
         window = _window(base, memory, nbytes, torch.uint8)
-        return Gradients(window.target, window)
+        return Bucket(window.target, window)
 
-    buffers = [make(nbytes) for nbytes in plan.buffers]
-    landing = make(plan.landing_bytes).memory
-    zeros = partial(torch.zeros, device=memory.device.torch_device)  # anew: they are on their way home for a while
-    return _exchange(base, ranks, plan, transport, buffers, make, landing, zeros, links)
+    of_exchange = ExchangeMemory(
+        buckets=[make(nbytes) for nbytes in plan.buffers],
+        make_bucket=make,
+        landing=make(plan.landing_bytes).flat,
+        # Anew: they are on their way home for a while.
+        make_sum=partial(torch.zeros, device=memory.device.torch_device),
+    )
+    return _exchange(base, ranks, plan, transport, of_exchange, links)
 
 
 def _exchange(
-    base: Base,
-    ranks: Ranks,
-    plan: RanksPlan,
-    store: GradientStore | GradientTransport,
-    buffers: Sequence[Gradients],
-    make_buffer: Callable[[int], Gradients],
-    landing: torch.Tensor,
-    make_sum: Callable[[int], torch.Tensor],
-    links: Links,
+    base: Base, ranks: Ranks, plan: RanksPlan, sink: GradientSink, memory: ExchangeMemory, links: Links
 ) -> GradientExchange:
     return GradientExchange(
-        base.whole,
-        ranks.shards,
-        store,
-        base.host,
-        buffers,
-        make_buffer,
-        landing,
-        make_sum,
-        base.config.dtype,
-        base.config.gradient_dtype,
-        links,
-        ranks.collectives,
-        base.failure,
-        base.meter,
+        units=base.whole,
+        shards=ranks.shards,
+        sink=sink,
+        host=base.host,
+        memory=memory,
+        dtypes=GradientDtypes(base.config.dtype, base.config.gradient_dtype),
         holds=base.holds_gradients if plan.placement == "states" else lambda: False,
+        links=links,
+        collectives=ranks.collectives,
+        failure=base.failure,
+        meter=base.meter,
     )
 
 

@@ -18,7 +18,8 @@ from offload.memory import tensor_at
 from offload.testing.simulated import SimulatedDevice
 from offload.testing.stream import SimulatedEvent, SimulatedStream
 from offload.tiers.device_weights import DeviceWeights
-from offload.tiers.gradients import GradientStore, HostGradients
+from offload.tiers.gradients.host import HostGradients
+from offload.tiers.gradients.store import GradientStore
 from swapper import PAGE_BYTES, Arena, create_store
 
 
