@@ -109,14 +109,17 @@ def compute_on_host(base: Base, windows: Sequence[HostWindow]) -> Computing:
     intake: GradientSink = base.gradients
     if plan.buffers:
 
-        def over(memory: Lease | aio_ext.Memory) -> Bucket:
-            return Bucket(tensor_at(memory.address, memory.nbytes, torch.uint8), memory)
+        def over(memory: Lease | aio_ext.Memory) -> torch.Tensor:
+            return tensor_at(memory.address, memory.nbytes, torch.uint8)
 
-        sums = over(base.arena.lease(plan.sum_bytes)).flat.view(torch.float32)
+        def bucket(memory: Lease | aio_ext.Memory) -> Bucket:
+            return Bucket(over(memory), memory)
+
+        sums = over(base.arena.lease(plan.sum_bytes)).view(torch.float32)
         memory = ExchangeMemory(
-            buckets=[over(base.arena.lease(nbytes)) for nbytes in plan.buffers],
-            make_bucket=lambda nbytes: over(aio_ext.Memory(nbytes)),
-            landing=over(base.arena.lease(plan.landing_bytes)).flat,
+            buckets=[bucket(base.arena.lease(nbytes)) for nbytes in plan.buffers],
+            make_bucket=lambda nbytes: bucket(aio_ext.Memory(nbytes)),
+            landing=over(base.arena.lease(plan.landing_bytes)),
             make_sum=lambda numel: sums[:numel].zero_(),  # they are brought home before the next ones are made
         )
         intake = _exchange(base, ranks, plan, base.gradients, memory, ranks.collectives.links)
@@ -200,7 +203,7 @@ def _exchange_on_device(
     of_exchange = ExchangeMemory(
         buckets=[make(nbytes) for nbytes in plan.buffers],
         make_bucket=make,
-        landing=make(plan.landing_bytes).flat,
+        landing=_window(base, memory, plan.landing_bytes, torch.uint8).target,
         # Anew: they are on their way home for a while.
         make_sum=partial(torch.zeros, device=memory.device.torch_device),
     )
