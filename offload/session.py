@@ -46,7 +46,6 @@ from offload.report.report import Report
 from offload.report.reporter import Reporter
 from offload.run.watch import Watch
 from offload.spooled import Spooled
-from offload.tiers.exchange import GradientExchange
 from offload.tiers.loading import Loader
 from offload.tiers.make import make_tiers, store_bandwidths
 from offload.tiers.states import States
@@ -374,10 +373,7 @@ class Session:
         self._verdict.check(self._optimizer.param_groups)
         self._warn_of_lost_parameters()
         self._warn_of_used_gradients()
-        if isinstance(self._tiers.intake, GradientExchange):
-            self._tiers.intake.settle(f"step {self.progress.global_step + 1}")
-        else:
-            self._tiers.intake.settle()
+        self._tiers.intake.settle(f"step {self.progress.global_step + 1}")
 
     def _take_step(self, loss_scale: float | None) -> None:
         if loss_scale is not None and loss_scale != 1:

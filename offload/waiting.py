@@ -138,7 +138,7 @@ class Monitor(RLock):  # type: ignore[misc]  # final in the stubs alone
 
     Each owner says beside its monitor what it guards, and its place in the order of locks. The order, outermost first:
     speculative updates (``update.speculative``), weights on a device, weights in host memory (``tiers.cache``),
-    gradients (``tiers.spill``, ``tiers.transport``), ``Failure``. No thread waits for I/O while it holds one."""
+    gradients (``tiers.gradients``), ``Failure``. No thread waits for I/O while it holds one."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__()

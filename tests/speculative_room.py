@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from offload.tiers.gradients import UnitGradients
+from offload.tiers.gradients.unit import UnitGradients
 from offload.tiers.home import TileHomes, UnitHomes
 from offload.tiers.weights.shadow import Slot
 from offload.units import ParameterSpec, Tile, UnitSpec

@@ -19,7 +19,7 @@ from offload.optim.formats import Formats
 from offload.optim.rule import Rule
 from offload.ranks.ranks import Ranks
 from offload.spooled import Spooled
-from offload.tiers.gradients import Gradient, GradientStore
+from offload.tiers.gradients.store import Gradient, GradientStore
 from offload.tiers.home import TileHomes, UnitHomes
 from offload.tiers.make_compute import WholeWeights
 from offload.tiers.weights.host import HostLevel

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -25,12 +25,13 @@ from offload.report.meter import Meter
 from offload.report.report import LinkRates
 from offload.tiers import bandwidth
 from offload.tiers.bounce import Bounce
-from offload.tiers.exchange import GradientExchange, Gradients
-from offload.tiers.gradients import GradientStore
+from offload.tiers.gradients.exchange import Bucket, ExchangeMemory, GradientExchange
+from offload.tiers.gradients.norms import Squares
+from offload.tiers.gradients.sink import GradientDtypes, GradientSink
+from offload.tiers.gradients.store import GradientStore
+from offload.tiers.gradients.transport import GradientTransport
 from offload.tiers.growth import DeviceHomes, Growth
 from offload.tiers.home import UnitHomes
-from offload.tiers.squares import Squares
-from offload.tiers.transport import GradientTransport
 from offload.tiers.weights.device import DeviceCarrier, DeviceLevel, Source
 from offload.tiers.weights.gather import GatherBuffer, GatherCarrier, GatherLevel
 from offload.tiers.weights.host import HostLevel
@@ -43,8 +44,6 @@ from offload.units import UnitSpec
 from offload.uses import DeviceClock, DeviceWindows, HostClock, HostWindows, Uses
 from offload.waiting import Failure
 from swapper import Arena, Lease
-
-Intake: TypeAlias = GradientStore | GradientTransport | GradientExchange
 
 
 class WholeWeights(Protocol):
@@ -71,7 +70,7 @@ class Computing:
 
     level: Level
     uses: Uses
-    intake: Intake
+    intake: GradientSink
     on_device: OnDevice | None = None
     whole: WholeWeights | None = None
 
@@ -109,7 +108,7 @@ class DeviceMemory:
     homes: DeviceHomes
     landings: Sequence[Lease]
     bounce: Bounce
-    squares: Squares | None
+    squares: Squares
 
 
 def compute_on_host(base: Base, windows: Sequence[HostWindow]) -> Computing:
@@ -121,24 +120,23 @@ def compute_on_host(base: Base, windows: Sequence[HostWindow]) -> Computing:
     carrier = GatherCarrier(base.whole, ranks.shards, base.host, places, base.config.dtype, ranks.collectives)
     gathered = GatherLevel(base.whole, carrier, base.failure, base.meter, prefetch=base.config.prefetch)
 
-    intake: Intake = base.gradients
+    intake: GradientSink = base.gradients
     if plan.buffers:
 
-        def over(memory: Lease | aio_ext.Memory) -> Gradients:
-            return Gradients(tensor_at(memory.address, memory.nbytes, torch.uint8), memory)
+        def over(memory: Lease | aio_ext.Memory) -> torch.Tensor:
+            return tensor_at(memory.address, memory.nbytes, torch.uint8)
 
-        sums = over(base.arena.lease(plan.sum_bytes)).memory.view(torch.float32)
-        intake = _exchange(
-            base,
-            ranks,
-            plan,
-            base.gradients,
-            [over(base.arena.lease(nbytes)) for nbytes in plan.buffers],
-            lambda nbytes: over(aio_ext.Memory(nbytes)),
-            over(base.arena.lease(plan.landing_bytes)).memory,
-            lambda numel: sums[:numel].zero_(),  # they are brought home before the next ones are made
-            ranks.collectives.links,
+        def bucket(memory: Lease | aio_ext.Memory) -> Bucket:
+            return Bucket(over(memory), memory)
+
+        sums = over(base.arena.lease(plan.sum_bytes)).view(torch.float32)
+        memory = ExchangeMemory(
+            buckets=[bucket(base.arena.lease(nbytes)) for nbytes in plan.buffers],
+            make_bucket=lambda nbytes: bucket(aio_ext.Memory(nbytes)),
+            landing=over(base.arena.lease(plan.landing_bytes)),
+            make_sum=lambda numel: sums[:numel].zero_(),  # they are brought home before the next ones are made
         )
+        intake = _exchange(base, ranks, plan, base.gradients, memory, ranks.collectives.links)
     return Computing(gathered, _uses_on_host(base, gathered, windows), intake, whole=gathered)
 
 
@@ -169,16 +167,15 @@ def compute_on_device(
     )
     config = base.config
     transport = GradientTransport(
-        base.units,
-        device,
-        base.gradients,
-        memory.landings,
-        config.dtype if ranks.size == 1 else torch.float32,
-        config.gradient_dtype,
-        plan.gradients_bytes,
-        memory.squares,
-        base.failure,
-        base.meter,
+        units=base.units,
+        device=device,
+        store=base.gradients,
+        landings=memory.landings,
+        dtypes=GradientDtypes(config.dtype if ranks.size == 1 else torch.float32, config.gradient_dtype),
+        max_bytes=plan.gradients_bytes,
+        squares=memory.squares,
+        failure=base.failure,
+        meter=base.meter,
     )
     arrive = (
         weights.cache.make_permanent if ranks.size == 1 else weights.cache.drop
@@ -190,7 +187,7 @@ def compute_on_device(
     ]
     uses = Uses(base.whole, weights, DeviceWindows(memory.windows, ordinary), DeviceClock(device), base.meter)
     on_device = OnDevice(device, weights, transport, growth, _measure_link(base, memory, slots))
-    intake: Intake = transport
+    intake: GradientSink = transport
     if links is not None and base.plan.ranks is not None and base.plan.ranks.buffers:
         intake = _exchange_on_device(base, memory, ranks, base.plan.ranks, transport, links)
     base.closers.callback(transport.stop)
@@ -219,44 +216,36 @@ def _source(base: Base, memory: DeviceMemory, links: DeviceLinks | None) -> Sour
 def _exchange_on_device(
     base: Base, memory: DeviceMemory, ranks: Ranks, plan: RanksPlan, transport: GradientTransport, links: Links
 ) -> GradientExchange:
-    def make(nbytes: int) -> Gradients:
+    def make(nbytes: int) -> Bucket:
         window = _window(base, memory, nbytes, torch.uint8)
-        return Gradients(window.target, window)
+        return Bucket(window.target, window)
 
-    buffers = [make(nbytes) for nbytes in plan.buffers]
-    landing = make(plan.landing_bytes).memory
-    zeros = partial(torch.zeros, device=memory.device.torch_device)  # anew: they are on their way home for a while
-    return _exchange(base, ranks, plan, transport, buffers, make, landing, zeros, links)
+    of_exchange = ExchangeMemory(
+        buckets=[make(nbytes) for nbytes in plan.buffers],
+        make_bucket=make,
+        landing=_window(base, memory, plan.landing_bytes, torch.uint8).target,
+        # Anew: they are on their way home for a while.
+        make_sum=partial(torch.zeros, device=memory.device.torch_device),
+    )
+    return _exchange(base, ranks, plan, transport, of_exchange, links)
 
 
 def _exchange(
-    base: Base,
-    ranks: Ranks,
-    plan: RanksPlan,
-    store: GradientStore | GradientTransport,
-    buffers: Sequence[Gradients],
-    make_buffer: Callable[[int], Gradients],
-    landing: torch.Tensor,
-    make_sum: Callable[[int], torch.Tensor],
-    links: Links,
+    base: Base, ranks: Ranks, plan: RanksPlan, sink: GradientSink, memory: ExchangeMemory, links: Links
 ) -> GradientExchange:
     assert isinstance(ranks.collectives, Rounds)
     return GradientExchange(
-        base.whole,
-        ranks.shards,
-        store,
-        base.host,
-        buffers,
-        make_buffer,
-        landing,
-        make_sum,
-        base.config.dtype,
-        base.config.gradient_dtype,
-        links,
-        ranks.collectives,
-        base.failure,
-        base.meter,
+        units=base.whole,
+        shards=ranks.shards,
+        sink=sink,
+        fence=base.host.fence,
+        memory=memory,
+        dtypes=GradientDtypes(base.config.dtype, base.config.gradient_dtype),
         holds=base.holds_gradients if plan.placement == "states" else lambda: False,
+        links=links,
+        collectives=ranks.collectives,
+        failure=base.failure,
+        meter=base.meter,
     )
 
 

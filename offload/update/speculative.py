@@ -29,7 +29,8 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 
 from offload.plan.device import GOLDEN
-from offload.tiers.gradients import GradientStore, Loan
+from offload.tiers.gradients.store import GradientStore
+from offload.tiers.gradients.unit import Loan
 from offload.tiers.home import StoredHome, TileHomes, Transfer, UnitHomes
 from offload.tiers.weights.shadow import ShadowSlots, Slot
 from offload.units import UnitSpec

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from offload.tiers.gradients import GradientStore, Loan, UnitGradients
+from offload.tiers.gradients.store import GradientStore
+from offload.tiers.gradients.unit import Loan, UnitGradients
 from offload.tiers.home import StoredHome, TileHomes, Transfer, UnitHomes
 from offload.tiers.weights.host import HostLevel
 from offload.units import UnitSpec

@@ -17,7 +17,8 @@ from offload.errors import DeviceMemoryError
 from offload.memory import tensor_at
 from offload.testing.simulated import SimulatedDevice
 from offload.testing.stream import SimulatedEvent, SimulatedStream
-from offload.tiers.gradients import GradientStore, HostGradients
+from offload.tiers.gradients.host import HostGradients
+from offload.tiers.gradients.store import GradientStore
 from offload.tiers.weights.cache import WeightCache
 from swapper import PAGE_BYTES, Arena, create_store
 
