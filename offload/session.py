@@ -42,7 +42,7 @@ from offload.progress import Progress
 from offload.ranks.ranks import Ranks
 from offload.ranks.world import Peers, World, release_groups
 from offload.report.meter import Meter
-from offload.report.report import Report
+from offload.report.report import LinkRates, Report
 from offload.report.reporter import Reporter
 from offload.report.trace import Span
 from offload.run.watch import Watch
@@ -559,7 +559,7 @@ class Session:
             self._received_bytes,
             self._tiers.compute.busy_seconds,
             self.bandwidths,
-            link,
+            link or LinkRates(),
         )
 
     def _build_tiers(self, choice: OptimizerChoice | None, closers: Closers) -> None:

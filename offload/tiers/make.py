@@ -96,7 +96,7 @@ def make_tiers(
     opened = open_engine_store(config, plan, sharers, ranks)
     store = opened.store if opened is not None else None
     landing_bytes = [plan.compute_bytes // NUM_LANDINGS] * NUM_LANDINGS if device is not None else []
-    arena = Arena(plan.arena_bytes + sum(landing_bytes) + (0 if plan.ranks is None else plan.ranks.arena_bytes))
+    arena = Arena(plan.arena_bytes + sum(landing_bytes) + plan.ranks.arena_bytes)
     closers.callback(arena.close if ranks is None else partial(ranks.close_memory, arena))
     if device is not None:
         fault_in(arena.address, arena.nbytes, torch.get_num_threads())  # to pin it, the kernel would use one

@@ -156,7 +156,7 @@ def test_the_mixed_envelope_adds_up_for_a_half_duplex_disk_and_overlaps_for_a_fu
 
 def test_the_printed_plan_counts_second_places_and_all_of_each_tier():
     units = find_units(Tiny())
-    plan = replace(plan_for(units, FP32, 4 << 20, 1 << 40, speculative=True), places=2, speculative=True)
+    plan = replace(plan_for(units, FP32, 4 << 20, 1 << 40, speculative=True), record_copies=2, speculative=True)
     rows = {line.split("  ")[0]: line.split() for line in str(plan).splitlines()}
     second = plan.spare_copy_bytes / (1 << 20)
     assert rows["spare copies"][-1] == f"{second:,.1f}"
