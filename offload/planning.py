@@ -117,7 +117,7 @@ def plan_for(
     units: Sequence[UnitSpec],
     choice: OptimizerChoice | None,
     device: Device | None,
-    world: World | None,
+    world: World,
     shards: Sequence[UnitSpec],
 ) -> Plan:
     """The plan for these units on this machine: for a rank's ``shards`` of them.
@@ -126,12 +126,10 @@ def plan_for(
     memory: a wrong path is not kept until the day that it is needed.
     """
     check_paths(config.paths)
-    alone = 1 if config.mesh is None else processes_here()  # a mesh of one rank: others train other parts of a model
-    room = _room(config, units, device, alone if world is None else world.local_size)
-    if world is None:
+    room = _room(config, units, device, world.local_size)
+    if world.size == 1:
         return plan_within(config, units, choice, room, ONE_RANK)
-    placements = PLACEMENTS if config.shard == "auto" else (config.shard,)
-    for placement in placements:
+    for placement in PLACEMENTS if config.shard == "auto" else (config.shard,):
         ranks = plan_ranks(units, Formats.of(config), placement, world.shards.size, device=room.compute.computes)
         plan, error = None, None
         try:
@@ -142,10 +140,10 @@ def plan_for(
         told = None
         if error is not None:
             told = str(error.args[0]), getattr(error, "needed_bytes", 0), getattr(error, "of_device", False)
-        of_ranks = world.exchange((fits, told))  # all of them take the same placement, or raise
+        of_ranks = world.all_gather_object((fits, told))  # all of them take the same placement, or raise
         if all(fits for fits, _ in of_ranks):
             break
-        if placement == placements[-1]:
+        if placement in (config.shard, PLACEMENTS[-1]):
             _raise_first(error, [told for _, told in of_ranks], world)
     assert plan is not None
     return plan

@@ -200,7 +200,7 @@ def _update_rate(meet: Callable[[], object]) -> float:
     coefficients = kernels.AdamCoef(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=1)
 
     def sweep() -> None:
-        kernels.adam(
+        kernels.update(
             coefficients, _SWEPT, grad=grad.data_ptr(), grad_dtype=kernels.Dtype.F32, weight=master.data_ptr(),
             weight_dtype=kernels.Dtype.F32, moments_dtype=kernels.Dtype.F32, exp_avg=first.data_ptr(),
             exp_avg_sq=second.data_ptr(),
