@@ -20,7 +20,7 @@ from offload.memory import available_bytes
 from offload.optim.choose import OptimizerChoice
 from offload.optim.formats import DEFAULT_TILE_BYTES, Formats
 from offload.plan.buffers import NUM_LANDINGS, device_tile_bytes
-from offload.plan.device import AUTO_RESIDENT_SHARE, ON_HOST, DevicePlan, plan_device
+from offload.plan.device import AUTO_RESIDENT_SHARE, ON_HOST, DeviceNeeds, DevicePlan, plan_device
 from offload.plan.placement import make_plan
 from offload.plan.plan import Plan, Tier, UnitPlan
 from offload.plan.ranks import ONE_RANK, PLACEMENTS, RanksPlan, plan_ranks
@@ -83,14 +83,13 @@ class DeviceRoom:
             tile_bytes = DEFAULT_TILE_BYTES if config.tile_bytes == "auto" else int(config.tile_bytes)
             updates = [device_tile_bytes(choice.rule.tiles_of(unit, tile_bytes), Formats.of(config)) for unit in units]
         given = None if config.device_memory == "auto" else int(config.device_memory)
-        make = partial(
-            plan_device, units, Formats.of(config), states, updates, given, self.free_bytes, unsupported_reason
-        )
+        needs = DeviceNeeds(units, Formats.of(config), states, updates, unsupported_reason, ranks)
         with contextlib.suppress(BudgetError):
-            roomy = make(ranks)
+            roomy = plan_device(needs, given, self.free_bytes)
             if roomy.weights_bytes >= sum(ranks.places):  # else room for weights that come ahead is worth more
                 return roomy, ranks
-        return make(ranks.tight()), ranks.tight()
+        tight = ranks.tight()
+        return plan_device(dataclasses.replace(needs, ranks=tight), given, self.free_bytes), tight
 
     def compute_host_bytes(self, config: OffloadConfig, units: Sequence[UnitSpec], ranks: RanksPlan) -> int:
         """Host memory that gradients land in: as autograd has made them, or, where ranks have added theirs up, in
@@ -225,7 +224,7 @@ def _room(config: OffloadConfig, units: Sequence[UnitSpec], device: Device | Non
     host, nvme = config.host_memory, config.nvme_capacity
     host_bytes = (int(available_bytes() * AUTO_SHARE) if host == "auto" else int(host)) // num_local
     nvme_bytes = (1 << 62 if nvme == "auto" else int(nvme) // num_local) if config.paths else 0
-    spare_bytes = _free_bytes(config.paths) * AUTO_SHARE / num_local if nvme == "auto" else nvme_bytes
+    spare_bytes = free_bytes_of(config.paths) * AUTO_SHARE / num_local if nvme == "auto" else nvme_bytes
     if config.durable and nvme == "auto":  # what an earlier run has there is gone on from in its place
         spare_bytes += sum(map(run_bytes, config.paths))
     if device is None:
@@ -308,11 +307,11 @@ def store_bytes(plan: Plan, config: OffloadConfig, *, speculative: bool) -> int:
     return needed
 
 
-def _free_bytes(paths: Sequence[Path]) -> float:
+def free_bytes_of(paths: Sequence[Path]) -> int:
     """The bytes that are free on the paths; one file system is counted once."""
     free = {}
     for path in paths:
         with contextlib.suppress(OSError):  # the store refuses the path, and says why
             found = os.statvfs(path)
             free[path.stat().st_dev] = found.f_bavail * found.f_frsize
-    return float(sum(free.values()))
+    return sum(free.values())

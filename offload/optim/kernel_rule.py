@@ -16,7 +16,7 @@ from offload.errors import ConfigError
 from offload.memory import tensor_at
 from offload.optim.formats import Formats
 from offload.optim.moments import copy_moments, is_in_codes, num_blocks, scale_name
-from offload.optim.rule import Group, TilePart
+from offload.optim.rule import Group, TileBytes, TilePart
 from offload.units import GRAIN, ParameterSpec, Tile, UnitSpec
 
 _SCALE_BYTES = 4
@@ -142,36 +142,25 @@ class KernelRule:
         """Why ``apply`` cannot run on a device, if it cannot."""
         return "8-bit moments are updated on the CPU" if self._dtype is kernels.Dtype.INT8 else None
 
-    def apply(
-        self,
-        frozen: Hashable,
-        tile: Tile,
-        address: int,
-        start: int,
-        stop: int,
-        *,
-        weight: int,
-        grad: int,
-        native: kernels.Native,
-    ) -> None:
+    def apply(self, frozen: Hashable, tile: Tile, start: int, stop: int, at: TileBytes, native: kernels.Native) -> None:
         into = start - tile.start
         arrays: dict[str, int] = {}
         assert isinstance(frozen, kernels.Coef)
         for name in frozen.states:
-            state = address + self._offset(tile, name)
+            state = at.states + self._offset(tile, name)
             arrays[name] = state + into * self._dtype.itemsize
             if self._dtype is kernels.Dtype.INT8:
                 scales = state + tile.numel * self._dtype.itemsize
                 arrays[f"{name}_scale"] = scales + into // kernels.CODE_BLOCK * _SCALE_BYTES
         if self._formats.master:
             kind = "rest" if self._weight_dtype is kernels.Dtype.BF16 else "master"
-            arrays[kind] = address + self.master_offset(tile, start)
+            arrays[kind] = at.states + self.master_offset(tile, start)
         kernels.update(
             frozen,
             stop - start,
-            grad=grad,
+            grad=at.grads,
             grad_dtype=self._grad_dtype,
-            weight=weight,
+            weight=at.weights,
             weight_dtype=self._weight_dtype,
             moments_dtype=self._dtype,
             native=native,

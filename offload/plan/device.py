@@ -89,11 +89,11 @@ ON_HOST = DevicePlan(unsupported_reason="the CPU computes")
 
 
 @dataclass(frozen=True)
-class _Needs:
+class DeviceNeeds:
     """What units take of a device's memory. ``states`` are each unit's optimizer states and masters, in bytes.
 
-    ``updates`` is what each takes for its update, if it is not resident; ``unsupported_reason`` is what hinders kernels
-    there. Where there are several ``ranks`` the units are shards."""
+    ``updates`` is what each takes for its update, if it is not resident; they take turns. ``unsupported_reason`` is
+    what hinders kernels there, so that none may be resident. Where there are several ``ranks`` the units are shards."""
 
     units: Sequence[UnitSpec]
     formats: Formats
@@ -155,29 +155,19 @@ class _Needs:
         return least, min(least + 2 * largest, max(everything, least)), gradients, everything
 
 
-def plan_device(
-    units: Sequence[UnitSpec],
-    formats: Formats,
-    states: Sequence[int],
-    updates: Sequence[int],
-    device_bytes: int | None,
-    free_bytes: int,
-    unsupported_reason: str | None,
-    ranks: RanksPlan,
-) -> DevicePlan:
+def plan_device(needs: DeviceNeeds, device_bytes: int | None, free_bytes: int) -> DevicePlan:
     """Divide ``device_bytes``, or with None ("auto") what of ``free_bytes`` is safe to take before the first step.
 
     Compute holds the unit at work and those around it; one or two more arrive meanwhile. The gradients of one unit are
     on their way while the next ones are made. Where there is more, units rest there with all that belongs to them, as
     many as fit beside that: those first whose bytes save most traffic, and among equals spread evenly, so that the link
-    has always something to do. What is left then keeps copies of weights. ``unsupported_reason`` says why no unit may.
-    What ``updates`` of the other units take (for each; they take turns) comes before residents, if there is room. Of
-    several ``ranks`` the units are a rank's shards, and compute takes the whole units that they are gathered to.
+    has always something to do. What is left then keeps copies of weights. Buffers for updates of the other
+    units come before residents, if there is room. Of several ranks the units are a rank's shards, and compute takes the
+    whole units that they are gathered to.
 
     Raises ``BudgetError``, naming the least that works.
     """
-    needs = _Needs(units, formats, states, updates, unsupported_reason, ranks)
-    between = ranks.device_bytes
+    units, unsupported_reason, between = needs.units, needs.unsupported_reason, needs.ranks.device_bytes
 
     def plan(resident: Collection[int], spare_bytes: int | None) -> DevicePlan:
         least, comfortable, gradients, everything = needs.staged(resident)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from offload.optim.formats import Formats
-from offload.plan.device import MARGIN, ON_HOST, DevicePlan, plan_device
+from offload.plan.device import MARGIN, ON_HOST, DeviceNeeds, DevicePlan, plan_device
 from offload.plan.ranks import ONE_RANK, RanksPlan
 from offload.report.report import Bandwidths
 from offload.units import Tile, UnitSpec
@@ -37,12 +37,21 @@ class Drives:
 
 @dataclass(frozen=True)
 class Staging:
-    """How many buffers of each kind the records on NVMe pass through, and how large a tile is."""
+    """How many buffers of each kind the records on NVMe pass through, how large they are, and how large a tile is."""
 
     num_slots: int
     num_grad_buffers: int
     num_tile_buffers: int
     tile_bytes: int
+    slot_bytes: int = 0
+    grad_buffer_bytes: int = 0
+    tile_buffer_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of them."""
+        slots, grads = self.num_slots * self.slot_bytes, self.num_grad_buffers * self.grad_buffer_bytes
+        return slots + grads + self.num_tile_buffers * self.tile_buffer_bytes
 
 
 @dataclass(frozen=True)
@@ -59,11 +68,6 @@ class UnitPlan:
         """Weights and all states rest on NVMe: nothing that an update writes is resident."""
         return bool(self.tiles) and all(tier is Tier.NVME for tier in (self.weights, *(t for _, t in self.tiles)))
 
-    @property
-    def passes_through(self) -> bool:
-        """Some of it rests on NVMe."""
-        return Tier.NVME in (self.weights, self.grads, *(tier for _, tier in self.tiles))
-
     def on_device(self) -> UnitPlan:
         """The same unit and tiles, resident on a device."""
         return UnitPlan(self.unit, Tier.DEVICE, Tier.DEVICE, tuple((tile, Tier.DEVICE) for tile, _ in self.tiles))
@@ -77,9 +81,6 @@ class Plan:
     formats: Formats
     staging: Staging
     host_budget_bytes: int
-    slot_bytes: int
-    grad_buffer_bytes: int
-    tile_buffer_bytes: int
     compute_bytes: int
     """What compute takes beside: the gradient that autograd has just made, copies of the weights in use where torch
     cannot use them where they are; or buffers that gradients come to from a device."""
@@ -136,19 +137,9 @@ class Plan:
         return sum(spec.shape.numel() for item in self.units for spec in item.unit.parameters)
 
     @property
-    def staging_bytes(self) -> int:
-        """Host memory of the buffers that the records on NVMe pass through."""
-        staging = self.staging
-        return (
-            staging.num_slots * self.slot_bytes
-            + staging.num_grad_buffers * self.grad_buffer_bytes
-            + staging.num_tile_buffers * self.tile_buffer_bytes
-        )
-
-    @property
     def arena_bytes(self) -> int:
         """What is resident in host memory, and staging."""
-        return sum(self.resident_bytes.values()) + self.staging_bytes + self.vacant_bytes.get(Tier.HOST, 0)
+        return sum(self.resident_bytes.values()) + self.staging.nbytes + self.vacant_bytes.get(Tier.HOST, 0)
 
     @property
     def host_bytes(self) -> int:
@@ -168,7 +159,7 @@ class Plan:
             **kinds,
             "staging": {
                 "device": self.device.passing_bytes,
-                "host": self.staging_bytes + self.compute_bytes,
+                "host": self.staging.nbytes + self.compute_bytes,
                 "nvme": 0,
             },
             "spare copies": {"host": 0, "nvme": self.spare_copy_bytes * (self.record_copies - 1)},
@@ -188,16 +179,15 @@ class Plan:
         """The device's part, with what a step has left free: units move there, and copies have the rest."""
         if not self.device.computes:
             raise ValueError("the CPU computes: there is no device whose part could grow")
-        grown = plan_device(
+        needs = DeviceNeeds(
             [item.unit for item in self.units],
             self.formats,
             [sum(tile.nbytes for tile, _ in item.tiles) for item in self.units],
             [self.device.updates_bytes] * len(self.units),
-            self.device.total_bytes + max(int(free_bytes * MARGIN), 0),
-            0,
             self.device.unsupported_reason,
             self.ranks,
         )
+        grown = plan_device(needs, self.device.total_bytes + max(int(free_bytes * MARGIN), 0), 0)
         return replace(grown, updates_bytes=self.device.updates_bytes)  # which stay where they are
 
     def with_device(self, device: DevicePlan) -> Plan:
@@ -270,9 +260,9 @@ def _staging(plan: Plan) -> str:
     """The buffers that there are."""
     staging = plan.staging
     counts = {
-        f"weight slots of {_size(plan.slot_bytes)}": staging.num_slots,
-        f"gradient buffers of {_size(plan.grad_buffer_bytes)}": staging.num_grad_buffers,
-        f"tile buffers of {_size(plan.tile_buffer_bytes)}": staging.num_tile_buffers,
+        f"weight slots of {_size(staging.slot_bytes)}": staging.num_slots,
+        f"gradient buffers of {_size(staging.grad_buffer_bytes)}": staging.num_grad_buffers,
+        f"tile buffers of {_size(staging.tile_buffer_bytes)}": staging.num_tile_buffers,
     }
     parts = [f"{count} {name}" for name, count in counts.items() if count]
     ranks = plan.ranks

@@ -115,15 +115,17 @@ def make_tiers(
         )
         closers.callback(homes_on_device.close)
     homes = _make_homes(plan, arena, store, homes_on_device, meter.trace)
-    slots = [Slot(arena.lease(plan.slot_bytes)) for _ in range(plan.staging.num_slots)]
-    grad_buffers = [GradientBuffer(arena.lease(plan.grad_buffer_bytes)) for _ in range(plan.staging.num_grad_buffers)]
-    tile_buffers = [arena.lease(plan.tile_buffer_bytes) for _ in range(plan.staging.num_tile_buffers)]
+    slots = [Slot(arena.lease(plan.staging.slot_bytes)) for _ in range(plan.staging.num_slots)]
+    grad_buffers = [
+        GradientBuffer(arena.lease(plan.staging.grad_buffer_bytes)) for _ in range(plan.staging.num_grad_buffers)
+    ]
+    tile_buffers = [arena.lease(plan.staging.tile_buffer_bytes) for _ in range(plan.staging.num_tile_buffers)]
     on_host_meter = meter if device is None and ranks.size == 1 else Meter(meter.trace, track="waiting for weights")
     host = HostWeights(
         units,
         homes,
         slots,
-        plan.slot_bytes,
+        plan.staging.slot_bytes,
         failure,
         on_host_meter,
         prefetch=config.prefetch,

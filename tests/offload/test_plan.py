@@ -110,7 +110,7 @@ def test_a_unit_that_would_make_every_buffer_as_large_as_itself_stays_resident()
     plan = plan_for(units, FP32, caught.value.needed_bytes, 1 << 40)
     homes = {item.unit.name: item.weights for item in plan.units}
     assert homes == {"0": Tier.HOST, **{f"{index}": Tier.NVME for index in range(1, 21)}}
-    assert plan.slot_bytes < units[0].numel * FP32.weights
+    assert plan.staging.slot_bytes < units[0].numel * FP32.weights
 
 
 def test_the_least_budget_of_a_small_model_is_what_it_takes_itself():
