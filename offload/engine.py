@@ -30,7 +30,7 @@ from offload.optimizer import OffloadOptimizer
 from offload.plan.plan import Plan
 from offload.planning import check_backend, check_paths, open_device, plan_for
 from offload.ranks.machine import bind, share
-from offload.ranks.world import World, find_peers, find_world, local_index, processes_here
+from offload.ranks.world import World, find_peers, find_world, local_index
 from offload.report.report import Bandwidths, Report
 from offload.run.about import about, fingerprint
 from offload.run.directory import RunDirectory
@@ -104,35 +104,29 @@ class OffloadEngine:
         try:
             return self._make_in(world, model)
         except BaseException as error:
-            if world is not None:
-                world.leave(error)
+            world.leave(error)
             raise
 
-    def _make_in(self, world: World | None, model: nn.Module) -> Session:
-        config = self.config
-        sharers = 1 if config.mesh is None else processes_here()
-        device = open_device(config.device, local_index(world))
-        if world is not None:
-            config, sharers = _of_rank(config, world, device)
-        num_ranks = 1 if world is None else world.size
+    def _make_in(self, world: World, model: nn.Module) -> Session:
+        device = open_device(self.config.device, local_index(world))
+        config, sharers = _of_rank(self.config, world, device)
         in_pieces, dtype = has_kernel(self.config.optimizer), self.config.dtype
-        units = find_units(model, in_pieces=in_pieces, dtype=dtype, num_ranks=num_ranks)
+        units = find_units(model, in_pieces=in_pieces, dtype=dtype, num_ranks=world.size)
         if not units:
             raise ConfigError("the model has no floating-point parameters: there is nothing to offload")
         if self.config.optimizer is not None and not any(p.requires_grad for p in model.parameters()):
             warn("no parameter of the model requires grad: the engine will train nothing (optimizer=None says that)")
-        if world is not None:
-            _refuse_for_ranks(units, self.config, world, device)
+        _refuse_for_ranks(units, self.config, world, device)
         distributions = [spec.distribution for unit in units for spec in unit.parameters if spec.distribution]
         if distributions:
             _refuse_for_parts(distributions, self.config, world)
-        parts = find_peers(distributions[0].members) if distributions else None
-        shards = units if world is None else [shard_unit(unit, world.shards.own, world.shards.size) for unit in units]
+        parts = find_peers(distributions[0].members if distributions else ())
+        shards = units if world.size == 1 else [shard_unit(unit, world.shards.own, world.shards.size) for unit in units]
         choice = choose(self.config, shards)
         _refuse_quantised_elsewhere(units, self.config, torch.device("cpu") if device is None else device.torch_device)
         self._inputs = Inputs(device, self.config.dtype)
         plan = plan_for(config, units, choice, device, world, shards)
-        path = self.config.run_path if world is None or world.rank == 0 else None
+        path = self.config.run_path if world.rank == 0 else None
         run = None if path is None else RunDirectory(path, fingerprint(plan))
         try:
             with contextlib.closing(Birth(model, self.config.weights_path)) as birth:
@@ -442,9 +436,11 @@ def _refuse_quantised_elsewhere(units: Sequence[UnitSpec], config: OffloadConfig
 
 def _of_rank(config: OffloadConfig, world: World, device: Device | None) -> tuple[OffloadConfig, int]:
     """The options of one rank, which has its part of the machine, and how many ranks share its drives."""
+    if world.size == 1:
+        return config, world.local_size
     check_paths(config.paths)
     where = None if device is None else device.torch_device
-    nodes = world.exchange(bind(world.local_rank, len(world.local_ranks), where))
+    nodes = world.all_gather_object(bind(world.local_rank, len(world.local_ranks), where))
     own = share(config, world.local_rank, [nodes[rank] for rank in world.local_ranks])
     config = own.config
     if config.durable:  # a store that stays has a name
@@ -457,8 +453,10 @@ def _of_rank(config: OffloadConfig, world: World, device: Device | None) -> tupl
 
 def _refuse_for_ranks(units: Sequence[UnitSpec], config: OffloadConfig, world: World, device: Device | None) -> None:
     """Raise ``ConfigError`` for what several ranks cannot do, and on all of them if their models differ."""
+    if world.size == 1:
+        return
     own = [f"{spec.name} {tuple(spec.shape)}" for unit in units for spec in unit.parameters if spec.numel]
-    of_ranks = world.exchange(own)
+    of_ranks = world.all_gather_object(own)
     for rank, others in zip(world.members, of_ranks, strict=True):
         if others != of_ranks[0]:
             first, other = next(pair for pair in zip_longest(of_ranks[0], others) if pair[0] != pair[1])
@@ -480,7 +478,7 @@ def _refuse_for_ranks(units: Sequence[UnitSpec], config: OffloadConfig, world: W
 
 def _refuse_devices(world: World, own: str | None) -> None:
     """Raise ``ConfigError`` on all ranks if they compute on different kinds of devices, or two on the same one."""
-    identities = world.exchange(own)
+    identities = world.all_gather_object(own)
     for rank, identity in zip(world.members, identities, strict=True):
         if (identity is None) != (identities[0] is None):
             kinds = "a device" if identities[0] else "the CPU", "a device" if identity else "the CPU"
@@ -496,9 +494,9 @@ def _refuse_devices(world: World, own: str | None) -> None:
             )
 
 
-def _refuse_for_parts(distributions: Sequence[Distribution], config: OffloadConfig, world: World | None) -> None:
+def _refuse_for_parts(distributions: Sequence[Distribution], config: OffloadConfig, world: World) -> None:
     """Raise ``ConfigError`` for what a model whose parameters are ``DTensor`` cannot do."""
-    check_peers(distributions, () if world is None else world.members)
+    check_peers(distributions, world.members)
     if config.weights_path is not None:
         raise ConfigError(
             f"weights={config.weights_path}: the model has DTensors, and the files whole values. Load them into the "

@@ -24,7 +24,7 @@ from offload.plan.device import AUTO_RESIDENT_SHARE, DevicePlan, plan_device
 from offload.plan.placement import make_plan
 from offload.plan.plan import Plan, Tier, UnitPlan
 from offload.plan.ranks import PLACEMENTS, RanksPlan, plan_ranks
-from offload.ranks.world import World, processes_here
+from offload.ranks.world import World
 from offload.tiers.store import run_bytes
 from offload.tiers.window import CopyWindow, window_class
 from offload.units import UnitSpec, num_nested
@@ -65,8 +65,8 @@ def plan_for(
     units: Sequence[UnitSpec],
     choice: OptimizerChoice | None,
     device: Device | None,
-    world: World | None = None,
-    shards: Sequence[UnitSpec] = (),
+    world: World,
+    shards: Sequence[UnitSpec],
 ) -> Plan:
     """The plan for these units on this machine: for a rank's ``shards`` of them, where there are several.
 
@@ -74,9 +74,8 @@ def plan_for(
     memory: a wrong path is not kept until the day that it is needed.
     """
     check_paths(config.paths)
-    alone = 1 if config.mesh is None else processes_here()  # a mesh of one rank: others train other parts of a model
-    room = _room(config, units, device, alone if world is None else world.local_size)
-    if world is None:
+    room = _room(config, units, device, world.local_size)
+    if world.size == 1:
         return plan_within(config, units, choice, room)
     for placement in PLACEMENTS if config.shard == "auto" else (config.shard,):
         ranks = plan_ranks(units, Formats.of(config), placement, world.shards.size, device=device is not None)
@@ -89,7 +88,7 @@ def plan_for(
         told = None
         if error is not None:
             told = str(error.args[0]), getattr(error, "needed_bytes", 0), getattr(error, "of_device", False)
-        of_ranks = world.exchange((fits, told))  # all of them take the same placement, or raise
+        of_ranks = world.all_gather_object((fits, told))  # all of them take the same placement, or raise
         if all(fits for fits, _ in of_ranks):
             break
         if placement in (config.shard, PLACEMENTS[-1]):

@@ -40,7 +40,7 @@ from offload.optimizer import OffloadOptimizer, refuse_others
 from offload.plan.plan import Drives, Plan
 from offload.progress import Progress
 from offload.ranks.ranks import Ranks
-from offload.ranks.world import Peers, World, release_groups
+from offload.ranks.world import Peers, World
 from offload.report.meter import Meter
 from offload.report.report import Report
 from offload.report.reporter import Reporter
@@ -58,7 +58,7 @@ from offload.update.make import Updates, make_updates
 from offload.update.speculation_policy import SpeculationPolicy
 from offload.update.step import UnitUpdate
 from offload.update.verdict import Verdict
-from offload.waiting import FATAL, Failure
+from offload.waiting import FATAL
 from swapper import OffloadError
 from swapper.errors import readable_bytes
 
@@ -90,9 +90,9 @@ class Session:
         choice: OptimizerChoice | None,
         device: Device | None,
         birth: Birth,
-        world: World | None = None,
-        sharers: int = 1,
-        parts: Peers | None = None,
+        world: World,
+        sharers: int,
+        parts: Peers,
     ) -> None:
         """``shards`` are what this rank has of the ``units``: the units themselves, where there is one. ``plan`` and
         ``choice`` are theirs. ``sharers``: ranks that use the same drives. ``parts``: those that have other
@@ -101,7 +101,7 @@ class Session:
         self._parts = parts
         self.config = config
         self.plan = plan
-        self.failure = Failure() if world is None else world.heartbeat.failure
+        self.failure = world.heartbeat.failure
         self.watch = Watch()
         self.meter = Meter()
         self.progress = Progress(LossScale() if config.precision == "fp16" else None)
@@ -122,12 +122,9 @@ class Session:
         """The present use of each unit by compute."""
         self._closers = Closers()
         self._closers.callback(self.watch.close)
-        if parts is not None:
-            self._closers.callback(partial(release_groups, [parts.group]))
-        self._ranks: Ranks | None = None
+        self._closers.callback(parts.release)
         self._shards = shards
-        if world is not None:
-            self._ranks = Ranks(world, units, shards)
+        self._ranks = Ranks(world, units, shards)
         try:
             self._build(model, choice, birth, self._closers)
         except BaseException as error:
@@ -135,8 +132,7 @@ class Session:
             self.failure.record(OffloadError(_NOT_MADE))  # handles may stand in the model already
             self._closers.close()
             raise
-        if self._ranks is not None:  # before anything is undone: others may still need this rank's part
-            self._closers.callback(partial(self._ranks.leave, None))
+        self._closers.callback(partial(self._ranks.leave, None))  # first of all: others may still need this rank's part
         self.meter.restart()
 
     # What the engine asks.
@@ -173,7 +169,7 @@ class Session:
         self, micro_batches: Iterable[Any], function: Callable[[Any], Any], num_at_once: int | None
     ) -> list[Any]:
         """See ``OffloadEngine.together``."""
-        if self._ranks is not None:
+        if self._ranks.size > 1:
             raise ConfigError("engine.together() is for one rank: run the micro-batches in a loop, or in one batch.")
         if self._device is not None:
             raise ConfigError(
@@ -221,9 +217,8 @@ class Session:
     def synchronize(self) -> None:
         """See ``OffloadEngine.synchronize``."""
         self.wait_for_updates()
-        if self._ranks is not None:
-            with self.failure:
-                self._ranks.barrier("synchronize()")
+        with self.failure:
+            self._ranks.barrier("synchronize()")
 
     def memory_bytes(self) -> tuple[int, int]:
         """Host and device memory that the engine takes now: by the kernel's count of its buffers, and as allocated."""
@@ -273,8 +268,7 @@ class Session:
 
     def _leave(self, error: BaseException | None) -> None:
         """This rank ends, and with an error all of them do."""
-        if self._ranks is not None:
-            self._ranks.leave(error)
+        self._ranks.leave(error)
 
     # What the hooks tell.
 
@@ -530,7 +524,7 @@ class Session:
                 "torch.distributed.checkpoint, or the values of full_tensor()"
             )
         self.wait_for_updates()
-        if self._ranks is not None:
+        if self._ranks.size > 1:
             return GatheredModelWeights(self._shards, self._tiers.homes, self._access, self._specs, self._ranks)
         return ModelWeights(self._units, self._tiers.homes, self._access, self._specs)
 
@@ -583,7 +577,7 @@ class Session:
         )
         # Asked for several times in each use of a unit.
         self._begin_compute, self._end_compute = tiers.compute.begin, tiers.compute.end
-        self._wait_for_update = tiers.host.wait_for_update if self._ranks is None else _nothing
+        self._wait_for_update = tiers.host.wait_for_update if self._ranks.size == 1 else _nothing
         self._take, self._close_gradients = tiers.intake.take, tiers.intake.close
         self._speculative_of: Mapping[UnitSpec, object] = {}
         updates: Updates | None = None
@@ -619,17 +613,16 @@ class Session:
 
         def value(spec: ParameterSpec) -> torch.Tensor:
             whole = birth.value(spec.whole or spec)
-            if self._ranks is None:
-                return whole
-            return spec.shard_of(self._ranks.broadcast(spec.name, whole))
+            return whole if spec.whole is None else spec.shard_of(self._ranks.broadcast(spec.name, whole))
 
         loader = Loader(tiers.homes, self._access.rule, self.plan.formats, config.dtype, value, *buffers)
         shown = zip(birth.shown(units), self._shards, strict=True)
         loader.load(shown, handles.at_sites, handles.of_model)
         birth.fill_rest()
-        if self._ranks is not None:
-            for name, buffer in model.named_buffers():
-                buffer.copy_(self._ranks.broadcast(name, buffer))
+        for name, buffer in model.named_buffers():
+            first = self._ranks.broadcast(name, buffer)
+            if first is not buffer:
+                buffer.copy_(first)
         convert_statistics(model, config.dtype)
         if self._device is not None:
             closers.callback(move_to_device(model, self.torch_device))
@@ -697,7 +690,7 @@ class Session:
         )
         if self.checkpoints.committer is not None:
             self._access.before_change = self.checkpoints.committer.changing
-            if self._ranks is not None and self.config.durable:
+            if self._ranks.size > 1 and self.config.durable:
                 self._access.agree_to_change = self.checkpoints.committer.finish
             closers.callback(self.checkpoints.committer.stop)
         if self.checkpoints.background is not None:
@@ -742,7 +735,7 @@ class Session:
 
     def _received_bytes(self) -> int:
         """Received from other ranks, since the engine was made."""
-        return 0 if self._ranks is None else self._ranks.received_bytes
+        return self._ranks.received_bytes
 
     def _grow_into_device(self) -> None:
         """After the first step it is known what activations take: units move into the rest, and copies of others."""

@@ -62,7 +62,7 @@ class Checkpoints:
         access: ExternalAccess,
         device: torch.device,
         failure: Failure,
-        ranks: Ranks | None,
+        ranks: Ranks,
         *,
         speculative: bool,
     ) -> None:
@@ -167,7 +167,7 @@ class Checkpoints:
             ending.callback(self._give_back, committer)
             if self.background is not None:
                 ending.callback(self.background.finish, give_up=self._signals.came)
-            if self._failure.is_known or (self._ranks is not None and program_error() is not None):
+            if self._failure.is_known or (self._ranks.size > 1 and program_error() is not None):
                 return
             committer.wait()
             if self._config.durable:
@@ -211,11 +211,11 @@ class Checkpoints:
             self.background.wait()
 
     def _directory(self, path: str | os.PathLike[str]) -> CheckpointDirectory:
-        return CheckpointDirectory(path) if self._ranks is None else SharedDirectory(path, self._ranks)
+        return CheckpointDirectory(path) if self._ranks.size == 1 else SharedDirectory(path, self._ranks)
 
     def _all(self, condition: bool) -> bool:
         """It is so on all ranks."""
-        return condition if self._ranks is None else all(self._ranks.exchange("how a checkpoint is saved", condition))
+        return self._ranks.all("how a checkpoint is saved", condition)
 
     def _save_generation(
         self, directory: CheckpointDirectory, tag: str, feed: dict[str, Any], client_state: object
@@ -232,7 +232,7 @@ class Checkpoints:
                 return False
             retain()
             return True
-        if self._ranks is not None:  # what copies behind the training cannot meet the others
+        if self._ranks.size > 1:  # what copies behind the training cannot meet the others
             return False
         directory.require(committer.generation_bytes())
         try:
@@ -255,8 +255,7 @@ class Checkpoints:
         self._begin_loading()
         if path is not None:
             directory = CheckpointDirectory(path)
-            if self._ranks is not None:
-                self._ranks.barrier("load_checkpoint")
+            self._ranks.barrier("load_checkpoint")
             with directory.open(tag) as generation:
                 try:
                     return self._load(generation, f"checkpoint {generation.folder}")
@@ -279,7 +278,7 @@ class Checkpoints:
         if opened.previous is not None:
             with open_store(opened.paths, opened.previous, reserved=()) as store:
                 return self._load(store, f"the run under {opened.paths[0]}")
-        return self._load_of_others(opened.paths[0] if self._ranks is None else opened.paths[0].parent)
+        return self._load_of_others(opened.paths[0] if self._ranks.size == 1 else opened.paths[0].parent)
 
     def load_dcp(self, path: str | os.PathLike[str], *, states: bool) -> None:
         """See ``OffloadEngine.load_dcp``."""
@@ -298,11 +297,10 @@ class Checkpoints:
 
     def _load_of_others(self, base: Path) -> Any:
         """Go on from a run under ``nvme_path`` that had another number of ranks, if there is one. It stays there."""
-        own = 1 if self._ranks is None else self._ranks.world.size
-        if self._ranks is None or self._ranks.world.rank == 0:
+        own = self._ranks.size
+        if self._ranks.rank == 0:
             bring_together(base, own)
-        if self._ranks is not None:
-            self._ranks.barrier("the run of other ranks")
+        self._ranks.barrier("the run of other ranks")
         found = last_run(base, own)
         if found is None:
             return None
@@ -311,7 +309,7 @@ class Checkpoints:
 
     def _load(self, source: Source, where: str) -> Any:
         """Copy a generation into the engine."""
-        description = description_of(source, where, 0 if self._ranks is None else self._ranks.world.rank)
+        description = description_of(source, where, self._ranks.rank)
         self._compare(description, where)
         loading = self._loading(source, description)
         if description.run["gradients"] and not loading.can_take_gradients():

@@ -42,7 +42,7 @@ class Committer:
         gradient_dtype: torch.dtype,
         wait_for_updates: Callable[[], None],
         failure: Failure,
-        ranks: Ranks | None,
+        ranks: Ranks,
         *,
         speculative: bool,
     ) -> None:
@@ -127,10 +127,10 @@ class Committer:
 
     def finish(self) -> None:
         """Of several ranks: make what all of them have prepared the committed generation. All call this together."""
-        if self._ranks is None:
+        if self._ranks.size == 1:
             return
         self.wait()
-        if any(self._ranks.exchange("a commit", self.store.prepared is not None)):
+        if any(self._ranks.all_gather_object("a commit", self.store.prepared is not None)):
             self.store.finish()
             self._opened.remove_previous()
 
@@ -157,9 +157,9 @@ class Committer:
                     self._write_gradients(unit, extents.gradients)
             for ticket in tickets:
                 ticket.wait()
-        generation = self.store.commit(metadata) if self._ranks is None else self.store.prepare(metadata)
+        generation = self.store.commit(metadata) if self._ranks.size == 1 else self.store.prepare(metadata)
         self._frozen_done.update(self._units)
-        if self._ranks is None:
+        if self._ranks.size == 1:
             self._opened.remove_previous()
         _log.debug("committed: generation %d", generation)
         return generation

@@ -16,6 +16,7 @@ from offload.checkpoint.distributed_writer import Elements, Planner, TreePath, w
 from offload.checkpoint.export import as_dtype
 from offload.checkpoint.safetensors_writer import Entry
 from offload.checkpoint.saved_weights import SavedWeights
+from offload.ranks.ranks import Ranks
 
 
 def export_distributed(
@@ -30,7 +31,7 @@ def export_distributed(
         weights.check_states()
     of_weights = as_dtype(dtype or weights.description.precision)
     planner = Planner(_elements(weights, of_weights, states=states), _values(weights, states=states), {})
-    write(Path(path).expanduser(), planner, None)
+    write(Path(path).expanduser(), planner, Ranks.single())
     return list(planner.entries.values())
 
 

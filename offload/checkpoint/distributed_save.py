@@ -44,7 +44,7 @@ def save(
     units: Sequence[UnitSpec],
     homes: Sequence[UnitHomes],
     access: ExternalAccess,
-    ranks: Ranks | None,
+    ranks: Ranks,
 ) -> None:
     """Write weights, optimizer states and parameter groups to the directory ``path``; see ``distributed_writer.write``
     for errors. What is trained is written in fp32, from the masters; what is frozen in the dtype of the weights. A tied
@@ -58,7 +58,7 @@ def save(
     tied: dict[TreePath, TreePath] = {
         ("model", other): ("model", names[name][0]) for name in saved for other in names[name][1:]
     }
-    values = _values(units, of_model, optimizer, names) if ranks is None or ranks.world.rank == 0 else {}
+    values = _values(units, of_model, optimizer, names) if ranks.rank == 0 else {}
     with contextlib.closing(_OwnElements(units, homes, access)) as own:
         write(path, Planner(own.elements(names, optimizer["states"]), values, tied), ranks)
 

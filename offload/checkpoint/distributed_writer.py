@@ -196,7 +196,7 @@ def _has_tensors(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def write(path: Path, planner: Planner, ranks: Ranks | None) -> None:
+def write(path: Path, planner: Planner, ranks: Ranks) -> None:
     """Write what the planners of all ranks have, in place of the checkpoint that is in the directory ``path``, which
     readers see until the new one is complete. All ranks call this.
 
@@ -210,12 +210,12 @@ def write(path: Path, planner: Planner, ranks: Ranks | None) -> None:
 class _Writing:
     """One rank's part of a checkpoint that is written. The first one makes the folder and publishes it."""
 
-    def __init__(self, path: Path, planner: Planner, ranks: Ranks | None, ending: contextlib.ExitStack) -> None:
+    def __init__(self, path: Path, planner: Planner, ranks: Ranks, ending: contextlib.ExitStack) -> None:
         self._path = path
         self._planner = planner
         self._ranks = ranks
         self._ending = ending
-        self._is_first = ranks is None or ranks.world.rank == 0
+        self._is_first = ranks.rank == 0
         self._unfinished: Unfinished | None = None
 
     def write(self) -> None:
@@ -231,12 +231,8 @@ class _Writing:
         writer = FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0)
         plans = writer.prepare_global_plan([SavePlan([])] * number + plans)[number:]  # which numbers their files
         self._all("room", partial(self._require, plans))
-        results = self._all("the parts", partial(self._write, writer, plans[self._rank]))
+        results = self._all("the parts", partial(self._write, writer, plans[self._ranks.rank]))
         self._all("all of it", partial(self._publish, writer, metadata, results))
-
-    @property
-    def _rank(self) -> int:
-        return 0 if self._ranks is None else self._ranks.world.rank
 
     def _all(self, what: str, call: Callable[[], _Result]) -> list[_Result]:
         return on_every_rank(self._ranks, f"saving {self._path}: {what}", partial(self._typed, call))
@@ -258,7 +254,7 @@ class _Writing:
         self._unfinished = self._ending.enter_context(Unfinished(self._path))
         found = (_ITS_FILES.fullmatch(entry.name) for entry in self._path.iterdir())
         numbers = {int(match[1]) for match in found if match is not None and match[1]}
-        num_files = 1 if self._ranks is None else self._ranks.world.size
+        num_files = self._ranks.size
         return self._unfinished.folder.name, max(numbers) + 1 if numbers & set(range(num_files)) else 0
 
     def _require(self, plans: Sequence[SavePlan]) -> None:

@@ -17,13 +17,11 @@ _KINDS: dict[str, type[OffloadError]] = {
 }
 
 
-def on_every_rank(ranks: Ranks | None, what: str, call: Callable[[], _Result]) -> list[_Result]:
+def on_every_rank(ranks: Ranks, what: str, call: Callable[[], _Result]) -> list[_Result]:
     """Make the call, and wait until all ranks have made theirs; what each of them returned, in order.
 
     Raises what this rank's call has raised, else what another one's has. ``what`` says where the program is.
     """
-    if ranks is None:
-        return [call()]
     try:
         result = call()
     except BaseException as error:
@@ -36,7 +34,9 @@ def tell(ranks: Ranks, what: str, error: BaseException | None, result: Any = Non
     """Tell the others of this rank's error or result; the results of all. Raises what another one has met, unless this
     one has an error of its own."""
     results = []
-    for rank, (told, of_rank) in enumerate(ranks.exchange(what, (None if error is None else _told(error), result))):
+    for rank, (told, of_rank) in enumerate(
+        ranks.all_gather_object(what, (None if error is None else _told(error), result))
+    ):
         if told is not None and error is None:
             raise _error_of(rank, *told)
         results.append(of_rank)

@@ -48,7 +48,7 @@ class GatheredModelWeights(ModelWeights):
             error = raised
         for _ in self._rest or ():  # the others wait for this rank's shards
             pass
-        for rank, told in enumerate(self._ranks.exchange("save_model", None if error is None else str(error))):
+        for rank, told in enumerate(self._ranks.all_gather_object("save_model", None if error is None else str(error))):
             if told is not None and error is None:
                 raise OffloadError(f"rank {rank}: {told}")
         if error is not None:

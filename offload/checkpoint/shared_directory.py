@@ -34,7 +34,7 @@ class SharedDirectory(CheckpointDirectory):
     def make(self) -> None:
         self._together("the directory of checkpoints", super().make if self._is_first else _nothing)
         there = self.path.is_dir()
-        if not all(self._ranks.exchange("is the directory of checkpoints there", there)):
+        if not all(self._ranks.all_gather_object("is the directory of checkpoints there", there)):
             raise ConfigError(
                 f"{self.path}: some ranks do not see the directory that the first one has made. Give one on a file "
                 "system that all of them share."
@@ -45,7 +45,7 @@ class SharedDirectory(CheckpointDirectory):
 
     @contextlib.contextmanager
     def unfinished(self) -> Iterator[Path]:
-        name = self._ranks.exchange("the folder of a checkpoint", self._hidden().name)[0]
+        name = self._ranks.all_gather_object("the folder of a checkpoint", self._hidden().name)[0]
         self._hidden_folder = self.path / name
         self._has_told = False
         own = self._hidden_folder / self._part

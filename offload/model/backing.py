@@ -58,10 +58,10 @@ class ExternalAccess:
         settle: Callable[[], None],
         spooled: Spooled,
         invalidate: Callable[[UnitSpec], None],
-        ranks: Ranks | None,
+        ranks: Ranks,
         whole: WholeWeights | None,
     ) -> None:
-        """``homes``, ``host`` and ``gradients`` are of this rank's shards, where there are several ``ranks``;
+        """``homes``, ``host`` and ``gradients`` are of this rank's shards, where ``ranks`` are several;
         ``whole`` has whole units then. ``settle`` returns when all gradients are in their places. ``invalidate``
         makes void what was computed from a unit's weights, gradients or states before the step; see
         ``SpeculativeUpdates.invalidate``."""
@@ -80,7 +80,7 @@ class ExternalAccess:
         self._host = host
         self._compute = compute
         self._invalidate = invalidate
-        self.agree_to_change: Callable[[], None] = _nobody if ranks is None else partial(ranks.barrier, "a change")
+        self.agree_to_change: Callable[[], None] = partial(ranks.barrier, "a change")
         """Called before any change, on all ranks together."""
         self.before_change: Callable[[UnitSpec], None] = _nothing
         """Called before weights, masters or states of a unit change; a commit under way still reads them."""
@@ -120,7 +120,7 @@ class ExternalAccess:
 
     def joined(self, what: str, part: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
         """All of something of which each rank has a part, flat, for all ranks together; ``what`` says which."""
-        return part if self.ranks is None else self.ranks.collectives.join(f"{what} of {spec.name}", part.reshape(-1))
+        return self.ranks.join(f"{what} of {spec.name}", part.reshape(-1))
 
     @contextlib.contextmanager
     def weights_to_change(self, unit: UnitSpec, spec: ParameterSpec) -> Iterator[int]:

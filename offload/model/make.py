@@ -36,10 +36,8 @@ class Handles:
     of_model: dict[ParameterSpec, nn.Parameter]
     backings: dict[ParameterSpec, ParameterBacking]
 
-    def of_shards(self, ranks: Ranks | None) -> Handles:
+    def of_shards(self, ranks: Ranks) -> Handles:
         """The same by what this rank has of each parameter."""
-        if ranks is None:
-            return self
         own = ranks.shard_of
         return Handles(
             {own[spec]: handle for spec, handle in self.at_sites.items()},

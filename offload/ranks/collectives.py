@@ -1,6 +1,6 @@
 """What the ranks do together, one operation after the other, in the same order on all of them.
 
-Each rank has a queue of operations: gather a unit's weights, exchange a unit's gradients, meet, leave. A thread carries
+Each rank has a queue of operations (``Kind``). A thread carries
 them out in *rounds*. In a round the ranks tell each other what is at the head of their queues. While that is the same
 they carry it out. Where it differs, one rule, which looks at nothing but that, says what comes next:
 
@@ -20,7 +20,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import distributed
@@ -41,12 +41,18 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.ui
 
 
 class Kind(IntEnum):
-    """What an operation does. ``MEET``: each rank gives some bytes, and gets those of all. ``BROADCAST``: all get the
-    first one's."""
+    """An operation.
 
-    GATHER = 1
-    EXCHANGE = 2
-    MEET = 3
+    - ``WEIGHTS``: an all-gather of a unit's weights, for the ranks that want them.
+    - ``GRADIENTS``: a reduce-scatter of a unit's gradients, among the ranks that have some.
+    - ``MESSAGE``: an all-gather of a few bytes, at one place of the program.
+    - ``LEAVE``: the end of all ranks.
+    - ``BROADCAST``: all ranks get the first one's bytes.
+    """
+
+    WEIGHTS = 1
+    GRADIENTS = 2
+    MESSAGE = 3
     LEAVE = 4
     BROADCAST = 5
 
@@ -85,8 +91,60 @@ CarryOut = Callable[[int, Sequence[int], Operation | None], None]
 called on ranks that do not."""
 
 
-class Collectives:
-    """See the module's docstring. Operations are submitted by any thread."""
+class Collectives(Protocol):
+    """What ranks do together, at places of the program that all of them come to. A world of one does it by itself."""
+
+    @property
+    def received_bytes(self) -> int:
+        """Received from other ranks, between host memories."""
+
+    def all_gather(self, name: str, own: torch.Tensor) -> list[torch.Tensor]:
+        """Wait for all ranks; what each of them gives, of the same shape and dtype as ``own``. ``name`` is where the
+        program is: the same on all ranks."""
+
+    def all_gather_parts(self, name: str, own: torch.Tensor) -> list[torch.Tensor]:
+        """As ``all_gather``, with flat tensors that may have different lengths; one without elements has any dtype."""
+
+    def join(self, name: str, own: torch.Tensor) -> torch.Tensor:
+        """The flat tensors of those ranks that hold the shards of one copy with this one, one after the other."""
+
+    def broadcast(self, name: str, tensor: torch.Tensor) -> None:
+        """Make ``tensor``, contiguous in host memory and of one size on all ranks, what the first rank has."""
+
+    def leave(self) -> None:
+        """Wait until all ranks leave; meanwhile this one gives what others want of it."""
+
+    def stop(self) -> bool:
+        """End. False: a transfer that a failed rank has left may still be under way, and what it reads and writes, this
+        object included, must stay."""
+
+
+class LocalCollectives:
+    """Those of a world of one rank."""
+
+    received_bytes = 0
+
+    def all_gather(self, name: str, own: torch.Tensor) -> list[torch.Tensor]:
+        return [own]
+
+    def all_gather_parts(self, name: str, own: torch.Tensor) -> list[torch.Tensor]:
+        return [own]
+
+    def join(self, name: str, own: torch.Tensor) -> torch.Tensor:
+        return own
+
+    def broadcast(self, name: str, tensor: torch.Tensor) -> None:
+        pass
+
+    def leave(self) -> None:
+        pass
+
+    def stop(self) -> bool:
+        return True
+
+
+class Rounds:
+    """The collectives of several ranks: see the module's docstring. Operations are submitted by any thread."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -95,7 +153,7 @@ class Collectives:
         self._heartbeat = world.heartbeat
         self._failure = world.heartbeat.failure
         self._carry_out: dict[int, CarryOut] = {
-            Kind.MEET: self._meet,
+            Kind.MESSAGE: self._message,
             Kind.LEAVE: _nothing,
             Kind.BROADCAST: self._broadcast,
         }
@@ -116,47 +174,44 @@ class Collectives:
         self._worker.submit(lambda: self._advance(operation))
         return operation
 
-    def meet(self, name: str, own: torch.Tensor) -> list[torch.Tensor]:
-        """Wait for all ranks; what each of them gives, of the same shape and dtype as ``own``. ``name`` is where the
-        program is: the same on all ranks."""
+    def all_gather(self, name: str, own: torch.Tensor) -> list[torch.Tensor]:
         number = zlib.crc32(f"{name}, {own.nbytes} bytes".encode())  # a transfer of other sizes would end the process
-        operation = self.submit(Kind.MEET, number, name, own.contiguous())
+        operation = self.submit(Kind.MESSAGE, number, name, own.contiguous())
         operation.wait()
         found: list[torch.Tensor] = operation.result
         return found
 
     def join(self, name: str, own: torch.Tensor) -> torch.Tensor:
-        """The flat tensors of those ranks that hold the shards of one copy with this one, one after the other: see
-        ``meet_parts``. All ranks call this."""
-        parts = self.meet_parts(name, own)
+        parts = self.all_gather_parts(name, own)
         return torch.cat([parts[rank] for rank in self.world.shards.ranks])
 
-    def meet_parts(self, name: str, own: torch.Tensor) -> list[torch.Tensor]:
-        """As ``meet``, with flat tensors that may have different lengths; one without elements has any dtype."""
+    def all_gather_parts(self, name: str, own: torch.Tensor) -> list[torch.Tensor]:
         numbers = torch.tensor([own.numel(), _DTYPES.index(own.dtype)])
-        sizes, dtypes = zip(*(of_rank.tolist() for of_rank in self.meet(f"{name}: size", numbers)), strict=True)
+        sizes, dtypes = zip(*(of_rank.tolist() for of_rank in self.all_gather(f"{name}: size", numbers)), strict=True)
         dtype = _DTYPES[next((kind for size, kind in zip(sizes, dtypes, strict=True) if size), dtypes[0])]
         padded = torch.zeros(max(sizes), dtype=dtype)
         padded[: own.numel()] = own.reshape(-1)
-        parts = self.meet(name, padded)
+        parts = self.all_gather(name, padded)
         return [part[:size] for part, size in zip(parts, sizes, strict=True)]
 
     def broadcast(self, name: str, tensor: torch.Tensor) -> None:
-        """Make ``tensor``, contiguous in host memory and of one size on all ranks, what the first rank has."""
         number = zlib.crc32(f"{name}, {tensor.nbytes} bytes".encode())
         self.submit(Kind.BROADCAST, number, name, tensor.view(-1).view(torch.uint8)).wait()
 
     def leave(self) -> None:
-        """Wait until all ranks leave; meanwhile this one gives what others want of it."""
         self.submit(Kind.LEAVE, 0, "the end (close())", None).wait()
 
-    def stop(self) -> None:
-        """No operation is carried out any more, but the one at hand."""
-        self._worker.stop()
+    @property
+    def received_bytes(self) -> int:
+        return self.links.received_bytes
+
+    def stop(self) -> bool:
+        self._worker.stop()  # no operation is carried out any more, but the one at hand
+        return self.links.end()
 
     # On the worker's thread.
 
-    def all_gather(self, own: torch.Tensor) -> torch.Tensor:
+    def all_gather_rows(self, own: torch.Tensor) -> torch.Tensor:
         """Inside of an operation: what all ranks have as ``own``, of one dimension, as rows."""
         into = torch.empty((self.world.size, len(own)), dtype=own.dtype)
         self.links.all_gather_message(into.view(-1), own, self._all)
@@ -175,7 +230,7 @@ class Collectives:
             shown = [self._queue[index] for index in range(min(len(self._queue), _NUM_SHOWN))]
         own = torch.zeros(_NUM_SHOWN, dtype=torch.int64)
         own[: len(shown)] = torch.tensor([operation.code for operation in shown])
-        for column, codes in enumerate(self.all_gather(own).t().tolist()):
+        for column, codes in enumerate(self.all_gather_rows(own).t().tolist()):
             if codes[0] and codes.count(codes[0]) == len(codes):
                 self._do(codes[0], range(self.world.size))
             elif column == 0:
@@ -186,11 +241,11 @@ class Collectives:
                 return
 
     def _choose(self, codes: Sequence[int]) -> int:
-        for kind in (Kind.GATHER, Kind.EXCHANGE):
+        for kind in (Kind.WEIGHTS, Kind.GRADIENTS):
             for code in codes:
                 if code >> 32 == kind:
                     return code
-        names = self.world.exchange(self._queue[0].name)
+        names = self.world.all_gather_object(self._queue[0].name)
         where = ", ".join(f"rank {rank} at {name}" for rank, name in enumerate(names))
         raise RankError(f"the ranks are at different places of the program: {where}")
 
@@ -208,7 +263,7 @@ class Collectives:
         self._heartbeat.wait_for(work)
         self.links.received_bytes += own.own.nbytes if self.world.rank else 0
 
-    def _meet(self, number: int, wanting: Sequence[int], own: Operation | None) -> None:
+    def _message(self, number: int, wanting: Sequence[int], own: Operation | None) -> None:
         assert own is not None
         into = torch.empty((self.world.size, *own.own.shape), dtype=own.own.dtype)
         if into.nbytes:

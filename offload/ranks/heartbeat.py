@@ -179,3 +179,22 @@ class Heartbeat:
     def _end_all(self, why: str) -> None:
         """End all ranks with this error, or the one that another rank was first with."""
         self.failure.record(RankError(self._tell(RankError(why))))
+
+
+class NoHeartbeat(Heartbeat):
+    """That of a world of one: nobody listens, and nobody can be gone."""
+
+    def __init__(self, failure: Failure) -> None:
+        self.failure = failure
+
+    def check(self) -> None:
+        self.failure.check()
+
+    def wait_for(self, work: Any) -> None:
+        work.wait()
+
+    def wait_for_call(self, call: Callable[[], T], what: str) -> T:
+        return call()
+
+    def leave(self, error: BaseException | None) -> None:
+        pass

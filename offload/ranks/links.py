@@ -169,7 +169,7 @@ class DeviceLinks(_Transfers):
         world.heartbeat.failure.when_known(self._abort)
         for peers in (world.shards, world.replicas):
             if peers.size > 1 and peers.ranks not in self._groups:
-                self._groups[peers.ranks] = take_group(peers.members, device.backend, self._heartbeat)
+                self._groups[peers.ranks] = take_group(peers.members, self._heartbeat, device.backend)
                 self._connect(peers)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What an engine has of ranks: their world, and what they do together."""
+"""What an engine has of ranks: their world, and what they do together. One rank is a world of one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from offload.device.protocol import Device
-from offload.ranks.collectives import Collectives
+from offload.ranks.collectives import LocalCollectives, Rounds
 from offload.ranks.links import DeviceLinks
 from offload.ranks.world import World
 from offload.units import ParameterSpec, UnitSpec
@@ -20,51 +20,74 @@ from swapper import Arena
 
 
 class Ranks:
-    """One rank of several. ``shards`` are this rank's, of each unit; ``shard_of`` finds a parameter's."""
+    """One rank of a world. ``shards`` are this rank's, of each unit: the units themselves, in a world of one."""
 
-    def __init__(
-        self,
-        world: World,
-        units: Sequence[UnitSpec],
-        shards: Sequence[UnitSpec],
-    ) -> None:
+    def __init__(self, world: World, units: Sequence[UnitSpec], shards: Sequence[UnitSpec]) -> None:
         self.world = world
-        self.collectives = Collectives(world)
+        self.collectives = Rounds(world) if world.size > 1 else LocalCollectives()
         self.shards = shards
         self.shard_of: dict[ParameterSpec, ParameterSpec] = {
             whole: shard
             for unit, own in zip(units, shards, strict=True)
             for whole, shard in zip(unit.parameters, own.parameters, strict=True)
         }
-        self._device_links: DeviceLinks | None = None
+        """By parameter, this rank's part of it."""
+        self._device_links: list[DeviceLinks] = []
         self._has_left = False
+        self._is_quiet = True
+        """No transfer is under way any more in this rank's memory."""
+
+    @classmethod
+    def single(cls) -> Ranks:
+        """One rank, of nothing."""
+        return cls(World.single(), (), ())
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def size(self) -> int:
+        return self.world.size
 
     def connect(self, device: Device) -> DeviceLinks:
         """Connect the devices of all ranks, which call this together."""
-        self._device_links = DeviceLinks(self.world, device)
-        return self._device_links
+        links = DeviceLinks(self.world, device)
+        self._device_links.append(links)
+        return links
 
     @property
     def received_bytes(self) -> int:
         """Received from other ranks, since the engine was made."""
-        between_devices = 0 if self._device_links is None else self._device_links.received_bytes
-        return self.collectives.links.received_bytes + between_devices
+        return self.collectives.received_bytes + sum(links.received_bytes for links in self._device_links)
 
     def barrier(self, where: str) -> None:
         """Wait until all ranks are at this place of the program. Raises ``RankError`` if one is at another."""
-        self.collectives.meet(where, torch.empty(0))
+        self.collectives.all_gather(where, torch.empty(0))
 
-    def exchange(self, where: str, own: Any) -> list[Any]:
+    def all_gather_object(self, where: str, own: Any) -> list[Any]:
         """What every rank gives at this place of the program, any object, in order."""
+        if self.size == 1:
+            return [own]
         content = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
-        return [pickle.loads(part.numpy().tobytes()) for part in self.collectives.meet_parts(where, content)]
+        return [pickle.loads(part.numpy().tobytes()) for part in self.collectives.all_gather_parts(where, content)]
+
+    def all(self, where: str, condition: bool) -> bool:
+        """The condition holds on all ranks."""
+        return all(self.all_gather_object(where, condition))
+
+    def join(self, name: str, own: torch.Tensor) -> torch.Tensor:
+        """The flat tensors of those ranks that hold the shards of one copy with this one, one after the other."""
+        return self.collectives.join(name, own)
 
     def broadcast(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """The first rank's value, which differs from this one's where ranks have drawn other random numbers: itself, or
         a copy in host memory."""
+        if self.size == 1:
+            return value
         own = value.detach().cpu().contiguous()
         digest = zlib.crc32(own.view(-1).view(torch.uint8).numpy().data) if own.numel() else 0
-        digests = self.collectives.meet(f"the value of {name}", torch.tensor([digest]))
+        digests = self.collectives.all_gather(f"the value of {name}", torch.tensor([digest]))
         if all(int(other) == digest for other in digests):
             return value
         own = own.clone()
@@ -73,7 +96,7 @@ class Ranks:
 
     def close_memory(self, memory: Arena) -> None:
         """Give memory back that transfers may have been under way in. This rank has left."""
-        if self.collectives.links.end():
+        if self._is_quiet:
             memory.close()
             return
         for kept in (memory, self.collectives):  # gloo's thread would end the process if this memory, or theirs, went
@@ -91,9 +114,9 @@ class Ranks:
                 self.collectives.leave()
         finally:
             self.world.leave(error)
-            self.collectives.stop()
-            if self._device_links is not None:
-                self._device_links.close()
+            self._is_quiet = self.collectives.stop()
+            for links in self._device_links:
+                links.close()
 
 
 def program_error() -> BaseException | None:

@@ -20,7 +20,7 @@ import torch
 from torch import distributed
 
 from offload.errors import ConfigError
-from offload.ranks.heartbeat import Heartbeat
+from offload.ranks.heartbeat import Heartbeat, NoHeartbeat
 from offload.torch_internals import groups_by_members, own_store
 from offload.waiting import Failure
 
@@ -41,14 +41,23 @@ class Peers:
     """Which of them this one is."""
     group: Any
 
+    @classmethod
+    def single(cls) -> Peers:
+        """This rank alone."""
+        return cls((0,), 0, None)
+
     @property
     def size(self) -> int:
         return len(self.ranks)
 
     @property
     def members(self) -> list[int]:
-        """The ranks as the whole program counts them."""
-        return distributed.get_process_group_ranks(self.group)
+        """The ranks as the whole program counts them; none that others could be taken for, where there is one."""
+        return [] if self.size == 1 else distributed.get_process_group_ranks(self.group)
+
+    def release(self) -> None:
+        """Other worlds may have the group now."""
+        release_groups([self.group])
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,11 @@ class World:
     replicas: Peers
     heartbeat: Heartbeat
 
+    @classmethod
+    def single(cls, local_size: int = 1) -> World:
+        """A world of one rank."""
+        return cls(0, 1, (0,), local_size, None, Peers.single(), Peers.single(), NoHeartbeat(Failure()))
+
     @property
     def local_rank(self) -> int:
         """Which of ``local_ranks`` this is."""
@@ -76,12 +90,14 @@ class World:
 
     @property
     def members(self) -> list[int]:
-        """The ranks as the whole program counts them."""
-        return distributed.get_process_group_ranks(self.group)
+        """The ranks as the whole program counts them, as in ``Peers``."""
+        return [] if self.size == 1 else distributed.get_process_group_ranks(self.group)
 
-    def exchange(self, own: Any) -> list[Any]:
+    def all_gather_object(self, own: Any) -> list[Any]:
         """What every rank gives, any object, in order. All ranks call this together; nobody uses the group else."""
-        return _exchange(own, self.size, self.group, self.heartbeat)
+        if self.size == 1:
+            return [own]
+        return _all_gather_object(own, self.size, self.group, self.heartbeat)
 
     def leave(self, error: BaseException | None) -> None:
         """This rank's part of it ends, by this ``error`` if by one. Safe to call twice."""
@@ -89,21 +105,23 @@ class World:
         release_groups((self.group, self.shards.group, self.replicas.group), broken=self.heartbeat.failure.is_known)
 
 
-def find_world(mesh: Any | None, timeout_s: float) -> World | None:
+def find_world(mesh: Any | None, timeout_s: float) -> World:
     """The ranks of ``mesh``, else of the whole program: where ``torch.distributed`` is initialised, or a launcher has
-    started several processes, which initialises it. None if there is one process.
+    started several processes, which initialises it; else, or if the mesh has one rank, a world of one.
 
     A mesh of two dimensions is the table of ranks; see ``World``. All ranks of it call this together. Raises
     ``ConfigError`` for a mesh that this rank is no part of, or that has more dimensions; ``RankError`` for a rank that
     is silent for ``timeout_s``. From now on this rank has a heartbeat: whatever happens, ``leave`` the world.
     """
+    # In a mesh of one rank others train other parts of a model: they share the machine.
+    single = World.single(1 if mesh is None else processes_here())
     if not distributed.is_available():
-        return None
+        return single
     if not distributed.is_initialized():
         num_processes = int(os.environ.get("WORLD_SIZE", "1"))
         is_launched = "TORCHELASTIC_RUN_ID" in os.environ or all(name in os.environ for name in _LAUNCHED)
         if num_processes < 2 or not is_launched:
-            return None
+            return single
         try:
             _initialise("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         except ValueError as error:
@@ -114,7 +132,7 @@ def find_world(mesh: Any | None, timeout_s: float) -> World | None:
     rows = [list(range(distributed.get_world_size()))] if mesh is None else _rows(mesh)
     members = sorted(member for row in rows for member in row)
     if len(members) < 2:
-        return None
+        return single
     rank = members.index(distributed.get_rank())
     heartbeat = Heartbeat(rank, len(members), _next_store(members), timeout_s, Failure())
     try:
@@ -125,23 +143,22 @@ def find_world(mesh: Any | None, timeout_s: float) -> World | None:
 
 
 def _meet(rows: Sequence[Sequence[int]], members: Sequence[int], rank: int, heartbeat: Heartbeat) -> World:
-    group = take_group(members, heartbeat=heartbeat)
-    hosts = _exchange(_host(), len(members), group, heartbeat)
+    group = take_group(members, heartbeat)
+    hosts = _all_gather_object(_host(), len(members), group, heartbeat)
     local = tuple(other for other, host in enumerate(hosts) if host == hosts[rank])
     local_size = max(len(local), processes_here())
     row = next(row for row in rows if members[rank] in row)
     column = sorted(other[row.index(members[rank])] for other in rows)
 
     def peers(some: Sequence[int]) -> Peers:
-        of_some = (
-            group if len(some) == len(members) else take_group(some, heartbeat=heartbeat) if len(some) > 1 else None
-        )
+        is_all, is_one = len(some) == len(members), len(some) == 1
+        of_some = group if is_all else None if is_one else take_group(some, heartbeat)
         return Peers(tuple(map(members.index, some)), some.index(members[rank]), of_some)
 
     return World(rank, len(members), local, local_size, group, peers(row), peers(column), heartbeat)
 
 
-def _exchange(own: Any, size: int, group: Any, heartbeat: Heartbeat) -> list[Any]:
+def _all_gather_object(own: Any, size: int, group: Any, heartbeat: Heartbeat) -> list[Any]:
     content = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
     heartbeat.wait_for(distributed.all_gather(sizes, torch.tensor([len(content)]), group, async_op=True))
@@ -171,11 +188,11 @@ def processes_here() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def local_index(world: World | None) -> int | None:
+def local_index(world: World) -> int | None:
     """Which of the processes on this machine this is, as a launcher says, else as its world knows; None for one."""
     if "LOCAL_RANK" in os.environ:
         return int(os.environ["LOCAL_RANK"])
-    return None if world is None else world.local_rank
+    return None if world.size == 1 else world.local_rank
 
 
 @dataclass
@@ -211,7 +228,7 @@ def _next_store(members: Sequence[int]) -> Any:
     return own_store(f"offload/{_start()}/{name}/{_num_worlds[tuple(members)]}")
 
 
-def take_group(members: Sequence[int], backend: str = "gloo", heartbeat: Heartbeat | None = None) -> Any:
+def take_group(members: Sequence[int], heartbeat: Heartbeat, backend: str = "gloo") -> Any:
     """A group for these ranks, as the whole program counts them, that no other world has. All of them call this.
 
     Its name, and so what it leaves in the store that all processes share, follows from the ranks and the groups that
@@ -223,7 +240,7 @@ def take_group(members: Sequence[int], backend: str = "gloo", heartbeat: Heartbe
     found = next((group for group in of_members if not group.is_taken), None)
     if found is None:
         make = partial(_make_group, members, backend)
-        found = _Group(make() if heartbeat is None else heartbeat.wait_for_call(make, "make their engines"))
+        found = _Group(heartbeat.wait_for_call(make, "make their engines"))
         of_members.append(found)
     found.is_taken = True
     return found.group
@@ -250,11 +267,12 @@ def _own_handling_of_errors() -> Iterator[None]:
             os.environ[name] = before
 
 
-def find_peers(members: Sequence[int]) -> Peers | None:
-    """These ranks, as the whole program counts them and in order, which call this together. None if it is one."""
+def find_peers(members: Sequence[int]) -> Peers:
+    """These ranks, as the whole program counts them and in order, which call this together. This one alone if there is
+    no other."""
     if len(members) < 2:
-        return None
-    group = take_group(members)
+        return Peers.single()
+    group = take_group(members, NoHeartbeat(Failure()))
     return Peers(tuple(range(len(members))), distributed.get_rank(group), group)
 
 

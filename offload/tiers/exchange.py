@@ -15,7 +15,7 @@ import torch
 
 from offload.device.protocol import Event
 from offload.errors import warn
-from offload.ranks.collectives import Collectives, Kind, Operation
+from offload.ranks.collectives import Kind, Operation, Rounds
 from offload.ranks.links import Links
 from offload.report.meter import Meter
 from offload.tiers.gradients import GradientStore, plain
@@ -62,7 +62,7 @@ class GradientExchange:
         dtype: torch.dtype,
         held_dtype: torch.dtype,
         links: Links,
-        collectives: Collectives,
+        collectives: Rounds,
         failure: Failure,
         meter: Meter,
         *,
@@ -99,7 +99,7 @@ class GradientExchange:
         """The last step's update has been given what it reads of gradients on a device."""
         self.unsettled = False
         """Something may have come since sums of squares were exchanged."""
-        collectives.register(Kind.EXCHANGE, self._carry_out)
+        collectives.register(Kind.GRADIENTS, self._carry_out)
 
     def take(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor, scale: float = 1.0) -> None:
         """Add ``scale`` times ``gradient``, of a whole parameter, to what is to be sent."""
@@ -137,7 +137,7 @@ class GradientExchange:
                 for unit in self._units:
                     if unit.index in self._open:
                         self._send(unit)
-                self._collectives.meet(where or "the end of backward", torch.empty(0))
+                self._collectives.all_gather(where or "the end of backward", torch.empty(0))
                 self._links.after(self._links.point())
             self._store.settle()
         self._failure.check()
@@ -183,7 +183,7 @@ class GradientExchange:
         own.made = self._links.mark()
         with self._changed:
             self._num_sent += 1
-        self._collectives.submit(Kind.EXCHANGE, unit.index, f"the gradients of unit {unit.name}", own)
+        self._collectives.submit(Kind.GRADIENTS, unit.index, f"the gradients of unit {unit.name}", own)
 
     # On the thread of collectives.
 
@@ -212,7 +212,7 @@ class GradientExchange:
         for position, spec in enumerate(unit.parameters):
             if own is not None and spec in own.present:
                 told[position] = own.scale
-        rows = self._collectives.all_gather(told)
+        rows = self._collectives.all_gather_rows(told)
         return rows[:, :-1].tolist(), rows[:, -1].bool().tolist()
 
     def _scatter(

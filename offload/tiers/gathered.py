@@ -13,7 +13,7 @@ import torch
 
 import aio_ext
 from offload.memory import tensor_at
-from offload.ranks.collectives import Collectives, Kind, Operation
+from offload.ranks.collectives import Kind, Operation, Rounds
 from offload.ranks.links import Links
 from offload.ranks.world import Peers
 from offload.report.meter import Meter
@@ -47,7 +47,7 @@ class GatherCarrier:
         lower: HostWeights,
         places: Sequence[Place],
         dtype: torch.dtype,
-        collectives: Collectives,
+        collectives: Rounds,
     ) -> None:
         """``lower`` has this rank's ``shards``, whose weights are of ``dtype``."""
         self.num_places: int = len(places)
@@ -59,7 +59,7 @@ class GatherCarrier:
         self._free = list(places)
         self.dtype = dtype
         self._collectives = collectives
-        collectives.register(Kind.GATHER, self._gather)
+        collectives.register(Kind.WEIGHTS, self._gather)
 
     def take_place(self, unit: UnitSpec) -> Place | None:
         fitting = [place for place in self._free if place.nbytes >= self._nbytes(unit)]
@@ -81,7 +81,7 @@ class GatherCarrier:
         return None
 
     def fetch(self, unit: UnitSpec, place: Place) -> Transfer:
-        return self._collectives.submit(Kind.GATHER, unit.index, f"the weights of unit {unit.name}", place)
+        return self._collectives.submit(Kind.WEIGHTS, unit.index, f"the weights of unit {unit.name}", place)
 
     def pending(self) -> Transfer | None:
         return None

@@ -74,8 +74,8 @@ def make_tiers(
     plan: Plan,
     config: OffloadConfig,
     device: Device | None,
-    ranks: Ranks | None,
-    parts: Peers | None,
+    ranks: Ranks,
+    parts: Peers,
     failure: Failure,
     meter: Meter,
     closers: Closers,
@@ -97,7 +97,7 @@ def make_tiers(
     store = opened.store if opened is not None else None
     landing_bytes = [plan.compute_bytes // NUM_LANDINGS] * NUM_LANDINGS if device is not None else []
     arena = Arena(plan.arena_bytes + sum(landing_bytes) + (0 if plan.ranks is None else plan.ranks.arena_bytes))
-    closers.callback(arena.close if ranks is None else partial(ranks.close_memory, arena))
+    closers.callback(partial(ranks.close_memory, arena))
     if device is not None:
         fault_in(arena.address, arena.nbytes, torch.get_num_threads())  # to pin it, the kernel would use one
         device.pin(arena.address, max(arena.nbytes, PAGE_BYTES))
@@ -109,7 +109,7 @@ def make_tiers(
     homes_on_device = bounce = None
     if device is not None:
         bounce = _bounce(device, closers)
-        own = windows if ranks is None else _make_windows(units, plan, config.dtype, device)[0]
+        own = windows if ranks.size == 1 else _make_windows(units, plan, config.dtype, device)[0]
         homes_on_device = DeviceHomes(
             device, cast(Sequence[DeviceWindow], own), plan.formats, config.gradient_dtype, bounce
         )
@@ -118,7 +118,7 @@ def make_tiers(
     slots = [Slot(arena.lease(plan.slot_bytes)) for _ in range(plan.staging.num_slots)]
     grad_buffers = [GradientBuffer(arena.lease(plan.grad_buffer_bytes)) for _ in range(plan.staging.num_grad_buffers)]
     tile_buffers = [arena.lease(plan.tile_buffer_bytes) for _ in range(plan.staging.num_tile_buffers)]
-    on_host_meter = meter if device is None and ranks is None else Meter(meter.trace, track="waiting for weights")
+    on_host_meter = meter if device is None and ranks.size == 1 else Meter(meter.trace, track="waiting for weights")
     host = HostWeights(
         units,
         homes,
@@ -127,7 +127,7 @@ def make_tiers(
         failure,
         on_host_meter,
         prefetch=config.prefetch,
-        may_add_places=device is None and ranks is None,
+        may_add_places=device is None and ranks.size == 1,
     )
     closers.callback(host.drain)
     pool = BufferPool(grad_buffers, failure, on_host_meter)
@@ -140,8 +140,8 @@ def make_tiers(
         _unit_gradients(unit, homes[unit.index], pool, config.gradient_dtype, squares, on_host_meter) for unit in units
     ]
     make_whole = None
-    if ranks is not None or parts is not None:
-        make_whole = WholeSquares(units, None if ranks is None else ranks.collectives, parts, failure).exchange
+    if ranks.size > 1 or parts.size > 1:
+        make_whole = WholeSquares(units, ranks, parts, failure).exchange
     gradients = GradientStore(by_unit, make_whole)
     base = Base(whole, plan, config, arena, homes, host, gradients, ranks, holds_gradients, failure, meter, closers)
     if device is not None and homes_on_device is not None and bounce is not None:

@@ -17,6 +17,7 @@ from offload.device.protocol import Device
 from offload.memory import tensor_at
 from offload.plan.plan import Plan
 from offload.plan.ranks import NUM_SHARDS_ON_DEVICE, RanksPlan
+from offload.ranks.collectives import Rounds
 from offload.ranks.links import DeviceLinks, Links
 from offload.ranks.ranks import Ranks
 from offload.report.meter import Meter
@@ -74,7 +75,7 @@ class Base:
     homes: list[UnitHomes]
     host: HostWeights
     gradients: GradientStore
-    ranks: Ranks | None
+    ranks: Ranks
     holds_gradients: Callable[[], bool]
     failure: Failure
     meter: Meter
@@ -102,7 +103,7 @@ class DeviceMemory:
 def compute_on_host(base: Base, windows: Sequence[HostWindow]) -> Computing:
     """The CPU computes."""
     ranks, plan = base.ranks, base.plan.ranks
-    if ranks is None or plan is None:
+    if not isinstance(ranks.collectives, Rounds) or plan is None:
         return Computing(ComputeOnHost(windows, base.host), base.gradients)
     places = [Place(base.arena.lease(nbytes)) for nbytes in plan.places]
     carrier = GatherCarrier(base.whole, ranks.shards, base.host, places, base.config.dtype, ranks.collectives)
@@ -136,13 +137,13 @@ def compute_on_device(
     device, ranks, plan = memory.device, base.ranks, base.plan.device
     if plan is None:
         raise ValueError("the plan has no part for the device")
-    links = None if ranks is None else ranks.connect(device)
+    links = ranks.connect(device) if ranks.size > 1 else None
     carrier = DeviceCarrier(
         memory.windows, _source(base, memory, links), device, plan.weights_bytes, plan.least_weights_bytes
     )
     weights = DeviceWeights(
         base.whole,
-        lambda unit: ranks is None and base.homes[unit.index].weights.tensor is not None,
+        lambda unit: ranks.size == 1 and base.homes[unit.index].weights.tensor is not None,
         carrier,
         device,
         memory.bounce,
@@ -156,14 +157,14 @@ def compute_on_device(
         device,
         base.gradients,
         memory.landings,
-        config.dtype if ranks is None else torch.float32,
+        config.dtype if ranks.size == 1 else torch.float32,
         config.gradient_dtype,
         plan.gradients_bytes,
         memory.squares,
         base.failure,
         base.meter,
     )
-    arrive = weights.arrive if ranks is None else weights.drop_copy  # what is gathered has no home of its own
+    arrive = weights.arrive if ranks.size == 1 else weights.drop_copy  # what is gathered has no home of its own
     growth = Growth(base.homes, memory.homes, base.host, weights, arrive, base.gradients, transport, memory.squares)
     ordinary = [  # those whose memory can be looked at
         [parameter for spec, parameter in zip(unit.parameters, of_unit, strict=True) if spec.packing is None]
@@ -172,15 +173,15 @@ def compute_on_device(
     compute = ComputeOnDevice(device, memory.windows, ordinary, weights)
     on_device = OnDevice(device, weights, transport, growth, _measure_link(base, memory, slots))
     intake: Intake = transport
-    if ranks is not None and links is not None and base.plan.ranks is not None and base.plan.ranks.buffers:
+    if links is not None and base.plan.ranks is not None and base.plan.ranks.buffers:
         intake = _exchange_on_device(base, memory, ranks, base.plan.ranks, transport, links)
     base.closers.callback(transport.stop)
     base.closers.callback(weights.close)
-    return Computing(compute, intake, on_device, whole=None if ranks is None else weights)
+    return Computing(compute, intake, on_device, whole=None if ranks.size == 1 else weights)
 
 
 def _source(base: Base, memory: DeviceMemory, links: DeviceLinks | None) -> Source:
-    if links is None or base.ranks is None:
+    if links is None or not isinstance(base.ranks.collectives, Rounds):
         return HostSource(base.host, memory.device, base.failure, base.meter)
     largest = max(shard.numel for shard in base.ranks.shards)
     return RanksSource(
@@ -221,6 +222,7 @@ def _exchange(
     make_sum: Callable[[int], torch.Tensor],
     links: Links,
 ) -> GradientExchange:
+    assert isinstance(ranks.collectives, Rounds)
     return GradientExchange(
         base.whole,
         ranks.shards,

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from offload.device.protocol import Device, Event
-from offload.ranks.collectives import Collectives, Kind, Operation
+from offload.ranks.collectives import Kind, Operation, Rounds
 from offload.ranks.links import DeviceLinks
 from offload.report.meter import Meter
 from offload.tiers.device_weights import Copy, Finisher, copy_from_host
@@ -44,7 +44,7 @@ class RanksSource:
         landings: Sequence[DeviceWindow],
         device: Device,
         links: DeviceLinks,
-        collectives: Collectives,
+        collectives: Rounds,
         failure: Failure,
         meter: Meter,
     ) -> None:
@@ -63,10 +63,10 @@ class RanksSource:
         self._finisher = Finisher(lower, failure, meter)
         self._updated: Event = device.compute.record()
         """Shards that are resident on the device have the weights of the last step."""
-        collectives.register(Kind.GATHER, self._gather)
+        collectives.register(Kind.WEIGHTS, self._gather)
 
     def start(self, unit: UnitSpec, place: Copy) -> Transfer:
-        return self._collectives.submit(Kind.GATHER, unit.index, f"the weights of unit {unit.name}", place)
+        return self._collectives.submit(Kind.WEIGHTS, unit.index, f"the weights of unit {unit.name}", place)
 
     def settle(self) -> None:
         self._finisher.settle()

@@ -129,9 +129,7 @@ class _Opener:
         return store, fits
 
 
-def open_engine_store(
-    config: OffloadConfig, plan: Plan, sharers: int = 1, ranks: Ranks | None = None
-) -> EngineStore | None:
+def open_engine_store(config: OffloadConfig, plan: Plan, sharers: int, ranks: Ranks) -> EngineStore | None:
     """Open the store that the plan needs, if it needs one. ``sharers``: ranks on its drives, this one included.
 
     Raises what ``create_store`` and ``open_store`` raise.
@@ -157,7 +155,7 @@ def open_engine_store(
     return _open_durable(opener, ranks)
 
 
-def _open_durable(opener: _Opener, ranks: Ranks | None) -> EngineStore:
+def _open_durable(opener: _Opener, ranks: Ranks) -> EngineStore:
     """The store of the last run on the paths, if it has the same extents; else a new one beside it.
 
     Of several ranks, each with paths of its own, all take up the last commit that one of them has finished: the others
@@ -173,16 +171,14 @@ def _open_durable(opener: _Opener, ranks: Ranks | None) -> EngineStore:
             ((number, store.generation) for number, (store, _) in found.items() if store.generation), default=None
         )
         highest = max(found, default=0)
-        if ranks is not None:
-            of_ranks = ranks.exchange("the last commit", (last, highest))
-            last = max((of_rank for of_rank, _ in of_ranks if of_rank is not None), default=None)
-            highest = max(number for _, number in of_ranks)
+        of_ranks = ranks.all_gather_object("the last commit", (last, highest))
+        last = max((of_rank for of_rank, _ in of_ranks if of_rank is not None), default=None)
+        highest = max(number for _, number in of_ranks)
         number = 0 if last is None else last[0]
         own, fits = found.get(number, (None, False))
         if last is not None:
             own = _at_commit(own, last[1], f"run-{number} under {opener.paths[0]}")
-        if ranks is not None:
-            fits = all(ranks.exchange("the layout of the store", fits))
+        fits = ranks.all("the layout of the store", fits)
         for other, (store, _) in found.items():
             if other != number:  # nothing was ever committed there, or a newer run has replaced it
                 store.close()

@@ -16,7 +16,7 @@ import torch
 from torch import distributed
 
 from offload.errors import RankError
-from offload.ranks.collectives import Collectives
+from offload.ranks.ranks import Ranks
 from offload.ranks.world import Peers
 from offload.tiers.gradients import Gradient
 from offload.units import ParameterSpec, UnitSpec
@@ -26,17 +26,14 @@ _SLICE = timedelta(seconds=0.2)
 
 
 class WholeSquares:
-    """``shards`` are this rank's. ``collectives`` are those of the ranks that have the other shards, ``parts`` the
-    ranks that have the other parts of ``DTensor``s; None where there are none."""
+    """``shards`` are this rank's. ``ranks`` have the other shards, ``parts`` the other parts of ``DTensor``s."""
 
-    def __init__(
-        self, shards: Sequence[UnitSpec], collectives: Collectives | None, parts: Peers | None, failure: Failure
-    ) -> None:
+    def __init__(self, shards: Sequence[UnitSpec], ranks: Ranks, parts: Peers, failure: Failure) -> None:
         self._specs = [spec for shard in shards for spec in shard.trainable]
         self._is_in_parts = torch.tensor(
             [spec.distribution is not None and spec.distribution.is_sharded for spec in self._specs]
         )
-        self._collectives = collectives
+        self._ranks = ranks
         self._parts = parts
         self._failure = failure
 
@@ -49,21 +46,21 @@ class WholeSquares:
                 if math.isnan(gradient.own_squares):
                     gradient.own_squares = gradient.sum_squares
                 sums[index] = gradient.own_squares
-        if self._collectives is not None:
-            sums = self._over_shards(self._collectives, sums)
-        if self._parts is not None:
-            sums = self._over_parts(self._parts, sums)
+        sums = self._over_parts(self._over_shards(sums))
         for spec, total in zip(self._specs, sums.tolist(), strict=True):
             if spec in known:
                 known[spec].sum_squares = total
 
-    def _over_shards(self, collectives: Collectives, own: torch.Tensor) -> torch.Tensor:
-        of_ranks, total = collectives.meet("sums of squares", own), torch.zeros_like(own)
-        for rank in collectives.world.shards.ranks:
+    def _over_shards(self, own: torch.Tensor) -> torch.Tensor:
+        of_ranks, total = self._ranks.collectives.all_gather("sums of squares", own), torch.zeros_like(own)
+        for rank in self._ranks.world.shards.ranks:
             total += of_ranks[rank]
         return total
 
-    def _over_parts(self, parts: Peers, own: torch.Tensor) -> torch.Tensor:
+    def _over_parts(self, own: torch.Tensor) -> torch.Tensor:
+        parts = self._parts
+        if parts.size == 1:
+            return own
         of_ranks = [torch.empty_like(own) for _ in parts.ranks]
         work = distributed.all_gather(of_ranks, own, group=parts.group, async_op=True)
         while not work.is_completed():

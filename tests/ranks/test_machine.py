@@ -18,6 +18,7 @@ from offload.optim.formats import Formats
 from offload.plan.placement import make_plan
 from offload.ranks import machine, topology
 from offload.ranks.machine import Share, assign, bind, queue_share, share
+from offload.ranks.ranks import Ranks
 from offload.ranks.topology import node_distances, node_of_device, node_of_path, numa_nodes
 from offload.tiers import store
 from offload.units.find import find_units
@@ -307,7 +308,7 @@ def test_the_store_has_its_part_of_queue_and_bandwidth(measured: bool, tmp_path:
     made = store.create_store
     monkeypatch.setattr(store, "create_store", lambda *args, **o: depths.append(o["queue_depth"]) or made(*args, **o))
     plan = make_plan(find_units(Tiny()), Formats(weights=4, master=0, grads=0), None, 2 << 20, 1 << 40)
-    opened = store.open_engine_store(OffloadConfig(nvme_path=tmp_path, optimizer=None), plan, sharers=4)
+    opened = store.open_engine_store(OffloadConfig(nvme_path=tmp_path, optimizer=None), plan, 4, Ranks.single())
     opened.close()
     assert depths == [24 // 4 if measured else 32 // 4]
     rates = None if opened.profile is None else (opened.profile.read_bytes_per_s, opened.profile.write_bytes_per_s)
