@@ -36,17 +36,26 @@ INTERPRETER = str(Path(__file__).with_name("forked_python"))
 
 class Program:
     """A program that runs, here and with ``environment`` besides that of this process. ``stdout`` and ``stderr`` are
-    text files, to be read; ``returncode`` is known after its end, and negative if a signal was that."""
+    text files, to be read; ``returncode`` is known after its end, and negative if a signal was that. ``stdin`` is a
+    descriptor, which stays open here."""
 
-    def __init__(self, text: str, *arguments: object, **environment: str) -> None:
+    def __init__(
+        self,
+        text: str,
+        *arguments: object,
+        stdin: int | None = None,
+        timeout_s: float = TIMEOUT_S,
+        **environment: str,
+    ) -> None:
         (stdout, own_stdout), (stderr, own_stderr) = os.pipe(), os.pipe()
         request = _request(text, map(str, arguments), {**os.environ, **environment})
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        self._server, self.pid = _ask(_server(), request, nothing, own_stdout, own_stderr)
-        os.close(nothing), os.close(own_stdout), os.close(own_stderr)
+        with Path(os.devnull).open() as nothing:
+            own_stdin = nothing.fileno() if stdin is None else stdin
+            self._server, self.pid = _ask(_server(), request, own_stdin, own_stdout, own_stderr)
+        os.close(own_stdout), os.close(own_stderr)
         self.stdout, self.stderr = os.fdopen(stdout), os.fdopen(stderr)
         self.returncode: int | None = None
-        self._timer = threading.Timer(TIMEOUT_S, self.send_signal, [signal.SIGKILL])
+        self._timer = threading.Timer(timeout_s, self.send_signal, [signal.SIGKILL])
         self._timer.daemon = True
         self._timer.start()
 
