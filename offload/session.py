@@ -15,7 +15,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
+from offload.access import BeforeChange, ExternalAccess, Layout, Levels, Zeroing
 from offload.birth.birth import Birth
+from offload.birth.loading import Loader
 from offload.checkpoint.checkpoints import Checkpoints
 from offload.checkpoint.gathered_weights import GatheredModelWeights
 from offload.checkpoint.model_weights import ModelWeights
@@ -27,7 +29,6 @@ from offload.device.protocol import Device
 from offload.errors import BudgetError, ConfigError, DeviceMemoryError, warn
 from offload.interrupts import held_back
 from offload.memory import available_bytes, resident_bytes
-from offload.model.backing import ExternalAccess, Zeroing
 from offload.model.handle import Handle
 from offload.model.hooks import Hooks, UnitInModel
 from offload.model.identity import give_back, ordinary
@@ -48,9 +49,7 @@ from offload.report.trace import Span
 from offload.run.watch import Watch
 from offload.spooled import Spooled
 from offload.tiers.exchange import GradientExchange
-from offload.tiers.loading import Loader
 from offload.tiers.make import make_tiers, store_bandwidths
-from offload.tiers.states import States
 from offload.torch_internals import graph_task, outside_of_graphs
 from offload.units import ParameterSpec, UnitSpec
 from offload.update.forecast import Forecast
@@ -588,20 +587,19 @@ class Session:
             )
             self._speculative_of = updates.speculative.of_unit
         self._access = ExternalAccess(
+            Layout(plan.formats, config.dtype, rule),
             tiers.homes,
-            tiers.host,
+            Levels(tiers.host, tiers.compute, tiers.whole),
             tiers.gradients,
-            tiers.compute,
-            rule,
-            plan.formats,
-            config.dtype,
+            BeforeChange(
+                agree=partial(self._ranks.barrier, "a change"),
+                settle=tiers.intake.settle,
+                invalidate=_nothing if updates is None else updates.updater.invalidate,
+            ),
+            self._ranks,
             self.torch_device,
             self.failure,
-            tiers.intake.settle,
             Spooled(config.paths if any(plan.nvme_bytes.values()) else ()),
-            _nothing if updates is None else updates.updater.invalidate,
-            self._ranks,
-            tiers.whole,
         )
 
     def _take_over(self, model: nn.Module, birth: Birth, handles: Handles, closers: Closers) -> None:
@@ -615,7 +613,7 @@ class Session:
             whole = birth.value(spec.whole or spec)
             return whole if spec.whole is None else spec.shard_of(self._ranks.broadcast(spec.name, whole))
 
-        loader = Loader(tiers.homes, self._access.rule, self.plan.formats, config.dtype, value, *buffers)
+        loader = Loader(tiers.homes, self._access.layout, value, *buffers)
         shown = zip(birth.shown(units), self._shards, strict=True)
         loader.load(shown, handles.at_sites, handles.of_model)
         birth.fill_rest()
@@ -647,14 +645,13 @@ class Session:
         named_order = [spec for p in model.parameters() for spec in self._specs.get(p, ())]
         self._verdict = Verdict(self._shards, gradients, named_order, handles.of_model, choice.rule)
         states = OptimizerStates(
+            choice.rule,
             self._shards,
             self._specs,
             self._backings,
-            States(choice.rule, self._shards, self._tiers.homes, self._access.joined),
             self._verdict,
             self._access,
             self.wait_for_updates,
-            self.failure,
         )
         for group, specs in choice.groups:
             group["params"] = list(dict.fromkeys(handles.of_model[spec] for spec in specs))
@@ -689,9 +686,9 @@ class Session:
             speculative=self.plan.speculative,
         )
         if self.checkpoints.committer is not None:
-            self._access.before_change = self.checkpoints.committer.changing
+            self._access.before.commit = self.checkpoints.committer.changing
             if self._ranks.size > 1 and self.config.durable:
-                self._access.agree_to_change = self.checkpoints.committer.finish
+                self._access.before.agree = self.checkpoints.committer.finish
             closers.callback(self.checkpoints.committer.stop)
         if self.checkpoints.background is not None:
             closers.callback(self.checkpoints.background.finish)

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from offload.access import ExternalAccess
 from offload.checkpoint.background import BackgroundCopy
 from offload.checkpoint.commit import Committer
 from offload.checkpoint.description import Description, SavedUnits, describe_units
@@ -38,7 +39,6 @@ from offload.checkpoint.shared_directory import SharedDirectory
 from offload.checkpoint.signals import Signals
 from offload.config import OffloadConfig
 from offload.errors import ConfigError, warn
-from offload.model.backing import ExternalAccess
 from offload.ranks.ranks import Ranks, program_error
 from offload.tiers.exchange import GradientExchange
 from offload.tiers.make import Tiers
@@ -93,7 +93,7 @@ class Checkpoints:
                 tiers.homes,
                 tiers.records,
                 tiers.gradients,
-                access.formats,
+                access.layout.formats,
                 config.gradient_dtype,
                 tiers.host.wait_for_updates,
                 failure,
@@ -103,7 +103,7 @@ class Checkpoints:
             self._linked = LinkedCheckpoints(self.committer)
             self.background = BackgroundCopy(self.committer.store, failure)
         self._record_copy = RecordCopy(
-            units, tiers.homes, access.formats, tiers.gradients, config.gradient_dtype, access.all_weights
+            units, tiers.homes, access.layout.formats, tiers.gradients, config.gradient_dtype, access.weights
         )
         _open.add(self)
         if config.durable:
@@ -193,7 +193,7 @@ class Checkpoints:
         self.wait()
         feed = self._present_feed()
         directory.make()
-        self._access.settle()
+        self._access.before.settle()
         if not self._save_generation(directory, tag, feed, client_state):
             self._copy_to(directory, tag, feed, client_state)
         _log.info("checkpoint saved: %s, step %d", directory.folder(tag), self._run.progress.global_step)
@@ -401,18 +401,18 @@ class Checkpoints:
             "objects": [fed[index] if index in fed else states[id(item)] for index, item in enumerate(own)],
             "client_state": client_state,
         }
-        rule = self._access.rule
+        rule = self._access.layout.rule
         return Description(self._config.precision, None if rule is None else rule.identity, units, run)
 
     @cached_property
     def _own_units(self) -> SavedUnits:
         """In the extents of the engine's store."""
-        return describe_units(self._units, self._tiers.homes, self._tiers.records, self._access.rule)
+        return describe_units(self._units, self._tiers.homes, self._tiers.records, self._access.layout.rule)
 
     @cached_property
     def _copied_units(self) -> SavedUnits:
         """In the extents of a copy."""
-        return describe_units(self._units, self._tiers.homes, self._record_copy.layout()[1], self._access.rule)
+        return describe_units(self._units, self._tiers.homes, self._record_copy.layout()[1], self._access.layout.rule)
 
     def _present_feed(self) -> dict[str, Any]:
         iterated = {index: item.state_dict() for index, item in enumerate(self._objects) if _is_iterated(item)}

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from offload.access import ExternalAccess
 from offload.checkpoint.distributed_names import (
     GROUPS,
     STATES,
@@ -30,7 +31,6 @@ from offload.checkpoint.run_state import RunState
 from offload.checkpoint.saved_weights import PART_NUMEL
 from offload.errors import WeightsError
 from offload.memory import passing_tensor, tensor_at
-from offload.model.backing import ExternalAccess
 from offload.optim.rule import Rule
 from offload.tiers.home import TileHomes, UnitHomes
 from offload.units import ParameterSpec, Tile, UnitSpec
@@ -56,7 +56,7 @@ class DistributedLoading:
         self._units = units
         self._homes = homes
         self._access = access
-        self._rule = access.rule if states else None
+        self._rule = access.layout.rule if states else None
         self._root: TreePath | None = ()
         """Where "model" and "optimizer" are in the tree; None if the weights are at its root, beside "optimizer"."""
         self._keys: dict[str, str] = {}
@@ -84,15 +84,15 @@ class DistributedLoading:
     def copy(self) -> None:
         """Replace the weights, and with ``states`` the states, of all units. What was there is lost, also if this
         raises."""
-        reader, formats = self._reader, self._access.formats
+        reader, formats = self._reader, self._access.layout.formats
         assert reader is not None
         masters = passing_tensor(PART_NUMEL * 4).view(torch.float32)
         for unit in self._units:
-            with self._access.all_weights_to_change(unit) as weights:
+            with self._access.weights_to_change(unit) as weights:
                 for spec in unit.parameters:
                     if not (spec.trainable and formats.master):
                         address = weights + spec.offset * formats.weights
-                        self._read(reader, spec, spec.offset, tensor_at(address, spec.numel, self._access.dtype))
+                        self._read(reader, spec, spec.offset, tensor_at(address, spec.numel, self._access.layout.dtype))
                 for homes in self._homes[unit.index].tiles if formats.master or self._rule is not None else ():
                     self._copy_tile(reader, unit, homes, weights, masters)
 
@@ -103,7 +103,7 @@ class DistributedLoading:
     def _copy_tile(
         self, reader: DistributedReader, unit: UnitSpec, homes: TileHomes, weights: int, masters: torch.Tensor
     ) -> None:
-        formats, rule, tile = self._access.formats, self._access.rule, homes.tile
+        formats, rule, tile = self._access.layout.formats, self._access.layout.rule, homes.tile
         assert rule is not None
         replaced = self._rule is not None
         with homes.states.replace() if replaced else homes.states.borrow(change=True) as address:

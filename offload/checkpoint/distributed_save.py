@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from offload.access import ExternalAccess
 from offload.checkpoint.distributed_names import (
     GROUPS,
     STATES,
@@ -31,7 +32,6 @@ from offload.checkpoint.model_state import get_model_state
 from offload.checkpoint.run_state import RunState
 from offload.checkpoint.safetensors_writer import Entry
 from offload.memory import tensor_at
-from offload.model.backing import ExternalAccess
 from offload.optim.moments import read_moments, scale_name
 from offload.ranks.ranks import Ranks
 from offload.tiers.home import TileHomes, UnitHomes
@@ -94,8 +94,8 @@ class _OwnElements:
         self._units = units
         self._homes = homes
         self._access = access
-        self._formats = access.formats
-        self._rule = access.rule
+        self._formats = access.layout.formats
+        self._rule = access.layout.rule
         self._borrowed: dict[str, tuple[object, int, contextlib.ExitStack]] = {}
         """By kind: what was borrowed last, its address, and what gives it back."""
 
@@ -123,7 +123,7 @@ class _OwnElements:
     ) -> Elements:
         place = place_of(spec)
         name, first = names[place.name][0], place.first + own.start - spec.offset
-        dtype = self._access.dtype if homes is None else torch.float32
+        dtype = self._access.layout.dtype if homes is None else torch.float32
         read = partial(self._read_weights, unit, homes, own.start - first)
         return Elements(("model", name), Entry(name, dtype, tuple(place.shape)), first, first + len(own), read)
 
@@ -148,9 +148,9 @@ class _OwnElements:
     ) -> None:
         """``shift``: from an element of the parameter to that of the unit."""
         start, formats = first + shift, self._formats
-        weights = self._borrow("weights", unit, self._access.all_weights(unit)) + start * formats.weights
+        weights = self._borrow("weights", unit, self._access.weights(unit)) + start * formats.weights
         if homes is None:
-            target.copy_(tensor_at(weights, target.numel(), self._access.dtype))
+            target.copy_(tensor_at(weights, target.numel(), self._access.layout.dtype))
             return
         master = 0
         if formats.master:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.access import ExternalAccess
 from offload.checkpoint.model_weights import ModelWeights
 from offload.checkpoint.safetensors_writer import Part
-from offload.model.backing import ExternalAccess
 from offload.ranks.ranks import Ranks
 from offload.tiers.home import UnitHomes
 from offload.units import ParameterSpec, UnitSpec

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 import aio_ext
+from offload.access import ExternalAccess
 from offload.checkpoint.description import Description, SavedParameter, SavedTile, SavedUnit, parts_of
 from offload.memory import tensor_at
-from offload.model.backing import ExternalAccess
 from offload.optim.formats import Formats
 from offload.optim.rule import Rule
 from offload.tiers.gradients import Gradient, GradientStore
@@ -95,8 +96,8 @@ class Loading:
         self._units = units
         self._homes = homes
         self._access = access
-        self._rule: Rule | None = access.rule
-        self._formats: Formats = access.formats
+        self._rule: Rule | None = access.layout.rule
+        self._formats: Formats = access.layout.formats
         self._gradients = gradients
 
     def copy(self) -> None:
@@ -113,7 +114,7 @@ class Loading:
         """The generation is in the engine's own store: bring in what rests in memory. The rest is where it belongs."""
         for unit, homes, extents in zip(self._units, self._homes, records, strict=True):
             if homes.weights.stored is None:
-                with self._access.all_weights_to_change(unit) as address:
+                with self._access.weights_to_change(unit) as address:
                     self._read_weights(unit, [extent.index for extent in extents.weights], address)
             for tile, extent in zip(homes.tiles, extents.tiles, strict=True):
                 if tile.states.stored is None:
@@ -139,16 +140,21 @@ class Loading:
     def _copy_unit(self, unit: UnitSpec, saved: Sequence[SavedUnit], saved_rule: Rule | None) -> None:
         """``saved``: the unit, or the shards of it that ranks have saved."""
         as_it_is = next((part for part in saved if _lies_alike(unit, part)), None)
-        with self._access.all_weights_to_change(unit) as address:
+        with self._access.weights_to_change(unit) as address:
             if as_it_is is not None:
                 saved = [as_it_is]
                 self._read_weights(unit, as_it_is.weights, address)
             else:
                 self._put_weights_together(unit, saved, address)
-            if not any(part.tiles for part in saved) and self._rule is not None:  # of a model that was not trained
-                for spec in unit.trainable:
-                    self._access.write_master(unit, spec, address + spec.offset * self._formats.weights)
-        if saved_rule is None or not any(part.tiles for part in saved):
+        if saved_rule is None:
+            return
+        if not any(part.tiles for part in saved):  # of a model that was not trained
+            with self._access.elements_to_change() as elements:
+                for span in elements.spans(unit):
+                    weights = elements.weights(unit) + span.start * self._formats.weights
+                    values = tensor_at(weights, span.numel, self._access.layout.dtype)
+                    if span.tile is not None:
+                        elements.write(span, partial(_part_of, values, span.first))
             return
         for homes in self._homes[unit.index].tiles:
             with homes.states.replace() as address:
@@ -247,3 +253,7 @@ class Loading:
             yield memory.address
         finally:
             memory.close()
+
+
+def _part_of(values: torch.Tensor, origin: int, first: int, target: torch.Tensor) -> None:
+    target.copy_(values[first - origin :][: target.numel()])

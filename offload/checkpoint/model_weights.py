@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.access import ExternalAccess
 from offload.checkpoint.safetensors_writer import Entry, Part
 from offload.errors import ConfigError, warn
 from offload.memory import passing_tensor, tensor_at
-from offload.model.backing import ExternalAccess
 from offload.model.handle import Handle
 from offload.model.packed_handle import PackedHandle
 from offload.tiers.home import UnitHomes
@@ -89,16 +89,16 @@ class ModelWeights:
     def _of_unit(
         self, unit: UnitSpec, places: Mapping[ParameterSpec, tuple[str, int]], buffer: _Buffer
     ) -> Generator[Part, None, None]:
-        formats, access = self._access.formats, self._access
+        formats, access = self._access.layout.formats, self._access
         with contextlib.ExitStack() as borrowed:
             with access.failure:
-                weights = borrowed.enter_context(access.all_weights(unit))
+                weights = borrowed.enter_context(access.weights(unit))
             for spec in unit.parameters:
                 if spec in places and not self._has_master(spec, buffer.dtype):
                     name, origin = places[spec]
                     address = weights + spec.offset * formats.weights
                     for start, stop in _ranges(0, spec.numel):
-                        values = tensor_at(address + start * formats.weights, stop - start, access.dtype)
+                        values = tensor_at(address + start * formats.weights, stop - start, access.layout.dtype)
                         yield Part(name, origin + start, buffer.cast(values))
             if any(spec in places and self._has_master(spec, buffer.dtype) for spec in unit.parameters):
                 yield from self._masters(unit, places, weights, buffer)
@@ -107,7 +107,7 @@ class ModelWeights:
         self, unit: UnitSpec, places: Mapping[ParameterSpec, tuple[str, int]], weights: int, buffer: _Buffer
     ) -> Generator[Part, None, None]:
         """What is trained, from the fp32 masters: those of a tile after the other."""
-        formats, rule = self._access.formats, self._access.rule
+        formats, rule = self._access.layout.formats, self._access.layout.rule
         assert rule is not None
         for homes in self._homes[unit.index].tiles:
             tile = homes.tile
@@ -127,8 +127,7 @@ class ModelWeights:
 
     def _has_master(self, spec: ParameterSpec, dtype: torch.dtype) -> bool:
         """The value in ``dtype`` is that of the master, cast."""
-        access = self._access
-        return spec.trainable and access.rule is not None and bool(access.formats.master) and dtype != access.dtype
+        return self._access.layout.has_master(spec, dtype)
 
 
 class _Buffer:

@@ -72,7 +72,7 @@ def test_a_model_that_has_no_room_to_be_born_leaves_nothing(tmp_path: Path, monk
     def full(*_: object) -> None:
         raise StorageFull("The first record has no room.")
 
-    monkeypatch.setattr("offload.tiers.loading.Loader.load", full)
+    monkeypatch.setattr("offload.birth.loading.Loader.load", full)
     with pytest.raises(StorageFull):
         OffloadEngine(make_model(), nvme_path=tmp_path, durable=1)
     assert names(tmp_path) == []

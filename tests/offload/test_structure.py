@@ -15,12 +15,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offload import ConfigError, OffloadEngine, OffloadError, StorageIOError
+from offload.birth.loading import Loader
 from offload.closing import Closers
 from offload.errors import WaitTimeout
 from offload.session import Session
 from offload.testing.simulated import SimulatedDevice
 from offload.tiers.host_weights import HostCarrier, HostWeights
-from offload.tiers.loading import Loader
 from offload.units import UnitSpec
 from offload.update.speculative import SpeculativeUpdates
 from offload.waiting import Worker
