@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from types import TracebackType
 from typing import Generic, Protocol, TypeVar
@@ -42,6 +42,10 @@ Source = Callable[[int, torch.Tensor], None]
 """Fills a flat tensor with elements of a parameter, from this one on, cast to its dtype."""
 
 
+Begin = Callable[[TileHomes, int], None]
+"""Writes what a tile that is made anew has at first, to memory at this address."""
+
+
 def source_of(value: torch.Tensor) -> Source:
     """The source of a flat value, on any device."""
 
@@ -67,6 +71,16 @@ class Layout(Generic[_Tiles]):
         return spec.trainable and self.rule is not None and bool(self.formats.master) and dtype != self.dtype
 
 
+def first_states(layout: Layout[Rule]) -> Begin:
+    """The states from before the first step."""
+
+    def begin(tile: TileHomes, address: int) -> None:
+        assert layout.rule is not None
+        layout.rule.begin(tile.tile, address)
+
+    return begin
+
+
 class Records(Protocol):
     """Lends the records of units: where they rest, as copies, or as memory that is to become them."""
 
@@ -77,20 +91,31 @@ class Records(Protocol):
     def lend_tile(self, tile: TileHomes) -> Loan: ...
 
 
+@dataclass(frozen=True, eq=False)
 class Span:
-    """Elements ``[start, stop)`` of a unit: of one parameter what a tile has, or all of it if no ``tile`` is given."""
+    """Elements ``[start, stop)`` of a unit: of one parameter what a tile has, or all of it where ``tile`` is None."""
 
-    def __init__(self, unit: UnitSpec, spec: ParameterSpec, tile: TileHomes | None = None) -> None:
-        self.unit = unit
-        self.spec = spec
-        self.tile = tile
-        self.start, self.stop = spec.offset, spec.offset + spec.numel
+    unit: UnitSpec
+    spec: ParameterSpec
+    tile: TileHomes | None
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, unit: UnitSpec, spec: ParameterSpec, tile: TileHomes | None = None) -> Span:
+        """All of them. There are none if ``numel`` is not above 0."""
+        start, stop = spec.offset, spec.offset + spec.numel
         if tile is not None:
-            self.start, self.stop = max(self.start, tile.tile.start), min(self.stop, tile.tile.stop)
+            start, stop = max(start, tile.tile.start), min(stop, tile.tile.stop)
+        return cls(unit, spec, tile, start, stop)
+
+    def common(self, other: Span) -> Span:
+        """Those elements that ``other`` has, too, a span of the same parameter in another layout."""
+        shift = self.spec.offset - self.spec.start - other.spec.offset + other.spec.start
+        return replace(self, start=max(self.start, other.start + shift), stop=min(self.stop, other.stop + shift))
 
     @property
     def numel(self) -> int:
-        """Not above 0 if the tile has none."""
         return self.stop - self.start
 
     @property
@@ -132,9 +157,9 @@ class Elements:
         is. Not ``tiled``: each parameter at once, for those who need its weights alone."""
         wanted = [spec for spec in unit.parameters if specs is None or spec in specs]
         in_tiles = dict.fromkeys(s for s in wanted if tiled and self.layout.rule and s.trainable and s.numel)
-        yield from (Span(unit, spec) for spec in wanted if spec not in in_tiles)
+        yield from (Span.of(unit, spec) for spec in wanted if spec not in in_tiles)
         for tile in self.tiles(unit) if tiled else ():
-            yield from (span for spec in in_tiles if (span := Span(unit, spec, tile)).numel > 0)
+            yield from (span for spec in in_tiles if (span := Span.of(unit, spec, tile)).numel > 0)
 
     def tiles(self, unit: UnitSpec) -> Iterator[TileHomes]:
         """The unit's tiles, in order."""
@@ -201,25 +226,17 @@ class Elements:
 
 
 class NewElements(Elements):
-    """The elements of records that are made anew: a tile begins with the states from before the first step. ``spans``
-    reaches every tile, also one that has padding alone."""
+    """The elements of records that are made anew. In ``spans`` each tile begins, also one that has padding alone."""
 
-    def __init__(self, records: Records, layout: Layout[Rule]) -> None:
+    def __init__(self, records: Records, layout: Layout[Rule], begin: Begin) -> None:
         super().__init__(records, layout)
-        self._rule = layout.rule
+        self._begin = begin
 
     def tiles(self, unit: UnitSpec) -> Iterator[TileHomes]:
         self.weights(unit)
         for tile in super().tiles(unit):
-            self.states_at(tile)
+            self._begin(tile, self.states_at(tile))
             yield tile
-
-    def states_at(self, tile: TileHomes) -> int:
-        is_new = self._tile.what is not tile
-        address = super().states_at(tile)
-        if is_new and self._rule is not None:
-            self._rule.begin(tile.tile, address)
-        return address
 
 
 class _Borrowed(Generic[_Record]):
@@ -319,6 +336,10 @@ class ExternalAccess:
         self.zeroing = Zeroing.DONE
         self._levels = levels
 
+    def wait_for_updates(self) -> None:
+        """Wait until the last step's update is done everywhere."""
+        self._levels.host.wait_for_updates()
+
     def changing(self, units: Sequence[UnitSpec]) -> None:
         """Weights, gradients or states of these units are about to change: speculative updates of them are void, and
         nothing else uses them any more. Every change of their bytes from outside comes through here; a factor for a
@@ -374,9 +395,9 @@ class ExternalAccess:
         """The same, to be changed. Who changes states alone announces it by ``changing``."""
         return Elements(_HomeRecords(self, self.weights_to_change, lambda home: home.borrow(change=True)), self.layout)
 
-    def new_elements(self) -> NewElements:
+    def new_elements(self, begin: Begin) -> NewElements:
         """The same, to be made anew."""
-        return NewElements(_HomeRecords(self, self.weights_to_change, lambda home: home.replace()), self.layout)
+        return NewElements(_HomeRecords(self, self.weights_to_change, lambda home: home.replace()), self.layout, begin)
 
     def _borrow(self, unit: UnitSpec, *, change: bool) -> Loan:
         home = self.homes[unit.index].weights

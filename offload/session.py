@@ -19,10 +19,9 @@ from offload.access import BeforeChange, ExternalAccess, Layout, Levels, Zeroing
 from offload.birth.birth import Birth
 from offload.birth.loading import Loader
 from offload.checkpoint.checkpoints import Checkpoints
-from offload.checkpoint.gathered_weights import GatheredModelWeights
-from offload.checkpoint.model_weights import ModelWeights
 from offload.checkpoint.optimizer_states import OptimizerStates
 from offload.checkpoint.run_state import RunState, Training
+from offload.checkpoint.safetensors.model_weights import GatheredModelWeights, ModelWeights
 from offload.closing import Closers
 from offload.config import OffloadConfig
 from offload.device.protocol import Device
@@ -377,7 +376,7 @@ class Session:
                 "engine.backward(loss), which scales it, or use torch.amp.GradScaler."
             )
         self.checkpoints.pass_boundary()
-        self.checkpoints.wait()
+        self.checkpoints.generations.wait()
         self._hooks.reset()
         self._tiers.compute.reset()
         self._verdict.check(self._optimizer.param_groups)
@@ -523,9 +522,8 @@ class Session:
                 "torch.distributed.checkpoint, or the values of full_tensor()"
             )
         self.wait_for_updates()
-        if self._ranks.size > 1:
-            return GatheredModelWeights(self._shards, self._tiers.homes, self._access, self._specs, self._ranks)
-        return ModelWeights(self._units, self._tiers.homes, self._access, self._specs)
+        kind = ModelWeights if self._ranks.size == 1 else GatheredModelWeights
+        return kind(self._shards, self._access, self._specs)
 
     # How it is made.
 
@@ -675,23 +673,13 @@ class Session:
     def _build_checkpoints(self, model: nn.Module, training: Training | None, closers: Closers) -> None:
         run = RunState(model, self._shards, self.progress, self.config.gradient_dtype, self.wait_for_updates, training)
         self.checkpoints = Checkpoints(
-            run,
-            self.config,
-            self._shards,
-            self._tiers,
-            self._access,
-            self.torch_device,
-            self.failure,
-            self._ranks,
-            speculative=self.plan.speculative,
+            run, self.config, self._shards, self._tiers, self._access, speculative=self.plan.speculative
         )
-        if self.checkpoints.committer is not None:
-            self._access.before.commit = self.checkpoints.committer.changing
-            if self._ranks.size > 1 and self.config.durable:
-                self._access.before.agree = self.checkpoints.committer.finish
-            closers.callback(self.checkpoints.committer.stop)
-        if self.checkpoints.background is not None:
-            closers.callback(self.checkpoints.background.finish)
+        generations = self.checkpoints.generations
+        self._access.before.commit = generations.changing
+        if self._ranks.size > 1 and self.config.durable:
+            self._access.before.agree = generations.agree
+        closers.callback(generations.stop)
 
     @property
     def _optimizer(self) -> OffloadOptimizer:

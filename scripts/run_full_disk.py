@@ -41,8 +41,8 @@ from run_kill import ended, result, start
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-import offload.checkpoint.distributed
-import offload.checkpoint.inspection  # noqa: F401
+import offload.checkpoint.dcp.save
+import offload.checkpoint.native.inspection  # noqa: F401
 from offload import BudgetError, OffloadEngine, StorageFull
 from offload.cli import main as offload_command
 

@@ -9,7 +9,7 @@ from itertools import cycle
 import torch
 from torch import nn
 
-from offload.access import Layout, NewElements, source_of
+from offload.access import Layout, NewElements, first_states, source_of
 from offload.memory import tensor_at
 from offload.optim.rule import Rule
 from offload.tiers.home import Home, TileHomes, Transfer, UnitHomes
@@ -32,6 +32,7 @@ class Loader:
         tile_buffers: Sequence[int],
     ) -> None:
         self._layout = layout
+        self._begin = first_states(layout)
         self._value_of = value_of
         self._records = _FilledRecords(homes, _Ring(slots), _Ring(tile_buffers))
 
@@ -57,7 +58,7 @@ class Loader:
         self._records.drain()
 
     def _store_unit(self, unit: UnitSpec) -> None:
-        with torch.no_grad(), NewElements(self._records, self._layout) as elements:
+        with torch.no_grad(), NewElements(self._records, self._layout, self._begin) as elements:
             weights = elements.weights(unit)
             tensor_at(weights, unit.numel, self._layout.dtype).zero_()
             values = {spec: self._value_of(spec).detach().flatten() for spec in unit.parameters}

@@ -57,9 +57,6 @@ class Rule(TileLayout, Protocol):
     uniform: bool
     """What ``freeze`` gives is the same for all parameters of a group with the same step and scale."""
 
-    def saved_as(self, moments: str) -> Rule:
-        """The rule whose states were saved in this format. Raises ``ConfigError`` for a format that there is not."""
-
     def tile_between(self, unit: UnitSpec, start: int, stop: int) -> Tile:
         """A tile of the unit's elements ``[start, stop)``, whatever ``tiles_of`` has cut."""
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from offload import access
-from offload.access import Elements, Layout, NewElements, Span, source_of
+from offload.access import Elements, Layout, NewElements, Span, first_states, source_of
 from offload.kernels import CODE_BLOCK
 from offload.memory import tensor_at
 from offload.optim.formats import Formats
@@ -165,7 +165,7 @@ def test_values_in_the_dtype_of_weights_need_no_tile():
 def test_new_tiles_are_begun_also_those_of_padding_alone():
     unit, layout = unit_of(100, num_grains=3), kernel_layout(torch.float32)
     memory = Memory(unit, tiles_of(layout, unit), layout.formats)
-    with NewElements(memory, layout) as elements:
+    with NewElements(memory, layout, first_states(layout)) as elements:
         for span in elements.spans(unit):
             elements.write(span, source_of(torch.ones(100)))
     tiles = [story for index in range(3) for story in (f"tile {index}", f"tile {index} back")]
@@ -190,7 +190,7 @@ def test_after_an_error_records_are_given_back_as_they_are_lost():
 def test_states_are_read_from_any_element_on(moments: str):
     unit, layout = unit_of(100, GRAIN + 300), kernel_layout(torch.bfloat16, moments)
     memory, values = Memory(unit, tiles_of(layout, unit), layout.formats), values_of(unit)
-    with NewElements(memory, layout) as elements:
+    with NewElements(memory, layout, first_states(layout)) as elements:
         for span in elements.spans(unit):
             states = {"exp_avg": values[span.spec], "exp_avg_sq": values[span.spec] ** 2}
             layout.rule.put_states(span.tile.tile, elements.states_at(span.tile), span.spec, states, span.spec.offset)
@@ -213,7 +213,7 @@ def test_the_shards_of_all_ranks_have_each_element_once(dtype):
     for rank in range(num_ranks):
         shard = shard_unit(unit, rank, num_ranks)
         memory = Memory(shard, tiles_of(layout, shard), layout.formats)
-        with NewElements(memory, layout) as elements:
+        with NewElements(memory, layout, first_states(layout)) as elements:
             for span in elements.spans(shard):
                 elements.write(span, source_of(span.spec.shard_of(values[span.spec.whole])))
         with Elements(memory, layout) as elements:
@@ -234,7 +234,7 @@ def test_an_optimizer_without_a_kernel_has_whole_parameters_in_tiles():
     rule = TorchRule(optimizer, [(optimizer.param_groups[0], unit.parameters)], formats, torch.float32)
     layout = Layout(formats, torch.bfloat16, rule)
     memory, values = Memory(unit, rule.tiles_of(unit, 1), formats), values_of(unit)
-    with NewElements(memory, layout) as elements:
+    with NewElements(memory, layout, first_states(layout)) as elements:
         for span in elements.spans(unit):
             elements.write(span, source_of(values[span.spec]))
             elements.states(span)["prev"].fill_(span.spec.numel)
@@ -250,7 +250,7 @@ def test_an_optimizer_without_a_kernel_has_whole_parameters_in_tiles():
 def test_a_model_that_is_not_trained_has_weights_alone():
     unit, layout = unit_of(100, 0, frozen=(10,)), replace(kernel_layout(torch.bfloat16), rule=None)
     memory, values = Memory(unit, (), layout.formats), values_of(unit)
-    with NewElements(memory, layout) as elements:
+    with NewElements(memory, layout, first_states(layout)) as elements:
         for span in elements.spans(unit):
             elements.write(span, source_of(values[span.spec]))
             assert not elements.states(span)
@@ -262,7 +262,7 @@ def test_a_model_that_is_not_trained_has_weights_alone():
 def test_a_span_beside_its_tile_has_no_element():
     unit = unit_of(100, GRAIN)
     tile = TileHomes(Tile(2 * GRAIN, 3 * GRAIN, 0), Home(0))
-    assert all(Span(unit, spec, tile).numel <= 0 for spec in unit.parameters)
+    assert all(Span.of(unit, spec, tile).numel <= 0 for spec in unit.parameters)
 
 
 def test_a_source_fills_what_it_is_asked_for():

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from offload.checkpoint.parts import Parts, open_parts, step_of
+from offload.checkpoint.native.parts import Parts, open_parts, step_of
 from offload.errors import ConfigError
 from swapper import Generation, OffloadError, StoreMissing
 from swapper.errors import failed, unusable

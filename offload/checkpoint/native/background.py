@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from offload.checkpoint.folder import CheckpointDirectory
+from offload.checkpoint.native.folder import CheckpointDirectory
 from offload.errors import warn
 from offload.waiting import Deadline, Failure
 from swapper import DurableStore, OffloadError, StorageError, copy_generation

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from offload.checkpoint.every_rank import on_every_rank, tell
-from offload.checkpoint.folder import CheckpointDirectory
-from offload.checkpoint.parts import part_name
+from offload.checkpoint.native.folder import CheckpointDirectory
+from offload.checkpoint.native.parts import part_name
 from offload.checkpoint.publish import sync_folder
 from offload.errors import ConfigError
 from offload.ranks.ranks import Ranks

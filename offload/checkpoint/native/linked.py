@@ -6,9 +6,9 @@ import errno
 import os
 from pathlib import Path
 
-from offload.checkpoint.commit import Committer
-from offload.checkpoint.description import Description
-from offload.checkpoint.folder import CheckpointDirectory
+from offload.checkpoint.native.commit import Committer
+from offload.checkpoint.native.description import Description
+from offload.checkpoint.native.folder import CheckpointDirectory
 from swapper import DurableStore
 from swapper.errors import failed
 
