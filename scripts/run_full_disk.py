@@ -233,7 +233,7 @@ class Life:
 
     def _copy(self, engine: OffloadEngine) -> None:
         engine.save_checkpoint(self._place.other / "copied")
-        engine._session.checkpoints.wait_for_background()  # the next save does
+        engine._session.checkpoints.generations.wait_for_background()  # the next save does
 
     def _look_at_states(self, engine: OffloadEngine) -> None:
         states = digest_of_states(engine.optimizer.state_dict())

@@ -178,7 +178,7 @@ def test_a_copy_that_fails_is_warned_of_at_once_and_raised_once(tmp_path, elsewh
         warnings.simplefilter("always")
         losses = train(engine, 2)
         engine.save_checkpoint(elsewhere)
-        engine._session.checkpoints.wait_for_background()
+        engine._session.checkpoints.generations.wait_for_background()
         target.error = errno.ENOSPC if next_call == "save" else errno.EIO
         train(engine, 3)
         engine.save_checkpoint(elsewhere)
@@ -251,7 +251,7 @@ def test_a_process_that_is_killed_meanwhile_leaves_nothing_that_is_seen(tmp_path
 train(engine, 1)
 engine.save_checkpoint(there)
 train(engine, 2)
-engine._session.checkpoints.wait_for_background()
+engine._session.checkpoints.generations.wait_for_background()
 slow(0.01)
 engine.save_checkpoint(there)
 train(engine, 1000)

@@ -167,7 +167,7 @@ from runs import *
 engine = OffloadEngine(make_model(), lr=1e-3, nvme_path={str(tmp_path)!r}, durable=1, host_memory={least(tmp_path)})
 train(engine, 3)
 backward(engine, 3)
-engine._session.checkpoints.wait()
+engine._session.checkpoints.generations.wait()
 os.kill(os.getpid(), signal.SIGKILL)
 """
     assert forked.run(program).returncode == -9
