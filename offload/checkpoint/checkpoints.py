@@ -24,7 +24,7 @@ from offload.checkpoint.dcp.save import save as save_distributed
 from offload.checkpoint.every_rank import on_every_rank
 from offload.checkpoint.native.commit import Committer
 from offload.checkpoint.native.description import Description, SavedUnits
-from offload.checkpoint.native.folder import CheckpointDirectory
+from offload.checkpoint.native.folder import CheckpointDirectory, SavingDirectory
 from offload.checkpoint.native.generations import Generations, NoGenerations
 from offload.checkpoint.native.load import Loading
 from offload.checkpoint.native.other_ranks import bring_together, last_run
@@ -32,7 +32,6 @@ from offload.checkpoint.native.parts import description_of
 from offload.checkpoint.native.records import EngineRecords
 from offload.checkpoint.native.save import save_copy
 from offload.checkpoint.native.saved_records import Source
-from offload.checkpoint.native.shared_directory import SharedDirectory
 from offload.checkpoint.native.signals import Signals
 from offload.checkpoint.random_states import get_random_states, set_random_states
 from offload.checkpoint.run_state import RunState, TakeGradients
@@ -139,7 +138,7 @@ class Checkpoints:
 
     def save(self, path: str | os.PathLike[str], tag: str | None, client_state: object) -> None:
         """See ``OffloadEngine.save_checkpoint``."""
-        directory = self._directory(path)
+        directory = SavingDirectory(path, self._ranks)
         tag = f"step{self._run.progress.global_step}" if tag is None else tag
         directory.folder(tag)
         self.generations.wait_for_background()
@@ -165,9 +164,6 @@ class Checkpoints:
         self._run.wait_for_updates()
         save_distributed(target, self._run, self._units, self._access)
         _log.info("torch.distributed.checkpoint saved: %s, step %d", target, self._run.progress.global_step)
-
-    def _directory(self, path: str | os.PathLike[str]) -> CheckpointDirectory:
-        return CheckpointDirectory(path) if self._ranks.size == 1 else SharedDirectory(path, self._ranks)
 
     # Loading.
 

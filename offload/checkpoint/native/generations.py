@@ -9,7 +9,7 @@ from functools import partial
 from offload.checkpoint.native.background import BackgroundCopy
 from offload.checkpoint.native.commit import Committer
 from offload.checkpoint.native.description import Description
-from offload.checkpoint.native.folder import CheckpointDirectory
+from offload.checkpoint.native.folder import SavingDirectory
 from offload.checkpoint.native.linked import LinkedCheckpoints
 from offload.config import OffloadConfig
 from offload.ranks.ranks import Ranks, program_error
@@ -37,7 +37,7 @@ class NoGenerations:
     def wait_for_background(self) -> None:
         """Return when no checkpoint is on its way to another file system. Raises, once, what it has failed with."""
 
-    def save(self, directory: CheckpointDirectory, tag: str, describe: Callable[[], Description], ranks: Ranks) -> bool:
+    def save(self, directory: SavingDirectory, tag: str, describe: Callable[[], Description], ranks: Ranks) -> bool:
         """Save a checkpoint that the store retains. False if it cannot: nothing has changed then."""
         return ranks.all(_HOW, False)
 
@@ -75,7 +75,7 @@ class Generations(NoGenerations):
     def wait_for_background(self) -> None:
         self.background.wait()
 
-    def save(self, directory: CheckpointDirectory, tag: str, describe: Callable[[], Description], ranks: Ranks) -> bool:
+    def save(self, directory: SavingDirectory, tag: str, describe: Callable[[], Description], ranks: Ranks) -> bool:
         if not ranks.all(_HOW, self.linked.has_room()):
             return False
         description, config, committer = describe(), self._config, self.committer

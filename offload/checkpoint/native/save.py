@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offload.checkpoint.native.folder import CheckpointDirectory
+from offload.checkpoint.native.folder import SavingDirectory
 from offload.checkpoint.native.records import EngineRecords
 from swapper import create_store
 from swapper.errors import failed
@@ -11,7 +11,7 @@ _NAME = "copy"
 """Of the store in the unfinished folder: it becomes the checkpoint's."""
 
 
-def save_copy(records: EngineRecords, directory: CheckpointDirectory, tag: str, metadata: bytes) -> None:
+def save_copy(records: EngineRecords, directory: SavingDirectory, tag: str, metadata: bytes) -> None:
     """Copy every record into a store in a new folder, and give it its tag, once the last step's update is over.
 
     Memory: the weights or the gradients of one unit, where they are not resident. Raises ``StorageFull`` before
