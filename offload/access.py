@@ -22,10 +22,11 @@ from offload.optim.moments import read_moments
 from offload.optim.rule import Rule, TileLayout
 from offload.ranks.ranks import Ranks
 from offload.spooled import Spooled
-from offload.tiers.compute import Compute, WholeWeights
-from offload.tiers.gradients import GradientStore
+from offload.tiers.gradients.store import GradientStore
 from offload.tiers.home import Home, TileHomes, UnitHomes
-from offload.tiers.host_weights import HostWeights
+from offload.tiers.make_compute import WholeWeights
+from offload.tiers.weights.host import HostLevel
+from offload.tiers.weights.level import Level
 from offload.units import ParameterSpec, UnitSpec
 from offload.waiting import Failure
 
@@ -284,8 +285,8 @@ class Levels:
     """What lends the weights of units: those in host memory, their copies for compute, and, where this rank has shards,
     ``whole`` units."""
 
-    host: HostWeights
-    compute: Compute
+    host: HostLevel
+    compute: Level
     whole: WholeWeights | None
 
 
@@ -338,7 +339,7 @@ class ExternalAccess:
 
     def wait_for_updates(self) -> None:
         """Wait until the last step's update is done everywhere."""
-        self._levels.host.wait_for_updates()
+        self._levels.host.fence.wait_all()
 
     def changing(self, units: Sequence[UnitSpec]) -> None:
         """Weights, gradients or states of these units are about to change: speculative updates of them are void, and
@@ -348,7 +349,7 @@ class ExternalAccess:
         self.before.agree()
         for unit in units:
             self.dropping(unit)
-            self._levels.host.wait_for_update(unit)
+            self._levels.host.fence.wait(unit)
             self.before.commit(unit)
 
     def dropping(self, unit: UnitSpec) -> None:

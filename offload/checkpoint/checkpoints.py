@@ -37,7 +37,6 @@ from offload.checkpoint.random_states import get_random_states, set_random_state
 from offload.checkpoint.run_state import RunState, TakeGradients
 from offload.config import OffloadConfig
 from offload.errors import ConfigError, warn
-from offload.tiers.exchange import GradientExchange
 from offload.tiers.make import Tiers
 from offload.units import UnitSpec
 from swapper import OffloadError, StorageError, open_store
@@ -270,8 +269,7 @@ class Checkpoints:
             self._run.set(run, take_gradients)
         except OffloadError as error:
             raise self._access.failure.record(error) from None
-        if isinstance(self._tiers.intake, GradientExchange):
-            self._tiers.intake.unsettled = True
+        self._tiers.intake.restored()
         self._committed_step = -1  # what is committed is another state
 
     def _compare(self, description: Description, where: str) -> None:

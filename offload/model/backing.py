@@ -13,7 +13,7 @@ from offload.memory import tensor_at
 from offload.model.distributed_handle import DistributedGradientHandle
 from offload.model.gradient_handle import GradientBacking, GradientHandle
 from offload.model.handle import value_of
-from offload.tiers.gradients import Gradient
+from offload.tiers.gradients.store import Gradient
 from offload.units import ParameterSpec, UnitSpec, WeightInPieces
 from swapper import OffloadError
 

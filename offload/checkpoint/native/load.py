@@ -13,7 +13,7 @@ from offload.access import Elements, ExternalAccess, Loan, Records, Span, first_
 from offload.checkpoint.native.description import Description
 from offload.checkpoint.native.saved_records import SavedHome, SavedRecords, Source
 from offload.optim.rule import TilePart
-from offload.tiers.gradients import Gradient
+from offload.tiers.gradients.store import Gradient
 from offload.tiers.home import TileHomes
 from offload.tiers.store import RecordExtents
 from offload.units import Tile, UnitSpec
