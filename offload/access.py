@@ -24,9 +24,8 @@ from offload.ranks.ranks import Ranks
 from offload.spooled import Spooled
 from offload.tiers.gradients.store import GradientStore
 from offload.tiers.home import Home, TileHomes, UnitHomes
-from offload.tiers.make_compute import WholeWeights
 from offload.tiers.weights.host import HostLevel
-from offload.tiers.weights.level import Level
+from offload.tiers.weights.level import Level, WholeWeights
 from offload.units import ParameterSpec, UnitSpec
 from offload.waiting import Failure
 
@@ -287,7 +286,7 @@ class Levels:
 
     host: HostLevel
     compute: Level
-    whole: WholeWeights | None
+    whole: WholeWeights
 
 
 def _nothing(unit: UnitSpec) -> None:

@@ -35,7 +35,6 @@ class Training:
     rule: Rule
     verdict: Verdict
     gradients: GradientStore
-    drop_gradients: Callable[[], None]
 
 
 class RunState:
@@ -139,4 +138,4 @@ class RunState:
                 if steps:
                     num_steps[spec] = steps
         training.verdict.num_steps = num_steps
-        training.drop_gradients()
+        training.optimizer.zero_grad()

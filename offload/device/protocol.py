@@ -62,16 +62,36 @@ class Shortages:
     failed: int
 
 
-class Device(Protocol):
+class Processor(Protocol):
+    """What the model computes on: the CPU, or a device."""
+
+    @property
+    def torch_device(self) -> torch.device: ...
+
+    @property
+    def identity(self) -> str | None:
+        """Names the piece of hardware: two processes that compute on the same one say the same. None: the CPU, which
+        they share."""
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Memory of its own that the engine has allocated there."""
+
+    def free_bytes(self) -> int:
+        """Memory that new tensors can take now."""
+
+    def bring(self, tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Event | None]:
+        """The tensor as ``dtype`` there, for the work that compute is given next. Its own memory may change after the
+        event; None: at once."""
+
+
+class Device(Processor, Protocol):
     """A device, its memory and its streams.
 
     ``compute`` is where the model's own operations go: the stream that is current where it is asked for. Memory is
     ordered by it: new memory is for work that comes after its allocation there, freed memory for the work that is next
     on the stream under which it was allocated.
     """
-
-    @property
-    def torch_device(self) -> torch.device: ...
 
     @property
     def compute(self) -> Stream: ...
@@ -92,8 +112,7 @@ class Device(Protocol):
         """Within, what this thread asks torch for goes to ``stream``, which ``compute`` is then."""
 
     @property
-    def identity(self) -> str:
-        """Names the piece of hardware: two processes that compute on the same one say the same."""
+    def identity(self) -> str: ...
 
     @property
     def backend(self) -> str:
@@ -117,9 +136,6 @@ class Device(Protocol):
     def memory_bytes(self) -> int:
         """Memory that tensors may take together, what they have now included."""
 
-    def free_bytes(self) -> int:
-        """Memory that new tensors can take now."""
-
     def peak_bytes(self) -> int:
         """The most memory that was taken at a time by tensors, the engine's and the model's."""
 
@@ -139,10 +155,6 @@ class Device(Protocol):
 
     def free(self, storage: torch.UntypedStorage) -> None:
         """Empty a storage."""
-
-    def bring(self, tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Event | None]:
-        """The tensor as ``dtype`` on the device, for the work that compute is given next. Its own memory may change
-        after the event; None: at once."""
 
     def pin(self, address: int, nbytes: int) -> None:
         """Let the device copy from and to this host memory by itself. If it cannot, warns: copies then block."""

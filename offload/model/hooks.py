@@ -35,10 +35,10 @@ from offload.torch_internals import (
 from offload.units import ParameterSpec, UnitSpec
 from swapper import OffloadError
 
-__all__ = ["Hooks", "Interleaving", "NotScriptable", "Schedule", "UnitInModel"]
+__all__ = ["Hooks", "Interleaving", "Listener", "NotScriptable", "UnitInModel"]
 
 
-class Schedule(Protocol):
+class Listener(Protocol):
     """What the hooks tell: a unit is needed, is no longer needed, got a gradient, has all its gradients; its forward
     has given one of its weights another value."""
 
@@ -46,7 +46,8 @@ class Schedule(Protocol):
 
     def end_use(self, unit: UnitSpec) -> None: ...
 
-    def take_gradient(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor) -> None: ...
+    def take_gradient(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor, scale: float | None) -> None:
+        """``scale``: what the engine's own backward is still to multiply it by; None in a backward of the user's."""
 
     def end_backward(self, unit: UnitSpec) -> None: ...
 
@@ -164,7 +165,7 @@ class Hooks:
         units: Sequence[UnitInModel],
         handles: dict[ParameterSpec, nn.Parameter],
         parameters: dict[ParameterSpec, nn.Parameter],
-        schedule: Schedule,
+        listener: Listener,
         outside_of_graphs: Callable[[Callable[..., Any], str], Callable[..., Any]],
         *,
         one_thread: bool = True,
@@ -183,7 +184,7 @@ class Hooks:
         numbers."""
         self._num_units_at: Counter[nn.Module] = Counter()
         """Of each module so far: hooks of one module need numbers of their own."""
-        self._schedule = schedule
+        self._listener = listener
         self._handles = handles
         self._parameters = parameters
         self._serial = 0
@@ -364,7 +365,7 @@ class Hooks:
             for index, value in unit.own_writes.end():
                 if self._turns is not None:
                     self._turns.changed(unit)
-                self._schedule.changed_in_use(unit.spec, unit.watched[index], value)
+                self._listener.changed_in_use(unit.spec, unit.watched[index], value)
         self._leave_forward(unit)
         if torch.is_grad_enabled():
             arrived = partial(self._pre_backward, unit, self.context, unit.forward_start, self._serial)
@@ -393,7 +394,7 @@ class Hooks:
         if unit in self._kept:
             self._kept.remove(unit)
         elif unit.num_users == 0:
-            self._schedule.begin_use(unit.spec)
+            self._listener.begin_use(unit.spec)
         unit.num_users += 1
 
     def _end_use(self, unit: UnitInModel) -> None:
@@ -405,13 +406,13 @@ class Hooks:
                 self._release(unit)
 
     def _release(self, unit: UnitInModel) -> None:
-        self._schedule.end_use(unit.spec)
+        self._listener.end_use(unit.spec)
         if unit.is_over:
             self._end_backward(unit)
 
     def _end_backward(self, unit: UnitInModel) -> None:
         unit.is_over = False
-        self._schedule.end_backward(unit.spec)
+        self._listener.end_backward(unit.spec)
 
     def _leave_forward(self, unit: UnitInModel) -> None:
         self._serial += 1
@@ -475,6 +476,6 @@ class Hooks:
         if gradient is not None:
             if self._turns is not None:
                 self._turns.gradient(spec, in_its_place=unit.in_backward)
-            self._schedule.take_gradient(unit.spec, spec, gradient)
+            self._listener.take_gradient(unit.spec, spec, gradient, self.context.gradient_scale)
             if not unit.in_backward:
-                self._schedule.end_backward(unit.spec)
+                self._listener.end_backward(unit.spec)

@@ -58,6 +58,11 @@ class LinkRates:
     to_device: float = math.inf
     to_host: float = math.inf
 
+    @property
+    def is_there(self) -> bool:
+        """Something comes over it."""
+        return math.isfinite(self.to_device)
+
 
 @dataclass(frozen=True)
 class Report:

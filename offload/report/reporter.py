@@ -73,6 +73,8 @@ class Reporter:
         """What the step had spent when its first backward began."""
         self.disk_busy: tuple[float, float] | None = None
         """Shares of forward and of the rest of the last step in which the disk was busy; None if nothing is known."""
+        self.last: Report | None = None
+        """Of the last step, if one was taken here."""
         self._updates_wait = False
         """Those of the last step had to wait for its verdict."""
 
@@ -118,7 +120,7 @@ class Reporter:
             "to_host": to_host_bytes / self._link.to_host,
         }
         bound_by = max(bounds, key=lambda name: bounds[name])
-        return Report(
+        self.last = Report(
             step=step,
             seconds=seconds,
             bound_seconds=bounds[bound_by],
@@ -145,6 +147,7 @@ class Reporter:
             grad_norm=grad_norm,
             loss_scale=loss_scale,
         )
+        return self.last
 
     def _nvme_seconds(self, phase: _SoFar) -> float:
         return 0.0 if self._bandwidths is None else self._bandwidths.seconds(phase.read_bytes, phase.write_bytes)

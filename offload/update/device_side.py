@@ -151,6 +151,37 @@ class DeviceSide:
         return states + weights + grads, states + weights
 
 
+class NoDeviceSide:
+    """All tiles are updated by the CPU."""
+
+    copied_bytes = (0, 0)
+
+    def begin_step(self) -> None:
+        pass
+
+    def cpu_took(self, tile: Tile, seconds: float) -> None:
+        pass
+
+    def sooner(self, tile: Tile, num_elements: int) -> bool:
+        return False
+
+    def begin(self, update: UnitUpdate, tile: Tile, at: TileBytes) -> Trip:
+        raise RuntimeError("there is no device to send a tile to")
+
+    def end(self, trip: Trip) -> None:
+        pass
+
+    def drain(self) -> None:
+        pass
+
+
+class NoResidentUpdates:
+    """No unit is resident on a device."""
+
+    def update(self, step: Sequence[UnitUpdate]) -> list[UnitUpdate]:
+        return list(step)
+
+
 class ResidentUpdates:
     """Updates of units that are resident on a device: in place, in the order of compute, on the training thread."""
 

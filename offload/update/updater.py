@@ -16,7 +16,7 @@ from offload.tiers.gradients.unit import Loan, UnitGradients
 from offload.tiers.home import StoredHome, TileHomes, Transfer, UnitHomes
 from offload.tiers.weights.host import HostLevel
 from offload.units import UnitSpec
-from offload.update.device_side import DeviceSide
+from offload.update.device_side import DeviceSide, NoDeviceSide
 from offload.update.pipeline import Pipeline, Task
 from offload.update.speculative import SpeculativeUpdates
 from offload.update.step import UnitUpdate
@@ -69,7 +69,7 @@ class Updater:
         homes: Sequence[UnitHomes],
         host: HostLevel,
         gradients: GradientStore,
-        device: DeviceSide | None,
+        device: DeviceSide | NoDeviceSide,
         failure: Failure,
     ) -> None:
         self.speculative = speculative
@@ -116,8 +116,7 @@ class Updater:
         self._pipeline.ahead.drop()
 
     def _run_step(self, step: Sequence[UnitUpdate], loans: Sequence[Loan | None]) -> None:
-        if self._device is not None:
-            self._device.begin_step()
+        self._device.begin_step()
         self._run(map(self._confirmed, step, loans))
         self.speculative.step_is_over()
 

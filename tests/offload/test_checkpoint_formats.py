@@ -64,7 +64,7 @@ def states_of(engine: OffloadEngine) -> list[dict[str, torch.Tensor]]:
 
 
 def tiles_of(engine: OffloadEngine) -> list[tuple[int, int]]:
-    homes: list[UnitHomes] = engine._session._tiers.homes
+    homes: list[UnitHomes] = engine._session.parts.tiers.homes
     return [(homes.tile.start, homes.tile.stop) for unit in homes for homes in unit.tiles]
 
 

@@ -290,12 +290,12 @@ def test_a_durable_run_knows_the_checkpoints_of_the_process_before(tmp_path: Pat
             while engine.global_step < last:
                 train(engine, engine.global_step + 1)
                 engine.save_checkpoint(saved)
-            assert len(engine._session._tiers.store.retained) == 3
+            assert len(engine._session.parts.tiers.store.retained) == 3
     shutil.rmtree(saved / "step11")
     with pytest.warns(UserWarning, match="holds step 12"):
         engine = OffloadEngine(make_model(), **options)
     with engine:
-        assert len(engine._session._tiers.store.retained) == 2
+        assert len(engine._session.parts.tiers.store.retained) == 2
         engine.load_checkpoint(saved, "step10")
         assert engine.global_step == 10
 

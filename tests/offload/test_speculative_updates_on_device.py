@@ -261,7 +261,7 @@ def test_an_error_of_a_copy_to_the_host_is_raised_and_ends_the_updates_under_way
 
 def test_the_gradients_of_a_unit_are_complete_when_all_that_were_taken_have_come(tmp_path: Path) -> None:
     with OffloadEngine(built(), **OPTIONS, **streaming(tmp_path, share=1.2)) as engine:
-        tiers = engine._session._tiers
+        tiers = engine._session.parts.tiers
         transport, unit = tiers.on_device.transport, engine.plan.units[1].unit
         first, *_ = unit.trainable
 

@@ -73,7 +73,7 @@ def test_the_bytes_of_a_step_are_those_that_the_engine_moves(tmp_path: Path):
     model = tiny()
     budget = least_host_bytes(model, here(0), SMALL)
     with OffloadEngine(Tiny(), nvme_path=tmp_path, host_memory=budget, precision="fp32") as engine:
-        store = engine._session._tiers.store
+        store = engine._session.parts.tiers.store
         assert store is not None
         written = []
         for _ in range(8):
