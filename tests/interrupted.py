@@ -1,0 +1,60 @@
+"""Ctrl-C at every line of some part of the engine, one after the other."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+
+class InterruptAt:
+    """Sends SIGINT before the ``position``-th line of those that this thread executes in files whose path has ``part``,
+    where it comes there for the first time."""
+
+    def __init__(self, position: int, part: str) -> None:
+        self.came = False
+        self._position = position
+        self._part = part
+        self._lines: set[tuple[str, int]] = set()
+
+    def __enter__(self) -> InterruptAt:
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.settrace(None)
+
+    def _call(self, frame: FrameType, event: str, argument: object) -> Any:
+        return self._line if self._part in frame.f_code.co_filename else None
+
+    def _line(self, frame: FrameType, event: str, argument: object) -> Any:
+        if event == "line" and not self.came:
+            self._lines.add((frame.f_code.co_filename, frame.f_lineno))
+            if len(self._lines) == self._position:
+                self.came = True
+                signal.raise_signal(signal.SIGINT)
+        return self._line
+
+
+def at_every_line(part: str, run: Callable[[Callable[[Callable[[], object]], bool]], None]) -> int:
+    """Call ``run`` once for each line, with a function that makes a call which is interrupted there, and says whether it
+    was. The number of lines."""
+    position = 0
+    while True:
+        position += 1
+        interrupt = InterruptAt(position, part)
+
+        def interrupted(call: Callable[[], object], interrupt: InterruptAt = interrupt) -> bool:
+            try:
+                with interrupt:
+                    call()
+            except KeyboardInterrupt:
+                assert interrupt.came
+                return True
+            return False
+
+        run(interrupted)
+        if not interrupt.came:
+            return position - 1
