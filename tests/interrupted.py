@@ -39,8 +39,8 @@ class InterruptAt:
 
 
 def at_every_line(part: str, run: Callable[[Callable[[Callable[[], object]], bool]], None]) -> int:
-    """Call ``run`` once for each line, with a function that makes a call which is interrupted there, and says whether it
-    was. The number of lines."""
+    """Call ``run`` once for each line, with a function that makes a call which is interrupted there, and says whether
+    it was. The number of lines."""
     position = 0
     while True:
         position += 1

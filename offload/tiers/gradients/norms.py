@@ -39,7 +39,7 @@ class SentSums:
     """Sums on their way to the host. ``views`` of the memory on either side live as long as it does."""
 
     arrived: Event | None
-    """None: there are none."""
+    """None: nothing is on its way."""
     places: dict[ParameterSpec, int]
     views: tuple[torch.Tensor, torch.Tensor]
 
@@ -146,16 +146,23 @@ class DeviceSquares:
         self._begun.difference_update(specs)
 
     def send(self, specs: Collection[ParameterSpec]) -> SentSums:
-        sent = self._bring_to_host(specs)
-        self.forget(sent.places)
-        return sent
+        places = {spec: self._places[spec] for spec in specs if spec in self._begun}
+        if not places:
+            return _NOTHING_SENT
+        start, stop = min(places.values()), max(places.values()) + 1
+        self.forget(places)
+        places = {spec: place - start for spec, place in places.items()}
+        views = self._on_host[start:stop], self._sums[start:stop]
+        return SentSums(self._bring_to_host(*views), places, views)
 
     def collect(self) -> dict[ParameterSpec, float]:
-        sent = self._bring_to_host(self._begun)
-        if sent.arrived is not None:
-            with self._meter.stall("norms"):
-                sent.arrived.wait()
-        return sent.read()
+        if not self._begun:
+            return {}
+        views = self._on_host, self._sums  # all of them: these live on if an interrupt comes before the copy is over
+        arrived = self._bring_to_host(*views)
+        with self._meter.stall("norms"):
+            arrived.wait()
+        return SentSums(arrived, {spec: self._places[spec] for spec in self._begun}, views).read()
 
     def close(self) -> None:
         """Free the device's memory, and what the host has for it."""
@@ -164,19 +171,15 @@ class DeviceSquares:
         self._landing.close()
 
     def _free(self) -> None:
-        self._device.compute.wait(self._over)
+        for event in (self._over, self._device.to_host.record()):
+            self._device.compute.wait(event)
         self._device.free(self._storage)
 
-    def _bring_to_host(self, specs: Collection[ParameterSpec]) -> SentSums:
-        places = {spec: self._places[spec] for spec in specs if spec in self._begun}
-        if not places:
-            return _NOTHING_SENT
-        start, stop = min(places.values()), max(places.values()) + 1
-        on_host, sums = self._on_host[start:stop], self._sums[start:stop]
+    def _bring_to_host(self, on_host: torch.Tensor, sums: torch.Tensor) -> Event:
         stream = self._device.to_host
         stream.wait(self._over)
         stream.copy(on_host, sums)
-        return SentSums(stream.record(), {spec: place - start for spec, place in places.items()}, (on_host, sums))
+        return stream.record()
 
     def _view(self, offset: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
         tensor = torch.empty(0, dtype=dtype, device=self._device.torch_device)
