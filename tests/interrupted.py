@@ -10,14 +10,15 @@ from typing import Any
 
 
 class InterruptAt:
-    """Sends SIGINT before the ``position``-th line of those that this thread executes in files whose path has ``part``,
-    where it comes there for the first time."""
+    """Sends SIGINT before the ``position``-th line that this thread executes in files whose path has ``part``. With
+    ``once`` a line counts where it comes there for the first time."""
 
-    def __init__(self, position: int, part: str) -> None:
+    def __init__(self, position: int, part: str, *, once: bool) -> None:
         self.came = False
         self._position = position
         self._part = part
-        self._lines: set[tuple[str, int]] = set()
+        self._once = once
+        self._lines: set[tuple[str, int, int]] = set()
 
     def __enter__(self) -> InterruptAt:
         sys.settrace(self._call)
@@ -31,20 +32,20 @@ class InterruptAt:
 
     def _line(self, frame: FrameType, event: str, argument: object) -> Any:
         if event == "line" and not self.came:
-            self._lines.add((frame.f_code.co_filename, frame.f_lineno))
+            self._lines.add((frame.f_code.co_filename, frame.f_lineno, 0 if self._once else len(self._lines)))
             if len(self._lines) == self._position:
                 self.came = True
                 signal.raise_signal(signal.SIGINT)
         return self._line
 
 
-def at_every_line(part: str, run: Callable[[Callable[[Callable[[], object]], bool]], None]) -> int:
+def at_every_line(part: str, run: Callable[[Callable[[Callable[[], object]], bool]], None], *, once: bool) -> int:
     """Call ``run`` once for each line, with a function that makes a call which is interrupted there, and says whether
     it was. The number of lines."""
     position = 0
     while True:
         position += 1
-        interrupt = InterruptAt(position, part)
+        interrupt = InterruptAt(position, part, once=once)
 
         def interrupted(call: Callable[[], object], interrupt: InterruptAt = interrupt) -> bool:
             try:
