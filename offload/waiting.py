@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from operator import attrgetter
 from types import TracebackType
 from typing import NoReturn
 
@@ -108,6 +109,10 @@ class Monitor(threading.Condition):
     Each owner says beside its monitor what it guards, and its place in the order of locks. The order, outermost first:
     speculative updates (``update.speculative``), weights on a device, weights in host memory (``tiers.cache``),
     gradients (``tiers.gradients``), ``Failure``. No thread waits for I/O while it holds one."""
+
+    # Those of the lock itself: in a function of Python's an interrupt could come before the lock is free again.
+    __enter__ = property(attrgetter("_lock.__enter__"))  # type: ignore[assignment]
+    __exit__ = property(attrgetter("_lock.__exit__"))  # type: ignore[assignment]
 
     def __init__(self, failure: Failure) -> None:
         super().__init__()

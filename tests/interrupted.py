@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import signal
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ class InterruptAt:
         self._position = position
         self._part = part
         self._once = once
+        self._before: dict[FrameType, int] = {}
         self._lines: set[tuple[str, int, int]] = set()
 
     def __enter__(self) -> InterruptAt:
@@ -31,12 +33,19 @@ class InterruptAt:
         return self._line if self._part in frame.f_code.co_filename else None
 
     def _line(self, frame: FrameType, event: str, argument: object) -> Any:
-        if event == "line" and not self.came:
+        if event == "line" and not self.came and not self._leaves_a_block(frame):
             self._lines.add((frame.f_code.co_filename, frame.f_lineno, 0 if self._once else len(self._lines)))
             if len(self._lines) == self._position:
                 self.came = True
                 signal.raise_signal(signal.SIGINT)
         return self._line
+
+    def _leaves_a_block(self, frame: FrameType) -> bool:
+        """The next thing done is the exit of a ``with``: Python handles no signal between the last call in a block and
+        that one."""
+        line, before = frame.f_lineno, self._before.get(frame, 0)
+        self._before[frame] = line
+        return before > line and linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("with ")
 
 
 def at_every_line(part: str, run: Callable[[Callable[[Callable[[], object]], bool]], None], *, once: bool) -> int:
