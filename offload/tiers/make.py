@@ -28,20 +28,18 @@ from offload.report.trace import Trace
 from offload.tiers import bandwidth
 from offload.tiers.bounce import Bounce
 from offload.tiers.compute import Compute, WholeWeights
-from offload.tiers.gradients.make import resident_gradients
+from offload.tiers.gradients.make import make_unit_gradients
 from offload.tiers.gradients.norms import (
     AddUp,
     DeviceSquares,
     DistributedParts,
-    HostSquares,
     RankSquares,
     Squares,
     add_up_shards,
 )
 from offload.tiers.gradients.sink import GradientSink
-from offload.tiers.gradients.spill import BufferPool, SpilledGradients
+from offload.tiers.gradients.spill import BufferPool
 from offload.tiers.gradients.store import GradientStore, of_one_rank
-from offload.tiers.gradients.unit import UnitGradients
 from offload.tiers.growth import DeviceHomes
 from offload.tiers.home import Home, HostHome, StoredHome, TileHomes, UnitHomes
 from offload.tiers.host_weights import HostWeights, Slot
@@ -142,12 +140,13 @@ def make_tiers(
     closers.callback(host.drain)
     pool = BufferPool(grad_buffers, failure, on_host_meter)
     closers.callback(pool.drain)
-    squares: Squares = HostSquares()
+    squares = Squares()
     if device is not None and plan.device is not None and squares_on_device:
-        squares = on_device = DeviceSquares(device, units, plan.device.resident, meter)
-        closers.callback(on_device.close)
+        squares = DeviceSquares(device, units, plan.device.resident, meter)
+        closers.callback(squares.close)
     by_unit = [
-        _unit_gradients(unit, homes[unit.index], pool, config.gradient_dtype, squares, on_host_meter) for unit in units
+        make_unit_gradients(unit, homes[unit.index], pool, config.gradient_dtype, squares, on_host_meter)
+        for unit in units
     ]
     over: list[AddUp] = []
     if ranks is not None:
@@ -268,15 +267,3 @@ def _bounce(device: Device, closers: Closers) -> Bounce:
     bounce = Bounce(device)
     closers.callback(bounce.close)
     return bounce
-
-
-def _unit_gradients(
-    unit: UnitSpec,
-    homes: UnitHomes,
-    pool: BufferPool,
-    dtype: torch.dtype,
-    squares: Squares,
-    meter: Meter,
-) -> UnitGradients:
-    resident = resident_gradients(unit, homes, dtype, squares)
-    return SpilledGradients(unit, homes.tiles, pool, dtype, meter) if resident is None else resident

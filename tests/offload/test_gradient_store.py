@@ -26,8 +26,8 @@ from offload.testing.simulated import SimulatedDevice
 from offload.tiers.bounce import Bounce
 from offload.tiers.gradients.device import DeviceGradients
 from offload.tiers.gradients.host import HostGradients
-from offload.tiers.gradients.make import resident_gradients
-from offload.tiers.gradients.norms import DeviceSquares, DistributedParts, HostSquares, RankSquares
+from offload.tiers.gradients.make import make_unit_gradients
+from offload.tiers.gradients.norms import DeviceSquares, DistributedParts, RankSquares, Squares
 from offload.tiers.gradients.spill import BufferPool, SpilledGradients
 from offload.tiers.gradients.store import Gradient, GradientStore
 from offload.tiers.home import DeviceHome, Home, HostHome, TileHomes, UnitHomes
@@ -415,7 +415,7 @@ def test_a_unit_whose_gradients_rest_elsewhere_begins_anew_there() -> None:
     rig = Rig("host", torch.float32)
     rig.take(rig.small, random(rig.small, 1))
     there = torch.zeros(GRAIN)
-    rig.store.move(rig.unit, DeviceGradients(rig.unit, there, HostSquares()))
+    rig.store.move(rig.unit, DeviceGradients(rig.unit, there, Squares()))
     assert rig.store.of(rig.unit) == {}
     rig.take(rig.small, random(rig.small, 2))
     assert torch.equal(there[:15].view(3, 5), random(rig.small, 2))
@@ -427,11 +427,12 @@ def test_the_home_of_gradients_decides_their_place() -> None:
     on_device = DeviceHome(device, torch.zeros(GRAIN), Bounce(device))
 
     def place(grads: Home | None) -> Any:
-        return resident_gradients(unit, UnitHomes(Home(0), grads, []), torch.float32, HostSquares())
+        pool = BufferPool([], Failure(), Meter())
+        return make_unit_gradients(unit, UnitHomes(Home(0), grads, []), pool, torch.float32, Squares(), Meter())
 
     assert type(place(HostHome(memory))) is HostGradients  # type: ignore[arg-type]
     assert type(place(on_device)) is DeviceGradients
-    assert place(Home(0)) is None and place(None) is None
+    assert type(place(Home(0))) is type(place(None)) is SpilledGradients
 
 
 # Spilled gradients.

@@ -17,7 +17,7 @@ from offload.report.meter import Meter
 from offload.testing.simulated import SimulatedDevice
 from offload.tiers.gradients.device import DeviceGradients
 from offload.tiers.gradients.host import HostGradients
-from offload.tiers.gradients.norms import DeviceSquares, HostSquares, Squares
+from offload.tiers.gradients.norms import DeviceSquares, Squares
 from offload.tiers.gradients.sink import GradientDtypes
 from offload.tiers.gradients.store import GradientStore
 from offload.tiers.gradients.transport import GradientTransport
@@ -61,7 +61,7 @@ class Rig:
         self._memories = [aio_ext.Memory(GRAIN * 4) for _ in range(5)]
         for memory in self._memories:
             self.device.pin(memory.address, memory.nbytes)
-        squares: Squares = DeviceSquares(self.device, self.units, {2}, Meter()) if on_device else HostSquares()
+        squares: Squares = DeviceSquares(self.device, self.units, {2}, Meter()) if on_device else Squares()
         places = [HostGradients(memory.address, kept) for memory in self._memories[:2]]
         self.store = GradientStore([*places, DeviceGradients(self.units[2], torch.zeros(GRAIN, dtype=kept), squares)])
         self.transport = GradientTransport(
@@ -289,7 +289,7 @@ def test_sums_stay_to_be_collected_until_they_are_forgotten() -> None:
 
 
 def test_a_device_without_kernels_leaves_sums_to_the_host() -> None:
-    squares: Squares = HostSquares()
+    squares = Squares()
     unit = make_unit(0)
     assert squares.begin(unit.trainable, torch.ones(GRAIN)) is None
     assert squares.send(unit.trainable).arrived is None and squares.collect() == {}

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 from torch import distributed
@@ -52,48 +51,36 @@ class SentSums:
 _NOTHING_SENT = SentSums(None, {}, (torch.empty(0), torch.empty(0)))
 
 
-class Squares(Protocol):
-    """Sums for all trainable parameters. All calls come from one thread at a time."""
+class Squares:
+    """Sums for all trainable parameters; these are worked out in host memory, where gradients rest. All calls come from
+    one thread at a time."""
 
     def move(self, resident: Collection[int]) -> None:
         """Other units are resident on the device from now on. Nothing is begun."""
 
     def begin(self, specs: SquaresGroup, gradients: torch.Tensor) -> Event | None:
         """Have the sums of these parameters worked out from flat ``gradients``, after what compute was given so far.
-        The point where they have been read; None if sums are found in host memory."""
+        The point where they have been read; None if it is for the host."""
+        return None
 
     def forget(self, specs: Iterable[ParameterSpec]) -> None:
         """What was begun for these holds no more, or is known."""
 
     def send(self, specs: Collection[ParameterSpec]) -> SentSums:
         """Have those of these parameters' sums that were begun brought to the host, all in one copy."""
+        return _NOTHING_SENT
 
     def collect(self) -> dict[ParameterSpec, float]:
         """Wait for the sums that were begun and not sent, and return them. All that was sent has been read. They stay
         begun until they are forgotten."""
-
-
-class HostSquares:
-    """Sums of squares are worked out in host memory, where gradients rest."""
-
-    def move(self, resident: Collection[int]) -> None:
-        return None
-
-    def begin(self, specs: SquaresGroup, gradients: torch.Tensor) -> None:
-        return None
-
-    def forget(self, specs: Iterable[ParameterSpec]) -> None:
-        return None
-
-    def send(self, specs: Collection[ParameterSpec]) -> SentSums:
-        return _NOTHING_SENT
-
-    def collect(self) -> dict[ParameterSpec, float]:
         return {}
 
+    def close(self) -> None:
+        """Free the device's memory, and what the host has for it."""
 
-class DeviceSquares:
-    """Sums of squares are worked out on a device: see ``Squares``.
+
+class DeviceSquares(Squares):
+    """Sums that a device works out.
 
     Gradients may come on several streams, and all share the lanes: each sum is worked out after the one before it.
     """
@@ -165,7 +152,6 @@ class DeviceSquares:
         return SentSums(arrived, {spec: self._places[spec] for spec in self._begun}, views).read()
 
     def close(self) -> None:
-        """Free the device's memory, and what the host has for it."""
         self._free()
         self._device.unpin(self._landing.address)
         self._landing.close()
