@@ -24,7 +24,7 @@ from offload.report.report import LinkRates
 from offload.tiers import bandwidth
 from offload.tiers.bounce import Bounce
 from offload.tiers.gradients.exchange import Bucket, ExchangeMemory, GradientExchange
-from offload.tiers.gradients.norms import DeviceSquares, HostSquares, Squares
+from offload.tiers.gradients.norms import DeviceSquares, Squares
 from offload.tiers.gradients.sink import GradientDtypes, GradientSink
 from offload.tiers.gradients.store import GradientStore
 from offload.tiers.gradients.transport import GradientTransport
@@ -110,7 +110,7 @@ class OnHost:
 
     def make_squares(self, units: Sequence[UnitSpec]) -> Squares:
         """Sums of squares of gradients."""
-        return HostSquares()
+        return Squares()
 
     def connect(self, base: Base, parameters: Sequence[Sequence[nn.Parameter]], squares: Squares) -> Computing:
         """Tie compute to the tiers."""
@@ -195,7 +195,7 @@ class OnDevice:
         """Sums of squares of gradients: by kernels on the device, if there are some."""
         plan = self._run.plan.device
         if plan.unsupported_reason is not None or self._run.choice is None:
-            return HostSquares()
+            return Squares()
         squares = DeviceSquares(self._device, units, plan.resident, self._meter)
         self._closers.callback(squares.close)
         return squares

@@ -15,18 +15,16 @@ from offload.ranks.ranks import Ranks
 from offload.report.meter import Meter
 from offload.report.report import Bandwidths
 from offload.tiers import bandwidth
-from offload.tiers.gradients.make import resident_gradients
-from offload.tiers.gradients.norms import AddUp, DistributedParts, RankSquares, Squares, add_up_shards
-from offload.tiers.gradients.spill import BufferPool, SpilledGradients
+from offload.tiers.gradients.make import make_unit_gradients
+from offload.tiers.gradients.norms import AddUp, DistributedParts, RankSquares, add_up_shards
+from offload.tiers.gradients.spill import BufferPool
 from offload.tiers.gradients.store import GradientStore, of_one_rank
-from offload.tiers.gradients.unit import UnitGradients
 from offload.tiers.home import UnitHomes
 from offload.tiers.make import make_homes
 from offload.tiers.store import EngineStore, RecordExtents, extents_of_records, open_engine_store
 from offload.tiers.weights.host import HostLevel
 from offload.tiers.weights.shadow import Slot
 from offload.tiers.window import Window
-from offload.units import UnitSpec
 from offload.waiting import Failure
 from swapper import Arena, DurableStore, Lease
 
@@ -98,7 +96,9 @@ def make_tiers(
     pool = BufferPool(grad_buffers, failure, host_meter)
     closers.callback(pool.drain)
     squares = variant.make_squares(units)
-    by_unit = [_unit_gradients(unit, homes[unit.index], pool, run, squares, host_meter) for unit in units]
+    by_unit = [
+        make_unit_gradients(unit, homes[unit.index], pool, config.gradient_dtype, squares, host_meter) for unit in units
+    ]
     over: list[AddUp] = []
     if ranks.size > 1:
         over.append(partial(add_up_shards, ranks))
@@ -139,11 +139,3 @@ def store_bandwidths(tiers: Tiers) -> Bandwidths | None:
         if extents and len(buffers) > 1:
             return bandwidth.measure(store, extents, buffers)
     return None
-
-
-def _unit_gradients(
-    unit: UnitSpec, homes: UnitHomes, pool: BufferPool, run: RunPlan, squares: Squares, meter: Meter
-) -> UnitGradients:
-    dtype = run.config.gradient_dtype
-    resident = resident_gradients(unit, homes, dtype, squares)
-    return SpilledGradients(unit, homes.tiles, pool, dtype, meter) if resident is None else resident
