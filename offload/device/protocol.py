@@ -1,4 +1,4 @@
-"""What the engine asks of a device that the model computes on: memory, streams of work, and events in them.
+"""Protocol of a device that the model computes on: memory, streams of work, and events in them.
 
 There are two: ``offload.device.cuda`` for GPUs, and ``offload.testing.simulated``, which runs everything as late as it
 may and reports what was not ordered. The schedule is written against this page, once.
@@ -36,7 +36,7 @@ class Stream(Protocol):
         """The point after all work that the stream was given so far."""
 
     def wait(self, event: Event) -> None:
-        """What the stream is given from now on begins after ``event``."""
+        """Have what the stream is given from now on begin after ``event``."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy ``source`` into ``target``, of the same dtype and shape. Both must live until it is done."""
@@ -53,7 +53,7 @@ class Stream(Protocol):
 
 @dataclass(frozen=True)
 class Shortages:
-    """How often a request for device memory, whoever made it, was not granted at once since the process began.
+    """Counts of requests for device memory, by anybody, that were not granted at once since the process began.
 
     ``emptied``: all memory that had been freed was given back to the driver first. ``failed``: there was no room.
     """
@@ -112,7 +112,7 @@ class Device(Protocol):
         which only a device does whose streams cannot."""
 
     def kernels_unsupported_reason(self) -> str | None:
-        """Why streams cannot run kernels here; None if they can."""
+        """Return the reason why streams cannot run kernels here; None if they can."""
 
     def memory_bytes(self) -> int:
         """Memory that tensors may take together, what they have now included."""
@@ -128,7 +128,7 @@ class Device(Protocol):
 
     @property
     def allocated_bytes(self) -> int:
-        """What ``allocate`` has put under storages and ``free`` has not taken back."""
+        """Bytes that ``allocate`` has put under storages and ``free`` has not taken back."""
 
     def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Put memory under an empty storage. Raises ``DeviceMemoryError`` if there is none."""

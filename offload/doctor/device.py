@@ -54,7 +54,7 @@ def gpus() -> Iterator[Finding]:
 
 
 def _kernels(index: int) -> Iterator[Finding]:
-    """Whether the optimizer's kernels can be made for it: without them, states cannot rest on the GPU."""
+    """Find whether the optimizer's kernels can be made for it: without them, states cannot rest on the GPU."""
     import torch
 
     from offload.device.cuda import CudaDevice

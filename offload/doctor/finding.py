@@ -1,4 +1,4 @@
-"""What one check has found."""
+"""Finding of one check."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Status(Enum):
-    """How good it is for the engine."""
+    """Verdict on whether it is good for the engine."""
 
     GOOD = "good"
     BETTER = "could be better"

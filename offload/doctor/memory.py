@@ -45,7 +45,7 @@ def cgroup() -> Iterator[Finding]:
 
 
 def locked_memory() -> Iterator[Finding]:
-    """Whether the ring may hold buffers in place. Not so: each block looks its pages up."""
+    """Find whether the ring may hold buffers in place. Not so: each block looks its pages up."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = "no limit" if soft == resource.RLIM_INFINITY else f"a limit of {decimal(soft)}"
     if "io_uring" in unavailable_backends():

@@ -98,7 +98,8 @@ def io_uring() -> Iterator[Finding]:
 
 
 def _split(sentence: str) -> tuple[str, str]:
-    """What is wrong, and the repair that follows a semicolon; the system's own words at the end say no more."""
+    """Split into what is wrong, and the repair that follows a semicolon; the system's own words at the end say no
+    more."""
     says, _, repair = sentence.partition("; ")
     words, _, last = repair.rpartition(": ")
     return says, words if last in map(os.strerror, errno.errorcode) else repair

@@ -1,4 +1,4 @@
-"""What the engine does to gradients and weights beside the update, each in one pass over memory."""
+"""Passes of the engine over gradients and weights beside the update, each in one pass over memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine asks of an optimizer: how its states lie in tiles, and what one step does to one tile."""
+"""Protocol of an optimizer: how its states lie in tiles, and what one step does to one tile."""
 
 from __future__ import annotations
 
@@ -46,11 +46,12 @@ class Rule(Protocol):
     repeatable: bool
     """``apply`` leaves nothing behind but what it writes to the addresses, so that it can be taken back."""
     uniform: bool
-    """What ``freeze`` gives is the same for all parameters of a group with the same step and scale."""
+    """``freeze`` gives the same for all parameters of a group with the same step and scale."""
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint of its states says of it: ``optimizer``, and ``moments``, the format of its states."""
+        """Facts that a checkpoint of its states says of it: ``optimizer``, and ``moments``, the format of its
+        states."""
 
     def saved_as(self, moments: str) -> Rule:
         """The rule whose states were saved in this format. Raises ``ConfigError`` for a format that there is not."""
@@ -59,11 +60,11 @@ class Rule(Protocol):
         """A tile of the unit's elements ``[start, stop)``, whatever ``tiles_of`` has cut."""
 
     def parts(self, tile: Tile) -> Sequence[TilePart]:
-        """What a stranger needs to read a tile that ``identity`` does not explain; empty if it does."""
+        """Parts that a stranger needs to know to read a tile that ``identity`` does not explain; empty if it does."""
 
     @property
     def device_unsupported_reason(self) -> str | None:
-        """Why ``apply`` cannot run in a device's memory; None if it can."""
+        """Reason why ``apply`` cannot run in a device's memory; None if it can."""
 
     def tiles_of(self, unit: UnitSpec, tile_bytes: int) -> tuple[Tile, ...]:
         """The unit's trainable elements in tiles of at most ``tile_bytes``, or as little more as works."""
@@ -102,7 +103,7 @@ class Rule(Protocol):
         """The shape of each state that rests in tiles, in the formats in which ``states`` have them."""
 
     def loose_states(self, spec: ParameterSpec, step: int) -> dict[str, Any]:
-        """What belongs to the parameter's state and lies in no tile: the number of steps and the like."""
+        """Return what belongs to the parameter's state and lies in no tile: the number of steps and the like."""
 
     def set_loose_states(self, spec: ParameterSpec, states: dict[str, Any]) -> int:
         """Take over what ``loose_states`` gave; the number of steps taken."""

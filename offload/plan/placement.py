@@ -161,7 +161,7 @@ class _Placement:
         self._keep(grads, host_bytes)
 
     def _kinds(self, index: int, *, gradients: bool) -> list[tuple[list[bool], int]]:
-        """What belongs to one unit, with its gradients or without."""
+        """Kinds that belong to one unit, with its gradients or without."""
         tiles = self.tiles_resident[index]
         of_gradients = [(self.grads_resident, index)] if gradients else []
         return [(self.weights_resident, index), *of_gradients, *((tiles, n) for n in range(len(tiles)))]

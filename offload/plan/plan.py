@@ -16,11 +16,11 @@ from swapper import align
 _MIB = 1 << 20
 
 TilesOf = Callable[[UnitSpec, int], tuple[Tile, ...]]
-"""How the optimizer divides a unit's states into tiles of at most so many bytes (``Rule.tiles_of``)."""
+"""Divide a unit's states into tiles of at most so many bytes (``Rule.tiles_of``)."""
 
 
 class Tier(Enum):
-    """Where bytes rest between uses."""
+    """Tier of memory in which bytes rest between uses."""
 
     DEVICE = "device"
     HOST = "host"
@@ -29,7 +29,7 @@ class Tier(Enum):
 
 @dataclass(frozen=True)
 class Drives:
-    """What moves bytes to and from NVMe, and how fast."""
+    """Mover of bytes to and from NVMe, and its rates."""
 
     backend: str
     bandwidths: Bandwidths
@@ -37,7 +37,7 @@ class Drives:
 
 @dataclass(frozen=True)
 class Staging:
-    """How many buffers of each kind the records on NVMe pass through, how large they are, and how large a tile is."""
+    """Numbers and sizes of the buffers that the records on NVMe pass through, and the size of a tile."""
 
     num_slots: int
     num_grad_buffers: int
@@ -75,15 +75,15 @@ class UnitPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where everything rests, what the staging is, and what a step must move. ``print`` it for the whole table."""
+    """Placement of everything, the staging, and the bytes that a step must move. ``print`` it for the whole table."""
 
     units: tuple[UnitPlan, ...]
     formats: Formats
     staging: Staging
     host_budget_bytes: int
     compute_bytes: int
-    """What compute takes beside: the gradient that autograd has just made, copies of the weights in use where torch
-    cannot use them where they are; or buffers that gradients come to from a device."""
+    """Memory that compute takes beside: the gradient that autograd has just made, copies of the weights in use where
+    torch cannot use them where they are; or buffers that gradients come to from a device."""
     resident_bytes: dict[str, int]
     nvme_bytes: dict[str, int]
     record_copies: int = 1
@@ -91,15 +91,15 @@ class Plan:
     speculative: bool = False
     """Streamed units are updated during backward, which takes two copies."""
     ranks: RanksPlan = ONE_RANK
-    """What a rank takes for whole units, where there are several ranks and ``units`` are its shards."""
+    """Memory that a rank takes for whole units, where there are several ranks and ``units`` are its shards."""
     device: DevicePlan = ON_HOST
-    """What the engine may hold in a device's memory."""
+    """Memory that the engine may hold on a device."""
     vacant_bytes: dict[Tier, int] = field(default_factory=dict)
     """Reserved for units that have moved to a device since."""
     drives: Drives | None = None
-    """What NVMe is read and written by, once the engine is made."""
+    """Mover of NVMe's bytes, once the engine is made."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """What a step takes of NVMe at the measured bandwidth, and of compute once a step was taken."""
+    """Time that a step takes of NVMe at the measured bandwidth, and of compute once a step was taken."""
 
     @property
     def spare_copy_bytes(self) -> int:
@@ -138,7 +138,7 @@ class Plan:
 
     @property
     def arena_bytes(self) -> int:
-        """What is resident in host memory, and staging."""
+        """Bytes that are resident in host memory, and staging."""
         return sum(self.resident_bytes.values()) + self.staging.nbytes + self.vacant_bytes.get(Tier.HOST, 0)
 
     @property
@@ -280,7 +280,7 @@ def _size(nbytes: int) -> str:
 
 
 def _reasons(plan: Plan) -> Iterator[str]:
-    """Why things rest where they do."""
+    """Reasons why things rest where they do."""
     on_host = [item for item in plan.units if item.unit.index not in plan.device.resident]
     training = bool(plan.formats.grads)
     if not any(plan.nvme_bytes.values()):
@@ -326,7 +326,7 @@ def _reasons(plan: Plan) -> Iterator[str]:
 
 
 def _step(plan: Plan) -> Iterator[str]:
-    """What a step moves, with what, and how long that must take."""
+    """Bytes that a step moves, by what means, and the time that it must take."""
     what = "step" if plan.formats.grads else "forward"
     if not any(plan.nvme_bytes.values()):
         yield f"a {what} moves nothing to or from NVMe"

@@ -12,7 +12,7 @@ from swapper import DurableStore
 
 
 class _SoFar(NamedTuple):
-    """What a step has spent up to some moment, and what was moved since the engine was made."""
+    """Time that a step has spent up to some moment, and bytes moved since the engine was made."""
 
     seconds: float
     stalled_seconds: float
@@ -21,7 +21,7 @@ class _SoFar(NamedTuple):
 
 
 def _phase(start: _SoFar, end: _SoFar) -> _SoFar:
-    """What was spent between two moments of a step."""
+    """Difference between two moments of a step."""
     return _SoFar(
         end.seconds - start.seconds,
         end.stalled_seconds - start.stalled_seconds,
@@ -31,7 +31,7 @@ def _phase(start: _SoFar, end: _SoFar) -> _SoFar:
 
 
 def _between(start: DriveUse, end: DriveUse) -> DriveUse:
-    """What a path has carried between two moments."""
+    """Difference between two moments of a path."""
     return DriveUse(
         end.path,
         end.read_bytes - start.read_bytes,
@@ -70,7 +70,7 @@ class Reporter:
         self._received = received_bytes()
         self._drives = self._carried()
         self._forward: _SoFar | None = None
-        """What the step had spent when its first backward began."""
+        """State of the step when its first backward began."""
         self.disk_busy: tuple[float, float] | None = None
         """Shares of forward and of the rest of the last step in which the disk was busy; None if nothing is known."""
         self._updates_wait = False
@@ -150,7 +150,7 @@ class Reporter:
         return 0.0 if self._bandwidths is None else self._bandwidths.seconds(phase.read_bytes, phase.write_bytes)
 
     def _carried(self) -> list[DriveUse]:
-        """What each path has carried since the engine was made."""
+        """Bytes that each path has carried since the engine was made."""
         if self._store is None:
             return []
         return [

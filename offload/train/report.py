@@ -1,4 +1,4 @@
-"""What a run comes to: one flat set of figures for programs, and the same as a table for people."""
+"""Figures of a run: one flat set of figures for programs, and the same as a table for people."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def summary(settings: Settings, training: Training, verification: Verification |
 
 
 def series(training: Training) -> dict[str, Any]:
-    """What the figures come from, step by step, and what rested where (kind, tier, bytes)."""
+    """Values that the figures come from, step by step, and what rested where (kind, tier, bytes)."""
     return {
         "losses": [step.loss for step in training.steps],
         "step_seconds": [step.seconds for step in training.steps],

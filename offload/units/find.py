@@ -1,4 +1,4 @@
-"""Which parameters move together: the units of a model, found from its structure."""
+"""Grouping of parameters that move together: the units of a model, found from its structure."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _distinct(parameters: dict[str, nn.Parameter]) -> list[tuple[str, nn.Paramet
 
 @dataclass(frozen=True)
 class _Layout:
-    """What is known of parameters, by their ``id``. ``dtype`` is that of the weights, ``multiple`` what the lengths of
+    """Knowledge of parameters, by their ``id``. ``dtype`` is that of the weights, ``multiple`` what the lengths of
     units are multiples of."""
 
     sites: Mapping[int, Sequence[Site]]
@@ -183,7 +183,7 @@ def _unit(
 
 
 def _cuts(parameters: dict[nn.Module, list[tuple[str, nn.Parameter]]], layout: _Layout) -> dict[int, WeightInPieces]:
-    """What is to be cut, by the ``id`` of the parameter: units that are little but one large weight."""
+    """Weights that are to be cut, by the ``id`` of the parameter: units that are little but one large weight."""
     sites = layout.sites
     sizes = {owner: sum(layout.numel(p) for _, p in group) for owner, group in parameters.items()}
     cuttable = {
