@@ -44,10 +44,8 @@ from offload.ranks.world import Peers, World
 from offload.report.meter import Meter
 from offload.report.report import LinkRates, Report
 from offload.report.reporter import Reporter
-from offload.report.trace import Span
 from offload.run.watch import Watch
 from offload.spooled import Spooled
-from offload.tiers.exchange import GradientExchange
 from offload.tiers.loading import Loader
 from offload.tiers.make import make_tiers, store_bandwidths
 from offload.tiers.states import States
@@ -118,8 +116,6 @@ class Session:
         """A gradient of the coming step has come."""
         self.holds_gradients = False
         """Ranks exchange no gradients now: see ``OffloadEngine.no_sync``."""
-        self._uses: list[Span | None] = [None] * len(units)
-        """The present use of each unit by compute."""
         self._closers = Closers()
         self._closers.callback(self.watch.close)
         self._closers.callback(parts.release)
@@ -212,7 +208,7 @@ class Session:
     def wait_for_updates(self) -> None:
         """Wait until the last step's update is done everywhere."""
         with self.failure:
-            self._tiers.host.wait_for_updates()
+            self._tiers.host.fence.wait_all()
 
     def synchronize(self) -> None:
         """See ``OffloadEngine.synchronize``."""
@@ -280,21 +276,14 @@ class Session:
         try:
             if self._speculative_of and graph_task() != -1:  # more gradients of the unit will come
                 self._updates.speculative.invalidate(unit)
-            self._begin_compute(unit, training=self._in_training())
+            self._uses.begin(unit, training=self._in_training())
         except FATAL as error:
             self.failure.raise_first(error)
-        except BaseException:  # an interrupt: nobody will end this use
-            self._tiers.compute.abandon(unit)
-            raise
-        self._uses[unit.index] = self.meter.trace.begin("compute", unit.name)
 
     def end_use(self, unit: UnitSpec) -> None:
         """Compute is done with the unit for now."""
-        use = self._uses[unit.index]
-        if use is not None:
-            self.meter.trace.end(use)
         try:
-            self._end_compute(unit)
+            self._uses.end(unit)
         except FATAL as error:
             self.failure.raise_first(error)
 
@@ -380,14 +369,11 @@ class Session:
         self.checkpoints.pass_boundary()
         self.checkpoints.wait()
         self._hooks.reset()
-        self._tiers.compute.reset()
+        self._uses.reset()
         self._verdict.check(self._optimizer.param_groups)
         self._warn_of_lost_parameters()
         self._warn_of_used_gradients()
-        if isinstance(self._tiers.intake, GradientExchange):
-            self._tiers.intake.settle(f"step {self.progress.global_step + 1}")
-        else:
-            self._tiers.intake.settle()
+        self._tiers.intake.settle(f"step {self.progress.global_step + 1}")
 
     def _take_step(self, loss_scale: float | None) -> None:
         if loss_scale is not None and loss_scale != 1:
@@ -451,7 +437,7 @@ class Session:
         """The step is certain: hand it to those who carry it out."""
         increment_version([p for spec in self._verdict.stepping for p in self._backings[spec].in_use])
         tiers, updates = self._tiers, self._updates
-        tiers.compute.outdate(self._verdict.stepping_units)
+        tiers.level.outdate(self._verdict.stepping_units)
         on_host = step if updates.resident is None else updates.resident.update(step)
         tiers.host.begin_updates([update.unit for update in on_host])
         remaining = updates.speculative.confirm(on_host)
@@ -468,7 +454,7 @@ class Session:
             updates.speculative.balance(*busy)
         updates.updater.start(remaining)
         self._grow_into_device()
-        tiers.compute.end_step()
+        tiers.level.end_step()
 
     def drop_gradients(self) -> None:
         """Forget the gradients that were gathered for the coming step."""
@@ -551,7 +537,7 @@ class Session:
             self.config.paths,
             self._copied_bytes,
             self._received_bytes,
-            self._tiers.compute.busy_seconds,
+            self._uses.busy_seconds,
             self.bandwidths,
             link or LinkRates(),
         )
@@ -576,8 +562,8 @@ class Session:
             holds_gradients=lambda: self.holds_gradients,
         )
         # Asked for several times in each use of a unit.
-        self._begin_compute, self._end_compute = tiers.compute.begin, tiers.compute.end
-        self._wait_for_update = tiers.host.wait_for_update if self._ranks.size == 1 else _nothing
+        self._uses = tiers.uses
+        self._wait_for_update = tiers.host.fence.wait if self._ranks.size == 1 else _nothing
         self._take, self._close_gradients = tiers.intake.take, tiers.intake.close
         self._speculative_of: Mapping[UnitSpec, object] = {}
         updates: Updates | None = None
@@ -591,7 +577,7 @@ class Session:
             tiers.homes,
             tiers.host,
             tiers.gradients,
-            tiers.compute,
+            tiers.level,
             rule,
             plan.formats,
             config.dtype,
@@ -727,7 +713,7 @@ class Session:
         on_device = self._tiers.on_device
         if on_device is None:
             return 0, 0
-        to_device, to_host = on_device.weights.copies.source.copied_bytes, on_device.transport.copied_bytes
+        to_device, to_host = on_device.level.carrier.source.copied_bytes, on_device.transport.copied_bytes
         if self.optimizer is not None and self._updates.device_side is not None:
             more = self._updates.device_side.copied_bytes
             to_device, to_host = to_device + more[0], to_host + more[1]

@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 import weakref
+from _thread import RLock
 from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
@@ -75,6 +76,11 @@ class Failure:
         """Keep ``error`` unless there was one before it, and raise the first."""
         raise self.record(error)
 
+    def whole(self, what: str) -> _Whole:
+        """A block that does ``what``, and may not be left half done: an interrupt in it ends the engine. What raises an
+        ``OffloadError`` there has seen to it itself."""
+        return _Whole(self, what)
+
     def __enter__(self) -> None:
         self.check()
 
@@ -83,6 +89,28 @@ class Failure:
     ) -> None:
         if isinstance(error, FATAL):
             self.raise_first(error)
+
+
+class _Whole:
+    __slots__ = ("_failure", "_what")
+
+    def __init__(self, failure: Failure, what: str) -> None:
+        self._failure = failure
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None and not isinstance(error, OffloadError):
+            self._failure.record(
+                OffloadError(
+                    f"{self._what} was interrupted half-way by {type(error).__name__}: the engine cannot go on. Build "
+                    "the model and the engine again, and go on from a checkpoint"
+                )
+            )
 
 
 _failures: weakref.WeakSet[Failure] = weakref.WeakSet()
@@ -102,16 +130,28 @@ def _fail_in_child() -> None:
 os.register_at_fork(after_in_child=_fail_in_child)
 
 
-class Monitor(threading.Condition):
+class Monitor(RLock):  # type: ignore[misc]  # final in the stubs alone
     """A lock that guards the state of one room, and the wait for a change of that state.
+
+    It is a lock of the interpreter's own, so that no line of Python stands between its being taken and the block that
+    gives it back: an interrupt there would keep it for ever (https://bugs.python.org/issue29988).
 
     Each owner says beside its monitor what it guards, and its place in the order of locks. The order, outermost first:
     speculative updates (``update.speculative``), weights on a device, weights in host memory (``tiers.cache``),
-    gradients (``tiers.spill``, ``tiers.transport``), ``Failure``. No thread waits for I/O while it holds one."""
+    gradients (``tiers.gradients``), ``Failure``. No thread waits for I/O while it holds one."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__()
         self._failure = failure
+        self._condition = threading.Condition(self)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until the next ``notify_all``, for so long at most; the lock, which must be held, is free meanwhile."""
+        return self._condition.wait(timeout_s)
+
+    def notify_all(self) -> None:
+        """The state has changed. The lock must be held."""
+        self._condition.notify_all()
 
     def wait_until(self, condition: Callable[[], bool], what: Callable[[], str]) -> None:
         """Block until ``condition``; the lock, which must be held, is free meanwhile.

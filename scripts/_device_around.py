@@ -14,7 +14,7 @@ from offload import OffloadEngine
 from offload.errors import DeviceMemoryError
 from offload.testing.simulated import SimulatedDevice
 from offload.testing.stream import SimulatedStream
-from offload.tiers.transport import GradientTransport
+from offload.tiers.gradients.transport import GradientTransport
 from offload.units import UnitSpec
 from offload.waiting import Worker
 

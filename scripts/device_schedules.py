@@ -33,10 +33,10 @@ from offload import BudgetError, OffloadEngine, kernels
 from offload.optim.kernel_rule import KernelRule
 from offload.testing.simulated import SimulatedDevice
 from offload.tiers.bounce import Bounce
-from offload.tiers.exchange import Gradients
-from offload.tiers.gradients import DeviceGradients
-from offload.tiers.squares import SentSums
-from offload.tiers.transport import GradientTransport
+from offload.tiers.gradients.device import DeviceGradients
+from offload.tiers.gradients.exchange import Bucket
+from offload.tiers.gradients.norms import SentSums
+from offload.tiers.gradients.transport import GradientTransport
 from offload.units import UnitSpec
 from offload.update.speculative import SpeculativeUpdate, SpeculativeUpdates
 from offload.update.step import UnitUpdate
@@ -184,7 +184,7 @@ def watched(device: SimulatedDevice, engine: OffloadEngine) -> Iterator[None]:
     """Tell the device of what the disk, the optimizer and the model do."""
     read, write, apply, take = DurableStore.read, DurableStore.write, KernelRule.apply, GradientTransport.take
     write_shadow, read_sums = DurableStore.write_shadow, SentSums.read
-    fill, empty, of_ranks = Bounce._fill, Bounce._empty, Gradients.of
+    fill, empty, of_ranks = Bounce._fill, Bounce._empty, Bucket.of
     arithmetic = {name: getattr(DeviceGradients, name) for name in ("put", "add", "rescale_and_add")}
 
     def watch_read(store: Any, extent: Any, address: int, nbytes: int, **options: Any) -> Any:
@@ -254,7 +254,7 @@ def watched(device: SimulatedDevice, engine: OffloadEngine) -> Iterator[None]:
         mock.patch.object(Bounce, "_empty", watch_empty),
         mock.patch.multiple(DeviceGradients, **{name: watch_arithmetic(name) for name in arithmetic}),
         mock.patch.object(SentSums, "read", watch_sums),
-        mock.patch.object(Gradients, "of", watch_exchange),
+        mock.patch.object(Bucket, "of", watch_exchange),
     ):
         yield
     for hook in hooks:

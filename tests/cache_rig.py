@@ -14,10 +14,11 @@ import aio_ext
 from offload import waiting
 from offload.report.meter import Meter
 from offload.report.trace import Trace
-from offload.tiers.cache import Entry
 from offload.tiers.home import HostHome, StoredHome, UnitHomes
-from offload.tiers.host_weights import HostWeights, Slot
-from offload.tiers.order import UseOrder
+from offload.tiers.weights.cache import Entry, Pin, Purpose
+from offload.tiers.weights.host import HostLevel
+from offload.tiers.weights.shadow import Slot
+from offload.tiers.weights.use_order import UseOrder
 from offload.units import UnitSpec
 from offload.waiting import Failure
 from swapper import Extent
@@ -247,7 +248,7 @@ class Rig:
             self.homes.append(UnitHomes(home, None, []))
         slot_bytes = 2 * PART_BYTES
         slots = [Slot(aio_ext.Memory(slot_bytes)) for _ in range(num_slots)]
-        self.weights = HostWeights(
+        self.weights = HostLevel(
             list(self.units.values()),
             self.homes,
             slots,
@@ -257,22 +258,26 @@ class Rig:
             prefetch=prefetch,
             may_add_places=may_add_places,
         )
-        self.looks = Looks(self.weights._changed)
-        evict = self.weights._evict
+        self.pins: dict[str, list[Pin[Any]]] = {name: [] for name in names}
+        """Uses that are not over."""
+        self.looks = Looks(self.weights.cache.monitor)
+        evict = self.weights.cache.evict
 
         def tell(entry: Entry[Slot]) -> None:
             self.events.append(f"evict {entry.unit.name}")
             evict(entry)
 
-        self.weights._evict = tell  # type: ignore[method-assign]
+        self.weights.cache.evict = tell  # type: ignore[method-assign]
 
-    def acquire(self, name: str) -> int:
-        address = self.weights.acquire(self.units[name])
+    def acquire(self, name: str, purpose: Purpose = Purpose.COMPUTE) -> int:
+        pin = self.weights.pin(self.units[name], purpose)
+        pin.take()
+        self.pins[name].append(pin)
         self.events.append(f"use {name}")
-        return address
+        return int(pin.place.address)
 
     def release(self, name: str) -> None:
-        self.weights.release(self.units[name])
+        self.pins[name].pop().release()
 
     def use(self, names: str) -> None:
         """One use after the other, by compute."""
@@ -285,9 +290,9 @@ class Rig:
 
     def nobody_has_the_lock(self) -> bool:
         """Who waits for a transfer lets others go on."""
-        free = self.weights._changed.acquire(timeout=FOREVER_S / 4)
+        free = self.weights.cache.monitor.acquire(timeout=FOREVER_S / 4)
         if free:
-            self.weights._changed.release()
+            self.weights.cache.monitor.release()
         return free
 
     def end_step(self, updated: str = "") -> None:
@@ -295,22 +300,22 @@ class Rig:
 
     def update(self, name: str, letter: str) -> None:
         """What the update thread does for a unit."""
-        fill(self.weights.acquire_for_update(self.units[name]), letter)
+        fill(self.weights.begin_update(self.units[name]), letter)
         self.weights.end_update(self.units[name])
 
     def hold(self, name: str) -> None:
         """The speculative update of a unit that was used is to come: compute is done with it."""
         self.acquire(name)
-        assert self.weights.hold(self.units[name])
+        assert self.weights.shadows.hold(self.units[name])
         self.release(name)
 
     def lend(self, name: str) -> Slot:
-        slot = self.weights.lend(self.units[name], lambda: True)
+        slot = self.weights.shadows.lend(self.units[name], lambda: True)
         assert slot is not None
         return slot
 
     def flip(self, name: str) -> None:
-        self.weights.flip(self.units[name])
+        self.weights.shadows.flip(self.units[name])
 
     def leave(self, name: str) -> None:
         self.weights.leave(self.units[name])
@@ -349,4 +354,4 @@ def beside(rig: Rig, name: str, letter: str) -> None:
     rig.hold(name)
     slot = rig.lend(name)
     fill(slot.address, letter)
-    rig.weights.give_back(rig.units[name], slot)
+    rig.weights.shadows.give_back(rig.units[name], slot)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from offload.tiers.gradients import UnitGradients
+from offload.tiers.gradients.unit import UnitGradients
 from offload.tiers.home import TileHomes, UnitHomes
-from offload.tiers.host_weights import Slot
+from offload.tiers.weights.shadow import Slot
 from offload.units import ParameterSpec, Tile, UnitSpec
 from offload.update.speculative import SpeculativeUpdate, SpeculativeUpdates
 from offload.update.step import Segment, UnitUpdate
@@ -132,7 +132,7 @@ class Host:
         self.room.may_wait()
         self.room.tell("flip", unit.name)
 
-    def forget_shadow(self, unit: UnitSpec) -> None:
+    def forget(self, unit: UnitSpec) -> None:
         self.room.tell("forget beside", unit.name)
 
     # Of a step that is certain.
@@ -140,7 +140,7 @@ class Host:
     def try_fetch(self, unit: UnitSpec) -> None:
         self.room.tell("try fetch", unit.name)
 
-    def acquire_for_update(self, unit: UnitSpec) -> int:
+    def begin_update(self, unit: UnitSpec) -> int:
         self.room.tell("acquire for update", unit.name)
         return 4096
 

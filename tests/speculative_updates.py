@@ -13,7 +13,7 @@ import torch
 from tiny import Tiny, batches, loss_of
 
 from offload import OffloadEngine
-from offload.tiers.transport import GradientTransport
+from offload.tiers.gradients.transport import GradientTransport
 from offload.units import UnitSpec
 from offload.waiting import Worker
 

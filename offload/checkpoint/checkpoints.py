@@ -40,7 +40,6 @@ from offload.config import OffloadConfig
 from offload.errors import ConfigError, warn
 from offload.model.backing import ExternalAccess
 from offload.ranks.ranks import Ranks, program_error
-from offload.tiers.exchange import GradientExchange
 from offload.tiers.make import Tiers
 from offload.units import UnitSpec
 from offload.waiting import Failure
@@ -95,7 +94,7 @@ class Checkpoints:
                 tiers.gradients,
                 access.formats,
                 config.gradient_dtype,
-                tiers.host.wait_for_updates,
+                tiers.host.fence.wait_all,
                 failure,
                 ranks,
                 speculative=speculative,
@@ -331,7 +330,7 @@ class Checkpoints:
 
         def take() -> None:
             self._access.changing(self._units)
-            tiers.compute.outdate(self._units)
+            tiers.level.outdate(self._units)
             tiers.host.forget_copies()
             store.rewind()
             loading.take_residents(tiers.records)
@@ -354,8 +353,7 @@ class Checkpoints:
             self._run.set(run, take_gradients)
         except OffloadError as error:
             raise self._failure.record(error) from None
-        if isinstance(self._tiers.intake, GradientExchange):
-            self._tiers.intake.unsettled = True
+        self._tiers.intake.restored()
         self._committed_step = -1  # what is committed is another state
 
     def _compare(self, description: Description, where: str) -> None:

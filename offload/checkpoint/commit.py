@@ -18,7 +18,7 @@ import aio_ext
 from offload.checkpoint.description import parts_of
 from offload.optim.formats import Formats
 from offload.ranks.ranks import Ranks
-from offload.tiers.gradients import GradientStore
+from offload.tiers.gradients.store import GradientStore
 from offload.tiers.home import Home, UnitHomes
 from offload.tiers.store import EngineStore, RecordExtents
 from offload.units import UnitSpec

@@ -15,7 +15,7 @@ from offload.memory import tensor_at
 from offload.model.backing import ExternalAccess
 from offload.optim.formats import Formats
 from offload.optim.rule import Rule
-from offload.tiers.gradients import Gradient, GradientStore
+from offload.tiers.gradients.store import Gradient, GradientStore
 from offload.tiers.home import TileHomes, UnitHomes
 from offload.tiers.store import RecordExtents
 from offload.units import ParameterSpec, Tile, UnitSpec

@@ -17,7 +17,7 @@ from offload.errors import ConfigError
 from offload.optim.rule import Rule, options_of
 from offload.optimizer import OffloadOptimizer
 from offload.progress import Progress
-from offload.tiers.gradients import GradientStore
+from offload.tiers.gradients.store import GradientStore
 from offload.units import ParameterSpec, UnitSpec
 from offload.update.verdict import Verdict
 from swapper import OffloadError

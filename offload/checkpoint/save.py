@@ -12,7 +12,7 @@ import aio_ext
 from offload.checkpoint.description import parts_of
 from offload.checkpoint.folder import CheckpointDirectory
 from offload.optim.formats import Formats
-from offload.tiers.gradients import GradientStore
+from offload.tiers.gradients.store import GradientStore
 from offload.tiers.home import UnitHomes
 from offload.tiers.store import RecordExtents
 from offload.units import UnitSpec

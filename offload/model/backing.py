@@ -19,10 +19,11 @@ from offload.optim.formats import Formats
 from offload.optim.rule import Rule
 from offload.ranks.ranks import Ranks
 from offload.spooled import Spooled
-from offload.tiers.compute import Compute, WholeWeights
-from offload.tiers.gradients import Gradient, GradientStore
+from offload.tiers.gradients.store import Gradient, GradientStore
 from offload.tiers.home import TileHomes, UnitHomes
-from offload.tiers.host_weights import HostWeights
+from offload.tiers.make_compute import WholeWeights
+from offload.tiers.weights.host import HostLevel
+from offload.tiers.weights.level import Level
 from offload.units import ParameterSpec, UnitSpec, WeightInPieces
 from offload.waiting import Failure
 from swapper import OffloadError
@@ -47,9 +48,9 @@ class ExternalAccess:
     def __init__(
         self,
         homes: Sequence[UnitHomes],
-        host: HostWeights,
+        host: HostLevel,
         gradients: GradientStore,
-        compute: Compute,
+        level: Level,
         rule: Rule | None,
         formats: Formats,
         dtype: torch.dtype,
@@ -78,7 +79,7 @@ class ExternalAccess:
         self.zeroing = Zeroing.DONE
         self._homes = homes
         self._host = host
-        self._compute = compute
+        self._level = level
         self._invalidate = invalidate
         self.agree_to_change: Callable[[], None] = partial(ranks.barrier, "a change")
         """Called before any change, on all ranks together."""
@@ -93,7 +94,7 @@ class ExternalAccess:
         self.agree_to_change()
         for unit in units:
             self.dropping(unit)
-            self._host.wait_for_update(unit)
+            self._host.fence.wait(unit)
             self.before_change(unit)
 
     def dropping(self, unit: UnitSpec) -> None:
@@ -138,7 +139,7 @@ class ExternalAccess:
     def all_weights_to_change(self, unit: UnitSpec) -> Iterator[int]:
         """The same, to be changed."""
         self.changing([unit])
-        self._compute.outdate([unit])
+        self._level.outdate([unit])
         with self._borrow(unit, change=True) as address:
             yield address
 

@@ -17,14 +17,14 @@ def bytes_per_second(option: str, text: str) -> float:
     number, power, binary, unit = _parsed(
         option, text, r"([kMGTkmgt]?)(i?)([Bb])/s", 'a rate such as "7GB/s" or "400Gb/s"'
     )
-    rate = number * (1024 if binary else 1000) ** _POWERS[power.lower()]
+    rate: float = number * (1024 if binary else 1000) ** _POWERS[power.lower()]
     return rate / 8 if unit == "b" else rate
 
 
 def flops_per_second(option: str, text: str) -> float:
     """``400TFLOPS``, ``1.2PFLOPS``."""
     number, power = _parsed(option, text, r"(?i:([kMGTPE]?)(?:FLOPS|FLOP/s|F))", 'a rate such as "400TFLOPS"')
-    return number * 1000.0 ** _POWERS[power.lower()]
+    return float(number) * 1000.0 ** _POWERS[power.lower()]
 
 
 def count(option: str, text: str) -> int:

@@ -11,12 +11,13 @@ from offload.errors import DeviceMemoryError
 from offload.optim.formats import Formats
 from offload.plan.device import DevicePlan
 from offload.tiers.bounce import Bounce
-from offload.tiers.device_weights import DeviceWeights
-from offload.tiers.gradients import DeviceGradients, GradientStore
+from offload.tiers.gradients.device import DeviceGradients
+from offload.tiers.gradients.norms import Squares
+from offload.tiers.gradients.store import GradientStore
+from offload.tiers.gradients.transport import GradientTransport
 from offload.tiers.home import DeviceHome, TileHomes, UnitHomes
-from offload.tiers.host_weights import HostWeights
-from offload.tiers.squares import Squares
-from offload.tiers.transport import GradientTransport
+from offload.tiers.weights.device import DeviceLevel
+from offload.tiers.weights.host import HostLevel
 from offload.tiers.window import DeviceWindow
 from offload.units import Tile, UnitSpec
 from swapper import align
@@ -89,12 +90,12 @@ class Growth:
         self,
         homes: list[UnitHomes],
         device_homes: DeviceHomes,
-        host: HostWeights,
-        weights: DeviceWeights,
+        host: HostLevel,
+        weights: DeviceLevel,
         arrive: Callable[[UnitSpec], None],
         gradients: GradientStore,
         transport: GradientTransport,
-        squares: Squares | None,
+        squares: Squares,
     ) -> None:
         """``arrive`` tells compute that a unit is resident."""
         self._homes = homes
@@ -113,12 +114,12 @@ class Growth:
         Raises ``DeviceMemoryError`` if there is no room for all of them. Only copies were dropped then.
         """
         for unit in units:
-            self._weights.drop_copy(unit)
+            self._weights.cache.drop(unit)
         for unit, homes in zip(units, self._reserve(units), strict=True):
             self._move(unit, homes)
-        if units and self._squares is not None:
+        if units:
             self._squares.move(plan.resident)
-        self._weights.copies.max_bytes, self._transport.max_bytes = plan.weights_bytes, plan.gradients_bytes
+        self._weights.carrier.max_bytes, self._transport.max_bytes = plan.weights_bytes, plan.gradients_bytes
 
     def _reserve(self, units: Sequence[UnitSpec]) -> list[UnitHomes]:
         made: list[UnitHomes] = []

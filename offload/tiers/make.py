@@ -27,18 +27,30 @@ from offload.report.report import Bandwidths
 from offload.report.trace import Trace
 from offload.tiers import bandwidth
 from offload.tiers.bounce import Bounce
-from offload.tiers.compute import Compute, WholeWeights
-from offload.tiers.gradients import GradientStore, UnitGradients, resident_gradients
+from offload.tiers.gradients.make import resident_gradients
+from offload.tiers.gradients.norms import (
+    AddUp,
+    DeviceSquares,
+    DistributedParts,
+    HostSquares,
+    RankSquares,
+    Squares,
+    add_up_shards,
+)
+from offload.tiers.gradients.sink import GradientSink
+from offload.tiers.gradients.spill import BufferPool, SpilledGradients
+from offload.tiers.gradients.store import GradientStore, of_one_rank
+from offload.tiers.gradients.unit import UnitGradients
 from offload.tiers.growth import DeviceHomes
 from offload.tiers.home import Home, HostHome, StoredHome, TileHomes, UnitHomes
-from offload.tiers.host_weights import HostWeights, Slot
-from offload.tiers.make_compute import Base, DeviceMemory, Intake, OnDevice, compute_on_device, compute_on_host
-from offload.tiers.spill import BufferPool, GradientBuffer, SpilledGradients
-from offload.tiers.squares import Squares
+from offload.tiers.make_compute import Base, DeviceMemory, OnDevice, WholeWeights, compute_on_device, compute_on_host
 from offload.tiers.store import EngineStore, RecordExtents, extents_of_records, open_engine_store
-from offload.tiers.whole_squares import WholeSquares
+from offload.tiers.weights.host import HostLevel
+from offload.tiers.weights.level import Level
+from offload.tiers.weights.shadow import Slot
 from offload.tiers.window import POISON, DeviceWindow, HostWindow, Window, window_class
 from offload.units import UnitSpec
+from offload.uses import Uses
 from offload.waiting import Failure
 from swapper import PAGE_BYTES, Arena, DurableStore, Lease, align
 
@@ -59,11 +71,13 @@ class Tiers:
     """Of each unit, in order: views of its window, which the model computes with."""
     slots: Sequence[Slot]
     tile_buffers: Sequence[Lease]
-    host: HostWeights
+    host: HostLevel
     gradients: GradientStore
-    intake: Intake
+    intake: GradientSink
     """Takes gradients as compute makes them."""
-    compute: Compute
+    level: Level
+    """Units where compute uses them."""
+    uses: Uses
     on_device: OnDevice | None
     whole: WholeWeights | None
     """Whole units, where there are several ranks."""
@@ -116,12 +130,10 @@ def make_tiers(
         closers.callback(homes_on_device.close)
     homes = _make_homes(plan, arena, store, homes_on_device, meter.trace)
     slots = [Slot(arena.lease(plan.staging.slot_bytes)) for _ in range(plan.staging.num_slots)]
-    grad_buffers = [
-        GradientBuffer(arena.lease(plan.staging.grad_buffer_bytes)) for _ in range(plan.staging.num_grad_buffers)
-    ]
+    grad_buffers = [arena.lease(plan.staging.grad_buffer_bytes) for _ in range(plan.staging.num_grad_buffers)]
     tile_buffers = [arena.lease(plan.staging.tile_buffer_bytes) for _ in range(plan.staging.num_tile_buffers)]
     on_host_meter = meter if device is None and ranks.size == 1 else Meter(meter.trace, track="waiting for weights")
-    host = HostWeights(
+    host = HostLevel(
         units,
         homes,
         slots,
@@ -134,17 +146,19 @@ def make_tiers(
     closers.callback(host.drain)
     pool = BufferPool(grad_buffers, failure, on_host_meter)
     closers.callback(pool.drain)
-    squares = None
+    squares: Squares = HostSquares()
     if device is not None and squares_on_device:
-        squares = Squares(device, units, plan.device.resident, meter)
-        closers.callback(squares.close)
+        squares = on_device = DeviceSquares(device, units, plan.device.resident, meter)
+        closers.callback(on_device.close)
     by_unit = [
         _unit_gradients(unit, homes[unit.index], pool, config.gradient_dtype, squares, on_host_meter) for unit in units
     ]
-    make_whole = None
-    if ranks.size > 1 or parts.size > 1:
-        make_whole = WholeSquares(units, ranks, parts, failure).exchange
-    gradients = GradientStore(by_unit, make_whole)
+    over: list[AddUp] = []
+    if ranks.size > 1:
+        over.append(partial(add_up_shards, ranks))
+    if parts.size > 1:
+        over.append(DistributedParts(units, parts, failure).add_up)
+    gradients = GradientStore(by_unit, RankSquares(units, over).make_whole if over else of_one_rank)
     base = Base(whole, plan, config, arena, homes, host, gradients, ranks, holds_gradients, failure, meter, closers)
     if device is not None and homes_on_device is not None and bounce is not None:
         landings = [arena.lease(nbytes) for nbytes in landing_bytes if nbytes]
@@ -165,7 +179,8 @@ def make_tiers(
         host=host,
         gradients=gradients,
         intake=found.intake,
-        compute=found.compute,
+        level=found.level,
+        uses=found.uses,
         on_device=found.on_device,
         whole=found.whole,
     )
@@ -265,7 +280,7 @@ def _unit_gradients(
     homes: UnitHomes,
     pool: BufferPool,
     dtype: torch.dtype,
-    squares: Squares | None,
+    squares: Squares,
     meter: Meter,
 ) -> UnitGradients:
     resident = resident_gradients(unit, homes, dtype, squares)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -24,23 +25,32 @@ from offload.report.meter import Meter
 from offload.report.report import LinkRates
 from offload.tiers import bandwidth
 from offload.tiers.bounce import Bounce
-from offload.tiers.compute import Compute, ComputeOnDevice, ComputeOnHost, ComputeOnRanks, WholeWeights
-from offload.tiers.device_weights import DeviceCarrier, DeviceWeights, HostSource, Source
-from offload.tiers.exchange import GradientExchange, Gradients
-from offload.tiers.gathered import GatherCarrier, GatheredWeights, Place
-from offload.tiers.gradients import GradientStore
+from offload.tiers.gradients.exchange import Bucket, ExchangeMemory, GradientExchange
+from offload.tiers.gradients.norms import Squares
+from offload.tiers.gradients.sink import GradientDtypes, GradientSink
+from offload.tiers.gradients.store import GradientStore
+from offload.tiers.gradients.transport import GradientTransport
 from offload.tiers.growth import DeviceHomes, Growth
 from offload.tiers.home import UnitHomes
-from offload.tiers.host_weights import HostWeights, Slot
-from offload.tiers.ranks_source import RanksSource
-from offload.tiers.squares import Squares
-from offload.tiers.transport import GradientTransport
+from offload.tiers.weights.device import DeviceCarrier, DeviceLevel, Source
+from offload.tiers.weights.gather import GatherBuffer, GatherCarrier, GatherLevel
+from offload.tiers.weights.host import HostLevel
+from offload.tiers.weights.host_source import HostSource
+from offload.tiers.weights.level import Level
+from offload.tiers.weights.ranks_source import RanksSource
+from offload.tiers.weights.shadow import Slot
 from offload.tiers.window import DeviceWindow, HostWindow
 from offload.units import UnitSpec
+from offload.uses import DeviceClock, DeviceWindows, HostClock, HostWindows, Uses
 from offload.waiting import Failure
 from swapper import Arena, Lease
 
-Intake: TypeAlias = GradientStore | GradientTransport | GradientExchange
+
+class WholeWeights(Protocol):
+    """Whole units, where this rank has shards of them."""
+
+    def borrow(self, unit: UnitSpec, start: int, stop: int) -> AbstractContextManager[int]:
+        """The address, in host memory, of these elements of the unit or of a copy of them, to be read."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +58,7 @@ class OnDevice:
     """The part of the tiers that is there where a device computes."""
 
     device: Device
-    weights: DeviceWeights
+    level: DeviceLevel
     transport: GradientTransport
     growth: Growth
     link: LinkRates | None
@@ -58,8 +68,9 @@ class OnDevice:
 class Computing:
     """What compute asks for weights, and what takes its gradients. ``whole``: units that this rank has shards of."""
 
-    compute: Compute
-    intake: Intake
+    level: Level
+    uses: Uses
+    intake: GradientSink
     on_device: OnDevice | None = None
     whole: WholeWeights | None = None
 
@@ -73,7 +84,7 @@ class Base:
     config: OffloadConfig
     arena: Arena
     homes: list[UnitHomes]
-    host: HostWeights
+    host: HostLevel
     gradients: GradientStore
     ranks: Ranks
     holds_gradients: Callable[[], bool]
@@ -97,37 +108,40 @@ class DeviceMemory:
     homes: DeviceHomes
     landings: Sequence[Lease]
     bounce: Bounce
-    squares: Squares | None
+    squares: Squares
 
 
 def compute_on_host(base: Base, windows: Sequence[HostWindow]) -> Computing:
     """The CPU computes."""
     ranks, plan = base.ranks, base.plan.ranks
     if not isinstance(ranks.collectives, Rounds):
-        return Computing(ComputeOnHost(windows, base.host), base.gradients)
-    places = [Place(base.arena.lease(nbytes)) for nbytes in plan.places]
+        return Computing(base.host, _uses_on_host(base, base.host, windows), base.gradients)
+    places = [GatherBuffer(base.arena.lease(nbytes)) for nbytes in plan.places]
     carrier = GatherCarrier(base.whole, ranks.shards, base.host, places, base.config.dtype, ranks.collectives)
-    gathered = GatheredWeights(base.whole, carrier, base.failure, base.meter, prefetch=base.config.prefetch)
+    gathered = GatherLevel(base.whole, carrier, base.failure, base.meter, prefetch=base.config.prefetch)
 
-    intake: Intake = base.gradients
+    intake: GradientSink = base.gradients
     if plan.buffers:
 
-        def over(memory: Lease | aio_ext.Memory) -> Gradients:
-            return Gradients(tensor_at(memory.address, memory.nbytes, torch.uint8), memory)
+        def over(memory: Lease | aio_ext.Memory) -> torch.Tensor:
+            return tensor_at(memory.address, memory.nbytes, torch.uint8)
 
-        sums = over(base.arena.lease(plan.sum_bytes)).memory.view(torch.float32)
-        intake = _exchange(
-            base,
-            ranks,
-            plan,
-            base.gradients,
-            [over(base.arena.lease(nbytes)) for nbytes in plan.buffers],
-            lambda nbytes: over(aio_ext.Memory(nbytes)),
-            over(base.arena.lease(plan.landing_bytes)).memory,
-            lambda numel: sums[:numel].zero_(),  # they are brought home before the next ones are made
-            ranks.collectives.links,
+        def bucket(memory: Lease | aio_ext.Memory) -> Bucket:
+            return Bucket(over(memory), memory)
+
+        sums = over(base.arena.lease(plan.sum_bytes)).view(torch.float32)
+        memory = ExchangeMemory(
+            buckets=[bucket(base.arena.lease(nbytes)) for nbytes in plan.buffers],
+            make_bucket=lambda nbytes: bucket(aio_ext.Memory(nbytes)),
+            landing=over(base.arena.lease(plan.landing_bytes)),
+            make_sum=lambda numel: sums[:numel].zero_(),  # they are brought home before the next ones are made
         )
-    return Computing(ComputeOnRanks(windows, gathered), intake, whole=gathered)
+        intake = _exchange(base, ranks, plan, base.gradients, memory, ranks.collectives.links)
+    return Computing(gathered, _uses_on_host(base, gathered, windows), intake, whole=gathered)
+
+
+def _uses_on_host(base: Base, level: Level, windows: Sequence[HostWindow]) -> Uses:
+    return Uses(base.whole, level, HostWindows(windows), HostClock(), base.meter)
 
 
 def compute_on_device(
@@ -139,7 +153,7 @@ def compute_on_device(
     carrier = DeviceCarrier(
         memory.windows, _source(base, memory, links), device, plan.weights_bytes, plan.least_weights_bytes
     )
-    weights = DeviceWeights(
+    weights = DeviceLevel(
         base.whole,
         lambda unit: ranks.size == 1 and base.homes[unit.index].weights.tensor is not None,
         carrier,
@@ -151,31 +165,32 @@ def compute_on_device(
     )
     config = base.config
     transport = GradientTransport(
-        base.units,
-        device,
-        base.gradients,
-        memory.landings,
-        config.dtype if ranks.size == 1 else torch.float32,
-        config.gradient_dtype,
-        plan.gradients_bytes,
-        memory.squares,
-        base.failure,
-        base.meter,
+        units=base.units,
+        device=device,
+        store=base.gradients,
+        landings=memory.landings,
+        dtypes=GradientDtypes(config.dtype if ranks.size == 1 else torch.float32, config.gradient_dtype),
+        max_bytes=plan.gradients_bytes,
+        squares=memory.squares,
+        failure=base.failure,
+        meter=base.meter,
     )
-    arrive = weights.arrive if ranks.size == 1 else weights.drop_copy  # what is gathered has no home of its own
+    arrive = (
+        weights.cache.make_permanent if ranks.size == 1 else weights.cache.drop
+    )  # what is gathered has no home of its own
     growth = Growth(base.homes, memory.homes, base.host, weights, arrive, base.gradients, transport, memory.squares)
     ordinary = [  # those whose memory can be looked at
         [parameter for spec, parameter in zip(unit.parameters, of_unit, strict=True) if spec.packing is None]
         for unit, of_unit in zip(base.whole, parameters, strict=True)
     ]
-    compute = ComputeOnDevice(device, memory.windows, ordinary, weights)
+    uses = Uses(base.whole, weights, DeviceWindows(memory.windows, ordinary), DeviceClock(device), base.meter)
     on_device = OnDevice(device, weights, transport, growth, _measure_link(base, memory, slots))
-    intake: Intake = transport
+    intake: GradientSink = transport
     if links is not None and base.plan.ranks.buffers:
         intake = _exchange_on_device(base, memory, ranks, base.plan.ranks, transport, links)
     base.closers.callback(transport.stop)
     base.closers.callback(weights.close)
-    return Computing(compute, intake, on_device, whole=None if ranks.size == 1 else weights)
+    return Computing(weights, uses, intake, on_device, whole=None if ranks.size == 1 else weights)
 
 
 def _source(base: Base, memory: DeviceMemory, links: DeviceLinks | None) -> Source:
@@ -199,44 +214,36 @@ def _source(base: Base, memory: DeviceMemory, links: DeviceLinks | None) -> Sour
 def _exchange_on_device(
     base: Base, memory: DeviceMemory, ranks: Ranks, plan: RanksPlan, transport: GradientTransport, links: Links
 ) -> GradientExchange:
-    def make(nbytes: int) -> Gradients:
+    def make(nbytes: int) -> Bucket:
         window = _window(base, memory, nbytes, torch.uint8)
-        return Gradients(window.target, window)
+        return Bucket(window.target, window)
 
-    buffers = [make(nbytes) for nbytes in plan.buffers]
-    landing = make(plan.landing_bytes).memory
-    zeros = partial(torch.zeros, device=memory.device.torch_device)  # anew: they are on their way home for a while
-    return _exchange(base, ranks, plan, transport, buffers, make, landing, zeros, links)
+    of_exchange = ExchangeMemory(
+        buckets=[make(nbytes) for nbytes in plan.buffers],
+        make_bucket=make,
+        landing=_window(base, memory, plan.landing_bytes, torch.uint8).target,
+        # Anew: they are on their way home for a while.
+        make_sum=partial(torch.zeros, device=memory.device.torch_device),
+    )
+    return _exchange(base, ranks, plan, transport, of_exchange, links)
 
 
 def _exchange(
-    base: Base,
-    ranks: Ranks,
-    plan: RanksPlan,
-    store: GradientStore | GradientTransport,
-    buffers: Sequence[Gradients],
-    make_buffer: Callable[[int], Gradients],
-    landing: torch.Tensor,
-    make_sum: Callable[[int], torch.Tensor],
-    links: Links,
+    base: Base, ranks: Ranks, plan: RanksPlan, sink: GradientSink, memory: ExchangeMemory, links: Links
 ) -> GradientExchange:
     assert isinstance(ranks.collectives, Rounds)
     return GradientExchange(
-        base.whole,
-        ranks.shards,
-        store,
-        base.host,
-        buffers,
-        make_buffer,
-        landing,
-        make_sum,
-        base.config.dtype,
-        base.config.gradient_dtype,
-        links,
-        ranks.collectives,
-        base.failure,
-        base.meter,
+        units=base.whole,
+        shards=ranks.shards,
+        sink=sink,
+        fence=base.host.fence,
+        memory=memory,
+        dtypes=GradientDtypes(base.config.dtype, base.config.gradient_dtype),
         holds=base.holds_gradients if plan.placement == "states" else lambda: False,
+        links=links,
+        collectives=ranks.collectives,
+        failure=base.failure,
+        meter=base.meter,
     )
 
 

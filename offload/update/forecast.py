@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from offload.tiers.gradients import Gradient
+from offload.tiers.gradients.store import Gradient
 
 _MEMORY = 0.75
 """Weight of earlier steps in the mean error."""

@@ -51,7 +51,7 @@ def make_updates(
         lambda unit: plan.speculative and unit.index in streamed and tiers.homes[unit.index].weights.tensor is None,
         max_held,
         tiers.homes,
-        tiers.host,
+        tiers.host.shadows,
         tiers.gradients,
         failure,
         num_backwards=num_backwards,

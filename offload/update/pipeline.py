@@ -1,7 +1,7 @@
 """The pipeline: tiles are read, updated and written, several at a time, so that disk and kernel work together.
 
 It knows nothing of steps. Each tile belongs to a *task*, the update of one unit, which says where the weights and
-gradients are and where the results go: a confirmed update (``offload.update.updater``) or an speculative one
+gradients are and where the results go: a confirmed update (``offload.update.updater``) or a speculative one
 (``offload.update.speculative``). Where a device computes, tiles may be sent there for their update while the CPU goes
 on with others: see [Note: Which side updates a tile]."""
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from offload.optim.rule import Group
-from offload.tiers.gradients import GradientStore
+from offload.tiers.gradients.store import GradientStore
 from offload.units import UnitSpec
 from offload.update.forecast import Forecast
 from offload.update.speculative import SpeculativeUpdates

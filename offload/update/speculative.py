@@ -29,9 +29,10 @@ from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 
 from offload.plan.device import GOLDEN
-from offload.tiers.gradients import GradientStore, Loan
+from offload.tiers.gradients.store import GradientStore
+from offload.tiers.gradients.unit import Loan
 from offload.tiers.home import StoredHome, TileHomes, Transfer, UnitHomes
-from offload.tiers.host_weights import HostWeights, Slot
+from offload.tiers.weights.shadow import ShadowSlots, Slot
 from offload.units import UnitSpec
 from offload.update.step import UnitUpdate
 from offload.waiting import Failure, Monitor
@@ -112,8 +113,8 @@ class SpeculativeUpdate:
 
     def weights(self) -> int | None:
         if not self.is_slot_held:
-            self._owner.host.bring(self.unit)
-        self._slot = self._owner.host.lend(self.unit, lambda: self.stage is not Stage.VOID)
+            self._owner.slots.bring(self.unit)
+        self._slot = self._owner.slots.lend(self.unit, lambda: self.stage is not Stage.VOID)
         return None if self._slot is None else self._slot.address
 
     def write(self, states: StoredHome, address: int) -> Transfer:
@@ -121,7 +122,7 @@ class SpeculativeUpdate:
 
     def finish(self) -> None:
         if self._slot is not None:
-            self._owner.host.give_back(self.unit, self._slot)
+            self._owner.slots.give_back(self.unit, self._slot)
         self._owner.finished(self)
 
 
@@ -135,7 +136,7 @@ class SpeculativeUpdates:
         eligible: Callable[[UnitSpec], bool],
         max_held: int | None,
         homes: Sequence[UnitHomes],
-        host: HostWeights,
+        slots: ShadowSlots,
         gradients: GradientStore,
         failure: Failure,
         *,
@@ -144,7 +145,7 @@ class SpeculativeUpdates:
         """``max_held`` slots of compute can be spared for speculative updates at a time; None where compute has no
         weights in host memory. ``eligible`` units have two places for all that an update writes. ``num_backwards`` are
         expected before the first step."""
-        self.host = host
+        self.slots = slots
         self._eligible = eligible
         self._units = units
         self._rank: dict[int, int] = {}
@@ -240,7 +241,7 @@ class SpeculativeUpdates:
                 )
             else:
                 speculative.become(Stage.OVER)
-        self.host.forget_shadow(unit)
+        self.slots.forget(unit)
 
     def confirm(self, step: Sequence[UnitUpdate]) -> list[UnitUpdate]:
         """Flip the speculative updates that are what the step is to be, and forget all others; the updates still to
@@ -327,14 +328,14 @@ class SpeculativeUpdates:
         if stage is Stage.CONFIRMED:
             self._flip(speculative)
         elif stage is Stage.VOID:
-            self.host.forget_shadow(speculative.unit)
+            self.slots.forget(speculative.unit)
 
     def _flip(self, speculative: SpeculativeUpdate) -> None:
         """The results are the current ones from now on."""
         for tile in speculative.tiles:
             if tile.states.stored is not None:
                 tile.states.stored.flip()
-        self.host.flip(speculative.unit)
+        self.slots.flip(speculative.unit)
 
     def _cancel(self, speculative: SpeculativeUpdate) -> None:
         """It has not begun, and never will. Called with the monitor held."""
@@ -343,14 +344,14 @@ class SpeculativeUpdates:
         self._end_loan(speculative)
         if speculative.is_slot_held:
             self._num_holding -= 1
-            self.host.end_hold(speculative.unit)
+            self.slots.end_hold(speculative.unit)
 
     def _hold(self, unit: UnitSpec, max_held: int) -> bool:
         """Keep the slot that compute has; False if it cannot be spared, or compute has none."""
         with self._changed:
             if self._num_holding >= max_held and not self._compute_may_wait(unit):
                 return False
-            held = self.host.hold(unit)
+            held = self.slots.hold(unit)
             self._num_holding += held
             return held
 

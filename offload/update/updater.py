@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from offload.tiers.gradients import GradientStore, Loan, UnitGradients
+from offload.tiers.gradients.store import GradientStore
+from offload.tiers.gradients.unit import Loan, UnitGradients
 from offload.tiers.home import StoredHome, TileHomes, Transfer, UnitHomes
-from offload.tiers.host_weights import HostWeights
+from offload.tiers.weights.host import HostLevel
 from offload.units import UnitSpec
 from offload.update.device_side import DeviceSide
 from offload.update.pipeline import Pipeline, Task
@@ -26,7 +27,7 @@ class _ConfirmedUpdate:
     """The update of one unit in a step that is certain. A task of the pipeline."""
 
     def __init__(
-        self, update: UnitUpdate, homes: UnitHomes, host: HostWeights, gradients: UnitGradients, loan: Loan | None
+        self, update: UnitUpdate, homes: UnitHomes, host: HostLevel, gradients: UnitGradients, loan: Loan | None
     ) -> None:
         """``loan`` of gradients that were spilled, and still lie in a buffer."""
         self.update = update
@@ -47,7 +48,7 @@ class _ConfirmedUpdate:
         return self._homes.weights.address is not None
 
     def weights(self) -> int | None:
-        return self._host.acquire_for_update(self.update.unit)
+        return self._host.begin_update(self.update.unit)
 
     def write(self, states: StoredHome, address: int) -> Transfer:
         return states.write(address)
@@ -66,7 +67,7 @@ class Updater:
         pipeline: Pipeline,
         speculative: SpeculativeUpdates,
         homes: Sequence[UnitHomes],
-        host: HostWeights,
+        host: HostLevel,
         gradients: GradientStore,
         device: DeviceSide | None,
         failure: Failure,

@@ -9,7 +9,7 @@ from torch import nn
 
 from offload.errors import ConfigError, NonFiniteGradient
 from offload.optim.rule import Group, Rule
-from offload.tiers.gradients import Gradient, GradientStore
+from offload.tiers.gradients.store import Gradient, GradientStore
 from offload.units import ALIGNMENT, ParameterSpec, UnitSpec
 from offload.update.step import Segment, UnitUpdate
 

@@ -17,8 +17,9 @@ from offload.errors import DeviceMemoryError
 from offload.memory import tensor_at
 from offload.testing.simulated import SimulatedDevice
 from offload.testing.stream import SimulatedEvent, SimulatedStream
-from offload.tiers.device_weights import DeviceWeights
-from offload.tiers.gradients import GradientStore, HostGradients
+from offload.tiers.gradients.host import HostGradients
+from offload.tiers.gradients.store import GradientStore
+from offload.tiers.weights.cache import WeightCache
 from swapper import PAGE_BYTES, Arena, create_store
 
 
@@ -56,7 +57,7 @@ def _let_the_host_go_on(patch: pytest.MonkeyPatch) -> None:
 
 
 def _keep_old_copies(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DeviceWeights, "outdate", _no_wait)
+    patch.setattr(WeightCache, "outdate", _no_wait)
 
 
 def _free_gradients_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -274,18 +275,18 @@ def test_state_dicts_are_in_host_memory(make_model: Callable[..., Tiny], tmp_pat
 def test_a_fault_of_the_store_reaches_the_training_thread(
     make_model: Callable[..., Tiny], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from offload.tiers.host_weights import HostWeights
+    from offload.tiers.weights.host import HostLevel
     from swapper import StorageIOError
 
     device = SimulatedDevice(unsupported_reason="planted")
     engine = OffloadEngine(make_model(), nvme_path=tmp_path, device=device, precision="bf16")
     train(engine, 1)
 
-    def fail(self: HostWeights, unit: Any, **options: Any) -> int:
+    def fail(self: HostLevel, pin: Any, **options: Any) -> None:
         raise StorageIOError("read of weights: EIO")
 
     with monkeypatch.context() as patch:
-        patch.setattr(HostWeights, "acquire", fail)
+        patch.setattr(HostLevel, "take", fail)
         with pytest.raises(StorageIOError, match="EIO"):
             train(engine, 1)
     with pytest.raises(StorageIOError, match="EIO"):

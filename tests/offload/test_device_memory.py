@@ -63,7 +63,7 @@ def test_what_found_no_memory_can_be_run_again_because_copies_give_way(
             return loss
 
         losses = [step(0)]
-        copies = engine._session._tiers.on_device.weights.copies
+        copies = engine._session._tiers.on_device.level.carrier
         with torch.no_grad():
             engine(batches(1)[0][0])  # every copy is there, and none is in use
         assert copies.used_bytes == engine.plan.device.all_bytes
@@ -90,9 +90,9 @@ def test_a_refused_copy_is_not_asked_for_again_at_every_use(make: Callable[..., 
         whole, least = engine.plan.device.all_bytes, engine.plan.device.least_weights_bytes
         engine.module.embed.weight.mul_(1)  # the value is the same, and its copy is dropped
         device.pools.capacity_bytes = whole // 2 + 2 * least
-        copies = engine._session._tiers.on_device.weights.copies
+        copies = engine._session._tiers.on_device.level.carrier
         for unit in engine._session._units:
-            engine._session._tiers.on_device.weights.drop_copy(unit)
+            engine._session._tiers.on_device.level.cache.drop(unit)
         for _ in range(4):
             assert torch.equal(engine(tokens), expected)
         assert device.shortages().emptied <= 2
@@ -104,7 +104,7 @@ def test_copies_leave_room_when_torch_had_to_empty_its_cache(make: Callable[...,
     with make(device, device_memory="1GiB") as engine, torch.no_grad():
         tokens = batches(1)[0][0]
         engine(tokens)
-        copies = engine._session._tiers.on_device.weights.copies
+        copies = engine._session._tiers.on_device.level.carrier
         before = copies.used_bytes
         pools = device.pools
         pools.capacity_bytes = pools.taken_bytes + 1000

@@ -260,7 +260,7 @@ def _beside_compute(method: str) -> Callable[[pytest.MonkeyPatch], None]:
 @pytest.mark.parametrize(
     "forget",
     [
-        forget_in("send", SimulatedStream),
+        forget_in("_bring_to_host", SimulatedStream),
         forget_in("collect", SimulatedEvent),
         forget_in("borrow_part", SimulatedStream),
         forget_in("end_one", SimulatedEvent),

@@ -41,7 +41,7 @@ def test_memory_goes_back_when_every_stream_that_used_it_is_through(
         side.wait(main.record())
         with device.current(side):  # with the copy that the main stream has made
             assert torch.equal(block(x), expected)
-        weights = engine._session._tiers.on_device.weights
+        weights = engine._session._tiers.on_device.level.cache
         for unit in engine._session._units:  # the main stream has not waited for the other
             weights.drop_copy(unit)
         assert torch.equal(block(x), expected)
@@ -183,11 +183,11 @@ def test_units_that_a_failed_backward_has_left_are_given_back_before_the_next_fo
             with pytest.raises(RuntimeError, match="planted"):
                 run(loss.backward)
             engine.optimizer.zero_grad()
-            before = engine._session._tiers.on_device.weights
-            assert any(entry.pins for entry in before._present)
+            before = engine._session._tiers.on_device.level.cache
+            assert any(entry.pins for entry in before.present)
             with torch.no_grad():
                 engine(tokens)
-            assert not any(entry.pins for entry in before._present)
+            assert not any(entry.pins for entry in before.present)
     assert device.violations == []
 
 

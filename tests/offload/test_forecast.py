@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from offload.tiers.gradients import Gradient
+from offload.tiers.gradients.store import Gradient
 from offload.update.forecast import Forecast
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from offload import OffloadEngine
 from offload.model.own_writes import OwnWrites
-from offload.tiers.order import UseOrder
+from offload.tiers.weights.use_order import UseOrder
 
 transformers = pytest.importorskip("transformers")
 
@@ -205,9 +205,9 @@ def test_the_first_units_of_a_token_are_read_while_the_last_one_computes(tmp_pat
     with streaming(model, tmp_path) as engine:
         host = engine._session._tiers.host
         events: list[tuple[str, str]] = []
-        fetch, acquire = host._carrier.fetch, host.acquire
-        host._carrier.fetch = lambda unit, place: events.append(("fetch", unit.name)) or fetch(unit, place)
-        host.acquire = lambda unit: events.append(("use", unit.name)) or acquire(unit)
+        fetch, take = host.carrier.fetch, host.take
+        host.carrier.fetch = lambda unit, place: events.append(("fetch", unit.name)) or fetch(unit, place)
+        host.take = lambda pin, **how: events.append(("use", pin.entry.unit.name)) or take(pin, **how)
         streamed = [unit.unit.name for unit in engine.plan.units if unit.weights.value == "nvme"]
         for _ in range(3):
             engine(torch.tensor([[5]]))

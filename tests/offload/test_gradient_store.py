@@ -19,10 +19,13 @@ from offload.memory import tensor_at
 from offload.report.meter import Meter
 from offload.testing.simulated import SimulatedDevice
 from offload.tiers.bounce import Bounce
-from offload.tiers.gradients import DeviceGradients, GradientStore, HostGradients, resident_gradients
+from offload.tiers.gradients.device import DeviceGradients
+from offload.tiers.gradients.host import HostGradients
+from offload.tiers.gradients.make import resident_gradients
+from offload.tiers.gradients.norms import DeviceSquares, HostSquares
+from offload.tiers.gradients.spill import BufferPool, SpilledGradients
+from offload.tiers.gradients.store import GradientStore
 from offload.tiers.home import DeviceHome, Home, HostHome, TileHomes, UnitHomes
-from offload.tiers.spill import BufferPool, GradientBuffer, SpilledGradients
-from offload.tiers.squares import Squares
 from offload.units import GRAIN, ParameterSpec, Tile, UnitSpec
 from offload.waiting import Failure
 from swapper import StorageIOError
@@ -107,7 +110,7 @@ class Spilled:
         self.memories = [aio_ext.Memory(GRAIN * dtype.itemsize) for _ in range(num_buffers)]
         for memory in self.memories:
             ctypes.memset(memory.address, 0xFF, memory.nbytes)
-        self.pool = BufferPool([GradientBuffer(memory) for memory in self.memories], self.failure, Meter())  # type: ignore[arg-type]
+        self.pool = BufferPool(self.memories, self.failure, Meter())  # type: ignore[arg-type]
         self.units = [make_unit(index, name) for index, name in enumerate(names)]
         self.homes = [
             [FakeHome(f"{name}{index}", tile.numel * dtype.itemsize, self.events) for index, tile in enumerate(TILES)]
@@ -158,7 +161,7 @@ class Rig:
     def __init__(self, kind: str, dtype: torch.dtype) -> None:
         self.unit = make_unit()
         self.small, self.large = self.unit.trainable
-        self._squares: Squares | None = None
+        self._squares: DeviceSquares | None = None
         if kind == "spilled":
             self.spilled = Spilled("a", dtype=dtype)
             self.unit = self.spilled.units[0]
@@ -169,7 +172,7 @@ class Rig:
             ctypes.memset(self.memory.address, 0xFF, self.memory.nbytes)
             self.store = GradientStore([HostGradients(self.memory.address, dtype)])
         else:
-            self._squares = Squares(SimulatedDevice(), [self.unit], {0}, Meter())
+            self._squares = DeviceSquares(SimulatedDevice(), [self.unit], {0}, Meter())
             self.store = GradientStore(
                 [DeviceGradients(self.unit, torch.full((GRAIN,), math.nan, dtype=dtype), self._squares)]
             )
@@ -189,6 +192,7 @@ class Rig:
             for settled, value in self._squares.collect().items():
                 if settled in self.store.of(self.unit):
                     self.store.of(self.unit)[settled].sum_squares = value
+                self._squares.forget([settled])
         return self.store.of(self.unit)[spec].sum_squares
 
     def scale(self, spec: ParameterSpec) -> float:
@@ -406,7 +410,7 @@ def test_a_unit_whose_gradients_rest_elsewhere_begins_anew_there() -> None:
     rig = Rig("host", torch.float32)
     rig.take(rig.small, random(rig.small, 1))
     there = torch.zeros(GRAIN)
-    rig.store.move(rig.unit, DeviceGradients(rig.unit, there, None))
+    rig.store.move(rig.unit, DeviceGradients(rig.unit, there, HostSquares()))
     assert rig.store.of(rig.unit) == {}
     rig.take(rig.small, random(rig.small, 2))
     assert torch.equal(there[:15].view(3, 5), random(rig.small, 2))
@@ -418,7 +422,7 @@ def test_the_home_of_gradients_decides_their_place() -> None:
     on_device = DeviceHome(device, torch.zeros(GRAIN), Bounce(device))
 
     def place(grads: Home | None) -> Any:
-        return resident_gradients(unit, UnitHomes(Home(0), grads, []), torch.float32, None)
+        return resident_gradients(unit, UnitHomes(Home(0), grads, []), torch.float32, HostSquares())
 
     assert type(place(HostHome(memory))) is HostGradients  # type: ignore[arg-type]
     assert type(place(on_device)) is DeviceGradients

@@ -646,7 +646,7 @@ def test_an_interrupt_while_weights_come_in_leaves_nothing_behind(on_nvme: bool,
                 engine.step()
                 plain.step()
         assert_near(model, plain.model)
-        assert not any(entry.num_computing for entry in engine._session._tiers.host._entries)
+        assert not any(entry.pins for entry in engine._session._tiers.host.cache.entries)
 
 
 def test_an_interrupt_in_the_middle_of_a_step_says_what_is_lost(engine: OffloadEngine, monkeypatch):

@@ -12,7 +12,7 @@ from offload.optim.formats import Formats
 from offload.plan.placement import make_plan
 from offload.plan.plan import Drives, Plan, Tier
 from offload.report.report import Bandwidths
-from offload.tiers.order import NEVER, UseOrder
+from offload.tiers.weights.use_order import NEVER, UseOrder
 from offload.units import GRAIN, UnitSpec
 from offload.units.find import find_units
 

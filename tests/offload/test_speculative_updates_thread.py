@@ -11,7 +11,8 @@ from speculative_room import PATIENCE_S, Gradients, Room, Thread, carry_out
 from offload import waiting
 from offload.report.meter import Meter
 from offload.tiers.home import UnitHomes
-from offload.tiers.host_weights import HostWeights, Slot
+from offload.tiers.weights.host import HostLevel
+from offload.tiers.weights.shadow import Slot
 from offload.update.speculative import SpeculativeUpdate, Stage
 from offload.update.state_prefetch import StatePrefetch
 from offload.update.updater import Updater
@@ -43,24 +44,25 @@ class Weights:
         return Transfer()
 
 
-def with_real_weights(room: Room) -> HostWeights:
+def with_real_weights(room: Room) -> HostLevel:
     homes = [UnitHomes(Weights(), home.grads, home.tiles) for home in room.homes]
     slots = [Slot(Lease(4096 * index, 4096)) for index in range(1, 4)]
-    host = HostWeights(room.units, homes, slots, 4096, room.failure, Meter(), prefetch=False)
-    room.speculative.host = host
+    host = HostLevel(room.units, homes, slots, 4096, room.failure, Meter(), prefetch=False)
+    room.speculative.slots = host.shadows
     return host
 
 
 def test_a_slot_is_lent_when_compute_has_let_the_unit_go():
     room = Room()
     host = with_real_weights(room)
-    host.acquire(room.units[0])
+    use = host.pin(room.units[0])
+    use.take()
     (task,) = room.run(0)
     room.failure.somebody_waits.clear()
     update = Thread(lambda: carry_out(task))
     assert room.failure.somebody_waits.wait(PATIENCE_S)
     assert not update.is_over()
-    host.release(room.units[0])
+    use.release()
     update.result()
     assert task.stage is Stage.WRITTEN
     assert room.told() == [("write beside", "u0.0")]
@@ -70,10 +72,11 @@ def test_a_gradient_that_comes_to_a_unit_in_use_does_not_wait_for_an_update_that
     monkeypatch.setattr(waiting, "WAIT_TIMEOUT_S", 10.0)
     room = Room()
     host = with_real_weights(room)
-    host.acquire(room.units[0])
+    use = host.pin(room.units[0])
+    use.take()
     (task,) = room.run(0)  # its states are being read
-    host.release(room.units[0])
-    host.acquire(room.units[0])  # once more in the same backward, as under a checkpoint, or in the next one
+    use.release()
+    use.take()  # once more in the same backward, as under a checkpoint, or in the next one
     room.failure.somebody_waits.clear()
     update = Thread(lambda: carry_out(task))
     assert room.failure.somebody_waits.wait(PATIENCE_S)
@@ -81,7 +84,7 @@ def test_a_gradient_that_comes_to_a_unit_in_use_does_not_wait_for_an_update_that
     training.result()
     update.result()
     assert task.stage is Stage.OVER
-    host.release(room.units[0])
+    use.release()
     host.leave(room.units[0])  # which waits until nobody uses or holds it
     assert room.told() == []
 

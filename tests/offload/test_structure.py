@@ -19,8 +19,10 @@ from offload.closing import Closers
 from offload.errors import WaitTimeout
 from offload.session import Session
 from offload.testing.simulated import SimulatedDevice
-from offload.tiers.host_weights import HostCarrier, HostWeights
 from offload.tiers.loading import Loader
+from offload.tiers.weights.cache import WeightCache
+from offload.tiers.weights.host import NvmeCarrier
+from offload.tiers.weights.shadow import ShadowSlots
 from offload.units import UnitSpec
 from offload.update.speculative import SpeculativeUpdates
 from offload.waiting import Worker
@@ -139,7 +141,7 @@ def test_the_memory_in_the_report_is_measured(make_model, tmp_path: Path) -> Non
         train(engine, 1)
         taken = engine.report().host_memory_bytes
         assert 0.8 * engine.plan.arena_bytes < taken < engine.plan.arena_bytes + (2 << 20)
-        engine._session._tiers.host._slots.added_bytes += 4096  # a place that the plan does not know of
+        engine._session._tiers.host.carrier.added_bytes += 4096  # a place that the plan does not know of
         assert engine.report().host_memory_bytes == taken + 4096
     device = SimulatedDevice(0)
     with OffloadEngine(make_model(), device=device) as engine:
@@ -267,9 +269,9 @@ def test_a_wait_that_reached_its_deadline_ends_the_engine_for_good(make_model, t
         engine.synchronize()
         with monkeypatch.context() as patch:
             patch.setattr("offload.waiting.WAIT_TIMEOUT_S", 0.2)
-            patch.setattr(HostCarrier, "take_place", lambda carrier, unit: None)
-            patch.setattr(HostWeights, "_victim", lambda *_: None)
-            patch.setattr(HostWeights, "_compute_holds_all", lambda _: False)
+            patch.setattr(NvmeCarrier, "take_place", lambda carrier, unit: None)
+            patch.setattr(WeightCache, "_victim", lambda *_: None)
+            patch.setattr(WeightCache, "_compute_holds_all", lambda _: False)
             with pytest.raises(WaitTimeout, match="a place for unit"):
                 for tokens, _ in batches(3):
                     engine(tokens)
@@ -301,14 +303,14 @@ def test_a_unit_that_backward_uses_again_while_its_speculative_update_runs_harms
     budget = int(1.5 * least_budget(UsedTwice(width=64), tmp_path, precision="fp32"))
     used_again = {name: threading.Event() for name in (f"blocks.{index}" for index in range(4))}
     running: set[str] = set()
-    begin_use, lend = Session.begin_use, HostWeights.lend
+    begin_use, lend = Session.begin_use, ShadowSlots.lend
 
     def watched_use(session: Session, unit: UnitSpec) -> None:
         if unit.name in running and unit.name in used_again:
             used_again[unit.name].set()
         begin_use(session, unit)
 
-    def late_lend(host: HostWeights, unit: UnitSpec, wanted: Callable[[], bool]) -> object:
+    def late_lend(host: ShadowSlots, unit: UnitSpec, wanted: Callable[[], bool]) -> object:
         running.add(unit.name)
         if unit.name in used_again:
             used_again[unit.name].wait(2)  # it is not used again where both of its gradients have come
@@ -316,7 +318,7 @@ def test_a_unit_that_backward_uses_again_while_its_speculative_update_runs_harms
 
     monkeypatch.setattr("offload.waiting.WAIT_TIMEOUT_S", 20.0)
     monkeypatch.setattr(Session, "begin_use", watched_use)
-    monkeypatch.setattr(HostWeights, "lend", late_lend)
+    monkeypatch.setattr(ShadowSlots, "lend", late_lend)
     assert outcome(nvme_path=tmp_path, host_memory=budget) == expected
     assert any(event.is_set() for event in used_again.values())
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from offload.errors import NonFiniteGradient
-from offload.tiers.gradients import Gradient, GradientStore
+from offload.tiers.gradients.store import Gradient, GradientStore
 from offload.units import ALIGNMENT, ParameterSpec, UnitSpec
 from offload.update.step import Segment, UnitUpdate
 from offload.update.verdict import Verdict, groups_by_parameter

@@ -13,9 +13,10 @@ from cache_rig import a_deadline as a_deadline
 from offload.errors import WaitTimeout
 from offload.report.meter import Meter
 from offload.testing.simulated import SimulatedDevice
-from offload.tiers import device_weights
 from offload.tiers.bounce import Bounce
-from offload.tiers.device_weights import DeviceCarrier, DeviceWeights, HostSource
+from offload.tiers.weights import host_source
+from offload.tiers.weights.device import DeviceCarrier, DeviceLevel
+from offload.tiers.weights.host_source import HostSource
 from offload.tiers.window import DeviceWindow
 from offload.units import UnitSpec
 from swapper import StorageIOError
@@ -39,7 +40,7 @@ class DeviceRig:
             self.windows[-1].close()
         units = list(self.units.values())
         self.source = HostSource(self.host.weights, self.device, self.failure, Meter())
-        self.weights = DeviceWeights(
+        self.weights = DeviceLevel(
             units,
             lambda unit: False,
             DeviceCarrier(self.windows, self.source, self.device, room * PART_BYTES, 0),
@@ -49,12 +50,13 @@ class DeviceRig:
             Meter(),
             prefetch=prefetch,
         )
+        self.pins = {name: self.weights.pin(unit) for name, unit in self.units.items()}
 
     def acquire(self, name: str, *, training: bool = True) -> None:
-        self.weights.acquire(self.units[name], training=training)
+        self.pins[name].take(training=training)
 
     def release(self, name: str) -> None:
-        self.weights.release(self.units[name])
+        self.pins[name].release()
 
     def use(self, names: str) -> str:
         """What compute sees there, one use after the other."""
@@ -120,7 +122,7 @@ def test_a_use_under_way_keeps_the_old_weights_and_the_next_one_has_the_new_ones
 def test_a_unit_that_moves_to_the_device_has_no_copy_and_gets_none() -> None:
     rig = DeviceRig("ab", room=2)
     rig.use("ab")
-    rig.weights.arrive(rig.units["a"])
+    rig.weights.cache.make_permanent(rig.units["a"])
     assert rig.device.allocated_bytes == PART_BYTES
     rig.acquire("a")  # its home is there: nothing is copied
     assert rig.device.allocated_bytes == PART_BYTES and rig.num_copied == 2
@@ -133,7 +135,7 @@ def test_copies_let_the_host_have_its_slots_back() -> None:
     assert rig.use("abcddcba") == "abcddcba"
     rig.close()
     assert sorted(event for event in rig.host.events if event.startswith("read")) == [f"read {n}" for n in "abcd"]
-    assert all(entry.pins == 0 for entry in rig.host.weights._entries)
+    assert not any(entry.pins for entry in rig.host.weights.cache.entries)
 
 
 def test_a_read_that_fails_on_the_way_to_the_device_reaches_whoever_waits_for_the_copy() -> None:
@@ -153,7 +155,7 @@ def test_a_read_that_fails_on_the_way_to_the_device_reaches_whoever_waits_for_th
 def test_a_copy_that_does_not_begin_in_time_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = DeviceRig("a", room=1, stored=True)
     rig.host.store.keep("read a")
-    monkeypatch.setattr(device_weights, "WAIT_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(host_source, "WAIT_TIMEOUT_S", 0.01)
     with pytest.raises(WaitTimeout, match="the start of a copy to the device"):
         rig.acquire("a")
     while not rig.host.store._kept["read a"]:

@@ -8,6 +8,8 @@ import pytest
 from cache_rig import Call, Rig, look, taught
 from cache_rig import a_deadline as a_deadline
 
+from offload.tiers.weights.cache import Purpose
+
 
 def test_prefetch_runs_ahead_as_far_as_the_slots_and_a_second_step_fetches_what_the_first_has_left() -> None:
     rig = Rig("abc", num_slots=2, prefetch=True)
@@ -30,7 +32,7 @@ def test_prefetch_runs_ahead_as_far_as_the_slots_and_a_second_step_fetches_what_
 
 def test_the_order_of_the_last_step_is_what_prefetch_expects_of_the_next_one() -> None:
     rig = Rig("abcd", num_slots=2, prefetch=True)
-    rig.weights._order = taught("dbac")  # nothing like forward and backward
+    rig.weights.cache._order = taught("dbac")  # nothing like forward and backward
     rig.use("dbac")
     assert rig.told() == [
         *("read d", "read b", "use d"),
@@ -62,19 +64,21 @@ def test_without_prefetch_each_unit_is_read_when_it_is_used() -> None:
 )
 def test_the_unit_that_is_needed_last_is_evicted(order: str, evicted: str) -> None:
     rig = Rig("abc", num_slots=2)
-    rig.weights._order = taught(order)
+    rig.weights.cache._order = taught(order)
     rig.use("abc")
     assert rig.told() == ["read a", "use a", "read b", "use b", f"evict {evicted}", "read c", "use c"]
 
 
-@pytest.mark.parametrize("computing", [True, False], ids=["compute", "a borrower"])
-def test_a_pinned_unit_is_never_evicted(computing: bool) -> None:
+@pytest.mark.parametrize("purpose", [Purpose.COMPUTE, Purpose.LOOK], ids=["compute", "a borrower"])
+def test_a_pinned_unit_is_never_evicted(purpose: Purpose) -> None:
     rig = Rig("abc", num_slots=2)
-    address = rig.weights.acquire(rig.units["a"], computing=computing)
+    pin = rig.weights.pin(rig.units["a"], purpose)
+    pin.take()
+    address = pin.place.address
     rig.use("bcb")  # of a and b, c would evict a, which is needed last
     assert look(address) == "a"
     assert rig.told() == ["read a", "read b", "use b", "evict b", "read c", "use c", "evict c", "read b", "use b"]
-    rig.weights.release(rig.units["a"], computing=computing)
+    pin.release()
     rig.use("c")
     assert rig.told() == ["evict a", "read c", "use c"]
 

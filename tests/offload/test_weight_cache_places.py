@@ -56,7 +56,7 @@ def test_a_unit_that_leaves_gives_its_place_back_when_nothing_uses_it_and_is_not
     assert rig.told() == ["evict a"]
     rig.use("bb")  # of which the next uses would be: a, a
     assert rig.told() == ["read b", "use b", "use b"]
-    with pytest.raises(RuntimeError, match="unit a is not in host memory"):
+    with pytest.raises(RuntimeError, match="unit a has no place in this tier"):
         rig.acquire("a")
 
 

@@ -9,7 +9,7 @@ from cache_rig import FakeTicket, unit_of
 from cache_rig import a_deadline as a_deadline
 
 from offload.report.meter import Meter
-from offload.tiers.cache import Residency, WeightCache
+from offload.tiers.weights.cache import Pin, Purpose, UnitState, WeightCache
 from offload.units import UnitSpec
 from offload.waiting import Failure
 from swapper import StorageIOError
@@ -55,17 +55,12 @@ class PlainCache(WeightCache[int]):
     """Nothing but the cache."""
 
     def use(self, unit: UnitSpec) -> None:
-        with self._changed:
-            self._learn(self._entries[unit.index])
-            self._pin(self._entries[unit.index], computing=True)
-            self._fetch_ahead()
-        self._wait_for_fetch(self._entries[unit.index], "read", computing=True)
-        with self._changed:
-            self._unpin(self._entries[unit.index], computing=True)
-            self._fetch_ahead()
+        with Pin(self.entries[unit.index], Purpose.COMPUTE, self):
+            pass
+        self.fetch_ahead()
 
-    def residencies(self) -> list[Residency]:
-        return [entry.residency for entry in self._entries]
+    def states(self) -> list[UnitState]:
+        return [entry.state for entry in self.entries]
 
 
 def plain_cache(
@@ -76,12 +71,14 @@ def plain_cache(
     carrier = FakeCarrier(events, room)
     plain = PlainCache(
         units,
+        lambda unit: None,
         lambda unit: False,
         carrier,  # type: ignore[arg-type]
         Failure(),
         Meter(),
         prefetch=prefetch,
         look_ahead=look_ahead,
+        cause="read",
         may_add_places=True,
     )
     return events, carrier, plain, units
@@ -93,7 +90,7 @@ def test_as_many_units_are_evicted_as_a_large_one_needs() -> None:
         plain.use(unit)
     assert events == ["fetch a", "fetch b", "fetch c", "free a", "free b", "fetch d"]
     assert carrier.room == 0
-    assert plain.residencies() == [Residency.ABSENT, Residency.ABSENT, Residency.RESIDENT, Residency.RESIDENT]
+    assert plain.states() == [UnitState.ABSENT, UnitState.ABSENT, UnitState.RESIDENT, UnitState.RESIDENT]
 
 
 def test_prefetch_looks_no_farther_ahead_than_it_is_told() -> None:
@@ -114,7 +111,7 @@ def test_a_fetch_that_cannot_begin_leaves_the_unit_absent_and_its_place_free() -
     carrier.error = StorageIOError("the store is closed")
     with pytest.raises(StorageIOError, match="is closed"):
         plain.use(units[0])
-    assert plain.residencies() == [Residency.ABSENT, Residency.ABSENT] and carrier.room == 1
+    assert plain.states() == [UnitState.ABSENT, UnitState.ABSENT] and carrier.room == 1
     carrier.error = None
     plain.use(units[0])  # else it computes with whatever lies in its place
     assert events == ["free a", "fetch a"]

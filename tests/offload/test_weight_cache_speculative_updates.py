@@ -11,13 +11,13 @@ from cache_rig import a_deadline as a_deadline
 
 def test_a_unit_that_is_not_in_use_is_not_held() -> None:
     rig = Rig("ab", num_slots=2, resident="b")
-    assert not rig.weights.hold(rig.units["a"])  # absent
+    assert not rig.weights.shadows.hold(rig.units["a"])  # absent
     rig.use("a")
-    assert not rig.weights.hold(rig.units["a"])  # released
+    assert not rig.weights.shadows.hold(rig.units["a"])  # released
     rig.acquire("b")
-    assert not rig.weights.hold(rig.units["b"])  # resident
+    assert not rig.weights.shadows.hold(rig.units["b"])  # resident
     rig.acquire("a")
-    assert rig.weights.hold(rig.units["a"])
+    assert rig.weights.shadows.hold(rig.units["a"])
 
 
 def test_a_unit_that_is_held_stays_until_the_hold_ends() -> None:
@@ -26,7 +26,7 @@ def test_a_unit_that_is_held_stays_until_the_hold_ends() -> None:
     use = Call(lambda: look(rig.acquire("b")))
     rig.looks.wait(use)
     assert rig.told() == ["read a", "use a"]
-    rig.weights.end_hold(rig.units["a"])
+    rig.weights.shadows.end_hold(rig.units["a"])
     assert use.result() == "b"
     assert rig.told() == ["evict a", "read b", "use b"]
 
@@ -37,7 +37,7 @@ def test_weights_are_brought_in_for_an_speculative_update_in_place_of_the_unit_t
     rig.end_step()
     rig.use("abcc")  # in backward: b and a come next, and c after them
     rig.told()
-    rig.weights.bring(rig.units["a"])
+    rig.weights.shadows.bring(rig.units["a"])
     assert rig.told() == ["evict c", "read a"]
     slot = rig.lend("a")
     assert look(slot.address) == "a"
@@ -48,10 +48,10 @@ def test_weights_are_brought_in_for_an_speculative_update_in_place_of_the_unit_t
 def test_weights_that_are_here_are_not_read_again_for_an_speculative_update() -> None:
     rig = Rig("ab", num_slots=1, may_add_places=False)
     rig.use("a")
-    rig.weights.bring(rig.units["a"])
+    rig.weights.shadows.bring(rig.units["a"])
     use = Call(lambda: rig.acquire("b"))
     rig.looks.wait(use)  # the place is held
-    rig.weights.end_hold(rig.units["a"])
+    rig.weights.shadows.end_hold(rig.units["a"])
     use.result()
     assert rig.told() == ["read a", "use a", "evict a", "read b", "use b"]
 
@@ -77,7 +77,7 @@ def test_a_unit_that_is_used_again_while_its_hand_over_waits_for_a_write_is_hand
     rig.store.keep("write a")
     with rig.borrow("a", change=True) as address:
         fill(address, "x")
-    assert rig.weights.hold(rig.units["a"])
+    assert rig.weights.shadows.hold(rig.units["a"])
     rig.release("a")
     lend = Call(lambda: rig.lend("a"))  # nothing else uses it, but for the write in flight
     assert rig.store.begun("write a").waited_for.wait(FOREVER_S)
@@ -94,7 +94,7 @@ def test_a_unit_that_is_used_again_while_its_hand_over_waits_for_a_write_is_hand
     slot = lend.result()
     assert slot.address == address and look(slot.address) == "x"
     rig.looks.wait(use)  # lent places come back: none is added for it
-    rig.weights.give_back(rig.units["a"], slot)
+    rig.weights.shadows.give_back(rig.units["a"], slot)
     assert use.result() == "b"
     assert rig.told() == ["write beside a", "read b", "use b"]
     assert rig.stored("a") == "x" and rig.weights.added_bytes == 0
@@ -107,11 +107,11 @@ def test_a_hand_over_that_is_wanted_no_more_ends_and_lets_the_unit_go(in_the_way
     rig.store.keep("write a")
     with rig.borrow("a", change=True) as address:
         fill(address, "x")
-    assert rig.weights.hold(rig.units["a"])
+    assert rig.weights.shadows.hold(rig.units["a"])
     wanted = [True]
     if in_the_way == "a write":
         rig.release("a")
-    lend = Call(lambda: rig.weights.lend(rig.units["a"], lambda: wanted[0]))
+    lend = Call(lambda: rig.weights.shadows.lend(rig.units["a"], lambda: wanted[0]))
     if in_the_way == "a use":  # whose thread may be the one that does not want it any more
         rig.looks.wait(lend)
     else:
@@ -134,7 +134,7 @@ def test_a_slot_given_back_is_not_reused_before_its_write_is_over() -> None:
     rig.looks.wait(use)
     fill(slot.address, "x")
     rig.store.keep("write beside a")
-    rig.weights.give_back(rig.units["a"], slot)
+    rig.weights.shadows.give_back(rig.units["a"], slot)
     assert rig.store.begun("write beside a").waited_for.wait(FOREVER_S)
     assert rig.nobody_has_the_lock()
     assert rig.told() == ["read a", "use a", "write beside a"]
@@ -150,7 +150,7 @@ def test_the_weights_beside_count_after_the_flip_and_not_before() -> None:
     rig.hold("a")
     slot = rig.lend("a")
     fill(slot.address, "x")
-    rig.weights.give_back(rig.units["a"], slot)
+    rig.weights.shadows.give_back(rig.units["a"], slot)
     rig.end_step("a")
     waits = Call(lambda: look(rig.acquire("a")))
     rig.looks.wait(waits)  # for the update, which the flip ends
@@ -165,7 +165,7 @@ def test_a_read_begins_after_the_write_beside() -> None:
     rig.hold("a")
     slot = rig.lend("a")
     rig.store.keep("write beside a")
-    rig.weights.give_back(rig.units["a"], slot)
+    rig.weights.shadows.give_back(rig.units["a"], slot)
     use = Call(lambda: look(rig.acquire("a")))
     assert rig.store.begun("write beside a").waited_for.wait(FOREVER_S)
     assert rig.nobody_has_the_lock()
@@ -184,7 +184,7 @@ def test_a_change_from_outside_waits_for_a_write_beside_that_is_in_flight() -> N
     slot = rig.lend("a")
     with rig.borrow("a"):  # the old weights are resident again, in the other slot, when the write beside begins
         fill(slot.address, "x")
-        rig.weights.give_back(rig.units["a"], slot)
+        rig.weights.shadows.give_back(rig.units["a"], slot)
 
     def change() -> None:
         with rig.borrow("a", change=True) as address:
@@ -267,7 +267,7 @@ def test_prefetch_takes_a_unit_again_whose_weights_beside_are_forgotten() -> Non
     rig = Rig("ab", num_slots=2, prefetch=True)
     rig.use("ab")
     beside(rig, "b", "x")
-    rig.weights.forget_shadow(rig.units["b"])
+    rig.weights.shadows.forget(rig.units["b"])
     rig.end_step()
     rig.told()
     rig.use("ab")

@@ -130,7 +130,7 @@ def test_a_borrower_changes_all_of_a_unit_and_an_update_what_is_trained() -> Non
     still = list(frozen.extents)[1]
     assert (rig.stored("a"), rig.store.content(still)) == ("x", "X")
     rig.end_step("a")
-    address = rig.weights.acquire_for_update(rig.units["a"])
+    address = rig.weights.begin_update(rig.units["a"])
     fill(address, "y")
     fill(address + PART_BYTES, "Y")  # which no update does
     rig.weights.end_update(rig.units["a"])

@@ -7,15 +7,15 @@ from cache_rig import FOREVER_S, Call, Rig, look
 from cache_rig import a_deadline as a_deadline
 
 from offload import waiting
-from offload.tiers import cache
+from offload.tiers.weights import cache
 
 
 def test_a_use_waits_for_the_update_of_its_unit_and_no_other() -> None:
     rig = Rig("ab", num_slots=2)
     rig.use("ab")
     rig.end_step("ab")
-    uses = [Call(lambda: look(rig.acquire("a"))), Call(lambda: rig.weights.wait_for_update(rig.units["a"]))]
-    everything = Call(rig.weights.wait_for_updates)
+    uses = [Call(lambda: look(rig.acquire("a"))), Call(lambda: rig.weights.fence.wait(rig.units["a"]))]
+    everything = Call(rig.weights.fence.wait_all)
     for use in (*uses, everything):
         rig.looks.wait(use)
     rig.update("a", "x")
@@ -75,9 +75,11 @@ def test_an_update_evicts_what_it_must_as_soon_as_a_use_waits_for_one(waits: str
             with rig.borrow("d") as address:
                 return look(address)
         if waits == "all updates":
-            rig.weights.wait_for_updates()
+            rig.weights.fence.wait_all()
             return rig.stored("d")
-        return look(rig.weights.acquire(rig.units["d"]))
+        pin = rig.weights.pin(rig.units["d"])
+        pin.take()
+        return look(pin.place.address)
 
     use = Call(wait)
     update.result()
@@ -91,7 +93,7 @@ def test_an_update_is_woken_by_the_use_that_waits_for_it(monkeypatch: pytest.Mon
     rig = a_forward_under_way()
     update = Call(lambda: rig.update("d", "x"))
     rig.looks.wait_once(update)
-    Call(lambda: rig.weights.wait_for_update(rig.units["d"])).result()
+    Call(lambda: rig.weights.fence.wait(rig.units["d"])).result()
     update.result()
     assert rig.told() == ["evict c", "read d", "write d"]
 

@@ -10,7 +10,7 @@ from cache_rig import a_deadline as a_deadline
 
 from offload import waiting
 from offload.errors import WaitTimeout
-from offload.tiers import cache
+from offload.tiers.weights import cache
 from swapper import StorageIOError
 
 
@@ -22,7 +22,7 @@ def test_who_waits_is_woken_by_what_he_waits_for(wanted: str, monkeypatch: pytes
     a, b = rig.units.values()
     rig.hold("a")
     if wanted == "an update":
-        rig.weights.end_hold(a)
+        rig.weights.shadows.end_hold(a)
         rig.end_step("b")
         call = Call(lambda: rig.acquire("b"))
         rig.looks.wait_once(call)
@@ -36,13 +36,13 @@ def test_who_waits_is_woken_by_what_he_waits_for(wanted: str, monkeypatch: pytes
         slot = rig.lend("a")
         call = Call(lambda: rig.acquire("b"))
         rig.looks.wait_once(call)
-        rig.weights.give_back(a, slot)
+        rig.weights.shadows.give_back(a, slot)
     else:
         call = Call(lambda: rig.acquire("b") if wanted == "a place" else rig.update("b", "x"))
         rig.looks.wait_once(call)
-        rig.weights.end_hold(a)
+        rig.weights.shadows.end_hold(a)
     call.result()
-    assert rig.weights._entries[b.index].pins == (wanted not in ("a hand-over", "a place for an update"))
+    assert bool(rig.weights.cache.entries[b.index].pins) == (wanted not in ("a hand-over", "a place for an update"))
 
 
 # Waits that do not end.
@@ -68,7 +68,7 @@ def test_a_wait_for_an_update_that_takes_too_long_names_the_unit(monkeypatch: py
     with pytest.raises(WaitTimeout, match=r"the update of unit b \(places hold nothing\)"):
         rig.acquire("b")
     with pytest.raises(WaitTimeout, match="the update of unit b"):
-        rig.weights.wait_for_updates()
+        rig.weights.fence.wait_all()
     assert rig.told() == []
 
 
@@ -78,7 +78,7 @@ def test_a_wait_for_the_use_of_a_unit_that_takes_too_long_names_the_unit(
 ) -> None:
     rig = Rig("a", num_slots=1)
     rig.acquire("a")
-    assert rig.weights.hold(rig.units["a"])
+    assert rig.weights.shadows.hold(rig.units["a"])
     monkeypatch.setattr(waiting, "WAIT_TIMEOUT_S", 0.01)
     with pytest.raises(WaitTimeout, match="the use of unit a"):
         ask(rig, "a")
@@ -117,14 +117,14 @@ def test_a_write_back_that_failed_is_raised_where_its_place_is_wanted_again() ->
 
 def test_a_use_that_raises_what_fetching_ahead_has_met_leaves_its_unit_unpinned() -> None:
     rig = Rig("abc", num_slots=2, prefetch=True, may_add_places=False)
-    rig.weights._order = taught("acb")
+    rig.weights.cache._order = taught("acb")
     rig.end_step("b")
     rig.store.keep("write b")
     rig.update("b", "x")
     rig.store.end("write b", StorageIOError("write of b: EIO"))
     with pytest.raises(StorageIOError, match="write of b"):
         rig.acquire("a")  # c is fetched ahead, in the place of b, which is needed last
-    assert "a with 0 uses" in rig.weights._held()
+    assert "a with 0 uses" in rig.weights.cache.held()
 
 
 def test_drain_waits_for_every_transfer_whatever_becomes_of_it() -> None:

@@ -15,10 +15,11 @@ from offload.device.protocol import Device, Event
 from offload.ranks.collectives import Kind, Operation, Rounds
 from offload.ranks.links import DeviceLinks
 from offload.report.meter import Meter
-from offload.tiers.device_weights import Copy, Finisher, copy_from_host
-from offload.tiers.gathered import gather_part, parts
 from offload.tiers.home import Transfer, UnitHomes
-from offload.tiers.host_weights import HostWeights
+from offload.tiers.weights.device import Copy
+from offload.tiers.weights.gather import gather_part, parts
+from offload.tiers.weights.host import HostLevel
+from offload.tiers.weights.host_source import Finisher, copy_from_host
 from offload.tiers.window import DeviceWindow
 from offload.units import UnitSpec
 from offload.waiting import Failure
@@ -40,7 +41,7 @@ class RanksSource:
         units: Sequence[UnitSpec],
         shards: Sequence[UnitSpec],
         homes: Sequence[UnitHomes],
-        lower: HostWeights,
+        lower: HostLevel,
         landings: Sequence[DeviceWindow],
         device: Device,
         links: DeviceLinks,
@@ -60,7 +61,7 @@ class RanksSource:
         self._links = links
         self._peers = collectives.world.shards
         self._collectives = collectives
-        self._finisher = Finisher(lower, failure, meter)
+        self._finisher = Finisher(failure, meter)
         self._updated: Event = device.compute.record()
         """Shards that are resident on the device have the weights of the last step."""
         collectives.register(Kind.WEIGHTS, self._gather)

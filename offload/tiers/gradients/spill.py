@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from offload.interrupts import held_back
 from offload.memory import tensor_at
 from offload.report.meter import Meter
-from offload.tiers.gradients import HostGradients
+from offload.tiers.gradients.host import HostGradients
 from offload.tiers.home import StoredHome, TileHomes, Transfer
 from offload.units import ParameterSpec, UnitSpec
 from offload.waiting import Failure, Monitor
@@ -17,62 +18,66 @@ from swapper import Lease, OffloadError
 
 
 class GradientBuffer:
-    """One buffer that spilled gradients pass through. ``writes`` are those of the spill under way, if any."""
+    """One buffer that spilled gradients pass through."""
 
-    def __init__(self, lease: Lease) -> None:
+    def __init__(self, lease: Lease, pool: BufferPool) -> None:
         self.address = lease.address
-        self.pool: BufferPool | None = None
         self.owner: SpilledGradients | None = None
-        self.writes: tuple[Transfer, ...] = ()
+        """Whose gradients it holds. Nothing else says so."""
+        self.transfers: tuple[Transfer, ...] = ()
+        """Between it and the store, not known to be over: once it has an owner, those of its spill."""
         self.lent = False
         """A speculative update reads it, or will: its bytes stay as they are until then. Guarded by the pool's
         monitor."""
+        self._pool = pool
+
+    def wait(self) -> None:
+        """Wait until no transfer is under way."""
+        for transfer in self.transfers:
+            transfer.wait()
+        self.transfers = ()
 
     def end_loan(self) -> None:
         """The bytes are read no more. Any thread."""
-        if self.pool is not None:
-            self.pool.end_loan(self)
+        self._pool.end_loan(self)
 
 
 class BufferPool:
     """The buffers, which units take in turn."""
 
-    def __init__(self, buffers: Sequence[GradientBuffer], failure: Failure, meter: Meter) -> None:
-        self._buffers = list(buffers)
-        for buffer in self._buffers:
-            buffer.pool = self
+    def __init__(self, leases: Sequence[Lease], failure: Failure, meter: Meter) -> None:
+        self._buffers = [GradientBuffer(lease, self) for lease in leases]
+        self._leaving: GradientBuffer | None = None
+        """The one that another unit is about to take."""
         self._meter = meter
         self._returned = Monitor(failure)
         """Guards ``lent`` of the buffers, and their way from one owner to the next; all else of them belongs to the
         thread that adds gradients. After the caches in the order of locks."""
 
-    def take(self, owner: SpilledGradients) -> GradientBuffer:
-        """A buffer that may be overwritten: a free one, else the one whose spill began first.
+    def of(self, owner: SpilledGradients) -> GradientBuffer | None:
+        """The one that holds its gradients. Any thread: another unit may take it meanwhile."""
+        return next((buffer for buffer in self._buffers if buffer.owner is owner), None)
+
+    def take(self, owner: SpilledGradients, fill: Callable[[GradientBuffer], None]) -> GradientBuffer:
+        """A buffer for the gradients of ``owner``, which has ``fill`` put into it what it holds of them: a free one,
+        else the one whose spill began first.
 
         When all belong to units whose backward is under way, the oldest is spilled early and read back if need be.
         """
-        buffer = next((buffer for buffer in self._buffers if buffer.owner is None), None)
-        if buffer is not None:
-            buffer.owner = owner
-            return buffer
-        with self._returned:
-            spilled = [buffer for buffer in self._buffers if buffer.writes]
-            buffer = next((b for b in spilled if not b.lent), spilled[0] if spilled else self._buffers[0])
-            self._wait_for_loan(buffer)
-            before, buffer.owner = buffer.owner, owner
-        if before is not None:
-            before.give_up_buffer()
-        self._buffers.remove(buffer)
-        self._buffers.append(buffer)
+        buffer = next((buffer for buffer in self._buffers if buffer.owner is None), None) or self._vacate()
+        buffer.wait()  # an interrupt may have left reads under way
+        fill(buffer)
+        buffer.owner = owner
         return buffer
 
-    def lend(self, buffer: GradientBuffer, owner: SpilledGradients) -> bool:
-        """No other unit gets the buffer until ``end_loan``. False: one has it already. Any thread."""
+    def lend(self, owner: SpilledGradients) -> GradientBuffer | None:
+        """Its buffer, which no other unit gets until ``end_loan``; None if one has it already. Any thread."""
         with self._returned:
-            if buffer.owner is not owner:
-                return False
+            buffer = self.of(owner)
+            if buffer is None or buffer is self._leaving:
+                return None
             buffer.lent = True
-            return True
+            return buffer
 
     def end_loan(self, buffer: GradientBuffer) -> None:
         """The buffer is read no more. Any thread."""
@@ -80,11 +85,32 @@ class BufferPool:
             buffer.lent = False
             self._returned.notify_all()
 
+    def give_back(self, buffer: GradientBuffer) -> None:
+        """Its owner needs it no more, unless it is lent."""
+        with self._returned:
+            if not buffer.lent:
+                buffer.owner = None
+
     def drain(self) -> None:
         """Wait for every transfer in flight, whatever becomes of it."""
-        for write in [write for buffer in self._buffers for write in buffer.writes]:
+        for transfer in [transfer for buffer in self._buffers for transfer in buffer.transfers]:
             with contextlib.suppress(OffloadError):
-                write.wait()
+                transfer.wait()
+
+    def _vacate(self) -> GradientBuffer:
+        """The buffer whose turn it is, once its owner's gradients are in the store."""
+        with self._returned:
+            spilled = [buffer for buffer in self._buffers if buffer.transfers]
+            buffer = next((b for b in spilled if not b.lent), spilled[0] if spilled else self._buffers[0])
+            self._wait_for_loan(buffer)
+            self._leaving = buffer
+        try:
+            if buffer.owner is not None:
+                buffer.owner.give_up_buffer()
+        finally:
+            self._leaving = None
+        self._buffers = [*(other for other in self._buffers if other is not buffer), buffer]
+        return buffer
 
     def _wait_for_loan(self, buffer: GradientBuffer) -> None:
         """Called with the monitor held."""
@@ -105,7 +131,6 @@ class SpilledGradients(HostGradients):
     ) -> None:
         super().__init__(0, dtype)
         self.unit = unit
-        self.buffer: GradientBuffer | None = None
         self._tiles = tiles
         self._pool = pool
         self._meter = meter
@@ -130,48 +155,46 @@ class SpilledGradients(HostGradients):
         return None
 
     def close(self) -> None:
-        buffer = self.buffer
-        if buffer is None or buffer.writes:
+        buffer = self._pool.of(self)
+        if buffer is None or buffer.transfers:
             return
         if self._is_changed:
             self._spill(buffer)
-        elif not buffer.lent:  # it was only looked at
-            self.buffer, buffer.owner = None, None
+        else:  # it was only looked at
+            self._pool.give_back(buffer)
 
     def forget(self) -> None:
-        self._is_spilled = False
+        self._is_spilled = self._is_changed = False
 
     def lend(self) -> GradientBuffer | None:
-        buffer = self.buffer  # which another unit may take meanwhile
-        return buffer if buffer is not None and self._pool.lend(buffer, self) else None
+        return self._pool.lend(self)
 
     def wait_until_spilled(self) -> None:
-        buffer = self.buffer  # which another unit may take meanwhile
-        for write in () if buffer is None else buffer.writes:
+        buffer = self._pool.of(self)
+        for write in () if buffer is None else buffer.transfers:
             write.wait()
 
     def give_up_buffer(self) -> None:
         """The buffer is another unit's from now on: the store has, or gets, what lies in it."""
-        buffer = self.buffer
+        buffer = self._pool.of(self)
         if buffer is not None:
             if self._is_changed:
                 self._spill(buffer)
             self._wait_for_spill(buffer)
-            self.buffer = None
+            buffer.owner = None
 
     def leave(self) -> None:
-        buffer = self.buffer
+        buffer = self._pool.of(self)
         if buffer is not None:
             self._wait_for_spill(buffer)
-            self.buffer, buffer.owner = None, None
+            buffer.owner = None
 
     def _address(self, spec: ParameterSpec) -> int:
         """Where the parameter's gradient is now, and may be changed."""
-        buffer = self.buffer
+        buffer = self._pool.of(self)
         if buffer is None:
-            buffer = self.buffer = self._pool.take(self)
-            self._fill(buffer)
-        elif buffer.writes:
+            buffer = self._pool.take(self, self._fill)
+        elif buffer.transfers:
             self._wait_for_spill(buffer)
         self._at = buffer.address
         return super()._address(spec)
@@ -184,20 +207,19 @@ class SpilledGradients(HostGradients):
                 flat[start:stop] = 0
             return
         with self._meter.stall("read"):
-            reads = [home.read(address, urgent=True) for home, address in self._parts(buffer)]
-            for read in reads:
-                read.wait()
+            with held_back():
+                buffer.transfers = tuple(home.read(address, urgent=True) for home, address in self._parts(buffer))
+            buffer.wait()
 
     def _spill(self, buffer: GradientBuffer) -> None:
-        buffer.writes = tuple(home.write(address) for home, address in self._parts(buffer))
-        self._is_spilled = True
-        self._is_changed = False
+        with held_back():
+            buffer.transfers = tuple(home.write(address) for home, address in self._parts(buffer))
+            self._is_spilled = True
+            self._is_changed = False
 
     def _wait_for_spill(self, buffer: GradientBuffer) -> None:
         with self._meter.stall("write"):
-            for write in buffer.writes:
-                write.wait()
-        buffer.writes = ()
+            buffer.wait()
 
     def _parts(self, buffer: GradientBuffer) -> Iterator[tuple[StoredHome, int]]:
         """The home of each tile's gradients, and where they are in the buffer."""

@@ -17,10 +17,10 @@ from offload.ranks.collectives import Kind, Operation, Rounds
 from offload.ranks.links import Links
 from offload.ranks.world import Peers
 from offload.report.meter import Meter
-from offload.tiers.cache import Entry, Residency
-from offload.tiers.copies import CopyCache
 from offload.tiers.home import Transfer
-from offload.tiers.host_weights import HostWeights
+from offload.tiers.weights.cache import Pin, Purpose, WeightCache
+from offload.tiers.weights.host import HostLevel
+from offload.tiers.weights.level import CacheLevel
 from offload.units import UnitSpec
 from offload.waiting import Failure
 from swapper import Lease, align
@@ -28,7 +28,7 @@ from swapper import Lease, align
 _LOOK_AHEAD = 64
 
 
-class Place:
+class GatherBuffer:
     """Host memory for a whole unit."""
 
     def __init__(self, memory: Lease | aio_ext.Memory) -> None:
@@ -44,8 +44,8 @@ class GatherCarrier:
         self,
         units: Sequence[UnitSpec],
         shards: Sequence[UnitSpec],
-        lower: HostWeights,
-        places: Sequence[Place],
+        lower: HostLevel,
+        places: Sequence[GatherBuffer],
         dtype: torch.dtype,
         collectives: Rounds,
     ) -> None:
@@ -61,7 +61,7 @@ class GatherCarrier:
         self._collectives = collectives
         collectives.register(Kind.WEIGHTS, self._gather)
 
-    def take_place(self, unit: UnitSpec) -> Place | None:
+    def take_place(self, unit: UnitSpec) -> GatherBuffer | None:
         fitting = [place for place in self._free if place.nbytes >= self._nbytes(unit)]
         if not fitting:
             return None
@@ -69,22 +69,25 @@ class GatherCarrier:
         self._free.remove(smallest)
         return smallest
 
-    def add_place(self, unit: UnitSpec) -> Place:
+    def add_place(self, unit: UnitSpec) -> GatherBuffer:
         self.num_places += 1
         self.added_bytes += self._nbytes(unit)
-        return Place(aio_ext.Memory(self._nbytes(unit)))
+        return GatherBuffer(aio_ext.Memory(self._nbytes(unit)))
 
-    def free_place(self, unit: UnitSpec, place: Place) -> None:
+    def free_place(self, unit: UnitSpec, place: GatherBuffer) -> None:
         self._free.append(place)
 
     def blocking_transfer(self, unit: UnitSpec) -> Transfer | None:
         return None
 
-    def fetch(self, unit: UnitSpec, place: Place) -> Transfer:
+    def fetch(self, unit: UnitSpec, place: GatherBuffer) -> Transfer:
         return self._collectives.submit(Kind.WEIGHTS, unit.index, f"the weights of unit {unit.name}", place)
 
     def pending(self) -> Transfer | None:
         return None
+
+    def settle(self) -> None:
+        pass  # a gather that is over has read all it reads
 
     def _nbytes(self, unit: UnitSpec) -> int:
         return align(unit.numel * self.dtype.itemsize)
@@ -96,15 +99,12 @@ class GatherCarrier:
         if not places:
             return
         unit, shard = self._units[index], self._shards[index]
-        address = self._lower.acquire(shard)
-        try:
-            own = tensor_at(address, shard.numel, self.dtype)
+        with self._lower.pin(shard) as pin:
+            own = tensor_at(pin.place.address, shard.numel, self.dtype)
             into = None if operation is None else tensor_at(operation.own.address, unit.numel, self.dtype)
             for of_unit, of_shard in parts(unit, shard):
                 target = None if into is None else into[of_unit]
                 gather_part(self._collectives.links, peers, own[of_shard], target, places)
-        finally:
-            self._lower.release(shard)
 
 
 def parts(unit: UnitSpec, shard: UnitSpec) -> Iterator[tuple[slice, slice]]:
@@ -128,56 +128,35 @@ def gather_part(
         links.gather(into if place == peers.own else None, own, peers, place)
 
 
-class GatheredWeights(CopyCache[Place]):
-    """The cache of whole units. The training thread makes all calls."""
+class GatherLevel(CacheLevel[GatherBuffer]):
+    """The level of whole units. The training thread makes all calls."""
 
     def __init__(
         self, units: Sequence[UnitSpec], carrier: GatherCarrier, failure: Failure, meter: Meter, *, prefetch: bool
     ) -> None:
         super().__init__(
-            units,
-            lambda unit: False,
-            carrier,
-            failure,
-            meter,
-            prefetch=prefetch,
-            look_ahead=_LOOK_AHEAD,
-            may_add_places=True,
+            WeightCache(
+                units,
+                lambda unit: None,
+                lambda unit: False,
+                carrier,
+                failure,
+                meter,
+                prefetch=prefetch,
+                look_ahead=_LOOK_AHEAD,
+                cause="gather",
+            )
         )
-        self.carrier = carrier
+        self._width = carrier.dtype.itemsize
 
-    def acquire(self, unit: UnitSpec, *, training: bool = False) -> int:
-        """Wait until the whole unit is here and up to date, pin it, and return its address. ``training``: a step ends
-        this order of uses, and the weights of later uses will have changed."""
-        entry = self._entries[unit.index]
-        with self._changed:
-            self._learn(entry)
-            self._pin_for_compute(entry, wrap=not training)
-        self._wait_for_fetch(entry, "gather", computing=True)
-        return self._address(entry)
-
-    def release(self, unit: UnitSpec) -> None:
-        """A use is over."""
-        with self._changed:
-            self._unpin(self._entries[unit.index], computing=True)
-            self._fetch_ahead(wrap=False)
+    def release(self, pin: Pin[GatherBuffer]) -> None:
+        with self.cache.monitor:
+            self.cache.release(pin)
+            if pin.purpose is Purpose.COMPUTE:
+                self.cache.fetch_ahead(wrap=False)
 
     @contextlib.contextmanager
     def borrow(self, unit: UnitSpec, start: int, stop: int) -> Iterator[int]:
         """The address of the elements ``[start, stop)`` of a whole unit, to be read outside of the model's order."""
-        with self._borrowed(unit) as entry:
-            yield self._address(entry) + start * self.carrier.dtype.itemsize
-
-    def outdate(self, units: Sequence[UnitSpec]) -> None:
-        """The weights of these units are about to change: what was gathered of them is void."""
-        for unit in units:
-            entry = self._entries[unit.index]
-            with self._changed:
-                entry.outdated = entry.place is not None
-                if entry.pins == 0:
-                    self._drop(entry)
-
-    def _address(self, entry: Entry[Place]) -> int:
-        if entry.place is None or entry.residency is Residency.ABSENT:
-            raise RuntimeError(f"unit {entry.unit.name} was not gathered")
-        return entry.place.address
+        with self.pin(unit, Purpose.LOOK) as pin:
+            yield pin.place.address + start * self._width

@@ -1,0 +1,53 @@
+"""The arithmetic of gradients that rest in host memory."""
+
+from __future__ import annotations
+
+import torch
+
+from offload import kernels
+from offload.dtypes import kernel_dtype
+from offload.memory import tensor_at
+from offload.tiers.gradients.unit import UnitGradients
+from offload.units import ParameterSpec
+
+
+class HostGradients(UnitGradients):
+    """Gradients that rest in host memory."""
+
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self._at = address
+        self._dtype = dtype
+        self._kernel_dtype = kernel_dtype(dtype)
+
+    def put(self, spec: ParameterSpec, gradient: torch.Tensor) -> float:
+        return self._bring(kernels.convert, spec, gradient)
+
+    def add(self, spec: ParameterSpec, gradient: torch.Tensor) -> float:
+        return self._bring(kernels.accumulate, spec, gradient)
+
+    def rescale_and_add(self, spec: ParameterSpec, factor: float, gradient: torch.Tensor, scale: float) -> float:
+        total = self._tensor(spec)
+        total.mul_(factor).add_(gradient, alpha=scale)
+        return self.sum_squares(spec)
+
+    def read(self, spec: ParameterSpec) -> torch.Tensor:
+        return self._tensor(spec).clone()
+
+    def landing(self, spec: ParameterSpec) -> torch.Tensor | None:
+        return self._tensor(spec).view(-1)
+
+    def sum_squares(self, spec: ParameterSpec) -> float:
+        if spec.numel == 0:
+            return 0.0
+        return kernels.sum_squares(self._address(spec), spec.numel, self._kernel_dtype)
+
+    def _bring(self, bring: kernels.Bring, spec: ParameterSpec, gradient: torch.Tensor) -> float:
+        threads = torch.get_num_threads()
+        source_dtype = kernel_dtype(gradient.dtype)
+        return bring(spec.numel, self._address(spec), self._kernel_dtype, gradient.data_ptr(), source_dtype, threads)
+
+    def _tensor(self, spec: ParameterSpec) -> torch.Tensor:
+        return tensor_at(self._address(spec), spec.numel, self._dtype).view(spec.shape)
+
+    def _address(self, spec: ParameterSpec) -> int:
+        return self._at + spec.offset * self._dtype.itemsize

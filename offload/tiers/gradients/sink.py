@@ -1,0 +1,54 @@
+"""The way of a gradient from autograd to its home: a chain of sinks, each of which hands on to the next one.
+
+::
+
+    hooks -> [GradientExchange] -> [GradientTransport] -> GradientStore -> UnitGradients: a home, or a buffer and NVMe
+
+Ranks exchange theirs first; a transport brings those to the host that do not stay on a device. Each sink looks the
+same from before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from offload.units import ParameterSpec, UnitSpec
+
+
+class GradientSink(Protocol):
+    """Takes gradients from one thread at a time.
+
+    An interrupt at any line leaves it as before the call or as after it; where it cannot, an error of ours follows.
+    """
+
+    def take(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor, scale: float = 1.0) -> None:
+        """Add ``scale`` times ``gradient``, which is complete, to what the coming step has. Reads ``gradient`` only."""
+
+    def close(self, unit: UnitSpec) -> None:
+        """The unit has all its gradients of this backward."""
+
+    def complete(self) -> Iterator[UnitSpec]:
+        """Closed units, each once, as soon as their gradients are in their places and their squares are known; without
+        those that more gradients are coming for. Never waits."""
+
+    def settle(self, at: str | None = None) -> None:
+        """Return when all gradients are in their places, and the sums of squares are those of all ranks. ``at``: the
+        place of the program, where all ranks meet."""
+
+    def restored(self) -> None:
+        """Gradients of a checkpoint, which all ranks load, have taken the place of those in the store."""
+
+    def forget(self, unit: UnitSpec) -> None:
+        """The gradients belong to a step now, or are not wanted: the next one begins a new sum."""
+
+
+@dataclass(frozen=True)
+class GradientDtypes:
+    """Dtypes of gradients: as they are ``made``, and as they are ``kept`` for a step or for more of them."""
+
+    made: torch.dtype
+    kept: torch.dtype

@@ -1,0 +1,232 @@
+"""The gradient store: sum of squares and scale of each gradient of the coming step, whose elements rest elsewhere.
+
+There is one way to add a gradient, whatever the tier: the first one is put where it rests, the next ones are added to
+it, and where gradients with different scales meet they are rescaled. The arithmetic is that of ``UnitGradients``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from offload.memory import tensor_at
+from offload.tiers.gradients.unit import UnitGradients
+from offload.units import ParameterSpec, UnitSpec
+from swapper import OffloadError
+
+
+@dataclass
+class Gradient:
+    """A parameter's gradient for the coming step, without its elements."""
+
+    sum_squares: float
+    """Of the elements as they rest, before they are multiplied by ``scale``."""
+    scale: float
+    """What the elements are still to be multiplied by: loss scaling and clipping cost no pass over them."""
+    first_asked: float = math.nan
+    """The square of the norm when it was first asked for, which is before it was clipped."""
+    came_with: float = math.nan
+    """``scale`` as it was before anything was multiplied between backward and step."""
+    own_squares: float = math.nan
+    """Of this rank's elements, once ``sum_squares`` is of all ranks'."""
+
+    def __post_init__(self) -> None:
+        if math.isnan(self.came_with):
+            self.came_with = self.scale
+
+    def ask(self) -> float:
+        """``norm_squared``, for a verdict or for clipping."""
+        now = self.norm_squared
+        if math.isnan(self.first_asked):
+            self.first_asked = now
+        return now
+
+    @property
+    def came_squared(self) -> float:
+        """The square of its norm as it came."""
+        return self.sum_squares * self.came_with * self.came_with
+
+    @property
+    def norm_squared(self) -> float:
+        return self.sum_squares * self.scale * self.scale
+
+
+class _HalfAdded(Gradient):
+    """Stands for a gradient while another one is added to it. Where an interrupt leaves it there, nobody knows what
+    rests: neither step nor reader gets it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        super().__init__(math.nan, math.nan, came_with=0.0)
+
+    @property  # type: ignore[override]
+    def scale(self) -> float:
+        raise OffloadError(
+            f"a backward was interrupted while gradients of {self._name} were added up: call zero_grad(), and run the "
+            "backwards of the step again"
+        )
+
+    @scale.setter
+    def scale(self, value: float) -> None:
+        if not math.isnan(value):
+            raise AssertionError("a gradient that is half added has no scale")
+
+
+MakeWhole = Callable[[Iterable[Mapping[ParameterSpec, Gradient]]], None]
+"""Makes the sum of squares of each gradient that of the whole, of which ranks have parts. All of them call it."""
+
+
+def of_one_rank(known: Iterable[Mapping[ParameterSpec, Gradient]]) -> None:
+    """``MakeWhole`` where one rank has all: sums of squares are whole."""
+
+
+class _OfUnit:
+    def __init__(self, gradients: UnitGradients) -> None:
+        self.gradients = gradients
+        self.known: dict[ParameterSpec, Gradient] = {}
+        self.is_open = False
+        """Gradients of the present backward may still come."""
+
+
+class GradientStore:
+    """The last sink: the gradients of all units. The update reads them where they rest."""
+
+    def __init__(self, gradients: Sequence[UnitGradients], make_whole: MakeWhole = of_one_rank) -> None:
+        """``gradients``: one for each unit, in order."""
+        self._make_whole = make_whole
+        self._num_changes = 0
+        self._num_whole = 0
+        """Changes that the sums of squares of all ranks are after."""
+        self._of = [_OfUnit(each) for each in gradients]
+        self._closed: deque[UnitSpec] = deque()
+
+    def of(self, unit: UnitSpec) -> dict[ParameterSpec, Gradient]:
+        """The unit's gradients for the coming step: of each parameter that has one."""
+        return self._of[unit.index].known
+
+    def gradients_of(self, unit: UnitSpec) -> UnitGradients:
+        """Where the unit's gradients rest."""
+        return self._of[unit.index].gradients
+
+    def move(self, unit: UnitSpec, gradients: UnitGradients) -> None:
+        """The unit's gradients rest elsewhere from now on. There are none now."""
+        self._of[unit.index] = _OfUnit(gradients)
+
+    # The sink: see ``GradientSink``.
+
+    def take(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor, scale: float = 1.0) -> None:
+        """The scale is applied by the update, unless gradients with different ones meet."""
+        self._of[unit.index].is_open = True
+        self._add(unit, spec, gradient, scale)
+
+    def landed(self, unit: UnitSpec, spec: ParameterSpec, scale: float, sum_squares: float) -> None:
+        """The gradient, the first one of a step, has been put where ``gradients_of(unit).landing(spec)`` says."""
+        self._num_changes += 1
+        self._of[unit.index].known[spec] = Gradient(sum_squares, scale)
+
+    def close(self, unit: UnitSpec) -> None:
+        self.put_away(unit)
+        self._closed.append(unit)
+
+    def put_away(self, unit: UnitSpec) -> None:
+        """All gradients of this backward are in their places: spilled ones go to the store."""
+        of = self._of[unit.index]
+        of.is_open = False
+        of.gradients.close()
+
+    def complete(self) -> Iterator[UnitSpec]:
+        while self._closed:
+            unit = self._closed.popleft()
+            if not self._of[unit.index].is_open:
+                yield unit
+
+    def settle(self, at: str | None = None) -> None:
+        seen = self._num_changes
+        if seen != self._num_whole:
+            self._make_whole(of.known for of in self._of)
+            self._num_whole = seen
+
+    def restored(self) -> None:
+        self._num_changes += 1
+
+    def forget(self, unit: UnitSpec) -> None:
+        of = self._of[unit.index]
+        of.known = {}
+        of.is_open = False
+        of.gradients.forget()
+
+    # What is asked from outside of a backward.
+
+    def read(self, unit: UnitSpec, spec: ParameterSpec) -> torch.Tensor:
+        """A copy of the gradient, which must be there, in host memory."""
+        of = self._of[unit.index]
+        gradient = of.gradients.read(spec) * of.known[spec].scale
+        self._close_outside(of)
+        return gradient
+
+    def write(self, unit: UnitSpec, spec: ParameterSpec, value: torch.Tensor) -> None:
+        """Put ``value``, which may be of any dtype and device, in the place of the gradient, if there was one."""
+        of = self._of[unit.index]
+        of.known.pop(spec, None)
+        self._add(unit, spec, value.to("cpu", torch.float32), 1.0)
+        self._close_outside(of)
+
+    def copy_to(self, unit: UnitSpec, address: int, dtype: torch.dtype) -> None:
+        """Copy the elements of the unit's gradients, as they rest, to host memory at ``address``."""
+        of = self._of[unit.index]
+        for spec in of.known:
+            target = tensor_at(address + spec.offset * dtype.itemsize, spec.numel, dtype)
+            target.copy_(of.gradients.read(spec).view(-1))
+        self._close_outside(of)
+
+    def restore(self, unit: UnitSpec, known: dict[ParameterSpec, Gradient], address: int, dtype: torch.dtype) -> None:
+        """Take over gradients that ``copy_to`` gave, and what was known of them."""
+        of = self._of[unit.index]
+        of.known = {}
+        for spec, gradient in known.items():
+            rest = tensor_at(address + spec.offset * dtype.itemsize, spec.numel, dtype).view(spec.shape)
+            of.gradients.put(spec, rest)
+            of.known[spec] = gradient
+        self._close_outside(of)
+
+    def discard(self, unit: UnitSpec, spec: ParameterSpec) -> None:
+        """The parameter has no gradient for the coming step."""
+        self._of[unit.index].known.pop(spec, None)
+
+    def multiply(self, units: Sequence[UnitSpec], factor: float) -> None:
+        """Multiply all gradients of these units, when the update reads them."""
+        for unit in units:
+            for gradient in self.of(unit).values():
+                gradient.scale *= factor
+
+    def _add(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor, scale: float) -> None:
+        self._num_changes += 1
+        of, gradient = self._of[unit.index], plain(gradient)
+        before = of.known.get(spec)
+        if before is None:
+            sum_squares = of.gradients.put(spec, gradient)
+        else:
+            is_alike = before.scale == scale
+            of.known[spec] = _HalfAdded(spec.name)
+            if is_alike:
+                sum_squares = of.gradients.add(spec, gradient)
+            else:
+                sum_squares, scale = of.gradients.rescale_and_add(spec, before.scale, gradient, scale), 1.0
+        of.known[spec] = Gradient(sum_squares, scale)
+
+    def _close_outside(self, of: _OfUnit) -> None:
+        if not of.is_open:
+            of.gradients.close()
+
+
+def plain(gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient as a kernel can read it."""
+    if gradient.requires_grad:
+        gradient = gradient.detach()
+    if gradient.is_sparse:
+        gradient = gradient.to_dense()
+    return gradient.contiguous()

@@ -1,0 +1,535 @@
+"""One weight cache: units of a tier that come from the tier below, fetched ahead of use, evicted when needed last.
+
+A *level* of the memory hierarchy is such a cache with what its tier needs besides: slots in host memory, filled from
+NVMe (``HostLevel``); whole units in host memory, of which ranks have shards (``GatherLevel``); copies in a device's
+memory (``DeviceLevel``). They differ in the carrier, which knows how much there is room for and brings the bytes.
+
+[Note: Which thread may wait for which] Compute pins at most one place for each unit around the one at work, as far as
+the model's structure shows; the update pins one, and the plan has a place for each of them. So some place is always
+free, or becomes free without the help of the thread that waits. Where a unit calls one that is not below it in the
+model, compute can hold them all: then one place is added.
+
+[Note: Interrupts] An exception may come at any line of the thread that computes (Ctrl-C, a time limit). What it may
+leave half done is one of three things. A pin is in a set or not: ``release`` takes it out, and may be called twice.
+What was learnt of the order of uses is forgotten. While a place changes hands nothing can be left half done: that ends
+the engine, with an error that says so (``whole``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum, auto
+from itertools import islice
+from types import TracebackType
+from typing import Generic, Protocol, TypeVar
+
+from offload.errors import warn
+from offload.report.meter import Meter
+from offload.tiers.fence import UpdateFence
+from offload.tiers.home import Transfer
+from offload.tiers.weights.use_order import UseOrder
+from offload.units import UnitSpec
+from offload.waiting import Deadline, Failure, Monitor
+
+_SLICE_S = 0.1
+
+
+class UnitState(Enum):
+    """State of a unit's weights, as seen from the tier of a cache.
+
+    - ``ABSENT``: only a lower tier holds them.
+    - ``SHADOWED``: the same, and new weights are, or will be, in the shadow of those below: nothing is fetched ahead.
+    - ``FETCHING``: a place is reserved, and the fetch is in flight or over.
+    - ``RESIDENT``: the bytes in its place are valid.
+    - ``OUTDATED``: the place holds old weights, which a use still needs; the next use fetches anew.
+    - ``PERMANENT``: the unit is resident by the plan, and never evicted; without a place it has left for a higher tier.
+    """
+
+    ABSENT = auto()
+    SHADOWED = auto()
+    FETCHING = auto()
+    RESIDENT = auto()
+    OUTDATED = auto()
+    PERMANENT = auto()
+
+
+_WITHOUT_PLACE = (UnitState.ABSENT, UnitState.SHADOWED)
+
+_NEXT = {
+    UnitState.ABSENT: {UnitState.SHADOWED, UnitState.FETCHING, UnitState.PERMANENT},
+    UnitState.SHADOWED: {UnitState.ABSENT, UnitState.FETCHING, UnitState.PERMANENT},
+    UnitState.FETCHING: {UnitState.RESIDENT, UnitState.OUTDATED, UnitState.ABSENT},
+    UnitState.RESIDENT: {UnitState.OUTDATED, UnitState.ABSENT},
+    UnitState.OUTDATED: {UnitState.ABSENT},
+    UnitState.PERMANENT: set(),
+}
+
+
+class Purpose(Enum):
+    """Purpose of a pin, which says whom it may take a place from.
+
+    - ``COMPUTE``: a use by the model. The order of uses learns it, and any unit that is not in use may make room.
+    - ``LOOK``: a look from outside of that order. Any unit may make room.
+    - ``UPDATE``: the unit's certain update. While a forward goes on, units that it needs sooner stay.
+    - ``SPECULATION``: the unit's speculative update. Any unit may make room.
+    """
+
+    COMPUTE = auto()
+    LOOK = auto()
+    UPDATE = auto()
+    SPECULATION = auto()
+
+
+P = TypeVar("P")
+_Owner = TypeVar("_Owner", contravariant=True)
+
+
+class Carrier(Protocol[P]):
+    """The memory of one tier for units that rest in a lower one, and the way of their bytes to it."""
+
+    @property
+    def num_places(self) -> int | None:
+        """How many places there are; None if their sizes differ."""
+
+    def take_place(self, unit: UnitSpec) -> P | None:
+        """Memory for the unit; None if there is none until some is freed. Never waits."""
+
+    def add_place(self, unit: UnitSpec) -> P:
+        """Memory beyond the plan, because compute holds all there is. Raises ``OffloadError`` if there is none."""
+
+    def free_place(self, unit: UnitSpec, place: P) -> None:
+        """Take a place back whose unit is evicted."""
+
+    def blocking_transfer(self, unit: UnitSpec) -> Transfer | None:
+        """A transfer that must be over before the unit can be fetched."""
+
+    def fetch(self, unit: UnitSpec, place: P) -> Transfer:
+        """Start bringing the unit to its place. The place may be freed once the transfer is ``done``."""
+
+    def pending(self) -> Transfer | None:
+        """A transfer whose end frees a place."""
+
+    def settle(self) -> None:
+        """Wait until fetches that are over read nothing below any more."""
+
+
+class Entry(Generic[P]):
+    """One unit in the cache. Guarded by the cache's monitor, except ``write``, which belongs to the thread that may
+    change the bytes of a pinned unit."""
+
+    def __init__(self, unit: UnitSpec, state: UnitState, place: P | None) -> None:
+        self.unit = unit
+        self.state = state
+        self.place = place
+        self.fetch: Transfer | None = None
+        self.write: Transfer | None = None
+        """The write-back in flight from its place, if any: the bytes may be read, not changed."""
+        self.pins: set[Pin[P]] = set()
+        """Uses that need the unit to stay where it is."""
+
+    def become(self, state: UnitState) -> None:
+        """Go on to another state."""
+        if state not in _NEXT[self.state]:
+            raise RuntimeError(f"unit {self.unit.name} cannot be {state.name} after {self.state.name}")
+        self.state = state
+
+    def is_settled(self) -> bool:
+        """No transfer to or from its place is in flight."""
+        return all(transfer.done() for transfer in self.transfers())
+
+    def transfers(self) -> Iterator[Transfer]:
+        """Those to and from its place, over or not."""
+        return (transfer for transfer in (self.fetch, self.write) if transfer is not None)
+
+
+class Taker(Protocol[_Owner]):
+    """What takes and releases pins: a level."""
+
+    def take(self, pin: _Owner, *, training: bool) -> None: ...
+
+    def release(self, pin: _Owner) -> None: ...
+
+
+class Pin(Generic[P]):
+    """The right to find a unit where it is, between ``take`` and ``release``, or within the pin as a context manager.
+
+    To make one has no effect, and to release one that is not taken, or again, has none: whoever keeps the pin can give
+    back what an interrupt has left, wherever it came.
+    """
+
+    __slots__ = ("_taker", "entry", "purpose")
+
+    def __init__(self, entry: Entry[P], purpose: Purpose, taker: Taker[Pin[P]]) -> None:
+        self.entry = entry
+        self.purpose = purpose
+        self._taker = taker
+
+    @property
+    def place(self) -> P:
+        """Where the unit is. Only while it is pinned."""
+        place = self.entry.place
+        if place is None:
+            raise RuntimeError(f"unit {self.entry.unit.name} has no place in this tier")
+        return place
+
+    def take(self, *, training: bool = False) -> None:
+        """Wait until the unit is there and up to date, and keep it. ``training``: a step ends this order of uses, and
+        the weights of later uses will have changed."""
+        self._taker.take(self, training=training)
+
+    def release(self) -> None:
+        """The use is over."""
+        self._taker.release(self)
+
+    def __enter__(self) -> Pin[P]:
+        self.take()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class WeightCache(Generic[P]):
+    """Each use of a unit is between the taking and the release of a pin. A released unit stays until its place is
+    needed: then the unit is evicted whose next use is farthest away."""
+
+    def __init__(
+        self,
+        units: Sequence[UnitSpec],
+        permanent: Callable[[UnitSpec], P | None],
+        is_permanent: Callable[[UnitSpec], bool],
+        carrier: Carrier[P],
+        failure: Failure,
+        meter: Meter,
+        *,
+        prefetch: bool,
+        look_ahead: int,
+        cause: str,
+        may_add_places: bool = True,
+    ) -> None:
+        """``permanent`` gives the places of units that are resident by the plan, if they have one in this tier.
+        ``look_ahead`` uses ahead of the present one are considered by prefetching. ``cause`` names what a use waits for
+        in reports. ``may_add_places``: it is compute that uses the cache, and may hold every place at a time."""
+        self.monitor = Monitor(failure)
+        """Guards the entries, the order of uses, the carrier's places and the counts below. After speculative updates
+        in the order of locks, a device's cache before the host's, and before gradients."""
+        self.fence = UpdateFence(units, self.monitor, meter, self.held)
+        self.entries = [
+            Entry(unit, UnitState.PERMANENT if is_permanent(unit) else UnitState.ABSENT, permanent(unit))
+            for unit in units
+        ]
+        self.present: dict[Entry[P], None] = {}
+        """The entries that have a place and may be evicted, in the order in which they got it."""
+        self.lent: set[UnitSpec] = set()
+        """Units whose place the update has, and gives back by itself."""
+        self.carrier = carrier
+        self._failure = failure
+        self._meter = meter
+        self._prefetch = prefetch
+        self._look_ahead = look_ahead
+        self._cause = cause
+        self._may_add_places = may_add_places
+        self._order = UseOrder(len(units))
+        self._forward_under_way = False
+        """Compute has used units since the last step was frozen."""
+        self._waiting: set[Pin[P]] = set()
+        """Uses that wait for a place: nothing is fetched ahead meanwhile."""
+
+    # Uses.
+
+    def take(self, pin: Pin[P], *, training: bool = False) -> None:
+        """See ``Pin.take``. The units that compute uses next are fetched."""
+        entry, computing = pin.entry, pin.purpose is Purpose.COMPUTE
+        try:
+            with self.monitor:
+                if computing:
+                    self._learn(entry)
+                if self.fence.is_pending(entry.unit) and pin.purpose in (Purpose.COMPUTE, Purpose.LOOK):
+                    self.fence.wait(entry.unit)
+                self._pin(pin)
+                if computing:
+                    self._fetch_ahead(wrap=not training)
+            self._wait_for_fetch(pin)
+        except BaseException:
+            self.release(pin)
+            raise
+
+    def release(self, pin: Pin[P]) -> None:
+        """A use is over. Safe to call twice, and for a pin that was not taken."""
+        if pin in pin.entry.pins:
+            with self.monitor:
+                pin.entry.pins.discard(pin)
+                self.monitor.notify_all()
+
+    def fetch_ahead(self, *, wrap: bool = True) -> None:
+        """Start fetching the units that come next, into places of units that are needed later."""
+        with self.monitor:
+            self._fetch_ahead(wrap=wrap)
+
+    def try_fetch(self, unit: UnitSpec) -> None:
+        """Start fetching the unit if a place is to be had at once."""
+        entry = self.entries[unit.index]
+        if entry.state in _WITHOUT_PLACE:
+            with self.monitor:
+                if entry.state in _WITHOUT_PLACE and self.carrier.blocking_transfer(unit) is None:
+                    self._try_to_bring(entry, must=False)
+
+    def end_step(self) -> None:
+        """A step ends the order of uses."""
+        with self.monitor:
+            self._order.end_step()
+            self._forward_under_way = False
+
+    # Changes from outside of uses.
+
+    def outdate(self, units: Sequence[UnitSpec]) -> None:
+        """Copies of these units are void. One that is in use stays until its uses are over."""
+        entries = [self.entries[unit.index] for unit in units]
+        for entry in entries:
+            if entry.fetch is not None:
+                entry.fetch.wait()
+        self.carrier.settle()
+        for entry in entries:
+            with self.monitor:
+                if entry.state in (UnitState.FETCHING, UnitState.RESIDENT):
+                    entry.become(UnitState.OUTDATED)
+                if not entry.pins:
+                    self._drop(entry)
+
+    def drop(self, unit: UnitSpec) -> None:
+        """Evict the unit, if it is here, once nothing uses it."""
+        with self.monitor:
+            self.wait_until_unused(self.entries[unit.index])
+            self._drop(self.entries[unit.index])
+
+    def make_permanent(self, unit: UnitSpec) -> None:
+        """The unit is resident in a higher tier, or in this one by other means, from now on."""
+        entry = self.entries[unit.index]
+        self.drop(unit)
+        with self.monitor:
+            if entry.state is not UnitState.PERMANENT:
+                entry.become(UnitState.PERMANENT)
+            entry.place = None
+
+    def shrink(self, goes_on: Callable[[], bool]) -> None:
+        """Evict units that are not in use, those needed last first, as long as this says so."""
+        with self.monitor:
+            for entry in sorted(self.present, key=self._distance, reverse=True):
+                if goes_on() and not entry.pins:
+                    self._drop(entry)
+
+    def drain(self) -> None:
+        """Wait for every transfer in flight, whatever becomes of it."""
+        for entry in list(self.present):
+            for transfer in entry.transfers():
+                with contextlib.suppress(Exception):
+                    transfer.wait()
+
+    # With the monitor held.
+
+    def wait_until_unused(self, entry: Entry[P], *, but: Pin[P] | None = None) -> None:
+        """Block until no pin but this one keeps the unit, and no transfer to or from its place is in flight."""
+        while True:
+            self.monitor.wait_until(lambda: not entry.pins - {but}, lambda: f"the use of unit {entry.unit.name}")
+            under_way = next((transfer for transfer in entry.transfers() if not transfer.done()), None)
+            if under_way is None:
+                return
+            self.monitor.wait_for_transfer(under_way.wait)  # meanwhile others may use the unit again
+
+    def detach(self, entry: Entry[P], state: UnitState = UnitState.ABSENT) -> P:
+        """The unit is without a place from now on; the place it had."""
+        place = entry.place
+        if place is None:
+            raise RuntimeError(f"unit {entry.unit.name} has no place to give")
+        entry.become(UnitState.ABSENT)
+        if state is not UnitState.ABSENT:
+            entry.become(state)
+        self.present.pop(entry, None)
+        entry.place = entry.fetch = entry.write = None
+        return place
+
+    def evict(self, entry: Entry[P]) -> None:
+        """Give the place of a unit back that is not in use and settled. Raises what its write-back failed with."""
+        if entry.write is not None:
+            entry.write.wait()
+        with self._failure.whole(f"evicting unit {entry.unit.name}"):
+            self.carrier.free_place(entry.unit, self.detach(entry))
+
+    def held(self) -> str:
+        """Who has the places, for messages."""
+        held = [f"{entry.unit.name} with {len(entry.pins)} uses" for entry in self.present]
+        return f"places hold {', '.join(held) or 'nothing'}"
+
+    def _learn(self, entry: Entry[P]) -> None:
+        """Compute uses the unit now."""
+        self._forward_under_way = True
+        try:
+            self._order.use(entry.unit.index)
+        except BaseException:
+            self._order = UseOrder(len(self.entries))
+            raise
+
+    def _pin(self, pin: Pin[P]) -> None:
+        """Pin the unit; an absent one gets a place, and its fetch begins."""
+        entry = pin.entry
+        if entry.state is UnitState.OUTDATED and not entry.pins:
+            self._drop(entry)
+        if entry.state in _WITHOUT_PLACE:
+            self._bring(pin)
+        entry.pins.add(pin)
+
+    def _bring(self, pin: Pin[P]) -> None:
+        """Reserve a place for an absent unit and start its fetch; waits for a place if it must."""
+        if pin.purpose in (Purpose.UPDATE, Purpose.SPECULATION):
+            self._bring_by(pin)
+            return
+        try:
+            self._waiting.add(pin)
+            with self._meter.stall("slot") if pin.purpose is Purpose.COMPUTE else contextlib.nullcontext():
+                self._bring_by(pin)
+        finally:
+            self._waiting.discard(pin)
+
+    def _bring_by(self, pin: Pin[P]) -> None:
+        entry = pin.entry
+        deadline = Deadline(lambda: f"a place for unit {entry.unit.name} ({self.held()})")
+        while entry.state in _WITHOUT_PLACE:
+            self._failure.check()
+            must = pin.purpose is not Purpose.UPDATE or not self._forward_goes_on()
+            transfer = self.carrier.blocking_transfer(entry.unit)
+            if transfer is None:
+                if self._try_to_bring(entry, must=must):
+                    return
+                transfer = self._transfer_in_the_way(entry, must)
+            if transfer is not None:
+                self.monitor.wait_for_transfer(transfer.wait)
+            elif must and self._compute_holds_all():
+                self._fetch_to(entry, self._add_place)
+            else:
+                deadline.check()
+                self.monitor.wait(_SLICE_S)
+
+    def _forward_goes_on(self) -> bool:
+        """Compute has used units since the last step, and does not wait for an update: units that it needs sooner than
+        the next one to be updated keep their places, since the update would only evict what it has just brought in. As
+        soon as compute waits for an update, or has not begun, the update may evict any unit that is not in use."""
+        return self._forward_under_way and not self.fence.is_waited_for
+
+    def _try_to_bring(self, entry: Entry[P], *, must: bool) -> bool:
+        """Start the fetch of an absent unit if there is a place, or units that may be evicted for it."""
+        while not self._fetch_to(entry, self.carrier.take_place):
+            victim = self._victim(entry, must)
+            if victim is None:
+                return False
+            self.evict(victim)
+        return True
+
+    def _fetch_to(self, entry: Entry[P], take: Callable[[UnitSpec], P | None]) -> bool:
+        """Start the fetch to the place that ``take`` gives, if it gives one."""
+        with self._failure.whole(f"fetching unit {entry.unit.name}"):
+            place = take(entry.unit)
+            if place is None:
+                return False
+            try:
+                fetch = self.carrier.fetch(entry.unit, place)
+            except Exception:
+                self.carrier.free_place(entry.unit, place)
+                raise
+            entry.place, entry.fetch = place, fetch
+            entry.become(UnitState.FETCHING)
+            self.present[entry] = None
+            return True
+
+    def _victim(self, entry: Entry[P], must: bool) -> Entry[P] | None:
+        """The unit needed last of those that are not in use; unless it ``must`` be, of those needed after ``entry``."""
+        own = -1.0 if must else self._distance(entry)
+        best: Entry[P] | None = None
+        for other in self.present:
+            if not other.pins:
+                distance = self._distance(other)
+                if distance > own and other.is_settled():
+                    best, own = other, distance
+        return best
+
+    def _distance(self, entry: Entry[P]) -> float:
+        return float("inf") if entry.state is UnitState.OUTDATED else self._order.distance(entry.unit.index)
+
+    def _transfer_in_the_way(self, entry: Entry[P], must: bool) -> Transfer | None:
+        """A transfer whose end would free a place for ``entry``: see ``_victim``."""
+        pending = self.carrier.pending()
+        if pending is not None:
+            return pending
+        own = -1.0 if must else self._distance(entry)
+        for other in self.present:
+            if not other.pins and self._distance(other) > own:
+                for transfer in (other.write, other.fetch):
+                    if transfer is not None and not transfer.done():
+                        return transfer
+        return None
+
+    def _compute_holds_all(self) -> bool:
+        return (
+            self._may_add_places
+            and not self.lent
+            and all(any(pin.purpose is Purpose.COMPUTE for pin in entry.pins) for entry in self.present)
+        )
+
+    def _add_place(self, unit: UnitSpec) -> P:
+        place = self.carrier.add_place(unit)
+        users = ", ".join(other.unit.name for other in self.present)
+        warn(
+            f"unit {unit.name} is called from inside of units that it is no part of ({users}): the engine took memory "
+            "for one more unit than was planned"
+        )
+        return place
+
+    def _drop(self, entry: Entry[P]) -> None:
+        """Evict a unit that is not in use, once its fetch is over."""
+        while (fetch := entry.fetch) is not None and not fetch.done():
+            self.monitor.wait_for_transfer(fetch.wait)
+        if entry in self.present:
+            self.evict(entry)
+
+    def _fetch_ahead(self, *, wrap: bool) -> None:
+        if not self._prefetch or self._waiting:
+            return
+        num_ahead, num_places = 0, self.carrier.num_places
+        seen: set[int] = set()
+        for index in islice(self._order.upcoming(wrap=wrap), self._look_ahead):
+            entry = self.entries[index]
+            if entry.state not in _WITHOUT_PLACE:
+                if entry.state is not UnitState.PERMANENT and index not in seen:
+                    seen.add(index)
+                    num_ahead += 1
+                    if num_ahead == num_places:  # units that come still later find no place
+                        return
+                continue
+            if entry.state is UnitState.SHADOWED:  # the weights below are not the ones that will be asked for
+                continue
+            if self.fence.is_pending(entry.unit) or self.carrier.blocking_transfer(entry.unit) is not None:
+                return
+            if not self._try_to_bring(entry, must=False):
+                return
+            seen.add(index)
+            num_ahead += 1
+
+    # Without the monitor: the unit is pinned.
+
+    def _wait_for_fetch(self, pin: Pin[P]) -> None:
+        """Wait for the fetch of a pinned unit, as a stall if compute does."""
+        entry = pin.entry
+        fetch = entry.fetch
+        if entry.state is not UnitState.FETCHING or fetch is None:
+            return
+        if pin.purpose is not Purpose.COMPUTE or fetch.done():
+            fetch.wait()
+        else:
+            with self._meter.stall(self._cause):
+                fetch.wait()
+        with self.monitor:
+            if entry.state is UnitState.FETCHING:
+                entry.become(UnitState.RESIDENT)
+                entry.fetch = None

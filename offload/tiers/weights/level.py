@@ -1,0 +1,48 @@
+"""Levels of the memory hierarchy: each gives pins on units, and stands on the level below."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Generic, Protocol
+
+from offload.tiers.weights.cache import P, Pin, Purpose, WeightCache
+from offload.units import UnitSpec
+
+
+class Level(Protocol):
+    """Units of one tier, for compute or for the level above."""
+
+    def pin(self, unit: UnitSpec, purpose: Purpose = Purpose.COMPUTE) -> Pin[Any]:
+        """A pin that is not taken."""
+
+    def outdate(self, units: Sequence[UnitSpec]) -> None:
+        """The weights of these units are about to change below: copies of them here are void."""
+
+    def end_step(self) -> None:
+        """A step was frozen, and its updates have been announced."""
+
+
+class CacheLevel(Generic[P]):
+    """A level of copies: what an update changes lies below."""
+
+    def __init__(self, cache: WeightCache[P]) -> None:
+        self.cache = cache
+
+    def pin(self, unit: UnitSpec, purpose: Purpose = Purpose.COMPUTE) -> Pin[P]:
+        return Pin(self.cache.entries[unit.index], purpose, self)
+
+    def take(self, pin: Pin[P], *, training: bool) -> None:
+        """See ``Pin.take``."""
+        self.cache.take(pin, training=training)
+
+    def release(self, pin: Pin[P]) -> None:
+        """See ``Pin.release``."""
+        self.cache.release(pin)
+
+    def outdate(self, units: Sequence[UnitSpec]) -> None:
+        self.cache.outdate(units)
+
+    def end_step(self) -> None:
+        """The first units of the next step are fetched as their updates end."""
+        self.cache.end_step()
+        self.cache.fetch_ahead(wrap=False)

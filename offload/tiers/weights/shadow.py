@@ -1,0 +1,111 @@
+"""Slots of speculative updates: new weights go from them to the shadow of the current ones in the store, and the
+verdict flips them in or drops them. See ``offload.update.speculative``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import aio_ext
+from offload.tiers.home import Transfer, UnitHomes
+from offload.tiers.weights.cache import Pin, Purpose, UnitState, WeightCache
+from offload.units import UnitSpec
+from swapper import Lease
+
+
+class Slot:
+    """One buffer in host memory for the weights of a unit. ``write``: the last transfer from it, while it is free."""
+
+    def __init__(self, memory: Lease | aio_ext.Memory) -> None:
+        self.address: int = memory.address
+        self.nbytes: int = memory.nbytes
+        self.write: Transfer | None = None
+        self._memory = memory
+
+
+class _Slots(Protocol):
+    def free_place(self, unit: UnitSpec, place: Slot) -> None: ...
+
+
+class ShadowSlots:
+    """Holds, lends and takes back slots of the cache of host memory. Each unit has one speculative update at most."""
+
+    def __init__(self, cache: WeightCache[Any], slots: _Slots, homes: Sequence[UnitHomes]) -> None:
+        self._cache = cache
+        self._slots = slots
+        self._homes = homes
+        self._pins = [Pin(entry, Purpose.SPECULATION, cache) for entry in cache.entries]
+
+    def hold(self, unit: UnitSpec) -> bool:
+        """Keep the weights of a unit in use where they are; False if they are not in use."""
+        pin = self._pins[unit.index]
+        with self._cache.monitor:
+            if pin.entry.state is not UnitState.RESIDENT or not pin.entry.pins:
+                return False
+            pin.entry.pins.add(pin)
+            return True
+
+    def end_hold(self, unit: UnitSpec) -> None:
+        """No speculative update will come."""
+        self._pins[unit.index].release()
+
+    def bring(self, unit: UnitSpec) -> None:
+        """Hold the weights of a unit, which are read if they are not here. The unit that is needed last makes room: one
+        that backward is done with, so that nothing is waited for which this backward still needs."""
+        self._pins[unit.index].take()
+
+    def lend(self, unit: UnitSpec, wanted: Callable[[], bool]) -> Slot | None:
+        """The slot of a unit that is held, once nothing else uses it. The unit itself is absent from now on.
+
+        None if it is not ``wanted`` any more: the thread that says so may be the one that uses the unit. It is held no
+        more then.
+        """
+        cache, pin = self._cache, self._pins[unit.index]
+        entry = pin.entry
+        with cache.monitor:
+            while True:
+                cache.monitor.wait_until(
+                    lambda: entry.pins <= {pin} or not wanted(), lambda: f"the use of unit {unit.name}"
+                )
+                if not wanted():
+                    pin.release()
+                    return None
+                if entry.is_settled():
+                    break
+                for transfer in entry.transfers():  # meanwhile others may use the unit again
+                    cache.monitor.wait_for_transfer(transfer.wait)
+            cache.lent.add(unit)
+            entry.pins.clear()
+            slot: Slot = cache.detach(entry, UnitState.SHADOWED)
+            return slot
+
+    def give_back(self, unit: UnitSpec, slot: Slot) -> None:
+        """Send the new weights in a lent slot to the shadow of the current ones; the slot is free when they have
+        arrived."""
+        home = self._homes[unit.index].weights.stored
+        write = None if home is None else home.write_shadow(slot.address)
+        with self._cache.monitor:
+            slot.write = write
+            self._cache.lent.discard(unit)
+            self._slots.free_place(unit, slot)
+            self._cache.monitor.notify_all()
+
+    def flip(self, unit: UnitSpec) -> None:
+        """The weights in the shadow are the unit's from now on; its update is done."""
+        cache, entry, home = self._cache, self._pins[unit.index].entry, self._homes[unit.index].weights.stored
+        with cache.monitor:
+            cache.wait_until_unused(entry)
+            if entry.place is not None:
+                cache.evict(entry)
+            if home is not None:
+                home.flip()
+            self.forget(unit)
+            cache.fence.done(unit)
+            cache.monitor.notify_all()
+
+    def forget(self, unit: UnitSpec) -> None:
+        """The weights in the shadow, if any, are not wanted."""
+        entry = self._pins[unit.index].entry
+        with self._cache.monitor:
+            if entry.state is UnitState.SHADOWED:
+                entry.become(UnitState.ABSENT)

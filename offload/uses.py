@@ -1,0 +1,161 @@
+"""Uses of units by compute: begun and ended by hooks, here and nowhere else, wherever the model computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from offload.device.protocol import Device, Event
+from offload.report.meter import Meter
+from offload.report.trace import Span
+from offload.tiers.weights.cache import Pin
+from offload.tiers.weights.level import Level
+from offload.tiers.window import DeviceWindow, HostWindow
+from offload.units import UnitSpec
+from swapper import OffloadError
+
+
+class Windows(Protocol):
+    """The memory under the parameters of each unit, while it is used."""
+
+    def open(self, pin: Pin[Any]) -> None:
+        """Put the pinned weights under the parameters."""
+
+    def close(self, pin: Pin[Any]) -> None:
+        """The use is over. Safe to call twice, or without ``open``."""
+
+
+class HostWindows:
+    """Windows on host memory, over the place that a pin gives."""
+
+    def __init__(self, windows: Sequence[HostWindow]) -> None:
+        self._windows = windows
+
+    def open(self, pin: Pin[Any]) -> None:
+        self._windows[pin.entry.unit.index].open(pin.place.address)
+
+    def close(self, pin: Pin[Any]) -> None:
+        self._windows[pin.entry.unit.index].close()
+
+
+class DeviceWindows:
+    """Windows in a device's memory, which are the places of its level."""
+
+    def __init__(self, windows: Sequence[DeviceWindow], parameters: Sequence[Sequence[torch.Tensor]]) -> None:
+        """``parameters`` are those of each unit that are ordinary tensors."""
+        self._windows = windows
+        self._parameters = parameters
+
+    def open(self, pin: Pin[Any]) -> None:
+        pass
+
+    def close(self, pin: Pin[Any]) -> None:
+        unit, place = pin.entry.unit, pin.entry.place
+        if place is not None:
+            place.window.used()
+        if not all(map(self._windows[unit.index].holds, self._parameters[unit.index])):
+            raise OffloadError(f"unit {unit.name}: its forward has moved its parameters to other memory of its own")
+
+
+class Clock(Protocol):
+    """How long the model has computed, as far as the training thread's time does not tell."""
+
+    def begin(self, *, training: bool) -> None:
+        """The first of nested uses has begun."""
+
+    def end(self) -> None:
+        """The last one is over."""
+
+    def busy_seconds(self) -> float | None:
+        """How long the device has worked on units since this was asked last. None: it is the training thread's time."""
+
+
+class HostClock:
+    """The training thread computes."""
+
+    def begin(self, *, training: bool) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+    def busy_seconds(self) -> float | None:
+        return None
+
+
+class DeviceClock:
+    """Events around uses, in the stream that computes."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._began: Event | None = None
+        self._uses: list[tuple[Event, Event]] = []
+
+    def begin(self, *, training: bool) -> None:
+        self._began = self._device.compute.record() if training else None
+
+    def end(self) -> None:
+        began, self._began = self._began, None
+        if began is not None:
+            self._uses.append((began, self._device.compute.record()))
+
+    def busy_seconds(self) -> float | None:
+        uses, self._uses = self._uses, []
+        for _, end in uses:
+            end.wait()
+        return sum(end.seconds_since(begin) for begin, end in uses)
+
+
+class Uses:
+    """See the module's docstring. Calls come from the thread that computes, one at a time.
+
+    A use is open from before its pin is taken until after it is released, and to end one twice does nothing: whatever
+    an interrupt has left, ``reset`` ends.
+    """
+
+    def __init__(self, units: Sequence[UnitSpec], level: Level, windows: Windows, clock: Clock, meter: Meter) -> None:
+        self._units = units
+        self._windows = windows
+        self._clock = clock
+        self._trace = meter.trace
+        self._pins = [level.pin(unit) for unit in units]
+        self._open: dict[int, Span | None] = {}
+        """By unit, what the trace has of its use."""
+
+    def begin(self, unit: UnitSpec, *, training: bool) -> None:
+        """Put the unit's weights under its parameters, for the model's next work. ``training``: a step will follow."""
+        pin = self._pins[unit.index]
+        try:
+            self._open[unit.index] = None
+            pin.take(training=training)
+            self._windows.open(pin)
+            if len(self._open) == 1:
+                self._clock.begin(training=training)
+            self._open[unit.index] = self._trace.begin("compute", unit.name)
+        except BaseException:  # a failed fetch, or an interrupt: nobody will end this use
+            self.end(unit)
+            raise
+
+    def end(self, unit: UnitSpec) -> None:
+        """The use is over, or was abandoned."""
+        pin = self._pins[unit.index]
+        try:
+            self._windows.close(pin)
+        finally:
+            pin.release()
+            span = self._open.pop(unit.index, None)
+            if span is not None:
+                self._trace.end(span)
+            if not self._open:
+                self._clock.end()
+
+    def busy_seconds(self) -> float | None:
+        """See ``Clock``."""
+        return self._clock.busy_seconds()
+
+    def reset(self) -> None:
+        """No unit is in use: end the uses that an exception or an interrupt has left."""
+        for index in list(self._open):
+            self.end(self._units[index])
