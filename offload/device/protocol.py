@@ -15,6 +15,8 @@ import torch
 
 from offload import kernels
 
+Tensors = Sequence[torch.Tensor]
+
 
 class Event(Protocol):
     """A point in the work of a stream."""
@@ -100,12 +102,7 @@ class Device(Protocol):
         """The backend of ``torch.distributed`` that moves this device's memory between ranks."""
 
     def collective(
-        self,
-        start: Callable[[], Any],
-        block: Callable[[Any], None],
-        *,
-        reads: Sequence[torch.Tensor],
-        writes: Sequence[torch.Tensor],
+        self, start: Callable[[], Any], block: Callable[[Any], None], *, reads: Tensors, writes: Tensors
     ) -> None:
         """A collective between devices, in the order of ``compute``: ``start`` begins it, and returns its work. Device
         memory that it ``reads`` and ``writes`` must live until it is done. ``block`` waits for work on this thread,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup
@@ -53,8 +53,7 @@ def lines(
         if each.band:
             drawing.append(_band(axes, each))
         drawing.append(_line(axes, each))
-    values = [{"name": each.name, "colour": each.colour, "y": _texts(each.values.mean, shown)} for each in series]
-    return _chart(label, axes, drawing, values, x, shown, is_cut=is_cut, legend=len(series) > 1)
+    return _chart(label, axes, drawing, series, shown, is_cut=is_cut, legend=len(series) > 1)
 
 
 def stacked(label: str, series: Sequence[Line], shown: Callable[[float], str]) -> Markup:
@@ -71,8 +70,7 @@ def stacked(label: str, series: Sequence[Line], shown: Callable[[float], str]) -
     for each, top in zip(series, tops, strict=True):
         drawing.append(_area(axes, each.colour, x, below, top, each.name))
         below = top
-    values = [{"name": each.name, "colour": each.colour, "y": _texts(each.values.mean, shown)} for each in series]
-    return _chart(label, axes, drawing, values, x, shown, is_cut=is_cut, legend=True)
+    return _chart(label, axes, drawing, series, shown, is_cut=is_cut, legend=True)
 
 
 @dataclass(frozen=True)
@@ -166,13 +164,14 @@ def _chart(
     label: str,
     axes: _Axes,
     drawing: Sequence[Markup],
-    values: Sequence[Mapping[str, object]],
-    x: Sequence[float],
+    series: Sequence[Line],
     shown: Callable[[float], str],
     *,
     is_cut: bool,
     legend: bool,
 ) -> Markup:
+    x = series[0].values.x
+    values = [{"name": each.name, "colour": each.colour, "y": _texts(each.values.mean, shown)} for each in series]
     y_ticks = places(axes.low, axes.high, 6, shown)
     x_ticks = [value for value in ticks(axes.x_low, axes.x_high, 5) if value == int(value)]
     grid = [Markup('<path class="grid" d="M0,{0:.1f}H{1}"/>').format(axes.y(value), WIDTH) for value in y_ticks]
@@ -192,7 +191,7 @@ def _chart(
         grid=Markup("").join(grid),
         drawing=Markup("").join(drawing),
         x=Markup("").join(x_texts),
-        legend=key([(str(each["name"]), str(each["colour"])) for each in values]) if legend else "",
+        legend=key([(each.name, each.colour) for each in series]) if legend else "",
         cut=Markup('<p class="note">Higher values are cut off.</p>') if is_cut else "",
     )
 
