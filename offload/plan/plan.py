@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 
 from offload.optim.formats import Formats
 from offload.plan.device import MARGIN, ON_HOST, DeviceNeeds, DevicePlan, plan_device
@@ -84,8 +85,6 @@ class Plan:
     compute_bytes: int
     """Memory that compute takes beside: the gradient that autograd has just made, copies of the weights in use where
     torch cannot use them where they are; or buffers that gradients come to from a device."""
-    resident_bytes: dict[str, int]
-    nvme_bytes: dict[str, int]
     record_copies: int = 1
     """Copies of each trained record that NVMe has room for: with 2 a write never overwrites what is current."""
     speculative: bool = False
@@ -100,6 +99,25 @@ class Plan:
     """Mover of NVMe's bytes, once the engine is made."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Time that a step takes of NVMe at the measured bandwidth, and of compute once a step was taken."""
+
+    @cached_property
+    def resident_bytes(self) -> dict[str, int]:
+        """Bytes of each kind that rest in host memory."""
+        return self._bytes_in(Tier.HOST)
+
+    @cached_property
+    def nvme_bytes(self) -> dict[str, int]:
+        """Bytes of each kind that rest on NVMe."""
+        return self._bytes_in(Tier.NVME)
+
+    def _bytes_in(self, tier: Tier) -> dict[str, int]:
+        formats, units = self.formats, self.units
+        tiles = (tile for item in units for tile, of_tile in item.tiles if of_tile is tier)
+        return {
+            "weights": sum(item.unit.numel for item in units if item.weights is tier) * formats.weights,
+            "grads": sum(item.unit.trainable_numel for item in units if item.grads is tier) * formats.grads,
+            "states": sum(align(tile.nbytes) for tile in tiles),
+        }
 
     @property
     def spare_copy_bytes(self) -> int:
@@ -192,30 +210,13 @@ class Plan:
 
     def with_device(self, device: DevicePlan) -> Plan:
         """The plan after units have moved to the device. What they took elsewhere is vacant."""
-        places = {Tier.HOST: dict(self.resident_bytes), Tier.NVME: dict(self.nvme_bytes)}
-        units = []
-        for item in self.units:
-            if item.unit.index not in device.resident or item.weights is Tier.DEVICE:
-                units.append(item)
-                continue
-            units.append(item.on_device())
-            places[item.weights]["weights"] -= item.unit.numel * self.formats.weights
-            places[item.grads]["grads"] -= item.unit.trainable_numel * self.formats.grads
-            for tile, tier in item.tiles:
-                places[tier]["states"] -= align(tile.nbytes)
-        resident, nvme = places[Tier.HOST], places[Tier.NVME]
+        units = tuple(item.on_device() if item.unit.index in device.resident else item for item in self.units)
+        after = replace(self, units=units, device=device, vacant_bytes={})
         vacant = {
-            Tier.HOST: sum(self.resident_bytes.values()) - sum(resident.values()),
-            Tier.NVME: sum(self.nvme_bytes.values()) - sum(nvme.values()),
+            Tier.HOST: sum(self.resident_bytes.values()) - sum(after.resident_bytes.values()),
+            Tier.NVME: sum(self.nvme_bytes.values()) - sum(after.nvme_bytes.values()),
         }
-        return replace(
-            self,
-            units=tuple(units),
-            device=device,
-            resident_bytes=resident,
-            nvme_bytes=nvme,
-            vacant_bytes=vacant if any(vacant.values()) else {},
-        )
+        return replace(after, vacant_bytes=vacant if any(vacant.values()) else {})
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
