@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
@@ -62,6 +61,7 @@ KERNELS: Mapping[str, NativeOptimizer] = MappingProxyType(
 """By the names that ``optimizer=`` takes."""
 
 _DTYPES = {"fp32": kernels.Dtype.F32, "bf16": kernels.Dtype.BF16, "int8": kernels.Dtype.INT8}
+MOMENTS = tuple(_DTYPES)
 _TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 
 
@@ -102,15 +102,6 @@ class KernelRule:
     def identity(self) -> dict[str, Any]:
         name = next(name for name, kernel in KERNELS.items() if kernel is self._kernel)
         return {"optimizer": name, "states": list(self._names), "moments": self._moments}
-
-    def saved_as(self, moments: str) -> KernelRule:
-        if moments == self._moments:
-            return self
-        if moments not in _DTYPES:
-            raise ConfigError(f"moments are in {moments!r} there, and this program knows {', '.join(_DTYPES)}")
-        rule = copy.copy(self)
-        rule._moments, rule._dtype, rule._torch_dtype = moments, _DTYPES[moments], _TORCH_DTYPES[moments]
-        return rule
 
     def tile_between(self, unit: UnitSpec, start: int, stop: int) -> Tile:
         return Tile(start, stop, self._nbytes(stop - start))

@@ -113,9 +113,6 @@ class TorchRule:
         kind = type(self._optimizer)
         return {"optimizer": f"{kind.__module__}.{kind.__qualname__}", "moments": "fp32"}
 
-    def saved_as(self, moments: str) -> TorchRule:
-        return self
-
     def tile_between(self, unit: UnitSpec, start: int, stop: int) -> Tile:
         records: dict[ParameterSpec, _Record] = {}
         end = 0

@@ -43,6 +43,10 @@ class RecordExtents:
     tiles: tuple[Extent, ...]
     gradients: Extent | None
 
+    @property
+    def all(self) -> tuple[Extent, ...]:
+        return (*self.weights, *self.tiles, *(() if self.gradients is None else (self.gradients,)))
+
 
 @dataclass
 class EngineStore:

@@ -6,8 +6,6 @@ import copy
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +23,8 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from transformers_models import OF_TEXT, VOCAB, class_and_config, transformers
 
 from offload import ConfigError, OffloadEngine
-from offload.checkpoint import publish, safetensors_writer
+from offload.checkpoint import publish
+from offload.checkpoint.safetensors import writer
 from offload.cli import main
 from offload.testing.simulated import SimulatedDevice
 from swapper import StorageFull
@@ -350,7 +349,7 @@ def test_a_full_disk_is_said_before_anything_is_written(tmp_path: Path, make_mod
         with pytest.raises(StorageFull, match="cannot reserve"):
             engine.save_model(tmp_path / "new")
         monkeypatch.undo()
-        monkeypatch.setattr(safetensors_writer, "_write", refuse)
+        monkeypatch.setattr(writer, "_write", refuse)
         with pytest.raises(StorageFull, match="No space left"):
             engine.save_model(tmp_path / "new")
         monkeypatch.undo()
@@ -557,8 +556,8 @@ def test_a_checkpoint_alone_becomes_a_model_in_another_process(tmp_path: Path, n
         engine.save_checkpoint(tmp_path / "saved")
         engine.save_model(tmp_path / "weights")
         expected = values(model)
-    command = [sys.executable, "-m", "offload", "export", tmp_path / "saved", tmp_path / "out"]
-    subprocess.run(command, check=True, capture_output=True)
+    done = forked.run_module("offload", "export", tmp_path / "saved", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
     for config in ("config.json", "generation_config.json"):
         ours, own = (json.loads((tmp_path / folder / config).read_text()) for folder in ("out", "weights"))
         assert ours == own
