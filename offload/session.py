@@ -133,12 +133,12 @@ class Session:
 
     @property
     def torch_device(self) -> torch.device:
-        """Where the model computes."""
+        """Device that the model computes on."""
         return torch.device("cpu") if self._device is None else self._device.torch_device
 
     @property
     def drives(self) -> Drives | None:
-        """What the store is read and written by, and how fast; None if nothing was measured."""
+        """Mover of the store's bytes, and its rates; None if nothing was measured."""
         store = self._tiers.store
         return None if store is None or self.bandwidths is None else Drives(store.backend, self.bandwidths)
 
@@ -410,7 +410,7 @@ class Session:
             )
 
     def _of_newcomers(self) -> str:
-        """What to say of parameters that have a gradient and came into the model after the engine was made."""
+        """Text on parameters that have a gradient and came into the model after the engine was made."""
         model = self._model()
         named = model.named_parameters() if model is not None else ()
         names = [name for name, parameter in named if not isinstance(parameter, Handle) and parameter.grad is not None]

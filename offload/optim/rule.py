@@ -41,14 +41,15 @@ def options_of(group: Group) -> Group:
 
 
 class TileLayout(Protocol):
-    """How masters and states lie in tiles. Addresses are of memory that holds a whole tile, in RAM."""
+    """Layout of masters and states in tiles. Addresses are of memory that holds a whole tile, in RAM."""
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint of its states says of it: ``optimizer``, and ``moments``, the format of its states."""
+        """Facts that a checkpoint of its states says of it: ``optimizer``, and ``moments``, the format of its
+        states."""
 
     def parts(self, tile: Tile) -> Sequence[TilePart]:
-        """What a stranger needs to read a tile that ``identity`` does not explain; empty if it does."""
+        """Parts that a stranger needs to know to read a tile that ``identity`` does not explain; empty if it does."""
 
     def master_offset(self, tile: Tile, element: int) -> int:
         """Bytes from the tile's start to what it holds of the master of ``element``."""

@@ -62,9 +62,9 @@ class Tiers:
     arena: Arena
     store: DurableStore | None
     opened: EngineStore | None
-    """How the store was opened."""
+    """Way in which the store was opened."""
     records: Sequence[RecordExtents]
-    """What of the store a commit puts each unit's records into; nothing if it cannot hold generations."""
+    """Extents of the store that a commit puts each unit's records into; nothing if it cannot hold generations."""
     homes: list[UnitHomes]
     windows: Sequence[Window]
     parameters: Sequence[Sequence[nn.Parameter]]

@@ -66,7 +66,7 @@ class OnDevice:
 
 @dataclass(frozen=True)
 class Computing:
-    """What compute asks for weights, and what takes its gradients. ``whole``: units that this rank has shards of."""
+    """Source of weights for compute, and sink of its gradients. ``whole``: units that this rank has shards of."""
 
     level: Level
     uses: Uses
@@ -100,7 +100,7 @@ class Base:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What there is of a device: ``windows`` are for the units that compute sees, ``landings``, in host memory, for
+    """Memory of a device: ``windows`` are for the units that compute sees, ``landings``, in host memory, for
     gradients that come from it."""
 
     device: Device

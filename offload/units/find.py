@@ -131,7 +131,7 @@ class _Layout:
     unit_names: set[str] = field(default_factory=set)
 
     def depth(self, module: nn.Module, but: str | None = None) -> int:
-        """How many units are around a module or are the module itself; ``but`` one of this name."""
+        """Number of units that are around a module or are the module itself, ``but`` one of this name."""
         parts = self.names[module].split(".") if self.names[module] else []
         around = {".".join(parts[:length]) for length in range(len(parts) + 1)}
         return len(self.unit_names & around - {but})
