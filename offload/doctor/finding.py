@@ -34,5 +34,10 @@ def better(subject: str, says: str, repair: str = "") -> Finding:
     return Finding(subject, Status.BETTER, says, repair)
 
 
+def good_if(is_good: bool, subject: str, says: str, repair: str = "") -> Finding:
+    """Good; else the same could be better by the repair."""
+    return good(subject, says) if is_good else better(subject, says, repair)
+
+
 def broken(subject: str, says: str, repair: str = "") -> Finding:
     return Finding(subject, Status.BROKEN, says, repair)
