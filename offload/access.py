@@ -59,7 +59,7 @@ def source_of(value: torch.Tensor) -> Source:
 
 @dataclass(frozen=True)
 class Layout(Generic[_Tiles]):
-    """How elements lie in records: bytes of each kind, the ``dtype`` of weights, and the rule by which tiles are laid
+    """Layout of elements in records: bytes of each kind, the ``dtype`` of weights, and the rule by which tiles are laid
     out, where something is trained."""
 
     formats: Formats
@@ -267,7 +267,7 @@ class _Borrowed(Generic[_Record]):
 
 
 class Zeroing(Enum):
-    """What is known of ``zero_grad()`` since a step has used the gradients up.
+    """State of ``zero_grad()`` since a step has used the gradients up.
 
     - ``DONE``: somebody has dropped them, or has seen that there are none. The same where nobody expects any.
     - ``DUE``: not so far.
@@ -281,8 +281,8 @@ class Zeroing(Enum):
 
 @dataclass(frozen=True)
 class Levels:
-    """What lends the weights of units: those in host memory, their copies for compute, and, where this rank has shards,
-    ``whole`` units."""
+    """Levels that lend the weights of units: those in host memory, their copies for compute, and, where this rank has
+    shards, ``whole`` units."""
 
     host: HostLevel
     compute: Level
@@ -295,7 +295,7 @@ def _nothing(unit: UnitSpec) -> None:
 
 @dataclass
 class BeforeChange:
-    """What comes before a change from outside, in this order.
+    """Steps that come before a change from outside, in this order.
 
     ``agree`` is called by all ranks together. ``settle`` returns when all gradients are in their places. ``invalidate``
     makes void what was computed from a unit's weights, gradients or states before the step; see

@@ -88,7 +88,7 @@ class OffloadEngine:
 
     @staticmethod
     def holds(model: nn.Module) -> bool:
-        """Whether an engine has the parameters of ``model``, or had them when it was closed."""
+        """Tell whether an engine has the parameters of ``model``, or had them when it was closed."""
         return any(isinstance(parameter, Handle) for parameter in model.parameters())
 
     def _make(self, model: nn.Module) -> Session:
@@ -130,7 +130,7 @@ class OffloadEngine:
 
     @property
     def plan(self) -> Plan:
-        """Where everything rests, and what a step moves and takes. ``print`` it."""
+        """Placement of everything, and what a step moves and takes. ``print`` it."""
         session, seconds = self._session, {}
         if session.bandwidths is not None:
             plan = session.plan

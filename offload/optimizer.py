@@ -21,7 +21,7 @@ _POSITION = "engine"
 
 
 class Steps(Protocol):
-    """What the optimizer asks of the engine."""
+    """Engine, as the optimizer asks it."""
 
     def trains(self, parameter: nn.Parameter) -> bool: ...
 

@@ -41,7 +41,7 @@ _WHOLE_UNITS = 1 << 62
 
 
 class HostRoom:
-    """What compute may take where the CPU computes: nothing beside the host's memory."""
+    """Room of compute where the CPU computes: nothing beside the host's memory."""
 
     computes = False
     free_bytes = 0
@@ -65,7 +65,7 @@ ON_CPU = HostRoom()
 
 @dataclass(frozen=True)
 class DeviceRoom:
-    """What a plan may know of a device: its free memory, and why its streams cannot run kernels, if so."""
+    """Room of compute on a device: its free memory, and why its streams cannot run kernels, if so."""
 
     free_bytes: int
     unsupported_reason: str | None = None
@@ -74,7 +74,7 @@ class DeviceRoom:
     def plan(
         self, config: OffloadConfig, units: Sequence[UnitSpec], choice: OptimizerChoice | None, ranks: RanksPlan
     ) -> tuple[DevicePlan, RanksPlan]:
-        """How the device's memory is divided, and what of it is between ranks; the optimizer decides, too, whether
+        """Divide the device's memory, also among what passes between ranks; the optimizer decides, too, whether
         units may be resident there."""
         unsupported_reason = None
         if choice is not None:
@@ -101,7 +101,7 @@ class DeviceRoom:
 
 @dataclass(frozen=True)
 class Room:
-    """What a plan may take of a machine, measured or described.
+    """Room that a plan may take of a machine, measured or described.
 
     ``nvme_bytes`` bounds the records on NVMe; ``spare_bytes`` bounds them with their spare copies. ``compute`` is what
     there is where the model computes.
@@ -151,7 +151,7 @@ def plan_for(
 
 
 def _device_fits(plan: Plan, config: OffloadConfig, room: Room) -> bool:
-    """What the plan takes of a device's memory leaves enough to activations, as far as nobody has said how much."""
+    """Tell whether the plan leaves enough of a device's memory to activations, as far as nobody has said how much."""
     if config.device_memory != "auto":
         return True
     return plan.device.total_bytes <= room.compute.free_bytes * AUTO_RESIDENT_SHARE
@@ -222,7 +222,7 @@ def plan_within(
 
 
 def _room(config: OffloadConfig, units: Sequence[UnitSpec], processor: Processor, num_local: int) -> Room:
-    """What the options leave a plan of this machine, which ``num_local`` ranks share."""
+    """Room that the options leave a plan of this machine, which ``num_local`` ranks share."""
     host, nvme = config.host_memory, config.nvme_capacity
     host_bytes = (int(available_bytes() * AUTO_SHARE) if host == "auto" else int(host)) // num_local
     nvme_bytes = (1 << 62 if nvme == "auto" else int(nvme) // num_local) if config.paths else 0
@@ -285,7 +285,8 @@ def check_backend(name: str) -> None:
 
 
 def _taken_over_bytes(units: Sequence[UnitSpec], device: Device) -> int:
-    """What the model's parameters have of a GPU's memory: it is free when the engine has taken their values over."""
+    """Bytes of a GPU's memory that the model's parameters have: they are free when the engine has taken their values
+    over."""
     if device.torch_device.type == "cpu":
         return 0
     parameters = {spec.parameter for unit in units for spec in unit.parameters}

@@ -60,7 +60,7 @@ class DeviceWindows:
 
 
 class Clock(Protocol):
-    """How long the model has computed, as far as the training thread's time does not tell."""
+    """Clock of how long the model has computed, as far as the training thread's time does not tell."""
 
     def begin(self, *, training: bool) -> None:
         """The first of nested uses has begun."""
@@ -69,7 +69,8 @@ class Clock(Protocol):
         """The last one is over."""
 
     def busy_seconds(self) -> float | None:
-        """How long the device has worked on units since this was asked last. None: it is the training thread's time."""
+        """Seconds that the device has worked on units since this was asked last. None: it is the training thread's
+        time."""
 
 
 class HostClock:

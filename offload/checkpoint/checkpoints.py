@@ -77,7 +77,7 @@ class Checkpoints:
         self.is_due = False
         """A step waits for its boundary, to be committed."""
         self._feed: dict[str, Any] | None = None
-        """What batches come from, as it was when the last step returned. Known with ``durable`` only."""
+        """Source of batches, as it was when the last step returned. Known with ``durable`` only."""
         self._signals = Signals()
         self._committed_step = 0
         self._records = EngineRecords(units, access, config.gradient_dtype)
@@ -121,7 +121,7 @@ class Checkpoints:
         self.is_due = False
 
     def _describe_step(self) -> bytes:
-        """What the last step has left, without what came after it."""
+        """Describe what the last step has left, without what came after it."""
         self._committed_step = self._run.progress.global_step
         feed = self._feed or self._present_feed()
         description = self._describe(feed, None, self._own_units)
@@ -331,7 +331,7 @@ class Checkpoints:
         return {"random": get_random_states(self._access.device), "objects": iterated}
 
     def _committed(self) -> Description | None:
-        """What is committed under ``nvme_path``."""
+        """Return what is committed under ``nvme_path``."""
         opened = self._opened
         if opened is None:
             return None

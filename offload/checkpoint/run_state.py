@@ -1,4 +1,4 @@
-"""What a continuation needs beside the records of units: progress, parameter groups, what else the model has, and
+"""State that a continuation needs beside the records of units: progress, parameter groups, what else the model has, and
 what is known of gradients that were accumulated."""
 
 from __future__ import annotations

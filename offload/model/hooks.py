@@ -39,8 +39,8 @@ __all__ = ["Hooks", "Interleaving", "Listener", "NotScriptable", "UnitInModel"]
 
 
 class Listener(Protocol):
-    """What the hooks tell: a unit is needed, is no longer needed, got a gradient, has all its gradients; its forward
-    has given one of its weights another value."""
+    """Receiver of what the hooks tell: a unit is needed, is no longer needed, got a gradient, has all its gradients;
+    its forward has given one of its weights another value."""
 
     def begin_use(self, unit: UnitSpec) -> None: ...
 

@@ -1,4 +1,4 @@
-"""How many bytes a parameter takes of each kind, and how an fp32 master is kept beside its 16-bit weight."""
+"""Bytes that a parameter takes of each kind, and the fp32 master beside its 16-bit weight."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class HostWindow(Window, Protocol):
 
 
 class _Holds:
-    """What all kinds of window share."""
+    """Base of all kinds of window."""
 
     flat: torch.Tensor
 

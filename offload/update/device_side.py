@@ -79,7 +79,7 @@ class DeviceSide:
         self._trips: deque[Trip] = deque()
         """Those that are not over."""
         self._cpu_seconds = 0.0
-        """What an element takes on the CPU; 0 while it is not known."""
+        """Seconds that an element takes on the CPU; 0 while it is not known."""
 
     def begin_step(self) -> None:
         """Forget how fast the CPU was."""

@@ -32,7 +32,7 @@ class Task(Protocol):
     update: UnitUpdate
     tiles: Sequence[TileHomes]
     grads: int | None
-    """Where the unit's gradients lie in host memory; None if each tile's are read."""
+    """Address of the unit's gradients in host memory; None if each tile's are read."""
 
     def begins(self) -> None:
         """A tile is on its way: the weights will be asked for next."""
@@ -60,7 +60,7 @@ class _TaskState:
     num_left: int
     """Tiles that are not done."""
     weights: int | None = None
-    """Where they are, once they are taken."""
+    """Address of them, once they are taken."""
     void: bool = False
     """The tiles are passed over."""
 

@@ -1,5 +1,5 @@
-"""What is done of a step before its verdict: units are updated speculatively, or states are read that the update begins
-with.
+"""Policy of what is done of a step before its verdict: units are updated speculatively, or states are read that the
+update begins with.
 
 [Note: When a unit is looked at] When its gradients are complete in host memory and their squares are known. Where the
 CPU computes, that is at the end of the unit's backward. From a device they come later: whenever the thread that runs

@@ -39,7 +39,7 @@ from offload.waiting import Failure, Monitor
 
 
 class Stage(Enum):
-    """Where a speculative update is.
+    """Stage of a speculative update.
 
     - ``HELD``: all gradients have come, or are on their way to the host. Where the CPU computes, the unit's slot is
       held until backward is done with it.
@@ -88,7 +88,7 @@ class SpeculativeUpdate:
         self.is_slot_held = is_slot_held
         """The weights are in a slot and stay there; else the update brings them in when it runs."""
         self.loan: Loan | None = None
-        """Where the gradients still lie, if they need not be read back."""
+        """Loan of the gradients where they still lie, if they need not be read back."""
         self._owner = owner
         self._slot: Slot | None = None
 

@@ -14,7 +14,7 @@ from offload.units import ALIGNMENT, ParameterSpec, UnitSpec
 from offload.update.step import Segment, UnitUpdate
 
 _Common = dict[tuple[int, int, float], Hashable]
-"""What is frozen, by the ``id`` of the group, the step and the scale."""
+"""Steps that are frozen, by the ``id`` of the group, the step and the scale."""
 
 
 class Verdict:
@@ -63,7 +63,8 @@ class Verdict:
         return self._added_up({spec: gradient.first_asked for spec, gradient in self._present()})
 
     def factor(self) -> float:
-        """What the coming step's gradients were multiplied by since they came; of the first one, if they differ."""
+        """Factor that the coming step's gradients were multiplied by since they came; of the first one, if they
+        differ."""
         return next((gradient.scale / gradient.came_with for _, gradient in self._present() if gradient.came_with), 1.0)
 
     def scale(self, factor: float) -> None:
@@ -81,7 +82,7 @@ class Verdict:
         )
 
     def freeze(self, param_groups: Sequence[Group]) -> list[UnitUpdate]:
-        """What the step does to each unit that has gradients, with the groups' settings as they are now."""
+        """Freeze what the step does to each unit that has gradients, with the groups' settings as they are now."""
         groups = groups_by_parameter(param_groups)
         common: _Common = {}
         updates = []
@@ -100,7 +101,7 @@ class Verdict:
         return updates
 
     def freeze_unit(self, unit: UnitSpec, groups: dict[int, Group], factor: float) -> UnitUpdate | None:
-        """What the coming step would do to the unit, if nothing happens but that gradients are multiplied by
+        """Freeze what the coming step would do to the unit, if nothing happens but that gradients are multiplied by
         ``factor``; None if nothing, or if it is not to be.
 
         ``groups`` by ``id`` of their parameters.

@@ -55,7 +55,7 @@ class DistributedLoading:
         self._access = access
         self._rule = access.layout.rule if states else None
         self._root: TreePath | None = ()
-        """Where "model" and "optimizer" are in the tree; None if the weights are at its root, beside "optimizer"."""
+        """Path of "model" and "optimizer" in the tree; None if the weights are at its root, beside "optimizer"."""
         self._keys: dict[str, str] = {}
         """Of the weights, by the model's names."""
         self._state_keys: dict[str, dict[str, str]] = {}

@@ -1,4 +1,4 @@
-"""What is inside a checkpoint, as facts for programs and as text for people."""
+"""Content of a checkpoint, as facts for programs and as text for people."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def _verify(opened: Opened, check: Callable[[], None]) -> tuple[dict[str, int], 
 
 
 def _missing(opened: Opened) -> list[str]:
-    """What the description says is there, and the generation does not hold."""
+    """Extents that the description names, and the generation does not hold."""
     generation, found = opened.generation, []
     for index, name in _names_of_extents(opened.description).items():
         if name.startswith("gradients"):

@@ -24,7 +24,7 @@ from swapper import Extent, StorageCorrupt, Ticket
 
 
 class Source(Protocol):
-    """What a generation is read from: a checkpoint, or the store of a run."""
+    """Source that a generation is read from: a checkpoint, or the store of a run."""
 
     @property
     def extents(self) -> Sequence[Extent]: ...
@@ -131,7 +131,7 @@ class SavedRecords:
 
 
 class PartsLayout:
-    """How the tiles of an optimizer without a kernel lie: as their checkpoint says. See ``TileLayout``."""
+    """Layout of the tiles of an optimizer without a kernel, as their checkpoint says. See ``TileLayout``."""
 
     def __init__(self, identity: Mapping[str, Any], formats: Formats) -> None:
         self.identity = dict(identity)
@@ -171,7 +171,7 @@ def _unit(index: int, saved: SavedUnit) -> UnitSpec:
 
 
 def _kernel_rule(optimizer: Mapping[str, Any], formats: Formats) -> KernelRule | None:
-    """How states lie in tiles, for an optimizer with a kernel."""
+    """Return how states lie in tiles, for an optimizer with a kernel."""
     kernel = KERNELS.get(optimizer["optimizer"])
     if kernel is None:
         return None

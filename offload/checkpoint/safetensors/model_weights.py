@@ -1,4 +1,4 @@
-"""What a state dict of a model in an engine holds, read a few MiB at a time, unit by unit. Memory: as ``Elements``."""
+"""Content of a state dict of a model in an engine, read a few MiB at a time, unit by unit. Memory: as ``Elements``."""
 
 from __future__ import annotations
 

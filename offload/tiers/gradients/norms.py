@@ -64,7 +64,7 @@ class Squares:
         return None
 
     def forget(self, specs: Iterable[ParameterSpec]) -> None:
-        """What was begun for these holds no more, or is known."""
+        """Forget what was begun for these: it holds no more, or is known."""
 
     def send(self, specs: Collection[ParameterSpec]) -> SentSums:
         """Have those of these parameters' sums that were begun brought to the host, all in one copy."""

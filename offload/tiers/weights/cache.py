@@ -90,7 +90,7 @@ class Carrier(Protocol[P]):
 
     @property
     def num_places(self) -> int | None:
-        """How many places there are; None if their sizes differ."""
+        """Number of places that there are; None if their sizes differ."""
 
     def take_place(self, unit: UnitSpec) -> P | None:
         """Memory for the unit; None if there is none until some is freed. Never waits."""
@@ -144,7 +144,7 @@ class Entry(Generic[P]):
 
 
 class Taker(Protocol[_Owner]):
-    """What takes and releases pins: a level."""
+    """Level that takes and releases pins."""
 
     def take(self, pin: _Owner, *, training: bool) -> None: ...
 
@@ -167,7 +167,7 @@ class Pin(Generic[P]):
 
     @property
     def place(self) -> P:
-        """Where the unit is. Only while it is pinned."""
+        """Place of the unit. Only while it is pinned."""
         place = self.entry.place
         if place is None:
             raise RuntimeError(f"unit {self.entry.unit.name} has no place in this tier")
@@ -359,7 +359,7 @@ class WeightCache(Generic[P]):
             self.carrier.free_place(entry.unit, self.detach(entry))
 
     def held(self) -> str:
-        """Who has the places, for messages."""
+        """Holders of the places, for messages."""
         held = [f"{entry.unit.name} with {len(entry.pins)} uses" for entry in self.present]
         return f"places hold {', '.join(held) or 'nothing'}"
 

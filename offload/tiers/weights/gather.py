@@ -108,8 +108,8 @@ class GatherCarrier:
 
 
 def parts(unit: UnitSpec, shard: UnitSpec) -> Iterator[tuple[slice, slice]]:
-    """What of a unit is divided among ranks each by itself, trained and frozen elements: where it lies in the unit, and
-    a rank's part of it in its shard."""
+    """Parts of a unit that are divided among ranks each by itself, trained and frozen elements: where it lies in the
+    unit, and a rank's part of it in its shard."""
     if shard.trainable_numel:
         yield slice(0, unit.trainable_numel), slice(0, shard.trainable_numel)
     if shard.numel > shard.trainable_numel:

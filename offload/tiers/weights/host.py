@@ -165,7 +165,8 @@ class HostLevel(CacheLevel[HostPlace]):
             self.fence.begin(units)
 
     def forget_copies(self) -> None:
-        """What the store holds has changed: nothing that lies in a slot is good any more. No update is under way."""
+        """Forget copies, since what the store holds has changed: nothing that lies in a slot is good any more. No
+        update is under way."""
         for entry in list(self.cache.present):
             self.cache.drop(entry.unit)
 
@@ -210,5 +211,5 @@ class HostLevel(CacheLevel[HostPlace]):
 
 
 def _resident_place(homes: UnitHomes) -> HostPlace | None:
-    """Where the weights are of a unit that is resident in host memory."""
+    """Place of the weights of a unit that is resident in host memory."""
     return homes.weights if homes.weights.address is not None else None  # type: ignore[return-value]
