@@ -137,7 +137,7 @@ class Elements:
         self._records = records
         self._weights = _Borrowed[UnitSpec](records.lend_weights)
         self._tile = _Borrowed[TileHomes](records.lend_tile)
-        self._masters: torch.Tensor | None = None
+        self._masters = torch.empty(0)
         """Memory for those on their way to or from another dtype."""
 
     def __enter__(self) -> Elements:
@@ -221,8 +221,8 @@ class Elements:
         return self.states_at(tile) + self.layout.rule.master_offset(tile.tile, element)
 
     def _passing(self, numel: int) -> torch.Tensor:
-        if self._masters is None:
-            self._masters = passing_tensor(PART_NUMEL * 4).view(torch.float32)
+        if self._masters.numel() < numel:
+            self._masters = passing_tensor(numel * 4).view(torch.float32)
         return self._masters[:numel]
 
 
