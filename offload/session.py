@@ -42,7 +42,7 @@ from offload.progress import Progress
 from offload.ranks.ranks import Ranks
 from offload.ranks.world import Peers, World
 from offload.report.meter import Meter
-from offload.report.report import Report
+from offload.report.report import LinkRates, Report
 from offload.report.reporter import Reporter
 from offload.run.watch import Watch
 from offload.spooled import Spooled
@@ -536,14 +536,14 @@ class Session:
             self._received_bytes,
             self._uses.busy_seconds,
             self.bandwidths,
-            link,
+            link or LinkRates(),
         )
 
     def _build_tiers(self, choice: OptimizerChoice | None, closers: Closers) -> None:
         """The tiers, the updates, and what reaches both from outside of a step."""
         config, plan = self.config, self.plan
         rule = choice.rule if choice is not None else None
-        on_device = plan.device is not None and plan.device.unsupported_reason is None and rule is not None
+        on_device = plan.device.unsupported_reason is None and rule is not None
         self._tiers = tiers = make_tiers(
             self._units,
             plan,
@@ -711,7 +711,7 @@ class Session:
     def _grow_into_device(self) -> None:
         """After the first step it is known what activations take: units move into the rest, and copies of others."""
         on_device, plan = self._tiers.on_device, self.plan
-        if on_device is None or plan.device is None:
+        if on_device is None:
             return
         if self.progress.global_step > 1 or self.config.device_memory != "auto" or self.config.durable:
             return

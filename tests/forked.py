@@ -3,11 +3,14 @@
 To import it, and torch, takes a core five seconds, and the tests run many programs. One that is run here begins as
 ``python -W ignore -c`` lets it begin in this directory, but for what is imported already, and ends as every program
 does, by itself or by a signal. What a test says of importing needs ``subprocess``.
+
+All workers of pytest-xdist share the process that forks.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import importlib
 import json
@@ -18,6 +21,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import types
 from collections.abc import Iterable
 from functools import cache
@@ -26,20 +30,32 @@ from typing import Any
 
 TIMEOUT_S = 300.0
 """A program that takes longer is killed."""
+INTERPRETER = str(Path(__file__).with_name("forked_python"))
+"""With the environment of ``children()``, an interpreter that forks. It knows a script, ``-c`` and ``-m``."""
 
 
 class Program:
     """A program that runs, here and with ``environment`` besides that of this process. ``stdout`` and ``stderr`` are
-    text files, to be read; ``returncode`` is known after its end, and negative if a signal was that."""
+    text files, to be read; ``returncode`` is known after its end, and negative if a signal was that. ``stdin`` is a
+    descriptor, which stays open here."""
 
-    def __init__(self, text: str, *arguments: object, **environment: str) -> None:
+    def __init__(
+        self,
+        text: str,
+        *arguments: object,
+        stdin: int | None = None,
+        timeout_s: float = TIMEOUT_S,
+        **environment: str,
+    ) -> None:
         (stdout, own_stdout), (stderr, own_stderr) = os.pipe(), os.pipe()
         request = _request(text, map(str, arguments), {**os.environ, **environment})
-        self._server, self.pid = _ask(_server()[0], request, own_stdout, own_stderr)
+        with Path(os.devnull).open() as nothing:
+            own_stdin = nothing.fileno() if stdin is None else stdin
+            self._server, self.pid = _ask(_server(), request, own_stdin, own_stdout, own_stderr)
         os.close(own_stdout), os.close(own_stderr)
         self.stdout, self.stderr = os.fdopen(stdout), os.fdopen(stderr)
         self.returncode: int | None = None
-        self._timer = threading.Timer(TIMEOUT_S, self.send_signal, [signal.SIGKILL])
+        self._timer = threading.Timer(timeout_s, self.send_signal, [signal.SIGKILL])
         self._timer.daemon = True
         self._timer.start()
 
@@ -90,26 +106,31 @@ def run_well(text: str, *arguments: object) -> str:
 
 def run_module(name: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a module to its end, as ``python -W ignore -m NAME`` does."""
-    return run(f"import runpy; runpy.run_module({name!r}, run_name='__main__')", *arguments, **environment)
+    return run(_text_of_module(name), *arguments, **environment)
 
 
-def run_script(script: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+def run_script(script: Path, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a file to its end, as ``python -W ignore FILE`` does."""
-    return run(_text_of(str(script)), *arguments)
+    return run(_text_of_script(str(script)), *arguments, **environment)
 
 
-def stand_in(script: Path) -> list[str]:
-    """The command that runs a file so: for launchers, which start their programs themselves."""
-    return [sys.executable, "-S", __file__, _server()[0], str(script)]
+def children() -> dict[str, str]:
+    """The environment of a program whose ``sys.executable`` forks, too: the interpreters that it starts, and those that
+    these start, begin in milliseconds. A signal that ends one of them ends what was forked for it."""
+    return {"FORKED_SERVER": _server(), "FORKED_PYTHON": sys.executable}
 
 
 def import_ahead(*modules: str) -> None:
     """All programs from now on have these imported, too."""
-    connection, _ = _ask(_server()[0], {"modules": modules})
+    connection, _ = _ask(_server(), {"modules": modules})
     connection.close()
 
 
-def _text_of(script: str) -> str:
+def _text_of_module(name: str) -> str:
+    return f"import runpy; runpy.run_module({name!r}, run_name='__main__')"
+
+
+def _text_of_script(script: str) -> str:
     """Runs a file; what stands beside it can be imported, and what stands in this directory."""
     begin = f"import runpy, sys; sys.path.insert(0, {os.path.dirname(script)!r}); sys.argv[0] = {script!r}"  # noqa: PTH120
     return f"{begin}; runpy.run_path({script!r}, run_name='__main__')"
@@ -125,44 +146,60 @@ def _request(text: str, arguments: Iterable[str], environment: dict[str, str]) -
 def _ask(name: str, request: dict[str, Any], *descriptors: int) -> tuple[socket.socket, int]:
     """A connection over which the status comes when the program ends, and its process."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.connect(f"\0{name}")
+    for _ in range(100):  # another worker has the name, and does not listen yet
+        with contextlib.suppress(ConnectionRefusedError):
+            connection.connect(f"\0{name}")
+            break
+        time.sleep(0.01)
     socket.send_fds(connection, [json.dumps(request).encode()], descriptors)
     return connection, int(connection.recv(64))
 
 
 @cache
-def _server() -> tuple[str, subprocess.Popen[bytes]]:
-    """The name of its socket. It ends when this process does, and with it the server's standard input."""
-    name = f"offload-forked-{os.getpid()}"
+def _server() -> str:
+    """The name of its socket. It ends when the process does that began the tests."""
+    tests = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+    name = f"offload-forked-{tests}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(f"\0{name}")
+        try:
+            listener.bind(f"\0{name}")
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return name  # another worker has begun it
         listener.listen()
-        command = [sys.executable, "-W", "ignore", __file__, str(listener.fileno())]
-        passed = [listener.fileno()]
-        return name, subprocess.Popen(command, pass_fds=passed, stdin=subprocess.PIPE, start_new_session=True)
+        command = [sys.executable, "-W", "ignore", __file__, str(listener.fileno()), str(tests)]
+        subprocess.Popen(command, pass_fds=[listener.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
+        return name
 
 
-def _serve(listener: socket.socket) -> dict[str, Any]:
+def _serve(listener: socket.socket, tests: int) -> dict[str, Any]:
     """Fork a process for each request. Returns in the forked ones: what is to be done there."""
     selector = selectors.DefaultSelector()
-    selector.register(sys.stdin, selectors.EVENT_READ)
+    over = os.pidfd_open(tests)
+    selector.register(over, selectors.EVENT_READ)
     selector.register(listener, selectors.EVENT_READ)
+    running: dict[int, socket.socket] = {}
     gc.freeze()  # a collection would copy what forked processes share
     while True:
         for key, _ in selector.select():
-            if key.fileobj is sys.stdin:
+            if key.fileobj == over:
                 os._exit(0)
+            if isinstance(key.fileobj, socket.socket) and key.fileobj is not listener:  # whoever asked is gone
+                if key.data in running:
+                    selector.unregister(key.fileobj)
+                    os.kill(key.data, signal.SIGKILL)
+                continue
             if key.fileobj is not listener:
-                process, connection = key.data
                 selector.unregister(key.fileobj)
                 os.close(key.fd)
-                status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-                with contextlib.suppress(BrokenPipeError):  # whoever asked may be gone
+                status = os.waitstatus_to_exitcode(os.waitpid(key.data, 0)[1])
+                with running.pop(key.data) as connection, contextlib.suppress(KeyError, BrokenPipeError):
+                    selector.unregister(connection)
                     connection.send(str(status).encode())
-                connection.close()
                 continue
             connection, _ = listener.accept()
-            data, outputs, _, _ = socket.recv_fds(connection, 1 << 20, 2)
+            data, files, _, _ = socket.recv_fds(connection, 1 << 20, 3)
             request: dict[str, Any] = json.loads(data)
             if "modules" in request:
                 for module in request["modules"]:
@@ -173,33 +210,38 @@ def _serve(listener: socket.socket) -> dict[str, Any]:
                 continue
             process = os.fork()
             if process == 0:
-                for descriptor, own in zip([os.open(os.devnull, os.O_RDONLY), *outputs], range(3), strict=True):
+                for descriptor, own in zip(files, range(3), strict=True):
                     os.dup2(descriptor, own)
                     os.close(descriptor)
-                listener.close(), connection.close(), selector.close()
+                listener.close(), connection.close(), selector.close(), os.close(over)
                 return request
-            for descriptor in outputs:
+            for descriptor in files:
                 os.close(descriptor)
-            selector.register(os.pidfd_open(process), selectors.EVENT_READ, (process, connection))
             connection.send(str(process).encode())
+            running[process] = connection
+            selector.register(os.pidfd_open(process), selectors.EVENT_READ, process)
+            selector.register(connection, selectors.EVENT_READ, process)
 
 
-def _run_forked(listener: socket.socket) -> None:
+def _run_forked(listener: socket.socket, tests: int) -> None:
     for module in ("torch._dynamo", "offload.engine"):
         importlib.import_module(module)
     sys.modules["offload.tiers.bandwidth"]._SECONDS = 0.02  # type: ignore[attr-defined]  # as in the conftest of all
-    request = _serve(listener)
+    request = _serve(listener, tests)
     os.chdir(request["at"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    if "FORKED_SERVER" in os.environ:
+        sys.executable = INTERPRETER
     sys.argv = ["-c", *request["arguments"]]
     sys.modules["__main__"] = types.ModuleType("__main__")
     exec(compile(request["text"], "<string>", "exec"), vars(sys.modules["__main__"]))
 
 
-def _stand_in(name: str, script: str, *arguments: str) -> None:
-    """Have a script run, pass SIGTERM on to it, and end as it does."""
-    connection, process = _ask(name, _request(_text_of(script), arguments, dict(os.environ)), 1, 2)
+def _stand_in(name: str, *arguments: str) -> None:
+    """Have done what an interpreter would do for these arguments, pass SIGTERM on, and end as what was done ends."""
+    text, rest = _meant_by(arguments)
+    connection, process = _ask(name, _request(text, rest, dict(os.environ)), 0, 1, 2)
     signal.signal(signal.SIGTERM, lambda *_: os.kill(process, signal.SIGTERM))
     status = int(connection.recv(64))
     if status < 0:
@@ -208,8 +250,18 @@ def _stand_in(name: str, script: str, *arguments: str) -> None:
     sys.exit(status)
 
 
+def _meant_by(arguments: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+    """The text of the program, and its arguments."""
+    first, *rest = arguments
+    if first in ("-m", "-c"):
+        return _text_of_module(rest[0]) if first == "-m" else rest[0], tuple(rest[1:])
+    if first.startswith("-"):  # -W ignore, -u
+        return _meant_by(tuple(rest[first == "-W" :]))
+    return _text_of_script(first), tuple(rest)
+
+
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
-        _run_forked(socket.socket(fileno=int(sys.argv[1])))
+    if sys.argv[1].isdecimal():
+        _run_forked(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
     else:
         _stand_in(*sys.argv[1:])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -25,6 +25,14 @@ class TilePart:
     offset: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+class TileBytes(NamedTuple):
+    """The addresses of a tile's states, and of the weights and gradients of the same elements, or of some of them."""
+
+    states: int
+    weights: int
+    grads: int
 
 
 def options_of(group: Group) -> Group:
@@ -76,23 +84,10 @@ class Rule(TileLayout, Protocol):
         Neighbours for which it is equal are updated in one call. Raises ``ConfigError`` for settings that cannot work.
         """
 
-    def apply(
-        self,
-        frozen: Hashable,
-        tile: Tile,
-        address: int,
-        start: int,
-        stop: int,
-        *,
-        weight: int,
-        grad: int,
-        native: kernels.Native,
-    ) -> None:
-        """Update the elements ``[start, stop)`` of the tile at ``address``.
-
-        ``weight`` and ``grad`` are where those of ``start`` lie. ``native`` runs the kernels: on the CPU, or on a
-        device (see ``device_unsupported_reason``), in whose memory all addresses are then.
-        """
+    def apply(self, frozen: Hashable, tile: Tile, start: int, stop: int, at: TileBytes, native: kernels.Native) -> None:
+        """Update the elements ``[start, stop)`` of the tile, whose weights and gradients begin where ``at`` says.
+        ``native`` runs the kernels: on the CPU, or on a device
+        (see ``device_unsupported_reason``), in whose memory all addresses are then."""
 
     def put_states(self, tile: Tile, address: int, spec: ParameterSpec, states: Mapping[str, Any], first: int) -> None:
         """Write what the tile holds of the parameter's states and ``states`` have of them, in any format of moments.

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWa
 def launch(launcher: list[str], script: Path, *arguments: object) -> None:
     path = os.pathsep.join([str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")])
     forked.import_ahead("lightning.pytorch", "transformers.trainer")
-    command = [*launcher, *forked.stand_in(script)]
-    done = forked.run_module(*command, *arguments, OMP_NUM_THREADS="1", PYTHONPATH=path)
+    command = [*launcher, script]
+    done = forked.run_module(*command, *arguments, OMP_NUM_THREADS="1", PYTHONPATH=path, **forked.children())
     assert done.returncode == 0, done.stderr[-5000:]
 
 
@@ -36,7 +36,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks of ``ranks_child.py`` saw, by library."""
     folder = tmp_path_factory.mktemp("ranks")
     child = Path(__file__).with_name("ranks_child.py")
-    launch(["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"], child, folder)
+    launch(["torch.distributed.run", "--standalone", "--nproc-per-node", "2"], child, folder)
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -73,7 +73,7 @@ def test_the_trainers_page_gives_the_same_model_on_two_ranks_with_half_the_batch
         text = example.replace('"/tmp', f'"{folder}').replace("train_batch_size=4", f"train_batch_size={size}")
         (folder / "script.py").write_text(text)
     exec(compile((folders[0] / "script.py").read_text(), PAGE.name, "exec"), {})
-    launcher = ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1", "--no_python"]
+    launcher = ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"]
     launch(launcher, folders[1] / "script.py")
     one, two = (json.loads((folder / "run/checkpoint-6/trainer_state.json").read_text()) for folder in folders)
     for key in ("loss", "grad_norm", "eval_loss", "learning_rate"):

@@ -6,8 +6,6 @@ import copy
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -558,8 +556,8 @@ def test_a_checkpoint_alone_becomes_a_model_in_another_process(tmp_path: Path, n
         engine.save_checkpoint(tmp_path / "saved")
         engine.save_model(tmp_path / "weights")
         expected = values(model)
-    command = [sys.executable, "-m", "offload", "export", tmp_path / "saved", tmp_path / "out"]
-    subprocess.run(command, check=True, capture_output=True)
+    done = forked.run_module("offload", "export", tmp_path / "saved", tmp_path / "out")
+    assert done.returncode == 0, done.stderr
     for config in ("config.json", "generation_config.json"):
         ours, own = (json.loads((tmp_path / folder / config).read_text()) for folder in ("out", "weights"))
         assert ours == own

@@ -3,8 +3,6 @@
 import gc
 import resource
 import signal
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -178,13 +176,11 @@ def test_an_engine_that_is_dropped_ends_by_itself(make_model, tmp_path: Path):
 
 def test_a_process_that_ends_without_close_ends_cleanly(tmp_path: Path):
     code = f"""
-import sys
-sys.path[:0] = {sys.path!r}
 from tiny import Tiny, train
 from offload import OffloadEngine
 engine = OffloadEngine(Tiny(), nvme_path={str(tmp_path)!r}, host_memory="5MiB")
 train(engine, 2)
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    run = forked.run(code)
     assert run.returncode == 0 and run.stderr == "", run.stderr
     assert list(tmp_path.iterdir()) == []

@@ -133,7 +133,7 @@ class Story:
     def check_at_rest(self) -> None:
         """No call is under way, nothing is open, and handles stand in the model."""
         assert self.in_use == set()
-        assert self.hooks.lane.open == []
+        assert self.hooks.context.open == []
         for unit in self.units:
             assert (unit.forward_depth, unit.in_backward) == (0, False)
             assert bool(torch.isnan(unit.window.flat).all())

@@ -59,9 +59,8 @@ class Place:
 
     def fork(self, *options: object) -> forked.Program:
         """Run in a process of its own, to which all is imported."""
-        return forked.Program(
-            "import runpy; runpy.run_module('offload', run_name='__main__')", *self.arguments(*options)
-        )
+        text = "import runpy; runpy.run_module('offload', run_name='__main__')"
+        return forked.Program(text, *self.arguments(*options))
 
     def start(self, *options: object) -> subprocess.Popen[str]:
         """Run in a process of its own, from its first import on."""
@@ -280,8 +279,17 @@ def test_a_path_that_cannot_be_written_or_is_too_small_is_refused(place, mount):
 
 @pytest.mark.parametrize(("module", "status"), [("aio_ext._aio", 2), ("offload.kernels._kernels", 1)])
 def test_a_missing_native_part_is_one_line(place, module, status):
-    hide = f"import sys; sys.modules[{module!r}] = None; from offload.cli import main; sys.exit(main(sys.argv[1:]))"
-    done = subprocess.run([sys.executable, "-c", hide, *place.arguments()], capture_output=True, text=True, check=False)
+    done = forked.run(
+        f"""
+import sys
+for name in [name for name in sys.modules if name.startswith(("offload", "aio_ext"))]:
+    del sys.modules[name]
+sys.modules[{module!r}] = None
+from offload.cli import main
+sys.exit(main(sys.argv[1:]))
+""",
+        *place.arguments(),
+    )
     assert done.returncode == status
     assert done.stderr.splitlines()[-1].startswith("offload train: error: "), done.stderr
     assert "Traceback" not in done.stderr and "pip install" in done.stderr

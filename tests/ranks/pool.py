@@ -1,6 +1,6 @@
 """Ranks for tests: processes that are started once, and make calls together.
 
-The processes are forked from one that has imported torch and the engine already, which takes seconds. Each keeps
+The processes are forked from one that has imported torch and the engine already (see ``forked``). Each keeps
 ``torch.distributed`` (gloo, on 127.0.0.1) for all its calls. A call that takes too long ends the processes, and says
 where each thread of each of them was.
 """
@@ -10,22 +10,25 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import importlib
-import multiprocessing
 import os
 import signal
+import socket
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import current_process
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import forked
+
 DEADLINE_S = 60.0
 """Of one call. Those that are meant to meet a deadline of the engine's have shorter ones."""
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch._dynamo", "offload.engine"])
+_POOL_S = 3600.0
+"""Of a pool's processes: longer than all tests take."""
 
 
 class RanksFailed(AssertionError):
@@ -37,7 +40,7 @@ class Pool:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._processes: list[Any] = []
+        self._processes: list[forked.Program] = []
         self._ends: list[Connection] = []
         self._dumps: list[Path] = []
 
@@ -58,7 +61,7 @@ class Pool:
                 try:
                     answers[rank] = end.recv()  # type: ignore[union-attr]
                 except EOFError:
-                    answers[rank] = (False, f"it has ended: {self._processes[rank].exitcode}")
+                    answers[rank] = (False, f"it has ended: {self._processes[rank].wait()}\n{self._told(rank)}")
         wrong = [f"rank {rank}: {answer}" for rank, (good, answer) in sorted(answers.items()) if not good]
         wrong += [f"rank {rank}: not over after {timeout_s:g} s\n{self._dump(rank)}" for rank in self._missing(answers)]
         if wrong:
@@ -69,8 +72,7 @@ class Pool:
     def stop(self) -> None:
         """End the processes, whatever they do."""
         for process in self._processes:
-            process.kill()
-            process.join()
+            process.__exit__()
         for end in self._ends:
             end.close()
         for dump in self._dumps:
@@ -78,16 +80,17 @@ class Pool:
         self._processes, self._ends, self._dumps = [], [], []
 
     def _start(self) -> None:
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
         for rank in range(self.size):
-            own, other = _context.Pipe()
-            dump = Path(tempfile.mkstemp(prefix="offload-ranks-")[1])
-            process = _context.Process(target=_serve, args=(rank, self.size, other, dump), daemon=True)
-            process.start()
+            own, other = socket.socketpair()
+            file, dump = tempfile.mkstemp(prefix="offload-ranks-")
+            os.close(file)
+            text = "from ranks import pool; pool.serve()"
+            key = current_process().authkey.hex()  # by which tensors come over
+            process = forked.Program(text, rank, self.size, dump, key, stdin=other.fileno(), timeout_s=_POOL_S)
             other.close()
             self._processes.append(process)
-            self._ends.append(own)
-            self._dumps.append(dump)
+            self._ends.append(Connection(own.detach()))
+            self._dumps.append(Path(dump))
         port = self._ends[0].recv()
         for end in self._ends[1:]:
             end.send(port)
@@ -96,23 +99,28 @@ class Pool:
         return [rank for rank in range(self.size) if rank not in answers]
 
     def _dump(self, rank: int) -> str:
-        """Where the threads of a rank are."""
-        os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        """What a rank has told, and where its threads are."""
+        self._processes[rank].send_signal(signal.SIGUSR1)
         time.sleep(0.5)
-        return self._dumps[rank].read_text()
+        return self._told(rank)
+
+    def _told(self, rank: int) -> str:
+        return self._dumps[rank].read_text(errors="replace")
 
 
-def _serve(rank: int, size: int, parent: Connection, dump: Path) -> None:
-    """Make the calls that come from ``parent``, until it is gone."""
+def serve() -> None:
+    """Make the calls that come on standard input, which is a socket, until its other end is gone."""
     import torch
     from torch import distributed
 
-    from offload.tiers import bandwidth
-
-    with dump.open("w") as file, contextlib.suppress(EOFError):
+    rank, size = int(sys.argv[1]), int(sys.argv[2])
+    parent = Connection(os.dup(0))
+    current_process().authkey = bytes.fromhex(sys.argv[4])
+    with Path(sys.argv[3]).open("w") as file, contextlib.suppress(EOFError):
+        for output in (1, 2):
+            os.dup2(file.fileno(), output)
         faulthandler.register(signal.SIGUSR1, file)
         torch.set_num_threads(1)
-        bandwidth._SECONDS = 0.02  # as in the conftest of all tests
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         if rank == 0:
             store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -29,7 +29,11 @@ CASES = {case.name: case for case in ranks_failures.cases()}
 
 @pytest.fixture(scope="module")
 def launcher() -> Iterator[Launcher]:
-    started = Launcher(str(SCRIPTS / "ranks_failures.py"))
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in forked.children().items():
+            patch.setenv(name, value)
+        patch.setattr(sys, "executable", forked.INTERPRETER)
+        started = Launcher(str(SCRIPTS / "ranks_failures.py"))
     yield started
     started.close()
 

@@ -15,7 +15,8 @@ def test_torchrun_starts_the_program_of_the_page(tmp_path: Path, monkeypatch: py
     (program,) = re.findall(r'^```python title="train.py"\n(.*?)^```$', PAGE.read_text(), re.DOTALL | re.MULTILINE)
     (tmp_path / "train.py").write_text(program.replace("/mnt/nvme", str(tmp_path)))
     monkeypatch.chdir(tmp_path)
-    found = forked.run_module("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py")
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    found = forked.run_module(*launcher, "train.py", **forked.children())
     assert found.returncode == 0, found.stderr
     loss, network = re.fullmatch(r"loss ([\d.]+), ([\d.]+) MB from other ranks\n", found.stdout).groups()  # type: ignore[union-attr]
     assert 5 < float(loss) < 6 and float(network) > 0

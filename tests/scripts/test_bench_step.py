@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import sys
 from pathlib import Path
 
 import forked
@@ -11,37 +11,25 @@ import pytest
 
 _ROOT = Path(__file__).parents[2]
 _SCRIPT = _ROOT / "scripts" / "bench_step.py"
+sys.path.append(str(_SCRIPT.parent))
+
+from _step_process import Turns, WorkerFailed  # noqa: E402
+
 _TINY = ["--sizes", "chain:8x256", "--rounds", "1", "--warm-up", "1", "--steps", "2"]
 
 
-def test_every_run_has_what_the_plots_and_other_programs_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A budget that is too small and another installation that cannot run are reported, and the others go on."""
+def test_every_run_has_what_the_plots_and_other_programs_read(tmp_path: Path):
+    """A budget that is too small is reported, and the others go on."""
     plot = tmp_path / "step.png"
-    other = tmp_path / "other" / "offload"
-    other.mkdir(parents=True)
-    (other / "__init__.py").write_text("raise SystemExit('this is the other one')")
-    systems = [
-        "--systems",
-        "in_memory",
-        "engine",
-        "--budgets",
-        "all",
-        "least",
-        "1B",
-        "--against",
-        f"old={other.parent}",
-    ]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")])))
-    done = forked.run_script(_SCRIPT, *_TINY, "--nvme-path", tmp_path, *systems, "--json", "--plot", plot)
+    systems = ["--systems", "in_memory", "engine", "--budgets", "all", "least", "1B", "--against", f"old={_ROOT}"]
+    arguments = [*_TINY, "--nvme-path", tmp_path, *systems, "--json", "--plot", plot]
+    done = forked.run_script(_SCRIPT, *arguments, **forked.children())
     assert done.returncode == 0, done.stderr
-    assert "engine 1B" in done.stderr and "BudgetError" in done.stderr
-    assert "engine old all: this is the other one" in done.stderr
+    for name in ("engine 1B", "engine old 1B"):
+        assert f"{name}: offload.errors.BudgetError" in done.stderr
     runs = json.loads(done.stdout)["runs"]
-    assert [(run["system"], run["budget"]) for run in runs] == [
-        ("in_memory", ""),
-        ("engine", "all"),
-        ("engine", "least"),
-    ]
+    engines = [(system, budget) for budget in ("all", "least") for system in ("engine", "engine old")]
+    assert [(run["system"], run["budget"]) for run in runs] == [("in_memory", ""), *engines]
     for run in runs:
         assert run["parameters"] == 256 * 256 + 8 * (256 * 256 + 256)
         assert len(run["step_seconds"]) == 2
@@ -49,7 +37,7 @@ def test_every_run_has_what_the_plots_and_other_programs_read(tmp_path: Path, mo
         assert run["bound_seconds"] > 0
         assert run["bound_by"] in ("compute", "nvme")
         assert run["peak_rss_bytes"] > run["imports_bytes"] > 0
-    in_memory, ample, least = runs
+    in_memory, ample, _, least, _ = runs
     assert in_memory["host_memory_bytes"] is None
     assert least["host_memory_bytes"] < ample["host_memory_bytes"]
     assert ample["nvme_read_bytes_per_step"] == ample["nvme_write_bytes_per_step"] == 0
@@ -57,3 +45,11 @@ def test_every_run_has_what_the_plots_and_other_programs_read(tmp_path: Path, mo
     assert in_memory["losses"] == pytest.approx(ample["losses"], rel=1e-3)
     assert ample["losses"] == least["losses"]
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_another_installation_is_imported_in_place_of_this_one(tmp_path: Path):
+    other = tmp_path / "other" / "offload"
+    other.mkdir(parents=True)
+    (other / "__init__.py").write_text("raise SystemExit('this is the other one')")
+    with pytest.raises(WorkerFailed, match="this is the other one"):
+        Turns(None).take({"installation": str(other.parent)}, 1, 1)
