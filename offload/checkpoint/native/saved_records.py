@@ -119,6 +119,10 @@ class SavedRecords:
         self._check()
         return self._tile_memory.lend(self._states[tile.tile])
 
+    def lend(self, extent: int) -> Loan:
+        """The record in this extent."""
+        return _Memory().lend(self.home(extent))
+
     def home(self, *extents: int) -> SavedHome:
         """The record in these extents."""
         return SavedHome(self._source, extents)
