@@ -208,7 +208,8 @@ class Checkpoints:
         """See ``OffloadEngine.load_dcp``."""
         self._begin_loading()
         target = Path(path).expanduser()
-        loading = DistributedLoading(target, self._run, self._units, self._access, states=states)
+        rule = self._access.layout.rule if states else None
+        loading = DistributedLoading(target, self._run, self._units, self._access, rule)
         with contextlib.closing(loading):
             on_every_rank(self._ranks, f"load_dcp({target})", loading.open)
             self._replace(loading.state, loading.copy, _no_gradients)

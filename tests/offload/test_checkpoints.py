@@ -304,7 +304,7 @@ def test_a_run_resumes_on_a_disk_that_it_has_filled_itself(tmp_path: Path, monke
     options = {"lr": 1e-3, "nvme_path": tmp_path, "host_memory": least(tmp_path), "durable": 1}
     with OffloadEngine(make_model(), **options) as engine:
         train(engine, 2)
-    monkeypatch.setattr("offload.planning._free_bytes", lambda paths: 0.0)
+    monkeypatch.setattr("offload.planning.free_bytes_of", lambda paths: 0.0)
     with pytest.warns(UserWarning, match="holds step 2"):
         engine = OffloadEngine(make_model(1), **options)
     with engine:
