@@ -19,7 +19,7 @@ from torch import nn
 from offload import option_values, torch_internals
 from offload.birth import from_pretrained
 from offload.birth.birth import Birth
-from offload.checkpoint.export import MAX_SHARD_BYTES, save_model
+from offload.checkpoint.safetensors.export import MAX_SHARD_BYTES, save_model
 from offload.config import OPTIMIZERS, OffloadConfig
 from offload.device.protocol import Device
 from offload.errors import ConfigError, limits_named, warn
@@ -360,7 +360,7 @@ class OffloadEngine:
     def wait_for_checkpoint(self) -> None:
         """Return when no checkpoint is on its way to another file system. Raises, once, what it has failed with."""
         self._session.failure.check()
-        self._session.checkpoints.wait_for_background()
+        self._session.checkpoints.generations.wait_for_background()
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Have the states of these objects (schedulers, data loaders, ...) saved and restored with every commit and

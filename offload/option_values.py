@@ -7,7 +7,7 @@ import numbers
 import os
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -109,13 +109,24 @@ def as_choice(option: str, value: object, allowed: Sequence[str]) -> str:
     """One of the names in ``allowed``. The error says which one may have been meant by a text, a dtype or its bits."""
     if isinstance(value, str) and value in allowed:
         return value
-    near = []
+    text = ""
     if isinstance(value, (str, int, type, torch.dtype)):
         text = value if isinstance(value, str) else getattr(value, "__name__", shown(value))
         text = text.lower().removeprefix("torch.")
         text = next((name for name, others in _SPELLINGS.items() if text in others), text)
-        near = difflib.get_close_matches(text, allowed, 1)
-    refuse(option, one_of(allowed), value, repr(near[0]) if near else None)
+    refuse_name(option, one_of(allowed), value, text, allowed)
+
+
+def refuse_name(option: str, expected: str, value: object, name: str, known: Iterable[str]) -> NoReturn:
+    """Raise ``ConfigError``, with what may have been meant by ``name`` among those that are known."""
+    near = nearest(name, known)
+    refuse(option, expected, value, None if near is None else repr(near))
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that may have been meant, whatever its case."""
+    folded = {other.lower(): other for other in known}
+    return next((folded[near] for near in difflib.get_close_matches(name.lower(), folded, 1)), None)
 
 
 def one_of(allowed: Sequence[str]) -> str:

@@ -20,10 +20,10 @@ from offload.memory import available_bytes
 from offload.optim.choose import OptimizerChoice
 from offload.optim.formats import DEFAULT_TILE_BYTES, Formats
 from offload.plan.buffers import NUM_LANDINGS, device_tile_bytes
-from offload.plan.device import AUTO_RESIDENT_SHARE, DevicePlan, plan_device
+from offload.plan.device import AUTO_RESIDENT_SHARE, ON_HOST, DeviceNeeds, DevicePlan, plan_device
 from offload.plan.placement import make_plan
 from offload.plan.plan import Plan, Tier, UnitPlan
-from offload.plan.ranks import PLACEMENTS, RanksPlan, plan_ranks
+from offload.plan.ranks import ONE_RANK, PLACEMENTS, RanksPlan, plan_ranks
 from offload.ranks.world import World
 from offload.tiers.store import run_bytes
 from offload.tiers.window import CopyWindow, window_class
@@ -38,26 +38,77 @@ _WHOLE_UNITS = 1 << 62
 """A tile of this many bytes holds any unit."""
 
 
+class HostRoom:
+    """What compute may take where the CPU computes: nothing beside the host's memory."""
+
+    computes = False
+    free_bytes = 0
+
+    def plan(
+        self, config: OffloadConfig, units: Sequence[UnitSpec], choice: OptimizerChoice | None, ranks: RanksPlan
+    ) -> tuple[DevicePlan, RanksPlan]:
+        """No device has anything."""
+        return ON_HOST, ranks
+
+    def compute_host_bytes(self, config: OffloadConfig, units: Sequence[UnitSpec], ranks: RanksPlan) -> int:
+        """Host memory that compute takes beside the plan's: autograd makes a gradient in memory of its own before it
+        is brought to its home, and drops it then; torch may need copies of the weights in use."""
+        copies = num_nested(units) if window_class() is CopyWindow else 0
+        weights = copies * max(unit.numel for unit in units) * config.dtype.itemsize
+        return weights + _gradient_bytes(config, units, config.dtype)
+
+
+ON_CPU = HostRoom()
+
+
 @dataclass(frozen=True)
 class DeviceRoom:
     """What a plan may know of a device: its free memory, and why its streams cannot run kernels, if so."""
 
     free_bytes: int
     unsupported_reason: str | None = None
+    computes = True
+
+    def plan(
+        self, config: OffloadConfig, units: Sequence[UnitSpec], choice: OptimizerChoice | None, ranks: RanksPlan
+    ) -> tuple[DevicePlan, RanksPlan]:
+        """How the device's memory is divided, and what of it is between ranks; the optimizer decides, too, whether
+        units may be resident there."""
+        unsupported_reason = None
+        if choice is not None:
+            unsupported_reason = choice.rule.device_unsupported_reason or self.unsupported_reason
+        states = [sum(tile.nbytes for tile, _ in _resident_unit(unit, choice).tiles) for unit in units]
+        updates = [0] * len(units)
+        if choice is not None and unsupported_reason is None:
+            tile_bytes = DEFAULT_TILE_BYTES if config.tile_bytes == "auto" else int(config.tile_bytes)
+            updates = [device_tile_bytes(choice.rule.tiles_of(unit, tile_bytes), Formats.of(config)) for unit in units]
+        given = None if config.device_memory == "auto" else int(config.device_memory)
+        needs = DeviceNeeds(units, Formats.of(config), states, updates, unsupported_reason, ranks)
+        with contextlib.suppress(BudgetError):
+            roomy = plan_device(needs, given, self.free_bytes)
+            if roomy.weights_bytes >= sum(ranks.places):  # else room for weights that come ahead is worth more
+                return roomy, ranks
+        tight = ranks.tight()
+        return plan_device(dataclasses.replace(needs, ranks=tight), given, self.free_bytes), tight
+
+    def compute_host_bytes(self, config: OffloadConfig, units: Sequence[UnitSpec], ranks: RanksPlan) -> int:
+        """Host memory that gradients land in: as autograd has made them, or, where ranks have added theirs up, in
+        fp32."""
+        return NUM_LANDINGS * _gradient_bytes(config, units, torch.float32 if ranks.gathers else config.dtype)
 
 
 @dataclass(frozen=True)
 class Room:
     """What a plan may take of a machine, measured or described.
 
-    ``nvme_bytes`` bounds the records on NVMe; ``spare_bytes`` bounds them with their spare copies. ``device`` is None
-    where the CPU computes.
+    ``nvme_bytes`` bounds the records on NVMe; ``spare_bytes`` bounds them with their spare copies. ``compute`` is what
+    there is where the model computes.
     """
 
     host_bytes: int
     nvme_bytes: int
     spare_bytes: float
-    device: DeviceRoom | None = None
+    compute: HostRoom | DeviceRoom = ON_CPU
 
 
 def plan_for(
@@ -68,7 +119,7 @@ def plan_for(
     world: World,
     shards: Sequence[UnitSpec],
 ) -> Plan:
-    """The plan for these units on this machine: for a rank's ``shards`` of them, where there are several.
+    """The plan for these units on this machine: for a rank's ``shards`` of them.
 
     Raises ``BudgetError`` for budgets that are too small, and what ``check_paths`` raises, also if all of it fits into
     memory: a wrong path is not kept until the day that it is needed.
@@ -76,9 +127,9 @@ def plan_for(
     check_paths(config.paths)
     room = _room(config, units, device, world.local_size)
     if world.size == 1:
-        return plan_within(config, units, choice, room)
+        return plan_within(config, units, choice, room, ONE_RANK)
     for placement in PLACEMENTS if config.shard == "auto" else (config.shard,):
-        ranks = plan_ranks(units, Formats.of(config), placement, world.shards.size, device=device is not None)
+        ranks = plan_ranks(units, Formats.of(config), placement, world.shards.size, device=room.compute.computes)
         plan, error = None, None
         try:
             plan = plan_within(config, shards, choice, room, ranks)
@@ -99,9 +150,9 @@ def plan_for(
 
 def _device_fits(plan: Plan, config: OffloadConfig, room: Room) -> bool:
     """What the plan takes of a device's memory leaves enough to activations, as far as nobody has said how much."""
-    if plan.device is None or room.device is None or config.device_memory != "auto":
+    if config.device_memory != "auto":
         return True
-    return plan.device.total_bytes <= room.device.free_bytes * AUTO_RESIDENT_SHARE
+    return plan.device.total_bytes <= room.compute.free_bytes * AUTO_RESIDENT_SHARE
 
 
 def _raise_first(own: OffloadError | None, told: Sequence[tuple[str, int, bool] | None], world: World) -> None:
@@ -115,13 +166,13 @@ def _raise_first(own: OffloadError | None, told: Sequence[tuple[str, int, bool] 
     rank, message, needed, of_device = max(errors, key=lambda error: error[2])
     if not needed:
         raise RankError(f"rank {rank}: {message}")
-    if of_device:
-        raise BudgetError(message, needed, of_device=True)
-    raise BudgetError(
-        f"{message} These are bytes of one rank: {world.local_size} ranks share what this machine has, so that "
-        f"{needed * world.local_size} are needed for all of them.",
-        needed * world.local_size,
-    )
+    if not of_device and world.local_size > 1:
+        needed *= world.local_size
+        message += (
+            f" These are bytes of one rank: {world.local_size} ranks share what this machine has, so that {needed} are "
+            "needed for all of them."
+        )
+    raise BudgetError(message, needed, of_device=of_device)
 
 
 def plan_within(
@@ -129,16 +180,14 @@ def plan_within(
     units: Sequence[UnitSpec],
     choice: OptimizerChoice | None,
     room: Room,
-    ranks: RanksPlan | None = None,
+    ranks: RanksPlan,
 ) -> Plan:
-    """The plan for these units in this room, which looks at no machine; with ``ranks`` they are a rank's shards. Raises
-    ``BudgetError``, and ``StorageFull`` for ``durable`` without the room for it."""
+    """The plan for these units in this room, which looks at no machine; of several ``ranks`` they are a rank's shards.
+    Raises ``BudgetError``, and ``StorageFull`` for ``durable`` without the room for it."""
     tile_bytes = None if config.tile_bytes == "auto" else int(config.tile_bytes)
     tiles_of = choice.rule.tiles_of if choice is not None else None
-    device_plan = None
-    if room.device is not None:
-        device_plan, ranks = _plan_device(config, units, choice, room.device, ranks)
-    on_host = [unit for unit in units if device_plan is None or unit.index not in device_plan.resident]
+    device_plan, ranks = room.compute.plan(config, units, choice, ranks)
+    on_host = [unit for unit in units if unit.index not in device_plan.resident]
     make = partial(
         make_plan,
         on_host,
@@ -147,10 +196,10 @@ def plan_within(
         room.host_bytes,
         room.nvme_bytes,
         tile_bytes,
-        _compute_host_bytes(config, on_host, room.device, ranks) + (0 if ranks is None else ranks.nbytes),
+        room.compute.compute_host_bytes(config, on_host, ranks) + ranks.nbytes,
         num_backwards=config.gradient_accumulation_steps,
     )
-    speculative = choice is not None and choice.rule.repeatable and ranks is None
+    speculative = choice is not None and choice.rule.repeatable and not ranks.gathers
     plan = make(speculative=speculative)
     if speculative and store_bytes(plan, config, speculative=True) > room.spare_bytes:
         speculative = False
@@ -165,9 +214,7 @@ def plan_within(
             advice="Free some, give another path, raise host_memory or nvme_capacity, or leave durable out.",
         )
     two = choice is not None and has_room and plan.spare_copy_bytes > 0
-    plan = dataclasses.replace(plan, places=2 if two else 1, speculative=two and speculative, ranks=ranks)
-    if device_plan is None:
-        return plan
+    plan = dataclasses.replace(plan, record_copies=2 if two else 1, speculative=two and speculative, ranks=ranks)
     resident = [_resident_unit(unit, choice) for unit in units if unit.index in device_plan.resident]
     return plan.with_resident(resident, device_plan)
 
@@ -177,14 +224,13 @@ def _room(config: OffloadConfig, units: Sequence[UnitSpec], device: Device | Non
     host, nvme = config.host_memory, config.nvme_capacity
     host_bytes = (int(available_bytes() * AUTO_SHARE) if host == "auto" else int(host)) // num_local
     nvme_bytes = (1 << 62 if nvme == "auto" else int(nvme) // num_local) if config.paths else 0
-    spare_bytes = _free_bytes(config.paths) * AUTO_SHARE / num_local if nvme == "auto" else nvme_bytes
+    spare_bytes = free_bytes_of(config.paths) * AUTO_SHARE / num_local if nvme == "auto" else nvme_bytes
     if config.durable and nvme == "auto":  # what an earlier run has there is gone on from in its place
         spare_bytes += sum(map(run_bytes, config.paths))
-    on_device = None
-    if device is not None:
-        free_bytes = device.free_bytes() + _taken_over_bytes(units, device)
-        on_device = DeviceRoom(free_bytes, device.kernels_unsupported_reason())
-    return Room(host_bytes, nvme_bytes, spare_bytes, on_device)
+    if device is None:
+        return Room(host_bytes, nvme_bytes, spare_bytes)
+    free_bytes = device.free_bytes() + _taken_over_bytes(units, device)
+    return Room(host_bytes, nvme_bytes, spare_bytes, DeviceRoom(free_bytes, device.kernels_unsupported_reason()))
 
 
 def check_paths(paths: Sequence[Path]) -> None:
@@ -231,36 +277,6 @@ def check_backend(name: str) -> None:
         raise ConfigError(f"io_backend {name!r} does not work here: {missing[name]}")
 
 
-def _plan_device(
-    config: OffloadConfig,
-    units: Sequence[UnitSpec],
-    choice: OptimizerChoice | None,
-    device: DeviceRoom,
-    ranks: RanksPlan | None,
-) -> tuple[DevicePlan, RanksPlan | None]:
-    """How the device's memory is divided, and what of it is between ranks; the optimizer decides, too, whether units
-    may be resident there."""
-    unsupported_reason = None
-    if choice is not None:
-        unsupported_reason = choice.rule.device_unsupported_reason or device.unsupported_reason
-    states = [sum(tile.nbytes for tile, _ in _resident_unit(unit, choice).tiles) for unit in units]
-    updates = [0] * len(units)
-    if choice is not None and unsupported_reason is None:
-        tile_bytes = DEFAULT_TILE_BYTES if config.tile_bytes == "auto" else int(config.tile_bytes)
-        updates = [device_tile_bytes(choice.rule.tiles_of(unit, tile_bytes), Formats.of(config)) for unit in units]
-    given = None if config.device_memory == "auto" else int(config.device_memory)
-    make = partial(
-        plan_device, units, Formats.of(config), states, updates, given, device.free_bytes, unsupported_reason
-    )
-    if ranks is None:
-        return make(None), None
-    with contextlib.suppress(BudgetError):
-        roomy = make(ranks)
-        if roomy.weights_bytes >= sum(ranks.places):  # else room for weights that come ahead is worth more
-            return roomy, ranks
-    return make(ranks.tight()), ranks.tight()
-
-
 def _taken_over_bytes(units: Sequence[UnitSpec], device: Device) -> int:
     """What the model's parameters have of a GPU's memory: it is free when the engine has taken their values over."""
     if device.torch_device.type == "cpu":
@@ -275,21 +291,10 @@ def _resident_unit(unit: UnitSpec, choice: OptimizerChoice | None) -> UnitPlan:
     return UnitPlan(unit, Tier.DEVICE, Tier.DEVICE, tuple((tile, Tier.DEVICE) for tile in tiles))
 
 
-def _compute_host_bytes(
-    config: OffloadConfig, units: Sequence[UnitSpec], device: DeviceRoom | None, ranks: RanksPlan | None
-) -> int:
-    """Host memory that compute takes beside the plan's.
-
-    Autograd makes a gradient in memory of its own before it is brought to its home, and drops it then. From a device it
-    comes as autograd has made it, or, where ``ranks`` have added theirs up, in fp32.
-    """
-    width = (config.dtype if device is None or ranks is None else torch.float32).itemsize
+def _gradient_bytes(config: OffloadConfig, units: Sequence[UnitSpec], dtype: torch.dtype) -> int:
+    """The gradient of the largest parameter; 0 where nothing is trained."""
     trainable = [spec.numel for unit in units for spec in unit.parameters if spec.trainable]
-    gradient_bytes = align(max(trainable, default=0) * width) if config.optimizer is not None else 0
-    if device is None:
-        copies = num_nested(units) if window_class() is CopyWindow else 0
-        return copies * max(unit.numel for unit in units) * width + gradient_bytes
-    return NUM_LANDINGS * gradient_bytes
+    return align(max(trainable, default=0) * dtype.itemsize) if config.optimizer is not None else 0
 
 
 def store_bytes(plan: Plan, config: OffloadConfig, *, speculative: bool) -> int:
@@ -302,11 +307,11 @@ def store_bytes(plan: Plan, config: OffloadConfig, *, speculative: bool) -> int:
     return needed
 
 
-def _free_bytes(paths: Sequence[Path]) -> float:
+def free_bytes_of(paths: Sequence[Path]) -> int:
     """The bytes that are free on the paths; one file system is counted once."""
     free = {}
     for path in paths:
         with contextlib.suppress(OSError):  # the store refuses the path, and says why
             found = os.statvfs(path)
             free[path.stat().st_dev] = found.f_bavail * found.f_frsize
-    return float(sum(free.values()))
+    return sum(free.values())

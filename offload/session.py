@@ -15,19 +15,19 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
+from offload.access import BeforeChange, ExternalAccess, Layout, Levels, Zeroing
 from offload.birth.birth import Birth
+from offload.birth.loading import Loader
 from offload.checkpoint.checkpoints import Checkpoints
-from offload.checkpoint.gathered_weights import GatheredModelWeights
-from offload.checkpoint.model_weights import ModelWeights
 from offload.checkpoint.optimizer_states import OptimizerStates
 from offload.checkpoint.run_state import RunState, Training
+from offload.checkpoint.safetensors.model_weights import GatheredModelWeights, ModelWeights
 from offload.closing import Closers
 from offload.config import OffloadConfig
 from offload.device.protocol import Device
 from offload.errors import BudgetError, ConfigError, DeviceMemoryError, warn
 from offload.interrupts import held_back
 from offload.memory import available_bytes, resident_bytes
-from offload.model.backing import ExternalAccess, Zeroing
 from offload.model.handle import Handle
 from offload.model.hooks import Hooks, UnitInModel
 from offload.model.identity import give_back, ordinary
@@ -42,13 +42,11 @@ from offload.progress import Progress
 from offload.ranks.ranks import Ranks
 from offload.ranks.world import Peers, World
 from offload.report.meter import Meter
-from offload.report.report import Report
+from offload.report.report import LinkRates, Report
 from offload.report.reporter import Reporter
 from offload.run.watch import Watch
 from offload.spooled import Spooled
-from offload.tiers.loading import Loader
 from offload.tiers.make import make_tiers, store_bandwidths
-from offload.tiers.states import States
 from offload.torch_internals import graph_task, outside_of_graphs
 from offload.units import ParameterSpec, UnitSpec
 from offload.update.forecast import Forecast
@@ -367,7 +365,7 @@ class Session:
                 "engine.backward(loss), which scales it, or use torch.amp.GradScaler."
             )
         self.checkpoints.pass_boundary()
-        self.checkpoints.wait()
+        self.checkpoints.generations.wait()
         self._hooks.reset()
         self._uses.reset()
         self._verdict.check(self._optimizer.param_groups)
@@ -510,9 +508,8 @@ class Session:
                 "torch.distributed.checkpoint, or the values of full_tensor()"
             )
         self.wait_for_updates()
-        if self._ranks.size > 1:
-            return GatheredModelWeights(self._shards, self._tiers.homes, self._access, self._specs, self._ranks)
-        return ModelWeights(self._units, self._tiers.homes, self._access, self._specs)
+        kind = ModelWeights if self._ranks.size == 1 else GatheredModelWeights
+        return kind(self._shards, self._access, self._specs)
 
     # How it is made.
 
@@ -539,14 +536,14 @@ class Session:
             self._received_bytes,
             self._uses.busy_seconds,
             self.bandwidths,
-            link,
+            link or LinkRates(),
         )
 
     def _build_tiers(self, choice: OptimizerChoice | None, closers: Closers) -> None:
         """The tiers, the updates, and what reaches both from outside of a step."""
         config, plan = self.config, self.plan
         rule = choice.rule if choice is not None else None
-        on_device = plan.device is not None and plan.device.unsupported_reason is None and rule is not None
+        on_device = plan.device.unsupported_reason is None and rule is not None
         self._tiers = tiers = make_tiers(
             self._units,
             plan,
@@ -574,20 +571,19 @@ class Session:
             )
             self._speculative_of = updates.speculative.of_unit
         self._access = ExternalAccess(
+            Layout(plan.formats, config.dtype, rule),
             tiers.homes,
-            tiers.host,
+            Levels(tiers.host, tiers.level, tiers.whole),
             tiers.gradients,
-            tiers.level,
-            rule,
-            plan.formats,
-            config.dtype,
+            BeforeChange(
+                agree=partial(self._ranks.barrier, "a change"),
+                settle=tiers.intake.settle,
+                invalidate=_nothing if updates is None else updates.updater.invalidate,
+            ),
+            self._ranks,
             self.torch_device,
             self.failure,
-            tiers.intake.settle,
             Spooled(config.paths if any(plan.nvme_bytes.values()) else ()),
-            _nothing if updates is None else updates.updater.invalidate,
-            self._ranks,
-            tiers.whole,
         )
 
     def _take_over(self, model: nn.Module, birth: Birth, handles: Handles, closers: Closers) -> None:
@@ -601,7 +597,7 @@ class Session:
             whole = birth.value(spec.whole or spec)
             return whole if spec.whole is None else spec.shard_of(self._ranks.broadcast(spec.name, whole))
 
-        loader = Loader(tiers.homes, self._access.rule, self.plan.formats, config.dtype, value, *buffers)
+        loader = Loader(tiers.homes, self._access.layout, value, *buffers)
         shown = zip(birth.shown(units), self._shards, strict=True)
         loader.load(shown, handles.at_sites, handles.of_model)
         birth.fill_rest()
@@ -633,14 +629,13 @@ class Session:
         named_order = [spec for p in model.parameters() for spec in self._specs.get(p, ())]
         self._verdict = Verdict(self._shards, gradients, named_order, handles.of_model, choice.rule)
         states = OptimizerStates(
+            choice.rule,
             self._shards,
             self._specs,
             self._backings,
-            States(choice.rule, self._shards, self._tiers.homes, self._access.joined),
             self._verdict,
             self._access,
             self.wait_for_updates,
-            self.failure,
         )
         for group, specs in choice.groups:
             group["params"] = list(dict.fromkeys(handles.of_model[spec] for spec in specs))
@@ -664,23 +659,13 @@ class Session:
     def _build_checkpoints(self, model: nn.Module, training: Training | None, closers: Closers) -> None:
         run = RunState(model, self._shards, self.progress, self.config.gradient_dtype, self.wait_for_updates, training)
         self.checkpoints = Checkpoints(
-            run,
-            self.config,
-            self._shards,
-            self._tiers,
-            self._access,
-            self.torch_device,
-            self.failure,
-            self._ranks,
-            speculative=self.plan.speculative,
+            run, self.config, self._shards, self._tiers, self._access, speculative=self.plan.speculative
         )
-        if self.checkpoints.committer is not None:
-            self._access.before_change = self.checkpoints.committer.changing
-            if self._ranks.size > 1 and self.config.durable:
-                self._access.agree_to_change = self.checkpoints.committer.finish
-            closers.callback(self.checkpoints.committer.stop)
-        if self.checkpoints.background is not None:
-            closers.callback(self.checkpoints.background.finish)
+        generations = self.checkpoints.generations
+        self._access.before.commit = generations.changing
+        if self._ranks.size > 1 and self.config.durable:
+            self._access.before.agree = generations.agree
+        closers.callback(generations.stop)
 
     @property
     def _optimizer(self) -> OffloadOptimizer:
@@ -726,7 +711,7 @@ class Session:
     def _grow_into_device(self) -> None:
         """After the first step it is known what activations take: units move into the rest, and copies of others."""
         on_device, plan = self._tiers.on_device, self.plan
-        if on_device is None or plan.device is None:
+        if on_device is None:
             return
         if self.progress.global_step > 1 or self.config.device_memory != "auto" or self.config.durable:
             return

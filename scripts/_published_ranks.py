@@ -70,7 +70,6 @@ class Step:
             network=system.network,
             added_inside=True,
         )
-        assert machine.device is not None and machine.network is not None
         machine = replace(
             machine,
             device=replace(machine.device, memory_bytes=_PLENTY),

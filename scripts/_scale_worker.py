@@ -22,7 +22,7 @@ from offload import OffloadEngine
 from offload.memory import trim_heap
 from offload.predict.machine import Cores, Machine
 from offload.predict.model import Model
-from offload.predict.network import Network
+from offload.predict.network import ALONE, Network
 from offload.predict.overhead import record_seconds, unit_seconds
 from offload.predict.prediction import least_host_bytes
 from offload.predict.probe import drive_rates, probe
@@ -105,7 +105,7 @@ def _machine(case: Case, folder: Path, of_record: float | None) -> Machine:
         record_seconds=of_record,
         nvme=Bandwidths(drive.read / case.ranks, drive.write / case.ranks, drive.q),
         nvme_bytes=1 << 40,
-        network=_network(case, model) if case.ranks > 1 else None,
+        network=_network(case, model) if case.ranks > 1 else ALONE,
     )
     state_bytes = STATE_BYTES * model.num_parameters
     budget = 3 * state_bytes if case.budget == "all" else least_host_bytes(model, machine, workload)

@@ -100,7 +100,7 @@ class Engine:
             "parameters": plan.num_parameters,
             "num_units": len(plan.units),
             "host_memory_bytes": plan.host_bytes,
-            "device_memory_bytes": None if plan.device is None else plan.device.total_bytes,
+            "device_memory_bytes": plan.device.total_bytes or None,
             "schedule_seconds": self._schedules,
             "engine_efficiency": report.efficiency,
             "engine_bound_by": report.bound_by,

@@ -37,7 +37,6 @@ _ADAM = kernels.AdamCoef(**_HYPER, beta1=0.9, beta2=0.999, eps=1e-8, step=3)
 _LION = kernels.LionCoef(**_HYPER, beta1=0.9, beta2=0.99, step=2)
 _ADAGRAD = kernels.AdagradCoef(**_HYPER, lr_decay=0.1, eps=1e-10, step=2)
 _SGD = kernels.SgdCoef(**_HYPER, momentum=0.0, dampening=0.0, step=2)
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _BF16, _F16, _F32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -46,9 +45,7 @@ class Case:
     """An optimizer, and the dtypes of what it reads and writes. ``master``: what stands beside a 16-bit weight."""
 
     name: str
-    function: Callable[..., None]
-    coef: Any
-    states: tuple[str, ...]
+    coef: kernels.Coef
     weight: torch.dtype
     grad: torch.dtype
     master: str = ""
@@ -57,7 +54,7 @@ class Case:
     def arrays(self) -> dict[str, torch.dtype]:
         """The dtypes of all arrays by the names that the kernel's function has for them."""
         beside = {"": {}, "rest": {"rest": _BF16}, "master": {"master": _F32}}[self.master]
-        return {"grad": self.grad, "weight": self.weight, **beside, **dict.fromkeys(self.states, self.moments)}
+        return {"grad": self.grad, "weight": self.weight, **beside, **dict.fromkeys(self.coef.states, self.moments)}
 
     def bytes_per_element(self) -> int:
         """Read and written: a gradient is read, and a weight beside a whole master is written."""
@@ -67,13 +64,13 @@ class Case:
 
 
 CASES = (
-    Case("AdamW bf16", kernels.adam, _ADAM, _MOMENTS, _BF16, _BF16, "rest"),
-    Case("AdamW fp32", kernels.adam, _ADAM, _MOMENTS, _F32, _F32),
-    Case("AdamW fp16", kernels.adam, _ADAM, _MOMENTS, _F16, _F16, "master"),
-    Case("AdamW bf16, moments bf16", kernels.adam, _ADAM, _MOMENTS, _BF16, _BF16, "rest", _BF16),
-    Case("Lion bf16", kernels.lion, _LION, ("exp_avg",), _BF16, _BF16, "rest"),
-    Case("Adagrad fp32", kernels.adagrad, _ADAGRAD, ("sum",), _F32, _F32),
-    Case("SGD bf16", kernels.sgd, _SGD, (), _BF16, _BF16, "rest"),
+    Case("AdamW bf16", _ADAM, _BF16, _BF16, "rest"),
+    Case("AdamW fp32", _ADAM, _F32, _F32),
+    Case("AdamW fp16", _ADAM, _F16, _F16, "master"),
+    Case("AdamW bf16, moments bf16", _ADAM, _BF16, _BF16, "rest", _BF16),
+    Case("Lion bf16", _LION, _BF16, _BF16, "rest"),
+    Case("Adagrad fp32", _ADAGRAD, _F32, _F32),
+    Case("SGD bf16", _SGD, _BF16, _BF16, "rest"),
 )
 
 
@@ -100,10 +97,10 @@ def _step(
     case: Case, arrays: dict[str, torch.Tensor], native: Callable[[str], kernels.Kernel]
 ) -> dict[str, torch.Tensor]:
     dtypes = {"grad_dtype": kernel_dtype(case.grad), "weight_dtype": kernel_dtype(case.weight)}
-    if case.states:
+    if case.coef.states:
         dtypes["moments_dtype"] = kernel_dtype(case.moments)
     addresses = {name: tensor.data_ptr() for name, tensor in arrays.items()}
-    case.function(case.coef, len(arrays["grad"]), **addresses, **dtypes, native=native)
+    kernels.update(case.coef, len(arrays["grad"]), **addresses, **dtypes, native=native)
     return arrays
 
 

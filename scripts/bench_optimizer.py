@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload.kernels import CODE_BLOCK, ISA, AdamCoef, Dtype, _kernels, adam
+from offload.kernels import CODE_BLOCK, ISA, AdamCoef, Dtype, _kernels, update
 
 COEF = AdamCoef(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=3, grad_scale=0.5)
 HUGE_PAGE = 2 << 20
@@ -70,7 +70,7 @@ def adam_of(num_threads: int, numel: int, grad: str, formats: dict[str, Any], na
     def run(arrays: dict[str, torch.Tensor]) -> None:
         addresses: dict[str, Any] = {argument: arrays[name].data_ptr() for argument, name in names.items()}
         grad_dtype = Dtype.F32 if grad == "grad" else Dtype.BF16
-        adam(
+        update(
             COEF,
             numel,
             grad=arrays[grad].data_ptr(),

@@ -73,7 +73,7 @@ def born(arguments: argparse.Namespace) -> None:
         engine.synchronize()
         part.done("step")
     engine._session.checkpoints.pass_boundary()
-    engine._session.checkpoints.wait()
+    engine._session.checkpoints.generations.wait()
     part.done("committed")
     print(f"weights after step 2: {digest(engine)}", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)

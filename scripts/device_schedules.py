@@ -199,15 +199,13 @@ def watched(device: SimulatedDevice, engine: OffloadEngine) -> Iterator[None]:
         device.host_access(address, nbytes, writes=False)
         return write_shadow(store, extent, address, nbytes, **options)
 
-    def watch_apply(
-        rule: Any, frozen: Any, tile: Any, address: int, start: int, stop: int, *, weight: int, grad: int, native: Any
-    ) -> None:
+    def watch_apply(rule: Any, frozen: Any, tile: Any, start: int, stop: int, at: Any, native: Any) -> None:
         if native is kernels.on_host:  # on the device, its stream tells
             formats = rule._formats
-            device.host_access(address, tile.nbytes, writes=True)
-            device.host_access(weight, (stop - start) * formats.weights, writes=True)
-            device.host_access(grad, (stop - start) * formats.grads, writes=False)
-        apply(rule, frozen, tile, address, start, stop, weight=weight, grad=grad, native=native)
+            device.host_access(at.states, tile.nbytes, writes=True)
+            device.host_access(at.weights, (stop - start) * formats.weights, writes=True)
+            device.host_access(at.grads, (stop - start) * formats.grads, writes=False)
+        apply(rule, frozen, tile, start, stop, at, native)
 
     def watch_arithmetic(name: str) -> Any:
         def watched_call(place: Any, spec: Any, *args: Any) -> float:

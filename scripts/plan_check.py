@@ -25,8 +25,9 @@ import torch
 from _step_model import VOCABULARY, Shape
 from _step_process import Turns, WorkerFailed
 
-from offload.predict.machine import Cores, Machine
+from offload.predict.machine import Cores, DeviceMachine, Machine
 from offload.predict.model import Model
+from offload.predict.network import Network
 from offload.predict.overhead import record_seconds, unit_seconds
 from offload.predict.prediction import Prediction, least_host_bytes, predict
 from offload.predict.probe import probe
@@ -90,6 +91,8 @@ class Run:
         machine = saved["machine"] | {
             "cores": Cores(**saved["machine"]["cores"]),
             "nvme": Bandwidths(**saved["machine"]["nvme"]),
+            "device": DeviceMachine(**saved["machine"]["device"]),
+            "network": Network(**saved["machine"]["network"]),
         }
         return cls(Case(**saved["case"]), Machine(**machine), saved["turn"])
 

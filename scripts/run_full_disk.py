@@ -41,8 +41,8 @@ from run_kill import ended, result, start
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-import offload.checkpoint.distributed
-import offload.checkpoint.inspection  # noqa: F401
+import offload.checkpoint.dcp.save
+import offload.checkpoint.native.inspection  # noqa: F401
 from offload import BudgetError, OffloadEngine, StorageFull
 from offload.cli import main as offload_command
 
@@ -233,7 +233,7 @@ class Life:
 
     def _copy(self, engine: OffloadEngine) -> None:
         engine.save_checkpoint(self._place.other / "copied")
-        engine._session.checkpoints.wait_for_background()  # the next save does
+        engine._session.checkpoints.generations.wait_for_background()  # the next save does
 
     def _look_at_states(self, engine: OffloadEngine) -> None:
         states = digest_of_states(engine.optimizer.state_dict())

@@ -103,7 +103,7 @@ class Story:
                 train(engine)
                 engine._session.checkpoints.pass_boundary()
                 recorder.mark("begun", engine.global_step)
-                engine._session.checkpoints.wait()
+                engine._session.checkpoints.generations.wait()
                 recorder.mark("done", engine.global_step)
         rng = random.Random(seed)
         share = wanted / (2 * len(recorder.events))

@@ -24,7 +24,7 @@ from typing import Any
 from _scale_worker import Case, work
 from torch import multiprocessing
 
-from offload.predict.machine import Cores, Machine
+from offload.predict.machine import Cores, DeviceMachine, Machine
 from offload.predict.network import Network
 from offload.predict.prediction import Prediction, predict
 from offload.report.report import Bandwidths
@@ -43,8 +43,7 @@ class Run:
     def from_json(cls, saved: dict[str, Any]) -> Run:
         machine = dict(saved["machine"])
         machine |= {"cores": Cores(**machine["cores"]), "nvme": Bandwidths(**machine["nvme"])}
-        if machine["network"] is not None:
-            machine["network"] = Network(**machine["network"])
+        machine |= {"device": DeviceMachine(**machine["device"]), "network": Network(**machine["network"])}
         return cls(Case(**saved["case"]), Machine(**machine), saved["seconds"], saved["memory"])
 
     def prediction(self) -> Prediction:

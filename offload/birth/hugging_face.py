@@ -126,15 +126,17 @@ class _Source:
     dtype: torch.dtype
 
 
+@dataclass
 class _Conversion:
-    """Makes weights as the model has them of several tensors, such as experts that were stored one by one."""
+    """Makes weights as the model has them of several tensors, such as experts that were stored one by one. ``first`` is
+    the name of its first result."""
 
-    def __init__(self, model: Any, converter: Any, first: str, sources: list[_Source]) -> None:
-        """``first`` is the name of its first result."""
-        self._model = model
-        self._converter = converter
-        self._first = first
-        self._sources = sources
+    model: Any
+    converter: Any
+    first: str
+    sources: list[_Source]
+
+    def __post_init__(self) -> None:
         self._results: dict[str, torch.Tensor] = {}
         self._waiting: set[str] = set()
 
@@ -143,8 +145,8 @@ class _Conversion:
         try:
             results = self._run(lambda source: torch.empty(source.stored.shape, dtype=source.dtype, device="meta"))
         except Exception as error:
-            names = _listed([source.stored.name for source in self._sources])
-            raise WeightsError(f"{names} cannot be made into {self._first} of the model: {error}") from error
+            names = _listed([source.stored.name for source in self.sources])
+            raise WeightsError(f"{names} cannot be made into {self.first} of the model: {error}") from error
         self._waiting = set(results)
         return {name: value.shape for name, value in results.items()}
 
@@ -159,11 +161,11 @@ class _Conversion:
         return value
 
     def _run(self, read: Callable[[_Source], torch.Tensor]) -> dict[str, torch.Tensor]:
-        converter = copy.deepcopy(self._converter)
-        for source in self._sources:
-            converter.add_tensor(self._first, source.stored.name, source.pattern, lambda source=source: read(source))
+        converter = copy.deepcopy(self.converter)
+        for source in self.sources:
+            converter.add_tensor(self.first, source.stored.name, source.pattern, lambda source=source: read(source))
         with torch.no_grad():
-            results = converter.convert(self._first, model=self._model, config=self._model.config)
+            results = converter.convert(self.first, model=self.model, config=self.model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
 
 

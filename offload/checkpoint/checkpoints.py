@@ -14,36 +14,32 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from offload.checkpoint.background import BackgroundCopy
-from offload.checkpoint.commit import Committer
-from offload.checkpoint.description import Description, SavedUnits, describe_units
-from offload.checkpoint.distributed_load import DistributedLoading
-from offload.checkpoint.distributed_save import save as save_distributed
+from offload.access import ExternalAccess
+from offload.checkpoint.dcp.load import DistributedLoading
+from offload.checkpoint.dcp.save import save as save_distributed
 from offload.checkpoint.every_rank import on_every_rank
-from offload.checkpoint.folder import CheckpointDirectory
-from offload.checkpoint.linked import LinkedCheckpoints
-from offload.checkpoint.load import Loading, Source
-from offload.checkpoint.other_ranks import bring_together, last_run
-from offload.checkpoint.parts import description_of
+from offload.checkpoint.native.commit import Committer
+from offload.checkpoint.native.description import Description, SavedUnits
+from offload.checkpoint.native.folder import CheckpointDirectory, SavingDirectory
+from offload.checkpoint.native.generations import Generations, NoGenerations
+from offload.checkpoint.native.load import Loading
+from offload.checkpoint.native.other_ranks import bring_together, last_run
+from offload.checkpoint.native.parts import description_of
+from offload.checkpoint.native.records import EngineRecords
+from offload.checkpoint.native.save import save_copy
+from offload.checkpoint.native.saved_records import Source
+from offload.checkpoint.native.signals import Signals
 from offload.checkpoint.random_states import get_random_states, set_random_states
 from offload.checkpoint.run_state import RunState, TakeGradients
-from offload.checkpoint.save import RecordCopy
-from offload.checkpoint.shared_directory import SharedDirectory
-from offload.checkpoint.signals import Signals
 from offload.config import OffloadConfig
 from offload.errors import ConfigError, warn
-from offload.model.backing import ExternalAccess
-from offload.ranks.ranks import Ranks, program_error
 from offload.tiers.make import Tiers
 from offload.units import UnitSpec
-from offload.waiting import Failure
-from swapper import OffloadError, StorageError, StorageFull, open_store
+from swapper import OffloadError, StorageError, open_store
 
 _log = logging.getLogger("offload")
 _open: weakref.WeakSet[Checkpoints] = weakref.WeakSet()
@@ -59,51 +55,28 @@ class Checkpoints:
         units: Sequence[UnitSpec],
         tiers: Tiers,
         access: ExternalAccess,
-        device: torch.device,
-        failure: Failure,
-        ranks: Ranks,
         *,
         speculative: bool,
     ) -> None:
-        """``units`` are this rank's shards, where there are several ``ranks``: all of them call the methods then."""
-        self._ranks = ranks
+        """``units`` are this rank's shards, where there are several: all of them call the methods then."""
         self._run = run
         self._config = config
         self._units = units
         self._tiers = tiers
         self._access = access
-        self._device = device
-        self._failure = failure
+        self._ranks = access.ranks
         self._objects: list[Any] = []
         self.is_due = False
         """A step waits for its boundary, to be committed."""
         self._feed: dict[str, Any] | None = None
         """What batches come from, as it was when the last step returned. Known with ``durable`` only."""
-        self.committer: Committer | None = None
-        self._linked: LinkedCheckpoints | None = None
-        self.background: BackgroundCopy | None = None
-        """What brings checkpoints to other file systems, if the store can hold generations."""
         self._signals = Signals()
         self._committed_step = 0
+        self._records = EngineRecords(units, access, config.gradient_dtype)
+        self.generations = NoGenerations()
         if tiers.opened is not None and tiers.records:
-            self.committer = Committer(
-                tiers.opened,
-                units,
-                tiers.homes,
-                tiers.records,
-                tiers.gradients,
-                access.formats,
-                config.gradient_dtype,
-                tiers.host.fence.wait_all,
-                failure,
-                ranks,
-                speculative=speculative,
-            )
-            self._linked = LinkedCheckpoints(self.committer)
-            self.background = BackgroundCopy(self.committer.store, failure)
-        self._record_copy = RecordCopy(
-            units, tiers.homes, access.formats, tiers.gradients, config.gradient_dtype, access.all_weights
-        )
+            committer = Committer(tiers.opened, self._records, tiers.records, speculative=speculative)
+            self.generations = Generations(committer, config)
         _open.add(self)
         if config.durable:
             self._signals.watch()
@@ -135,8 +108,8 @@ class Checkpoints:
         """The first call into the engine after a step: commit it, if that is due."""
         if self._config.durable:
             self._signals.watch()
-        if self.is_due and self.committer is not None:
-            self.committer.begin_commit(self._describe_step())
+        if self.is_due:
+            self.generations.commit(self._describe_step)
         self.is_due = False
 
     def _describe_step(self) -> bytes:
@@ -147,105 +120,49 @@ class Checkpoints:
         description.run.update(gradients={}, num_backwards=0, has_other_gradients=False)
         return description.encode()
 
-    def wait(self) -> None:
-        """Return when no commit is under way, and the last one counts."""
-        if self.committer is not None:
-            self.committer.wait()
-            if self._config.durable:
-                self.committer.finish()
-
     def finish(self) -> None:
         """The end of the engine: the last step is committed, if nothing has failed, and a checkpoint that is on its way
         is finished, unless a signal ends the run. Raises what it has failed with. Safe to call twice."""
-        committer, self.committer = self.committer, None
-        if committer is None:
-            return
-        with contextlib.ExitStack() as ending:
-            ending.callback(self._signals.restore)
-            ending.callback(committer.stop)
-            ending.callback(self._give_back, committer)
-            if self.background is not None:
-                ending.callback(self.background.finish, give_up=self._signals.came)
-            if self._failure.is_known or (self._ranks.size > 1 and program_error() is not None):
-                return
-            committer.wait()
-            if self._config.durable:
-                committer.finish()
-            if self._config.durable and self._run.progress.global_step > self._committed_step:
-                committer.commit(self._describe_step())
+        generations, self.generations = self.generations, NoGenerations()
+        try:
+            generations.finish(self._last_step, self._tiers.host.drain, give_up=self._signals.came)
+        finally:
+            self._signals.restore()
 
-    def _give_back(self, committer: Committer) -> None:
-        """A store that ends with the process leaves its linked checkpoints no more space than they need."""
-        if not self._failure.is_known and not self._config.durable and self._linked is not None and self._linked.any:
-            self._tiers.host.drain()
-            committer.store.give_back()
+    def _last_step(self) -> bytes | None:
+        """The last step, if it is not committed."""
+        return self._describe_step() if self._run.progress.global_step > self._committed_step else None
 
     # Saving.
 
     def save(self, path: str | os.PathLike[str], tag: str | None, client_state: object) -> None:
         """See ``OffloadEngine.save_checkpoint``."""
-        directory = self._directory(path)
+        directory = SavingDirectory(path, self._ranks)
         tag = f"step{self._run.progress.global_step}" if tag is None else tag
         directory.folder(tag)
-        self.wait_for_background()
+        self.generations.wait_for_background()
         self.pass_boundary()
-        self.wait()
+        self.generations.wait()
         feed = self._present_feed()
         directory.make()
-        self._access.settle()
-        if not self._save_generation(directory, tag, feed, client_state):
-            self._copy_to(directory, tag, feed, client_state)
+        self._access.before.settle()
+
+        def describe(units: SavedUnits) -> Description:
+            return self._describe(feed, client_state, units)
+
+        if not self.generations.save(directory, tag, lambda: describe(self._own_units), self._ranks):
+            metadata = describe(self._copied_units).encode()
+            self._run.wait_for_updates()
+            save_copy(self._records, directory, tag, metadata)
+            directory.retain(self._config.keep_last, self._config.keep_every, _nothing)
         _log.info("checkpoint saved: %s, step %d", directory.folder(tag), self._run.progress.global_step)
 
     def save_dcp(self, path: str | os.PathLike[str]) -> None:
         """See ``OffloadEngine.save_dcp``."""
         target = Path(path).expanduser()
         self._run.wait_for_updates()
-        save_distributed(target, self._run, self._units, self._tiers.homes, self._access, self._ranks)
+        save_distributed(target, self._run, self._units, self._access)
         _log.info("torch.distributed.checkpoint saved: %s, step %d", target, self._run.progress.global_step)
-
-    def wait_for_background(self) -> None:
-        """Return when no checkpoint is on its way to another file system. Raises, once, what it has failed with."""
-        if self.background is not None:
-            self.background.wait()
-
-    def _directory(self, path: str | os.PathLike[str]) -> CheckpointDirectory:
-        return CheckpointDirectory(path) if self._ranks.size == 1 else SharedDirectory(path, self._ranks)
-
-    def _all(self, condition: bool) -> bool:
-        """It is so on all ranks."""
-        return self._ranks.all("how a checkpoint is saved", condition)
-
-    def _save_generation(
-        self, directory: CheckpointDirectory, tag: str, feed: dict[str, Any], client_state: object
-    ) -> bool:
-        """Save what the engine's store retains. False if it cannot: nothing has changed then."""
-        committer, linked, background = self.committer, self._linked, self.background
-        has_room = linked is not None and linked.has_room()
-        if not self._all(has_room) or committer is None or linked is None or background is None:
-            return False
-        description = self._describe(feed, client_state, self._own_units)
-        retain = partial(directory.retain, self._config.keep_last, self._config.keep_every, linked.removing)
-        if self._all(directory.path.stat().st_dev == self._config.paths[0].stat().st_dev):
-            if not linked.save(directory, tag, description):
-                return False
-            retain()
-            return True
-        if self._ranks.size > 1:  # what copies behind the training cannot meet the others
-            return False
-        directory.require(committer.generation_bytes())
-        try:
-            committer.reserve()
-        except StorageFull:  # nothing can be held: training waits for the copy
-            return False
-        background.begin(committer.commit_retained(description.encode()), directory, tag, retain)
-        return True
-
-    def _copy_to(self, directory: CheckpointDirectory, tag: str, feed: dict[str, Any], client_state: object) -> None:
-        metadata = self._describe(feed, client_state, self._copied_units).encode()
-        self._run.wait_for_updates()
-        self._record_copy.save(directory, tag, metadata)
-        directory.retain(self._config.keep_last, self._config.keep_every, _nothing)
 
     # Loading.
 
@@ -283,16 +200,16 @@ class Checkpoints:
         """See ``OffloadEngine.load_dcp``."""
         self._begin_loading()
         target = Path(path).expanduser()
-        loading = DistributedLoading(target, self._run, self._units, self._tiers.homes, self._access, states=states)
+        loading = DistributedLoading(target, self._run, self._units, self._access, states=states)
         with contextlib.closing(loading):
             on_every_rank(self._ranks, f"load_dcp({target})", loading.open)
             self._replace(loading.state, loading.copy, _no_gradients)
         _log.info("torch.distributed.checkpoint loaded: %s, step %d", target, self._run.progress.global_step)
 
     def _begin_loading(self) -> None:
-        self.wait_for_background()
+        self.generations.wait_for_background()
         self.is_due, self._feed = False, None
-        self.wait()
+        self.generations.wait()
 
     def _load_of_others(self, base: Path) -> Any:
         """Go on from a run under ``nvme_path`` that had another number of ranks, if there is one. It stays there."""
@@ -310,7 +227,7 @@ class Checkpoints:
         """Copy a generation into the engine."""
         description = description_of(source, where, self._ranks.rank)
         self._compare(description, where)
-        loading = self._loading(source, description)
+        loading = Loading(source, description, self._units, self._access)
         if description.run["gradients"] and not loading.can_take_gradients():
             raise ConfigError(
                 f"{where} was saved in the middle of an accumulation, by another number of ranks: its gradients can "
@@ -326,11 +243,10 @@ class Checkpoints:
         where = "the run under nvme_path"
         description = Description.decode(store.metadata, where)
         self._compare(description, where)
-        loading = self._loading(store, description)
+        loading = Loading(store, description, self._units, self._access)
 
         def take() -> None:
-            self._access.changing(self._units)
-            tiers.level.outdate(self._units)
+            self._access.outdate(self._units)
             tiers.host.forget_copies()
             store.rewind()
             loading.take_residents(tiers.records)
@@ -342,7 +258,7 @@ class Checkpoints:
         for item, state in zip(self._objects, description.run["objects"], strict=True):
             item.load_state_dict(state)
         if description.run["random"] is not None:
-            set_random_states(description.run["random"], self._device)
+            set_random_states(description.run["random"], self._access.device)
         _log.info("checkpoint loaded: step %d", self._run.progress.global_step)
         return description.run["client_state"]
 
@@ -352,7 +268,7 @@ class Checkpoints:
             take_records()
             self._run.set(run, take_gradients)
         except OffloadError as error:
-            raise self._failure.record(error) from None
+            raise self._access.failure.record(error) from None
         self._tiers.intake.restored()
         self._committed_step = -1  # what is committed is another state
 
@@ -370,16 +286,6 @@ class Checkpoints:
                 f"{len(self._objects)} are registered: call register_for_checkpointing before load_checkpoint, with "
                 "the same objects in the same order. Nothing has changed"
             )
-
-    def _loading(self, source: Source, description: Description) -> Loading:
-        return Loading(
-            source,
-            description,
-            self._units,
-            self._tiers.homes,
-            self._access,
-            self._tiers.gradients,
-        )
 
     # What is saved.
 
@@ -399,22 +305,22 @@ class Checkpoints:
             "objects": [fed[index] if index in fed else states[id(item)] for index, item in enumerate(own)],
             "client_state": client_state,
         }
-        rule = self._access.rule
+        rule = self._access.layout.rule
         return Description(self._config.precision, None if rule is None else rule.identity, units, run)
 
     @cached_property
     def _own_units(self) -> SavedUnits:
         """In the extents of the engine's store."""
-        return describe_units(self._units, self._tiers.homes, self._tiers.records, self._access.rule)
+        return self._records.describe(self._tiers.records)
 
     @cached_property
     def _copied_units(self) -> SavedUnits:
         """In the extents of a copy."""
-        return describe_units(self._units, self._tiers.homes, self._record_copy.layout()[1], self._access.rule)
+        return self._records.describe(self._records.layout())
 
     def _present_feed(self) -> dict[str, Any]:
         iterated = {index: item.state_dict() for index, item in enumerate(self._objects) if _is_iterated(item)}
-        return {"random": get_random_states(self._device), "objects": iterated}
+        return {"random": get_random_states(self._access.device), "objects": iterated}
 
     def _committed(self) -> Description | None:
         """What is committed under ``nvme_path``."""

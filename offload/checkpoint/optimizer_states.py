@@ -3,128 +3,219 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
 from torch import nn
 
-from offload.model.backing import ExternalAccess, ParameterBacking
+from offload.access import ExternalAccess
+from offload.model.backing import ParameterBacking
 from offload.model.state_handle import StatesOfParameter
-from offload.tiers.states import States
-from offload.units import ParameterSpec, UnitSpec
+from offload.optim.rule import Rule
+from offload.units import ALIGNMENT, ParameterSpec, UnitSpec, local_tensor
 from offload.update.verdict import Verdict
-from offload.waiting import Failure
 
 _MASTER = "master"
 """In a state dict: the fp32 master of a 16-bit weight, which the weight alone does not tell."""
 
+States = dict[str, Any]
+"""Those of a parameter, or of a piece of one, by name."""
 
+
+@dataclass(frozen=True)
 class OptimizerStates:
-    """Reads and writes them when no update runs. A parameter of several pieces has the states of all, joined."""
+    """Reads and writes them when no update runs. A parameter of several pieces has the states of all, joined.
 
-    def __init__(
-        self,
-        units: Sequence[UnitSpec],
-        specs: Mapping[nn.Parameter, Sequence[ParameterSpec]],
-        backings: Mapping[ParameterSpec, ParameterBacking],
-        states: States,
-        verdict: Verdict,
-        access: ExternalAccess,
-        wait_for_updates: Callable[[], None],
-        failure: Failure,
-    ) -> None:
-        self._units = units
-        self._specs = specs
-        self._backings = backings
-        self._states = states
-        self._verdict = verdict
-        self._access = access
-        self._wait_for_updates = wait_for_updates
-        self._failure = failure
+    ``units`` are this rank's shards, ``specs`` what it has of each parameter.
+    """
 
-    def of_all(self) -> dict[nn.Parameter, dict[str, Any]]:
+    rule: Rule
+    units: Sequence[UnitSpec]
+    specs: Mapping[nn.Parameter, Sequence[ParameterSpec]]
+    backings: Mapping[ParameterSpec, ParameterBacking]
+    verdict: Verdict
+    access: ExternalAccess
+    wait_for_updates: Callable[[], None]
+
+    def of_all(self) -> dict[nn.Parameter, States]:
         """Copies of all states, fp32 masters of 16-bit weights included."""
-        self._wait_for_updates()
-        steps, found = self._verdict.num_steps, {}
-        for unit in self._units:
-            with self._failure:
-                of_unit = self._states.read({spec: steps[spec] for spec in unit.trainable if spec in steps})
-            for spec, states in of_unit.items():
-                if self._access.formats.master:
-                    states[_MASTER] = self._backings[spec].read_master()
+        self.wait_for_updates()
+        found: dict[ParameterSpec, States] = {}
+        for unit in self.units:
+            for spec, states in self._read(unit, unit.trainable).items():
+                if self.access.layout.formats.master:
+                    states[_MASTER] = self.backings[spec].read_master()
                 found[spec] = {name: self._kept(value) for name, value in states.items()}
         return {
             parameter: self._joined({spec: found[spec] for spec in specs})
-            for parameter, specs in self._specs.items()
+            for parameter, specs in self.specs.items()
             if specs[0] in found
         }
 
-    def replace_all(self, states: dict[nn.Parameter, dict[str, Any]]) -> None:
+    def replace_all(self, states: dict[nn.Parameter, States]) -> None:
         """Take over states by parameter. The others have taken no step."""
         by_spec = self._by_spec(states)
-        others = {spec for spec in self._verdict.num_steps if spec not in by_spec}
-        with self._failure:
-            self._access.changing(self._units)
-            num_steps = self._states.write(_without_masters(by_spec))
-            self._states.reset(others)
-            self._verdict.num_steps = num_steps
+        others = {spec for spec in self.verdict.num_steps if spec not in by_spec}
+        with self.access.failure:
+            self.access.changing(self.units)
+            num_steps = self._write(by_spec)
+            self._reset(others)
+            self.verdict.num_steps = num_steps
         for spec, values in by_spec.items():
             if _MASTER in values:
-                self._backings[spec].write_master(values[_MASTER])
+                self.backings[spec].write_master(values[_MASTER])
 
     def parameters(self) -> list[nn.Parameter]:
         """Those that have taken a step."""
-        return [parameter for parameter, specs in self._specs.items() if specs[0] in self._verdict.num_steps]
+        return [parameter for parameter, specs in self.specs.items() if specs[0] in self.verdict.num_steps]
 
-    def of(self, parameter: nn.Parameter) -> dict[str, Any]:
+    def of(self, parameter: nn.Parameter) -> States:
         """The states of one parameter, as handles. None are there before its first step."""
-        specs = self._specs[parameter]
-        if specs[0] not in self._verdict.num_steps:
+        specs = self.specs[parameter]
+        if specs[0] not in self.verdict.num_steps:
             return {}
 
-        def read() -> dict[str, Any]:
-            self._wait_for_updates()
-            with self._failure:
-                states = self._states.read({spec: self._verdict.num_steps[spec] for spec in specs})
-            return self._states.joined(states)
+        def read() -> States:
+            self.wait_for_updates()
+            found: dict[ParameterSpec, States] = {}
+            for unit in self.units:
+                found.update(self._read(unit, [spec for spec in specs if spec in unit.parameters]))
+            return self._joined({spec: found[spec] for spec in specs})
 
-        def write(some: dict[str, Any]) -> None:
+        def write(some: States) -> None:
             self.replace(parameter, {**read(), **some})
 
         name = specs[0].piece.whole.name if specs[0].piece is not None else specs[0].name
         return StatesOfParameter(name, read, write)
 
-    def replace(self, parameter: nn.Parameter, states: dict[str, Any]) -> None:
+    def replace(self, parameter: nn.Parameter, states: States) -> None:
         """Take over the states of one parameter."""
-        with self._failure:
-            self._access.changing(self._units)
-            by_spec = self._by_spec({parameter: states})
-            self._verdict.num_steps.update(self._states.write(_without_masters(by_spec)))
+        with self.access.failure:
+            self.access.changing(self.units)
+            self.verdict.num_steps.update(self._write(self._by_spec({parameter: states})))
 
-    def _kept(self, value: Any) -> Any:
-        return self._access.spooled.keep(value) if type(value) is torch.Tensor else value
+    # Of parameters and pieces.
 
-    def _joined(self, states: dict[ParameterSpec, dict[str, Any]]) -> dict[str, Any]:
+    def _read(self, unit: UnitSpec, specs: Sequence[ParameterSpec]) -> dict[ParameterSpec, States]:
+        """Copies of the states of those that have taken a step."""
+        steps = self.verdict.num_steps
+        parts: dict[ParameterSpec, dict[str, list[torch.Tensor]]] = {spec: {} for spec in specs if spec in steps}
+        with self.access.failure:
+            with self.access.elements() as elements:
+                for span in elements.spans(unit, parts) if parts else ():
+                    for name, view in elements.states(span).items():
+                        parts[span.spec].setdefault(name, []).append(view.clone())
+            return {
+                spec: {
+                    **self.rule.loose_states(spec, steps[spec]),
+                    **{name: self._whole(spec, name, of_spec.get(name, [])) for name in self.rule.names(spec)},
+                }
+                for spec, of_spec in parts.items()
+            }
+
+    def _write(self, by_spec: Mapping[ParameterSpec, States]) -> dict[ParameterSpec, int]:
+        """Take over states, moments in any format; the steps that each parameter has taken.
+
+        Raises ``ValueError`` for one that is missing or has another size; nothing was changed then.
+        """
+        states: dict[ParameterSpec, States] = {}
+        for spec, values in by_spec.items():
+            states[spec] = {name: local_tensor(value) for name, value in values.items() if name != _MASTER}
+            self._check(spec, states[spec])
+        own = {spec: self._own_part(spec, values) for spec, values in states.items()}
+        with self.access.elements_to_change() as elements:
+            for unit in self.units:
+                for span in elements.spans(unit, own):
+                    if span.tile is not None:
+                        address = elements.states_at(span.tile)
+                        self.rule.put_states(span.tile.tile, address, span.spec, own[span.spec], span.spec.offset)
+        steps = {}
+        for spec, values in own.items():
+            resting = {*self.rule.names(spec), *self.rule.shapes_like(spec, values)}
+            loose = {name: value for name, value in values.items() if name not in resting}
+            steps[spec] = self.rule.set_loose_states(spec, loose)
+        return steps
+
+    def _reset(self, specs: set[ParameterSpec]) -> None:
+        """Make the states of these parameters what they are before the first step."""
+        with self.access.elements_to_change() as elements:
+            for unit in self.units:
+                for tile, spans in groupby(elements.spans(unit, specs), key=lambda span: span.tile):
+                    if tile is None:
+                        continue
+                    new = torch.empty(tile.tile.nbytes, dtype=torch.uint8)
+                    self.rule.begin(tile.tile, new.data_ptr())
+                    for span in spans:
+                        values = self.rule.states(tile.tile, new.data_ptr(), span.spec)
+                        for name, view in elements.states(span).items():
+                            view.copy_(values[name])
+        for spec in specs:
+            self.rule.set_loose_states(spec, {})
+
+    def _whole(self, spec: ParameterSpec, name: str, views: list[torch.Tensor]) -> torch.Tensor:
+        shape = self.rule.shape(spec, name)
+        own = torch.cat(views).view(shape) if views else torch.empty(shape)
+        per_element = self._is_per_element(spec, name)
+        if spec.whole is not None:
+            own = self.access.joined(f"state {name}", own.view(-1), spec)
+            own = own.view(spec.whole_shape) if per_element else own
+        return spec.in_model(own) if per_element else own
+
+    def _own_part(self, spec: ParameterSpec, states: States) -> States:
+        """What this rank has of the states of a whole parameter: of its elements, or of its blocks of codes."""
+        if spec.whole is None:
+            return states
+        parts = dict(states)
+        for name, shape in self.rule.shapes_like(spec, states).items():
+            start = spec.start if self._is_per_element(spec, name) else spec.start // ALIGNMENT
+            parts[name] = torch.as_tensor(states[name]).reshape(-1)[start : start + shape.numel()]
+        return parts
+
+    def _is_per_element(self, spec: ParameterSpec, name: str) -> bool:
+        whole = spec.whole or spec
+        return self.rule.shape(whole, name) == whole.shape
+
+    def _check(self, spec: ParameterSpec, states: States) -> None:
+        for name, expected in self.rule.shapes_like(spec.whole or spec, states).items():
+            value = states.get(name)
+            if value is None or torch.as_tensor(value).numel() != expected.numel():
+                found = "missing" if value is None else tuple(torch.as_tensor(value).shape)
+                raise ValueError(f"optimizer state {name} of {spec.name}: expected {tuple(expected)}, {found}")
+
+    # Pieces and wholes.
+
+    def _joined(self, states: Mapping[ParameterSpec, States]) -> States:
         """The states of one parameter, from those of its pieces in order."""
-        whole = self._states.joined(states)
-        if len(states) > 1:
-            if _MASTER in whole:
-                whole[_MASTER] = torch.cat([of_piece[_MASTER] for of_piece in states.values()])
-            whole = {name: self._kept(value) for name, value in whole.items()}
-        return whole
+        (first, whole), *others = states.items()
+        if not others:
+            return whole
+        whole = dict(whole)
+        for name in self.rule.names(first):
+            flat = torch.cat([values[name].flatten() for values in states.values()])
+            per_element = self._is_per_element(first, name)
+            whole[name] = flat.view(first.piece.whole.shape) if per_element and first.piece is not None else flat
+        if _MASTER in whole:
+            whole[_MASTER] = torch.cat([of_piece[_MASTER] for of_piece in states.values()])
+        return {name: self._kept(value) for name, value in whole.items()}
 
-    def _by_spec(self, states: dict[nn.Parameter, dict[str, Any]]) -> dict[ParameterSpec, dict[str, Any]]:
-        found: dict[ParameterSpec, dict[str, Any]] = {}
+    def _by_spec(self, states: Mapping[nn.Parameter, States]) -> dict[ParameterSpec, States]:
+        """The other way round, for several parameters."""
+        found: dict[ParameterSpec, States] = {}
         for parameter, values in states.items():
-            if not values:
-                continue
-            specs = self._specs[parameter]
-            found.update(self._states.split(specs, values))
-            if _MASTER in values:
-                for spec in specs:
-                    found[spec][_MASTER] = (spec.whole or spec).part_of(values[_MASTER])
+            specs = self.specs[parameter] if values else ()
+            found.update((spec, dict(values)) for spec in specs)
+            for name in self.rule.shapes_like(specs[0], values) if len(specs) > 1 else ():
+                if name in values:
+                    sizes = [self.rule.shape(spec.whole or spec, name).numel() for spec in specs]
+                    cuts = list(accumulate(sizes[:-1]))
+                    parts = torch.as_tensor(values[name]).flatten().tensor_split(cuts)
+                    for spec, part in zip(specs, parts, strict=True):
+                        found[spec][name] = part
+            for spec in specs if _MASTER in values else ():
+                found[spec][_MASTER] = (spec.whole or spec).part_of(values[_MASTER])
         return found
 
-
-def _without_masters(states: dict[ParameterSpec, dict[str, Any]]) -> dict[ParameterSpec, dict[str, Any]]:
-    return {spec: {name: value for name, value in of.items() if name != _MASTER} for spec, of in states.items()}
+    def _kept(self, value: Any) -> Any:
+        return self.access.spooled.keep(value) if type(value) is torch.Tensor else value

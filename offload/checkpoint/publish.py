@@ -41,8 +41,8 @@ class Unfinished:
         self._made = not self.target.exists()
         try:
             self.target.mkdir(parents=True, exist_ok=True)
-            _remove_left_over(self.target)
-            self.folder = self.target / f".unfinished-{os.getpid()}-{os.urandom(4).hex()}"
+            remove_left_over(self.target)
+            self.folder = hidden_in(self.target)
             self.folder.mkdir()
         except OSError as error:
             raise unusable(f"{self.target} cannot be written to", error) from None
@@ -168,7 +168,12 @@ def check_replaceable(target: Path, is_ours: re.Pattern[str]) -> None:
             raise ConfigError(f"{target} has other files in it ({entry.name}): give a directory of its own")
 
 
-def _remove_left_over(target: Path) -> None:
+def hidden_in(target: Path) -> Path:
+    """A new name for a folder that is not complete yet, or none of the target's any more."""
+    return target / f".unfinished-{os.getpid()}-{os.urandom(4).hex()}"
+
+
+def remove_left_over(target: Path) -> None:
     """Remove what dead processes left unfinished."""
     for entry in target.iterdir():
         found = _UNFINISHED.fullmatch(entry.name)

@@ -14,7 +14,7 @@ from offload.cli.inspect import Checkpoint
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from offload.checkpoint.safetensors_writer import Entry
+    from offload.checkpoint.tensors import Entry
 
 
 # fmt: off
@@ -41,19 +41,19 @@ def export(
     """
     if states and format != "dcp":
         raise typer.BadParameter("needs --format dcp: safetensors hold the weights alone", param_hint="--states")
-    from offload.checkpoint.export import export_safetensors
-    from offload.checkpoint.inspection import short_bytes
-    from offload.checkpoint.opened import open_checkpoint
-    from offload.checkpoint.saved_weights import SavedWeights
+    from offload.checkpoint.native.inspection import short_bytes
+    from offload.checkpoint.native.opened import open_checkpoint
+    from offload.checkpoint.native.saved_weights import SavedWeights
+    from offload.checkpoint.safetensors.export import export_safetensors
 
     with (
         open_checkpoint(checkpoint, to_read=True) as opened,
         SavedWeights(opened.generation, opened.description, context.obj.check) as weights,
     ):
         if format == "dcp":
-            from offload.checkpoint.distributed import export_distributed
+            from offload.checkpoint.dcp.save import export
 
-            entries: Sequence[Entry] = export_distributed(weights, directory, dtype, states=states)
+            entries: Sequence[Entry] = export(weights, directory, dtype, states=states)
         else:
             entries = export_safetensors(weights, directory, dtype, max_shard_bytes)
     step, folder = opened.description.run["step"], str(opened.folder)

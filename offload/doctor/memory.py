@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,10 +87,7 @@ def numa() -> Iterator[Finding]:
 
 
 def _total_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemTotal:"):
-            return int(line.split()[1]) * 1024
-    raise ValueError("/proc/meminfo has no MemTotal")
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 CHECKS = (host_memory, cgroup, locked_memory, huge_pages, numa)

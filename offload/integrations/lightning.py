@@ -26,16 +26,13 @@ import torch
 from offload.config import OffloadConfig
 from offload.engine import OffloadEngine
 from offload.errors import ConfigError
-from offload.integrations.clipping import clip_all
+from offload.integrations.lightning_precision import PRECISIONS, precision_over
 from swapper import OffloadError
 
 _NAME = "offload_nvme"
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 _TRIED = "2.6.6"
 """The version of Lightning that this was tried with."""
-
-_PRECISIONS = {"32-true": "fp32", "bf16-true": "bf16", "16-true": "fp16"}
-"""The engine's precision, by Lightning's."""
 
 _SAID_ELSEWHERE = {
     "optimizer": "configure_optimizers returns the optimizer",
@@ -58,38 +55,6 @@ _TRAINER_FILE = "trainer.ckpt"
 _ENGINE_TAG = "engine"
 _ID = "offload_checkpoint"
 """Under this key Lightning's part of a checkpoint has the name of both."""
-
-
-class _Precision:
-    """What Lightning's precision plugins leave to the engine. A mixin over one of them."""
-
-    engine: OffloadEngine
-    """Of the present run."""
-
-    def convert_module(self, module: Any) -> Any:
-        """The module as it is: the engine converts it, and keeps fp32 masters of the values that it has now."""
-        return module
-
-    def tensor_init_context(self) -> contextlib.AbstractContextManager[None]:
-        """Weights are made in fp32, whatever they are trained in: masters begin with all bits."""
-        return contextlib.nullcontext()
-
-    def module_init_context(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        """By the engine where the loss needs its scale, or an update may begin before the backward is over."""
-        strategy = model.trainer.strategy
-        if args or kwargs or not strategy.engine_runs_backward:
-            super().backward(tensor, model, optimizer, *args, **kwargs)  # type: ignore[misc]
-        else:  # Lightning has divided the loss already
-            self.engine.backward(tensor * self.engine.config.gradient_accumulation_steps)
-
-    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        """By the engine, where the optimizer has all that it trains: it knows the norms, and rounds none."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if clip_all(self.engine, parameters, clip_val) is None:
-            super().clip_grad_by_norm(optimizer, clip_val)  # type: ignore[misc]
 
 
 _OF_DDP = ("barrier", "broadcast", "distributed_sampler_kwargs", "num_processes", "reduce", "set_world_ranks")
@@ -206,7 +171,7 @@ class _Strategy:
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
-        self._precision_plugin = None if plugin is None else _precision_over(plugin)
+        self._precision_plugin = None if plugin is None else precision_over(plugin)
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -305,7 +270,7 @@ class _Strategy:
             self._config,
             optimizer=optimizer,
             device=self.root_device,
-            precision=_PRECISIONS[self.precision_plugin.precision],
+            precision=PRECISIONS[self.precision_plugin.precision],
             gradient_accumulation_steps=1 if optimizer is None else self._most_micro_batches(trainer),
             **options,
         )
@@ -409,24 +374,6 @@ def _local(path: Any) -> Path:
     if "://" in str(path):
         raise ConfigError(f"checkpoint {path}: the engine saves to local file systems. Give a local dirpath")
     return Path(path)
-
-
-def _precision_over(plugin: Any) -> Any:
-    """The plugin of Lightning's that was chosen, with what the engine does in its place. Raises ``ConfigError`` for one
-    that cannot be."""
-    if isinstance(plugin, _Precision):
-        return plugin
-    kind = type(plugin)
-    if kind.__name__ not in ("Precision", "HalfPrecision") or plugin.precision not in _PRECISIONS:
-        hint = ""
-        if "mixed" in str(plugin.precision):
-            hint = (
-                ": autocast would keep a second copy of all weights, in 16 bits. "
-                f'Write precision="{str(plugin.precision).replace("mixed", "true")}", which keeps fp32 masters here'
-            )
-        raise ConfigError(f"precision {plugin.precision!r}: expected one of {', '.join(_PRECISIONS)}{hint}")
-    own = type("OffloadPrecision", (_Precision, kind), {})
-    return own() if kind.__name__ == "Precision" else own(plugin.precision)
 
 
 def _strategy_for(name: str) -> Any:

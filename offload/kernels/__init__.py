@@ -17,8 +17,8 @@ except ImportError as error:
 
 from ._companions import Bring, accumulate, convert, decode, encode, join_master, split_master, sum_squares
 from ._native import CODE_BLOCK, ISA, SQUARES_BLOCK, SQUARES_LANES, Dtype
-from ._optimizers import AdagradCoef, AdamCoef, LionCoef, SgdCoef, adagrad, adam, lion, sgd
-from ._update import Kernel, Native, on_host
+from ._optimizers import AdagradCoef, AdamCoef, Coef, LionCoef, SgdCoef
+from ._update import Kernel, Native, Sweep, on_host, update
 
 __all__ = [
     "CODE_BLOCK",
@@ -28,21 +28,20 @@ __all__ = [
     "AdagradCoef",
     "AdamCoef",
     "Bring",
+    "Coef",
     "Dtype",
     "Kernel",
     "LionCoef",
     "Native",
     "SgdCoef",
+    "Sweep",
     "accumulate",
-    "adagrad",
-    "adam",
     "convert",
     "decode",
     "encode",
     "join_master",
-    "lion",
     "on_host",
-    "sgd",
     "split_master",
     "sum_squares",
+    "update",
 ]

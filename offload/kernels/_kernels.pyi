@@ -1,8 +1,12 @@
 """The native kernels, as ``__init__.py`` calls them: nothing is checked here."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
-from ._update import Kernel
+class Kernel(Protocol):
+    """An optimizer, over the fields of ``Sweep``."""
+
+    def __call__(self, *sweep: object) -> None: ...
 
 adamw: Kernel
 adamw_amsgrad: Kernel

@@ -1,11 +1,7 @@
-"""The optimizers: coefficients named as in ``torch.optim``, turned into the constants of one step, and one call each.
+"""The optimizers: coefficients named as in ``torch.optim``, turned into the constants of one step for ``update``.
 
 All constants of a step are worked out in double and rounded to fp32 once; the kernels then work in fp32, in the order
-of src/rules.h. What the functions have in common:
-
-``native`` says who runs the kernel: the CPU, at once, or a GPU, whose memory all addresses are then of (``gpu.py``).
-
-The fp32 master weight is kept in one of three ways:
+of src/rules.h. The fp32 master weight is kept in one of three ways:
 
 - ``weight_dtype=F32`` alone: the weight is its own master.
 - ``weight_dtype=BF16`` and ``rest``, a uint16 array: split master, see ``split_master``.
@@ -32,54 +28,75 @@ for Adam; an F32 gradient adds 2, a second state less takes off 8, 4 or 2. (INT8
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 
-from ._native import Dtype
-from ._update import Native, State, on_host, update
 
-
-def _check_step(step: int) -> None:
-    if step < 1:
-        raise ValueError(f"step counts from 1, got {step}")
-
-
-def _check_beta(**betas: float) -> None:
-    for name, beta in betas.items():
-        if not 0 <= beta < 1:
-            raise ValueError(f"{name} must be in [0, 1), got {beta}")
-
-
-def _signed(grad_scale: float, maximize: bool) -> float:
-    return -grad_scale if maximize else grad_scale
-
-
-@dataclass(frozen=True)
-class AdamCoef:
-    """The coefficients of one Adam or AdamW step."""
+@dataclass(frozen=True, kw_only=True)
+class Coef(ABC):
+    """The coefficients of one step of an optimizer."""
 
     lr: float
-    beta1: float
-    beta2: float
-    eps: float
     weight_decay: float
     step: int
     """1 in the first step."""
     grad_scale: float = 1.0
     """Multiplies every element of the gradient first, once, in fp32: unscale times clip factor."""
-    decoupled: bool = True
-    """Weight decay as in AdamW; if not, as in Adam (added to the gradient)."""
     maximize: bool = False
 
     def __post_init__(self) -> None:
-        _check_step(self.step)
-        _check_beta(beta1=self.beta1, beta2=self.beta2)
+        if self.step < 1:
+            raise ValueError(f"step counts from 1, got {self.step}")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name, 0.0) < 1:
+                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+
+    @property
+    @abstractmethod
+    def kernel(self) -> str:
+        """The name of the kernel in the native module."""
+
+    @property
+    @abstractmethod
+    def states(self) -> tuple[str, ...]:
+        """The names of the states that the kernel sweeps, in its order."""
 
     @cached_property
     def constants(self) -> tuple[float, ...]:
-        """The fields of ``Adam`` in src/rules.h."""
+        """The fields of the optimizer's struct in src/rules.h."""
+        return (-self.grad_scale if self.maximize else self.grad_scale, *self._others())
+
+    @abstractmethod
+    def _others(self) -> tuple[float, ...]:
+        """The fields after the first one, the scale of gradients."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamCoef(Coef):
+    """Of Adam or AdamW.
+
+    Cost:    28 bytes of memory traffic per element in fp32 (read 16, write 12); others at the top of this file.
+    Source:  Kingma & Ba, arXiv:1412.6980; Loshchilov & Hutter, arXiv:1711.05101; Reddi et al., arXiv:1904.09237.
+    """
+
+    beta1: float
+    beta2: float
+    eps: float
+    decoupled: bool = True
+    """Weight decay as in AdamW; if not, as in Adam (added to the gradient)."""
+    amsgrad: bool = False
+
+    @property
+    def kernel(self) -> str:
+        return ("adamw" if self.decoupled else "adam") + "_amsgrad" * self.amsgrad
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * self.amsgrad)
+
+    def _others(self) -> tuple[float, ...]:
         return (
-            _signed(self.grad_scale, self.maximize),
             1.0 - self.lr * self.weight_decay if self.decoupled else self.weight_decay,
             1.0 - self.beta1,
             self.beta2,
@@ -90,259 +107,68 @@ class AdamCoef:
         )
 
 
-def adam(
-    coef: AdamCoef,
-    numel: int,
-    *,
-    grad: int,
-    grad_dtype: Dtype,
-    weight: int,
-    weight_dtype: Dtype,
-    exp_avg: int,
-    exp_avg_sq: int,
-    rest: int = 0,
-    master: int = 0,
-    max_exp_avg_sq: int = 0,
-    exp_avg_scale: int = 0,
-    exp_avg_sq_scale: int = 0,
-    max_exp_avg_sq_scale: int = 0,
-    moments_dtype: Dtype = Dtype.F32,
-    num_threads: int = 1,
-    native: Native = on_host,
-) -> None:
-    """Advance ``numel`` weights by one Adam or AdamW step, in place, in one pass.
-
-    Shapes:  every array has ``numel`` elements; for the formats see the top of this file. ``max_exp_avg_sq``, if given,
-             makes it amsgrad.
-    Effects: writes all arrays but ``grad``. Allocates nothing.
-    Cost:    28 bytes of memory traffic per element in fp32 (read 16, write 12); others at the top of this file.
-    Raises:  ``ValueError`` for an impossible address, count or combination. Nothing has been written in that case.
-    Source:  Kingma & Ba, arXiv:1412.6980; Loshchilov & Hutter, arXiv:1711.05101; Reddi et al., arXiv:1904.09237.
-    """
-    states = [State("exp_avg", exp_avg, exp_avg_scale), State("exp_avg_sq", exp_avg_sq, exp_avg_sq_scale)]
-    name = "adamw" if coef.decoupled else "adam"
-    if max_exp_avg_sq:
-        states.append(State("max_exp_avg_sq", max_exp_avg_sq, max_exp_avg_sq_scale))
-        name += "_amsgrad"
-    update(
-        native(name),
-        coef.constants,
-        coef.step,
-        numel,
-        grad=grad,
-        grad_dtype=grad_dtype,
-        weight=weight,
-        weight_dtype=weight_dtype,
-        rest=rest,
-        master=master,
-        states=states,
-        state_dtype=moments_dtype,
-        num_threads=num_threads,
-    )
-
-
-@dataclass(frozen=True)
-class AdagradCoef:
-    """The coefficients of one Adagrad step."""
-
-    lr: float
-    lr_decay: float
-    eps: float
-    weight_decay: float
-    step: int
-    """1 in the first step."""
-    grad_scale: float = 1.0
-    """Multiplies every element of the gradient first, once, in fp32: unscale times clip factor."""
-    maximize: bool = False
-
-    def __post_init__(self) -> None:
-        _check_step(self.step)
-
-    @cached_property
-    def constants(self) -> tuple[float, ...]:
-        """The fields of ``Adagrad`` in src/rules.h."""
-        return (
-            _signed(self.grad_scale, self.maximize),
-            self.weight_decay,
-            self.eps,
-            -self.lr / (1.0 + (self.step - 1) * self.lr_decay),
-        )
-
-
-def adagrad(
-    coef: AdagradCoef,
-    numel: int,
-    *,
-    grad: int,
-    grad_dtype: Dtype,
-    weight: int,
-    weight_dtype: Dtype,
-    sum: int,
-    rest: int = 0,
-    master: int = 0,
-    sum_scale: int = 0,
-    moments_dtype: Dtype = Dtype.F32,
-    num_threads: int = 1,
-    native: Native = on_host,
-) -> None:
-    """Advance ``numel`` weights by one Adagrad step, in place, in one pass.
-
-    ``sum`` holds the sums of squared gradients: ``initial_accumulator_value`` before step 1. The rest as for ``adam``.
+@dataclass(frozen=True, kw_only=True)
+class AdagradCoef(Coef):
+    """Of Adagrad. ``sum`` holds the sums of squared gradients: ``initial_accumulator_value`` before step 1.
 
     Cost:    20 bytes of memory traffic per element in fp32 (read 12, write 8).
     Source:  Duchi et al. 2011, JMLR 12; ``torch.optim.Adagrad``.
     """
-    update(
-        native("adagrad"),
-        coef.constants,
-        coef.step,
-        numel,
-        grad=grad,
-        grad_dtype=grad_dtype,
-        weight=weight,
-        weight_dtype=weight_dtype,
-        rest=rest,
-        master=master,
-        states=[State("sum", sum, sum_scale)],
-        state_dtype=moments_dtype,
-        num_threads=num_threads,
-    )
+
+    lr_decay: float
+    eps: float
+    kernel = "adagrad"
+    states = ("sum",)
+
+    def _others(self) -> tuple[float, ...]:
+        return self.weight_decay, self.eps, -self.lr / (1.0 + (self.step - 1) * self.lr_decay)
 
 
-@dataclass(frozen=True)
-class LionCoef:
-    """The coefficients of one Lion step."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    weight_decay: float
-    step: int
-    """1 in the first step. Lion has no bias correction: it only seeds the rounding of INT8."""
-    grad_scale: float = 1.0
-    """Multiplies every element of the gradient first, once, in fp32: unscale times clip factor."""
-    maximize: bool = False
-
-    def __post_init__(self) -> None:
-        _check_step(self.step)
-        _check_beta(beta1=self.beta1, beta2=self.beta2)
-
-    @cached_property
-    def constants(self) -> tuple[float, ...]:
-        """The fields of ``Lion`` in src/rules.h."""
-        return (
-            _signed(self.grad_scale, self.maximize),
-            1.0 - self.lr * self.weight_decay,
-            1.0 - self.beta1,
-            1.0 - self.beta2,
-            -self.lr,
-        )
-
-
-def lion(
-    coef: LionCoef,
-    numel: int,
-    *,
-    grad: int,
-    grad_dtype: Dtype,
-    weight: int,
-    weight_dtype: Dtype,
-    exp_avg: int,
-    rest: int = 0,
-    master: int = 0,
-    exp_avg_scale: int = 0,
-    moments_dtype: Dtype = Dtype.F32,
-    num_threads: int = 1,
-    native: Native = on_host,
-) -> None:
-    """Advance ``numel`` weights by one Lion step (decoupled weight decay), in place, in one pass. As for ``adam``.
+@dataclass(frozen=True, kw_only=True)
+class LionCoef(Coef):
+    """Of Lion (decoupled weight decay). It has no bias correction: ``step`` only seeds the rounding of INT8.
 
     Cost:    20 bytes of memory traffic per element in fp32 (read 12, write 8).
     Source:  Chen et al., arXiv:2302.06675, Alg. 2.
     """
-    update(
-        native("lion"),
-        coef.constants,
-        coef.step,
-        numel,
-        grad=grad,
-        grad_dtype=grad_dtype,
-        weight=weight,
-        weight_dtype=weight_dtype,
-        rest=rest,
-        master=master,
-        states=[State("exp_avg", exp_avg, exp_avg_scale)],
-        state_dtype=moments_dtype,
-        num_threads=num_threads,
-    )
+
+    beta1: float
+    beta2: float
+    kernel = "lion"
+    states = ("exp_avg",)
+
+    def _others(self) -> tuple[float, ...]:
+        return 1.0 - self.lr * self.weight_decay, 1.0 - self.beta1, 1.0 - self.beta2, -self.lr
 
 
-@dataclass(frozen=True)
-class SgdCoef:
-    """The coefficients of one SGD step."""
-
-    lr: float
-    momentum: float
-    dampening: float
-    weight_decay: float
-    step: int
-    """1 in the first step, which is not dampened."""
-    nesterov: bool = False
-    grad_scale: float = 1.0
-    """Multiplies every element of the gradient first, once, in fp32: unscale times clip factor."""
-    maximize: bool = False
-
-    def __post_init__(self) -> None:
-        _check_step(self.step)
-        if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
-            raise ValueError("nesterov needs a momentum and no dampening")
-
-    @cached_property
-    def constants(self) -> tuple[float, ...]:
-        """The fields of ``Sgd`` (without momentum) or ``SgdMomentum`` in src/rules.h."""
-        first = (_signed(self.grad_scale, self.maximize), self.weight_decay)
-        if self.momentum == 0:
-            return (*first, -self.lr)
-        return (*first, self.momentum, 1.0 if self.step == 1 else 1.0 - self.dampening, -self.lr)
-
-
-def sgd(
-    coef: SgdCoef,
-    numel: int,
-    *,
-    grad: int,
-    grad_dtype: Dtype,
-    weight: int,
-    weight_dtype: Dtype,
-    momentum_buffer: int = 0,
-    rest: int = 0,
-    master: int = 0,
-    momentum_buffer_scale: int = 0,
-    moments_dtype: Dtype = Dtype.F32,
-    num_threads: int = 1,
-    native: Native = on_host,
-) -> None:
-    """Advance ``numel`` weights by one SGD step, in place, in one pass. As for ``adam``.
-
-    ``momentum_buffer`` is needed if and only if the momentum is not zero; it is zero before step 1.
+@dataclass(frozen=True, kw_only=True)
+class SgdCoef(Coef):
+    """Of SGD. Only one with momentum has a ``momentum_buffer``, which the first step does not dampen.
 
     Cost:    20 bytes of memory traffic per element in fp32 with momentum (read 12, write 8), 12 without.
     Source:  Sutskever et al. 2013; ``torch.optim.SGD``.
     """
-    states = [State("momentum_buffer", momentum_buffer, momentum_buffer_scale)] if coef.momentum != 0 else []
-    with_momentum = "sgd_nesterov" if coef.nesterov else "sgd_momentum"
-    update(
-        native(with_momentum if states else "sgd"),
-        coef.constants,
-        coef.step,
-        numel,
-        grad=grad,
-        grad_dtype=grad_dtype,
-        weight=weight,
-        weight_dtype=weight_dtype,
-        rest=rest,
-        master=master,
-        states=states,
-        state_dtype=moments_dtype,
-        num_threads=num_threads,
-    )
+
+    momentum: float
+    dampening: float
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
+            raise ValueError("nesterov needs a momentum and no dampening")
+
+    @property
+    def kernel(self) -> str:
+        with_momentum = "sgd_nesterov" if self.nesterov else "sgd_momentum"
+        return "sgd" if self.momentum == 0 else with_momentum
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        return () if self.momentum == 0 else ("momentum_buffer",)
+
+    def _others(self) -> tuple[float, ...]:
+        if self.momentum == 0:
+            return self.weight_decay, -self.lr
+        dampened = 1.0 if self.step == 1 else 1.0 - self.dampening
+        return self.weight_decay, self.momentum, dampened, -self.lr

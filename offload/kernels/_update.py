@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from . import _kernels
 from ._native import Dtype, check_address, check_numbers, check_numel
+from ._optimizers import Coef
 
 _FORMAT_F32, _FORMAT_SPLIT, _FORMAT_OUT = 0, 1, 2  # WeightFormat in src/arrays.h: _FORMAT_OUT + Dtype
 
-Kernel = Callable[
-    [
-        Sequence[float],  # constants
-        int,  # numel
-        int,  # grad
-        int,  # grad_dtype
-        int,  # weight
-        int,  # rest
-        int,  # master
-        int,  # weight_format
-        Sequence[int],  # states
-        Sequence[int],  # scales
-        int,  # state_dtype
-        int,  # seed
-        int,  # num_threads
-    ],
-    None,
-]
+
+class Sweep(NamedTuple):
+    """The arguments of a native kernel, in their order. It takes three states and scales, used or not."""
+
+    constants: Sequence[float]
+    numel: int
+    grad: int
+    grad_dtype: int
+    weight: int
+    rest: int
+    master: int
+    weight_format: int
+    states: Sequence[int]
+    scales: Sequence[int]
+    state_dtype: int
+    seed: int
+    """Of the random rounding of codes."""
+    num_threads: int
+
+
+Kernel = Callable[[Sweep], None]
 
 Native = Callable[[str], Kernel]
 """Who runs a kernel: gives it by its name in the native module."""
@@ -35,60 +40,58 @@ Native = Callable[[str], Kernel]
 
 def on_host(name: str) -> Kernel:
     """The CPU, at once."""
-    kernel: Kernel = getattr(_kernels, name)
-    return kernel
+    return partial(_run, getattr(_kernels, name))
 
 
-class State(NamedTuple):
-    """One state of an optimizer: its name for errors, its address, and where its scales are if it is in codes."""
-
-    name: str
-    address: int
-    scale: int
+def _run(kernel: Callable[..., None], sweep: Sweep) -> None:
+    kernel(*sweep)
 
 
 def update(
-    kernel: Kernel,
-    constants: Sequence[float],
-    step: int,
+    coef: Coef,
     numel: int,
     *,
     grad: int,
     grad_dtype: Dtype,
     weight: int,
     weight_dtype: Dtype,
-    rest: int,
-    master: int,
-    states: Sequence[State],
-    state_dtype: Dtype,
-    num_threads: int,
+    rest: int = 0,
+    master: int = 0,
+    moments_dtype: Dtype = Dtype.F32,
+    num_threads: int = 1,
+    native: Native = on_host,
+    **states: int,
 ) -> None:
-    """Check the arguments and run the kernel, which takes three states, used or not."""
+    """Advance ``numel`` weights by one step of the optimizer that ``coef`` is of, in place, in one pass.
+
+    Shapes:  every array has ``numel`` elements; for the formats see the top of ``_optimizers.py``. ``states`` are the
+             addresses of ``coef.states`` by name, and of their scales as ``<name>_scale``.
+    Effects: writes all arrays but ``grad``. Allocates nothing. ``native`` says who runs the kernel: the CPU, at once,
+             or a GPU, whose memory all addresses are then of (``gpu.py``).
+    Raises:  ``ValueError`` for an impossible address, count or combination. Nothing has been written in that case.
+    """
     check_numel(numel, num_threads)
     check_numbers("grad", grad, grad_dtype, numel)
     master, weight_format = _check_weight(numel, weight, weight_dtype, rest, master)
-    if state_dtype is Dtype.F16:
+    if moments_dtype is Dtype.F16:
         raise ValueError("states are F32, BF16 or INT8: the range of F16 is too small for squares of gradients")
-    for state in states:
-        check_address(state.name, state.address, state_dtype.itemsize, numel)
-        if state_dtype is Dtype.INT8:
-            check_address(f"{state.name}_scale", state.scale, 4, numel)
-    unused = [0] * (3 - len(states))
+    addresses = [states.pop(name, 0) for name in coef.states]
+    scales = [states.pop(f"{name}_scale", 0) for name in coef.states]
+    if states:
+        raise ValueError(f"{coef.kernel} has no states {', '.join(states)}: it has {', '.join(coef.states) or 'none'}")
+    for name, address, scale in zip(coef.states, addresses, scales, strict=True):
+        check_address(name, address, moments_dtype.itemsize, numel)
+        if moments_dtype is Dtype.INT8:
+            check_address(f"{name}_scale", scale, 4, numel)
+    unused = [0] * (3 - len(addresses))
+    seed = coef.step * 0x9E3779B1 % 2**32
+    kernel = native(coef.kernel)
     kernel(
-        constants,
-        numel,
-        grad,
-        grad_dtype,
-        weight,
-        rest,
-        master,
-        weight_format,
-        [state.address for state in states] + unused,
-        [state.scale for state in states] + unused,
-        state_dtype,
-        step * 0x9E3779B1 % 2**32,  # the seed of the random rounding of codes
-        num_threads,
-    )
+        Sweep(
+            coef.constants, numel, grad, grad_dtype, weight, rest, master, weight_format, addresses + unused,
+            scales + unused, moments_dtype, seed, num_threads,
+        )
+    )  # fmt: skip
 
 
 def _check_weight(numel: int, weight: int, weight_dtype: Dtype, rest: int, master: int) -> tuple[int, int]:

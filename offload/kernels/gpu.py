@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from ._native import SQUARES_LANES, Dtype
-from ._update import Kernel
+from ._update import Kernel, Sweep
 
 _THREADS = 256
 """Of one block of a launch: ``kRangeThreads`` in src/device.cu."""
@@ -109,30 +109,17 @@ class GpuKernels:
             self._launch(program, "square_lanes", -(-num_blocks // _GROUPS), _GROUPS * SQUARES_LANES, of_all)
         self._launch(program, "square_ranges", num_ranges, _THREADS, [ranges_, lanes_, sums_])
 
-    def _update(
-        self,
-        rule: str,
-        constants: Sequence[float],
-        numel: int,
-        grad: int,
-        grad_dtype: int,
-        weight: int,
-        rest: int,
-        master: int,
-        weight_format: int,
-        states: Sequence[int],
-        scales: Sequence[int],
-        state_dtype: int,
-        seed: int,
-        num_threads: int,
-    ) -> None:
-        program = Program(rule, _name(Dtype(grad_dtype)), _FORMATS[weight_format], _name(Dtype(state_dtype)))
+    def _update(self, rule: str, sweep: Sweep) -> None:
+        grad, state = _name(Dtype(sweep.grad_dtype)), _name(Dtype(sweep.state_dtype))
+        program = Program(rule, grad, _FORMATS[sweep.weight_format], state)
         arrays = _Arrays(
-            grad, weight, rest, master, tuple(states), tuple(scales), grad_dtype, weight_format, state_dtype, seed
-        )
-        arguments = [(ctypes.c_float * len(constants))(*constants), arrays, ctypes.c_size_t(numel)]
-        if numel:
-            self._launch(program, "update", -(-numel // (_EACH * _THREADS)), _THREADS, arguments)
+            sweep.grad, sweep.weight, sweep.rest, sweep.master, tuple(sweep.states), tuple(sweep.scales),
+            sweep.grad_dtype, sweep.weight_format, sweep.state_dtype, sweep.seed,
+        )  # fmt: skip
+        constants = (ctypes.c_float * len(sweep.constants))(*sweep.constants)
+        if sweep.numel:
+            num_blocks = -(-sweep.numel // (_EACH * _THREADS))
+            self._launch(program, "update", num_blocks, _THREADS, [constants, arrays, ctypes.c_size_t(sweep.numel)])
 
 
 def _name(dtype: Dtype) -> str:

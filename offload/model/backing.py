@@ -2,200 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from enum import Enum, auto
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
+from offload.access import Elements, ExternalAccess, Zeroing, source_of
 from offload.memory import tensor_at
 from offload.model.distributed_handle import DistributedGradientHandle
 from offload.model.gradient_handle import GradientBacking, GradientHandle
 from offload.model.handle import value_of
-from offload.optim.formats import Formats
-from offload.optim.rule import Rule
-from offload.ranks.ranks import Ranks
-from offload.spooled import Spooled
-from offload.tiers.gradients.store import Gradient, GradientStore
-from offload.tiers.home import TileHomes, UnitHomes
-from offload.tiers.make_compute import WholeWeights
-from offload.tiers.weights.host import HostLevel
-from offload.tiers.weights.level import Level
+from offload.tiers.gradients.store import Gradient
 from offload.units import ParameterSpec, UnitSpec, WeightInPieces
-from offload.waiting import Failure
 from swapper import OffloadError
-
-
-class Zeroing(Enum):
-    """What is known of ``zero_grad()`` since a step has used the gradients up.
-
-    - ``DONE``: somebody has dropped them, or has seen that there are none. The same where nobody expects any.
-    - ``DUE``: not so far.
-    - ``MISSED``: not before the next backward, which would have added to them in PyTorch. May be dropped still.
-    """
-
-    DONE = auto()
-    DUE = auto()
-    MISSED = auto()
-
-
-class ExternalAccess:
-    """The one way from outside to weights, masters and gradients. Everything that changes them announces it first."""
-
-    def __init__(
-        self,
-        homes: Sequence[UnitHomes],
-        host: HostLevel,
-        gradients: GradientStore,
-        level: Level,
-        rule: Rule | None,
-        formats: Formats,
-        dtype: torch.dtype,
-        device: torch.device,
-        failure: Failure,
-        settle: Callable[[], None],
-        spooled: Spooled,
-        invalidate: Callable[[UnitSpec], None],
-        ranks: Ranks,
-        whole: WholeWeights | None,
-    ) -> None:
-        """``homes``, ``host`` and ``gradients`` are of this rank's shards, where ``ranks`` are several;
-        ``whole`` has whole units then. ``settle`` returns when all gradients are in their places. ``invalidate``
-        makes void what was computed from a unit's weights, gradients or states before the step; see
-        ``SpeculativeUpdates.invalidate``."""
-        self.gradients = gradients
-        self.failure = failure
-        self.formats = formats
-        self.rule = rule
-        self.dtype = dtype
-        self.device = device
-        self.settle = settle
-        self.spooled = spooled
-        self.ranks = ranks
-        self._whole = whole
-        self.zeroing = Zeroing.DONE
-        self._homes = homes
-        self._host = host
-        self._level = level
-        self._invalidate = invalidate
-        self.agree_to_change: Callable[[], None] = partial(ranks.barrier, "a change")
-        """Called before any change, on all ranks together."""
-        self.before_change: Callable[[UnitSpec], None] = _nothing
-        """Called before weights, masters or states of a unit change; a commit under way still reads them."""
-
-    def changing(self, units: Sequence[UnitSpec]) -> None:
-        """Weights, gradients or states of these units are about to change: speculative updates of them are void, and
-        nothing else uses them any more. Every change of their bytes from outside comes through here; a factor for a
-        gradient needs no such care, since a speculative update that was made without it does not pass the verdict. All
-        ranks come through here together."""
-        self.agree_to_change()
-        for unit in units:
-            self.dropping(unit)
-            self._host.fence.wait(unit)
-            self.before_change(unit)
-
-    def dropping(self, unit: UnitSpec) -> None:
-        """Gradients of the unit are about to be forgotten. An update of the last step may go on reading them."""
-        self.settle()
-        self._invalidate(unit)
-
-    @contextlib.contextmanager
-    def weights(self, unit: UnitSpec, spec: ParameterSpec) -> Iterator[int]:
-        """The address of one parameter's weights, once the last step's update has reached them."""
-        with self._borrow(unit, change=False) as address:
-            yield address + spec.offset * self.formats.weights
-
-    @contextlib.contextmanager
-    def whole_weights(self, unit: UnitSpec, spec: ParameterSpec) -> Iterator[int]:
-        """The same of all of a parameter of which ``spec`` may be a rank's shard. A rank may do this by itself as long
-        as the others go on."""
-        if self._whole is None or spec.whole is None:
-            with self.weights(unit, spec) as address:
-                yield address
-            return
-        with self._whole.borrow(unit, spec.whole.offset, spec.whole.offset + spec.whole.numel) as address:
-            yield address
-
-    def joined(self, what: str, part: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
-        """All of something of which each rank has a part, flat, for all ranks together; ``what`` says which."""
-        return self.ranks.join(f"{what} of {spec.name}", part.reshape(-1))
-
-    @contextlib.contextmanager
-    def weights_to_change(self, unit: UnitSpec, spec: ParameterSpec) -> Iterator[int]:
-        """The same, to be changed."""
-        with self.all_weights_to_change(unit) as address:
-            yield address + spec.offset * self.formats.weights
-
-    @contextlib.contextmanager
-    def all_weights(self, unit: UnitSpec) -> Iterator[int]:
-        """The address of the unit's weights, as ``weights``."""
-        with self._borrow(unit, change=False) as address:
-            yield address
-
-    @contextlib.contextmanager
-    def all_weights_to_change(self, unit: UnitSpec) -> Iterator[int]:
-        """The same, to be changed."""
-        self.changing([unit])
-        self._level.outdate([unit])
-        with self._borrow(unit, change=True) as address:
-            yield address
-
-    def read_master(self, unit: UnitSpec, spec: ParameterSpec) -> torch.Tensor:
-        """A copy of the parameter's fp32 master, flat, once the last step's update has reached it."""
-        value = torch.empty(spec.numel)
-        with self.weights(unit, spec) as weights:
-            for tile, start, stop in self._tiles_of(unit, spec):
-                with tile.states.borrow(change=False) as address:
-                    value[start - spec.offset : stop - spec.offset] = self.formats.get_master(
-                        stop - start,
-                        weights + (start - spec.offset) * self.formats.weights,
-                        address + self._master_offset(tile, start),
-                    )
-        return value
-
-    def write_master(
-        self, unit: UnitSpec, spec: ParameterSpec, weights: int, value: torch.Tensor | None = None
-    ) -> None:
-        """Make the master ``value``, fp32 and flat, and the parameter's weights at this address what it is rounded to;
-        without a value, make the master what the weights are."""
-        if self.rule is None or not self.formats.master or not spec.trainable:
-            return
-        if value is None:
-            value = tensor_at(weights, spec.numel, self.dtype).float()
-        for tile, start, stop in self._tiles_of(unit, spec):
-            with tile.states.borrow(change=True) as address:
-                self.formats.put_master(
-                    value[start - spec.offset : stop - spec.offset],
-                    weights + (start - spec.offset) * self.formats.weights,
-                    address + self._master_offset(tile, start),
-                )
-
-    def _tiles_of(self, unit: UnitSpec, spec: ParameterSpec) -> Iterator[tuple[TileHomes, int, int]]:
-        """The tiles that hold a part of the parameter, and which of the unit's elements that is."""
-        for homes in self._homes[unit.index].tiles:
-            start, stop = max(spec.offset, homes.tile.start), min(spec.offset + spec.numel, homes.tile.stop)
-            if start < stop:
-                yield homes, start, stop
-
-    def _master_offset(self, tile: TileHomes, element: int) -> int:
-        return 0 if self.rule is None else self.rule.master_offset(tile.tile, element)
-
-    def _borrow(self, unit: UnitSpec, *, change: bool) -> contextlib.AbstractContextManager[int]:
-        home = self._homes[unit.index].weights
-        if home.tensor is not None:
-            return home.borrow(change=change)
-        return self._host.borrow(unit, change=change)
-
-
-def _nothing(unit: UnitSpec) -> None:
-    return None
-
-
-def _nobody() -> None:
-    return None
 
 
 class ParameterBacking:
@@ -214,34 +34,41 @@ class ParameterBacking:
         """A copy of the value, once the last step's update has reached it."""
         shape = self._spec.whole_shape
         with self._access.failure, self._access.whole_weights(self._unit, self._spec) as address:
-            value = tensor_at(address, shape.numel(), self._access.dtype).view(shape).clone()
+            value = tensor_at(address, shape.numel(), self._access.layout.dtype).view(shape).clone()
         return self._spec.in_model(value)
 
     def write(self, value: torch.Tensor) -> None:
         """Set the value. The fp32 master becomes exactly this, unless it is rounded to this already; moments stay as
         they are."""
-        access, unit, spec = self._access, self._unit, self._spec
-        with access.failure, access.weights_to_change(unit, spec) as address, torch.no_grad():
-            own = spec.shard_of(value).view(spec.shape)
-            rounded = own.to("cpu", access.dtype)
-            if access.formats.master and torch.equal(self._tensor(address), rounded):
-                return
-            self._tensor(address).copy_(own)
-            access.write_master(unit, spec, address)
+        layout, spec = self._access.layout, self._spec
+        own = spec.shard_of(value.detach()).reshape(-1).to("cpu", layout.dtype)
+        with self._access.failure, self._access.elements_to_change() as elements:
+            address = elements.weights(self._unit) + spec.offset * layout.formats.weights
+            if not layout.formats.master or not torch.equal(tensor_at(address, spec.numel, layout.dtype), own):
+                self._write(elements, own)
 
     def read_master(self) -> torch.Tensor:
         """A copy of the fp32 master."""
         access, spec = self._access, self._spec
+        value = torch.empty(spec.numel)
         with access.failure:
-            value = access.joined("the master", access.read_master(self._unit, spec), spec)
+            with access.elements() as elements:
+                for span in elements.spans(self._unit, [spec]):
+                    elements.read(span, span.first, value[span.first : span.first + span.numel])
+            value = access.joined("the master", value, spec)
         return spec.in_model(value.view(spec.whole_shape))
 
     def write_master(self, value: torch.Tensor) -> None:
         """Set the fp32 master, and the weight to what it is rounded to."""
-        access, unit, spec = self._access, self._unit, self._spec
-        flat = spec.shard_of(value.detach()).to("cpu", torch.float32).reshape(-1)
-        with access.failure, access.weights_to_change(unit, spec) as address, torch.no_grad():
-            access.write_master(unit, spec, address, flat)
+        own = self._spec.shard_of(value.detach()).to("cpu", torch.float32).reshape(-1)
+        with self._access.failure, self._access.elements_to_change() as elements:
+            self._write(elements, own)
+
+    def _write(self, elements: Elements, value: torch.Tensor) -> None:
+        """Make all of the parameter that this rank has this value."""
+        with torch.no_grad():
+            for span in elements.spans(self._unit, [self._spec]):
+                elements.write(span, source_of(value))
 
     @property
     def gradient(self) -> torch.Tensor | None:
@@ -269,7 +96,7 @@ class ParameterBacking:
 
     def gradient_backing(self) -> PlainGradientBacking | None:
         """What a handle on the gradient needs, if there is a gradient."""
-        self._access.settle()
+        self._access.before.settle()
         if self._spec in self._access.gradients.of(self._unit):
             return PlainGradientBacking(self._unit, self._spec, self._access)
         if self._access.zeroing is Zeroing.DUE:
@@ -278,12 +105,9 @@ class ParameterBacking:
 
     def gradient_handle(self, backing: GradientBacking, shape: torch.Size) -> GradientHandle:
         """A handle on a gradient of this parameter, or of the whole that it is a piece of."""
-        meta = torch.empty(shape, dtype=self._access.dtype, device="meta")
+        meta = torch.empty(shape, dtype=self._access.layout.dtype, device="meta")
         kind = GradientHandle if self._spec.distribution is None else DistributedGradientHandle
         return kind(backing, meta, self._access.device)
-
-    def _tensor(self, address: int) -> torch.Tensor:
-        return tensor_at(address, self._spec.numel, self._access.dtype).view(self._spec.shape)
 
 
 class PiecewiseBacking:
@@ -340,7 +164,7 @@ class PlainGradientBacking:
             self._known()
             own = self._access.gradients.read(self._unit, self.spec)
             value = self._access.joined("the gradient", own, self.spec).view(self.spec.whole_shape)
-        return self.spec.in_model(value.to(self._access.dtype))
+        return self.spec.in_model(value.to(self._access.layout.dtype))
 
     def write(self, value: torch.Tensor) -> None:
         self._access.zeroing = Zeroing.DONE  # zeros, it may be
@@ -364,7 +188,7 @@ class PlainGradientBacking:
 
     def _known(self) -> Gradient:
         """What is known of the gradient. Raises ``OffloadError`` if there is none any more."""
-        self._access.settle()
+        self._access.before.settle()
         found = self._access.gradients.of(self._unit).get(self.spec)
         if found is None:
             raise OffloadError(

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.model.backing import ExternalAccess, ParameterBacking, PiecewiseBacking
+from offload.access import ExternalAccess
+from offload.model.backing import ParameterBacking, PiecewiseBacking
 from offload.model.distributed_handle import DistributedHandle
 from offload.model.handle import Backing, Handle, make_handle
 from offload.model.identity import take_over
@@ -64,7 +65,7 @@ def make_handles(
 
     The objects that stood in the model are the handles from now on, as far as torch allows it (``identity.py``).
     """
-    dtype, device = access.dtype, access.device
+    dtype, device = access.layout.dtype, access.device
     backings = {
         spec: _backing(shard, own, access, parameter)
         for unit, shard, parameters in zip(units, shards, in_use, strict=True)

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from offload.access import ExternalAccess
 from offload.errors import ConfigError
 from offload.memory import tensor_at
-from offload.model.backing import ExternalAccess, ParameterBacking
+from offload.model.backing import ParameterBacking
 from offload.model.handle import Handle, value_of
 from offload.torch_internals import map_leaves
 from offload.units import Packing, ParameterSpec, UnitSpec
@@ -28,7 +29,7 @@ class PackedBacking(ParameterBacking):
 
     def read(self) -> torch.Tensor:
         """A copy of the value, of the quantised class."""
-        with self._access.failure, self._access.weights(self._unit, self._spec) as address:
+        with self._access.failure, self._access.weights(self._unit) as address:
             return self.packing.copied(self._content(address).to(self._access.device))
 
     def write(self, value: torch.Tensor) -> None:
@@ -40,11 +41,12 @@ class PackedBacking(ParameterBacking):
                 "otherwise or not at all. Change the model that engine.unwrap() gives, and make an engine again."
             )
         content = self.packing.pack(value.detach())
-        with self._access.failure, self._access.weights_to_change(self._unit, self._spec) as address:
+        with self._access.failure, self._access.weights_to_change(self._unit) as address:
             self._content(address).copy_(content)
 
     def _content(self, address: int) -> torch.Tensor:
-        return tensor_at(address, self.packing.nbytes, torch.uint8)
+        start = self._spec.offset * self._access.layout.formats.weights
+        return tensor_at(address + start, self.packing.nbytes, torch.uint8)
 
 
 class PackedHandle(Handle):

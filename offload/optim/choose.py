@@ -100,12 +100,6 @@ def _native(
 ) -> OptimizerChoice:
     dtypes = config.dtype, config.gradient_dtype
     rule = KernelRule(kernel, [group for group, _ in groups], Formats.of(config), dtypes, config.moments_dtype)
-    for group, specs in groups:
-        for spec in specs[:1]:
-            try:
-                rule.freeze(spec, group, 1, 1.0)
-            except (ValueError, TypeError) as error:
-                raise ConfigError(f"optimizer options cannot work: {error}") from None
     return OptimizerChoice(rule, groups, source)
 
 

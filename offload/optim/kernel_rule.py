@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +15,7 @@ from offload.errors import ConfigError
 from offload.memory import tensor_at
 from offload.optim.formats import Formats
 from offload.optim.moments import copy_moments, is_in_codes, num_blocks, scale_name
-from offload.optim.rule import Group, TilePart
+from offload.optim.rule import Group, TileBytes, TilePart
 from offload.units import GRAIN, ParameterSpec, Tile, UnitSpec
 
 _SCALE_BYTES = 4
@@ -24,103 +23,46 @@ _SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class NativeOptimizer:
-    """An optimizer as ``torch.optim`` names it and its options, and the kernel that does the same."""
+    """An optimizer as ``torch.optim`` names it and its options, and the coefficients of the kernel that does the
+    same. ``decoupled`` is that of ``AdamCoef``."""
 
     defaults: Mapping[str, Any]
-    states: Callable[[Group], tuple[str, ...]]
-    coefficients: Callable[[Group, int, float], Any]
-    run: Callable[..., None]
+    kind: type[kernels.Coef]
+    decoupled: bool = False
 
-
-def _adam_states(group: Group) -> tuple[str, ...]:
-    return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 3 if group["amsgrad"] else 2]
-
-
-def _adam(decoupled: bool) -> Callable[[Group, int, float], kernels.AdamCoef]:
-    def coefficients(group: Group, step: int, grad_scale: float) -> kernels.AdamCoef:
-        return kernels.AdamCoef(
-            lr=float(group["lr"]),
-            beta1=float(group["betas"][0]),
-            beta2=float(group["betas"][1]),
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            step=step,
-            grad_scale=grad_scale,
-            decoupled=group.get("decoupled_weight_decay", False) or decoupled,
-            maximize=group["maximize"],
-        )
-
-    return coefficients
-
-
-def _adagrad(group: Group, step: int, grad_scale: float) -> kernels.AdagradCoef:
-    return kernels.AdagradCoef(
-        lr=float(group["lr"]),
-        lr_decay=group["lr_decay"],
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        step=step,
-        grad_scale=grad_scale,
-        maximize=group["maximize"],
-    )
-
-
-def _lion(group: Group, step: int, grad_scale: float) -> kernels.LionCoef:
-    return kernels.LionCoef(
-        lr=float(group["lr"]),
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        weight_decay=group["weight_decay"],
-        step=step,
-        grad_scale=grad_scale,
-        maximize=group["maximize"],
-    )
-
-
-def _sgd(group: Group, step: int, grad_scale: float) -> kernels.SgdCoef:
-    return kernels.SgdCoef(
-        lr=float(group["lr"]),
-        momentum=group["momentum"],
-        dampening=group["dampening"],
-        weight_decay=group["weight_decay"],
-        step=step,
-        nesterov=group["nesterov"],
-        grad_scale=grad_scale,
-        maximize=group["maximize"],
-    )
+    def coefficients(self, group: Group, step: int = 1, grad_scale: float = 1.0) -> kernels.Coef:
+        """Of a step of the group's parameters. Raises ``ConfigError`` for options that cannot work."""
+        names = {field.name for field in fields(self.kind)} & self.defaults.keys()
+        try:
+            options = {name: group[name] for name in names} | {"lr": float(group["lr"])}
+            if "betas" in self.defaults:
+                options["beta1"], options["beta2"] = map(float, group["betas"])
+            if self.kind is kernels.AdamCoef:
+                options["decoupled"] = self.decoupled or group.get("decoupled_weight_decay", False)
+            return self.kind(step=step, grad_scale=grad_scale, **options)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"optimizer options cannot work: {error}") from None
 
 
 _ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "maximize": False}
 _ADAGRAD = {"lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10}
+_LION = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0, "maximize": False}
 _SGD = {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
 
 KERNELS: Mapping[str, NativeOptimizer] = MappingProxyType(
     {
-        "adam": NativeOptimizer(_ADAM, _adam_states, _adam(decoupled=False), kernels.adam),
-        "adamw": NativeOptimizer({**_ADAM, "weight_decay": 0.01}, _adam_states, _adam(decoupled=True), kernels.adam),
-        "adagrad": NativeOptimizer({**_ADAGRAD, "maximize": False}, lambda group: ("sum",), _adagrad, kernels.adagrad),
-        "lion": NativeOptimizer(
-            {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0, "maximize": False},
-            lambda group: ("exp_avg",),
-            _lion,
-            kernels.lion,
-        ),
-        "sgd": NativeOptimizer(
-            _SGD, lambda group: ("momentum_buffer",) if group["momentum"] else (), _sgd, kernels.sgd
-        ),
+        "adam": NativeOptimizer(_ADAM, kernels.AdamCoef),
+        "adamw": NativeOptimizer({**_ADAM, "weight_decay": 0.01}, kernels.AdamCoef, decoupled=True),
+        "adagrad": NativeOptimizer({**_ADAGRAD, "maximize": False}, kernels.AdagradCoef),
+        "lion": NativeOptimizer(_LION, kernels.LionCoef),
+        "sgd": NativeOptimizer(_SGD, kernels.SgdCoef),
     }
 )
 """By the names that ``optimizer=`` takes."""
 
 _DTYPES = {"fp32": kernels.Dtype.F32, "bf16": kernels.Dtype.BF16, "int8": kernels.Dtype.INT8}
+MOMENTS = tuple(_DTYPES)
 _TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
-
-
-@dataclass(frozen=True)
-class _Step:
-    coefficients: Any
-    states: tuple[str, ...]
-    """Those that the parameter's group uses: one without amsgrad or momentum leaves some alone."""
 
 
 class KernelRule:
@@ -140,7 +82,7 @@ class KernelRule:
         """``dtypes`` are those of weights and gradients; ``moments`` is ``moments_dtype``."""
         self._kernel = kernel
         self._moments = moments
-        longest = max((kernel.states(group) for group in groups), key=len, default=())
+        longest = max((kernel.coefficients(group).states for group in groups), key=len, default=())
         self._names = longest
         self._formats = formats
         self._weight_dtype, self._grad_dtype = map(kernel_dtype, dtypes)
@@ -161,15 +103,6 @@ class KernelRule:
         name = next(name for name, kernel in KERNELS.items() if kernel is self._kernel)
         return {"optimizer": name, "states": list(self._names), "moments": self._moments}
 
-    def saved_as(self, moments: str) -> KernelRule:
-        if moments == self._moments:
-            return self
-        if moments not in _DTYPES:
-            raise ConfigError(f"moments are in {moments!r} there, and this program knows {', '.join(_DTYPES)}")
-        rule = copy.copy(self)
-        rule._moments, rule._dtype, rule._torch_dtype = moments, _DTYPES[moments], _TORCH_DTYPES[moments]
-        return rule
-
     def tile_between(self, unit: UnitSpec, start: int, stop: int) -> Tile:
         return Tile(start, stop, self._nbytes(stop - start))
 
@@ -186,49 +119,39 @@ class KernelRule:
         return (element - tile.start) * self._formats.master
 
     def freeze(self, spec: ParameterSpec, group: Group, step: int, grad_scale: float) -> Hashable:
-        unknown = set(self._kernel.states(group)) - set(self._names)
+        coefficients = self._kernel.coefficients(group, step, grad_scale)
+        unknown = set(coefficients.states) - set(self._names)
         if unknown:
             raise ConfigError(
                 f"a parameter group now needs the state {', '.join(unknown)}, for which no room was reserved: "
                 "set amsgrad or momentum in some group before the engine is made"
             )
-        return _Step(self._kernel.coefficients(group, step, grad_scale), self._kernel.states(group))
+        return coefficients
 
     @property
     def device_unsupported_reason(self) -> str | None:
         """Why ``apply`` cannot run on a device, if it cannot."""
         return "8-bit moments are updated on the CPU" if self._dtype is kernels.Dtype.INT8 else None
 
-    def apply(
-        self,
-        frozen: Hashable,
-        tile: Tile,
-        address: int,
-        start: int,
-        stop: int,
-        *,
-        weight: int,
-        grad: int,
-        native: kernels.Native,
-    ) -> None:
+    def apply(self, frozen: Hashable, tile: Tile, start: int, stop: int, at: TileBytes, native: kernels.Native) -> None:
         into = start - tile.start
         arrays: dict[str, int] = {}
-        assert isinstance(frozen, _Step)
+        assert isinstance(frozen, kernels.Coef)
         for name in frozen.states:
-            state = address + self._offset(tile, name)
+            state = at.states + self._offset(tile, name)
             arrays[name] = state + into * self._dtype.itemsize
             if self._dtype is kernels.Dtype.INT8:
                 scales = state + tile.numel * self._dtype.itemsize
                 arrays[f"{name}_scale"] = scales + into // kernels.CODE_BLOCK * _SCALE_BYTES
         if self._formats.master:
             kind = "rest" if self._weight_dtype is kernels.Dtype.BF16 else "master"
-            arrays[kind] = address + self.master_offset(tile, start)
-        self._kernel.run(
-            frozen.coefficients,
+            arrays[kind] = at.states + self.master_offset(tile, start)
+        kernels.update(
+            frozen,
             stop - start,
-            grad=grad,
+            grad=at.grads,
             grad_dtype=self._grad_dtype,
-            weight=weight,
+            weight=at.weights,
             weight_dtype=self._weight_dtype,
             moments_dtype=self._dtype,
             native=native,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -27,31 +27,46 @@ class TilePart:
     dtype: torch.dtype
 
 
+class TileBytes(NamedTuple):
+    """The addresses of a tile's states, and of the weights and gradients of the same elements, or of some of them."""
+
+    states: int
+    weights: int
+    grads: int
+
+
 def options_of(group: Group) -> Group:
     """The group without its ``params``."""
     return {name: value for name, value in group.items() if name != "params"}
 
 
-class Rule(Protocol):
-    """An optimizer that runs over tiles. Addresses are of memory that holds a whole tile, in RAM."""
+class TileLayout(Protocol):
+    """How masters and states lie in tiles. Addresses are of memory that holds a whole tile, in RAM."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint of its states says of it: ``optimizer``, and ``moments``, the format of its states."""
+
+    def parts(self, tile: Tile) -> Sequence[TilePart]:
+        """What a stranger needs to read a tile that ``identity`` does not explain; empty if it does."""
+
+    def master_offset(self, tile: Tile, element: int) -> int:
+        """Bytes from the tile's start to what it holds of the master of ``element``."""
+
+    def states(self, tile: Tile, address: int, spec: ParameterSpec) -> dict[str, torch.Tensor]:
+        """The part of the parameter's states that lies in this tile: flat tensors over its memory, by name."""
+
+
+class Rule(TileLayout, Protocol):
+    """An optimizer that runs over tiles."""
 
     repeatable: bool
     """``apply`` leaves nothing behind but what it writes to the addresses, so that it can be taken back."""
     uniform: bool
     """What ``freeze`` gives is the same for all parameters of a group with the same step and scale."""
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What a checkpoint of its states says of it: ``optimizer``, and ``moments``, the format of its states."""
-
-    def saved_as(self, moments: str) -> Rule:
-        """The rule whose states were saved in this format. Raises ``ConfigError`` for a format that there is not."""
-
     def tile_between(self, unit: UnitSpec, start: int, stop: int) -> Tile:
         """A tile of the unit's elements ``[start, stop)``, whatever ``tiles_of`` has cut."""
-
-    def parts(self, tile: Tile) -> Sequence[TilePart]:
-        """What a stranger needs to read a tile that ``identity`` does not explain; empty if it does."""
 
     @property
     def device_unsupported_reason(self) -> str | None:
@@ -63,35 +78,16 @@ class Rule(Protocol):
     def begin(self, tile: Tile, address: int) -> None:
         """Write the states that are there before the first step."""
 
-    def master_offset(self, tile: Tile, element: int) -> int:
-        """Bytes from the tile's start to what it holds of the master of ``element``."""
-
     def freeze(self, spec: ParameterSpec, group: Group, step: int, grad_scale: float) -> Hashable:
         """All that the ``step``-th step of one parameter depends on, as it is now.
 
         Neighbours for which it is equal are updated in one call. Raises ``ConfigError`` for settings that cannot work.
         """
 
-    def apply(
-        self,
-        frozen: Hashable,
-        tile: Tile,
-        address: int,
-        start: int,
-        stop: int,
-        *,
-        weight: int,
-        grad: int,
-        native: kernels.Native,
-    ) -> None:
-        """Update the elements ``[start, stop)`` of the tile at ``address``.
-
-        ``weight`` and ``grad`` are where those of ``start`` lie. ``native`` runs the kernels: on the CPU, or on a
-        device (see ``device_unsupported_reason``), in whose memory all addresses are then.
-        """
-
-    def states(self, tile: Tile, address: int, spec: ParameterSpec) -> dict[str, torch.Tensor]:
-        """The part of the parameter's states that lies in this tile: flat tensors over its memory, by name."""
+    def apply(self, frozen: Hashable, tile: Tile, start: int, stop: int, at: TileBytes, native: kernels.Native) -> None:
+        """Update the elements ``[start, stop)`` of the tile, whose weights and gradients begin where ``at`` says.
+        ``native`` runs the kernels: on the CPU, or on a device
+        (see ``device_unsupported_reason``), in whose memory all addresses are then."""
 
     def put_states(self, tile: Tile, address: int, spec: ParameterSpec, states: Mapping[str, Any], first: int) -> None:
         """Write what the tile holds of the parameter's states and ``states`` have of them, in any format of moments.

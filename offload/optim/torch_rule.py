@@ -19,7 +19,7 @@ from offload import kernels
 from offload.errors import ConfigError
 from offload.memory import tensor_at
 from offload.optim.formats import Formats
-from offload.optim.rule import Group, TilePart, options_of
+from offload.optim.rule import Group, TileBytes, TilePart, options_of
 from offload.units import GRAIN, ParameterSpec, Tile, UnitSpec
 from swapper import OffloadError
 
@@ -113,9 +113,6 @@ class TorchRule:
         kind = type(self._optimizer)
         return {"optimizer": f"{kind.__module__}.{kind.__qualname__}", "moments": "fp32"}
 
-    def saved_as(self, moments: str) -> TorchRule:
-        return self
-
     def tile_between(self, unit: UnitSpec, start: int, stop: int) -> Tile:
         records: dict[ParameterSpec, _Record] = {}
         end = 0
@@ -149,26 +146,15 @@ class TorchRule:
     def freeze(self, spec: ParameterSpec, group: Group, step: int, grad_scale: float) -> Hashable:
         return _Step(spec, options_of(group), grad_scale)
 
-    def apply(
-        self,
-        frozen: Hashable,
-        tile: Tile,
-        address: int,
-        start: int,
-        stop: int,
-        *,
-        weight: int,
-        grad: int,
-        native: kernels.Native,
-    ) -> None:
+    def apply(self, frozen: Hashable, tile: Tile, start: int, stop: int, at: TileBytes, native: kernels.Native) -> None:
         assert isinstance(frozen, _Step)
         spec = frozen.spec
         record = self._records[tile][spec]
-        master = self._formats.get_master(spec.numel, weight, address + record.master)
+        master = self._formats.get_master(spec.numel, at.weights, at.states + record.master)
         parameter = nn.Parameter(master.view(spec.shape))
-        gradient = tensor_at(grad, spec.numel, self._grad_dtype).to(torch.float32, copy=True)
+        gradient = tensor_at(at.grads, spec.numel, self._grad_dtype).to(torch.float32, copy=True)
         parameter.grad = gradient.mul_(frozen.grad_scale).view(spec.shape)
-        resting = self.states(tile, address, spec)
+        resting = self.states(tile, at.states, spec)
         before: dict[str, Any] = {}
         if spec in self._loose:
             before = {
@@ -177,7 +163,7 @@ class TorchRule:
             }
         after = self._run(parameter, frozen.options, before)
         self._keep(spec, record, resting, after)
-        self._formats.put_master(parameter.detach().reshape(-1), weight, address + record.master)
+        self._formats.put_master(parameter.detach().reshape(-1), at.weights, at.states + record.master)
 
     def states(self, tile: Tile, address: int, spec: ParameterSpec) -> dict[str, torch.Tensor]:
         record = self._records[tile].get(spec)

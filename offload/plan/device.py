@@ -31,13 +31,14 @@ class DevicePlan:
     ``resident`` are the indices of the units that rest there, and never leave; ``resident_bytes`` is what they take, by
     kind.
     ``all_bytes``: the weights of all other units. ``least_weights_bytes``: those that compute needs at a time.
+    Where the CPU computes it is ``ON_HOST``, which has no units and takes nothing.
     """
 
-    weights_bytes: int
-    least_weights_bytes: int
-    gradients_bytes: int
-    all_bytes: int
-    num_units: int
+    weights_bytes: int = 0
+    least_weights_bytes: int = 0
+    gradients_bytes: int = 0
+    all_bytes: int = 0
+    num_units: int = 0
     resident: frozenset[int] = frozenset()
     resident_bytes: dict[str, int] = field(default_factory=dict)
     squares_bytes: int = 0
@@ -50,9 +51,19 @@ class DevicePlan:
     """Why no unit may be resident there, if that is so."""
 
     @property
-    def total_bytes(self) -> int:
+    def computes(self) -> bool:
+        """A device does, not the CPU."""
+        return self.num_units > 0
+
+    @property
+    def passing_bytes(self) -> int:
+        """Buffers that weights and gradients of other units pass through, and those of updates and sums."""
         passing = self.weights_bytes + self.gradients_bytes + self.updates_bytes
-        return passing + self.squares_bytes + self.ranks_bytes + sum(self.resident_bytes.values())
+        return passing + self.squares_bytes + self.ranks_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.passing_bytes + sum(self.resident_bytes.values())
 
     def grown(self, free_bytes: int) -> DevicePlan:
         """The plan with copies in what a step has left free."""
@@ -74,19 +85,22 @@ class DevicePlan:
         return ", ".join(parts)
 
 
+ON_HOST = DevicePlan(unsupported_reason="the CPU computes")
+
+
 @dataclass(frozen=True)
-class _Needs:
+class DeviceNeeds:
     """What units take of a device's memory. ``states`` are each unit's optimizer states and masters, in bytes.
 
-    ``updates`` is what each takes for its update, if it is not resident; ``unsupported_reason`` is what hinders kernels
-    there. With ``ranks`` the units are shards."""
+    ``updates`` is what each takes for its update, if it is not resident; they take turns. ``unsupported_reason`` is
+    what hinders kernels there, so that none may be resident. Where there are several ``ranks`` the units are shards."""
 
     units: Sequence[UnitSpec]
     formats: Formats
     states: Sequence[int]
     updates: Sequence[int]
     unsupported_reason: str | None
-    ranks: RanksPlan | None
+    ranks: RanksPlan
 
     def of_unit(self, index: int) -> dict[str, int]:
         """By kind, of a unit that is resident there."""
@@ -129,7 +143,7 @@ class _Needs:
         gradients on their way, all weights. Whole units are gathered also from shards that are resident."""
         rest = [unit for unit in self.units if unit.index not in resident]
         ranks, width = self.ranks, self.formats.weights
-        if ranks is not None:
+        if ranks.gathers:
             gradients = max((unit.trainable_numel for unit in rest), default=0) * self.formats.grads
             return ranks.least_bytes, sum(ranks.places), gradients, ranks.all_bytes
         if not rest:
@@ -141,29 +155,19 @@ class _Needs:
         return least, min(least + 2 * largest, max(everything, least)), gradients, everything
 
 
-def plan_device(
-    units: Sequence[UnitSpec],
-    formats: Formats,
-    states: Sequence[int],
-    updates: Sequence[int],
-    device_bytes: int | None,
-    free_bytes: int,
-    unsupported_reason: str | None,
-    ranks: RanksPlan | None = None,
-) -> DevicePlan:
+def plan_device(needs: DeviceNeeds, device_bytes: int | None, free_bytes: int) -> DevicePlan:
     """Divide ``device_bytes``, or with None ("auto") what of ``free_bytes`` is safe to take before the first step.
 
     Compute holds the unit at work and those around it; one or two more arrive meanwhile. The gradients of one unit are
     on their way while the next ones are made. Where there is more, units rest there with all that belongs to them, as
     many as fit beside that: those first whose bytes save most traffic, and among equals spread evenly, so that the link
-    has always something to do. What is left then keeps copies of weights. ``unsupported_reason`` says why no unit may.
-    What ``updates`` of the other units take (for each; they take turns) comes before residents, if there is room. With
-    ``ranks`` the units are a rank's shards, and compute takes the whole units that they are gathered to.
+    has always something to do. What is left then keeps copies of weights. Buffers for updates of the other
+    units come before residents, if there is room. Of several ranks the units are a rank's shards, and compute takes the
+    whole units that they are gathered to.
 
     Raises ``BudgetError``, naming the least that works.
     """
-    needs = _Needs(units, formats, states, updates, unsupported_reason, ranks)
-    between = 0 if ranks is None else ranks.device_bytes
+    units, unsupported_reason, between = needs.units, needs.unsupported_reason, needs.ranks.device_bytes
 
     def plan(resident: Collection[int], spare_bytes: int | None) -> DevicePlan:
         least, comfortable, gradients, everything = needs.staged(resident)

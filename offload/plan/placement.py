@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from offload.errors import BudgetError
 from offload.optim.formats import DEFAULT_TILE_BYTES, Formats
@@ -103,29 +103,25 @@ def _stagings(
             yield Staging(slots, _NUM_GRAD_BUFFERS, _NUM_TILE_BUFFERS, size)
 
 
+@dataclass
 class _Placement:
     """A placement in the making: what is resident in RAM, and what all of it costs."""
 
-    def __init__(
-        self,
-        units: Sequence[UnitSpec],
-        formats: Formats,
-        tiles_of: TilesOf | None,
-        staging: Staging,
-        compute_bytes: int,
-    ) -> None:
-        self.tiles_of = tiles_of
-        self.compute_bytes = compute_bytes
-        self.units = units
-        self.formats = formats
-        self.staging = staging
-        self.tiles = [tiles_of(unit, staging.tile_bytes) if tiles_of is not None else () for unit in units]
-        self.weights_resident = [unit.reused for unit in units]
-        self.grads_resident = [unit.reused or unit.trainable_numel * formats.grads == 0 for unit in units]
+    units: Sequence[UnitSpec]
+    formats: Formats
+    tiles_of: TilesOf | None
+    staging: Staging
+    compute_bytes: int
+
+    def __post_init__(self) -> None:
+        tiles_of, tile_bytes = self.tiles_of, self.staging.tile_bytes
+        self.tiles = [tiles_of(unit, tile_bytes) if tiles_of is not None else () for unit in self.units]
+        self.weights_resident = [unit.reused for unit in self.units]
+        self.grads_resident = [unit.reused or unit.trainable_numel * self.formats.grads == 0 for unit in self.units]
         self.tiles_resident = [[tile.nbytes == 0 for tile in tiles] for tiles in self.tiles]
 
     def with_all_resident(self) -> _Placement:
-        placement = _Placement(self.units, self.formats, self.tiles_of, self.staging, self.compute_bytes)
+        placement = replace(self)
         placement.weights_resident = [True] * len(self.units)
         placement.grads_resident = [True] * len(self.units)
         placement.tiles_resident = [[True] * len(tiles) for tiles in self.tiles]
@@ -207,8 +203,8 @@ class _Placement:
             ),
         }
 
-    def _buffers(self) -> tuple[Staging, int, int, int]:
-        """The staging cut down to what streams, and the bytes of a slot, a gradient buffer and a tile buffer."""
+    def _buffers(self) -> Staging:
+        """The staging cut down to what streams."""
         streamed = [self._weight_bytes(i) for i, resident in enumerate(self.weights_resident) if not resident]
         spilled = [self._grad_bytes(i) for i, resident in enumerate(self.grads_resident) if not resident]
         spilled_tile = any(spilled) * self.formats.grads
@@ -218,24 +214,21 @@ class _Placement:
             for i in range(len(self.units))
             for tile, resident in zip(self.tiles[i], self.tiles_resident[i], strict=True)
         ]
-        staging = replace(
+        return replace(
             self.staging,
             num_slots=min(self.staging.num_slots, len(streamed)),
             num_grad_buffers=min(self.staging.num_grad_buffers, len(spilled)),
             num_tile_buffers=min(self.staging.num_tile_buffers, sum(1 for nbytes in tiles if nbytes)),
+            slot_bytes=max(streamed, default=0),
+            grad_buffer_bytes=max(spilled, default=0),
+            tile_buffer_bytes=max(tiles, default=0),
         )
-        return staging, max(streamed, default=0), max(spilled, default=0), max(tiles, default=0)
 
     @property
     def total_bytes(self) -> int:
-        staging, slot, grad_buffer, tile_buffer = self._buffers()
-        buffers = (
-            staging.num_slots * slot + staging.num_grad_buffers * grad_buffer + staging.num_tile_buffers * tile_buffer
-        )
-        return sum(self._resident_bytes().values()) + buffers + self.compute_bytes
+        return sum(self._resident_bytes().values()) + self._buffers().nbytes + self.compute_bytes
 
     def plan(self, host_budget_bytes: int) -> Plan:
-        staging, slot, grad_buffer, tile_buffer = self._buffers()
         in_ram = self._resident_bytes()
         total = self.with_all_resident()._resident_bytes()
         nvme = {kind: total[kind] - in_ram[kind] for kind in total}
@@ -255,11 +248,8 @@ class _Placement:
         return Plan(
             units=units,
             formats=self.formats,
-            staging=staging,
+            staging=self._buffers(),
             host_budget_bytes=host_budget_bytes,
-            slot_bytes=slot,
-            grad_buffer_bytes=grad_buffer,
-            tile_buffer_bytes=tile_buffer,
             compute_bytes=self.compute_bytes,
             resident_bytes=in_ram,
             nvme_bytes=nvme,

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from offload.optim.formats import Formats
-from offload.plan.device import MARGIN, DevicePlan, plan_device
-from offload.plan.ranks import RanksPlan
+from offload.plan.device import MARGIN, ON_HOST, DeviceNeeds, DevicePlan, plan_device
+from offload.plan.ranks import ONE_RANK, RanksPlan
 from offload.report.report import Bandwidths
 from offload.units import Tile, UnitSpec
 from swapper import align
@@ -37,12 +37,21 @@ class Drives:
 
 @dataclass(frozen=True)
 class Staging:
-    """How many buffers of each kind the records on NVMe pass through, and how large a tile is."""
+    """How many buffers of each kind the records on NVMe pass through, how large they are, and how large a tile is."""
 
     num_slots: int
     num_grad_buffers: int
     num_tile_buffers: int
     tile_bytes: int
+    slot_bytes: int = 0
+    grad_buffer_bytes: int = 0
+    tile_buffer_bytes: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of them."""
+        slots, grads = self.num_slots * self.slot_bytes, self.num_grad_buffers * self.grad_buffer_bytes
+        return slots + grads + self.num_tile_buffers * self.tile_buffer_bytes
 
 
 @dataclass(frozen=True)
@@ -59,11 +68,6 @@ class UnitPlan:
         """Weights and all states rest on NVMe: nothing that an update writes is resident."""
         return bool(self.tiles) and all(tier is Tier.NVME for tier in (self.weights, *(t for _, t in self.tiles)))
 
-    @property
-    def passes_through(self) -> bool:
-        """Some of it rests on NVMe."""
-        return Tier.NVME in (self.weights, self.grads, *(tier for _, tier in self.tiles))
-
     def on_device(self) -> UnitPlan:
         """The same unit and tiles, resident on a device."""
         return UnitPlan(self.unit, Tier.DEVICE, Tier.DEVICE, tuple((tile, Tier.DEVICE) for tile, _ in self.tiles))
@@ -77,22 +81,19 @@ class Plan:
     formats: Formats
     staging: Staging
     host_budget_bytes: int
-    slot_bytes: int
-    grad_buffer_bytes: int
-    tile_buffer_bytes: int
     compute_bytes: int
     """What compute takes beside: the gradient that autograd has just made, copies of the weights in use where torch
     cannot use them where they are; or buffers that gradients come to from a device."""
     resident_bytes: dict[str, int]
     nvme_bytes: dict[str, int]
-    places: int = 1
-    """Places that each trained record on NVMe has: with 2 a write never overwrites what is current."""
+    record_copies: int = 1
+    """Copies of each trained record that NVMe has room for: with 2 a write never overwrites what is current."""
     speculative: bool = False
-    """Streamed units are updated during backward, which takes two places."""
-    ranks: RanksPlan | None = None
-    """What a rank takes for whole units, of which ``units`` are its shards; None where there is one rank."""
-    device: DevicePlan | None = None
-    """What the engine may hold in a device's memory; None where the CPU computes."""
+    """Streamed units are updated during backward, which takes two copies."""
+    ranks: RanksPlan = ONE_RANK
+    """What a rank takes for whole units, where there are several ranks and ``units`` are its shards."""
+    device: DevicePlan = ON_HOST
+    """What the engine may hold in a device's memory."""
     vacant_bytes: dict[Tier, int] = field(default_factory=dict)
     """Reserved for units that have moved to a device since."""
     drives: Drives | None = None
@@ -118,7 +119,7 @@ class Plan:
         speculative = [item for item in self.units if self.speculative and item.streamed]
         spilled = [item.unit for item in speculative if item.grads is Tier.NVME]
         found = sum(unit.trainable_numel for unit in spilled) * self.formats.grads
-        again = 0 if self.device is None else sum(item.unit.numel for item in speculative) * self.formats.weights
+        again = sum(item.unit.numel for item in speculative) * self.formats.weights * self.device.computes
         nvme = self.nvme_bytes
         return nvme["weights"] * (2 if training else 1) + again + nvme["states"] + nvme["grads"] - found
 
@@ -136,19 +137,9 @@ class Plan:
         return sum(spec.shape.numel() for item in self.units for spec in item.unit.parameters)
 
     @property
-    def staging_bytes(self) -> int:
-        """Host memory of the buffers that the records on NVMe pass through."""
-        staging = self.staging
-        return (
-            staging.num_slots * self.slot_bytes
-            + staging.num_grad_buffers * self.grad_buffer_bytes
-            + staging.num_tile_buffers * self.tile_buffer_bytes
-        )
-
-    @property
     def arena_bytes(self) -> int:
         """What is resident in host memory, and staging."""
-        return sum(self.resident_bytes.values()) + self.staging_bytes + self.vacant_bytes.get(Tier.HOST, 0)
+        return sum(self.resident_bytes.values()) + self.staging.nbytes + self.vacant_bytes.get(Tier.HOST, 0)
 
     @property
     def host_bytes(self) -> int:
@@ -158,17 +149,20 @@ class Plan:
     @property
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes of each kind in each tier, staging included."""
-        on_device = {} if self.device is None else self.device.resident_bytes
+        on_device, in_ram, on_nvme = self.device.resident_bytes, self.resident_bytes, self.nvme_bytes
         kinds = {
-            kind: {"device": on_device.get(kind, 0), "host": self.resident_bytes[kind], "nvme": self.nvme_bytes[kind]}
-            for kind in self.resident_bytes
+            kind: {"device": on_device.get(kind, 0), "host": in_ram[kind], "nvme": on_nvme[kind]} for kind in in_ram
         }
         if self.vacant_bytes:
             kinds["vacant"] = {tier.value: nbytes for tier, nbytes in self.vacant_bytes.items()}
         return {
             **kinds,
-            "staging": {"host": self.staging_bytes + self.compute_bytes, "nvme": 0},
-            "spare copies": {"host": 0, "nvme": self.spare_copy_bytes if self.places == 2 else 0},
+            "staging": {
+                "device": self.device.passing_bytes,
+                "host": self.staging.nbytes + self.compute_bytes,
+                "nvme": 0,
+            },
+            "spare copies": {"host": 0, "nvme": self.spare_copy_bytes * (self.record_copies - 1)},
         }
 
     @property
@@ -183,18 +177,17 @@ class Plan:
 
     def grown(self, free_bytes: int) -> DevicePlan:
         """The device's part, with what a step has left free: units move there, and copies have the rest."""
-        if self.device is None:
+        if not self.device.computes:
             raise ValueError("the CPU computes: there is no device whose part could grow")
-        grown = plan_device(
+        needs = DeviceNeeds(
             [item.unit for item in self.units],
             self.formats,
             [sum(tile.nbytes for tile, _ in item.tiles) for item in self.units],
             [self.device.updates_bytes] * len(self.units),
-            self.device.total_bytes + max(int(free_bytes * MARGIN), 0),
-            0,
             self.device.unsupported_reason,
             self.ranks,
         )
+        grown = plan_device(needs, self.device.total_bytes + max(int(free_bytes * MARGIN), 0), 0)
         return replace(grown, updates_bytes=self.device.updates_bytes)  # which stay where they are
 
     def with_device(self, device: DevicePlan) -> Plan:
@@ -244,17 +237,14 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield f"host memory {plan.host_bytes / _MIB:,.1f} of {plan.host_budget_bytes / _MIB:,.1f} MiB"
     yield from _reasons(plan)
     yield from _step(plan)
-    if plan.device is not None:
+    if plan.device.computes:
         yield str(plan.device)
 
 
 def _table(plan: Plan) -> Iterator[str]:
     """Bytes of each kind in each tier, and in all. What is nowhere has no row."""
-    tiers = ["host", "nvme"] if plan.device is None else ["device", "host", "nvme"]
+    tiers = ["device", "host", "nvme"] if plan.device.computes else ["host", "nvme"]
     rows = {kind: places for kind, places in plan.memory.items() if any(places.values())}
-    if plan.device is not None:
-        passing = plan.device.total_bytes - sum(plan.device.resident_bytes.values())
-        rows["staging"] = {"device": passing, **plan.memory["staging"]}
     trained = max(sum(item.unit.trainable_numel for item in plan.units), 1)
     rows["in all"] = {tier: sum(places.get(tier, 0) for places in rows.values()) for tier in tiers}
     yield f"{'kind':<14}{'B/param':>8}" + "".join(f"{_NAMES[tier]:>14}" for tier in tiers)
@@ -270,16 +260,16 @@ def _staging(plan: Plan) -> str:
     """The buffers that there are."""
     staging = plan.staging
     counts = {
-        f"weight slots of {_size(plan.slot_bytes)}": staging.num_slots,
-        f"gradient buffers of {_size(plan.grad_buffer_bytes)}": staging.num_grad_buffers,
-        f"tile buffers of {_size(plan.tile_buffer_bytes)}": staging.num_tile_buffers,
+        f"weight slots of {_size(staging.slot_bytes)}": staging.num_slots,
+        f"gradient buffers of {_size(staging.grad_buffer_bytes)}": staging.num_grad_buffers,
+        f"tile buffers of {_size(staging.tile_buffer_bytes)}": staging.num_tile_buffers,
     }
     parts = [f"{count} {name}" for name, count in counts.items() if count]
     ranks = plan.ranks
-    compute_bytes = plan.compute_bytes - (0 if ranks is None else ranks.nbytes)
+    compute_bytes = plan.compute_bytes - ranks.nbytes
     if compute_bytes:
         parts.append(f"{_size(compute_bytes)} for {'gradients as they come' if plan.formats.grads else 'copies'}")
-    if ranks is not None and not ranks.device:
+    if ranks.nbytes:
         what = "whole units and their gradients" if plan.formats.grads else "whole units"
         parts.append(f"{_size(ranks.nbytes)} for {what}, of which {ranks.num_ranks} ranks have shards")
     return ", ".join(parts)
@@ -291,7 +281,7 @@ def _size(nbytes: int) -> str:
 
 def _reasons(plan: Plan) -> Iterator[str]:
     """Why things rest where they do."""
-    on_host = [item for item in plan.units if item.unit.index not in (plan.device.resident if plan.device else ())]
+    on_host = [item for item in plan.units if item.unit.index not in plan.device.resident]
     training = bool(plan.formats.grads)
     if not any(plan.nvme_bytes.values()):
         if on_host:
@@ -321,7 +311,7 @@ def _reasons(plan: Plan) -> Iterator[str]:
         yield f"the tied weight in pieces{gradients} in RAM: each place that uses it would bring it in anew"
     if plan.spare_copy_bytes and training:
         second = f"{plan.spare_copy_bytes / _MIB:,.1f} MiB"
-        if plan.places == 2:
+        if plan.record_copies == 2:
             yield "trained records on NVMe have a spare copy each: no write overwrites current bytes"
         else:
             yield (

@@ -23,22 +23,29 @@ class RanksPlan:
     """``placement`` is one of ``PLACEMENTS``. Whole units lie in ``places``, of which compute needs ``least_bytes`` at
     a time, and all of them take ``all_bytes``; the gradients that a rank has made of them lie in ``buffers``; what
     comes from other ranks lands in ``landing_bytes``. All of that is in a ``device``'s memory where one computes.
-    ``shard_bytes`` are those of the largest shard's weights, ``sum_bytes`` of its gradient in fp32."""
+    ``shard_bytes`` are those of the largest shard's weights, ``sum_bytes`` of its gradient in fp32.
 
-    placement: str
-    num_ranks: int
-    device: bool
-    places: tuple[int, ...]
-    least_bytes: int
-    all_bytes: int
-    buffers: tuple[int, ...]
-    landing_bytes: int
-    shard_bytes: int
-    sum_bytes: int
-    gradient_bytes: int
+    ``ONE_RANK`` is that of a single rank, whose units are whole and which takes nothing."""
+
+    placement: str | None = None
+    num_ranks: int = 1
+    device: bool = False
+    places: tuple[int, ...] = ()
+    least_bytes: int = 0
+    all_bytes: int = 0
+    buffers: tuple[int, ...] = ()
+    landing_bytes: int = 0
+    shard_bytes: int = 0
+    sum_bytes: int = 0
+    gradient_bytes: int = 0
     """The gradient of a whole parameter, as autograd has just made it."""
-    least_buffers: int
+    least_buffers: int = 0
     """With so many, the gradients of a unit are made when those before them have gone."""
+
+    @property
+    def gathers(self) -> bool:
+        """Compute takes whole units that are gathered from shards."""
+        return bool(self.places)
 
     def tight(self) -> RanksPlan:
         """The same with as little memory as works."""
@@ -61,6 +68,9 @@ class RanksPlan:
             return 0
         passing = NUM_SHARDS_ON_DEVICE * self.shard_bytes + sum(self.buffers) + self.landing_bytes
         return passing + self.sum_bytes
+
+
+ONE_RANK = RanksPlan()
 
 
 def plan_ranks(

@@ -47,7 +47,7 @@ def _changes(model: Model, machine: Machine, workload: Workload) -> Iterator[tup
         yield "activations kept, not recomputed", machine, replace(workload, recomputed=False)
     else:
         yield "recomputed activations", machine, replace(workload, recomputed=True)
-    if workload.precision == "fp32" and machine.device is not None:
+    if workload.precision == "fp32" and machine.device.computes:
         yield "weights in bf16", machine, replace(workload, precision="bf16")
     if workload.clipped:
         yield "a bound of the gradient norm that steps do not reach", machine, replace(workload, clipped=False)

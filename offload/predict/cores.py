@@ -18,7 +18,7 @@ class Own:
 
     def __init__(self, machine: Machine, formats: Formats) -> None:
         self._machine, self._formats = machine, formats
-        self._is_nothing = machine.device is not None
+        self._is_nothing = machine.device.computes
 
     def forward(self, item: UnitPlan) -> float:
         """Of the thread that computes: hooks, places, and asking for what comes."""
@@ -56,7 +56,7 @@ def shares_of(
 ) -> Shares:
     """Of what is ``moved`` over NVMe each byte is checked; what is ``received`` from other ranks takes seconds of
     cores. ``links`` are the seconds of each part."""
-    if machine.device is not None:
+    if machine.device.computes:
         return Shares()
     one = min(1 / machine.cores.count, 1.0)
     asking = sum(Own(machine, plan.formats).update(item) for item in plan.units)

@@ -19,7 +19,7 @@ class Endurance:
     @classmethod
     def of(cls, prediction: Prediction, rated_bytes: int) -> Endurance:
         """What drives with this rating bear of such steps."""
-        written = prediction.written_bytes * prediction.machine.ranks_a_node
+        written = prediction.written_bytes * prediction.machine.network.ranks_a_node
         return cls(written, rated_bytes, prediction.seconds)
 
     @property

@@ -25,7 +25,7 @@ def facts_of(
             "vocabulary": model.vocabulary,
         },
         "machine": {
-            "device": "cpu" if machine.device is None else machine.device.name,
+            "device": machine.device.name,
             "ranks": machine.num_ranks,
             "nodes": machine.num_nodes,
             "host_memory_bytes": machine.host_bytes,
@@ -73,11 +73,8 @@ def _of_step(prediction: Prediction, endurance: Endurance) -> dict[str, Any]:
 
 def memory_of(prediction: Prediction) -> dict[str, dict[str, int]]:
     """Bytes of each kind in each tier of a rank, what passes through and activations included."""
-    plan, on_device = prediction.plan, prediction.machine.device is not None
-    assert plan is not None
-    memory = {kind: {"device": 0, **tiers} for kind, tiers in plan.memory.items()}
-    if plan.device is not None:
-        memory["staging"]["device"] = plan.device.total_bytes - sum(plan.device.resident_bytes.values())
-    kept = {"device": 0, "host": 0, "nvme": 0}
-    kept["device" if on_device else "host"] = prediction.activation_bytes
-    return {**memory, "activations (outside of budgets)": kept}
+    assert prediction.plan is not None
+    none = {"device": 0, "host": 0, "nvme": 0}
+    kept = {"device" if prediction.machine.device.computes else "host": prediction.activation_bytes}
+    rows = {**prediction.plan.memory, "activations (outside of budgets)": kept}
+    return {kind: {**none, **tiers} for kind, tiers in rows.items()}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from offload import option_values
 from offload.predict import rates
-from offload.predict.network import Network
+from offload.predict.network import ALONE, Network
 from offload.report.report import Bandwidths
 
 COMPUTE_SHARE = 0.45
@@ -86,16 +87,22 @@ class DeviceMachine:
     name: str
     memory_bytes: int
     link: float
+    computes: bool = True
+    """It does, not the CPU."""
+
+
+CPU = DeviceMachine("cpu", 0, math.inf, computes=False)
+"""In place of a device where the CPU computes: weights are there already."""
 
 
 @dataclass(frozen=True)
 class Machine:
     """One rank's part of a machine: host memory, drives and memory bandwidth of a node are divided among its ranks.
 
-    ``device`` is None where the CPU computes: updates and checksums take its cores then. ``update`` is the memory
+    Where the CPU computes, updates and checksums take its cores. ``update`` is the memory
     traffic of the optimizer's kernel and ``checksum`` what a core checks of the bytes that pass NVMe, bytes a second.
     ``unit_seconds`` and ``record_seconds`` are what the engine itself takes of a core in a step, for each unit and for
-    each record on NVMe. ``network`` joins the ranks; None: there is one.
+    each record on NVMe. ``network`` joins the ranks.
     """
 
     host_bytes: int
@@ -106,22 +113,18 @@ class Machine:
     checksum: float
     unit_seconds: float
     record_seconds: float
-    device: DeviceMachine | None = None
-    network: Network | None = None
+    device: DeviceMachine = CPU
+    network: Network = ALONE
     assumptions: tuple[str, ...] = ()
     """What was not measured or given, in words."""
 
     @property
     def num_ranks(self) -> int:
-        return 1 if self.network is None else self.network.num_ranks
-
-    @property
-    def ranks_a_node(self) -> int:
-        return 1 if self.network is None else self.network.ranks_a_node
+        return self.network.num_ranks
 
     @property
     def num_nodes(self) -> int:
-        return self.num_ranks // self.ranks_a_node
+        return self.num_ranks // self.network.ranks_a_node
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,7 @@ def described(
             f"compute reaches {COMPUTE_SHARE:.0%} of the dense peak: {compute / 1e12:,.0f} TFLOPS a GPU (--compute)"
         )
     assumptions.append(f"links reach {LINK_SHARE:.0%} of what is named: PCIe {device.link / 1e9:,.0f} GB/s each way")
-    joined = None
+    joined = ALONE
     if gpus * nodes > 1:
         joined = _network(found, gpus, nodes, network, added_inside)
         assumptions.append(_of_ranks(found, joined))

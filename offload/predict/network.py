@@ -16,6 +16,7 @@ the same factors.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -67,3 +68,7 @@ class Network:
     def _of_others(self) -> float:
         """The part that the ranks of a node do not have."""
         return (self.num_ranks - self.ranks_a_node) / self.num_ranks
+
+
+ALONE = Network(1, 1, math.inf, math.inf, math.inf, 0.0)
+"""That of a single rank: nothing comes over it, and it takes no time."""

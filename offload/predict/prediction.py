@@ -19,7 +19,7 @@ from offload.optim.formats import DEFAULT_TILE_BYTES, Formats
 from offload.optim.rule import Rule
 from offload.plan.device import GOLDEN, MARGIN
 from offload.plan.plan import Plan
-from offload.plan.ranks import PLACEMENTS, RanksPlan, plan_ranks
+from offload.plan.ranks import ONE_RANK, PLACEMENTS, RanksPlan, plan_ranks
 from offload.planning import DeviceRoom, Room, plan_within
 from offload.predict.cores import bound, shares_of
 from offload.predict.machine import CONTEXT_BYTES, Machine
@@ -96,7 +96,7 @@ class Prediction:
     @property
     def shard(self) -> str | None:
         """What ranks hold parts of, one of ``PLACEMENTS``; None where there is one rank, or nothing fits."""
-        return None if self.plan is None or self.plan.ranks is None else self.plan.ranks.placement
+        return None if self.plan is None else self.plan.ranks.placement
 
     @property
     def limit(self) -> str:
@@ -141,12 +141,11 @@ def predict(model: Model, machine: Machine, workload: Workload) -> Prediction:
     works = works_of(model, machine, workload, case.whole, plan)
     read, written = nvme_bytes(plan, places, workload)
     links = link_seconds(machine, workload, plan, places, works, read, written)
-    settle = machine.network.settle_seconds if machine.network is not None else 0.0
     received = receiving_seconds(machine, workload, plan, places, case.whole)
     shares = shares_of(machine, plan, works, links, read + written, received)
     links["compute"] = max(links["compute"], bound(shares, works, links))
     seconds = min(
-        step_seconds(works, places, Steps(speculative, workload.micro_batches, settle), shares)
+        step_seconds(works, places, Steps(speculative, workload.micro_batches, machine.network.settle_seconds), shares)
         for speculative in _speculative_choices(plan, works, workload)
     )
     return replace(
@@ -183,7 +182,7 @@ class _Case:
     config: OffloadConfig
     choice: OptimizerChoice | None
     room: Room
-    ranks: RanksPlan | None
+    ranks: RanksPlan
 
     def plan(self, room: Room | None = None) -> Plan:
         """The rank's plan, in another room if one is given. Raises ``BudgetError``."""
@@ -198,7 +197,7 @@ class _Case:
             "NVMe": room,
         }
         given = {
-            "device memory": room.device.free_bytes if room.device is not None else 0,
+            "device memory": room.compute.free_bytes,
             "host memory": room.host_bytes,
             "NVMe": room.nvme_bytes,
         }
@@ -218,18 +217,18 @@ def _cases(model: Model, machine: Machine, workload: Workload, activations: int)
     config = replace(workload.config(), device_memory="auto")
     formats = Formats.of(config)
     choice = _bundled(choose(config, shards), shards)
-    placements: Sequence[str] = PLACEMENTS if workload.shard == "auto" else (workload.shard,)
-    for placement in placements if count > 1 else ("weights",):
-        ranks = None
-        if count > 1:
-            ranks = plan_ranks(whole, formats, placement, count, device=machine.device is not None)
-        nvme = machine.nvme_bytes if machine.nvme is not None else 0
-        room = Room(machine.host_bytes, nvme, float(nvme))
-        if machine.device is not None:
-            left = machine.device.memory_bytes - CONTEXT_BYTES - activations
-            given = left * MARGIN if workload.device_bytes is None else min(workload.device_bytes, left)
-            budget = max(int(given), 0)
-            config, room = replace(config, device_memory=budget), replace(room, device=DeviceRoom(budget))
+    nvme = machine.nvme_bytes if machine.nvme is not None else 0
+    room = Room(machine.host_bytes, nvme, float(nvme))
+    if machine.device.computes:
+        left = machine.device.memory_bytes - CONTEXT_BYTES - activations
+        given = left * MARGIN if workload.device_bytes is None else min(workload.device_bytes, left)
+        budget = max(int(given), 0)
+        config, room = replace(config, device_memory=budget), replace(room, compute=DeviceRoom(budget))
+    if count == 1:
+        yield _Case(whole, shards, config, choice, room, ONE_RANK)
+        return
+    for placement in PLACEMENTS if workload.shard == "auto" else (workload.shard,):
+        ranks = plan_ranks(whole, formats, placement, count, device=machine.device.computes)
         yield _Case(whole, shards, config, choice, room, ranks)
 
 

@@ -19,7 +19,7 @@ from aio_ext.profile import load_profile
 from offload import kernels
 from offload.errors import ConfigError
 from offload.memory import available_bytes
-from offload.planning import AUTO_SHARE
+from offload.planning import AUTO_SHARE, free_bytes_of
 from offload.predict.machine import Cores, Machine
 from offload.predict.model import Model
 from offload.predict.workload import Workload
@@ -76,7 +76,7 @@ def probe(
         )
     return Machine(
         host_bytes=int(available_bytes() * AUTO_SHARE) if host_bytes is None else host_bytes,
-        nvme_bytes=_free_bytes(paths),
+        nvme_bytes=free_bytes_of(paths),
         nvme=nvme,
         cores=cores,
         update=_update_rate(meet),
@@ -200,7 +200,7 @@ def _update_rate(meet: Callable[[], object]) -> float:
     coefficients = kernels.AdamCoef(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=1)
 
     def sweep() -> None:
-        kernels.adam(
+        kernels.update(
             coefficients, _SWEPT, grad=grad.data_ptr(), grad_dtype=kernels.Dtype.F32, weight=master.data_ptr(),
             weight_dtype=kernels.Dtype.F32, moments_dtype=kernels.Dtype.F32, exp_avg=first.data_ptr(),
             exp_avg_sq=second.data_ptr(),
@@ -233,7 +233,7 @@ def _seconds(work: Callable[[], object], meet: Callable[[], object]) -> tuple[fl
 def _measured(path: Path, backend: str) -> Bandwidths:
     """Reads, writes and both at once, on a nameless file."""
     backend = available_backends()[0] if backend == "auto" else backend
-    nbytes = min(_FILE_BYTES, _free_bytes([path]) // 4) // _BLOCK_BYTES * _BLOCK_BYTES
+    nbytes = min(_FILE_BYTES, free_bytes_of([path]) // 4) // _BLOCK_BYTES * _BLOCK_BYTES
     if nbytes < 16 * _MIB:
         raise ConfigError(f"{path} has too little room to look at its bandwidth: free some, or give --nvme")
     with tempfile.TemporaryFile(dir=path) as file, Memory(min(64 * _MIB, nbytes)) as memory:
@@ -254,9 +254,3 @@ def _measured(path: Path, backend: str) -> Bandwidths:
 
 def _q(mixed: Sample, read: float, write: float) -> float:
     return min(mixed_q(mixed.read_bytes / read, mixed.write_bytes / write, mixed.seconds), _MOST_Q)
-
-
-def _free_bytes(paths: Sequence[Path]) -> int:
-    """Free on the paths, one file system counted once."""
-    found = {path.stat().st_dev: os.statvfs(path) for path in paths}
-    return sum(status.f_bavail * status.f_frsize for status in found.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from offload import option_values
 from offload.errors import ConfigError
@@ -13,30 +14,23 @@ _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 def bytes_per_second(option: str, text: str) -> float:
     """``7GB/s``, ``3.5 GiB/s`` or, of networks, ``400Gb/s``: a small b is a bit."""
-    match = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([kMGTkmgt]?)(i?)([Bb])/s\s*", text)
-    number = _number(match[1]) if match else None
-    if match is None or number is None or number <= 0:
-        option_values.refuse(option, 'a rate such as "7GB/s" or "400Gb/s"', text)
-    rate = number * (1024 if match[3] else 1000) ** _POWERS[match[2].lower()]
-    return float(rate / 8 if match[4] == "b" else rate)
+    number, power, binary, unit = _parsed(
+        option, text, r"([kMGTkmgt]?)(i?)([Bb])/s", 'a rate such as "7GB/s" or "400Gb/s"'
+    )
+    rate: float = number * (1024 if binary else 1000) ** _POWERS[power.lower()]
+    return rate / 8 if unit == "b" else rate
 
 
 def flops_per_second(option: str, text: str) -> float:
     """``400TFLOPS``, ``1.2PFLOPS``."""
-    match = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([kMGTPE]?)(?:FLOPS|FLOP/s|F)\s*", text, re.IGNORECASE)
-    number = _number(match[1]) if match else None
-    if match is None or number is None or number <= 0:
-        option_values.refuse(option, 'a rate such as "400TFLOPS"', text)
-    return float(number * 1000 ** _POWERS[match[2].lower()])
+    number, power = _parsed(option, text, r"(?i:([kMGTPE]?)(?:FLOPS|FLOP/s|F))", 'a rate such as "400TFLOPS"')
+    return float(number) * 1000.0 ** _POWERS[power.lower()]
 
 
 def count(option: str, text: str) -> int:
     """``7e9``, ``7B``, ``350M`` or ``7000000000``."""
-    match = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([kKmMbBgGtT]?)\s*", text)
-    number = _number(match[1]) if match else None
-    if match is None or number is None or number < 1:
-        option_values.refuse(option, 'a number such as "7e9" or "7B"', text)
-    return int(number * _COUNTS[match[2].lower()])
+    number, power = _parsed(option, text, r"([kKmMbBgGtT]?)", 'a number such as "7e9" or "7B"', least=1)
+    return int(number * _COUNTS[power.lower()])
 
 
 def nbytes(option: str, text: str) -> int:
@@ -47,8 +41,13 @@ def nbytes(option: str, text: str) -> int:
     return found
 
 
-def _number(text: str) -> float | None:
+def _parsed(option: str, text: str, unit: str, expected: str, least: float = 5e-324) -> Any:
+    """The number in front of the unit, and the groups of the unit. Raises ``ConfigError``."""
+    match = re.fullmatch(rf"\s*([\d.]+(?:[eE]\d+)?)\s*{unit}\s*", text)
     try:
-        return float(text)
+        number = float(match[1]) if match else 0.0
     except ValueError:
-        return None
+        number = 0.0
+    if match is None or number < least:
+        option_values.refuse(option, expected, text)
+    return number, *match.groups()[1:]

@@ -45,12 +45,10 @@ def _bytes(item: UnitPlan, formats: Formats) -> _Bytes:
 def places_of(plan: Plan) -> Places:
     """What the plan has for units on their way."""
     windows = len(plan.units)
-    if plan.device is not None and plan.device.all_bytes:
-        offloaded = len(plan.units) - (len(plan.device.resident) if plan.ranks is None else 0)
+    if plan.device.all_bytes:
+        offloaded = len(plan.units) - (0 if plan.ranks.gathers else len(plan.device.resident))
         windows = max(int(plan.device.weights_bytes / plan.device.all_bytes * offloaded), 2)
-    whole = 0
-    if plan.ranks is not None:
-        whole = windows if plan.ranks.device else len(plan.ranks.places)
+    whole = windows if plan.ranks.device else len(plan.ranks.places)
     return Places(plan.staging.num_slots or len(plan.units), windows, whole)
 
 
@@ -58,22 +56,17 @@ def works_of(
     model: Model, machine: Machine, workload: Workload, whole: Sequence[UnitSpec], plan: Plan
 ) -> list[UnitWork]:
     """The seconds of every unit. ``whole`` are those of which the plan has a rank's shards."""
-    formats, device, drive = plan.formats, machine.device, _Drive(machine, plan, workload)
+    formats, network, drive = plan.formats, machine.network, _Drive(machine, plan, workload)
     compute = compute_seconds(model, machine, workload, whole)
     own = Own(machine, formats)
     stays = 1.0
-    if plan.device is not None and plan.device.all_bytes:
+    if plan.device.all_bytes:
         stays = min(plan.device.weights_bytes / plan.device.all_bytes, 1.0)
     works = []
     for item, (forward, backward), unit in zip(plan.units, compute, whole, strict=True):
         one, uses = _bytes(item, formats), 2 if _tied(unit) else 1
-        to_device = to_host = gather = exchange = 0.0
-        if device is not None and item.weights is not Tier.DEVICE:
-            to_device = item.unit.numel * formats.weights / device.link
-            to_host = item.unit.trainable_numel * formats.weights / device.link
-        if machine.network is not None and plan.ranks is not None:
-            gather = machine.network.gather_seconds(unit.numel * formats.weights)
-            exchange = machine.network.exchange_seconds(unit.trainable_numel * formats.weights)
+        per_element = 0.0 if item.weights is Tier.DEVICE else formats.weights / machine.device.link
+        to_device, to_host = item.unit.numel * per_element, item.unit.trainable_numel * per_element
         works.append(
             UnitWork(
                 forward=forward + own.forward(item), backward=backward + own.backward(item, unit, uses),
@@ -81,9 +74,10 @@ def works_of(
                 update=drive.seconds(one.weights + one.states, one.trained + one.states),
                 sweep=one.in_memory / machine.update + own.update(item), spill=drive.seconds(0, one.grads),
                 late=drive.seconds(one.grads),
-                to_device=to_device, to_device_again=to_device * (1 - stays), to_host=to_host, gather=gather,
-                exchange=exchange, calls=uses, streamed=item.weights is Tier.NVME,
-                eligible=item.streamed,
+                to_device=to_device, to_device_again=to_device * (1 - stays), to_host=to_host,
+                gather=network.gather_seconds(unit.numel * formats.weights),
+                exchange=network.exchange_seconds(unit.trainable_numel * formats.weights),
+                calls=uses, streamed=item.weights is Tier.NVME, eligible=item.streamed,
             )
         )  # fmt: skip
     return works
@@ -99,7 +93,7 @@ def link_seconds(
         "compute": sum(work.forward + work.backward for work in works) * micro_batches,
         "NVMe": machine.nvme.seconds(read, written) if machine.nvme is not None else 0.0,
     }
-    if machine.device is not None:
+    if machine.device.computes:
         links |= {
             "link to the device": sum(
                 work.to_device * there + work.to_device_again * back
@@ -108,7 +102,7 @@ def link_seconds(
             "link to the host": sum(work.to_host for work in works) * micro_batches,
             "CPU updates": sum(work.sweep for work in works),
         }
-    if plan.ranks is not None:
+    if plan.ranks.gathers:
         links["network"] = sum(
             work.gather * (there + back) + work.exchange * micro_batches
             for work, there, back in zip(works, forward, backward, strict=True)
@@ -161,10 +155,7 @@ def receiving_seconds(
     machine: Machine, workload: Workload, plan: Plan, places: Places, whole: Sequence[UnitSpec]
 ) -> float:
     """Of cores, in a step: what a rank receives passes them where the CPU computes."""
-    network = machine.network
-    if network is None or plan.ranks is None:
-        return 0.0
-    gathered = 0.0
+    network, gathered = machine.network, 0.0
     for backward in (False, True):
         brought = _brought(places, len(whole), workload.micro_batches, backward=backward)
         gathered += sum(unit.numel * times for unit, times in zip(whole, brought, strict=True)) * plan.formats.weights

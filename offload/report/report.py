@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -51,10 +52,11 @@ class DriveUse:
 
 @dataclass(frozen=True)
 class LinkRates:
-    """Measured rates of the link between host memory and a device, bytes per second."""
+    """Measured rates of the link between host memory and a device, bytes per second. ``LinkRates()`` is that of no
+    link, over which nothing comes."""
 
-    to_device: float
-    to_host: float
+    to_device: float = math.inf
+    to_host: float = math.inf
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class Reporter:
         received_bytes: Callable[[], int],
         busy_seconds: Callable[[], float | None],
         bandwidths: Bandwidths | None,
-        link: LinkRates | None,
+        link: LinkRates,
     ) -> None:
         """``copied_bytes`` to and from a device, and ``received_bytes`` from other ranks, since the engine was made;
         ``busy_seconds`` of a device since the last call, None where the CPU computes. ``paths`` and ``bandwidths`` are
@@ -114,8 +114,8 @@ class Reporter:
             "schedule": schedule_seconds,
             "compute": compute_seconds,
             "nvme": self._bandwidths.seconds(*moved) if self._bandwidths is not None else 0.0,
-            "to_device": to_device_bytes / self._link.to_device if self._link is not None else 0.0,
-            "to_host": to_host_bytes / self._link.to_host if self._link is not None else 0.0,
+            "to_device": to_device_bytes / self._link.to_device,
+            "to_host": to_host_bytes / self._link.to_host,
         }
         bound_by = max(bounds, key=lambda name: bounds[name])
         return Report(

@@ -44,7 +44,7 @@ def about(config: OffloadConfig, plan: Plan, model: str, bandwidths: Bandwidths 
         "plan": str(plan).splitlines(),
         "memory": plan.memory,
         "budgets": {
-            "device": 0 if plan.device is None else plan.device.total_bytes,
+            "device": plan.device.total_bytes,
             "host": plan.host_budget_bytes,
             "nvme": 0 if config.nvme_capacity == "auto" or not config.paths else config.nvme_capacity,
         },

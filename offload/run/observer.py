@@ -8,6 +8,13 @@ from typing import Any
 
 from offload.report.report import Report
 
+_OF_REPORT = (
+    "grad_norm", "loss_scale", "seconds", "bound_seconds", "efficiency", "compute_seconds", "nvme_seconds",
+    "schedule_seconds", "to_device_seconds", "to_host_seconds", "update_seconds", "nvme_read_bytes", "nvme_write_bytes",
+    "nvme_write_bytes_total", "to_device_bytes", "to_host_bytes", "network_bytes",
+)  # fmt: skip
+"""Numbers of a report that a record has, too."""
+
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -25,27 +32,10 @@ class StepRecord:
 
     def scalars(self) -> dict[str, float]:
         """All that is one number and known, by name. Names end in their unit."""
-        report = self.report
         known = {
             "loss": self.loss,
             "learning_rate": self.learning_rates[0] if self.learning_rates else None,
-            "grad_norm": report.grad_norm,
-            "loss_scale": report.loss_scale,
-            "seconds": report.seconds,
-            "bound_seconds": report.bound_seconds,
-            "efficiency": report.efficiency,
-            "compute_seconds": report.compute_seconds,
-            "nvme_seconds": report.nvme_seconds,
-            "schedule_seconds": report.schedule_seconds,
-            "to_device_seconds": report.to_device_seconds,
-            "to_host_seconds": report.to_host_seconds,
-            "update_seconds": report.update_seconds,
-            "nvme_read_bytes": report.nvme_read_bytes,
-            "nvme_write_bytes": report.nvme_write_bytes,
-            "nvme_write_bytes_total": report.nvme_write_bytes_total,
-            "to_device_bytes": report.to_device_bytes,
-            "to_host_bytes": report.to_host_bytes,
-            "network_bytes": report.network_bytes,
+            **{name: getattr(self.report, name) for name in _OF_REPORT},
             "process_bytes": self.process_bytes,
         }
         return {name: float(value) for name, value in known.items() if value is not None}

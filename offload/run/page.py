@@ -38,15 +38,8 @@ _METRICS_MAX = 24
 def page(run: Run) -> str:
     """The HTML of the page."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(
-        seconds=units.seconds,
-        bytes=units.nbytes,
-        rate=units.rate,
-        number=units.number,
-        count=units.count,
-        share=units.share,
-        date=_date,
-    )
+    filters = {name: getattr(units, name) for name in ("seconds", "rate", "number", "count", "share")}
+    environment.filters.update(filters, bytes=units.nbytes, date=_date)
     template = environment.from_string((_HERE / "page.html").read_text())
     found, losses = figures(run), losses_of(run)[1]
     return template.render(

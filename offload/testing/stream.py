@@ -7,7 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -147,51 +147,20 @@ class SimulatedStream:
             self.device.order.tick(self.name)
             self.device.order.access(self.name, tensor.data_ptr(), tensor.nbytes, writes=writes)
 
-    def _kernel(
-        self,
-        kernel: kernels.Kernel,
-        constants: Any,
-        numel: int,
-        grad: int,
-        grad_dtype: int,
-        weight: int,
-        rest: int,
-        master: int,
-        weight_format: int,
-        states: Any,
-        scales: Any,
-        state_dtype: int,
-        seed: int,
-        num_threads: int,
-    ) -> None:
-        def work() -> None:
-            kernel(
-                constants,
-                numel,
-                grad,
-                grad_dtype,
-                weight,
-                rest,
-                master,
-                weight_format,
-                states,
-                scales,
-                state_dtype,
-                seed,
-                num_threads,
-            )
-
-        weight_bytes = {0: 4, 1: 2, 2: 4, 3: 2, 4: 2}[weight_format]
-        state_bytes = kernels.Dtype(state_dtype).itemsize
-        written = [(weight, weight_bytes), (rest, 2), (master, 4), *((state, state_bytes) for state in states)]
+    def _kernel(self, kernel: kernels.Kernel, sweep: kernels.Sweep) -> None:
+        weight_bytes = {0: 4, 1: 2, 2: 4, 3: 2, 4: 2}[sweep.weight_format]
+        state_bytes = kernels.Dtype(sweep.state_dtype).itemsize
+        written = [(sweep.weight, weight_bytes), (sweep.rest, 2), (sweep.master, 4)]
+        written += [(state, state_bytes) for state in sweep.states]
         with self.device.lock:
             order = self.device.order
             order.tick(self.name)
-            order.access(self.name, grad, numel * kernels.Dtype(grad_dtype).itemsize, writes=False)
+            grad_bytes = sweep.numel * kernels.Dtype(sweep.grad_dtype).itemsize
+            order.access(self.name, sweep.grad, grad_bytes, writes=False)
             for address, width in written:
                 if address:
-                    order.access(self.name, address, numel * width, writes=True)
-            self._give(work)
+                    order.access(self.name, address, sweep.numel * width, writes=True)
+            self._give(partial(kernel, sweep))
             self.device.progress()
 
     def _copy(self, target: torch.Tensor | None, source: torch.Tensor | None) -> None:

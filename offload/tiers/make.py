@@ -110,7 +110,7 @@ def make_tiers(
     opened = open_engine_store(config, plan, sharers, ranks)
     store = opened.store if opened is not None else None
     landing_bytes = [plan.compute_bytes // NUM_LANDINGS] * NUM_LANDINGS if device is not None else []
-    arena = Arena(plan.arena_bytes + sum(landing_bytes) + (0 if plan.ranks is None else plan.ranks.arena_bytes))
+    arena = Arena(plan.arena_bytes + sum(landing_bytes) + plan.ranks.arena_bytes)
     closers.callback(partial(ranks.close_memory, arena))
     if device is not None:
         fault_in(arena.address, arena.nbytes, torch.get_num_threads())  # to pin it, the kernel would use one
@@ -129,15 +129,15 @@ def make_tiers(
         )
         closers.callback(homes_on_device.close)
     homes = _make_homes(plan, arena, store, homes_on_device, meter.trace)
-    slots = [Slot(arena.lease(plan.slot_bytes)) for _ in range(plan.staging.num_slots)]
-    grad_buffers = [arena.lease(plan.grad_buffer_bytes) for _ in range(plan.staging.num_grad_buffers)]
-    tile_buffers = [arena.lease(plan.tile_buffer_bytes) for _ in range(plan.staging.num_tile_buffers)]
+    slots = [Slot(arena.lease(plan.staging.slot_bytes)) for _ in range(plan.staging.num_slots)]
+    grad_buffers = [arena.lease(plan.staging.grad_buffer_bytes) for _ in range(plan.staging.num_grad_buffers)]
+    tile_buffers = [arena.lease(plan.staging.tile_buffer_bytes) for _ in range(plan.staging.num_tile_buffers)]
     on_host_meter = meter if device is None and ranks.size == 1 else Meter(meter.trace, track="waiting for weights")
     host = HostLevel(
         units,
         homes,
         slots,
-        plan.slot_bytes,
+        plan.staging.slot_bytes,
         failure,
         on_host_meter,
         prefetch=config.prefetch,
@@ -147,7 +147,7 @@ def make_tiers(
     pool = BufferPool(grad_buffers, failure, on_host_meter)
     closers.callback(pool.drain)
     squares: Squares = HostSquares()
-    if device is not None and plan.device is not None and squares_on_device:
+    if device is not None and squares_on_device:
         squares = on_device = DeviceSquares(device, units, plan.device.resident, meter)
         closers.callback(on_device.close)
     by_unit = [

@@ -114,7 +114,7 @@ class DeviceMemory:
 def compute_on_host(base: Base, windows: Sequence[HostWindow]) -> Computing:
     """The CPU computes."""
     ranks, plan = base.ranks, base.plan.ranks
-    if not isinstance(ranks.collectives, Rounds) or plan is None:
+    if not isinstance(ranks.collectives, Rounds):
         return Computing(base.host, _uses_on_host(base, base.host, windows), base.gradients)
     places = [GatherBuffer(base.arena.lease(nbytes)) for nbytes in plan.places]
     carrier = GatherCarrier(base.whole, ranks.shards, base.host, places, base.config.dtype, ranks.collectives)
@@ -149,8 +149,6 @@ def compute_on_device(
 ) -> Computing:
     """A device computes with these ``parameters`` of each unit. ``slots`` are those of host memory."""
     device, ranks, plan = memory.device, base.ranks, base.plan.device
-    if plan is None:
-        raise ValueError("the plan has no part for the device")
     links = ranks.connect(device) if ranks.size > 1 else None
     carrier = DeviceCarrier(
         memory.windows, _source(base, memory, links), device, plan.weights_bytes, plan.least_weights_bytes
@@ -188,7 +186,7 @@ def compute_on_device(
     uses = Uses(base.whole, weights, DeviceWindows(memory.windows, ordinary), DeviceClock(device), base.meter)
     on_device = OnDevice(device, weights, transport, growth, _measure_link(base, memory, slots))
     intake: GradientSink = transport
-    if links is not None and base.plan.ranks is not None and base.plan.ranks.buffers:
+    if links is not None and base.plan.ranks.buffers:
         intake = _exchange_on_device(base, memory, ranks, base.plan.ranks, transport, links)
     base.closers.callback(transport.stop)
     base.closers.callback(weights.close)

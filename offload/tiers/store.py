@@ -43,6 +43,10 @@ class RecordExtents:
     tiles: tuple[Extent, ...]
     gradients: Extent | None
 
+    @property
+    def all(self) -> tuple[Extent, ...]:
+        return (*self.weights, *self.tiles, *(() if self.gradients is None else (self.gradients,)))
+
 
 @dataclass
 class EngineStore:
@@ -139,7 +143,7 @@ def open_engine_store(config: OffloadConfig, plan: Plan, sharers: int, ranks: Ra
     if not config.paths or not (resting or durable):
         return None
     several = len(config.paths) > 1  # all space is taken at once there: none for checkpoints that may come
-    holds_generations = durable or (plan.places == 2 and not several)
+    holds_generations = durable or (plan.record_copies == 2 and not several)
     if holds_generations:
         resting += [kind for item in plan.units for kind in _committed(item, plan, durable=durable)]
     else:
@@ -250,7 +254,7 @@ def _resting(item: UnitPlan, plan: Plan, *, durable: bool) -> Iterator[_Kind]:
     """The extents of the unit's records on NVMe, in the order in which their homes take them."""
     unit, formats = item.unit, plan.formats
     working = 2 if plan.speculative else 1  # a speculative update writes beside what is current
-    trained = _Kind(0, working, working + 1 if durable else plan.places)
+    trained = _Kind(0, working, working + 1 if durable else plan.record_copies)
     frozen = _Kind(0, 1, 1)
     if item.weights is Tier.NVME:
         for numel, kind in ((unit.trainable_numel, trained), (unit.numel - unit.trainable_numel, frozen)):

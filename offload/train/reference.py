@@ -62,7 +62,7 @@ class InMemoryAdamW(torch.optim.Optimizer):
             )
             for parameter in group["params"]:
                 rest = self._rests.get(parameter)
-                kernels.adam(
+                kernels.update(
                     coef,
                     parameter.numel(),
                     grad=grads[parameter].data_ptr(),

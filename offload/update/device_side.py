@@ -21,14 +21,14 @@ import torch
 from offload.device.protocol import Device, Event
 from offload.memory import tensor_at
 from offload.optim.formats import Formats
-from offload.optim.rule import Rule
+from offload.optim.rule import Rule, TileBytes
 from offload.plan.buffers import NUM_DEVICE_TILES, tile_parts, tile_sizes
 from offload.report.meter import Meter
 from offload.report.report import LinkRates
 from offload.report.trace import Span
 from offload.tiers.home import UnitHomes
 from offload.units import Tile
-from offload.update.step import TileBytes, UnitUpdate, apply
+from offload.update.step import UnitUpdate, apply
 
 
 class _Buffer:

@@ -37,7 +37,7 @@ def make_updates(
     units = [item.unit for item in plan.units]
     streamed = {item.unit.index for item in plan.units if item.streamed}
     device_side, resident = None, None
-    if tiers.on_device is not None and plan.device is not None:
+    if tiers.on_device is not None:
         device, link = tiers.on_device.device, tiers.on_device.link
         resident = ResidentUpdates(device, rule, plan.formats, tiers.homes)
         if link is not None and plan.device.updates_bytes:

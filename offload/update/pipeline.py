@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from offload.optim.formats import Formats
-from offload.optim.rule import Rule
+from offload.optim.rule import Rule, TileBytes
 from offload.report.meter import Meter
 from offload.tiers.home import StoredHome, TileHomes, Transfer
 from offload.update.device_side import DeviceSide, Trip
 from offload.update.state_prefetch import StatePrefetch
-from offload.update.step import TileBytes, UnitUpdate, apply
+from offload.update.step import UnitUpdate, apply
 from swapper import Lease, OffloadError
 
 _LOOK_AHEAD = 64

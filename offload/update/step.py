@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from offload import kernels
 from offload.optim.formats import Formats
-from offload.optim.rule import Rule
+from offload.optim.rule import Rule, TileBytes
 from offload.tiers.home import TileHomes
 from offload.units import Tile, UnitSpec
 
@@ -42,14 +42,6 @@ class UnitUpdate:
         return [tile for tile in tiles if any(self.parts(tile.tile))]
 
 
-class TileBytes(NamedTuple):
-    """The addresses of a tile's states, and of the weights and gradients of the same elements."""
-
-    states: int
-    weights: int
-    grads: int
-
-
 def apply(
     rule: Rule,
     formats: Formats,
@@ -61,13 +53,5 @@ def apply(
     """Run the optimizer over the parts of the tile that take a step, in the memory that ``native`` works on."""
     for part in update.parts(tile):
         into = part.start - tile.start
-        rule.apply(
-            part.frozen,
-            tile,
-            at.states,
-            part.start,
-            part.stop,
-            weight=at.weights + into * formats.weights,
-            grad=at.grads + into * formats.grads,
-            native=native,
-        )
+        weights, grads = at.weights + into * formats.weights, at.grads + into * formats.grads
+        rule.apply(part.frozen, tile, part.start, part.stop, TileBytes(at.states, weights, grads), native)

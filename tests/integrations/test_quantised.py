@@ -13,8 +13,8 @@ from torch import nn
 from torchao.quantization import Int8WeightOnlyConfig, quantize_, to_nf4
 
 from offload import BudgetError, ConfigError, OffloadEngine
-from offload.checkpoint.opened import open_checkpoint
-from offload.checkpoint.saved_weights import SavedWeights
+from offload.checkpoint.native.opened import open_checkpoint
+from offload.checkpoint.native.saved_weights import SavedWeights
 from offload.testing.simulated import SimulatedDevice
 
 KINDS = [kind for kind in QUANTISED if kind != "bf16"]

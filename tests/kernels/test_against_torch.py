@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from offload.kernels import AdagradCoef, AdamCoef, Dtype, LionCoef, SgdCoef, adagrad, adam, lion, sgd
+from offload.kernels import AdagradCoef, AdamCoef, Dtype, LionCoef, SgdCoef, update
 
 NUMEL = 1003
 STEPS = 1000
@@ -78,8 +78,11 @@ def follow(optimizer_class: Any, options: dict[str, Any], state_names: list[str]
 def test_adam(optimizer_class: Any, maximize: bool, amsgrad: bool, fused: bool) -> None:
     def step_ours(step: int, **arrays: Any) -> None:
         decoupled = optimizer_class is torch.optim.AdamW
-        coef = AdamCoef(LR, 0.9, 0.999, 1e-8, 0.1, step, decoupled=decoupled, maximize=maximize)
-        adam(coef, NUMEL, **arrays)
+        coef = AdamCoef(
+            lr=LR, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1, step=step, decoupled=decoupled, amsgrad=amsgrad,
+            maximize=maximize,
+        )  # fmt: skip
+        update(coef, NUMEL, **arrays)
 
     options = {"lr": LR, "weight_decay": 0.1, "amsgrad": amsgrad, "maximize": maximize, "fused": fused}
     follow(optimizer_class, options, ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * amsgrad, step_ours)
@@ -88,7 +91,8 @@ def test_adam(optimizer_class: Any, maximize: bool, amsgrad: bool, fused: bool) 
 @pytest.mark.parametrize("maximize", [False, True])
 def test_adagrad(maximize: bool) -> None:
     def step_ours(step: int, **arrays: Any) -> None:
-        adagrad(AdagradCoef(LR, 0.01, 1e-10, 0.1, step, maximize=maximize), NUMEL, **arrays)
+        coef = AdagradCoef(lr=LR, lr_decay=0.01, eps=1e-10, weight_decay=0.1, step=step, maximize=maximize)
+        update(coef, NUMEL, **arrays)
 
     follow(
         torch.optim.Adagrad, {"lr": LR, "lr_decay": 0.01, "weight_decay": 0.1, "maximize": maximize}, ["sum"], step_ours
@@ -99,10 +103,12 @@ def test_adagrad(maximize: bool) -> None:
 @pytest.mark.parametrize(("momentum", "dampening", "nesterov"), [(0, 0, False), (0.9, 0.3, False), (0.9, 0, True)])
 def test_sgd(momentum: float, dampening: float, nesterov: bool, maximize: bool) -> None:
     def step_ours(step: int, **arrays: Any) -> None:
-        sgd(SgdCoef(LR, momentum, dampening, 0.1, step, nesterov=nesterov, maximize=maximize), NUMEL, **arrays)
+        coef = SgdCoef(**options, step=step)
+        update(coef, NUMEL, **arrays)
 
     options = {"lr": LR, "momentum": momentum, "dampening": dampening, "nesterov": nesterov, "weight_decay": 0.1}
-    follow(torch.optim.SGD, {**options, "maximize": maximize}, ["momentum_buffer"] * (momentum > 0), step_ours)
+    options["maximize"] = maximize
+    follow(torch.optim.SGD, options, ["momentum_buffer"] * (momentum > 0), step_ours)
 
 
 class PaperLion(torch.optim.Optimizer):
@@ -123,6 +129,6 @@ class PaperLion(torch.optim.Optimizer):
 
 def test_lion() -> None:
     def step_ours(step: int, **arrays: Any) -> None:
-        lion(LionCoef(LR, 0.9, 0.99, 0.1, step), NUMEL, **arrays)
+        update(LionCoef(lr=LR, beta1=0.9, beta2=0.99, weight_decay=0.1, step=step), NUMEL, **arrays)
 
     follow(PaperLion, {"lr": LR, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}, ["exp_avg"], step_ours)

@@ -17,13 +17,13 @@ from offload.kernels import (
     SgdCoef,
     _kernels,
     accumulate,
-    adam,
     convert,
     decode,
     encode,
     join_master,
     split_master,
     sum_squares,
+    update,
 )
 
 TORCH_DTYPES = {Dtype.F32: torch.float32, Dtype.BF16: torch.bfloat16, Dtype.F16: torch.float16}
@@ -95,7 +95,7 @@ def test_sum_squares_is_exact_enough_and_finite_exactly_if_all_elements_are() ->
 
 
 def step_adam(coef: AdamCoef, grad: torch.Tensor, state: dict[str, torch.Tensor], **formats: Any) -> None:
-    adam(
+    update(
         coef,
         grad.numel(),
         grad=grad.data_ptr(),
@@ -182,7 +182,7 @@ def test_denormals_are_kept_even_where_the_caller_flushes_them(num_threads: int)
 def test_step_one_million_has_no_bias_correction_left() -> None:
     state, grad = fresh(100), torch.randn(100)
     weight = state["weight"].clone()
-    step_adam(AdamCoef(1e-2, 0.9, 0.999, 1e-8, 0.0, 10**6), grad, state, weight_dtype=Dtype.F32)
+    step_adam(replace(COEF, weight_decay=0.0, step=10**6, grad_scale=1.0), grad, state, weight_dtype=Dtype.F32)
     expected = weight - 1e-2 * state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-8)
     assert torch.allclose(state["weight"], expected, rtol=1e-6, atol=1e-6)
 
@@ -198,7 +198,7 @@ def test_int8_moments_follow_fp32_ones_closely() -> None:
     target, curvature = torch.randn(numel, generator=random), torch.logspace(-3, 3, numel)
     start = (exact["weight"] - target).abs().mean()
     for step in range(1, steps + 1):
-        coef = AdamCoef(1e-2, 0.9, 0.999, 1e-8, 0.0, step)
+        coef = replace(COEF, weight_decay=0.0, step=step, grad_scale=1.0)
         noise = torch.randn(numel, generator=random) * 0.1
         for state, formats in ((exact, {}), (coded, {"moments_dtype": Dtype.INT8})):
             grad = curvature * (state["weight"] - target + noise)
@@ -218,7 +218,7 @@ def test_int8_codes_are_within_an_eighth_and_right_on_average() -> None:
     sums = {"exp_avg": torch.zeros(numel), "exp_avg_sq": torch.zeros(numel)}
     block = torch.arange(numel) // CODE_BLOCK
     for step in range(1, steps + 1):
-        coef = AdamCoef(1e-3, 0.0, 0.0, 1e-8, 0.0, step)
+        coef = AdamCoef(lr=1e-3, beta1=0.0, beta2=0.0, eps=1e-8, weight_decay=0.0, step=step)
         step_adam(coef, grad, state | codes | scales, weight_dtype=Dtype.F32, moments_dtype=Dtype.INT8)
         code, scale = codes["exp_avg"].int(), scales["exp_avg_scale"][block]
         magnitude = torch.ldexp(1 + (code % 8) / 8, (code & 0x7F) // 8 - 14) - 2.0**-14
@@ -240,7 +240,7 @@ def test_codes_of_numbers_are_those_of_an_update_and_numbers_of_codes_keep_their
     numel = 3 * CODE_BLOCK + 77
     grad = torch.randn(numel, generator=torch.Generator().manual_seed(5)) * torch.logspace(-3, 1, numel)
     grad[CODE_BLOCK : 2 * CODE_BLOCK] = 0
-    coef = AdamCoef(1e-3, 0.0, 0.0, 1e-8, 0.0, 1)
+    coef = AdamCoef(lr=1e-3, beta1=0.0, beta2=0.0, eps=1e-8, weight_decay=0.0, step=1)
     for name, signed, numbers in (("exp_avg", True, grad), ("exp_avg_sq", False, grad * grad)):
         state = fresh(numel)
         state |= {key: torch.zeros(numel, dtype=torch.uint8) for key in ("exp_avg", "exp_avg_sq")}
@@ -297,10 +297,22 @@ def test_int8_blocks_of_zeros_stay_zero_and_non_finite_ones_become_nan() -> None
     state |= {"exp_avg_scale": torch.ones(2), "exp_avg_sq_scale": torch.zeros(2)}
     grad = torch.zeros(numel)
     weight = state["weight"].clone()
-    step_adam(AdamCoef(1e-2, 0.9, 0.999, 1e-8, 0.0, 1), grad, state, weight_dtype=Dtype.F32, moments_dtype=Dtype.INT8)
+    step_adam(
+        replace(COEF, weight_decay=0.0, step=1, grad_scale=1.0),
+        grad,
+        state,
+        weight_dtype=Dtype.F32,
+        moments_dtype=Dtype.INT8,
+    )
     assert torch.equal(state["weight"], weight) and not state["exp_avg_scale"].any()
     grad[300] = float("inf")
-    step_adam(AdamCoef(1e-2, 0.9, 0.999, 1e-8, 0.0, 2), grad, state, weight_dtype=Dtype.F32, moments_dtype=Dtype.INT8)
+    step_adam(
+        replace(COEF, weight_decay=0.0, step=2, grad_scale=1.0),
+        grad,
+        state,
+        weight_dtype=Dtype.F32,
+        moments_dtype=Dtype.INT8,
+    )
     assert state["exp_avg_scale"].isnan().tolist() == [False, True]
 
 
@@ -315,7 +327,7 @@ def test_int8_scales_end_where_code_0_is_a_normal_number(use_isa: Any) -> None:
             state |= {f"{key}_scale": torch.zeros(2) for key in ("exp_avg", "exp_avg_sq")}
             for step in (1, 2):
                 grad = torch.full((numel,), size) * torch.logspace(-1, 1, numel)
-                coef = AdamCoef(1e-2, 0.9, 0.999, 1e-8, 0.0, step)
+                coef = replace(COEF, weight_decay=0.0, step=step, grad_scale=1.0)
                 step_adam(coef, grad, state, weight_dtype=Dtype.F32, moments_dtype=Dtype.INT8)
             assert (state[f"{name}_scale"] == smallest).all() and state["weight"].isfinite().all()
             written.append(state)
@@ -336,6 +348,7 @@ def test_int8_scales_end_where_code_0_is_a_normal_number(use_isa: Any) -> None:
         ({"moments_dtype": Dtype.F16}, "too small"),
         ({"moments_dtype": Dtype.INT8}, "exp_avg_scale must be an address"),
         ({"grad_dtype": Dtype.INT8}, "grad must be F32, BF16 or F16"),
+        ({"max_exp_avg_sq": 4096}, "adamw has no states max_exp_avg_sq: it has exp_avg, exp_avg_sq"),
     ],
 )
 def test_an_impossible_call_is_refused(change: dict[str, Any], message: str) -> None:
@@ -349,13 +362,13 @@ def test_an_impossible_call_is_refused(change: dict[str, Any], message: str) -> 
     }
     call |= {"exp_avg": address, "exp_avg_sq": address}
     with pytest.raises(ValueError, match=message):
-        adam(COEF, **{**call, **change})
+        update(COEF, **{**call, **change})
 
 
 def test_impossible_coefficients_are_refused() -> None:
     with pytest.raises(ValueError, match="step counts from 1"):
-        AdamCoef(1e-3, 0.9, 0.999, 1e-8, 0, step=0)
+        replace(COEF, step=0)
     with pytest.raises(ValueError, match="beta2 must be in"):
-        LionCoef(1e-3, 0.9, 1.0, 0, step=1)
+        LionCoef(lr=1e-3, beta1=0.9, beta2=1.0, weight_decay=0, step=1)
     with pytest.raises(ValueError, match="nesterov"):
-        SgdCoef(1e-3, 0.9, 0.5, 0, step=1, nesterov=True)
+        SgdCoef(lr=1e-3, momentum=0.9, dampening=0.5, weight_decay=0, step=1, nesterov=True)

@@ -16,21 +16,19 @@ from offload.kernels import (
     CODE_BLOCK,
     AdagradCoef,
     AdamCoef,
+    Coef,
     Dtype,
     LionCoef,
     SgdCoef,
     _kernels,
     accumulate,
-    adagrad,
-    adam,
     convert,
     decode,
     encode,
     join_master,
-    lion,
-    sgd,
     split_master,
     sum_squares,
+    update,
 )
 
 ISAS = [isa for isa in _kernels.isas_supported() if isa != "scalar"] or ["scalar"]
@@ -40,37 +38,17 @@ FORMATS: list[Any] = ["f32", "split", *NUMBERS]  # the last three: a master, and
 
 HYPER = {"lr": 1e-3, "weight_decay": 0.01, "grad_scale": 0.37}
 BETAS = {"beta1": 0.9, "beta2": 0.999}
-# name: (function, coefficients, names of the states)
-OPTIMIZERS: dict[str, tuple[Callable[..., None], Callable[[int], Any], list[str]]] = {
-    "adamw": (adam, lambda step: AdamCoef(**HYPER, **BETAS, eps=1e-8, step=step), ["exp_avg", "exp_avg_sq"]),
-    "adam": (
-        adam,
-        lambda step: AdamCoef(**HYPER, **BETAS, eps=1e-8, step=step, decoupled=False, maximize=True),
-        ["exp_avg", "exp_avg_sq"],
-    ),
-    "adamw_amsgrad": (
-        adam,
-        lambda step: AdamCoef(**HYPER, **BETAS, eps=1e-8, step=step),
-        ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"],
-    ),
-    "adam_amsgrad": (
-        adam,
-        lambda step: AdamCoef(**HYPER, **BETAS, eps=1e-8, step=step, decoupled=False),
-        ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"],
-    ),
-    "adagrad": (adagrad, lambda step: AdagradCoef(**HYPER, lr_decay=0.1, eps=1e-10, step=step), ["sum"]),
-    "lion": (lion, lambda step: LionCoef(**HYPER, **BETAS, step=step), ["exp_avg"]),
-    "sgd": (sgd, lambda step: SgdCoef(**HYPER, momentum=0, dampening=0, step=step), []),
-    "sgd_momentum": (
-        sgd,
-        lambda step: SgdCoef(**HYPER, momentum=0.9, dampening=0.2, step=step),
-        ["momentum_buffer"],
-    ),
-    "sgd_nesterov": (
-        sgd,
-        lambda step: SgdCoef(**HYPER, momentum=0.9, dampening=0, nesterov=True, step=step),
-        ["momentum_buffer"],
-    ),
+ADAM = {**HYPER, **BETAS, "eps": 1e-8}
+OPTIMIZERS: dict[str, Callable[[int], Coef]] = {
+    "adamw": lambda step: AdamCoef(**ADAM, step=step),
+    "adam": lambda step: AdamCoef(**ADAM, step=step, decoupled=False, maximize=True),
+    "adamw_amsgrad": lambda step: AdamCoef(**ADAM, step=step, amsgrad=True),
+    "adam_amsgrad": lambda step: AdamCoef(**ADAM, step=step, decoupled=False, amsgrad=True),
+    "adagrad": lambda step: AdagradCoef(**HYPER, lr_decay=0.1, eps=1e-10, step=step),
+    "lion": lambda step: LionCoef(**HYPER, **BETAS, step=step),
+    "sgd": lambda step: SgdCoef(**HYPER, momentum=0, dampening=0, step=step),
+    "sgd_momentum": lambda step: SgdCoef(**HYPER, momentum=0.9, dampening=0.2, step=step),
+    "sgd_nesterov": lambda step: SgdCoef(**HYPER, momentum=0.9, dampening=0, nesterov=True, step=step),
 }
 
 
@@ -82,7 +60,7 @@ def as_dtype(bits: Any, dtype: Dtype) -> Any:
 def run(guarded: Any, awkward: Any, name: str, numel: int, formats: Any, steps: Any, num_threads: int) -> list[Any]:
     """Run steps of an optimizer on awkward numbers; return all that it wrote, as bits."""
     grad_dtype, weight_format, state_dtype = formats
-    function, coef, state_names = OPTIMIZERS[name]
+    coef = OPTIMIZERS[name]
     arrays: dict[str, Any] = {"grad": guarded(as_dtype(awkward(numel, 1), grad_dtype))}
     master = awkward(numel, 2)
     weight_dtype = weight_format
@@ -93,7 +71,7 @@ def run(guarded: Any, awkward: Any, name: str, numel: int, formats: Any, steps: 
         arrays["rest"] = guarded((master & 0xFFFF).astype(np.uint16))
     else:
         arrays["master"], arrays["weight"] = guarded(master), guarded(as_dtype(master, weight_dtype))
-    for index, state in enumerate(state_names):
+    for index, state in enumerate(coef(1).states):
         bits = awkward(numel, 3 + index)
         if state in ("exp_avg_sq", "max_exp_avg_sq", "sum"):
             bits = bits & 0x7FFFFFFF
@@ -103,7 +81,7 @@ def run(guarded: Any, awkward: Any, name: str, numel: int, formats: Any, steps: 
         else:
             arrays[state] = guarded(as_dtype(bits, state_dtype))
     for step in steps:
-        function(
+        update(
             coef(step),
             numel,
             grad_dtype=grad_dtype,
@@ -166,7 +144,7 @@ def test_the_size_of_tiles_changes_no_bit(state_dtype: Dtype, awkward: Any) -> N
         states = [np.full(numel * itemsize, 3, np.uint8) for _ in range(2)]
         scales = [np.full(numel // CODE_BLOCK + 1, 0.01, np.float32) for _ in range(2)]
         for start in range(0, numel, tile):
-            adam(
+            update(
                 coef,
                 min(tile, numel - start),
                 grad=grad.ctypes.data + 4 * start,

@@ -178,11 +178,11 @@ def test_a_copy_that_fails_is_warned_of_at_once_and_raised_once(tmp_path, elsewh
         warnings.simplefilter("always")
         losses = train(engine, 2)
         engine.save_checkpoint(elsewhere)
-        engine._session.checkpoints.wait_for_background()
+        engine._session.checkpoints.generations.wait_for_background()
         target.error = errno.ENOSPC if next_call == "save" else errno.EIO
         train(engine, 3)
         engine.save_checkpoint(elsewhere)
-        engine._session.checkpoints.background._thread.join(60)
+        engine._session.checkpoints.generations.background._thread.join(60)
         assert [str(item.message) for item in told if "step3" in str(item.message)], [str(w.message) for w in told]
         losses += train(engine, 4)[1:]
     assert visible(elsewhere) == ["latest", "step2"] == sorted(entry.name for entry in elsewhere.iterdir())
@@ -243,7 +243,7 @@ def test_without_room_to_hold_the_state_still_training_waits_for_the_copy(tmp_pa
         monkeypatch.setattr(os, "fstatvfs", full_here)
         engine.save_checkpoint(elsewhere)
         assert visible(elsewhere) == ["latest", "step2"]
-        assert engine._session.checkpoints.background._thread is None  # it was not begun
+        assert engine._session.checkpoints.generations.background._thread is None  # it was not begun
 
 
 def test_a_process_that_is_killed_meanwhile_leaves_nothing_that_is_seen(tmp_path, elsewhere):
@@ -251,7 +251,7 @@ def test_a_process_that_is_killed_meanwhile_leaves_nothing_that_is_seen(tmp_path
 train(engine, 1)
 engine.save_checkpoint(there)
 train(engine, 2)
-engine._session.checkpoints.wait_for_background()
+engine._session.checkpoints.generations.wait_for_background()
 slow(0.01)
 engine.save_checkpoint(there)
 train(engine, 1000)
@@ -307,7 +307,7 @@ def test_an_engine_that_is_dropped_finishes_its_copy(tmp_path, elsewhere, target
     with pytest.warns(ResourceWarning, match="dropped without close"):
         with target.stopped():
             engine.save_checkpoint(elsewhere)
-            thread = engine._session.checkpoints.background._thread
+            thread = engine._session.checkpoints.generations.background._thread
             del engine
             gc.collect()
         thread.join(60)

@@ -16,7 +16,7 @@ from tiny import Tiny, train
 from torch import nn
 
 from offload import ConfigError, OffloadEngine, WeightsError, deferred_init
-from offload.tiers.loading import Loader
+from offload.birth.loading import Loader
 
 
 def on_meta(build: Callable[[], nn.Module]) -> nn.Module:

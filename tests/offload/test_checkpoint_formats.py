@@ -14,7 +14,7 @@ from tiny import Tiny, batches, least_budget, loss_of
 from torch import nn
 
 from offload import ConfigError, OffloadEngine
-from offload.checkpoint.description import METADATA_BYTES_MAX
+from offload.checkpoint.native.description import METADATA_BYTES_MAX
 from offload.cli import main
 from offload.optim.moments import SQUARES, read_moments
 from offload.tiers.home import UnitHomes

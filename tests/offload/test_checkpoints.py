@@ -167,7 +167,7 @@ from runs import *
 engine = OffloadEngine(make_model(), lr=1e-3, nvme_path={str(tmp_path)!r}, durable=1, host_memory={least(tmp_path)})
 train(engine, 3)
 backward(engine, 3)
-engine._session.checkpoints.wait()
+engine._session.checkpoints.generations.wait()
 os.kill(os.getpid(), signal.SIGKILL)
 """
     assert forked.run(program).returncode == -9
@@ -271,7 +271,7 @@ def test_checkpoints_that_are_not_to_stay_go_and_their_space_is_used_again(tmp_p
         ]  # fmt: skip
         shutil.rmtree(saved / "step4")  # by the user's own hand
         train(engine, 15, lambda: engine.save_checkpoint(saved))
-        assert len(engine._session.checkpoints._linked._folders) == 4
+        assert len(engine._session.checkpoints.generations.linked._folders) == 4
     with OffloadEngine(make_model(1), lr=1e-3) as engine:
         for step in (8, 12, 14, 15):
             engine.load_checkpoint(saved, f"step{step}")
@@ -351,7 +351,7 @@ def test_a_tag_that_is_saved_again_is_replaced(tmp_path: Path, monkeypatch, can_
 
         monkeypatch.setattr(Path, "rename", rename)
     else:
-        monkeypatch.setattr("offload.checkpoint.folder.exchange", lambda folder, target: False)
+        monkeypatch.setattr("offload.checkpoint.native.folder.exchange", lambda folder, target: False)
     for nvme in ((), tmp_path):
         with OffloadEngine(make_model(), lr=1e-3, nvme_path=nvme) as engine:
             train(engine, 1)

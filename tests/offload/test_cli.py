@@ -71,7 +71,7 @@ def test_a_mistake_is_one_line_and_status_2(arguments: list[str], said: str, cap
 
 
 def test_a_mistake_of_ours_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("offload.checkpoint.inspection.inspect_directory", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("offload.checkpoint.native.inspection.inspect_directory", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["inspect", str(tmp_path)])
 

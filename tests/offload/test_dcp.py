@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from offload import ConfigError, OffloadEngine, WeightsError
-from offload.checkpoint import distributed_writer
-from offload.checkpoint.distributed_reader import DistributedReader
-from offload.checkpoint.distributed_writer import boxes
+from offload.checkpoint.dcp import writer as dcp_writer
+from offload.checkpoint.dcp.reader import DistributedReader
+from offload.checkpoint.dcp.writer import boxes
 from offload.cli import main
 from offload.optim.moments import read_moments, scale_name
 
@@ -253,7 +253,7 @@ def test_the_export_of_a_checkpoint_has_the_same_tree(tmp_path: Path):
 
 
 def test_a_range_of_a_tensor_is_a_few_boxes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(distributed_writer, "PART_NUMEL", 7)
+    monkeypatch.setattr(dcp_writer, "PART_NUMEL", 7)
     for shape in ((), (1,), (9,), (0, 4), (3, 4), (5, 1), (2, 3, 4), (2, 1, 11), (3, 2, 2, 2)):
         values = torch.arange(math.prod(shape)).view(shape)
         for start, stop in itertools.combinations(range(values.numel() + 1), 2):
@@ -291,7 +291,7 @@ class Chunks(dcp.DefaultSavePlanner):
 
 
 def test_any_range_is_read_from_chunks_of_any_shape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(distributed_writer, "PART_NUMEL", 16)
+    monkeypatch.setattr(dcp_writer, "PART_NUMEL", 16)
     tensors = {
         "rows": torch.randn(11, 3),
         "columns": torch.randn(6, 10),

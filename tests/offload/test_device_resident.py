@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 from offload import BudgetError, NonFiniteGradient, OffloadEngine
 from offload.optim.formats import Formats
-from offload.plan.device import plan_device
+from offload.plan.device import DeviceNeeds, plan_device
+from offload.plan.ranks import ONE_RANK
 from offload.testing.simulated import SimulatedDevice
 from offload.testing.stream import SimulatedEvent, SimulatedStream
 from offload.units.find import find_units
@@ -29,7 +30,6 @@ def equal(left: Outcome, right: Outcome) -> bool:
 
 
 def num_resident(engine: OffloadEngine) -> int:
-    assert engine.plan.device is not None
     return len(engine.plan.device.resident)
 
 
@@ -159,7 +159,7 @@ def test_frozen_units_come_home_first(make_model: Callable[..., Tiny]) -> None:
     formats = Formats(weights=2, master=2, grads=2)
     budget = sum(2 * unit.numel for unit in units)
     budget += 4 * max(2 * unit.numel for unit in units)
-    homes = plan_device(units, formats, states, [0] * len(units), budget, 0, None).resident
+    homes = plan_device(DeviceNeeds(units, formats, states, [0] * len(units), None, ONE_RANK), budget, 0).resident
     assert len(frozen) == 3 and frozen <= homes < set(range(len(units)))
 
 

@@ -19,6 +19,7 @@ from tiny import Tiny, batches, loss_of, train
 
 from offload import BudgetError, NonFiniteGradient, OffloadEngine, StorageCorrupt
 from offload.optim.formats import Formats
+from offload.optim.rule import TileBytes
 from offload.plan.buffers import tile_parts
 from offload.plan.plan import Tier
 from offload.report.meter import Meter
@@ -28,7 +29,7 @@ from offload.testing.stream import SimulatedEvent, SimulatedStream
 from offload.units import Tile
 from offload.update.device_side import DeviceSide, Trip
 from offload.update.pipeline import Pipeline
-from offload.update.step import TileBytes, UnitUpdate
+from offload.update.step import UnitUpdate
 
 TILE_BYTES = 64 * 1024
 

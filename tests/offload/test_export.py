@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from transformers_models import OF_TEXT, VOCAB, class_and_config, transformers
 
 from offload import ConfigError, OffloadEngine
-from offload.checkpoint import publish, safetensors_writer
+from offload.checkpoint import publish
+from offload.checkpoint.safetensors import writer
 from offload.cli import main
 from offload.testing.simulated import SimulatedDevice
 from swapper import StorageFull
@@ -348,7 +349,7 @@ def test_a_full_disk_is_said_before_anything_is_written(tmp_path: Path, make_mod
         with pytest.raises(StorageFull, match="cannot reserve"):
             engine.save_model(tmp_path / "new")
         monkeypatch.undo()
-        monkeypatch.setattr(safetensors_writer, "_write", refuse)
+        monkeypatch.setattr(writer, "_write", refuse)
         with pytest.raises(StorageFull, match="No space left"):
             engine.save_model(tmp_path / "new")
         monkeypatch.undo()

@@ -72,7 +72,7 @@ def test_a_model_that_has_no_room_to_be_born_leaves_nothing(tmp_path: Path, monk
     def full(*_: object) -> None:
         raise StorageFull("The first record has no room.")
 
-    monkeypatch.setattr("offload.tiers.loading.Loader.load", full)
+    monkeypatch.setattr("offload.birth.loading.Loader.load", full)
     with pytest.raises(StorageFull):
         OffloadEngine(make_model(), nvme_path=tmp_path, durable=1)
     assert names(tmp_path) == []
@@ -121,7 +121,7 @@ def test_frozen_weights_that_had_no_room_are_in_the_next_checkpoint(tmp_path: Pa
     with OffloadEngine(make_model(), lr=1e-2, nvme_path=tmp_path, durable=1) as engine:
         engine.backward(engine(torch.ones(1, 64)).sum())
         engine.step()
-        committer = engine._session.checkpoints.committer
+        committer = engine._session.checkpoints.generations.committer
         with monkeypatch.context() as patch:
             patch.setattr(committer.store, "write", no_room)
             with pytest.raises(OSError, match="No space"):

@@ -187,7 +187,9 @@ def test_a_batch_of_prompts_reads_each_weight_once_a_token_as_one_prompt_does(tm
     num_tokens = 12
     with streaming(model, tmp_path) as engine:
         on_nvme = engine.plan.nvme_bytes["weights"]
-        staged = engine.plan.staging.num_slots * engine.plan.slot_bytes  # what a sweep may find, or leave for the next
+        staged = (
+            engine.plan.staging.num_slots * engine.plan.staging.slot_bytes
+        )  # what a sweep may find, or leave for the next
         for batch in (prompts[:1], prompts, prompts.repeat(4, 1)):
             before = read_bytes(engine)
             tokens = generated(engine.module, "greedy", batch, num_tokens)

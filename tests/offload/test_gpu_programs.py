@@ -72,9 +72,9 @@ def page() -> Iterator[int]:
 
 
 def step(native: Callable[[str], kernels.Kernel], weight: int, grad: int, numel: int) -> None:
-    coef = kernels.SgdCoef(0.1, 0.0, 0.0, 0.01, 1)
+    coef = kernels.SgdCoef(lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.01, step=1)
     dtypes = {"grad_dtype": kernels.Dtype.F32, "weight_dtype": kernels.Dtype.F32}
-    kernels.sgd(coef, numel, grad=grad, weight=weight, native=native, **dtypes)
+    kernels.update(coef, numel, grad=grad, weight=weight, native=native, **dtypes)
 
 
 def in_new_thread(call: Callable[[], Any]) -> BaseException | None:
@@ -328,7 +328,9 @@ def test_a_wrong_address_is_found_and_stays(
     weight, grad = tensor(8).data_ptr(), tensor(8).data_ptr()
     for wrong in (past, 0):  # the second is right, in a context whose GPU has failed
         with pytest.raises(DriverError) as caught:
-            kernel([1.0, 0.0, 0.0], numel, grad, 0, 0, 0, weight + wrong, 0, [0, 0, 0], [0, 0, 0], 0, 0, 1)
+            kernel(
+                kernels.Sweep([1.0, 0.0, 0.0], numel, grad, 0, 0, 0, weight + wrong, 0, [0, 0, 0], [0, 0, 0], 0, 0, 1)
+            )
         assert caught.value.status == status
     assert fake.num_bound == 0
 
@@ -350,7 +352,9 @@ def test_what_the_driver_says_is_told(fake: FakeDriver) -> None:
     fake.plant("cuModuleLoadData", 0)
     assert programs.unsupported_reason() is None
     kernel = programs.on(fake.stream()).kernel("sgd")
-    kernel([1.0, 0.0, 0.0], 0, 0, 0, 0, 0, 0, 0, [0, 0, 0], [0, 0, 0], 0, 0, 1)  # no elements: nothing is launched
+    kernel(
+        kernels.Sweep([1.0, 0.0, 0.0], 0, 0, 0, 0, 0, 0, 0, [0, 0, 0], [0, 0, 0], 0, 0, 1)
+    )  # no elements: nothing is launched
     assert fake.launches == [] and fake.num_bound == 0
 
 

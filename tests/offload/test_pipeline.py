@@ -12,11 +12,12 @@ import pytest
 
 from offload import kernels
 from offload.optim.formats import Formats
+from offload.optim.rule import TileBytes
 from offload.report.meter import Meter
 from offload.tiers.home import TileHomes
 from offload.units import Tile, UnitSpec
 from offload.update.pipeline import Pipeline
-from offload.update.step import Segment, TileBytes, UnitUpdate, apply
+from offload.update.step import Segment, UnitUpdate, apply
 from swapper import Lease, StorageIOError
 
 FORMATS = Formats(weights=2, master=2, grads=4)
@@ -163,10 +164,10 @@ class Rule:
         self.names: dict[Tile, str] = {}
         self.during: Callable[[str], None] = lambda name: None
 
-    def apply(self, frozen, tile, address, start, stop, *, weight, grad, native) -> None:
+    def apply(self, frozen, tile, start, stop, at, native) -> None:
         name = self.names[tile]
-        self.disk.check_free(address, address + STATES_BYTES)
-        self.disk.check_free(grad, grad + (stop - start) * FORMATS.grads)
+        self.disk.check_free(at.states, at.states + STATES_BYTES)
+        self.disk.check_free(at.grads, at.grads + (stop - start) * FORMATS.grads)
         self.disk.events.append(("apply", name))
         self.during(name)
 
@@ -419,8 +420,8 @@ def test_the_rule_gets_the_addresses_of_each_tile():
     story = Story(num_buffers=2)
     given = []
 
-    def apply_of(frozen, tile, address, start, stop, *, weight, grad, native):
-        given.append((frozen, address, start, stop, weight, grad, native))
+    def apply_of(frozen, tile, start, stop, at, native):
+        given.append((frozen, at.states, start, stop, at.weights, at.grads, native))
 
     story.rule.apply = apply_of
     story.pipeline.run([story.task("a", 2), story.task("b", 2, spilled=True), story.task("c", 2, resident=True)])
@@ -727,8 +728,8 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[tuple[object, ...]] = []
 
-    def apply(self, frozen, tile, address, start, stop, *, weight, grad, native) -> None:
-        self.calls.append((frozen, tile, address, start, stop, weight, grad, native))
+    def apply(self, frozen, tile, start, stop, at, native) -> None:
+        self.calls.append((frozen, tile, at.states, start, stop, at.weights, at.grads, native))
 
 
 def test_segments_that_cross_tile_bounds_are_applied_part_by_part_at_their_addresses():

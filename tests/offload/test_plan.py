@@ -110,7 +110,7 @@ def test_a_unit_that_would_make_every_buffer_as_large_as_itself_stays_resident()
     plan = plan_for(units, FP32, caught.value.needed_bytes, 1 << 40)
     homes = {item.unit.name: item.weights for item in plan.units}
     assert homes == {"0": Tier.HOST, **{f"{index}": Tier.NVME for index in range(1, 21)}}
-    assert plan.slot_bytes < units[0].numel * FP32.weights
+    assert plan.staging.slot_bytes < units[0].numel * FP32.weights
 
 
 def test_the_least_budget_of_a_small_model_is_what_it_takes_itself():
@@ -156,7 +156,7 @@ def test_the_mixed_envelope_adds_up_for_a_half_duplex_disk_and_overlaps_for_a_fu
 
 def test_the_printed_plan_counts_second_places_and_all_of_each_tier():
     units = find_units(Tiny())
-    plan = replace(plan_for(units, FP32, 4 << 20, 1 << 40, speculative=True), places=2, speculative=True)
+    plan = replace(plan_for(units, FP32, 4 << 20, 1 << 40, speculative=True), record_copies=2, speculative=True)
     rows = {line.split("  ")[0]: line.split() for line in str(plan).splitlines()}
     second = plan.spare_copy_bytes / (1 << 20)
     assert rows["spare copies"][-1] == f"{second:,.1f}"

@@ -8,7 +8,7 @@ from tiny import Tiny, batches, least_budget, loss_of
 
 from offload import OffloadEngine, Report
 from offload.report.meter import Meter
-from offload.report.report import Bandwidths, DriveUse
+from offload.report.report import Bandwidths, DriveUse, LinkRates
 from offload.report.reporter import Reporter
 
 RATES = Bandwidths(read=100.0, write=100.0, q=1.0)
@@ -70,7 +70,7 @@ def test_where_updates_had_to_wait_forward_and_backward_have_bounds_of_their_own
         lambda: next(received),
         lambda: None,
         RATES,
-        None,  # type: ignore
+        LinkRates(),
     )
     free = a_step(reporter, meter, store, updates_wait=True)
     assert free.network_bytes == 300  # since the reporter was made

@@ -15,11 +15,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offload import ConfigError, OffloadEngine, OffloadError, StorageIOError
+from offload.birth.loading import Loader
 from offload.closing import Closers
 from offload.errors import WaitTimeout
 from offload.session import Session
 from offload.testing.simulated import SimulatedDevice
-from offload.tiers.loading import Loader
 from offload.tiers.weights.cache import WeightCache
 from offload.tiers.weights.host import NvmeCarrier
 from offload.tiers.weights.shadow import ShadowSlots

@@ -279,14 +279,17 @@ def test_a_path_that_cannot_be_written_or_is_too_small_is_refused(place, mount):
 
 @pytest.mark.parametrize(("module", "status"), [("aio_ext._aio", 2), ("offload.kernels._kernels", 1)])
 def test_a_missing_native_part_is_one_line(place, module, status):
-    done = forked.run(f"""
+    done = forked.run(
+        f"""
 import sys
 for name in [name for name in sys.modules if name.startswith(("offload", "aio_ext"))]:
     del sys.modules[name]
 sys.modules[{module!r}] = None
 from offload.cli import main
 sys.exit(main(sys.argv[1:]))
-""", *place.arguments())
+""",
+        *place.arguments(),
+    )
     assert done.returncode == status
     assert done.stderr.splitlines()[-1].startswith("offload train: error: "), done.stderr
     assert "Traceback" not in done.stderr and "pip install" in done.stderr

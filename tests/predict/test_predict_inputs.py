@@ -14,6 +14,7 @@ from offload import ConfigError
 from offload.predict import rates
 from offload.predict.machine import GPUS, HOP, LINK_SHARE, described, parse_drive
 from offload.predict.model import from_count, from_factory, from_hugging_face
+from offload.predict.network import ALONE
 
 
 @pytest.mark.parametrize(
@@ -47,10 +48,10 @@ def test_a_rank_has_its_share_of_its_node():
     assert machine.host_bytes == (1 << 40) // 8 and machine.nvme_bytes == int(5.8e12) // 8
     assert machine.nvme is not None and machine.nvme.read == 10e9 / 8 and machine.nvme.write == 6e9 / 8
     network = machine.network
-    assert network is not None and (network.num_ranks, network.ranks_a_node, network.between) == (32, 8, 50e9)
+    assert (network.num_ranks, network.ranks_a_node, network.between) == (32, 8, 50e9)
     assert network.gather == network.exchange == LINK_SHARE * GPUS["h100"].peers
     assert network.wait_seconds == pytest.approx(31 * HOP) and not network.added_inside
-    assert described("h100", host_bytes=1 << 40).network is None
+    assert described("h100", host_bytes=1 << 40).network is ALONE
     assert any("several GPUs were never tried" in line for line in machine.assumptions)
 
 

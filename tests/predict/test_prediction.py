@@ -17,7 +17,7 @@ from offload import OffloadConfig, OffloadEngine
 from offload.optim.choose import choose
 from offload.optim.formats import Formats
 from offload.plan.plan import Plan, Tier
-from offload.plan.ranks import PLACEMENTS, plan_ranks
+from offload.plan.ranks import ONE_RANK, PLACEMENTS, plan_ranks
 from offload.planning import Room, plan_within
 from offload.predict import prediction as prediction_module
 from offload.predict.advice import advise
@@ -128,7 +128,7 @@ def test_from_the_compute_bound_batch_on_compute_limits():
     assert batch > 1
 
     def limit(batch: int) -> str:
-        machine = replace(found.machine, device=replace(found.machine.device, memory_bytes=1 << 50))  # type: ignore[type-var]
+        machine = replace(found.machine, device=replace(found.machine.device, memory_bytes=1 << 50))
         workload = replace(found.workload, batch=batch, device_bytes=12 << 30)
         base = predict(found.model, machine, replace(workload, batch=1))
         at = base.compute_bound_batch
@@ -157,7 +157,6 @@ def test_each_placement_gathers_and_keeps_what_it_says():
     }
     assert [one.shard for one in found.values()] == list(PLACEMENTS)
     network = machine.network
-    assert network is not None
     wait, rate = network.wait_seconds, network.gather
     whole = model.units(torch.bfloat16, 8)
     count, numel = len(whole), sum(unit.numel for unit in whole)
@@ -169,10 +168,10 @@ def test_each_placement_gathers_and_keeps_what_it_says():
     exchanged = seconds(2 * count * micro_batches, 2 * numel * micro_batches)
     most = seconds(2 * count * micro_batches, 2 * micro_batches * 2 * numel) + exchanged
     for one in found.values():  # a device keeps as many whole units as it has room for
-        assert one.plan is not None and one.plan.device is not None and one.plan.ranks is not None
+        assert one.plan is not None
         assert all_gathered + exchanged <= one.links["network"] < most * 1.01
         assert one.plan.device.ranks_bytes == one.plan.ranks.device_bytes
-    states, gradients, weights = (sum(one.plan.ranks.buffers) for one in found.values() if one.plan and one.plan.ranks)
+    states, gradients, weights = (sum(one.plan.ranks.buffers) for one in found.values() if one.plan)
     assert states >= 4 * numel > 4 * gradients == 4 * weights
     assert predict(model, machine, Workload(recomputed=True, micro_batches=micro_batches)).shard == "states"
 
@@ -288,7 +287,7 @@ def test_the_life_of_drives_is_divided_by_what_all_ranks_of_a_node_write():
 def test_facts_are_plain_values_and_tiers_add_up():
     found = seven_billion("24GiB")
     facts = facts_of(found, 123, advise(found), Endurance.of(found, 10**15))
-    assert found.plan is not None and found.plan.device is not None
+    assert found.plan is not None
     device = sum(tiers["device"] for kind, tiers in facts["memory"].items() if "activations" not in kind)
     host = sum(tiers["host"] for tiers in facts["memory"].values())  # a GPU's activations are not there
     assert device == found.plan.device.total_bytes and host == found.plan.host_bytes
@@ -298,8 +297,8 @@ def test_facts_are_plain_values_and_tiers_add_up():
 def test_a_room_is_all_that_the_plan_knows_of_a_machine():
     config = OffloadConfig(precision="fp32")
     units = tiny().units(torch.float32)
-    two = plan_within(config, units, choose(config, units), Room(1 << 22, 1 << 40, 1 << 40))
-    one = plan_within(config, units, choose(config, units), Room(1 << 22, 1 << 40, 1 << 20))
+    two = plan_within(config, units, choose(config, units), Room(1 << 22, 1 << 40, 1 << 40), ONE_RANK)
+    one = plan_within(config, units, choose(config, units), Room(1 << 22, 1 << 40, 1 << 20), ONE_RANK)
     assert (two.places, two.speculative) == (2, True) and (one.places, one.speculative) == (1, False)
 
 

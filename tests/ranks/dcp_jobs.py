@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from offload import OffloadEngine
-from offload.checkpoint.distributed_reader import DistributedReader
-from offload.checkpoint.distributed_writer import Planner
+from offload.checkpoint.dcp.reader import DistributedReader
+from offload.checkpoint.dcp.writer import Planner
 
 
 def all_of(engine: OffloadEngine) -> dict[str, Any]:

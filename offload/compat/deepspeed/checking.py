@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -127,16 +127,24 @@ def _known(name: object, keys: Mapping[str, Any], path: str) -> Any:
 
 
 def _hint(name: str, keys: Mapping[str, Any]) -> str:
-    folded = {known.lower(): known for known in keys}
-    near = difflib.get_close_matches(name.lower(), folded, 1)
-    near = near or [
-        known for known in folded if len(name) > 3 and (f"_{name.lower()}" in known or known in name.lower())
-    ]
-    if near:
-        return f", did you mean {folded[near[0]]!r}?"
+    parts = (known for known in keys if len(name) > 3 and (f"_{name.lower()}" in known or known in name.lower()))
+    near = option_values.nearest(name, keys) or next(parts, None)
+    if near is not None:
+        return f", did you mean {near!r}?"
     known = sorted(keys)
     more = f" and {len(known) - _KNOWN_MAX} more" if len(known) > _KNOWN_MAX else ""
     return f", known are: {', '.join(known[:_KNOWN_MAX])}{more}"
+
+
+def torch_rows(given: Mapping[str, Any], kind: type, path: str, of: str) -> tuple[Row, ...]:
+    """Rows of settings that a class of torch takes as they are. Raises ``ConfigError`` for one that it has not."""
+    known = dict.fromkeys(list(inspect.signature(kind).parameters)[1:])
+    for name in given:
+        _known(name, known, path)
+    return tuple(
+        Row(joined(path, name), option_values.shown(value), Effect.HONOURED, f"{name} of {of}")
+        for name, value in given.items()
+    )
 
 
 def all_keys(block: Block, path: str = "") -> Iterator[tuple[str, Key | Feature]]:

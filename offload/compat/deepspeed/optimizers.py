@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +10,9 @@ import torch
 from torch import nn
 
 from offload import foreign, option_values
-from offload.compat.deepspeed.checking import Row, check, joined
-from offload.compat.deepspeed.keys import ADAGRAD_PARAMS, ADAM_PARAMS, LION_PARAMS, Block, Effect
+from offload.compat.deepspeed import kinds
+from offload.compat.deepspeed.checking import Row, check, joined, torch_rows
+from offload.compat.deepspeed.keys import Block, Effect, block, honoured, idle, refused
 from offload.compat.deepspeed.kinds import AUTO
 from offload.compat.deepspeed.sources import Sources
 from offload.errors import ConfigError
@@ -40,7 +39,47 @@ _REFUSED = {
 _NAMED = ("lr", "betas", "eps", "weight_decay")
 """Settings that are options of the engine by themselves."""
 
-PARAMS: Mapping[str, Block] = {"Adam, AdamW": ADAM_PARAMS, "Lion": LION_PARAMS, "Adagrad": ADAGRAD_PARAMS}
+_LR = honoured("lr", kinds.NUMBER)
+_EPS = honoured("eps", kinds.NUMBER)
+_DECAY = honoured("weight_decay", kinds.NUMBER, "weight_decay; 0 if it is absent, as in DeepSpeed")
+_SET_GRAD_NONE = idle("set_grad_none", kinds.FLAG, "a step uses gradients up")
+_OTHERS = {
+    **idle(
+        "fp32_optimizer_states", kinds.FLAG, 'states are fp32; moments_dtype in "offload_engine" makes them smaller'
+    ),
+    **refused("max_grad_norm", kinds.NUMBER, "write gradient_clipping at the top instead"),
+}
+
+_ADAM_PARAMS = block(
+    _LR,
+    honoured("betas", kinds.BETAS),
+    _EPS,
+    _DECAY,
+    honoured("adam_w_mode", kinds.FLAG, 'true, as it is if absent: "adamw", also for the type Adam; false: "adam"'),
+    honoured("adamw_mode", kinds.FLAG, "another name of adam_w_mode"),
+    idle("torch_adam", kinds.FLAG, "the kernels do what torch's Adam does"),
+    honoured("amsgrad", kinds.FLAG),
+    refused("bias_correction", kinds.FLAG, "Adam here corrects the bias: write true", True),
+    _SET_GRAD_NONE,
+    _OTHERS,
+)
+_LION_PARAMS = block(
+    _LR,
+    honoured("betas", kinds.BETAS, "betas; (0.9, 0.999) if it is absent, as in DeepSpeed"),
+    _DECAY,
+    _SET_GRAD_NONE,
+    _OTHERS,
+)
+_ADAGRAD_PARAMS = block(
+    _LR,
+    _EPS,
+    _DECAY,
+    honoured("lr_decay", kinds.NUMBER),
+    refused("amsgrad", kinds.FLAG, "Adagrad has no such variant: leave it out", False),
+    _OTHERS,
+)
+
+PARAMS: Mapping[str, Block] = {"Adam, AdamW": _ADAM_PARAMS, "Lion": _LION_PARAMS, "Adagrad": _ADAGRAD_PARAMS}
 """The keys of ``optimizer.params``, by the types that have them."""
 
 
@@ -92,14 +131,14 @@ def optimizer_part(section: Mapping[str, Any], sources: Sources) -> OptimizerPar
     if name in _ADAMS:
         return _adam(name, given, sources)
     if name in _LIONS:
-        return _kernel("lion", LION_PARAMS, {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}, given, sources)
+        return _kernel("lion", _LION_PARAMS, {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}, given, sources)
     if name in _ADAGRADS:
-        return _kernel("adagrad", ADAGRAD_PARAMS, {"lr": 1e-2, "weight_decay": 0.0}, given, sources)
+        return _kernel("adagrad", _ADAGRAD_PARAMS, {"lr": 1e-2, "weight_decay": 0.0}, given, sources)
     return _of_torch(theirs, given, sources)
 
 
 def _adam(name: str, given: dict[str, Any], sources: Sources) -> OptimizerPart:
-    part = _kernel("adamw", ADAM_PARAMS, {"lr": 1e-3, "weight_decay": 0.0}, given, sources)
+    part = _kernel("adamw", _ADAM_PARAMS, {"lr": 1e-3, "weight_decay": 0.0}, given, sources)
     settings = dict(part.settings)
     modes = [settings.pop(key) for key in ("adam_w_mode", "adamw_mode") if key in settings]
     if settings.pop("torch_adam", False) is True and given.get("weight_decay") is None and not modes.count(False):
@@ -111,13 +150,13 @@ def _adam(name: str, given: dict[str, Any], sources: Sources) -> OptimizerPart:
 
 
 def _kernel(
-    kind: str, block: Block, defaults: dict[str, Any], given: dict[str, Any], sources: Sources
+    kind: str, params: Block, defaults: dict[str, Any], given: dict[str, Any], sources: Sources
 ) -> OptimizerPart:
     """Settings of a type that DeepSpeed has of its own, with its defaults."""
-    checked = check(given, block, _PATH)
+    checked = check(given, params, _PATH)
     settings, resolved = dict(defaults), {}
     for name, value in checked.values.items():
-        spec = block.keys[name]
+        spec = params.keys[name]
         if value == AUTO and isinstance(value, str):
             found = sources.betas() if name == "betas" else sources.number(name)
             if found is not None:
@@ -132,18 +171,12 @@ def _of_torch(theirs: str, given: dict[str, Any], sources: Sources) -> Optimizer
     name = foreign.torch_name(theirs)
     if name is None:
         known = ["Adam", "AdamW", "Lion", "Adagrad", "SGD"]
-        near = difflib.get_close_matches(theirs.lower(), [item.lower() for item in known], 1)
-        hint = next((item for item in known if item.lower() in near), None)
         expected = f"one of {', '.join(known)}, or a class of torch.optim"
-        option_values.refuse("optimizer.type", expected, theirs, None if hint is None else repr(hint))
+        option_values.refuse_name("optimizer.type", expected, theirs, theirs, known)
     kind: type[torch.optim.Optimizer] = getattr(torch.optim, name)
-    known_names = list(inspect.signature(kind).parameters)[1:]
+    rows = torch_rows(given, kind, _PATH, f"torch.optim.{name}")
     settings, resolved = {}, {}
     for key, value in given.items():
-        if key not in known_names:
-            near = difflib.get_close_matches(str(key), known_names, 1)
-            hint = f", did you mean {near[0]!r}?" if near else f", known are: {', '.join(known_names)}"
-            raise ConfigError(f"unknown key {option_values.shown(key)} in {_PATH}{hint}")
         if isinstance(value, str) and value == AUTO:
             found = sources.betas() if key == "betas" else sources.number(key)
             resolved[joined(_PATH, key)] = _DEFAULT if found is None else found
@@ -151,10 +184,6 @@ def _of_torch(theirs: str, given: dict[str, Any], sources: Sources) -> Optimizer
         if value is not None:
             settings[key] = tuple(value) if isinstance(value, list) else value
     _try(kind, settings)
-    rows = tuple(
-        Row(joined(_PATH, key), option_values.shown(value), Effect.HONOURED, f"{key} of torch.optim.{name}")
-        for key, value in given.items()
-    )
     return OptimizerPart(kind, settings, rows, resolved)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,32 +11,65 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from offload import option_values
-from offload.compat.deepspeed import schedules
-from offload.compat.deepspeed.checking import Row, check, joined
-from offload.compat.deepspeed.keys import (
-    ONE_CYCLE_PARAMS,
-    RANGE_TEST_PARAMS,
-    WARMUP_COSINE_PARAMS,
-    WARMUP_DECAY_PARAMS,
-    WARMUP_PARAMS,
-    Block,
-    Effect,
-)
+from offload.compat.deepspeed import kinds, schedules
+from offload.compat.deepspeed.checking import Row, check, joined, torch_rows
+from offload.compat.deepspeed.keys import Block, block, honoured, refused
 from offload.compat.deepspeed.kinds import AUTO
 from offload.compat.deepspeed.sources import Sources
 from offload.errors import ConfigError
 
 _PATH = "scheduler.params"
 
+_TYPE = honoured("warmup_type", kinds.choice("log", "linear"), "warmup_type; log if it is absent")
+_STEPS = honoured("warmup_num_steps", kinds.COUNT, "warmup_num_steps; 1000 if it is absent, at least 2")
+_TOTAL = honoured("total_num_steps", kinds.COUNT)
+_LAST = refused("last_batch_iteration", kinds.INTEGER, "load_checkpoint resumes the schedule: leave it out", -1)
+
+_WARMUP_PARAMS = block(
+    honoured("warmup_min_lr", kinds.RATES),
+    honoured("warmup_max_lr", kinds.RATES, "warmup_max_lr; the optimizer's lr if it is absent or auto"),
+    _STEPS,
+    _TYPE,
+    _LAST,
+)
+_WARMUP_DECAY_PARAMS = block(
+    _WARMUP_PARAMS.keys,
+    honoured("warmup_max_lr", kinds.RATES, "warmup_max_lr; 0.001 if it is absent, the optimizer's lr if auto"),
+    _TOTAL,
+)
+_WARMUP_COSINE_PARAMS = block(
+    _TOTAL,
+    honoured("warmup_min_ratio", kinds.SHARE),
+    _STEPS,
+    honoured("cos_min_ratio", kinds.SHARE, "cos_min_ratio; 0.0001 if it is absent"),
+    _TYPE,
+    _LAST,
+)
+_ONE_CYCLE_PARAMS = block(
+    honoured("cycle_min_lr cycle_max_lr decay_lr_rate decay_mom_rate", kinds.NUMBER),
+    honoured("cycle_first_step_size cycle_second_step_size", kinds.COUNT),
+    honoured("cycle_first_stair_count cycle_second_stair_count decay_step_size", kinds.NATURAL),
+    honoured("cycle_momentum", kinds.FLAG),
+    honoured("cycle_min_mom cycle_max_mom", kinds.SHARE),
+    _LAST,
+)
+_RANGE_TEST_PARAMS = block(
+    honoured("lr_range_test_min_lr", kinds.RATES),
+    honoured("lr_range_test_step_size", kinds.COUNT),
+    honoured("lr_range_test_step_rate", kinds.NUMBER),
+    honoured("lr_range_test_staircase", kinds.FLAG),
+    _LAST,
+)
+
 _OURS: Mapping[str, tuple[type[LRScheduler], Block]] = {
-    "WarmupLR": (schedules.WarmupLR, WARMUP_PARAMS),
-    "WarmupDecayLR": (schedules.WarmupDecayLR, WARMUP_DECAY_PARAMS),
-    "WarmupCosineLR": (schedules.WarmupCosineLR, WARMUP_COSINE_PARAMS),
-    "OneCycle": (schedules.OneCycle, ONE_CYCLE_PARAMS),
-    "LRRangeTest": (schedules.LRRangeTest, RANGE_TEST_PARAMS),
+    "WarmupLR": (schedules.WarmupLR, _WARMUP_PARAMS),
+    "WarmupDecayLR": (schedules.WarmupDecayLR, _WARMUP_DECAY_PARAMS),
+    "WarmupCosineLR": (schedules.WarmupCosineLR, _WARMUP_COSINE_PARAMS),
+    "OneCycle": (schedules.OneCycle, _ONE_CYCLE_PARAMS),
+    "LRRangeTest": (schedules.LRRangeTest, _RANGE_TEST_PARAMS),
 }
 
-PARAMS: Mapping[str, Block] = {name: block for name, (_, block) in _OURS.items()}
+PARAMS: Mapping[str, Block] = {name: params for name, (_, params) in _OURS.items()}
 """The keys of ``scheduler.params``, by type."""
 
 
@@ -85,14 +117,13 @@ def scheduler_part(section: Mapping[str, Any], sources: Sources) -> SchedulerPar
         return _ours(name, given, sources)
     if isinstance(found := getattr(torch.optim.lr_scheduler, name, None), type) and issubclass(found, LRScheduler):
         return _of_torch(name, found, given)
-    option_values.refuse(
-        "scheduler.type", f"{option_values.one_of(list(_OURS))}, or a class of torch", name, _near(name)
-    )
+    expected = f"{option_values.one_of(list(_OURS))}, or a class of torch"
+    option_values.refuse_name("scheduler.type", expected, name, name, _OURS)
 
 
 def _ours(name: str, given: dict[str, Any], sources: Sources) -> SchedulerPart:
-    kind, block = _OURS[name]
-    checked = check(given, block, _PATH)
+    kind, known = _OURS[name]
+    checked = check(given, known, _PATH)
     params: dict[str, Any] = {}
     resolved: dict[str, Any] = {}
     signature = inspect.signature(kind).parameters
@@ -127,21 +158,6 @@ def _auto(key: str, sources: Sources) -> Any:
 
 
 def _of_torch(name: str, kind: type[LRScheduler], given: dict[str, Any]) -> SchedulerPart:
-    known = list(inspect.signature(kind).parameters)[1:]
-    for key in given:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, 1)
-            hint = f", did you mean {near[0]!r}?" if near else f", known are: {', '.join(known)}"
-            raise ConfigError(f"unknown key {option_values.shown(key)} in {_PATH}{hint}")
-    part = SchedulerPart(name, kind, dict(given), (), tuple(
-        Row(joined(_PATH, key), option_values.shown(value), Effect.HONOURED, f"{key} of torch's {name}")
-        for key, value in given.items()
-    ), {})  # fmt: skip
+    part = SchedulerPart(name, kind, dict(given), (), torch_rows(given, kind, _PATH, f"torch's {name}"), {})
     part.make(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1))  # raises what torch says of the settings
     return part
-
-
-def _near(name: str) -> str | None:
-    folded = {known.lower(): known for known in _OURS}
-    near = difflib.get_close_matches(name.lower(), folded, 1)
-    return repr(folded[near[0]]) if near else None

@@ -72,7 +72,7 @@ class Sharing:
         if self._theirs.nvme_capacity == "auto" or not self._theirs.paths:
             return self._theirs
         plan = engine.plan
-        taken = sum(plan.nvme_bytes.values()) + (plan.spare_copy_bytes if plan.places == 2 else 0)
+        taken = sum(plan.nvme_bytes.values()) + (plan.spare_copy_bytes if plan.record_copies == 2 else 0)
         return replace(self._theirs, nvme_capacity=max(int(self._theirs.nvme_capacity) - taken, 0))
 
 

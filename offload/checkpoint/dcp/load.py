@@ -6,34 +6,33 @@ Each rank reads what it has, a few MiB at a time. Memory: as in ``distributed_sa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from offload.checkpoint.distributed_names import (
+from offload.access import PART_NUMEL, ExternalAccess, Span, first_states
+from offload.checkpoint.dcp.names import (
     GROUPS,
     STATES,
-    common_elements,
+    TreePath,
     fqn,
+    key_of,
     names_of,
     place_of,
     refuse_others,
     state_names,
     state_shape,
 )
-from offload.checkpoint.distributed_reader import DistributedReader, nested
-from offload.checkpoint.distributed_writer import TreePath, key_of
+from offload.checkpoint.dcp.reader import DistributedReader, nested
 from offload.checkpoint.model_state import get_model_state
 from offload.checkpoint.run_state import RunState
-from offload.checkpoint.saved_weights import PART_NUMEL
 from offload.errors import WeightsError
-from offload.memory import passing_tensor, tensor_at
-from offload.model.backing import ExternalAccess
 from offload.optim.rule import Rule
-from offload.tiers.home import TileHomes, UnitHomes
-from offload.units import ParameterSpec, Tile, UnitSpec
+from offload.tiers.home import TileHomes
+from offload.units import ParameterSpec, UnitSpec
 
 
 class DistributedLoading:
@@ -45,7 +44,6 @@ class DistributedLoading:
         path: Path,
         run: RunState,
         units: Sequence[UnitSpec],
-        homes: Sequence[UnitHomes],
         access: ExternalAccess,
         *,
         states: bool,
@@ -54,9 +52,8 @@ class DistributedLoading:
         self._path = path
         self._run = run
         self._units = units
-        self._homes = homes
         self._access = access
-        self._rule = access.rule if states else None
+        self._rule = access.layout.rule if states else None
         self._root: TreePath | None = ()
         """Where "model" and "optimizer" are in the tree; None if the weights are at its root, beside "optimizer"."""
         self._keys: dict[str, str] = {}
@@ -84,64 +81,39 @@ class DistributedLoading:
     def copy(self) -> None:
         """Replace the weights, and with ``states`` the states, of all units. What was there is lost, also if this
         raises."""
-        reader, formats = self._reader, self._access.formats
+        reader, rule, access = self._reader, self._rule, self._access
         assert reader is not None
-        masters = passing_tensor(PART_NUMEL * 4).view(torch.float32)
-        for unit in self._units:
-            with self._access.all_weights_to_change(unit) as weights:
-                for spec in unit.parameters:
-                    if not (spec.trainable and formats.master):
-                        address = weights + spec.offset * formats.weights
-                        self._read(reader, spec, spec.offset, tensor_at(address, spec.numel, self._access.dtype))
-                for homes in self._homes[unit.index].tiles if formats.master or self._rule is not None else ():
-                    self._copy_tile(reader, unit, homes, weights, masters)
+        new = access.elements_to_change() if rule is None else access.new_elements(first_states(access.layout))
+        with new as elements:
+            for unit in self._units:
+                for span in elements.spans(unit):
+                    place = place_of(span.spec)
+                    elements.write(span, partial(self._read, reader, self._keys[place.name], place.first))
+                    if rule is not None and span.tile is not None and place.name in self._state_keys:
+                        self._copy_states(reader, rule, span, span.tile, elements.states_at(span.tile))
 
     def close(self) -> None:
         if self._reader is not None:
             self._reader.close()
 
-    def _copy_tile(
-        self, reader: DistributedReader, unit: UnitSpec, homes: TileHomes, weights: int, masters: torch.Tensor
-    ) -> None:
-        formats, rule, tile = self._access.formats, self._access.rule, homes.tile
-        assert rule is not None
-        replaced = self._rule is not None
-        with homes.states.replace() if replaced else homes.states.borrow(change=True) as address:
-            if replaced:
-                rule.begin(tile, address)
-            for spec in unit.trainable:
-                common = common_elements(spec, tile)
-                for start in range(common.start, common.stop, PART_NUMEL) if formats.master else ():
-                    part = masters[: min(PART_NUMEL, common.stop - start)]
-                    self._read(reader, spec, start, part)
-                    master = address + rule.master_offset(tile, start)
-                    formats.put_master(part, weights + start * formats.weights, master)
-                if replaced and common and place_of(spec).name in self._state_keys:
-                    self._copy_states(reader, rule, spec, tile, address, common)
+    def _read(self, reader: DistributedReader, key: str, origin: int, first: int, target: torch.Tensor) -> None:
+        reader.read(key, origin + first, target)
 
-    def _read(self, reader: DistributedReader, spec: ParameterSpec, start: int, target: torch.Tensor) -> None:
-        """The parameter's values from element ``start`` of the unit on."""
-        place = place_of(spec)
-        reader.read(self._keys[place.name], place.first + start - spec.offset, target)
-
-    def _copy_states(
-        self, reader: DistributedReader, rule: Rule, spec: ParameterSpec, tile: Tile, address: int, own: range
-    ) -> None:
-        place = place_of(spec)
-        keys, views = self._state_keys[place.name], rule.states(tile, address, spec)
+    def _copy_states(self, reader: DistributedReader, rule: Rule, span: Span, tile: TileHomes, address: int) -> None:
+        spec, place = span.spec, place_of(span.spec)
+        keys, views = self._state_keys[place.name], rule.states(tile.tile, address, spec)
         names = state_names(rule, spec)
         first = place.first - spec.offset
         if len(views) > len(names):  # codes with scales, which numbers become by blocks
-            for start in range(own.start, own.stop, PART_NUMEL):
-                numel = min(PART_NUMEL, own.stop - start)
-                numbers = {name: torch.empty(numel) for name in names}
+            for start in range(span.start, span.stop, PART_NUMEL):
+                numbers = {name: torch.empty(min(PART_NUMEL, span.stop - start)) for name in names}
                 for name, values in numbers.items():
                     reader.read(keys[name], first + start, values)
-                rule.put_states(tile, address, spec, numbers, start)
+                rule.put_states(tile.tile, address, spec, numbers, start)
             return
         for name in names:
             per_element = state_shape(rule, spec, name) == place.shape
-            reader.read(keys[name], first + own.start if per_element else 0, views[name])
+            reader.read(keys[name], first + span.start if per_element else 0, views[name])
 
     # What fits.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from offload.checkpoint.folder import CheckpointDirectory
+from offload.checkpoint.native.folder import SavingDirectory
 from offload.errors import warn
 from offload.waiting import Deadline, Failure
 from swapper import DurableStore, OffloadError, StorageError, copy_generation
@@ -39,7 +39,7 @@ class BackgroundCopy:
         self._error: Exception | None = None
         """Why the last copy failed. The thread sets it before it ends, who has waited for the thread takes it."""
 
-    def begin(self, generation: int, directory: CheckpointDirectory, tag: str, then: Callable[[], None]) -> None:
+    def begin(self, generation: int, directory: SavingDirectory, tag: str, then: Callable[[], None]) -> None:
         """Copy a retained generation into ``directory``, give it its tag, call ``then``, and release it. No other copy
         may be under way: see ``wait``."""
         self._name = str(directory.folder(tag))
@@ -74,7 +74,7 @@ class BackgroundCopy:
         finally:
             self._is_given_up = True
 
-    def _run(self, generation: int, directory: CheckpointDirectory, tag: str, then: Callable[[], None]) -> None:
+    def _run(self, generation: int, directory: SavingDirectory, tag: str, then: Callable[[], None]) -> None:
         try:
             warning = self._try(generation, directory, tag, then)
             try:
@@ -86,7 +86,7 @@ class BackgroundCopy:
         finally:
             self._over.set()
 
-    def _try(self, generation: int, directory: CheckpointDirectory, tag: str, then: Callable[[], None]) -> str:
+    def _try(self, generation: int, directory: SavingDirectory, tag: str, then: Callable[[], None]) -> str:
         """Copy, and say what went wrong."""
         try:
             self._copy(generation, directory, tag)
@@ -101,7 +101,7 @@ class BackgroundCopy:
             return f"{error}\nThe next save_checkpoint, load_checkpoint or close raises this"
         return ""
 
-    def _copy(self, generation: int, directory: CheckpointDirectory, tag: str) -> None:
+    def _copy(self, generation: int, directory: SavingDirectory, tag: str) -> None:
         try:
             with directory.unfinished() as folder:
                 copy_generation(self._store, generation, folder, self._passed)

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from offload.checkpoint import hugging_face
-from offload.checkpoint.model_weights import ModelWeights
+from offload.checkpoint.native.saved_weights import SavedWeights
 from offload.checkpoint.publish import Unfinished, sync_file
-from offload.checkpoint.safetensors_writer import Entry, Part, SafetensorsWriter
-from offload.checkpoint.saved_weights import SavedWeights
-from offload.dtypes import BY_PRECISION
+from offload.checkpoint.safetensors.model_weights import ModelWeights
+from offload.checkpoint.safetensors.writer import SafetensorsWriter
+from offload.checkpoint.tensors import Entry, Part, as_dtype, parts_of
 from offload.errors import ConfigError
 from offload.model.handle import Handle
-from offload.option_values import Bytes, as_choice, parse_bytes
+from offload.option_values import Bytes, parse_bytes
 
 MAX_SHARD_BYTES = "5GB"
 
@@ -63,14 +63,14 @@ def export_safetensors(
     shard_bytes = as_shard_bytes(max_shard_bytes)
     entries = weights.entries(torch_dtype)
     with Unfinished(path) as unfinished:
-        hugging_face.write_saved_configs(weights.configs, unfinished.folder, torch_dtype)
-        _write(unfinished, entries, weights.parts(torch_dtype), shard_bytes, {}, "model")
+        hugging_face.write_saved_configs(weights.run.get("configs", {}), unfinished.folder, torch_dtype)
+        _write(unfinished, entries, _parts(weights, torch_dtype), shard_bytes, {}, "model")
     return entries
 
 
-def as_dtype(dtype: str) -> torch.dtype:
-    """Raises ``ConfigError`` for another name than those of ``precision``."""
-    return BY_PRECISION[as_choice("dtype", dtype, tuple(BY_PRECISION))]
+def _parts(weights: SavedWeights, dtype: torch.dtype) -> Generator[Part, None, None]:
+    yield from parts_of(weights.tensors.portions(lambda spec: dtype), dtype)
+    yield from (Part(name, 0, value) for name, value in weights.buffers.items())
 
 
 def as_shard_bytes(value: Bytes | str) -> int:

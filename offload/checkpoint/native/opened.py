@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload.checkpoint.description import Description
-from offload.checkpoint.folder import CheckpointDirectory
-from offload.checkpoint.parts import Parts, description_of, open_parts, part_folders
+from offload.checkpoint.native.description import Description
+from offload.checkpoint.native.folder import CheckpointDirectory
+from offload.checkpoint.native.parts import Parts, description_of, open_parts, part_folders
 from swapper import Generation, OffloadError, StoreLocked, StoreMissing, StoreUnsafe, open_generation
 from swapper.directory import RealDirectory
 from swapper.errors import failed

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.description import Description, SavedTile, SavedUnit, SavedUnits
+from offload.checkpoint.native.description import Description, SavedTile, SavedUnit, SavedUnits
 from swapper import Extent, Generation, StorageCorrupt, StoreMissing, Ticket, generation_metadata, open_generation
 
 _PART = re.compile(r"rank-([0-9]{1,6})-of-([0-9]{1,6})")

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 import aio_ext
-from offload.checkpoint.description import Description
 from offload.checkpoint.hugging_face import CONFIG
-from offload.checkpoint.opened import Opened, open_checkpoint, whole_checkpoints
-from offload.checkpoint.parts import part_folders
+from offload.checkpoint.native.description import Description
+from offload.checkpoint.native.opened import Opened, open_checkpoint, whole_checkpoints
+from offload.checkpoint.native.parts import part_folders
 from offload.dtypes import BY_PRECISION
 from swapper import OffloadError, StorageError, StoreMissing
 

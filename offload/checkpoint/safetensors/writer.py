@@ -12,11 +12,11 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from offload.checkpoint.publish import INDEX_SUFFIX, Unfinished, write_synced
+from offload.checkpoint.tensors import Entry, Part
 from offload.errors import ConfigError
 from swapper import OffloadError, StorageFull, readable_bytes
 
@@ -41,26 +41,6 @@ _NAMES = {
 _ALIGNMENT = 8
 _WRITTEN_BACK_BYTES = 64 << 20
 """What was written goes to the disk in portions of this size, and out of the page cache."""
-
-
-class Entry(NamedTuple):
-    """A tensor that will be written."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-class Part(NamedTuple):
-    """Elements of a tensor from ``start`` on, flat. ``values`` may be memory that is used again for the next part."""
-
-    name: str
-    start: int
-    values: torch.Tensor
 
 
 @dataclass

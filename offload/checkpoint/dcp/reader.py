@@ -23,8 +23,8 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-from offload.checkpoint.distributed_writer import boxes
-from offload.checkpoint.saved_weights import PART_NUMEL
+from offload.access import PART_NUMEL
+from offload.checkpoint.dcp.writer import boxes
 from offload.errors import WeightsError
 from offload.memory import passing_tensor
 from swapper.errors import failed

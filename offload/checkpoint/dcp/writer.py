@@ -19,7 +19,7 @@ import io
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,17 +37,15 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from offload.access import PART_NUMEL
+from offload.checkpoint.dcp.names import STATES, TreePath, key_of
 from offload.checkpoint.every_rank import on_every_rank
 from offload.checkpoint.publish import Unfinished, check_replaceable
-from offload.checkpoint.safetensors_writer import Entry
-from offload.checkpoint.saved_weights import PART_NUMEL
+from offload.checkpoint.tensors import Entry, Portion
 from offload.errors import ConfigError
 from offload.memory import passing_tensor, tensor_at
 from offload.ranks.ranks import Ranks
 from swapper.errors import failed
-
-TreePath = tuple[str, ...]
-"""Where something is in the tree: the names from its root on."""
 
 _Result = TypeVar("_Result")
 
@@ -55,25 +53,6 @@ _METADATA = ".metadata"
 _ITS_FILES = re.compile(r"\.metadata|__([0-9]+)_[0-9]+\.distcp")
 _ITEM_BYTES = 4096
 """What a box takes in the file beside its own bytes, at most."""
-
-
-@dataclass(frozen=True)
-class Elements:
-    """The flat elements ``[start, stop)`` of a tensor at ``path`` of the tree, as ``entry`` says it is.
-
-    ``read(first, target)`` fills ``target``, flat and of the entry's dtype, with those from ``first`` on.
-    """
-
-    path: TreePath
-    entry: Entry
-    start: int
-    stop: int
-    read: Callable[[int, torch.Tensor], None]
-
-
-def key_of(path: TreePath) -> str:
-    """The name that torch gives to what is at this path of the tree."""
-    return ".".join(map(str, path))
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -102,7 +81,7 @@ class Planner(DefaultSavePlanner):
 
     def __init__(
         self,
-        elements: Iterable[Elements],
+        portions: Iterable[Portion],
         values: Mapping[TreePath, Any],
         other_names: Mapping[TreePath, TreePath],
     ) -> None:
@@ -118,8 +97,8 @@ class Planner(DefaultSavePlanner):
         for path, value in values.items():
             for inner, leaf in _leaves(path, value):
                 self._add_value(inner, leaf)
-        for part in elements:
-            self._add(part)
+        for portion in portions:
+            self._add(portion)
         sizes = (item.tensor_data.chunk.sizes.numel() for item in self._items if item.tensor_data is not None)
         self._buffer = passing_tensor(max(sizes, default=0) * 8)
 
@@ -158,14 +137,16 @@ class Planner(DefaultSavePlanner):
         read(start, block)
         return block.view(data.chunk.sizes)
 
-    def _add(self, part: Elements) -> None:
-        key, start = key_of(part.path), part.start
-        self.mappings[key] = part.path
-        self.entries[key] = entry = part.entry._replace(name=key)
-        for offsets, sizes in boxes(entry.shape, part.start, part.stop):
+    def _add(self, portion: Portion) -> None:
+        name, start = portion.entry.name, portion.start
+        path = (*STATES, name, portion.state) if portion.state else ("model", name)
+        key = key_of(path)
+        self.mappings[key] = path
+        self.entries[key] = entry = portion.entry._replace(name=key)
+        for offsets, sizes in boxes(entry.shape, portion.start, portion.stop):
             index = MetadataIndex(key, torch.Size(offsets))
             self._items.append(_tensor_item(index, entry, sizes))
-            self._reads[index] = part.read, start
+            self._reads[index] = portion.read, start
             start += math.prod(sizes)
 
     def _add_value(self, path: TreePath, value: Any) -> None:

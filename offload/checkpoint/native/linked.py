@@ -6,9 +6,9 @@ import errno
 import os
 from pathlib import Path
 
-from offload.checkpoint.commit import Committer
-from offload.checkpoint.description import Description
-from offload.checkpoint.folder import CheckpointDirectory
+from offload.checkpoint.native.commit import Committer
+from offload.checkpoint.native.description import Description
+from offload.checkpoint.native.folder import SavingDirectory
 from swapper import DurableStore
 from swapper.errors import failed
 
@@ -40,7 +40,7 @@ class LinkedCheckpoints:
         self.release_removed()
         return len(self._folders) < self._committer.checkpoints_max
 
-    def save(self, directory: CheckpointDirectory, tag: str, description: Description) -> bool:
+    def save(self, directory: SavingDirectory, tag: str, description: Description) -> bool:
         """Commit, retain and link the generation; False if the file system cannot link, then nothing was saved.
 
         Raises ``StorageFull`` before anything has changed.
@@ -61,7 +61,7 @@ class LinkedCheckpoints:
             raise failed(f"saving the checkpoint {target}", error) from error
         return True
 
-    def _publish(self, directory: CheckpointDirectory, folder: Path, tag: str, generation: int) -> None:
+    def _publish(self, directory: SavingDirectory, folder: Path, tag: str, generation: int) -> None:
         target = directory.own_folder(tag).absolute()
         replaced = [number for number, path in self._folders.items() if path == target]
         self._folders[generation] = target  # also if that fails: it may have its tag

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from offload.checkpoint.tensors import Place
 from offload.errors import ConfigError
 from offload.optim.moments import scale_name
 from offload.optim.rule import Rule
-from offload.units import ParameterSpec, Tile, UnitSpec
+from offload.units import ParameterSpec, UnitSpec
+
+TreePath = tuple[str, ...]
+"""Where something is in the tree: the names from its root on."""
 
 STATES = ("optimizer", "state")
 """Where the states of parameters are, below the root."""
@@ -24,25 +27,12 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """Parts of names that ``get_state_dict`` leaves out: of compiled modules, and of those with activation checkpoints."""
 
 
-class Place(NamedTuple):
-    """Of which parameter of the model a spec has elements: its name and shape there, and the first of them."""
-
-    name: str
-    shape: torch.Size
-    first: int
-
-
 def place_of(spec: ParameterSpec) -> Place:
     """For a parameter, a piece of one, and a rank's shard of either."""
     if spec.piece is None:
         return Place(spec.name, spec.whole_shape, spec.start)
     whole = spec.piece.whole
     return Place(whole.name, whole.shape, spec.start + spec.piece.start * math.prod(whole.shape[1:]))
-
-
-def common_elements(spec: ParameterSpec, tile: Tile) -> range:
-    """The elements of the unit that are the parameter's and in the tile."""
-    return range(max(spec.offset, tile.start), min(spec.offset + spec.numel, tile.stop))
 
 
 def state_names(rule: Rule, spec: ParameterSpec) -> list[str]:
@@ -57,6 +47,11 @@ def state_shape(rule: Rule, spec: ParameterSpec, name: str) -> torch.Size:
     whole = spec.whole or spec
     shape = rule.shape(whole, name)
     return place_of(spec).shape if shape == whole.shape else shape
+
+
+def key_of(path: TreePath) -> str:
+    """The name that torch gives to what is at this path of the tree."""
+    return ".".join(map(str, path))
 
 
 def fqn(name: str) -> str:

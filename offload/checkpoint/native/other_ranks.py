@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from offload.checkpoint.description import Description
-from offload.checkpoint.parts import Parts, runs_in_parts
+from offload.checkpoint.native.description import Description
+from offload.checkpoint.native.parts import Parts, runs_in_parts
 from offload.tiers.store import run_names
 from swapper import StorageError, generation_metadata, open_store
 

@@ -1,0 +1,431 @@
+"""The one way from outside to weights, masters, states and gradients, and the one walk over their elements.
+
+A unit's records are flat: weights and their fp32 masters by element, optimizer states tile by tile. ``Elements`` walks
+them by parameter and tile; state dicts, a model's first values, exports and all kinds of checkpoints read and write by
+it. ``ExternalAccess`` has those of a running engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from types import TracebackType
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from offload.memory import passing_tensor, tensor_at
+from offload.optim.formats import Formats
+from offload.optim.moments import read_moments
+from offload.optim.rule import Rule, TileLayout
+from offload.ranks.ranks import Ranks
+from offload.spooled import Spooled
+from offload.tiers.gradients.store import GradientStore
+from offload.tiers.home import Home, TileHomes, UnitHomes
+from offload.tiers.make_compute import WholeWeights
+from offload.tiers.weights.host import HostLevel
+from offload.tiers.weights.level import Level
+from offload.units import ParameterSpec, UnitSpec
+from offload.waiting import Failure
+
+PART_NUMEL = 1 << 20
+"""Elements that are read, converted or written in one go."""
+
+_Record = TypeVar("_Record")
+_Tiles = TypeVar("_Tiles", bound=TileLayout, covariant=True)
+
+Loan = contextlib.AbstractContextManager[int]
+"""A record in host memory, at this address while it lasts."""
+
+Source = Callable[[int, torch.Tensor], None]
+"""Fills a flat tensor with elements of a parameter, from this one on, cast to its dtype."""
+
+
+Begin = Callable[[TileHomes, int], None]
+"""Writes what a tile that is made anew has at first, to memory at this address."""
+
+
+def source_of(value: torch.Tensor) -> Source:
+    """The source of a flat value, on any device."""
+
+    def fill(first: int, target: torch.Tensor) -> None:
+        for start in range(0, target.numel(), PART_NUMEL):
+            part = target[start : start + PART_NUMEL]
+            part.copy_(value[first + start : first + start + part.numel()].float())
+
+    return fill
+
+
+@dataclass(frozen=True)
+class Layout(Generic[_Tiles]):
+    """How elements lie in records: bytes of each kind, the ``dtype`` of weights, and the rule by which tiles are laid
+    out, where something is trained."""
+
+    formats: Formats
+    dtype: torch.dtype
+    rule: _Tiles | None
+
+    def has_master(self, spec: ParameterSpec, dtype: torch.dtype) -> bool:
+        """Values in ``dtype`` are those of the fp32 masters, cast. In the dtype of weights they are the weights."""
+        return spec.trainable and self.rule is not None and bool(self.formats.master) and dtype != self.dtype
+
+
+def first_states(layout: Layout[Rule]) -> Begin:
+    """The states from before the first step."""
+
+    def begin(tile: TileHomes, address: int) -> None:
+        assert layout.rule is not None
+        layout.rule.begin(tile.tile, address)
+
+    return begin
+
+
+class Records(Protocol):
+    """Lends the records of units: where they rest, as copies, or as memory that is to become them."""
+
+    def tiles(self, unit: UnitSpec) -> Sequence[TileHomes]:
+        """The unit's tiles, in order."""
+
+    def lend_weights(self, unit: UnitSpec) -> Loan: ...
+    def lend_tile(self, tile: TileHomes) -> Loan: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """Elements ``[start, stop)`` of a unit: of one parameter what a tile has, or all of it where ``tile`` is None."""
+
+    unit: UnitSpec
+    spec: ParameterSpec
+    tile: TileHomes | None
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, unit: UnitSpec, spec: ParameterSpec, tile: TileHomes | None = None) -> Span:
+        """All of them. There are none if ``numel`` is not above 0."""
+        start, stop = spec.offset, spec.offset + spec.numel
+        if tile is not None:
+            start, stop = max(start, tile.tile.start), min(stop, tile.tile.stop)
+        return cls(unit, spec, tile, start, stop)
+
+    def common(self, other: Span) -> Span:
+        """Those elements that ``other`` has, too, a span of the same parameter in another layout."""
+        shift = self.spec.offset - self.spec.start - other.spec.offset + other.spec.start
+        return replace(self, start=max(self.start, other.start + shift), stop=min(self.stop, other.stop + shift))
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def first(self) -> int:
+        """The parameter's element with which it begins."""
+        return self.start - self.spec.offset
+
+
+class Elements:
+    """The elements of parameters. Used in ``with``, which gives back what was borrowed.
+
+    The weights of a unit and a tile stay borrowed until others are needed: in the order of ``spans`` each record comes
+    once. Memory: these two where they cannot be used in place, and a few MiB.
+    """
+
+    def __init__(self, records: Records, layout: Layout[TileLayout]) -> None:
+        self.layout = layout
+        self._records = records
+        self._weights = _Borrowed[UnitSpec](records.lend_weights)
+        self._tile = _Borrowed[TileHomes](records.lend_tile)
+        self._masters: torch.Tensor | None = None
+        """Memory for those on their way to or from another dtype."""
+
+    def __enter__(self) -> Elements:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        ending = contextlib.ExitStack()
+        ending.push(self._weights.__exit__)
+        ending.push(self._tile.__exit__)
+        ending.__exit__(kind, error, traceback)
+
+    def spans(
+        self, unit: UnitSpec, specs: Collection[ParameterSpec] | None = None, *, tiled: bool = True
+    ) -> Iterator[Span]:
+        """All elements of the unit's parameters, or of some of these: what is not trained, and then, tile by tile, what
+        is. Not ``tiled``: each parameter at once, for those who need its weights alone."""
+        wanted = [spec for spec in unit.parameters if specs is None or spec in specs]
+        in_tiles = dict.fromkeys(s for s in wanted if tiled and self.layout.rule and s.trainable and s.numel)
+        yield from (Span.of(unit, spec) for spec in wanted if spec not in in_tiles)
+        for tile in self.tiles(unit) if tiled else ():
+            yield from (span for spec in in_tiles if (span := Span.of(unit, spec, tile)).numel > 0)
+
+    def tiles(self, unit: UnitSpec) -> Iterator[TileHomes]:
+        """The unit's tiles, in order."""
+        yield from self._records.tiles(unit)
+
+    def read(self, span: Span, first: int, target: torch.Tensor) -> None:
+        """Fill ``target``, flat, with the parameter's elements from ``first`` on, all in the span, cast to its
+        dtype."""
+        formats, start = self.layout.formats, span.spec.offset + first
+        weights = self.weights(span.unit) + start * formats.weights
+        if span.tile is None or not self.layout.has_master(span.spec, target.dtype):
+            target.copy_(tensor_at(weights, target.numel(), self.layout.dtype))
+            return
+        masters = self._master(span.tile, start)
+        for begin in range(0, target.numel(), PART_NUMEL):
+            part = target[begin : begin + PART_NUMEL]
+            values = part if part.dtype == torch.float32 else self._passing(part.numel())
+            formats.copy_master(values, weights + begin * formats.weights, masters + begin * formats.master)
+            if values is not part:
+                part.copy_(values)
+
+    def write(self, span: Span, source: Source) -> None:
+        """Make the span's elements what the source gives: fp32 masters, and weights what these are rounded to; weights
+        alone where there are no masters."""
+        formats = self.layout.formats
+        weights = self.weights(span.unit) + span.start * formats.weights
+        if span.tile is None or not self.layout.has_master(span.spec, torch.float32):
+            source(span.first, tensor_at(weights, span.numel, self.layout.dtype))
+            return
+        masters = self._master(span.tile, span.start)
+        for begin in range(0, span.numel, PART_NUMEL):
+            part = self._passing(min(PART_NUMEL, span.numel - begin))
+            source(span.first + begin, part)
+            formats.put_master(part, weights + begin * formats.weights, masters + begin * formats.master)
+
+    def states(self, span: Span) -> dict[str, torch.Tensor]:
+        """The parameter's states in the span's tile, over its memory, by name: see ``TileLayout.states``."""
+        if span.tile is None or self.layout.rule is None:
+            return {}
+        return self.layout.rule.states(span.tile.tile, self.states_at(span.tile), span.spec)
+
+    def read_state(self, span: Span, name: str, start: int, target: torch.Tensor) -> None:
+        """Fill ``target``, flat, with a state's numbers, from element ``start`` of the tile's part of it on."""
+        target.copy_(read_moments(name, self.states(span), start, start + target.numel()))
+
+    def weights(self, unit: UnitSpec) -> int:
+        """The address of the unit's weights, borrowed. A tile of another unit is given back."""
+        if self._weights.what is not unit:
+            self._tile.give_back()
+        return self._weights.borrow(unit)
+
+    def states_at(self, tile: TileHomes) -> int:
+        """The address of a tile, borrowed."""
+        return self._tile.borrow(tile)
+
+    def _master(self, tile: TileHomes, element: int) -> int:
+        assert self.layout.rule is not None
+        return self.states_at(tile) + self.layout.rule.master_offset(tile.tile, element)
+
+    def _passing(self, numel: int) -> torch.Tensor:
+        if self._masters is None:
+            self._masters = passing_tensor(PART_NUMEL * 4).view(torch.float32)
+        return self._masters[:numel]
+
+
+class NewElements(Elements):
+    """The elements of records that are made anew. In ``spans`` each tile begins, also one that has padding alone."""
+
+    def __init__(self, records: Records, layout: Layout[Rule], begin: Begin) -> None:
+        super().__init__(records, layout)
+        self._begin = begin
+
+    def tiles(self, unit: UnitSpec) -> Iterator[TileHomes]:
+        self.weights(unit)
+        for tile in super().tiles(unit):
+            self._begin(tile, self.states_at(tile))
+            yield tile
+
+
+class _Borrowed(Generic[_Record]):
+    """One record, lent until another one is needed."""
+
+    def __init__(self, lend: Callable[[_Record], Loan]) -> None:
+        self.what: _Record | None = None
+        self._lend = lend
+        self._address = 0
+        self._loan = contextlib.ExitStack()
+
+    def borrow(self, what: _Record) -> int:
+        """The address of this one. The one before is given back first."""
+        if self.what is not what:
+            self.give_back()
+            self._address = self._loan.enter_context(self._lend(what))
+            self.what = what
+        return self._address
+
+    def give_back(self) -> None:
+        self.__exit__(None, None, None)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.what = None
+        self._loan.__exit__(kind, error, traceback)
+
+
+class Zeroing(Enum):
+    """What is known of ``zero_grad()`` since a step has used the gradients up.
+
+    - ``DONE``: somebody has dropped them, or has seen that there are none. The same where nobody expects any.
+    - ``DUE``: not so far.
+    - ``MISSED``: not before the next backward, which would have added to them in PyTorch. May be dropped still.
+    """
+
+    DONE = auto()
+    DUE = auto()
+    MISSED = auto()
+
+
+@dataclass(frozen=True)
+class Levels:
+    """What lends the weights of units: those in host memory, their copies for compute, and, where this rank has shards,
+    ``whole`` units."""
+
+    host: HostLevel
+    compute: Level
+    whole: WholeWeights | None
+
+
+def _nothing(unit: UnitSpec) -> None:
+    return None
+
+
+@dataclass
+class BeforeChange:
+    """What comes before a change from outside, in this order.
+
+    ``agree`` is called by all ranks together. ``settle`` returns when all gradients are in their places. ``invalidate``
+    makes void what was computed from a unit's weights, gradients or states before the step; see
+    ``SpeculativeUpdates.invalidate``. ``commit``: a commit under way reads the unit's records still.
+    """
+
+    agree: Callable[[], None]
+    settle: Callable[[], None]
+    invalidate: Callable[[UnitSpec], None] = _nothing
+    commit: Callable[[UnitSpec], None] = _nothing
+
+
+class ExternalAccess:
+    """The one way from outside to weights, masters, states and gradients of an engine. Everything that changes them
+    announces it first."""
+
+    def __init__(
+        self,
+        layout: Layout[Rule],
+        homes: Sequence[UnitHomes],
+        levels: Levels,
+        gradients: GradientStore,
+        before: BeforeChange,
+        ranks: Ranks,
+        device: torch.device,
+        failure: Failure,
+        spooled: Spooled,
+    ) -> None:
+        """``homes`` and ``gradients`` are of this rank's shards, where there are several ``ranks``."""
+        self.layout = layout
+        self.homes = homes
+        self.gradients = gradients
+        self.before = before
+        self.ranks = ranks
+        self.device = device
+        self.failure = failure
+        self.spooled = spooled
+        self.zeroing = Zeroing.DONE
+        self._levels = levels
+
+    def wait_for_updates(self) -> None:
+        """Wait until the last step's update is done everywhere."""
+        self._levels.host.fence.wait_all()
+
+    def changing(self, units: Sequence[UnitSpec]) -> None:
+        """Weights, gradients or states of these units are about to change: speculative updates of them are void, and
+        nothing else uses them any more. Every change of their bytes from outside comes through here; a factor for a
+        gradient needs no such care, since a speculative update that was made without it does not pass the verdict. All
+        ranks come through here together."""
+        self.before.agree()
+        for unit in units:
+            self.dropping(unit)
+            self._levels.host.fence.wait(unit)
+            self.before.commit(unit)
+
+    def dropping(self, unit: UnitSpec) -> None:
+        """Gradients of the unit are about to be forgotten. An update of the last step may go on reading them."""
+        self.before.settle()
+        self.before.invalidate(unit)
+
+    def outdate(self, units: Sequence[UnitSpec]) -> None:
+        """As ``changing``, of weights: copies of them are void, too."""
+        self.changing(units)
+        self._levels.compute.outdate(units)
+
+    def weights(self, unit: UnitSpec) -> Loan:
+        """The unit's weights, once the last step's update has reached them."""
+        return self._borrow(unit, change=False)
+
+    @contextlib.contextmanager
+    def weights_to_change(self, unit: UnitSpec) -> Iterator[int]:
+        """The same, to be changed."""
+        self.outdate([unit])
+        with self._borrow(unit, change=True) as address:
+            yield address
+
+    @contextlib.contextmanager
+    def whole_weights(self, unit: UnitSpec, spec: ParameterSpec) -> Iterator[int]:
+        """The weights of all of a parameter of which ``spec`` may be a rank's shard. A rank may do this by itself as
+        long as the others go on."""
+        if self._levels.whole is None or spec.whole is None:
+            with self.weights(unit) as address:
+                yield address + spec.offset * self.layout.formats.weights
+            return
+        with self._levels.whole.borrow(unit, spec.whole.offset, spec.whole.offset + spec.whole.numel) as address:
+            yield address
+
+    def joined(self, what: str, part: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
+        """All of something of which each rank has a part, flat, for all ranks together; ``what`` says which."""
+        return self.ranks.join(f"{what} of {spec.name}", part.reshape(-1))
+
+    def elements(self) -> Elements:
+        """The elements of all parameters, to be read."""
+        return Elements(_HomeRecords(self, self.weights, lambda home: home.borrow(change=False)), self.layout)
+
+    def elements_to_change(self) -> Elements:
+        """The same, to be changed. Who changes states alone announces it by ``changing``."""
+        return Elements(_HomeRecords(self, self.weights_to_change, lambda home: home.borrow(change=True)), self.layout)
+
+    def new_elements(self, begin: Begin) -> NewElements:
+        """The same, to be made anew."""
+        return NewElements(_HomeRecords(self, self.weights_to_change, lambda home: home.replace()), self.layout, begin)
+
+    def _borrow(self, unit: UnitSpec, *, change: bool) -> Loan:
+        home = self.homes[unit.index].weights
+        return self._levels.host.borrow(unit, change=change) if home.tensor is None else home.borrow(change=change)
+
+
+@dataclass(frozen=True)
+class _HomeRecords:
+    """The records of an engine. A fault of the disk while one is brought in is the engine's failure; what becomes of it
+    meanwhile is not."""
+
+    access: ExternalAccess
+    weights: Callable[[UnitSpec], Loan]
+    states: Callable[[Home], Loan]
+
+    def tiles(self, unit: UnitSpec) -> Sequence[TileHomes]:
+        return self.access.homes[unit.index].tiles
+
+    def lend_weights(self, unit: UnitSpec) -> Loan:
+        return self._lent(self.weights(unit))
+
+    def lend_tile(self, tile: TileHomes) -> Loan:
+        return self._lent(self.states(tile.states))
+
+    @contextlib.contextmanager
+    def _lent(self, loan: Loan) -> Iterator[int]:
+        with contextlib.ExitStack() as lent:
+            with self.access.failure:
+                address = lent.enter_context(loan)
+            yield address

@@ -1,0 +1,142 @@
+"""Commits: the state after a step becomes the next generation of the engine's store.
+
+[Note: What a commit costs] Records on NVMe are where they belong: a write goes beside what a kept generation needs, so
+nothing is copied. Records in memory are written to extents of their own. A commit of a step runs behind the next
+forward and backward, on a thread of its own; the next step, and every change from access, waits for its end before it
+touches memory (``wait``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+
+from offload.checkpoint.native.records import EngineRecords, Record
+from offload.tiers.store import EngineStore, RecordExtents
+from offload.units import UnitSpec
+from offload.waiting import FATAL, Job, Worker
+from swapper import DurableStore, Ticket
+
+_log = logging.getLogger("offload")
+
+
+class Committer:
+    """Brings the state of the engine into its store. One thread at a time calls its methods."""
+
+    def __init__(
+        self, opened: EngineStore, records: EngineRecords, extents: Sequence[RecordExtents], *, speculative: bool
+    ) -> None:
+        """A commit of several ranks counts when all of them have it: see ``finish``. ``speculative``: records on NVMe
+        are written beside what is current, so that they take one more place."""
+        self._working = 2 if speculative else 1
+        self.store: DurableStore = opened.store
+        self.checkpoints_max = opened.checkpoints_max
+        self._opened = opened
+        self._records = records
+        self._extents = extents
+        self._access = records.access
+        self.ranks = records.access.ranks
+        self.failure = records.access.failure
+        self._worker = Worker("offload-commit")
+        self._job: Job | None = None
+        self._frozen_done: set[UnitSpec] = set()
+        """Units whose frozen weights in memory are in the store as they are."""
+
+    def reserve(self) -> None:
+        """Take the space for one more generation. Raises ``StorageFull``; nothing has changed then."""
+        kept = sum(1 for number in self.store.generations if number) + 1
+        wanted = [0] * len(self.store.extents)
+        for record in self._records.within(self._extents, gradients=True):
+            working = self._working if record.home.stored is not None else 0
+            for extent, start in record.parts:
+                wanted[extent.index] = 1 if start >= record.frozen else kept + working
+        self.store.reserve(wanted)
+
+    def generation_bytes(self) -> int:
+        """What a generation takes that has the gradients accumulated so far."""
+        return sum(record.nbytes for record in self._records.within(self._extents, gradients=True))
+
+    def commit(self, metadata: bytes) -> None:
+        """Commit the state as it is once the last step's update is over."""
+        self.wait()
+        self._commit(metadata, gradients=False)
+        self.finish()
+
+    def commit_retained(self, metadata: bytes) -> int:
+        """The same, with gradients that were accumulated since, as a generation that stays until it is released; its
+        number."""
+        self.wait()
+        generation = self._commit(metadata, gradients=True)
+        self.finish()
+        self.store.retain()
+        return generation
+
+    def begin_commit(self, metadata: bytes) -> None:
+        """Commit what a step leaves, behind the training. An error is the engine's failure."""
+        self.wait()
+
+        def run() -> None:
+            try:
+                self._commit(metadata, gradients=False)
+            except FATAL as error:
+                self.failure.record(error)
+
+        self._job = self._worker.submit(run)
+
+    def wait(self) -> None:
+        """Return when no commit is under way. One of several ranks still needs ``finish``."""
+        job, self._job = self._job, None
+        if job is not None:
+            job.wait(lambda: "a commit")
+        self.failure.check()
+
+    def finish(self) -> None:
+        """Of several ranks: make what all of them have prepared the committed generation. All call this together."""
+        if self.ranks.size == 1:
+            return
+        self.wait()
+        if any(self.ranks.all_gather_object("a commit", self.store.prepared is not None)):
+            self.store.finish()
+            self._opened.remove_previous()
+
+    def changing(self, unit: UnitSpec) -> None:
+        """The unit's weights, frozen ones included, are about to be changed from outside."""
+        self.wait()
+        self._frozen_done.discard(unit)
+
+    def stop(self) -> None:
+        """Wait for the commit under way, whatever becomes of it."""
+        self._worker.finish()
+
+    def _commit(self, metadata: bytes, *, gradients: bool) -> int:
+        self._access.wait_for_updates()
+        tickets: list[Ticket] = []
+        with contextlib.ExitStack() as borrowed:
+            for record in self._records.within(self._extents, gradients=gradients):
+                if record.home.stored is None:
+                    tickets += self._write(borrowed, record)
+            for ticket in tickets:
+                ticket.wait()
+        generation = self.store.commit(metadata) if self.ranks.size == 1 else self.store.prepare(metadata)
+        self._frozen_done.update(self._records.units)
+        if self.ranks.size == 1:
+            self._opened.remove_previous()
+        _log.debug("committed: generation %d", generation)
+        return generation
+
+    def _write(self, borrowed: contextlib.ExitStack, record: Record) -> list[Ticket]:
+        """Start writing a record that rests in memory. What was borrowed for it stays so, unless it is a copy."""
+        are_done = record.unit in self._frozen_done
+        parts = [(extent, start) for extent, start in record.parts if start < record.frozen or not are_done]
+        if not parts:
+            return []
+        with contextlib.ExitStack() as own:
+            address = own.enter_context(record.home.borrow(change=False))
+            tickets = [self.store.write(extent, address + start, extent.nbytes) for extent, start in parts]
+            if record.home.address is None:
+                for ticket in tickets:
+                    ticket.wait()
+                return []
+            borrowed.push(own.pop_all())
+        return tickets

@@ -1,0 +1,120 @@
+"""What an engine's store holds of a run: its last step, and checkpoints that take no room of their own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+
+from offload.checkpoint.native.background import BackgroundCopy
+from offload.checkpoint.native.commit import Committer
+from offload.checkpoint.native.description import Description
+from offload.checkpoint.native.folder import SavingDirectory
+from offload.checkpoint.native.linked import LinkedCheckpoints
+from offload.config import OffloadConfig
+from offload.ranks.ranks import Ranks, program_error
+from offload.units import UnitSpec
+from swapper import StorageFull
+
+_HOW = "how a checkpoint is saved"
+
+
+class NoGenerations:
+    """The store cannot hold any, or is there no more: steps are not committed, and checkpoints are copied."""
+
+    def commit(self, describe: Callable[[], bytes]) -> None:
+        """Commit what the last step has left, behind the training."""
+
+    def wait(self) -> None:
+        """Return when no commit is under way, and the last one counts."""
+
+    def agree(self) -> None:
+        """All ranks are about to change something: make the last commit count."""
+
+    def changing(self, unit: UnitSpec) -> None:
+        """The unit's records are about to be changed from outside."""
+
+    def wait_for_background(self) -> None:
+        """Return when no checkpoint is on its way to another file system. Raises, once, what it has failed with."""
+
+    def save(self, directory: SavingDirectory, tag: str, describe: Callable[[], Description], ranks: Ranks) -> bool:
+        """Save a checkpoint that the store retains. False if it cannot: nothing has changed then."""
+        return ranks.all(_HOW, False)
+
+    def finish(self, last: Callable[[], bytes | None], drain: Callable[[], None], *, give_up: bool) -> None:
+        """The engine ends: commit its ``last`` step, if that is not yet, and finish a checkpoint that is on its way, or
+        ``give_up``. ``drain`` waits for all transfers."""
+
+    def stop(self) -> None:
+        """Wait for what is under way, whatever becomes of it."""
+
+
+class Generations(NoGenerations):
+    """The store holds them."""
+
+    def __init__(self, committer: Committer, config: OffloadConfig) -> None:
+        self.committer = committer
+        self.linked = LinkedCheckpoints(committer)
+        self.background = BackgroundCopy(committer.store, committer.failure)
+        self._config = config
+
+    def commit(self, describe: Callable[[], bytes]) -> None:
+        self.committer.begin_commit(describe())
+
+    def wait(self) -> None:
+        self.committer.wait()
+        self.agree()
+
+    def agree(self) -> None:
+        if self._config.durable:
+            self.committer.finish()
+
+    def changing(self, unit: UnitSpec) -> None:
+        self.committer.changing(unit)
+
+    def wait_for_background(self) -> None:
+        self.background.wait()
+
+    def save(self, directory: SavingDirectory, tag: str, describe: Callable[[], Description], ranks: Ranks) -> bool:
+        if not ranks.all(_HOW, self.linked.has_room()):
+            return False
+        description, config, committer = describe(), self._config, self.committer
+        retain = partial(directory.retain, config.keep_last, config.keep_every, self.linked.removing)
+        if ranks.all(_HOW, directory.path.stat().st_dev == config.paths[0].stat().st_dev):
+            if not self.linked.save(directory, tag, description):
+                return False
+            retain()
+            return True
+        if ranks.size > 1:  # what copies behind the training cannot meet the others
+            return False
+        directory.require(committer.generation_bytes())
+        try:
+            committer.reserve()
+        except StorageFull:  # nothing can be held: training waits for the copy
+            return False
+        self.background.begin(committer.commit_retained(description.encode()), directory, tag, retain)
+        return True
+
+    def finish(self, last: Callable[[], bytes | None], drain: Callable[[], None], *, give_up: bool) -> None:
+        failure = self.committer.failure
+        with contextlib.ExitStack() as ending:
+            ending.callback(self.committer.stop)
+            ending.callback(self._give_back, drain)
+            ending.callback(self.background.finish, give_up=give_up)
+            if failure.is_known or (self.committer.ranks.size > 1 and program_error() is not None):
+                return
+            self.wait()
+            step = last() if self._config.durable else None
+            if step is not None:
+                self.committer.commit(step)
+
+    def stop(self) -> None:
+        with contextlib.ExitStack() as ending:
+            ending.callback(self.committer.stop)
+            ending.callback(self.background.finish)
+
+    def _give_back(self, drain: Callable[[], None]) -> None:
+        """A store that ends with the process leaves its linked checkpoints no more space than they need."""
+        if not self.committer.failure.is_known and not self._config.durable and self.linked.any:
+            drain()
+            self.committer.store.give_back()

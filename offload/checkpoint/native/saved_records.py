@@ -1,0 +1,189 @@
+"""The records of a saved generation, borrowed from its extents as those of an engine are from their homes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, Protocol
+
+import torch
+
+import aio_ext
+from offload.access import Layout, Loan
+from offload.checkpoint.native.description import Description, SavedTile, SavedUnit, parts_of
+from offload.dtypes import BY_PRECISION
+from offload.errors import ConfigError
+from offload.memory import tensor_at
+from offload.optim.formats import Formats
+from offload.optim.kernel_rule import KERNELS, MOMENTS, KernelRule
+from offload.optim.rule import TileLayout, TilePart
+from offload.tiers.home import Home, TileHomes, UnitHomes
+from offload.units import ParameterSpec, Tile, UnitSpec
+from swapper import Extent, StorageCorrupt, Ticket
+
+
+class Source(Protocol):
+    """What a generation is read from: a checkpoint, or the store of a run."""
+
+    @property
+    def extents(self) -> Sequence[Extent]: ...
+    @property
+    def metadata(self) -> bytes: ...
+    def read(self, extent: Extent, address: int, nbytes: int) -> Ticket: ...
+
+
+class SavedHome(Home):
+    """A record that lies in these extents of a generation, one after the other."""
+
+    def __init__(self, source: Source, extents: Sequence[int]) -> None:
+        found = source.extents
+        for index in extents:
+            if not 0 <= index < len(found):
+                raise StorageCorrupt(f"extent {index} is none of the {len(found)} that are there.")
+        self._source = source
+        self._extents = [found[index] for index in extents]
+        super().__init__(sum(extent.nbytes for extent in self._extents))
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each extent."""
+        return [extent.nbytes for extent in self._extents]
+
+    def read(self, address: int) -> None:
+        """Bring the record to memory at ``address``."""
+        tickets = []
+        for extent in self._extents:
+            tickets.append(self._source.read(extent, address, extent.nbytes))
+            address += extent.nbytes
+        for ticket in tickets:
+            ticket.wait()
+
+    @contextlib.contextmanager
+    def borrow(self, *, change: bool = False) -> Iterator[int]:
+        with aio_ext.Memory(self.nbytes) as memory:
+            self.read(memory.address)
+            yield memory.address
+
+
+class SavedRecords:
+    """The records of all units of a generation: see ``offload.access.Records``. A unit that ranks have saved is there
+    as often as there were ranks.
+
+    ``units`` have what is needed to find elements: a parameter's ``start`` is the first of its flat elements that is
+    there. Raises ``StorageCorrupt`` for what cannot be.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        description: Description,
+        check: Callable[[], None] = lambda: None,
+        parts_of: Callable[[str, int, int], Sequence[TilePart]] = lambda unit, start, stop: (),
+    ) -> None:
+        """``check`` is called now and then, and may raise to end the work. ``parts_of`` knows what a tile of a unit has
+        where the checkpoint, an old one, does not say."""
+        self._source = source
+        self._parts_of = parts_of
+        self._check = check
+        dtype, trained = BY_PRECISION[description.precision], description.optimizer is not None
+        master = {torch.bfloat16: 2, torch.float16: 4, torch.float32: 0}[dtype] if trained else 0
+        formats = Formats(dtype.itemsize, master, 0)
+        self._kernel = None if description.optimizer is None else _kernel_rule(description.optimizer, formats)
+        self._parts = PartsLayout(description.optimizer or {}, formats)
+        tiles: TileLayout | None = (self._kernel or self._parts) if trained else None
+        self.layout = Layout(formats, dtype, tiles)
+        self.units = [_unit(index, saved) for index, saved in enumerate(description.units)]
+        self._homes = [self._homes_of(*both) for both in zip(self.units, description.units, strict=True)]
+
+    def tiles(self, unit: UnitSpec) -> Sequence[TileHomes]:
+        return self._homes[unit.index].tiles
+
+    def lend_weights(self, unit: UnitSpec) -> Loan:
+        self._check()
+        return self._homes[unit.index].weights.borrow(change=False)
+
+    def lend_tile(self, tile: TileHomes) -> Loan:
+        self._check()
+        return tile.states.borrow(change=False)
+
+    def home(self, *extents: int) -> SavedHome:
+        """The record in these extents."""
+        return SavedHome(self._source, extents)
+
+    def _homes_of(self, unit: UnitSpec, saved: SavedUnit) -> UnitHomes:
+        weights = self.home(*saved.weights)
+        expected = [nbytes for _, nbytes in parts_of(unit, self.layout.formats.weights)]
+        if weights.sizes != expected:
+            raise StorageCorrupt(f"weights of unit {unit.name} have {weights.sizes} bytes there, not {expected}.")
+        tiles = [TileHomes(self._tile(unit, tile), self.home(tile.extent)) for tile in saved.tiles]
+        return UnitHomes(weights, None, tiles)
+
+    def _tile(self, unit: UnitSpec, saved: SavedTile) -> Tile:
+        tile = Tile(saved.start, saved.stop, saved.nbytes)
+        if self._kernel is None:
+            self._parts.add(tile, unit, saved.parts or self._parts_of(unit.name, tile.start, tile.stop))
+        else:
+            nbytes = self._kernel.tile_between(unit, tile.start, tile.stop).nbytes
+            if tile.nbytes != nbytes:
+                raise StorageCorrupt(f"states of unit {unit.name} take {tile.nbytes} bytes there, not {nbytes}.")
+        return tile
+
+
+class PartsLayout:
+    """How the tiles of an optimizer without a kernel lie: as their checkpoint says. See ``TileLayout``."""
+
+    def __init__(self, identity: Mapping[str, Any], formats: Formats) -> None:
+        self.identity = dict(identity)
+        self._width = formats.master
+        self._parts: dict[Tile, Sequence[TilePart]] = {}
+        self._offsets: dict[Tile, dict[str, int]] = {}
+
+    def add(self, tile: Tile, unit: UnitSpec, parts: Sequence[TilePart]) -> None:
+        """The tile holds these."""
+        self._parts[tile] = parts
+        self._offsets[tile] = {spec.name: spec.offset for spec in unit.trainable}
+
+    def parts(self, tile: Tile) -> Sequence[TilePart]:
+        return self._parts[tile]
+
+    def master_offset(self, tile: Tile, element: int) -> int:
+        for part in self._parts[tile]:
+            first = element - self._offsets[tile][part.parameter]
+            if not part.state and 0 <= first < max(prod(part.shape), 1):
+                return part.offset + first * self._width
+        raise StorageCorrupt(f"the master of element {element} is in no tile of its unit.")
+
+    def states(self, tile: Tile, address: int, spec: ParameterSpec) -> dict[str, torch.Tensor]:
+        return {
+            part.state: tensor_at(address + part.offset, prod(part.shape), part.dtype)
+            for part in self._parts[tile]
+            if part.parameter == spec.name and part.state
+        }
+
+
+def _unit(index: int, saved: SavedUnit) -> UnitSpec:
+    specs = tuple(
+        ParameterSpec(p.name, torch.Size(p.shape), p.numel, p.offset, p.trainable, (), start=p.begin)
+        for p in saved.parameters
+    )
+    return UnitSpec(index, saved.name, (), specs, saved.trainable_numel, saved.numel, 0)
+
+
+def _kernel_rule(optimizer: Mapping[str, Any], formats: Formats) -> KernelRule | None:
+    """How states lie in tiles, for an optimizer with a kernel."""
+    kernel = KERNELS.get(optimizer["optimizer"])
+    if kernel is None:
+        return None
+    states, moments = optimizer["states"], optimizer["moments"]
+    if moments not in MOMENTS:
+        raise ConfigError(f"moments are in {moments!r} there, and this program knows {', '.join(MOMENTS)}")
+    group = {
+        **kernel.defaults,
+        "amsgrad": "max_exp_avg_sq" in states,
+        "momentum": float("momentum_buffer" in states),
+    }
+    rule = KernelRule(kernel, [group], formats, (torch.float32, torch.float32), moments)
+    if rule.identity["states"] != states:
+        raise StorageCorrupt(f"{optimizer['optimizer']} has states {states} there, which it cannot have.")
+    return rule
