@@ -105,12 +105,25 @@ if not any("cuda" in line or "nvidia" in line for line in requires("torch") or (
 PY
 }
 
-# No dependency may bring another torch than the one that is there.
+# The backend of pyproject.toml, and what it wants besides: CMake and Ninja, where those here are too old.
+install_build_tools() {
+  pip install scikit-build-core pybind11 && (
+    cd "$root"
+    "$venv/bin/python" -c '
+from scikit_build_core.build import get_requires_for_build_editable as needed
+print(*needed(), sep="\n")
+' | xargs --no-run-if-empty "$venv/bin/python" -m pip --disable-pip-version-check -qq install
+  )
+}
+
+# No dependency may bring another torch than the one that is there. The tools stay in .venv: what they compile serves the
+# next build, too.
 install_project() {
   say "building and installing the project"
   { printf 'torch==%s\n' "$(torch_version "$venv/bin/python")" && compiler_version; } >"$venv/constraints.txt"
-  pip install --constraint "$venv/constraints.txt" --editable "$root[dev]" ||
-    fail "the project could not be built; the reason is above"
+  install_build_tools &&
+    pip install --no-build-isolation --check-build-dependencies --constraint "$venv/constraints.txt" \
+      --editable "$root[dev]" || fail "the project could not be built; the reason is above"
 }
 
 # What the installation was made from. Editable Python sources count by name only.
