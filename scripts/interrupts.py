@@ -3,12 +3,13 @@
 
 A small model is trained for a few steps without an interrupt. Then, for each line of ours that one of these steps
 executes on the training thread, the same run is made again with one Ctrl-C there. The program catches it and goes on as
-one does who wants to keep the run: a step that was not taken is made again after ``zero_grad()``, one that was taken is
-not. All losses and final weights must be those of the first run, to the last bit, or an ``OffloadError`` must say why
-not; on several ranks the same one on all of them. Nothing may hang, crash or raise anything else, no Ctrl-C may be lost,
-``close()`` must work, and a simulated device must have seen every access in order and have all of its memory back.
+one does who wants to keep the run: a step that was not taken is made again after ``zero_grad()``, one that was taken
+is not. All losses and final weights must be those of the first run, to the last bit, or an ``OffloadError`` must say
+why not; on several ranks the same one on all of them. Nothing may hang, crash or raise anything else, no Ctrl-C may be
+lost, ``close()`` must work, and a simulated device must have seen every access in order and have all its memory back.
 
-Each run is made in a process that is forked for it and others like it; one that hangs is ended at its deadline.
+Several interrupts are tried in one run, each in a step of its own; if that goes wrong, each of them in a run of its
+own. The runs are made in processes that are forked for them; one that hangs is ended at its deadline.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import gc
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -32,7 +34,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import CodeType, FrameType
@@ -53,9 +55,11 @@ OURS = tuple(f"{ROOT / name}{os.sep}" for name in ("offload", "swapper", "aio_ex
 SIMULATED = f"{ROOT / 'offload' / 'testing'}{os.sep}"
 """What stands for hardware here: nothing interrupts that in the middle."""
 
-NUM_STEPS = 4
-NUM_INTERRUPTED = 3
-"""Of these steps one is interrupted: a whole one follows."""
+NUM_RECORDED = 3
+"""Steps in which places are looked for: the first one does more than the others."""
+
+NUM_STEPS = NUM_RECORDED + 1
+"""Of a run with one interrupt: a whole step follows it."""
 
 DEVICE_UPDATES = 1e15
 """Bytes per second of a link over which it is worth while to update on the device what rests on the host."""
@@ -225,26 +229,29 @@ class Target(NamedTuple):
     step: int
     place: Place
     count: int
-    rank: int = 0
+    rank: int
 
 
 class Watch:
-    """Counts the places that each step comes to, and interrupts it at the ``target``."""
+    """Interrupts each step that has a target, once."""
 
-    def __init__(self, points: bool, target: Target | None) -> None:
-        self.counts: list[Counter[Place]] = [Counter() for _ in range(NUM_STEPS)]
-        self.stack: list[str] = []
-        """Where the interrupt came: functions of ours, innermost first."""
+    def __init__(self, targets: Sequence[Target], num_recorded: int, points: bool) -> None:
+        """``points``: at instructions, not at lines."""
+        self.counts: defaultdict[int, Counter[Place]] = defaultdict(Counter)
+        """How often the steps with targets, and the first ``num_recorded``, have come to each place."""
+        self.stacks: dict[int, list[str]] = {}
+        """Of each step that was interrupted: functions of ours, the innermost one first."""
+        self._targets = {target.step: target for target in targets}
+        self._num_recorded = num_recorded
         self._points = points
-        self._target = target
-        self._step = 0
         self._local = self._point if points else self._line
+        self._step = 0
 
     @contextlib.contextmanager
     def over(self, step: int) -> Iterator[None]:
-        """Watch what is done within; not after the interrupt."""
+        """Watch what is done within; after its interrupt a step is not watched again."""
         self._step = step
-        wanted = self._target is None or (step == self._target.step and not self.stack)
+        wanted = step < self._num_recorded or (step in self._targets and step not in self.stacks)
         sys.settrace(self._call if wanted else None)
         try:
             yield
@@ -269,11 +276,11 @@ class Watch:
         return self._point
 
     def _come_to(self, place: Place, frame: FrameType) -> None:
-        counts = self.counts[self._step]
-        counts[place] += 1
-        target = self._target
-        if target is not None and target.place == place and target.count == counts[place] and not self.stack:
-            self.stack = _stack(frame)
+        step = self._step
+        self.counts[step][place] += 1
+        target = self._targets.get(step)
+        if target is not None and target.place == place and target.count == self.counts[step][place]:
+            self.stacks[step] = _stack(frame)
             sys.settrace(None)
             signal.raise_signal(signal.SIGINT)  # its handler runs before this returns
 
@@ -319,10 +326,9 @@ def _exits(code: CodeType) -> frozenset[int]:
     found = set()
     for start, instruction in enumerate(instructions):
         rest = [each for each in instructions[start : start + 8] if each.opname not in _FILLERS][:4]
-        names = [each.opname for each in rest]
-        if names[:3] in (["LOAD_CONST"] * 3, ["LOAD_CONST", "DUP_TOP", "DUP_TOP"]) and len(rest) == 4:
-            if rest[0].argval is None and rest[1].argval is None and names[3] in ("PRECALL", "CALL", "CALL_FUNCTION"):
-                found.add(instruction.offset)
+        names = " ".join(f"{each.opname} {each.argval}" for each in rest)
+        if re.match(r"LOAD_CONST None (LOAD_CONST None LOAD_CONST None|DUP_TOP \S+ DUP_TOP \S+) (PRECALL|CALL)", names):
+            found.add(instruction.offset)
     return frozenset(found)
 
 
@@ -357,62 +363,70 @@ class Run:
 
     losses: dict[int, list[float]] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    counts: list[Counter[Place]] = field(default_factory=list)
-    stack: list[str] = field(default_factory=list)
+    counts: dict[int, Counter[Place]] = field(default_factory=dict)
+    stacks: dict[int, list[str]] = field(default_factory=dict)
+    """See ``Watch``, as of the last."""
     said: set[str] = field(default_factory=set)
     """Warnings."""
-    caught: bool = False
-    """The interrupt came out of the step."""
-    dropped: bool = False
-    """The interpreter has swallowed it: it came in a finalizer."""
-    taken: bool = False
-    """The step had been taken when it came out."""
+    taken: dict[int, bool] = field(default_factory=dict)
+    """Of each step that an interrupt came out of: it had been taken then."""
+    num_dropped: int = 0
+    """Interrupts that came in finalizers: Python drops them."""
     error: str = ""
     wrong: str = ""
 
 
-def run(variant: Variant, settings: dict[str, Any], rank: int, points: bool, target: Target | None) -> Run:
-    """Train, with an interrupt at ``target``, if it is there."""
-    mine = target is not None and target.rank == rank
-    watch = Watch(points, target if mine else None)
-    found = Run(counts=watch.counts, stack=watch.stack)
+@dataclass(frozen=True)
+class Task:
+    """A run of so many steps, with these interrupts. Without any, the places are counted; ``points``: see ``main``."""
+
+    num_steps: int
+    targets: Sequence[Target] = ()
+    points: bool = False
+
+
+def run(variant: Variant, settings: dict[str, Any], rank: int, task: Task) -> Run:
+    """Train, and be interrupted."""
+    targets = [target for target in task.targets if target.rank == rank]
+    watch = Watch(targets, 0 if task.targets else NUM_RECORDED, task.points)
+    found = Run(counts=watch.counts, stacks=watch.stacks)
     settings = variant.with_device(settings)
-    device = settings.get("device")
-    sys.unraisablehook = lambda unraisable: _note_drop(found, unraisable)
+    sys.unraisablehook = partial(_note_dropped, found)
     engine: OffloadEngine | None = None
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
             with OffloadEngine(Model(), **settings) as engine:
-                _train(engine, variant, rank, watch if mine or target is None else None, found)
+                _train(engine, variant, rank, task.num_steps, watch, found)
                 found.weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+            if variant.options.get("durable"):
+                found.wrong = _committed(settings, found.weights)
         except OffloadError as error:
             found.error = f"{type(error).__name__}: {error}"
         except BaseException as error:
             found.wrong = _described(error)
-        if engine is not None and not found.wrong:
-            try:
-                engine.close()
-            except BaseException as error:
-                found.wrong = f"close(): {_described(error)}"
-        if variant.options.get("durable") and not found.wrong and not found.error:
-            found.wrong = _committed(settings, found.weights)
-    found.stack = watch.stack
+        try:
+            engine.close() if engine is not None else None
+        except BaseException as error:
+            found.wrong = found.wrong or f"close(): {_described(error)}"
     found.said = {str(warning.message) for warning in said}
-    found.wrong = found.wrong or _left(device, settled=not found.error)
-    if not found.wrong and mine and found.stack and not found.caught and not found.dropped:
-        found.wrong = f"the interrupt was lost ({found.error or 'no error'})"
+    num_lost = len(found.stacks) - len(found.taken) - found.num_dropped
+    if num_lost > bool(found.error):
+        found.wrong = found.wrong or f"{num_lost} interrupts were lost"
+    found.wrong = found.wrong or _left(settings.get("device"))
     return found
 
 
-def _train(engine: OffloadEngine, variant: Variant, rank: int, watch: Watch | None, found: Run) -> None:
+def _train(engine: OffloadEngine, variant: Variant, rank: int, num_steps: int, watch: Watch, found: Run) -> None:
     handler = signal.getsignal(signal.SIGINT)
-    while (step := engine.global_step) < NUM_STEPS:
+    while (step := engine.global_step) < num_steps:
         try:
-            with watch.over(step) if watch is not None else contextlib.nullcontext():
+            with watch.over(step):
                 take_step(engine, variant, rank, found.losses)
         except KeyboardInterrupt:
-            found.caught, found.taken = True, engine.global_step > step
+            if step in found.taken:
+                raise
+            found.taken[step] = engine.global_step > step
             recover(engine, step)
         else:
             if signal.getsignal(signal.SIGINT) != handler:
@@ -429,7 +443,7 @@ def _committed(settings: dict[str, Any], weights: dict[str, torch.Tensor]) -> st
     return ""
 
 
-def _left(device: SimulatedDevice | None, *, settled: bool) -> str:
+def _left(device: SimulatedDevice | None) -> str:
     """What the engine has left behind."""
     deadline = time.monotonic() + 2
     while threads := sorted(t.name for t in threading.enumerate() if t.name.startswith("offload-")):
@@ -445,9 +459,8 @@ def _left(device: SimulatedDevice | None, *, settled: bool) -> str:
     return ""
 
 
-def _note_drop(found: Run, unraisable: Any) -> None:
-    if unraisable.exc_type is KeyboardInterrupt:
-        found.dropped = True
+def _note_dropped(found: Run, unraisable: Any) -> None:
+    found.num_dropped += unraisable.exc_type is KeyboardInterrupt
 
 
 def _described(error: BaseException) -> str:
@@ -477,12 +490,12 @@ def _serve(variant: Variant, rank: int, parent: Connection, folder: Path, dump: 
     settings: dict[str, Any] | None = None
     with contextlib.suppress(EOFError):
         while True:
-            points, target, name = parent.recv()
+            task, name = parent.recv()
             path = folder / name
             path.mkdir(exist_ok=True)
             if settings is None:
                 settings = variant.settings(path)
-            answer = run(variant, {**settings, "nvme_path": path}, rank, points, target)
+            answer = run(variant, {**settings, "nvme_path": path}, rank, task)
             shutil.rmtree(path, ignore_errors=True)
             parent.send(answer)
 
@@ -503,14 +516,14 @@ class Processes:
         self._dumps: list[Path] = []
         self._count = 0
 
-    def run(self, points: bool, target: Target | None, deadline_s: float) -> list[Run]:
+    def run(self, task: Task, deadline_s: float) -> list[Run]:
         """One run on all ranks. Raises ``Stuck``."""
         if not self._started:
             self._start()
             deadline_s += 20
         self._count += 1
         for end in self._ends:
-            end.send((points, target, f"run-{self._count}"))
+            end.send((task, f"run-{self._count}"))
         answers: dict[int, Run] = {}
         deadline = time.monotonic() + deadline_s
         while len(answers) < len(self._ends):
@@ -563,8 +576,8 @@ class Processes:
         time.sleep(0.3)
         lines = self._dumps[rank].read_text()[before:].splitlines()
         own = lines[max(index for index, line in enumerate(lines or [""]) if "hread 0x" in line or not index) :]
-        frames = [line.partition('"')[2].replace('"', "").replace(f"{ROOT}{os.sep}", "") for line in own[1:]]
-        return f"rank {rank} in " + " < ".join(frames[:8])
+        frames = re.findall(r'File ".*?([^/]*)", line (\d+) in (.*)', "\n".join(own))
+        return f"rank {rank} in " + " < ".join(f"{function} ({file}:{line})" for file, line, function in frames[:9])
 
 
 # The campaign.
@@ -581,25 +594,18 @@ class Outcome:
     taken: bool = False
 
 
-def judge(target: Target, expected: Sequence[Run], found: Sequence[Run]) -> Outcome:
-    """What became of an interrupt; a run for each rank."""
-    own = found[target.rank]
-
-    def outcome(kind: str, said: str = "") -> Outcome:
-        return Outcome(target, kind, said, own.stack, own.taken)
-
+def judge(expected: Sequence[Run], found: Sequence[Run]) -> tuple[str, str]:
+    """What kind of end a run came to, and what there is to say of it. There is one for each rank."""
     of_ranks = "" if len(found) == 1 else "rank {}: "
     for rank, (before, after) in enumerate(zip(expected, found, strict=True)):
         wrong = after.wrong or ("" if after.error else _difference(before, after))
         if wrong:
-            return outcome("WRONG", of_ranks.format(rank) + wrong)
-    errors = {each.error for each in found}
-    if len(errors) > 1:
-        said = "; ".join(f"rank {rank}: {each.error or 'no error'}" for rank, each in enumerate(found))
-        return outcome("WRONG", f"not the same end: {said}")
-    if not own.stack:
-        return outcome("not reached")
-    return outcome("error", own.error) if own.error else outcome("same")
+            return "WRONG", of_ranks.format(rank) + wrong
+    errors = [each.error for each in found]
+    if len(set(errors)) > 1:
+        said = "; ".join(f"rank {rank}: {error or 'no error'}" for rank, error in enumerate(errors))
+        return "WRONG", f"not the same end: {said}"
+    return ("error", errors[0]) if errors[0] else ("same", "")
 
 
 def _difference(expected: Run, found: Run) -> str:
@@ -618,54 +624,99 @@ class Campaign:
     """The interrupts of one variant, and what became of them."""
 
     name: str
+    processes: Processes
     points: bool
     rng: random.Random
     every: bool
+    together: int
+    """Interrupts in one run."""
     lines: Sequence[str]
     """Only these places, if there are any."""
     deadline_s: float
+    expected: dict[int, Sequence[Run]] = field(default_factory=dict)
+    """By the number of steps: what a run without interrupts comes to."""
 
-    def run(self, folder: Path, seconds: float, most: int) -> list[Outcome]:
+    def run(self, seconds: float, most: int) -> list[Outcome]:
         """Try as many as there is time for. Prints what was found."""
         started = time.monotonic()
-        processes = Processes(VARIANTS[self.name], folder)
-        try:
-            expected = processes.run(self.points, None, self.deadline_s)
-            for _ in range(2):  # other threads decide about some lines
-                again = processes.run(self.points, None, self.deadline_s)
-                for before, after in zip(expected, again, strict=True):
-                    wrong = before.wrong or before.error or after.wrong or after.error or _difference(before, after)
-                    if wrong:
-                        raise AssertionError(f"{self.name}, without an interrupt: {wrong}")
-                    for counts, more in zip(before.counts, after.counts, strict=True):
-                        counts |= more
-            targets = [target for rank, each in enumerate(expected) for target in self._targets(rank, each.counts)]
-            self.rng.shuffle(targets)
-            outcomes: list[Outcome] = []
-            for target in targets[:most]:
-                if time.monotonic() - started > seconds:
-                    break
-                outcomes.append(self._try(processes, expected, target))
-        finally:
-            processes.stop()
+        targets = self._targets(self._recorded())
+        self.rng.shuffle(targets)
+        outcomes: list[Outcome] = []
+        chosen = targets[:most]
+        while chosen and time.monotonic() - started < seconds:
+            group, chosen = chosen[: self.together], chosen[self.together :]
+            outcomes += self._try_together(group)
+        self.processes.stop()
         self._tell(outcomes, len(targets), time.monotonic() - started)
         return outcomes
 
-    def _try(self, processes: Processes, expected: Sequence[Run], target: Target) -> Outcome:
+    def _recorded(self) -> Sequence[Run]:
+        """The places of each rank. Raises ``AssertionError`` if not even runs without interrupts are equal."""
+        expected = self._expected(NUM_STEPS)
+        for _ in range(2):  # other threads decide about some lines
+            again = self.processes.run(Task(NUM_STEPS, points=self.points), self.deadline_s)
+            kind, said = judge(expected, again)
+            if kind != "same":
+                raise AssertionError(f"{self.name}, without an interrupt: {said}")
+            for before, after in zip(expected, again, strict=True):
+                for step in range(NUM_RECORDED):
+                    before.counts[step] |= after.counts[step]
+        return expected
+
+    def _expected(self, num_steps: int) -> Sequence[Run]:
+        if num_steps not in self.expected:
+            found = self.processes.run(Task(num_steps, points=self.points), self.deadline_s)
+            kind, said = judge(found, found)
+            if kind != "same":
+                raise AssertionError(f"{self.name}, without an interrupt: {said}")
+            self.expected[num_steps] = found
+        return self.expected[num_steps]
+
+    def _try_together(self, targets: Sequence[Target]) -> list[Outcome]:
+        """In one run; in runs of their own, if that does not end as if nothing had been."""
+        placed: dict[int, Target] = {}
+        for target in sorted(targets):  # of the first step there is one: the others take later ones
+            placed.setdefault(0 if target.step == 0 and 0 not in placed else len(placed) + 1, target)
+        if len(targets) > 1:
+            num_steps = self.together + 2
+            expected = self._expected(num_steps)
+            moved = [target._replace(step=step) for step, target in placed.items()]
+            with contextlib.suppress(Stuck):
+                found = self.processes.run(Task(num_steps, moved, self.points), self.deadline_s)
+                if judge(expected, found)[0] == "same":
+                    outcomes = [self._outcome(target, found, "same", "", step) for step, target in placed.items()]
+                    return [self._try(each.target) if each.kind == "not reached" else each for each in outcomes]
+            self.processes.stop()
+        return [self._try(target) for target in targets]
+
+    def _try(self, target: Target) -> Outcome:
         try:
-            found = processes.run(self.points, target, self.deadline_s)
+            expected = self._expected(NUM_STEPS)
+            found = self.processes.run(Task(NUM_STEPS, [target], self.points), self.deadline_s)
         except Stuck as error:
             return Outcome(target, "WRONG", str(error))
-        outcome = judge(target, expected, found)
-        if outcome.kind in ("WRONG", "error"):  # what is left of it must not be taken for the next one's
-            processes.stop()
-        return outcome
+        kind, said = judge(expected, found)
+        if kind == "WRONG":  # what is left of it must not be taken for the next one's
+            self.processes.stop()
+        return self._outcome(target, found, kind, said, target.step)
 
-    def _targets(self, rank: int, counts: Sequence[Counter[Place]]) -> Iterator[Target]:
-        """The first and the last time that a step comes to each place, and one by chance; or all times."""
-        for place in sorted(set().union(*counts[:NUM_INTERRUPTED])):
+    def _outcome(self, target: Target, found: Sequence[Run], kind: str, said: str, step: int) -> Outcome:
+        own = found[target.rank]
+        if kind == "same" and step not in own.stacks:
+            kind = "not reached"
+        return Outcome(target, kind, said, own.stacks.get(step, ()), own.taken.get(step, False))
+
+    def _targets(self, expected: Sequence[Run]) -> list[Target]:
+        """The first and the last time that a step comes to each place, and one by chance; or all times. Of several
+        ranks one is interrupted, by chance."""
+        targets: list[Target] = []
+        places = {place for each in expected for counts in each.counts.values() for place in counts}
+        for place in sorted(places):
             if self.lines and f"{place.path}:{place.line}" not in self.lines:
                 continue
+            ranks = [each.counts for each in expected if any(counts[place] for counts in each.counts.values())]
+            counts = self.rng.choice(ranks)
+            rank = [each.counts for each in expected].index(counts)
             steps = [step for step in (1, 2, 0) if counts[step][place]]
             if self.every:
                 chosen = {(step, count) for step in steps for count in range(1, counts[step][place] + 1)}
@@ -673,7 +724,8 @@ class Campaign:
                 step, any_step = steps[0], self.rng.choice(steps)
                 chosen = {(step, 1), (step, counts[step][place])}
                 chosen.add((any_step, self.rng.randint(1, counts[any_step][place])))
-            yield from (Target(step, place, count, rank) for step, count in sorted(chosen))
+            targets += (Target(step, place, count, rank) for step, count in sorted(chosen))
+        return targets
 
     def _tell(self, outcomes: Sequence[Outcome], num_targets: int, seconds: float) -> None:
         kinds = Counter(outcome.kind for outcome in outcomes)
@@ -710,11 +762,12 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1200, help="how long to go on, all variants together")
     parser.add_argument("--trials", type=int, default=1 << 62, help="how many interrupts of a variant to try at most")
     parser.add_argument("--variant", action="append", choices=VARIANTS, help="one of them (default: all)")
-    parser.add_argument("--line", action="append", default=[], metavar="PATH:LINE", help="only there, e.g. offload/x.py:7")
+    parser.add_argument("--line", action="append", default=[], metavar="PATH:LINE", help="only there: offload/x.py:7")
     parser.add_argument("--every", action="store_true", help="each time that a step comes to a place")
     parser.add_argument(
         "--points", action="store_true", help="not at lines, but where CPython handles signals: calls and jumps back"
     )
+    parser.add_argument("--together", type=int, default=20, help="interrupts in one run, where there is one rank")
     parser.add_argument("--deadline", type=float, default=8.0, help="seconds after which a run hangs")
     parser.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()), help="a folder for the swap stores")
     options = parser.parse_args()
@@ -726,9 +779,13 @@ def main() -> int:
     for index, name in enumerate(names):
         seconds = (options.seconds - (time.monotonic() - started)) / (len(names) - index)
         rng = random.Random(f"{options.seed} {name}")
-        campaign = Campaign(name, options.points, rng, options.every, options.line, options.deadline)
+        together = options.together if VARIANTS[name].num_ranks == 1 else 1  # there, gradients that were sent end it
         with tempfile.TemporaryDirectory(prefix="interrupts-", dir=options.path) as folder:
-            outcomes = campaign.run(Path(folder), seconds, options.trials)
+            processes = Processes(VARIANTS[name], Path(folder))
+            campaign = Campaign(
+                name, processes, options.points, rng, options.every, together, options.line, options.deadline
+            )
+            outcomes = campaign.run(seconds, options.trials)
         num_wrong += sum(outcome.kind == "WRONG" for outcome in outcomes)
     print(f"{num_wrong} interrupts went wrong")
     return 1 if num_wrong else 0
