@@ -33,7 +33,7 @@ import traceback
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -54,6 +54,9 @@ ROOT = Path(offload.engine.__file__).parents[1]
 OURS = tuple(f"{ROOT / name}{os.sep}" for name in ("offload", "swapper", "aio_ext"))
 SIMULATED = f"{ROOT / 'offload' / 'testing'}{os.sep}"
 """What stands for hardware here: nothing interrupts that in the middle."""
+
+LIBRARY = (threading.__file__, contextlib.__file__)
+"""Of the standard library: what our locks and context managers are made of."""
 
 NUM_RECORDED = 3
 """Steps in which places are looked for: the first one does more than the others."""
@@ -235,8 +238,8 @@ class Target(NamedTuple):
 class Watch:
     """Interrupts each step that has a target, once."""
 
-    def __init__(self, targets: Sequence[Target], num_recorded: int, points: bool) -> None:
-        """``points``: at instructions, not at lines."""
+    def __init__(self, targets: Sequence[Target], num_recorded: int, points: bool, library: bool) -> None:
+        """``points``: at instructions, not at lines. ``library``: also in what ours calls there."""
         self.counts: defaultdict[int, Counter[Place]] = defaultdict(Counter)
         """How often the steps with targets, and the first ``num_recorded``, have come to each place."""
         self.stacks: dict[int, list[str]] = {}
@@ -244,6 +247,7 @@ class Watch:
         self._targets = {target.step: target for target in targets}
         self._num_recorded = num_recorded
         self._points = points
+        self._library = LIBRARY if library else ()
         self._local = self._point if points else self._line
         self._step = 0
 
@@ -259,7 +263,10 @@ class Watch:
             sys.settrace(None)
 
     def _call(self, frame: FrameType, event: str, argument: object) -> Any:
-        if not _is_ours(frame.f_code.co_filename) or _is_within_hardware(frame):
+        if frame.f_code.co_filename in self._library:
+            if frame.f_back is None or frame.f_back.f_trace is None:
+                return None
+        elif not _is_ours(frame.f_code.co_filename) or _is_within_hardware(frame):
             return None
         if self._points:
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
@@ -303,7 +310,8 @@ def _is_within_hardware(frame: FrameType | None) -> bool:
 
 @cache
 def _path(code: CodeType) -> str:
-    return str(Path(code.co_filename).relative_to(ROOT))
+    path = Path(code.co_filename)
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
 
 
 def _stack(frame: FrameType | None) -> list[str]:
@@ -378,17 +386,18 @@ class Run:
 
 @dataclass(frozen=True)
 class Task:
-    """A run of so many steps, with these interrupts. Without any, the places are counted; ``points``: see ``main``."""
+    """A run of so many steps, with these interrupts. Without any, places are counted. See ``Watch`` for the others."""
 
     num_steps: int
     targets: Sequence[Target] = ()
     points: bool = False
+    library: bool = False
 
 
 def run(variant: Variant, settings: dict[str, Any], rank: int, task: Task) -> Run:
     """Train, and be interrupted."""
     targets = [target for target in task.targets if target.rank == rank]
-    watch = Watch(targets, 0 if task.targets else NUM_RECORDED, task.points)
+    watch = Watch(targets, 0 if task.targets else NUM_RECORDED, task.points, task.library)
     found = Run(counts=watch.counts, stacks=watch.stacks)
     settings = variant.with_device(settings)
     sys.unraisablehook = partial(_note_dropped, found)
@@ -625,7 +634,8 @@ class Campaign:
 
     name: str
     processes: Processes
-    points: bool
+    kind: Task
+    """As its tasks are but for steps and targets."""
     rng: random.Random
     every: bool
     together: int
@@ -654,7 +664,7 @@ class Campaign:
         """The places of each rank. Raises ``AssertionError`` if not even runs without interrupts are equal."""
         expected = self._expected(NUM_STEPS)
         for _ in range(2):  # other threads decide about some lines
-            again = self.processes.run(Task(NUM_STEPS, points=self.points), self.deadline_s)
+            again = self.processes.run(self.kind, self.deadline_s)
             kind, said = judge(expected, again)
             if kind != "same":
                 raise AssertionError(f"{self.name}, without an interrupt: {said}")
@@ -665,7 +675,7 @@ class Campaign:
 
     def _expected(self, num_steps: int) -> Sequence[Run]:
         if num_steps not in self.expected:
-            found = self.processes.run(Task(num_steps, points=self.points), self.deadline_s)
+            found = self.processes.run(replace(self.kind, num_steps=num_steps), self.deadline_s)
             kind, said = judge(found, found)
             if kind != "same":
                 raise AssertionError(f"{self.name}, without an interrupt: {said}")
@@ -682,7 +692,7 @@ class Campaign:
             expected = self._expected(num_steps)
             moved = [target._replace(step=step) for step, target in placed.items()]
             with contextlib.suppress(Stuck):
-                found = self.processes.run(Task(num_steps, moved, self.points), self.deadline_s)
+                found = self.processes.run(replace(self.kind, num_steps=num_steps, targets=moved), self.deadline_s)
                 if judge(expected, found)[0] == "same":
                     outcomes = [self._outcome(target, found, "same", "", step) for step, target in placed.items()]
                     return [self._try(each.target) if each.kind == "not reached" else each for each in outcomes]
@@ -692,7 +702,7 @@ class Campaign:
     def _try(self, target: Target) -> Outcome:
         try:
             expected = self._expected(NUM_STEPS)
-            found = self.processes.run(Task(NUM_STEPS, [target], self.points), self.deadline_s)
+            found = self.processes.run(replace(self.kind, targets=[target]), self.deadline_s)
         except Stuck as error:
             return Outcome(target, "WRONG", str(error))
         kind, said = judge(expected, found)
@@ -767,6 +777,7 @@ def main() -> int:
     parser.add_argument(
         "--points", action="store_true", help="not at lines, but where CPython handles signals: calls and jumps back"
     )
+    parser.add_argument("--library", action="store_true", help="also in the parts of the standard library that we call")
     parser.add_argument("--together", type=int, default=20, help="interrupts in one run, where there is one rank")
     parser.add_argument("--deadline", type=float, default=8.0, help="seconds after which a run hangs")
     parser.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()), help="a folder for the swap stores")
@@ -775,6 +786,7 @@ def main() -> int:
         raise SystemExit("offload.tiers.bandwidth has no _SECONDS any more: say here how engines measure for less time")
     bandwidth._SECONDS = 0.005  # thousands of engines are made
     names = options.variant or list(VARIANTS)
+    kind = Task(NUM_STEPS, (), options.points, options.library)
     num_wrong, started = 0, time.monotonic()
     for index, name in enumerate(names):
         seconds = (options.seconds - (time.monotonic() - started)) / (len(names) - index)
@@ -782,9 +794,7 @@ def main() -> int:
         together = options.together if VARIANTS[name].num_ranks == 1 else 1  # there, gradients that were sent end it
         with tempfile.TemporaryDirectory(prefix="interrupts-", dir=options.path) as folder:
             processes = Processes(VARIANTS[name], Path(folder))
-            campaign = Campaign(
-                name, processes, options.points, rng, options.every, together, options.line, options.deadline
-            )
+            campaign = Campaign(name, processes, kind, rng, options.every, together, options.line, options.deadline)
             outcomes = campaign.run(seconds, options.trials)
         num_wrong += sum(outcome.kind == "WRONG" for outcome in outcomes)
     print(f"{num_wrong} interrupts went wrong")
