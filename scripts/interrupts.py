@@ -143,6 +143,12 @@ class Variant:
             found["host_memory"] = least("host_memory", self.with_device(found))
         return found
 
+    @property
+    def once(self) -> bool:
+        """One run takes one interrupt: gradients that were sent to other ranks end it, and a durable run hands the
+        second Ctrl-C, if it comes soon, to the system."""
+        return self.num_ranks > 1 or "durable" in self.options
+
     def with_device(self, settings: dict[str, Any]) -> dict[str, Any]:
         """The same, with a new device, if one computes."""
         if self.on_device is None:
@@ -412,6 +418,8 @@ def run(variant: Variant, settings: dict[str, Any], rank: int, task: Task) -> Ru
                 found.wrong = _committed(settings, found.weights)
         except OffloadError as error:
             found.error = f"{type(error).__name__}: {error}"
+        except KeyboardInterrupt as error:
+            found.wrong = f"a later call raises it again: {_described(error)}"
         except BaseException as error:
             found.wrong = _described(error)
         try:
@@ -473,7 +481,7 @@ def _note_dropped(found: Run, unraisable: Any) -> None:
 
 
 def _described(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
     where = [f"{frame.name} ({Path(frame.filename).name}:{frame.lineno})" for frame in reversed(frames)]
     return f"{type(error).__name__}: {error} in {' < '.join(where[:4])}"
 
@@ -634,8 +642,8 @@ class Campaign:
 
     name: str
     processes: Processes
-    kind: Task
-    """As its tasks are but for steps and targets."""
+    task: Task
+    """Of one run without interrupts."""
     rng: random.Random
     every: bool
     together: int
@@ -664,7 +672,7 @@ class Campaign:
         """The places of each rank. Raises ``AssertionError`` if not even runs without interrupts are equal."""
         expected = self._expected(NUM_STEPS)
         for _ in range(2):  # other threads decide about some lines
-            again = self.processes.run(self.kind, self.deadline_s)
+            again = self.processes.run(self.task, self.deadline_s)
             kind, said = judge(expected, again)
             if kind != "same":
                 raise AssertionError(f"{self.name}, without an interrupt: {said}")
@@ -675,7 +683,7 @@ class Campaign:
 
     def _expected(self, num_steps: int) -> Sequence[Run]:
         if num_steps not in self.expected:
-            found = self.processes.run(replace(self.kind, num_steps=num_steps), self.deadline_s)
+            found = self.processes.run(replace(self.task, num_steps=num_steps), self.deadline_s)
             kind, said = judge(found, found)
             if kind != "same":
                 raise AssertionError(f"{self.name}, without an interrupt: {said}")
@@ -684,25 +692,34 @@ class Campaign:
 
     def _try_together(self, targets: Sequence[Target]) -> list[Outcome]:
         """In one run; in runs of their own, if that does not end as if nothing had been."""
+        if len(targets) == 1:
+            return [self._try(targets[0])]
         placed: dict[int, Target] = {}
         for target in sorted(targets):  # of the first step there is one: the others take later ones
             placed.setdefault(0 if target.step == 0 and 0 not in placed else len(placed) + 1, target)
-        if len(targets) > 1:
-            num_steps = self.together + 2
-            expected = self._expected(num_steps)
-            moved = [target._replace(step=step) for step, target in placed.items()]
-            with contextlib.suppress(Stuck):
-                found = self.processes.run(replace(self.kind, num_steps=num_steps, targets=moved), self.deadline_s)
-                if judge(expected, found)[0] == "same":
-                    outcomes = [self._outcome(target, found, "same", "", step) for step, target in placed.items()]
-                    return [self._try(each.target) if each.kind == "not reached" else each for each in outcomes]
-            self.processes.stop()
-        return [self._try(target) for target in targets]
+        moved = [target._replace(step=step) for step, target in placed.items()]
+        found: Sequence[Run] = ()
+        try:
+            expected = self._expected(self.together + 2)
+            found = self.processes.run(replace(self.task, num_steps=self.together + 2, targets=moved), self.deadline_s)
+            kind, said = judge(expected, found)
+        except Stuck as error:
+            kind, said = "WRONG", str(error)
+        if kind == "same":
+            outcomes = [self._outcome(target, found, "same", "", step) for step, target in placed.items()]
+            return [self._try(each.target) if each.kind == "not reached" else each for each in outcomes]
+        self.processes.stop()
+        outcomes = [self._try(target) for target in targets]
+        if kind == "WRONG" and all(each.kind != "WRONG" for each in outcomes):
+            places = ", ".join(f"{target.place}" for target in placed.values())
+            said = f"together, not one by one ({places}): {said}"
+            outcomes[-1] = replace(outcomes[-1], kind="WRONG", said=said)
+        return outcomes
 
     def _try(self, target: Target) -> Outcome:
         try:
             expected = self._expected(NUM_STEPS)
-            found = self.processes.run(replace(self.kind, targets=[target]), self.deadline_s)
+            found = self.processes.run(replace(self.task, targets=[target]), self.deadline_s)
         except Stuck as error:
             return Outcome(target, "WRONG", str(error))
         kind, said = judge(expected, found)
@@ -743,7 +760,8 @@ class Campaign:
         figures = ", ".join(f"{kinds[kind]} {kind}" for kind in ("same", "error", "not reached", "WRONG"))
         tried = f"{len(outcomes)} of {num_targets} interrupts at {places} places"
         print(f"{self.name}: {tried} in {seconds:.0f} s: {figures}", flush=True)
-        errors = Counter(outcome.said.partition("\n")[0] for outcome in outcomes if outcome.kind == "error")
+        lines = (outcome.said.partition("\n")[0] for outcome in outcomes if outcome.kind == "error")
+        errors = Counter(re.sub(r"\b(rank|step) \d+", r"\1 N", line) for line in lines)
         for said, count in errors.most_common():
             print(f"  {count} times our error: {said}")
         by_place: dict[Place, list[Outcome]] = defaultdict(list)
@@ -778,7 +796,7 @@ def main() -> int:
         "--points", action="store_true", help="not at lines, but where CPython handles signals: calls and jumps back"
     )
     parser.add_argument("--library", action="store_true", help="also in the parts of the standard library that we call")
-    parser.add_argument("--together", type=int, default=20, help="interrupts in one run, where there is one rank")
+    parser.add_argument("--together", type=int, default=20, help="interrupts in one run, where it takes several")
     parser.add_argument("--deadline", type=float, default=8.0, help="seconds after which a run hangs")
     parser.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()), help="a folder for the swap stores")
     options = parser.parse_args()
@@ -786,15 +804,15 @@ def main() -> int:
         raise SystemExit("offload.tiers.bandwidth has no _SECONDS any more: say here how engines measure for less time")
     bandwidth._SECONDS = 0.005  # thousands of engines are made
     names = options.variant or list(VARIANTS)
-    kind = Task(NUM_STEPS, (), options.points, options.library)
+    task = Task(NUM_STEPS, (), options.points, options.library)
     num_wrong, started = 0, time.monotonic()
     for index, name in enumerate(names):
         seconds = (options.seconds - (time.monotonic() - started)) / (len(names) - index)
         rng = random.Random(f"{options.seed} {name}")
-        together = options.together if VARIANTS[name].num_ranks == 1 else 1  # there, gradients that were sent end it
+        together = 1 if VARIANTS[name].once else options.together
         with tempfile.TemporaryDirectory(prefix="interrupts-", dir=options.path) as folder:
             processes = Processes(VARIANTS[name], Path(folder))
-            campaign = Campaign(name, processes, kind, rng, options.every, together, options.line, options.deadline)
+            campaign = Campaign(name, processes, task, rng, options.every, together, options.line, options.deadline)
             outcomes = campaign.run(seconds, options.trials)
         num_wrong += sum(outcome.kind == "WRONG" for outcome in outcomes)
     print(f"{num_wrong} interrupts went wrong")
