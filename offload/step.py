@@ -114,6 +114,8 @@ class Step:
     def drop_gradients(self) -> None:
         """Forget the gradients that were gathered for the coming step."""
         self.hooks.refuse_others("zero_grad()")
+        if self.hooks.end_interrupted():
+            self.uses.reset()
         self.access.zeroing = Zeroing.DONE
         self.progress.begin_step()
         self.passes.forget_gradients()

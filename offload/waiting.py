@@ -76,11 +76,6 @@ class Failure:
         """Keep ``error`` unless there was one before it, and raise the first."""
         raise self.record(error)
 
-    def whole(self, what: str) -> _Whole:
-        """A block that does ``what``, and may not be left half done: an interrupt in it ends the engine. What raises an
-        ``OffloadError`` there has seen to it itself."""
-        return _Whole(self, what)
-
     def __enter__(self) -> None:
         self.check()
 
@@ -89,28 +84,6 @@ class Failure:
     ) -> None:
         if isinstance(error, FATAL):
             self.raise_first(error)
-
-
-class _Whole:
-    __slots__ = ("_failure", "_what")
-
-    def __init__(self, failure: Failure, what: str) -> None:
-        self._failure = failure
-        self._what = what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is not None and not isinstance(error, OffloadError):
-            self._failure.record(
-                OffloadError(
-                    f"{self._what} was interrupted half-way by {type(error).__name__}: the engine cannot go on. Build "
-                    "the model and the engine again, and go on from a checkpoint"
-                )
-            )
 
 
 _failures: weakref.WeakSet[Failure] = weakref.WeakSet()

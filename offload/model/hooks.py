@@ -7,11 +7,13 @@ Units that are still open when the backward ends are closed then; where an excep
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from threading import get_ident
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -141,6 +143,19 @@ def _is_older(node: Node) -> bool:
     return graph_task() != -1 and belongs_to_backward(node)
 
 
+def _in_a_call() -> bool:
+    """A module runs in this thread: an exception that is no ``Exception`` leaves it without its hooks after forward."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _CALL:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_CALL = nn.Module._call_impl.__code__
+
+
 def _take_gradient(
     hooks: weakref.ref[Hooks], unit: weakref.ref[UnitInModel], index: int, parameter: torch.Tensor
 ) -> None:
@@ -268,6 +283,21 @@ class Hooks:
         """``what`` concerns all micro-batches. Raises ``OffloadError`` if it comes in one, with others under way."""
         if self._turns is not None:
             self._turns.refuse_others(what)
+
+    def end_interrupted(self) -> bool:
+        """End the calls, and drop the gradients on their way, that an interrupt has left. False: a forward or a
+        backward runs, and nothing was done."""
+        if self._turns is not None or graph_task() != -1 or _in_a_call():
+            return False
+        self.reset()
+        for unit in self.units:
+            for parameter in unit.parameters:
+                if parameter.grad is not None:
+                    parameter.grad = None
+        for handle in self._parameters.values():
+            if isinstance(handle, Handle):  # and nothing that a user has put in its place
+                handle.take_autograd_gradient()
+        return True
 
     def lost(self, model: nn.Module) -> Iterator[str]:
         """The names of trained parameters that stand nowhere in the model any more; each is named once."""

@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Generic, Protocol, TypeVar
 
 from offload.errors import warn
+from offload.interrupts import held_back
 from offload.report.meter import Meter
 from offload.tiers.fence import UpdateFence
 from offload.tiers.home import Transfer
@@ -355,7 +356,7 @@ class WeightCache(Generic[P]):
         """Give the place of a unit back that is not in use and settled. Raises what its write-back failed with."""
         if entry.write is not None:
             entry.write.wait()
-        with self._failure.whole(f"evicting unit {entry.unit.name}"):
+        with held_back():
             self.carrier.free_place(entry.unit, self.detach(entry))
 
     def held(self) -> str:
@@ -429,7 +430,7 @@ class WeightCache(Generic[P]):
 
     def _fetch_to(self, entry: Entry[P], take: Callable[[UnitSpec], P | None]) -> bool:
         """Start the fetch to the place that ``take`` gives, if it gives one."""
-        with self._failure.whole(f"fetching unit {entry.unit.name}"):
+        with held_back():
             place = take(entry.unit)
             if place is None:
                 return False
