@@ -670,16 +670,21 @@ class Campaign:
 
     def _recorded(self) -> Sequence[Run]:
         """The places of each rank. Raises ``AssertionError`` if not even runs without interrupts are equal."""
-        expected = self._expected(NUM_STEPS)
-        for _ in range(2):  # other threads decide about some lines
-            again = self.processes.run(self.task, self.deadline_s)
-            kind, said = judge(expected, again)
-            if kind != "same":
-                raise AssertionError(f"{self.name}, without an interrupt: {said}")
-            for before, after in zip(expected, again, strict=True):
-                for step in range(NUM_RECORDED):
-                    before.counts[step] |= after.counts[step]
+        num_steps = self._num_steps if self.together > 1 else NUM_STEPS
+        expected = self._expected(num_steps)
+        again = self.processes.run(replace(self.task, num_steps=num_steps), self.deadline_s)
+        kind, said = judge(expected, again)
+        if kind != "same":
+            raise AssertionError(f"{self.name}, without an interrupt: {said}")
+        for before, after in zip(expected, again, strict=True):
+            for step in range(NUM_RECORDED):  # other threads decide about some lines
+                before.counts[step] |= after.counts[step]
         return expected
+
+    @property
+    def _num_steps(self) -> int:
+        """Of a run with several interrupts: a whole step follows the last one."""
+        return self.together + 2
 
     def _expected(self, num_steps: int) -> Sequence[Run]:
         if num_steps not in self.expected:
@@ -700,8 +705,8 @@ class Campaign:
         moved = [target._replace(step=step) for step, target in placed.items()]
         found: Sequence[Run] = ()
         try:
-            expected = self._expected(self.together + 2)
-            found = self.processes.run(replace(self.task, num_steps=self.together + 2, targets=moved), self.deadline_s)
+            expected = self._expected(self._num_steps)
+            found = self.processes.run(replace(self.task, num_steps=self._num_steps, targets=moved), self.deadline_s)
             kind, said = judge(expected, found)
         except Stuck as error:
             kind, said = "WRONG", str(error)
