@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dis
 import faulthandler
 import gc
 import multiprocessing
@@ -32,31 +31,22 @@ import time
 import traceback
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch._dynamo  # which takes seconds: once, and not in each process
-from torch import distributed, nn
-from torch.utils.checkpoint import checkpoint
+from _interrupts_model import VARIANTS, Model, Variant, take_step
+from _interrupts_watch import Place, Target, Watch
+from torch import distributed
 
-import offload.engine  # the same
-from offload import BudgetError, OffloadEngine, OffloadError
+from offload import OffloadEngine, OffloadError
 from offload.testing.simulated import SimulatedDevice
 from offload.tiers import bandwidth
-
-ROOT = Path(offload.engine.__file__).parents[1]
-OURS = tuple(f"{ROOT / name}{os.sep}" for name in ("offload", "swapper", "aio_ext"))
-SIMULATED = f"{ROOT / 'offload' / 'testing'}{os.sep}"
-"""What stands for hardware here: nothing interrupts that in the middle."""
-
-LIBRARY = (threading.__file__, contextlib.__file__)
-"""Of the standard library: what our locks and context managers are made of."""
 
 NUM_RECORDED = 3
 """Steps in which places are looked for: the first one does more than the others."""
@@ -64,308 +54,12 @@ NUM_RECORDED = 3
 NUM_STEPS = NUM_RECORDED + 1
 """Of a run with one interrupt: a whole step follows it."""
 
-DEVICE_UPDATES = 1e15
-"""Bytes per second of a link over which it is worth while to update on the device what rests on the host."""
-
-WIDTH, VOCABULARY, BATCH = 16, 32, 4
-
-
-# What is trained.
-
-
-class Block(nn.Module):
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, hidden)
-        self.down = nn.Linear(hidden, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
-class Stack(nn.Module):
-    """Blocks: the second one is called twice, the last two are recomputed in backward. ``gain`` is a unit around those
-    of the blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
-        self.blocks = nn.ModuleList(Block(hidden) for hidden in (24, 40, 24, 32))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first, twice, recomputed, reentrant = self.blocks
-        x = twice(twice(first(x * self.gain)))
-        x = checkpoint(recomputed, x, use_reentrant=False)
-        return checkpoint(reentrant, x, use_reentrant=True)
-
-
-class Model(nn.Module):
-    """Units within units. The embedding is frozen, and a part of one block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(VOCABULARY, WIDTH).requires_grad_(False)
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.stack = Stack()
-        self.stack.blocks[0].up.requires_grad_(False)
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.stack(self.first(self.embed(tokens))))
-
-
-@dataclass(frozen=True)
-class Variant:
-    """Where the model's state rests, and how it is trained.
-
-    ``least_host``: host memory is the least that works. ``on_device``: a simulated device computes, with this multiple
-    of the least memory. ``loop``: "engine" for ``engine.backward`` and ``engine.step``, "own" for PyTorch's.
-    ``clip``: the loop calls ``clip_grad_norm_``.
-    """
-
-    least_host: bool = False
-    on_device: float | None = None
-    num_ranks: int = 1
-    loop: str = "engine"
-    clip: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def settings(self, folder: Path) -> dict[str, Any]:
-        """The engine's options. All ranks call this together."""
-        found = {"precision": "fp32", "lr": 1e-2, "tile_bytes": 65536, "nvme_path": folder, **self.options}
-        if self.num_ranks > 1:
-            found["rank_timeout"] = 5.0
-        if self.on_device is not None:
-            found["device_memory"] = int(least("device_memory", self.with_device(found)) * self.on_device)
-        if self.least_host:
-            found["host_memory"] = least("host_memory", self.with_device(found))
-        return found
-
-    @property
-    def once(self) -> bool:
-        """One run takes one interrupt: gradients that were sent to other ranks end it, and a durable run hands the
-        second Ctrl-C, if it comes soon, to the system."""
-        return self.num_ranks > 1 or "durable" in self.options
-
-    def with_device(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """The same, with a new device, if one computes."""
-        if self.on_device is None:
-            return settings
-        return {**settings, "device": SimulatedDevice(seed=1, link_speed=DEVICE_UPDATES)}
-
-
-BF16 = {"precision": "bf16"}
-CLIPPED = {"gradient_clipping": 0.1}
-VARIANTS = {
-    "ram": Variant(),
-    "ram, own loop": Variant(loop="own", clip=True, options=BF16),
-    "nvme": Variant(least_host=True),
-    "nvme, own loop": Variant(least_host=True, loop="own", clip=True, options=BF16),
-    "nvme, clipped": Variant(least_host=True, options={**CLIPPED, "gradient_accumulation_steps": 2}),
-    "nvme, durable": Variant(least_host=True, loop="own", options={"durable": 1}),
-    "device": Variant(on_device=1),
-    "device, nvme": Variant(on_device=1, least_host=True, loop="own", clip=True, options=BF16),
-    "device, resident": Variant(on_device=2, loop="own"),
-    "device, resident, nvme": Variant(on_device=2, least_host=True, options={**BF16, **CLIPPED}),
-    "ranks": Variant(num_ranks=2, options={"shard": "weights"}),
-    "ranks, own loop": Variant(num_ranks=2, loop="own", clip=True, options={"shard": "states"}),
-    "ranks, nvme": Variant(num_ranks=2, least_host=True, options={**BF16, **CLIPPED, "shard": "weights"}),
-    "ranks, device": Variant(num_ranks=2, on_device=1.5, options={"shard": "weights"}),
-}
-
-
-def least(option: str, settings: dict[str, Any]) -> int:
-    """The least that works, as the engine says."""
-    try:
-        OffloadEngine(Model(), **{**settings, option: 1}).close()
-    except BudgetError as error:
-        return error.needed_bytes
-    raise AssertionError(f"{option}=1 is enough")
-
-
-def batch(step: int, micro: int, rank: int, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A rank's part: inputs and targets."""
-    generator = torch.Generator().manual_seed(1000 * step + micro)
-    tokens = torch.randint(0, VOCABULARY, (BATCH, 7), generator=generator)[rank::num_ranks]
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def take_step(engine: OffloadEngine, variant: Variant, rank: int, losses: dict[int, list[float]]) -> None:
-    """One step of the user's loop. ``losses`` gets those of its micro-batches."""
-    step = engine.global_step
-    optimizer = engine.optimizer
-    assert optimizer is not None
-    if variant.loop == "own":
-        optimizer.zero_grad()
-    losses[step] = []
-    for micro in range(engine.config.gradient_accumulation_steps):
-        tokens, targets = batch(step, micro, rank, variant.num_ranks)
-        logits = engine(tokens)
-        loss = nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-        losses[step].append(loss.item())
-        engine.backward(loss) if variant.loop == "engine" else loss.backward()
-    if variant.clip:
-        nn.utils.clip_grad_norm_(engine.module.parameters(), 0.1)
-    engine.step() if variant.loop == "engine" else optimizer.step()
-
 
 def recover(engine: OffloadEngine, step: int) -> None:
     """What the user does about an interrupt in this step."""
     if engine.global_step == step:
         assert engine.optimizer is not None
         engine.optimizer.zero_grad()
-
-
-# Where a step can be interrupted.
-
-
-class Place(NamedTuple):
-    """The beginning of a line; among ``points``, of the instruction at ``offset``."""
-
-    path: str
-    line: int
-    offset: int = -1
-
-    def __str__(self) -> str:
-        return f"{self.path}:{self.line}" + (f" (+{self.offset})" if self.offset >= 0 else "")
-
-
-class Target(NamedTuple):
-    """The interrupt comes when ``step`` comes to ``place`` for the ``count``-th time, on this rank."""
-
-    step: int
-    place: Place
-    count: int
-    rank: int
-
-
-class Watch:
-    """Interrupts each step that has a target, once."""
-
-    def __init__(self, targets: Sequence[Target], num_recorded: int, points: bool, library: bool) -> None:
-        """``points``: at instructions, not at lines. ``library``: also in what ours calls there."""
-        self.counts: defaultdict[int, Counter[Place]] = defaultdict(Counter)
-        """How often the steps with targets, and the first ``num_recorded``, have come to each place."""
-        self.stacks: dict[int, list[str]] = {}
-        """Of each step that was interrupted: functions of ours, the innermost one first."""
-        self._targets = {target.step: target for target in targets}
-        self._num_recorded = num_recorded
-        self._points = points
-        self._library = LIBRARY if library else ()
-        self._local = self._point if points else self._line
-        self._step = 0
-
-    @contextlib.contextmanager
-    def over(self, step: int) -> Iterator[None]:
-        """Watch what is done within; after its interrupt a step is not watched again."""
-        self._step = step
-        wanted = step < self._num_recorded or (step in self._targets and step not in self.stacks)
-        sys.settrace(self._call if wanted else None)
-        try:
-            yield
-        finally:
-            sys.settrace(None)
-
-    def _call(self, frame: FrameType, event: str, argument: object) -> Any:
-        if frame.f_code.co_filename in self._library:
-            if frame.f_back is None or frame.f_back.f_trace is None:
-                return None
-        elif not _is_ours(frame.f_code.co_filename) or _is_within_hardware(frame):
-            return None
-        if self._points:
-            frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return self._local
-
-    def _line(self, frame: FrameType, event: str, argument: object) -> Any:
-        if event == "line" and frame.f_lasti not in _exits(frame.f_code):
-            self._come_to(Place(_path(frame.f_code), frame.f_lineno), frame)
-        return self._line
-
-    def _point(self, frame: FrameType, event: str, argument: object) -> Any:
-        if event == "opcode" and frame.f_lasti in _handling_points(frame.f_code):
-            self._come_to(Place(_path(frame.f_code), frame.f_lineno, frame.f_lasti), frame)
-        return self._point
-
-    def _come_to(self, place: Place, frame: FrameType) -> None:
-        step = self._step
-        self.counts[step][place] += 1
-        target = self._targets.get(step)
-        if target is not None and target.place == place and target.count == self.counts[step][place]:
-            self.stacks[step] = _stack(frame)
-            sys.settrace(None)
-            signal.raise_signal(signal.SIGINT)  # its handler runs before this returns
-
-
-@cache
-def _is_ours(filename: str) -> bool:
-    return filename.startswith(OURS)
-
-
-def _is_within_hardware(frame: FrameType | None) -> bool:
-    """The code runs in the name of what stands for hardware: the innermost frame of ours that calls it is not
-    watched."""
-    called = frame
-    while frame is not None and (frame is called or not _is_ours(frame.f_code.co_filename)):
-        if frame.f_code.co_filename.startswith(SIMULATED):
-            return True
-        frame = frame.f_back
-    return frame is not None and frame.f_trace is None
-
-
-@cache
-def _path(code: CodeType) -> str:
-    path = Path(code.co_filename)
-    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
-
-
-def _stack(frame: FrameType | None) -> list[str]:
-    found = []
-    while frame is not None:
-        if _is_ours(frame.f_code.co_filename):
-            found.append(f"{frame.f_code.co_name} ({_path(frame.f_code)}:{frame.f_lineno})")
-        frame = frame.f_back
-    return found
-
-
-_FILLERS = ("NOP", "POP_BLOCK", "SWAP", "ROT_TWO", "EXTENDED_ARG", "NOT_TAKEN")
-
-
-@cache
-def _exits(code: CodeType) -> frozenset[int]:
-    """Where the interpreter comes back to the line of a ``with`` to leave it: it looks for signals before and after
-    what it calls there, not here, where the exit would be missed."""
-    instructions = list(dis.get_instructions(code))
-    found = set()
-    for start, instruction in enumerate(instructions):
-        rest = [each for each in instructions[start : start + 8] if each.opname not in _FILLERS][:4]
-        names = " ".join(f"{each.opname} {each.argval}" for each in rest)
-        if re.match(r"LOAD_CONST None (LOAD_CONST None LOAD_CONST None|DUP_TOP \S+ DUP_TOP \S+) (PRECALL|CALL)", names):
-            found.add(instruction.offset)
-    return frozenset(found)
-
-
-@cache
-def _handling_points(code: CodeType) -> frozenset[int]:
-    """The instructions before which CPython handles signals: the first one, and those after calls and after jumps back;
-    not those that an exception of the call itself would not pass."""
-    instructions = [each for each in dis.get_instructions(code) if each.opname != "CACHE"]
-    protected = getattr(dis.Bytecode(code), "exception_entries", ())
-
-    def handler(offset: int) -> list[int]:
-        return [entry.target for entry in protected if entry.start <= offset < entry.end]
-
-    found = set()
-    for before, instruction in zip([None, *instructions], instructions, strict=False):
-        if instruction.opname == "RESUME" and instruction.arg == 0:
-            found.add(instruction.offset)
-        elif before is not None and before.opname.startswith("CALL") and before.opname != "CALL_INTRINSIC_1":
-            if instruction.offset not in _exits(code) and handler(before.offset) == handler(instruction.offset):
-                found.add(instruction.offset)
-        elif before is not None and before.opname.startswith("JUMP_BACKWARD") and isinstance(before.argval, int):
-            found.add(before.argval)
-    return frozenset(found)
 
 
 # One run, in a process of its own.
@@ -481,7 +175,8 @@ def _note_dropped(found: Run, unraisable: Any) -> None:
 
 
 def _described(error: BaseException) -> str:
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    own = str(Path(__file__).parent)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(own)]
     where = [f"{frame.name} ({Path(frame.filename).name}:{frame.lineno})" for frame in reversed(frames)]
     return f"{type(error).__name__}: {error} in {' < '.join(where[:4])}"
 
@@ -670,16 +365,21 @@ class Campaign:
 
     def _recorded(self) -> Sequence[Run]:
         """The places of each rank. Raises ``AssertionError`` if not even runs without interrupts are equal."""
-        expected = self._expected(NUM_STEPS)
-        for _ in range(2):  # other threads decide about some lines
-            again = self.processes.run(self.task, self.deadline_s)
-            kind, said = judge(expected, again)
-            if kind != "same":
-                raise AssertionError(f"{self.name}, without an interrupt: {said}")
-            for before, after in zip(expected, again, strict=True):
-                for step in range(NUM_RECORDED):
-                    before.counts[step] |= after.counts[step]
+        num_steps = self._num_steps if self.together > 1 else NUM_STEPS
+        expected = self._expected(num_steps)
+        again = self.processes.run(replace(self.task, num_steps=num_steps), self.deadline_s)
+        kind, said = judge(expected, again)
+        if kind != "same":
+            raise AssertionError(f"{self.name}, without an interrupt: {said}")
+        for before, after in zip(expected, again, strict=True):
+            for step in range(NUM_RECORDED):  # other threads decide about some lines
+                before.counts[step] |= after.counts[step]
         return expected
+
+    @property
+    def _num_steps(self) -> int:
+        """Of a run with several interrupts: a whole step follows the last one."""
+        return self.together + 2
 
     def _expected(self, num_steps: int) -> Sequence[Run]:
         if num_steps not in self.expected:
@@ -700,8 +400,8 @@ class Campaign:
         moved = [target._replace(step=step) for step, target in placed.items()]
         found: Sequence[Run] = ()
         try:
-            expected = self._expected(self.together + 2)
-            found = self.processes.run(replace(self.task, num_steps=self.together + 2, targets=moved), self.deadline_s)
+            expected = self._expected(self._num_steps)
+            found = self.processes.run(replace(self.task, num_steps=self._num_steps, targets=moved), self.deadline_s)
             kind, said = judge(expected, found)
         except Stuck as error:
             kind, said = "WRONG", str(error)

@@ -28,8 +28,8 @@ raise SystemExit(interrupts.main())
 
 @pytest.mark.parametrize("variant", interrupts.VARIANTS)
 def test_a_step_that_is_interrupted_at_some_line_leaves_the_same_bits_or_raises_our_error(variant: str):
-    count = 20 if interrupts.VARIANTS[variant].num_ranks == 1 else 4
-    options = ["--seed", "11", "--variant", variant, "--trials", str(count)]
+    count = 2 if interrupts.VARIANTS[variant].once else 10
+    options = ["--seed", "11", "--variant", variant, "--trials", str(count), "--together", "10"]
     found = forked.run_script(SCRIPTS / "interrupts.py", *options)
     assert found.returncode == 0, found.stdout + found.stderr
     assert f"{variant}: {count} of " in found.stdout
@@ -45,7 +45,7 @@ def test_a_step_that_is_interrupted_at_some_line_leaves_the_same_bits_or_raises_
     ids=["gradients are kept", "a hang", "another error"],
 )
 def test_the_campaign_finds_a_mistake(planted: str, words: str, count: int):
-    options = ["--seed", "11", "--variant", "ram", "--deadline", "1", "--trials", str(count)]
+    options = ["--seed", "11", "--variant", "ram", "--deadline", "1", "--trials", str(count), "--together", str(count)]
     found = forked.run(PLANTED.format(planted), *options)
     assert found.returncode == 1, found.stdout + found.stderr
     assert words in found.stdout
