@@ -137,7 +137,7 @@ class _Assembler:
         return found
 
     def _assemble(self) -> Assembly:
-        run, choice, closers = self.run, self.run.choice, self.closers
+        run, choice, closers, ranks = self.run, self.run.choice, self.closers, self.ranks
         metadata = ParameterMetadata(run.units)
         had_states = {} if choice is None else choice.states()
         tiers = self._tiers()
@@ -158,7 +158,7 @@ class _Assembler:
             tiers.store,
             self.config.paths,
             _copied_bytes(tiers, updates),
-            lambda: self.ranks.received_bytes,
+            lambda: ranks.received_bytes,
             tiers.computing.uses.busy_seconds,
             bandwidths,
             next((moving.link for moving in tiers.computing.moving), LinkRates()),
@@ -203,7 +203,8 @@ class _Assembler:
             variant: OnHost | OnDevice = OnHost(run)
         else:
             variant = OnDevice(run, cast(Device, run.processor), self.meter, self.closers)
-        return make_tiers(run, self.ranks, variant, self.failure, self.meter, self.closers, lambda: self.holding.now)
+        holding = self.holding  # and nothing that holds the model
+        return make_tiers(run, self.ranks, variant, self.failure, self.meter, self.closers, lambda: holding.now)
 
     def _access(self, tiers: Tiers, updates: Updates | None) -> ExternalAccess:
         plan, config, computing = self.run.plan, self.config, tiers.computing
