@@ -10,8 +10,8 @@ import torch
 from offload.device.protocol import Device, Event
 from offload.report.meter import Meter
 from offload.report.trace import Span
-from offload.tiers.weights.cache import Pin
 from offload.tiers.weights.level import Level
+from offload.tiers.weights.pin import Pin
 from offload.tiers.window import DeviceWindow, HostWindow
 from offload.units import UnitSpec
 from swapper import OffloadError

@@ -18,179 +18,22 @@ the engine, with an error that says so (``whole``).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from enum import Enum, auto
+from collections.abc import Callable, Sequence
 from itertools import islice
-from types import TracebackType
-from typing import Generic, Protocol, TypeVar
+from typing import Generic
 
 from offload.errors import warn
 from offload.interrupts import held_back
 from offload.report.meter import Meter
 from offload.tiers.fence import UpdateFence
 from offload.tiers.home import Transfer
+from offload.tiers.weights.carrier import Carrier
+from offload.tiers.weights.pin import WITHOUT_PLACE, Entry, P, Pin, Purpose, UnitState
 from offload.tiers.weights.use_order import UseOrder
 from offload.units import UnitSpec
 from offload.waiting import Deadline, Failure, Monitor
 
 _SLICE_S = 0.1
-
-
-class UnitState(Enum):
-    """State of a unit's weights, as seen from the tier of a cache.
-
-    - ``ABSENT``: only a lower tier holds them.
-    - ``SHADOWED``: the same, and new weights are, or will be, in the shadow of those below: nothing is fetched ahead.
-    - ``FETCHING``: a place is reserved, and the fetch is in flight or over.
-    - ``RESIDENT``: the bytes in its place are valid.
-    - ``OUTDATED``: the place holds old weights, which a use still needs; the next use fetches anew.
-    - ``PERMANENT``: the unit is resident by the plan, and never evicted; without a place it has left for a higher tier.
-    """
-
-    ABSENT = auto()
-    SHADOWED = auto()
-    FETCHING = auto()
-    RESIDENT = auto()
-    OUTDATED = auto()
-    PERMANENT = auto()
-
-
-_WITHOUT_PLACE = (UnitState.ABSENT, UnitState.SHADOWED)
-
-_NEXT = {
-    UnitState.ABSENT: {UnitState.SHADOWED, UnitState.FETCHING, UnitState.PERMANENT},
-    UnitState.SHADOWED: {UnitState.ABSENT, UnitState.FETCHING, UnitState.PERMANENT},
-    UnitState.FETCHING: {UnitState.RESIDENT, UnitState.OUTDATED, UnitState.ABSENT},
-    UnitState.RESIDENT: {UnitState.OUTDATED, UnitState.ABSENT},
-    UnitState.OUTDATED: {UnitState.ABSENT},
-    UnitState.PERMANENT: set(),
-}
-
-
-class Purpose(Enum):
-    """Purpose of a pin, which says whom it may take a place from.
-
-    - ``COMPUTE``: a use by the model. The order of uses learns it, and any unit that is not in use may make room.
-    - ``LOOK``: a look from outside of that order. Any unit may make room.
-    - ``UPDATE``: the unit's certain update. While a forward goes on, units that it needs sooner stay.
-    - ``SPECULATION``: the unit's speculative update. Any unit may make room.
-    """
-
-    COMPUTE = auto()
-    LOOK = auto()
-    UPDATE = auto()
-    SPECULATION = auto()
-
-
-P = TypeVar("P")
-_Owner = TypeVar("_Owner", contravariant=True)
-
-
-class Carrier(Protocol[P]):
-    """The memory of one tier for units that rest in a lower one, and the way of their bytes to it."""
-
-    @property
-    def num_places(self) -> int | None:
-        """Number of places that there are; None if their sizes differ."""
-
-    def take_place(self, unit: UnitSpec) -> P | None:
-        """Memory for the unit; None if there is none until some is freed. Never waits."""
-
-    def add_place(self, unit: UnitSpec) -> P:
-        """Memory beyond the plan, because compute holds all there is. Raises ``OffloadError`` if there is none."""
-
-    def free_place(self, unit: UnitSpec, place: P) -> None:
-        """Take a place back whose unit is evicted."""
-
-    def blocking_transfer(self, unit: UnitSpec) -> Transfer | None:
-        """A transfer that must be over before the unit can be fetched."""
-
-    def fetch(self, unit: UnitSpec, place: P) -> Transfer:
-        """Start bringing the unit to its place. The place may be freed once the transfer is ``done``."""
-
-    def pending(self) -> Transfer | None:
-        """A transfer whose end frees a place."""
-
-    def settle(self) -> None:
-        """Wait until fetches that are over read nothing below any more."""
-
-
-class Entry(Generic[P]):
-    """One unit in the cache. Guarded by the cache's monitor, except ``write``, which belongs to the thread that may
-    change the bytes of a pinned unit."""
-
-    def __init__(self, unit: UnitSpec, state: UnitState, place: P | None) -> None:
-        self.unit = unit
-        self.state = state
-        self.place = place
-        self.fetch: Transfer | None = None
-        self.write: Transfer | None = None
-        """The write-back in flight from its place, if any: the bytes may be read, not changed."""
-        self.pins: set[Pin[P]] = set()
-        """Uses that need the unit to stay where it is."""
-
-    def become(self, state: UnitState) -> None:
-        """Go on to another state."""
-        if state not in _NEXT[self.state]:
-            raise RuntimeError(f"unit {self.unit.name} cannot be {state.name} after {self.state.name}")
-        self.state = state
-
-    def is_settled(self) -> bool:
-        """No transfer to or from its place is in flight."""
-        return all(transfer.done() for transfer in self.transfers())
-
-    def transfers(self) -> Iterator[Transfer]:
-        """Those to and from its place, over or not."""
-        return (transfer for transfer in (self.fetch, self.write) if transfer is not None)
-
-
-class Taker(Protocol[_Owner]):
-    """Level that takes and releases pins."""
-
-    def take(self, pin: _Owner, *, training: bool) -> None: ...
-
-    def release(self, pin: _Owner) -> None: ...
-
-
-class Pin(Generic[P]):
-    """The right to find a unit where it is, between ``take`` and ``release``, or within the pin as a context manager.
-
-    To make one has no effect, and to release one that is not taken, or again, has none: whoever keeps the pin can give
-    back what an interrupt has left, wherever it came.
-    """
-
-    __slots__ = ("_taker", "entry", "purpose")
-
-    def __init__(self, entry: Entry[P], purpose: Purpose, taker: Taker[Pin[P]]) -> None:
-        self.entry = entry
-        self.purpose = purpose
-        self._taker = taker
-
-    @property
-    def place(self) -> P:
-        """Place of the unit. Only while it is pinned."""
-        place = self.entry.place
-        if place is None:
-            raise RuntimeError(f"unit {self.entry.unit.name} has no place in this tier")
-        return place
-
-    def take(self, *, training: bool = False) -> None:
-        """Wait until the unit is there and up to date, and keep it. ``training``: a step ends this order of uses, and
-        the weights of later uses will have changed."""
-        self._taker.take(self, training=training)
-
-    def release(self) -> None:
-        """The use is over."""
-        self._taker.release(self)
-
-    def __enter__(self) -> Pin[P]:
-        self.take()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.release()
 
 
 class WeightCache(Generic[P]):
@@ -273,9 +116,9 @@ class WeightCache(Generic[P]):
     def try_fetch(self, unit: UnitSpec) -> None:
         """Start fetching the unit if a place is to be had at once."""
         entry = self.entries[unit.index]
-        if entry.state in _WITHOUT_PLACE:
+        if entry.state in WITHOUT_PLACE:
             with self.monitor:
-                if entry.state in _WITHOUT_PLACE and self.carrier.blocking_transfer(unit) is None:
+                if entry.state in WITHOUT_PLACE and self.carrier.blocking_transfer(unit) is None:
                     self._try_to_bring(entry, must=False)
 
     def end_step(self) -> None:
@@ -378,7 +221,7 @@ class WeightCache(Generic[P]):
         entry = pin.entry
         if entry.state is UnitState.OUTDATED and not entry.pins:
             self._drop(entry)
-        if entry.state in _WITHOUT_PLACE:
+        if entry.state in WITHOUT_PLACE:
             self._bring(pin)
         entry.pins.add(pin)
 
@@ -397,7 +240,7 @@ class WeightCache(Generic[P]):
     def _bring_by(self, pin: Pin[P]) -> None:
         entry = pin.entry
         deadline = Deadline(lambda: f"a place for unit {entry.unit.name} ({self.held()})")
-        while entry.state in _WITHOUT_PLACE:
+        while entry.state in WITHOUT_PLACE:
             self._failure.check()
             must = pin.purpose is not Purpose.UPDATE or not self._forward_goes_on()
             transfer = self.carrier.blocking_transfer(entry.unit)
@@ -501,7 +344,7 @@ class WeightCache(Generic[P]):
         seen: set[int] = set()
         for index in islice(self._order.upcoming(wrap=wrap), self._look_ahead):
             entry = self.entries[index]
-            if entry.state not in _WITHOUT_PLACE:
+            if entry.state not in WITHOUT_PLACE:
                 if entry.state is not UnitState.PERMANENT and index not in seen:
                     seen.add(index)
                     num_ahead += 1

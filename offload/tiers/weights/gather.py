@@ -18,9 +18,11 @@ from offload.ranks.links import Links
 from offload.ranks.world import Peers
 from offload.report.meter import Meter
 from offload.tiers.home import Transfer
-from offload.tiers.weights.cache import Pin, Purpose, WeightCache
+from offload.tiers.weights.cache import WeightCache
+from offload.tiers.weights.carrier import Carrier
 from offload.tiers.weights.host import HostLevel
 from offload.tiers.weights.level import CacheLevel
+from offload.tiers.weights.pin import Pin, Purpose
 from offload.units import UnitSpec
 from offload.waiting import Failure
 from swapper import Lease, align
@@ -37,8 +39,8 @@ class GatherBuffer:
         self._memory = memory
 
 
-class GatherCarrier:
-    """Brings whole units to places."""
+class GatherCarrier(Carrier[GatherBuffer]):
+    """Brings whole units to places. A gather that is over has read all it reads."""
 
     def __init__(
         self,
@@ -77,17 +79,8 @@ class GatherCarrier:
     def free_place(self, unit: UnitSpec, place: GatherBuffer) -> None:
         self._free.append(place)
 
-    def blocking_transfer(self, unit: UnitSpec) -> Transfer | None:
-        return None
-
     def fetch(self, unit: UnitSpec, place: GatherBuffer) -> Transfer:
         return self._collectives.submit(Kind.WEIGHTS, unit.index, f"the weights of unit {unit.name}", place)
-
-    def pending(self) -> Transfer | None:
-        return None
-
-    def settle(self) -> None:
-        pass  # a gather that is over has read all it reads
 
     def _nbytes(self, unit: UnitSpec) -> int:
         return align(unit.numel * self.dtype.itemsize)

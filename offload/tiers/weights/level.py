@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Generic, Protocol
 
-from offload.tiers.weights.cache import P, Pin, Purpose, WeightCache
+from offload.tiers.weights.cache import WeightCache
+from offload.tiers.weights.pin import P, Pin, Purpose
 from offload.units import UnitSpec
 
 
