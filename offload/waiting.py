@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from offload.errors import RankError, WaitTimeout
+from offload.interrupts import held_back
 from swapper import OffloadError, StorageError
 
 WAIT_TIMEOUT_S = 600.0
@@ -111,8 +112,8 @@ class Monitor(RLock):  # type: ignore[misc]  # final in the stubs alone
 
     Each owner says beside its monitor what it guards, and its place in the order of locks. The order, outermost first:
     speculative updates (``update.speculative``), weights on a device or gathered, weights in host memory
-    (``tiers.weights.cache``), gradients (``tiers.gradients``), the store, ``Failure``. docs/design.md lists all locks. No
-    thread waits for I/O while it holds one."""
+    (``tiers.weights.cache``), gradients (``tiers.gradients``), the store, ``Failure``. docs/design.md lists all locks.
+    No thread waits for I/O while it holds one."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__()
@@ -139,12 +140,14 @@ class Monitor(RLock):  # type: ignore[misc]  # final in the stubs alone
             self.wait(_SLICE_S)
 
     def wait_for_transfer(self, wait: Callable[[], object]) -> None:
-        """Make the blocking call ``wait`` without the lock; the state may have changed afterwards."""
-        self.release()
+        """Make the blocking call ``wait`` without the lock, which is held once; the state may have changed
+        afterwards."""
         try:
+            self.release()
             wait()
         finally:
-            self.acquire()
+            if not self._is_owned():  # type: ignore[attr-defined]  # an interrupt may have come before the release
+                self.acquire()
 
 
 class Deadline:
@@ -208,9 +211,10 @@ class Worker:
             job.run(cancelled=True)
             return job
         if self._thread is None:
-            self._has_ended.clear()
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._thread.start()
+            with held_back():
+                self._has_ended.clear()
+                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                self._thread.start()
         self._jobs.put(job)
         return job
 
