@@ -250,3 +250,8 @@ class UnitHomes:
     weights: Home
     grads: Home | None
     tiles: list[TileHomes]
+
+    @property
+    def grads_address(self) -> int | None:
+        """Address of the gradients, if they rest in host memory."""
+        return None if self.grads is None else self.grads.address

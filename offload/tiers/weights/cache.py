@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from itertools import islice
 from typing import Generic
 
@@ -36,47 +37,41 @@ from offload.waiting import Deadline, Failure, Monitor
 _SLICE_S = 0.1
 
 
+@dataclass(eq=False)
 class WeightCache(Generic[P]):
     """Each use of a unit is between the taking and the release of a pin. A released unit stays until its place is
     needed: then the unit is evicted whose next use is farthest away."""
 
-    def __init__(
-        self,
-        units: Sequence[UnitSpec],
-        permanent: Callable[[UnitSpec], P | None],
-        is_permanent: Callable[[UnitSpec], bool],
-        carrier: Carrier[P],
-        failure: Failure,
-        meter: Meter,
-        *,
-        prefetch: bool,
-        look_ahead: int,
-        cause: str,
-        may_add_places: bool = True,
-    ) -> None:
-        """``permanent`` gives the places of units that are resident by the plan, if they have one in this tier.
-        ``look_ahead`` uses ahead of the present one are considered by prefetching. ``cause`` names what a use waits for
-        in reports. ``may_add_places``: it is compute that uses the cache, and may hold every place at a time."""
-        self.monitor = Monitor(failure)
+    units: Sequence[UnitSpec]
+    permanent: Callable[[UnitSpec], P | None]
+    """Gives the places of units that are resident by the plan, if they have one in this tier."""
+    is_permanent: Callable[[UnitSpec], bool]
+    carrier: Carrier[P]
+    failure: Failure
+    meter: Meter
+    _: KW_ONLY
+    prefetch: bool
+    look_ahead: int
+    """Uses ahead of the present one that prefetching considers."""
+    cause: str
+    """Names what a use waits for in reports."""
+    may_add_places: bool = True
+    """It is compute that uses the cache, and may hold every place at a time."""
+
+    def __post_init__(self) -> None:
+        self.monitor = Monitor(self.failure)
         """Guards the entries, the order of uses, the carrier's places and the counts below. After speculative updates
         in the order of locks, a device's cache before the host's, and before gradients."""
-        self.fence = UpdateFence(units, self.monitor, meter, self.held)
+        self.fence = UpdateFence(self.units, self.monitor, self.meter, self.held)
         self.entries = [
-            Entry(unit, UnitState.PERMANENT if is_permanent(unit) else UnitState.ABSENT, permanent(unit))
-            for unit in units
+            Entry(unit, UnitState.PERMANENT if self.is_permanent(unit) else UnitState.ABSENT, self.permanent(unit))
+            for unit in self.units
         ]
         self.present: dict[Entry[P], None] = {}
         """The entries that have a place and may be evicted, in the order in which they got it."""
         self.lent: set[UnitSpec] = set()
         """Units whose place the update has, and gives back by itself."""
-        self.carrier = carrier
-        self._failure = failure
-        self._meter = meter
-        self._prefetch = prefetch
-        self._look_ahead = look_ahead
-        self._cause = cause
-        self._may_add_places = may_add_places
-        self._order = UseOrder(len(units))
+        self._order = UseOrder(len(self.units))
         self._forward_under_way = False
         """Compute has used units since the last step was frozen."""
         self._waiting: set[Pin[P]] = set()
@@ -232,7 +227,7 @@ class WeightCache(Generic[P]):
             return
         try:
             self._waiting.add(pin)
-            with self._meter.stall("slot") if pin.purpose is Purpose.COMPUTE else contextlib.nullcontext():
+            with self.meter.stall("slot") if pin.purpose is Purpose.COMPUTE else contextlib.nullcontext():
                 self._bring_by(pin)
         finally:
             self._waiting.discard(pin)
@@ -241,7 +236,7 @@ class WeightCache(Generic[P]):
         entry = pin.entry
         deadline = Deadline(lambda: f"a place for unit {entry.unit.name} ({self.held()})")
         while entry.state in WITHOUT_PLACE:
-            self._failure.check()
+            self.failure.check()
             must = pin.purpose is not Purpose.UPDATE or not self._forward_goes_on()
             transfer = self.carrier.blocking_transfer(entry.unit)
             if transfer is None:
@@ -316,7 +311,7 @@ class WeightCache(Generic[P]):
 
     def _compute_holds_all(self) -> bool:
         return (
-            self._may_add_places
+            self.may_add_places
             and not self.lent
             and all(any(pin.purpose is Purpose.COMPUTE for pin in entry.pins) for entry in self.present)
         )
@@ -338,11 +333,11 @@ class WeightCache(Generic[P]):
             self.evict(entry)
 
     def _fetch_ahead(self, *, wrap: bool) -> None:
-        if not self._prefetch or self._waiting:
+        if not self.prefetch or self._waiting:
             return
         num_ahead, num_places = 0, self.carrier.num_places
         seen: set[int] = set()
-        for index in islice(self._order.upcoming(wrap=wrap), self._look_ahead):
+        for index in islice(self._order.upcoming(wrap=wrap), self.look_ahead):
             entry = self.entries[index]
             if entry.state not in WITHOUT_PLACE:
                 if entry.state is not UnitState.PERMANENT and index not in seen:
@@ -371,7 +366,7 @@ class WeightCache(Generic[P]):
         if pin.purpose is not Purpose.COMPUTE or fetch.done():
             fetch.wait()
         else:
-            with self._meter.stall(self._cause):
+            with self.meter.stall(self.cause):
                 fetch.wait()
         with self.monitor:
             if entry.state is UnitState.FETCHING:
