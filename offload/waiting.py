@@ -138,8 +138,8 @@ class Monitor(RLock):  # type: ignore[misc]  # final in the stubs alone
 
     Each owner says beside its monitor what it guards, and its place in the order of locks. The order, outermost first:
     speculative updates (``update.speculative``), weights on a device or gathered, weights in host memory
-    (``tiers.weights.cache``), gradients (``tiers.gradients``), the store, ``Failure``. docs/design.md lists all locks. No
-    thread waits for I/O while it holds one."""
+    (``tiers.weights.cache``), gradients (``tiers.gradients``), the store, ``Failure``. docs/design.md lists all locks.
+    No thread waits for I/O while it holds one."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__()
