@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from threading import get_ident
@@ -23,6 +22,7 @@ from torch.autograd.graph import Node
 from offload.errors import ConfigError
 from offload.model.handle import Handle
 from offload.model.hook_context import HookContext
+from offload.model.installed_hooks import HookOfModel, InstalledHooks
 from offload.model.unit_in_model import UnitInModel
 from offload.torch_internals import (
     belongs_to_backward,
@@ -30,14 +30,13 @@ from offload.torch_internals import (
     leaves_of,
     map_leaves,
     next_sequence_number,
-    same_number,
     sequence_number,
     when_backward_ends,
 )
 from offload.units import ParameterSpec, UnitSpec
 from swapper import OffloadError
 
-__all__ = ["Hooks", "Interleaving", "Listener", "NotScriptable", "UnitInModel"]
+__all__ = ["Hooks", "Interleaving", "Listener", "UnitInModel"]
 
 
 class Listener(Protocol):
@@ -81,31 +80,6 @@ class Interleaving(Protocol):
     def refuse_others(self, what: str) -> None:
         """``what`` comes in one context. Raises ``OffloadError`` if another one has calls under way, or will have
         some."""
-
-
-class NotScriptable(ConfigError, AttributeError, explained=False):
-    """A hook has no name. ``torch.jit.script`` is the one that cannot do without."""
-
-
-class _Hook(partial[Any]):
-    """A hook that belongs to its model: in a ``deepcopy`` of the module it does nothing."""
-
-    @property
-    def __name__(self) -> str:
-        raise NotScriptable(
-            "torch.jit.script cannot compile the engine's hooks. Script the model that engine.unwrap() gives, or one "
-            "that is built anew and has loaded model.state_dict()."
-        )
-
-    def __deepcopy__(self, memo: Any) -> _Hook:
-        return _Hook(_nothing)
-
-    def __reduce__(self) -> Any:
-        return _Hook, (_nothing,)
-
-
-def _nothing(*args: Any) -> None:
-    return None
 
 
 _IN_PARTS = "an OffloadEngine brings weights in around each unit: compile its model without fullgraph=True"
@@ -194,11 +168,6 @@ class Hooks:
         self.units = units
         self._begin_forward = outside_of_graphs(self._enter_forward, _IN_PARTS)
         self._end_forward = outside_of_graphs(self._finish_forward, _IN_PARTS)
-        self._numbered: list[Sequence[Any]] = []
-        """The two hooks of the first unit at a module, of the second one, ...: those at other modules have their
-        numbers."""
-        self._num_units_at: Counter[nn.Module] = Counter()
-        """Of each module so far: hooks of one module need numbers of their own."""
         self._listener = listener
         self._handles = handles
         self._parameters = parameters
@@ -211,7 +180,7 @@ class Hooks:
         """Units that the last context has left, and that another one will use next."""
         self._lost: set[ParameterSpec] = set()
         """Parameters that were said to be lost."""
-        self._installed: list[Any] = []
+        self._installed = InstalledHooks()
         for unit in units:
             self._install(unit)
 
@@ -324,32 +293,20 @@ class Hooks:
 
     def remove(self) -> None:
         """Take the hooks out of the model."""
-        for hook in self._installed:
-            hook.remove()
-        self._installed.clear()
+        self._installed.remove()
 
     def _install(self, unit: UnitInModel) -> None:
-        before, after = _Hook(self._pre_forward, unit), _Hook(self._post_forward, unit)
-        for module in unit.spec.modules:
-            # Before all others: one that raises must not leave our hook after the forward without ours before it.
-            first = partial(module.register_forward_pre_hook, before, prepend=True)
-            last = partial(module.register_forward_hook, after, always_call=True)
-            num_before = self._num_units_at[module]
-            self._num_units_at[module] += 1
-            known = self._numbered[num_before] if num_before < len(self._numbered) else (None, None)
-            of_module = [same_number(other, hook) for other, hook in zip(known, (first, last), strict=True)]
-            self._numbered[num_before : num_before + 1] = [of_module]
-            self._installed += of_module
+        before, after = HookOfModel(self._pre_forward, unit), HookOfModel(self._post_forward, unit)
+        self._installed.at_modules(unit.spec.modules, before, after)
         for index, (parameter, spec) in enumerate(zip(unit.parameters, unit.spec.parameters, strict=True)):
             handle = self._handles[spec]
             unit.sites += [(module, name, handle, parameter) for module, name in spec.sites]
             if not spec.trainable:
                 continue
-            hook = _Hook(_take_gradient, weakref.ref(self), weakref.ref(unit), index)
+            hook = HookOfModel(_take_gradient, weakref.ref(self), weakref.ref(unit), index)
             if spec.piece is not None:
                 spec.piece.on_gradient = hook
-            for holder in (parameter, self._parameters[spec]):  # the handle's own method would do both
-                self._installed.append(torch.Tensor.register_post_accumulate_grad_hook(holder, hook))
+            self._installed.at_gradients((parameter, self._parameters[spec]), hook)
 
     # Of the two hooks the compiler takes what only counts into a graph, and leaves the rest outside.
 
