@@ -23,7 +23,7 @@ class QueueError(OSError):
         self.nbytes = nbytes
         self.bytes_done = bytes_done
         self.error_offset = error_offset
-        """Where in the file the block that failed first stood."""
+        """Offset in the file of the block that failed first."""
 
     def __str__(self) -> str:
         place = f"{self.operation} of {self.file}"

@@ -1,4 +1,4 @@
-"""How fast a queue moves bytes, at a constant depth."""
+"""Speed of a queue at a constant depth."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .queue import Queue
 from .ticket import Ticket
 
 Mode = Literal["read", "write", "mixed", "update"]
-"""What is moved. "mixed": reads and writes that know nothing of each other, as two programs would make them. "update":
-each tile is read, and when it is there it is written from the same buffer, as the engine's update does."""
+"""Mode of what is moved. "mixed": reads and writes that know nothing of each other, as two programs would make them.
+"update": each tile is read, and when it is there it is written from the same buffer, as the engine's update does."""
 
 READS, WRITES = 7, 6
 """Bytes read to bytes written at once: what the engine moves with everything on NVMe (14 and 12 a parameter)."""
 
 REQUEST_BYTES = 8 << 20
-"""What is asked for at a time, a tile of the engine: a Python thread must be woken for each request."""
+"""Bytes that are asked for at a time, a tile of the engine: a Python thread must be woken for each request."""
 
 NUM_BUFFERS = 6
-"""How many tiles the engine has in memory at a time, and so the most that its update has in flight."""
+"""Number of tiles that the engine has in memory at a time, and so the most that its update has in flight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,7 @@ class Range:
             write.wait(300)
 
     def _offset(self, at: int) -> int:
-        """Where the request is that begins ``at`` bytes behind the start of the file, which has no end."""
+        """Offset of the request that begins ``at`` bytes behind the start of the file, which has no end."""
         return at // self._request_bytes % (self._nbytes // self._request_bytes) * self._request_bytes
 
     def _place(self, number: int) -> int:
@@ -158,7 +158,7 @@ class Range:
 
 
 class _Clock:
-    """What a queue does under ``with``."""
+    """Clock of what a queue does under ``with``."""
 
     sample: Sample
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _ATTEMPTS_MAX = 16
 _REQUESTS_MAX = 16384
 _WAIT_SECONDS = 30.0
-"""How long a caller waits for the loop's thread, or for room among the requests."""
+"""Seconds that a caller waits for the loop's thread, or for room among the requests."""
 _preadv, _pwritev, _fdatasync = wrap(os.preadv), wrap(os.pwritev), wrap(os.fdatasync)
 _queues: weakref.WeakSet[Queue] = weakref.WeakSet()
 _T = TypeVar("_T")
@@ -68,7 +68,7 @@ class Ticket:
     lease: object
     """Keeps the memory mapped until the request is over."""
     earlier_writes: list[Ticket] = field(default_factory=list)
-    """What a sync waits for."""
+    """Writes that a sync waits for."""
     bytes_done: int = 0
     """From the front: one block is carried after the other."""
     failure: int = 0
@@ -110,7 +110,7 @@ class _Pool(Executor):
         return future
 
     def work(self) -> None:
-        """What each of the threads does."""
+        """Do the work of each of the threads."""
         while (item := self.calls.get()) is not None:
             future, call = item
             try:
@@ -249,7 +249,7 @@ class Queue:
                 call()
 
     def _call(self, what: str, function: Callable[[], _T]) -> _T:
-        """What ``function`` gives or raises, made by the loop's thread; ``TimeoutError`` if that does not answer."""
+        """Give or raise what ``function`` does, made by the loop's thread; ``TimeoutError`` if that does not answer."""
         over = Latch()
         outcome: Future[_T] = Future()
 

@@ -1,4 +1,4 @@
-"""What the native core gives besides its queue, in Python alone, for places where the extension cannot be built."""
+"""Parts of the native core besides its queue, in Python alone, for places where the extension cannot be built."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def profiles_path() -> Path:
 
 
 def file_system_key(path: str | Path) -> str:
-    """What the profile of ``path`` is filed under: type, identity and size of its file system.
+    """Key that the profile of ``path`` is filed under: type, identity and size of its file system.
 
     The identity (``f_fsid``) comes from the UUID on most file systems, and from the device's number on the others.
     """
@@ -106,7 +106,8 @@ def load_profile(*paths: str | Path) -> IoProfile | None:
 
 
 def missing_profile(path: str | Path) -> str:
-    """Why :func:`load_profile` finds nothing for ``path``, and the fix, in a sentence; empty if it finds something."""
+    """Reason why :func:`load_profile` finds nothing for ``path``, and the fix, in a sentence; empty if it finds
+    something."""
     found = _find(path, _stored())
     return "" if isinstance(found, IoProfile) else f"{found}; `offload bench {path}` measures it"
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ._aio import Ticket as CoreTicket
 
 _CLOSE_SECONDS = 30.0
-"""How long a queue that was dropped, or the end of the program, waits for I/O in flight."""
+"""Seconds that a queue that was dropped, or the end of the program, waits for I/O in flight."""
 
 
 class Queue:
@@ -61,7 +61,7 @@ class Queue:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was dropped because it does not work here: a sentence each, with the reason and the fix."""
+        """Notes on what was dropped because it does not work here: a sentence each, with the reason and the fix."""
         return tuple(self._core.notes)
 
     def register_memory(self, address: int, nbytes: int) -> None:
@@ -115,7 +115,7 @@ class Queue:
         return self._ticket(self._core.sync(file), "sync", file, 0, 0)
 
     def statistics(self) -> Statistics:
-        """What the queue has done since it was made."""
+        """Statistics of the queue since it was made."""
         counters = self._core.counters()
         read = DirectionStatistics(**counters.pop("read"))
         write = DirectionStatistics(**counters.pop("write"))
@@ -180,7 +180,7 @@ def available_backends() -> tuple[str, ...]:
 
 
 def unavailable_backends() -> dict[str, str]:
-    """Why each of the other backends does not work here, and the fix."""
+    """Reasons why each of the other backends does not work here, and the fixes."""
     obstacle = _core.uring_obstacle()
     if not obstacle:
         return {}

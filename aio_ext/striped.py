@@ -43,7 +43,7 @@ class StripePath:
     queue: Queue
     file: int
     capacity_bytes: int
-    """What of the file may be used, from offset 0."""
+    """Bytes of the file that may be used, from offset 0."""
     bytes_per_s: float
     """Expected bandwidth: sets where chunks rest before they are first written. Only ratios matter."""
 
@@ -105,7 +105,7 @@ class StripedTicket:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a chunk rests: the ``index``-th piece of the file of a path."""
+    """Place of a chunk: the ``index``-th piece of the file of a path."""
 
     path: int
     index: int
@@ -113,7 +113,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Part:
-    """What one path transfers of a request."""
+    """Part of a request that one path transfers."""
 
     path: int
     offset: int
@@ -132,7 +132,7 @@ class _ChunkWrite:
 
 
 class _Pace:
-    """How long a path takes for a chunk, by the last few that it finished, and how many it has in flight."""
+    """Seconds that a path takes for a chunk, by the last few that it finished, and how many it has in flight."""
 
     def __init__(self, seconds_per_chunk: float) -> None:
         self.seconds_per_chunk = seconds_per_chunk

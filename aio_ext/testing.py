@@ -24,7 +24,7 @@ class Attempt:
 
 
 class FaultPlan:
-    """What goes wrong in a queue made by :func:`faulty_queue`. One plan serves one queue.
+    """Faults of a queue made by :func:`faulty_queue`. One plan serves one queue.
 
     A fault strikes one attempt at one block: first it is delayed or held, then it fails with ``error`` (nothing is
     transferred), or leaves ``short_by`` bytes undone, or goes through.

@@ -52,7 +52,7 @@ class Ticket:
 
     @property
     def error(self) -> QueueError | None:
-        """Why the request failed; None while it is in flight and after it succeeded."""
+        """Error by which the request failed; None while it is in flight and after it succeeded."""
         number = self._core.error
         if number == 0:
             return None

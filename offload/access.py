@@ -18,15 +18,14 @@ import torch
 
 from offload.memory import passing_tensor, tensor_at
 from offload.optim.formats import Formats
-from offload.optim.moments import read_moments
+from offload.optim.moments import copy_moments, is_in_codes, read_moments
 from offload.optim.rule import Rule, TileLayout
 from offload.ranks.ranks import Ranks
 from offload.spooled import Spooled
 from offload.tiers.gradients.store import GradientStore
 from offload.tiers.home import Home, TileHomes, UnitHomes
-from offload.tiers.make_compute import WholeWeights
 from offload.tiers.weights.host import HostLevel
-from offload.tiers.weights.level import Level
+from offload.tiers.weights.level import Level, WholeWeights
 from offload.units import ParameterSpec, UnitSpec
 from offload.waiting import Failure
 
@@ -60,7 +59,7 @@ def source_of(value: torch.Tensor) -> Source:
 
 @dataclass(frozen=True)
 class Layout(Generic[_Tiles]):
-    """How elements lie in records: bytes of each kind, the ``dtype`` of weights, and the rule by which tiles are laid
+    """Layout of elements in records: bytes of each kind, the ``dtype`` of weights, and the rule by which tiles are laid
     out, where something is trained."""
 
     formats: Formats
@@ -137,7 +136,7 @@ class Elements:
         self._records = records
         self._weights = _Borrowed[UnitSpec](records.lend_weights)
         self._tile = _Borrowed[TileHomes](records.lend_tile)
-        self._masters: torch.Tensor | None = None
+        self._masters = torch.empty(0)
         """Memory for those on their way to or from another dtype."""
 
     def __enter__(self) -> Elements:
@@ -206,6 +205,17 @@ class Elements:
         """Fill ``target``, flat, with a state's numbers, from element ``start`` of the tile's part of it on."""
         target.copy_(read_moments(name, self.states(span), start, start + target.numel()))
 
+    def write_state(self, span: Span, name: str, source: Source) -> None:
+        """Make what the tile has of a state the numbers that the source gives, from element 0 of that on."""
+        views = self.states(span)
+        if not is_in_codes(name, views):
+            source(0, views[name])
+            return
+        for start in range(0, span.numel, PART_NUMEL):
+            numbers = self._passing(min(PART_NUMEL, span.numel - start))
+            source(start, numbers)
+            copy_moments(name, views, start, {name: numbers}, 0, numbers.numel())
+
     def weights(self, unit: UnitSpec) -> int:
         """The address of the unit's weights, borrowed. A tile of another unit is given back."""
         if self._weights.what is not unit:
@@ -221,8 +231,8 @@ class Elements:
         return self.states_at(tile) + self.layout.rule.master_offset(tile.tile, element)
 
     def _passing(self, numel: int) -> torch.Tensor:
-        if self._masters is None:
-            self._masters = passing_tensor(PART_NUMEL * 4).view(torch.float32)
+        if self._masters.numel() < numel:
+            self._masters = passing_tensor(numel * 4).view(torch.float32)
         return self._masters[:numel]
 
 
@@ -268,7 +278,7 @@ class _Borrowed(Generic[_Record]):
 
 
 class Zeroing(Enum):
-    """What is known of ``zero_grad()`` since a step has used the gradients up.
+    """State of ``zero_grad()`` since a step has used the gradients up.
 
     - ``DONE``: somebody has dropped them, or has seen that there are none. The same where nobody expects any.
     - ``DUE``: not so far.
@@ -282,12 +292,12 @@ class Zeroing(Enum):
 
 @dataclass(frozen=True)
 class Levels:
-    """What lends the weights of units: those in host memory, their copies for compute, and, where this rank has shards,
-    ``whole`` units."""
+    """Levels that lend the weights of units: those in host memory, their copies for compute, and, where this rank has
+    shards, ``whole`` units."""
 
     host: HostLevel
     compute: Level
-    whole: WholeWeights | None
+    whole: WholeWeights
 
 
 def _nothing(unit: UnitSpec) -> None:
@@ -296,7 +306,7 @@ def _nothing(unit: UnitSpec) -> None:
 
 @dataclass
 class BeforeChange:
-    """What comes before a change from outside, in this order.
+    """Steps that come before a change from outside, in this order.
 
     ``agree`` is called by all ranks together. ``settle`` returns when all gradients are in their places. ``invalidate``
     makes void what was computed from a unit's weights, gradients or states before the step; see
@@ -309,37 +319,25 @@ class BeforeChange:
     commit: Callable[[UnitSpec], None] = _nothing
 
 
+@dataclass(eq=False)
 class ExternalAccess:
     """The one way from outside to weights, masters, states and gradients of an engine. Everything that changes them
-    announces it first."""
+    announces it first. ``homes`` and ``gradients`` are of this rank's shards, where there are several ``ranks``."""
 
-    def __init__(
-        self,
-        layout: Layout[Rule],
-        homes: Sequence[UnitHomes],
-        levels: Levels,
-        gradients: GradientStore,
-        before: BeforeChange,
-        ranks: Ranks,
-        device: torch.device,
-        failure: Failure,
-        spooled: Spooled,
-    ) -> None:
-        """``homes`` and ``gradients`` are of this rank's shards, where there are several ``ranks``."""
-        self.layout = layout
-        self.homes = homes
-        self.gradients = gradients
-        self.before = before
-        self.ranks = ranks
-        self.device = device
-        self.failure = failure
-        self.spooled = spooled
-        self.zeroing = Zeroing.DONE
-        self._levels = levels
+    layout: Layout[Rule]
+    homes: Sequence[UnitHomes]
+    levels: Levels
+    gradients: GradientStore
+    before: BeforeChange
+    ranks: Ranks
+    device: torch.device
+    failure: Failure
+    spooled: Spooled
+    zeroing: Zeroing = Zeroing.DONE
 
     def wait_for_updates(self) -> None:
         """Wait until the last step's update is done everywhere."""
-        self._levels.host.fence.wait_all()
+        self.levels.host.fence.wait_all()
 
     def changing(self, units: Sequence[UnitSpec]) -> None:
         """Weights, gradients or states of these units are about to change: speculative updates of them are void, and
@@ -349,7 +347,7 @@ class ExternalAccess:
         self.before.agree()
         for unit in units:
             self.dropping(unit)
-            self._levels.host.fence.wait(unit)
+            self.levels.host.fence.wait(unit)
             self.before.commit(unit)
 
     def dropping(self, unit: UnitSpec) -> None:
@@ -360,7 +358,7 @@ class ExternalAccess:
     def outdate(self, units: Sequence[UnitSpec]) -> None:
         """As ``changing``, of weights: copies of them are void, too."""
         self.changing(units)
-        self._levels.compute.outdate(units)
+        self.levels.compute.outdate(units)
 
     def weights(self, unit: UnitSpec) -> Loan:
         """The unit's weights, once the last step's update has reached them."""
@@ -377,11 +375,11 @@ class ExternalAccess:
     def whole_weights(self, unit: UnitSpec, spec: ParameterSpec) -> Iterator[int]:
         """The weights of all of a parameter of which ``spec`` may be a rank's shard. A rank may do this by itself as
         long as the others go on."""
-        if self._levels.whole is None or spec.whole is None:
+        if self.levels.whole is None or spec.whole is None:
             with self.weights(unit) as address:
                 yield address + spec.offset * self.layout.formats.weights
             return
-        with self._levels.whole.borrow(unit, spec.whole.offset, spec.whole.offset + spec.whole.numel) as address:
+        with self.levels.whole.borrow(unit, spec.whole.offset, spec.whole.offset + spec.whole.numel) as address:
             yield address
 
     def joined(self, what: str, part: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
@@ -402,7 +400,7 @@ class ExternalAccess:
 
     def _borrow(self, unit: UnitSpec, *, change: bool) -> Loan:
         home = self.homes[unit.index].weights
-        return self._levels.host.borrow(unit, change=change) if home.tensor is None else home.borrow(change=change)
+        return self.levels.host.borrow(unit, change=change) if home.tensor is None else home.borrow(change=change)
 
 
 @dataclass(frozen=True)

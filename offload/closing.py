@@ -1,4 +1,4 @@
-"""What must be undone at the end of an engine: by ``close``, by the end of the program, or after it was collected."""
+"""Undoing at the end of an engine: by ``close``, by the end of the program, or after it was collected."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _close_all() -> None:
 
 
 def _forget_in_child() -> None:
-    """What was opened belongs to the parent: a process that was forked from it closes nothing."""
+    """Forget what was opened, which belongs to the parent: a process that was forked from it closes nothing."""
     for closers in list(_open):
         closers._is_open = False
         closers._calls.clear()

@@ -40,7 +40,8 @@ class OffloadConfig:
     """Directories on local SSDs for the swap store; extents are spread over several. "~" is your home. Empty: nothing
     goes to NVMe."""
     device: str | torch.device | Device = "cpu"
-    """Where the model computes: "cpu", "cuda", "cuda:1", or a ``Device`` of one's own (``offload.device.protocol``)."""
+    """Device that the model computes on: "cpu", "cuda", "cuda:1", or a ``Device`` of one's own
+    (``offload.device.protocol``)."""
     device_memory: int | str = "auto"
     """Bytes of a GPU's memory that the engine may hold; activations are the model's. Beside what passes through, units
     rest there and are updated there, as many as fit. "auto": all of them if they take at most half of what is free;
@@ -58,9 +59,9 @@ class OffloadConfig:
     """dtype of weights and gradients. The 16-bit ones keep an fp32 master; "fp16" scales the loss, dynamically. "auto":
     the dtype that the model has."""
     optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer | None = "adamw"
-    """What updates the weights: "adam", "adamw", "adagrad", "lion" or "sgd"; a ``torch.optim.Optimizer`` class; or one
-    that is built already over the model's parameters, whose groups, settings and states are taken over. None: no
-    training, no gradients, no states."""
+    """Optimizer that updates the weights: "adam", "adamw", "adagrad", "lion" or "sgd"; a ``torch.optim.Optimizer``
+    class; or one that is built already over the model's parameters, whose groups, settings and states are taken over.
+    None: no training, no gradients, no states."""
     lr: float | None = None
     """Learning rate; a scheduler on ``engine.optimizer`` changes it. None, here and below: the optimizer's default."""
     betas: tuple[float, float] | None = None
@@ -72,7 +73,8 @@ class OffloadConfig:
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
     """Further options of the optimizer, by the names of ``torch.optim``: ``{"momentum": 0.9, "nesterov": True}``."""
     moments_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
-    """How kernels keep the optimizer's states. "bf16" and "int8" (blocks of 256) save bytes and are inexact."""
+    """Format in which kernels keep the optimizer's states. "bf16" and "int8" (blocks of 256) save bytes and are
+    inexact."""
     gradient_clipping: float = 0.0
     """Upper bound of the global gradient norm. 0: no clipping."""
     gradient_accumulation_steps: int = 1
@@ -80,7 +82,8 @@ class OffloadConfig:
     tile_bytes: int | str = "auto"
     """Bytes of optimizer state read, updated and written in one go. "auto": 8 MiB, less if memory is short."""
     io_backend: Literal["auto", "io_uring", "threads", "portable"] = "auto"
-    """What moves bytes to and from NVMe. "auto": io_uring, else threads. "portable" needs no extension, and is slow."""
+    """Backend that moves bytes to and from NVMe. "auto": io_uring, else threads. "portable" needs no extension, and is
+    slow."""
     durable: int = 0
     """Commit every so many steps under ``nvme_path``: after any end of the process ``load_checkpoint()`` goes on from
     there. 0: what is on NVMe is gone with the process, and checkpoints are saved by ``save_checkpoint`` alone."""
@@ -97,9 +100,9 @@ class OffloadConfig:
     ``torch.distributed``, if it is initialised or a launcher such as torchrun has started several. ``host_memory`` and
     ``nvme_capacity`` are a machine's: its ranks share them."""
     shard: Literal["auto", "states", "gradients", "weights"] = "auto"
-    """What ranks hold parts of, as ZeRO 1, 2 and 3 do: optimizer states; gradients, too; weights, too. The first ones
-    move the fewest bytes, the last one takes the least memory. "auto": the first one that needs no NVMe, else the
-    last."""
+    """Parts of the state that are divided among ranks, as by ZeRO 1, 2 and 3: optimizer states; gradients, too;
+    weights, too. The first ones move the fewest bytes, the last one takes the least memory. "auto": the first one that
+    needs no NVMe, else the last."""
     rank_timeout: float = 60.0
     """Seconds without a sign of life after which a rank counts as gone, and all end with one error. A rank that
     computes for longer gives signs of life."""
@@ -232,7 +235,7 @@ class OffloadConfig:
         return self.dtype if self.gradient_accumulation_steps == 1 else torch.float32
 
     def _conversions(self, others: Mapping[torch.dtype, int], *, only: bool) -> str:
-        """What becomes of parameters of other dtypes. ``only``: the model has no more than one."""
+        """Text on what becomes of parameters of other dtypes. ``only``: the model has no more than one."""
         found = ", ".join(f"{numel:,} parameters are {dtype}" for dtype, numel in others.items())
         master = "" if self.precision == "fp32" else " (what is trained keeps an fp32 master)"
         keeper = torch.float32 if torch.float32 in others else next(iter(others)) if only else None

@@ -1,4 +1,4 @@
-"""What the options and the kernels call torch's dtypes."""
+"""Names that the options and the kernels have for torch's dtypes."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ _KERNEL_DTYPES = {
 
 
 def kernel_dtype(dtype: torch.dtype) -> kernels.Dtype:
-    """What the kernels call ``dtype``."""
+    """Return the kernels' name of ``dtype``."""
     return _KERNEL_DTYPES[dtype]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -16,29 +15,24 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from offload import option_values, torch_internals
+from offload import option_values
+from offload.assembly.assemble import assemble
+from offload.assembly.run_plan import join_world, plan_run
 from offload.birth import from_pretrained
 from offload.birth.birth import Birth
 from offload.checkpoint.safetensors.export import MAX_SHARD_BYTES, save_model
-from offload.config import OPTIMIZERS, OffloadConfig
-from offload.device.protocol import Device
-from offload.errors import ConfigError, limits_named, warn
+from offload.config import OffloadConfig
+from offload.errors import ConfigError, limits_named
 from offload.model.handle import Handle
 from offload.model.inputs import Inputs
-from offload.optim.choose import choose, has_kernel
 from offload.optimizer import OffloadOptimizer
 from offload.plan.plan import Plan
-from offload.planning import check_backend, check_paths, open_device, plan_for
-from offload.ranks.machine import bind, share
-from offload.ranks.world import World, find_peers, find_world, local_index
+from offload.ranks.world import World
 from offload.report.report import Bandwidths, Report
 from offload.run.about import about, fingerprint
 from offload.run.directory import RunDirectory
 from offload.run.observer import Observer
-from offload.session import Session, with_measured_memory
-from offload.units import Distribution, UnitSpec, shard_unit
-from offload.units.distributed_tensor import check_peers
-from offload.units.find import find_units
+from offload.session import Session
 from swapper import OffloadError, readable_bytes
 
 _log = logging.getLogger("offload")
@@ -94,13 +88,11 @@ class OffloadEngine:
 
     @staticmethod
     def holds(model: nn.Module) -> bool:
-        """Whether an engine has the parameters of ``model``, or had them when it was closed."""
+        """Tell whether an engine has the parameters of ``model``, or had them when it was closed."""
         return any(isinstance(parameter, Handle) for parameter in model.parameters())
 
     def _make(self, model: nn.Module) -> Session:
-        torch_internals.check()
-        check_backend(self.config.io_backend)
-        world = find_world(self.config.mesh, self.config.rank_timeout)
+        world = join_world(self.config)
         try:
             return self._make_in(world, model)
         except BaseException as error:
@@ -108,35 +100,19 @@ class OffloadEngine:
             raise
 
     def _make_in(self, world: World, model: nn.Module) -> Session:
-        device = open_device(self.config.device, local_index(world))
-        config, sharers = _of_rank(self.config, world, device)
-        in_pieces, dtype = has_kernel(self.config.optimizer), self.config.dtype
-        units = find_units(model, in_pieces=in_pieces, dtype=dtype, num_ranks=world.size)
-        if not units:
-            raise ConfigError("the model has no floating-point parameters: there is nothing to offload")
-        if self.config.optimizer is not None and not any(p.requires_grad for p in model.parameters()):
-            warn("no parameter of the model requires grad: the engine will train nothing (optimizer=None says that)")
-        _refuse_for_ranks(units, self.config, world, device)
-        distributions = [spec.distribution for unit in units for spec in unit.parameters if spec.distribution]
-        if distributions:
-            _refuse_for_parts(distributions, self.config, world)
-        parts = find_peers(distributions[0].members if distributions else ())
-        shards = units if world.size == 1 else [shard_unit(unit, world.shards.own, world.shards.size) for unit in units]
-        choice = choose(self.config, shards)
-        _refuse_quantised_elsewhere(units, self.config, torch.device("cpu") if device is None else device.torch_device)
-        self._inputs = Inputs(device, self.config.dtype)
-        plan = plan_for(config, units, choice, device, world, shards)
+        plan = plan_run(model, self.config, world)
+        self._inputs = Inputs(plan.processor, self.config.dtype)
         path = self.config.run_path if world.rank == 0 else None
-        run = None if path is None else RunDirectory(path, fingerprint(plan))
+        run = None if path is None else RunDirectory(path, fingerprint(plan.plan))
         try:
             with contextlib.closing(Birth(model, self.config.weights_path)) as birth:
-                session = Session(model, config, units, shards, plan, choice, device, birth, world, sharers, parts)
+                session = Session(assemble(model, plan, birth))
         except BaseException:
             if run is not None:
                 run.abandon()
             raise
-        _log.info("engine made: %s", _summary(plan, session.bandwidths))
-        session.watch.about = partial(about, self.config, plan, type(model).__name__, session.bandwidths)
+        _log.info("engine made: %s", _summary(session.plan, session.bandwidths))
+        session.watch.about = partial(about, self.config, session.plan, type(model).__name__, session.bandwidths)
         if run is not None:
             run.trace = session.meter.trace
             session.watch.add(run)
@@ -154,7 +130,7 @@ class OffloadEngine:
 
     @property
     def plan(self) -> Plan:
-        """Where everything rests, and what a step moves and takes. ``print`` it."""
+        """Placement of everything, and what a step moves and takes. ``print`` it."""
         session, seconds = self._session, {}
         if session.bandwidths is not None:
             plan = session.plan
@@ -189,11 +165,12 @@ class OffloadEngine:
         the last bits differ from a step without it, as sums in another order do.
         """
         self._session.failure.check()
-        before, self._session.holds_gradients = self._session.holds_gradients, True
+        holding = self._session.holding
+        before, holding.now = holding.now, True
         try:
             yield
         finally:
-            self._session.holds_gradients = before
+            holding.now = before
 
     def together(
         self, micro_batches: Iterable[_Item], function: Callable[[_Item], _Result], at_once: int | None = None
@@ -225,7 +202,7 @@ class OffloadEngine:
         """
         optimizer = self._require_training()
         self._session.failure.check()
-        if self._session.step_is_due():
+        if self._session.step.is_due():
             optimizer.step()  # through the optimizer, so that schedulers see it
             self._session.zeroing_is_done()
 
@@ -236,7 +213,7 @@ class OffloadEngine:
         """
         self._require_training()
         self._session.failure.check()
-        return torch.tensor(self._session.clip_grad_norm(max_norm), device=self._session.torch_device)
+        return torch.tensor(self._session.step.clip_grad_norm(max_norm), device=self._session.torch_device)
 
     def synchronize(self) -> None:
         """Wait until the last step's update is done everywhere, and until all ranks are here: meanwhile this one gives
@@ -248,7 +225,8 @@ class OffloadEngine:
         first one."""
         if self._session.last_report is None:
             raise OffloadError("no step has been taken yet: there is nothing to report")
-        return with_measured_memory(self._session.last_report, self._session.memory_bytes())
+        on_host, on_device = self._session.memory_bytes()
+        return replace(self._session.last_report, host_memory_bytes=on_host, device_memory_bytes=on_device)
 
     def log(self, **values: float | torch.Tensor) -> None:
         """Tell the observers, such as the run directory, of metrics of yours that belong to the last step taken:
@@ -416,94 +394,3 @@ def _summary(plan: Plan, bandwidths: Bandwidths | None) -> str:
         nbytes = sum(of_kind.get(tier, 0) for of_kind in plan.memory.values())
         line += f", {readable_bytes(nbytes)} in {tier}" if nbytes else ""
     return line if bandwidths is None else f"{line}; NVMe {bandwidths}"
-
-
-def _refuse_quantised_elsewhere(units: Sequence[UnitSpec], config: OffloadConfig, device: torch.device) -> None:
-    """Raise ``ConfigError`` for quantised parameters that were made for another device, or whose values are to come
-    from files."""
-    for spec in (spec for unit in units for spec in unit.parameters if spec.packing is not None):
-        if config.weights_path is not None:
-            raise ConfigError(
-                f"weights={config.weights_path}: parameter {spec.name} is quantised, and the files have ordinary "
-                "values. Load them into the model, quantise it, and make the engine without weights=."
-            )
-        if spec.parameter.device.type != device.type:
-            raise ConfigError(
-                f"parameter {spec.name} was quantised on {spec.parameter.device}, and the model computes on {device}, "
-                "where its bytes may have to lie otherwise: quantise the model there."
-            )
-
-
-def _of_rank(config: OffloadConfig, world: World, device: Device | None) -> tuple[OffloadConfig, int]:
-    """The options of one rank, which has its part of the machine, and how many ranks share its drives."""
-    if world.size == 1:
-        return config, world.local_size
-    check_paths(config.paths)
-    where = None if device is None else device.torch_device
-    nodes = world.all_gather_object(bind(world.local_rank, len(world.local_ranks), where))
-    own = share(config, world.local_rank, [nodes[rank] for rank in world.local_ranks])
-    config = own.config
-    if config.durable:  # a store that stays has a name
-        paths = [path / f"rank-{world.rank}-of-{world.size}" for path in config.paths]
-        for path in paths:
-            path.mkdir(exist_ok=True)
-        config = replace(config, nvme_path=paths)
-    return config, own.sharers * world.local_size // len(world.local_ranks)  # others train other parts of the model
-
-
-def _refuse_for_ranks(units: Sequence[UnitSpec], config: OffloadConfig, world: World, device: Device | None) -> None:
-    """Raise ``ConfigError`` for what several ranks cannot do, and on all of them if their models differ."""
-    if world.size == 1:
-        return
-    own = [f"{spec.name} {tuple(spec.shape)}" for unit in units for spec in unit.parameters if spec.numel]
-    of_ranks = world.all_gather_object(own)
-    for rank, others in zip(world.members, of_ranks, strict=True):
-        if others != of_ranks[0]:
-            first, other = next(pair for pair in zip_longest(of_ranks[0], others) if pair[0] != pair[1])
-            raise ConfigError(
-                f"ranks {world.members[0]} and {rank} have different models ({first}, {other}), and would train one "
-                'together: give the ranks that have equal ones, such as mesh=world_mesh["dp"], also where that has one '
-                "rank"
-            )
-    _refuse_devices(world, None if device is None else device.identity)
-    if not has_kernel(config.optimizer):
-        raise ConfigError(
-            f"this is one of {world.size} ranks, which hold parts of parameters, and an optimizer without a kernel may "
-            f"look at whole ones: optimizer= is one of {', '.join(OPTIMIZERS)}, or a class of torch that is one of them"
-        )
-    packed = next((spec for unit in units for spec in unit.parameters if spec.packing is not None), None)
-    if packed is not None:
-        raise ConfigError(f"this is one of {world.size} ranks, and parameter {packed.name} is quantised: start one")
-
-
-def _refuse_devices(world: World, own: str | None) -> None:
-    """Raise ``ConfigError`` on all ranks if they compute on different kinds of devices, or two on the same one."""
-    identities = world.all_gather_object(own)
-    for rank, identity in zip(world.members, identities, strict=True):
-        if (identity is None) != (identities[0] is None):
-            kinds = "a device" if identities[0] else "the CPU", "a device" if identity else "the CPU"
-            raise ConfigError(
-                f"rank {world.members[0]} computes on {kinds[0]} and rank {rank} on {kinds[1]}: give all of them the "
-                "same device"
-            )
-        first = world.members[identities.index(identity)]
-        if identity is not None and first != rank:
-            raise ConfigError(
-                f"ranks {first} and {rank} compute on the same GPU ({identity}): start as many processes as there are "
-                'GPUs, with device="cuda", or give each its own by device="cuda:0", "cuda:1" and so on'
-            )
-
-
-def _refuse_for_parts(distributions: Sequence[Distribution], config: OffloadConfig, world: World) -> None:
-    """Raise ``ConfigError`` for what a model whose parameters are ``DTensor`` cannot do."""
-    check_peers(distributions, world.members)
-    if config.weights_path is not None:
-        raise ConfigError(
-            f"weights={config.weights_path}: the model has DTensors, and the files whole values. Load them into the "
-            "model, parallelise it, and make the engine without weights="
-        )
-    if config.optimizer is not None and not has_kernel(config.optimizer):
-        raise ConfigError(
-            "the model has DTensors, and an optimizer without a kernel may look at whole parameters: optimizer= is one "
-            f"of {', '.join(OPTIMIZERS)}, or a class of torch that is one of them"
-        )

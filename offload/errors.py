@@ -67,7 +67,7 @@ def warn(message: str) -> None:
 
 @contextlib.contextmanager
 def limits_named() -> Iterator[None]:
-    """Where the system has no file descriptor left within, the error says so, and what to do."""
+    """Name the limit where the system has no file descriptor left within, and what to do."""
     try:
         yield
     except OSError as error:

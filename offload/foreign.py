@@ -1,4 +1,4 @@
-"""What other libraries call our options, and what their users get to read."""
+"""Names that other libraries have for our options, and messages for their users."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _hint(name: str, options: Mapping[str, object], known: Sequence[str]) -> str
 
 
 def _translation(config: Mapping[object, object]) -> str:
-    """What to write instead of each part of DeepSpeed's configuration that is turned on, in one line."""
+    """Advice on what to write instead of each part of DeepSpeed's configuration that is turned on, in one line."""
     keys = [str(key) for key, part in config.items() if not _is_off(part)]
     others = [key for key in keys if key not in _OURS]
     translated = [f"{key} -> {_OURS[key]}" for key in keys if key in _OURS]

@@ -25,7 +25,7 @@ _SIGNALS = [
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """What comes within is handled at the end, as if it had come there: what is within is done whole, or not begun.
+    """Handle at the end what comes within, as if it had come there: what is within is done whole, or not begun.
 
     In other threads than the main one nothing needs to be held back: Python handles no signals there. May be nested.
     """

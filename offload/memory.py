@@ -93,7 +93,7 @@ def _cgroup_files() -> list[tuple[Path, Path]]:
 
 
 def resident_bytes(ranges: Sequence[tuple[int, int]]) -> int:
-    """How much of the mappings that contain these ranges (address, bytes) is in memory, by the kernel's count."""
+    """Bytes of the mappings that contain these ranges (address, bytes) that are in memory, by the kernel's count."""
     total, inside = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         name, _, value = line.partition(":")

@@ -21,7 +21,7 @@ _POSITION = "engine"
 
 
 class Steps(Protocol):
-    """What the optimizer asks of the engine."""
+    """Engine, as the optimizer asks it."""
 
     def trains(self, parameter: nn.Parameter) -> bool: ...
 
@@ -60,13 +60,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         groups: list[Group],
-        engine: Steps,
         states: States,
         progress: Progress,
         source: torch.optim.Optimizer | None = None,
     ) -> None:
         super().__init__(groups, options_of(groups[0]) if source is None else source.defaults)
-        self._engine = engine
         self._states = states
         self._progress = progress
         self._source = source
@@ -76,6 +74,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
             source.step = _Forward(self)  # type: ignore[method-assign,assignment]
             for name in ("zero_grad", "add_param_group", "state_dict", "load_state_dict"):
                 setattr(source, name, getattr(self, name))
+
+    def attach(self, engine: Steps) -> None:
+        """Steps and new parameters are those of ``engine`` from now on."""
+        self._engine = engine
 
     @never_compiled
     @torch.no_grad()

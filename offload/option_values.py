@@ -1,4 +1,5 @@
-"""What a user gave for an option, as the engine keeps it; or one line that names option, value and what is expected."""
+"""Values that a user gave for options, as the engine keeps them; or one line that names option, value and what is
+expected."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ _SPELLINGS = {
     "fp32": ("float32", "float", "32", "32-true", "no", "float64", "double", "fp64", "64"),
     "int8": ("uint8", "8bit", "8"),
 }
-"""What others call dtypes; where there is no fp64, fp32 comes nearest."""
+"""Names that others have for dtypes; where there is no fp64, fp32 comes nearest."""
 
 
 def refuse(option: str, expected: str, value: object, near: str | None = None) -> NoReturn:

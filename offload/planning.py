@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 
 import aio_ext
 from offload.config import OffloadConfig
-from offload.device.protocol import Device
+from offload.device.host import Cpu
+from offload.device.protocol import Device, Processor
 from offload.errors import BudgetError, ConfigError, RankError, warn
 from offload.memory import available_bytes
 from offload.optim.choose import OptimizerChoice
@@ -39,7 +41,7 @@ _WHOLE_UNITS = 1 << 62
 
 
 class HostRoom:
-    """What compute may take where the CPU computes: nothing beside the host's memory."""
+    """Room of compute where the CPU computes: nothing beside the host's memory."""
 
     computes = False
     free_bytes = 0
@@ -63,7 +65,7 @@ ON_CPU = HostRoom()
 
 @dataclass(frozen=True)
 class DeviceRoom:
-    """What a plan may know of a device: its free memory, and why its streams cannot run kernels, if so."""
+    """Room of compute on a device: its free memory, and why its streams cannot run kernels, if so."""
 
     free_bytes: int
     unsupported_reason: str | None = None
@@ -72,7 +74,7 @@ class DeviceRoom:
     def plan(
         self, config: OffloadConfig, units: Sequence[UnitSpec], choice: OptimizerChoice | None, ranks: RanksPlan
     ) -> tuple[DevicePlan, RanksPlan]:
-        """How the device's memory is divided, and what of it is between ranks; the optimizer decides, too, whether
+        """Divide the device's memory, also among what passes between ranks; the optimizer decides, too, whether
         units may be resident there."""
         unsupported_reason = None
         if choice is not None:
@@ -99,7 +101,7 @@ class DeviceRoom:
 
 @dataclass(frozen=True)
 class Room:
-    """What a plan may take of a machine, measured or described.
+    """Room that a plan may take of a machine, measured or described.
 
     ``nvme_bytes`` bounds the records on NVMe; ``spare_bytes`` bounds them with their spare copies. ``compute`` is what
     there is where the model computes.
@@ -115,7 +117,7 @@ def plan_for(
     config: OffloadConfig,
     units: Sequence[UnitSpec],
     choice: OptimizerChoice | None,
-    device: Device | None,
+    processor: Processor,
     world: World,
     shards: Sequence[UnitSpec],
 ) -> Plan:
@@ -125,7 +127,7 @@ def plan_for(
     memory: a wrong path is not kept until the day that it is needed.
     """
     check_paths(config.paths)
-    room = _room(config, units, device, world.local_size)
+    room = _room(config, units, processor, world.local_size)
     if world.size == 1:
         return plan_within(config, units, choice, room, ONE_RANK)
     for placement in PLACEMENTS if config.shard == "auto" else (config.shard,):
@@ -149,7 +151,7 @@ def plan_for(
 
 
 def _device_fits(plan: Plan, config: OffloadConfig, room: Room) -> bool:
-    """What the plan takes of a device's memory leaves enough to activations, as far as nobody has said how much."""
+    """Tell whether the plan leaves enough of a device's memory to activations, as far as nobody has said how much."""
     if config.device_memory != "auto":
         return True
     return plan.device.total_bytes <= room.compute.free_bytes * AUTO_RESIDENT_SHARE
@@ -219,18 +221,23 @@ def plan_within(
     return plan.with_resident(resident, device_plan)
 
 
-def _room(config: OffloadConfig, units: Sequence[UnitSpec], device: Device | None, num_local: int) -> Room:
-    """What the options leave a plan of this machine, which ``num_local`` ranks share."""
+def _room(config: OffloadConfig, units: Sequence[UnitSpec], processor: Processor, num_local: int) -> Room:
+    """Room that the options leave a plan of this machine, which ``num_local`` ranks share."""
     host, nvme = config.host_memory, config.nvme_capacity
     host_bytes = (int(available_bytes() * AUTO_SHARE) if host == "auto" else int(host)) // num_local
     nvme_bytes = (1 << 62 if nvme == "auto" else int(nvme) // num_local) if config.paths else 0
     spare_bytes = free_bytes_of(config.paths) * AUTO_SHARE / num_local if nvme == "auto" else nvme_bytes
     if config.durable and nvme == "auto":  # what an earlier run has there is gone on from in its place
         spare_bytes += sum(map(run_bytes, config.paths))
-    if device is None:
-        return Room(host_bytes, nvme_bytes, spare_bytes)
+    return Room(host_bytes, nvme_bytes, spare_bytes, _compute_room(processor, units))
+
+
+def _compute_room(processor: Processor, units: Sequence[UnitSpec]) -> HostRoom | DeviceRoom:
+    if isinstance(processor, Cpu):
+        return ON_CPU
+    device = cast(Device, processor)
     free_bytes = device.free_bytes() + _taken_over_bytes(units, device)
-    return Room(host_bytes, nvme_bytes, spare_bytes, DeviceRoom(free_bytes, device.kernels_unsupported_reason()))
+    return DeviceRoom(free_bytes, device.kernels_unsupported_reason())
 
 
 def check_paths(paths: Sequence[Path]) -> None:
@@ -255,14 +262,14 @@ def check_paths(paths: Sequence[Path]) -> None:
             )
 
 
-def open_device(device: str | torch.device | Device, local_index: int | None) -> Device | None:
-    """The device that the model computes on; None is the CPU. Of several GPUs that none is named of, the process with
+def open_processor(device: str | torch.device | Device, local_index: int | None) -> Processor:
+    """What the model computes on. Of several GPUs that none is named of, the process with
     this index on its machine takes its own. Raises ``ConfigError`` if it is not there."""
     if not isinstance(device, (str, torch.device)):
         return device
     found = torch.device(device)
     if found.type == "cpu":
-        return None
+        return Cpu()
     from offload.device.cuda import CudaDevice
 
     return CudaDevice(found, local_index)
@@ -278,7 +285,8 @@ def check_backend(name: str) -> None:
 
 
 def _taken_over_bytes(units: Sequence[UnitSpec], device: Device) -> int:
-    """What the model's parameters have of a GPU's memory: it is free when the engine has taken their values over."""
+    """Bytes of a GPU's memory that the model's parameters have: they are free when the engine has taken their values
+    over."""
     if device.torch_device.type == "cpu":
         return 0
     parameters = {spec.parameter for unit in units for spec in unit.parameters}

@@ -1,4 +1,4 @@
-"""Where a run stands: what the session counts, and checkpoints save and restore."""
+"""Progress of a run: what the session counts, and checkpoints save and restore."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Progress:
         self.num_backwards, self.has_other_gradients = 0, False
 
     def state_dict(self) -> dict[str, Any]:
-        """What a state dict of the optimizer says of it: that is taken between steps."""
+        """Return what a state dict of the optimizer says of it: that is taken between steps."""
         scale = self.loss_scale
         return {
             "global_step": self.global_step,

@@ -30,7 +30,7 @@ def _unsupported(name: str, what: str) -> TorchUnsupported:
 
 
 def _found(owner: Any, name: str) -> Any:
-    """What torch has under this name. Raises ``TorchUnsupported``."""
+    """Return what torch has under this name. Raises ``TorchUnsupported``."""
     try:
         return getattr(owner, name)
     except AttributeError as error:
@@ -54,7 +54,8 @@ sequence_number: Callable[[Node], int] = methodcaller("_sequence_nr")
 """The number that an autograd node got when it was made, by the count of the thread that made it."""
 
 belongs_to_backward: Callable[[Node], bool] = _found(torch._C, "_will_engine_execute_node")
-"""Whether a node, not the one that it began with, is part of the backward that this thread is in. It must be in one."""
+"""Tell whether a node, not the one that it began with, is part of the backward that this thread is in. It must be in
+one."""
 
 
 def others_listen() -> bool:
@@ -147,10 +148,10 @@ no_torch_function: Any = _found(torch._C, "_disabled_torch_function_impl")
 """``__torch_function__`` of a class whose operations are to reach ``__torch_dispatch__`` unchanged."""
 
 autograd_gradient: Any = _found(torch.Tensor, "grad")
-"""Where autograd puts gradients, under the property of the same name."""
+"""Descriptor where autograd puts gradients, under the property of the same name."""
 
 requires_grad: Any = _found(torch.Tensor, "requires_grad")
-"""Whether autograd makes a gradient, under the property of the same name."""
+"""Descriptor that says whether autograd makes a gradient, under the property of the same name."""
 
 
 @cache

@@ -10,8 +10,8 @@ import torch
 from offload.device.protocol import Device, Event
 from offload.report.meter import Meter
 from offload.report.trace import Span
-from offload.tiers.weights.cache import Pin
 from offload.tiers.weights.level import Level
+from offload.tiers.weights.pin import Pin
 from offload.tiers.window import DeviceWindow, HostWindow
 from offload.units import UnitSpec
 from swapper import OffloadError
@@ -60,7 +60,7 @@ class DeviceWindows:
 
 
 class Clock(Protocol):
-    """How long the model has computed, as far as the training thread's time does not tell."""
+    """Clock of how long the model has computed, as far as the training thread's time does not tell."""
 
     def begin(self, *, training: bool) -> None:
         """The first of nested uses has begun."""
@@ -69,7 +69,8 @@ class Clock(Protocol):
         """The last one is over."""
 
     def busy_seconds(self) -> float | None:
-        """How long the device has worked on units since this was asked last. None: it is the training thread's time."""
+        """Seconds that the device has worked on units since this was asked last. None: it is the training thread's
+        time."""
 
 
 class HostClock:

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from offload.errors import RankError, WaitTimeout
+from offload.interrupts import held_back
 from swapper import OffloadError, StorageError
 
 WAIT_TIMEOUT_S = 600.0
@@ -76,11 +77,6 @@ class Failure:
         """Keep ``error`` unless there was one before it, and raise the first."""
         raise self.record(error)
 
-    def whole(self, what: str) -> _Whole:
-        """A block that does ``what``, and may not be left half done: an interrupt in it ends the engine. What raises an
-        ``OffloadError`` there has seen to it itself."""
-        return _Whole(self, what)
-
     def __enter__(self) -> None:
         self.check()
 
@@ -89,28 +85,6 @@ class Failure:
     ) -> None:
         if isinstance(error, FATAL):
             self.raise_first(error)
-
-
-class _Whole:
-    __slots__ = ("_failure", "_what")
-
-    def __init__(self, failure: Failure, what: str) -> None:
-        self._failure = failure
-        self._what = what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is not None and not isinstance(error, OffloadError):
-            self._failure.record(
-                OffloadError(
-                    f"{self._what} was interrupted half-way by {type(error).__name__}: the engine cannot go on. Build "
-                    "the model and the engine again, and go on from a checkpoint"
-                )
-            )
 
 
 _failures: weakref.WeakSet[Failure] = weakref.WeakSet()
@@ -137,8 +111,9 @@ class Monitor(RLock):  # type: ignore[misc]  # final in the stubs alone
     gives it back: an interrupt there would keep it for ever (https://bugs.python.org/issue29988).
 
     Each owner says beside its monitor what it guards, and its place in the order of locks. The order, outermost first:
-    speculative updates (``update.speculative``), weights on a device, weights in host memory (``tiers.cache``),
-    gradients (``tiers.gradients``), ``Failure``. No thread waits for I/O while it holds one."""
+    speculative updates (``update.speculative``), weights on a device or gathered, weights in host memory
+    (``tiers.weights.cache``), gradients (``tiers.gradients``), the store, ``Failure``. docs/design.md lists all locks.
+    No thread waits for I/O while it holds one."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__()
@@ -165,12 +140,14 @@ class Monitor(RLock):  # type: ignore[misc]  # final in the stubs alone
             self.wait(_SLICE_S)
 
     def wait_for_transfer(self, wait: Callable[[], object]) -> None:
-        """Make the blocking call ``wait`` without the lock; the state may have changed afterwards."""
-        self.release()
+        """Make the blocking call ``wait`` without the lock, which is held once; the state may have changed
+        afterwards."""
         try:
+            self.release()
             wait()
         finally:
-            self.acquire()
+            if not self._is_owned():  # type: ignore[attr-defined]  # an interrupt may have come before the release
+                self.acquire()
 
 
 class Deadline:
@@ -234,9 +211,10 @@ class Worker:
             job.run(cancelled=True)
             return job
         if self._thread is None:
-            self._has_ended.clear()
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._thread.start()
+            with held_back():
+                self._has_ended.clear()
+                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+                self._thread.start()
         self._jobs.put(job)
         return job
 

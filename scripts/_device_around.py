@@ -108,7 +108,7 @@ class AroundDevice(Around):
 
     def before_step(self, engine: OffloadEngine) -> None:
         if not self._in_a_hurry:
-            drain(engine._session._updates.updater._worker)
+            drain(engine._session.parts.trained.updates.updater._worker)
 
     def _try(self, engine: OffloadEngine, tokens: torch.Tensor) -> float:
         device, stream = self._device, self._training

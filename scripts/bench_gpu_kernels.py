@@ -163,7 +163,7 @@ def _seconds(device: Device, run: Callable[[], object], rounds: int) -> float:
 
 def _arrays(device: Device | None, case: Case, numel: int) -> dict[str, torch.Tensor]:
     filled = {name: _fill(device, numel, dtype, seed) for seed, (name, dtype) in enumerate(case.arrays().items())}
-    for name in case.states:
+    for name in case.coef.states:
         filled[name].abs_()  # a second moment is not negative
     return filled
 

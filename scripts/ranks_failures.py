@@ -122,7 +122,7 @@ def _truncate(engine: Any) -> None:
 
 def _break_thread(engine: Any) -> None:
     """The thread that carries out collectives raises."""
-    engine._session._ranks.collectives._carry_out = {}
+    engine._session.parts.ranks.collectives._carry_out = {}
 
 
 def _destroy(engine: Any) -> None:

@@ -53,7 +53,7 @@ class Arena:
         return lease
 
     def huge_bytes(self) -> int:
-        """How much of the arena the kernel backs with huge pages right now."""
+        """Bytes of the arena that the kernel backs with huge pages right now."""
         return self._memory.huge_bytes()
 
     def close(self) -> None:

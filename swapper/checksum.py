@@ -27,11 +27,11 @@ _THREADS = min(4, os.cpu_count() or 1)
 """One thread hashes as fast as memory is read, so a few serve any number of devices."""
 
 _LOOK_S = 0.1
-"""How often a thread that waits for another one's work looks whether it was given back."""
+"""Seconds between two looks of a thread that waits for another one's work at whether it was given back."""
 
 
 def seed(store: bytes, extent: int, generation: int, nbytes: int) -> int:
-    """What the checksum of ``nbytes`` of this extent and generation starts from."""
+    """Return what the checksum of ``nbytes`` of this extent and generation starts from."""
     return xxhash.xxh3_64_intdigest(struct.pack("<16s3Q", store, extent, generation, nbytes))
 
 

@@ -29,7 +29,7 @@ from swapper.manifest import Entry, Manifest
 from swapper.publication import layout_of, publish, used_bytes
 
 _PART_BYTES = 2 << 20
-"""What is read at once: the store's other transfers wait for so much at most."""
+"""Bytes that are read at once: the store's other transfers wait for so much at most."""
 
 _SYNC_BYTES = 256 << 20
 """After so many bytes the disk must have them: where there is no direct I/O, the page cache takes no more of them."""

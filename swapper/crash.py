@@ -40,7 +40,7 @@ class _File:
 
 @dataclass
 class _Stable:
-    """What is certain, and what is not, after some of the events."""
+    """Content that is certain, and that is not, after some of the events."""
 
     data: bytearray
     names: dict[str, _File] = field(default_factory=dict)
@@ -108,7 +108,7 @@ def _rename(names: dict[str, _File], change: tuple[str | None, str | None, _File
 
 
 def _parts(nbytes: int) -> list[tuple[int, int]]:
-    """What may have arrived of a write: nothing, all of it, or its beginning or end up to some sector."""
+    """Parts of a write that may have arrived: nothing, all of it, or its beginning or end up to some sector."""
     cuts = sorted({cut for sector in SECTORS for cut in range(sector, nbytes, sector)})
     return [(0, 0), (0, nbytes), *((0, cut) for cut in cuts), *((cut, nbytes) for cut in cuts)]
 

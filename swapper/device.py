@@ -1,4 +1,4 @@
-"""What a store asks of the thing that holds its bytes, and the real one: files, moved by queues."""
+"""Protocol of the device that holds a store's bytes, and the real one: files, moved by queues."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ IO_TIMEOUT_S = 300.0
 """No transfer may take longer: a disk that is silent for this long is treated as gone."""
 
 CHUNK_BYTES = 4 << 20
-"""What is placed on one of several paths as a whole."""
+"""Bytes that are placed on one of several paths as a whole."""
 
 _ROOM = 1.25
-"""How much more of the bytes than its share a path has room for, so that a slower one can be relieved."""
+"""Factor by which a path has room for more of the bytes than its share, so that a slower one can be relieved."""
 
 _SPARE_CHUNKS = 2
 
@@ -69,7 +69,7 @@ class Device(Protocol):
     def statistics(self) -> aio_ext.Statistics: ...
 
     def statistics_by_file(self) -> Sequence[aio_ext.Statistics]:
-        """What each file has moved, in the order of ``descriptors``."""
+        """Bytes that each file has moved, in the order of ``descriptors``."""
 
     def close(self) -> None: ...
 
@@ -80,7 +80,7 @@ class FileDevice:
     def __init__(self, descriptor: int, *, backend: str, queue_depth: int, block_bytes: int) -> None:
         self.descriptor = descriptor
         self._reserved_before = os.fstat(descriptor).st_blocks * 512
-        """What the file had when it was opened and nobody has asked for since."""
+        """Bytes that the file had when it was opened and nobody has asked for since."""
         self.queue = aio_ext.Queue(backend=backend, depth=queue_depth, block_bytes=block_bytes)
         try:
             self.file = self.queue.register_file(descriptor)
@@ -250,7 +250,7 @@ def _check_table(table: Sequence[tuple[int, int]], sizes: Sequence[int], num_chu
 
 
 def bandwidth_shares(paths: Sequence[Path]) -> list[float]:
-    """What part of the bytes each path should carry: by the profiles that `aio_bench` wrote, if all have one."""
+    """Share of the bytes that each path should carry: by the profiles that `aio_bench` wrote, if all have one."""
     rates = []
     for path in paths:
         with contextlib.suppress(OSError):  # a path that cannot be looked at is refused when it is opened

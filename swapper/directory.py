@@ -14,7 +14,7 @@ _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 class Directory(Protocol):
-    """What a durable store asks of the place of its manifests. Failures are ``OSError``.
+    """Protocol of the place of a durable store's manifests. Failures are ``OSError``.
 
     Nothing is durable before it has been synced: the content of a file by ``sync_file``, its name, a new name and its
     removal by ``sync``. A rename replaces what had the new name, at once and as a whole.

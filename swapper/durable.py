@@ -181,7 +181,7 @@ class DurableStore:
         self._base = kept[base]
         self._extents, self._records, _ = layout_of(self._base)
         self._reserved = [record.num_places if reserved is None else 0 for record in self._records]
-        """How many places of each extent have their space taken."""
+        """Number of places of each extent that have their space taken."""
         self._writes: dict[int, Ticket | None] = {}
         """The last write of what is current and came after the last commit or ``prepare``, by extent; None while it is
         submitted."""
@@ -218,12 +218,12 @@ class DurableStore:
 
     @property
     def backend(self) -> str:
-        """What moves the bytes: ``io_uring``, ``threads`` or ``portable``."""
+        """Backend that moves the bytes: ``io_uring``, ``threads`` or ``portable``."""
         return self._transfers.device.backend
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the queue had to do without, why, and the fix."""
+        """Notes on what the queue had to do without, why, and the fix."""
         return self._transfers.device.notes
 
     @property
@@ -243,7 +243,7 @@ class DurableStore:
 
     @property
     def metadata(self) -> bytes:
-        """What was given to ``commit`` with that generation."""
+        """Metadata that was given to ``commit`` with that generation."""
         return self._base.metadata
 
     @property
@@ -263,7 +263,8 @@ class DurableStore:
         return newest if newest > self._last else None
 
     def metadata_of(self, generation: int) -> bytes:
-        """What was given to ``commit`` or ``prepare`` with a generation that is kept. Raises ``StoreMissing``."""
+        """Metadata that was given to ``commit`` or ``prepare`` with a generation that is kept. Raises
+        ``StoreMissing``."""
         return self.manifest_of(generation).metadata
 
     @property
@@ -276,7 +277,7 @@ class DurableStore:
         self._transfers.register(arena)
 
     def statistics(self) -> aio_ext.Statistics:
-        """What the queue has moved so far."""
+        """Statistics of what the queue has moved so far."""
         return self._transfers.device.statistics()
 
     def statistics_by_path(self) -> Sequence[aio_ext.Statistics]:
@@ -465,7 +466,7 @@ class DurableStore:
             self._take_base()
 
     def manifest_of(self, generation: int) -> Manifest:
-        """What a generation that is kept consists of. Raises ``StoreMissing``."""
+        """Manifest of a generation that is kept. Raises ``StoreMissing``."""
         manifest = self._kept.get(generation)
         if manifest is None:
             raise StoreMissing(f"generation {generation} is not kept; {sorted(self._kept)} are.")

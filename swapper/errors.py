@@ -19,7 +19,7 @@ class OffloadError(RuntimeError):
     survives = ""
     advice = ""
     explained = False
-    """Whether ``docs/troubleshooting.md`` has a heading for the class."""
+    """``docs/troubleshooting.md`` has a heading for the class."""
 
     def __init_subclass__(cls, *, explained: bool = True) -> None:
         """``explained=False`` for errors whose message says all that there is to say, as those of bad input do."""
@@ -142,14 +142,14 @@ class StorageCorrupt(StorageError):
 
 
 def failed(what: str, error: OSError) -> StorageError:
-    """What the system said of an operation, as the error that the user gets."""
+    """Turn what the system said of an operation into the error that the user gets."""
     kind = StorageFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageIOError
     return kind(f"{what} failed: {error}.")
 
 
 def unusable(what: str, error: OSError) -> StorageFull | StoreUnsafe:
-    """What the system said when something was to be made or opened, as the error that the user gets: that there is no
-    room (a file system can also run out of names), or that the path is of no use."""
+    """Turn what the system said when something was to be made or opened into the error that the user gets: that there
+    is no room (a file system can also run out of names), or that the path is of no use."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return StorageFull(f"{what}: {error}.", survives="What was there is as it was.")
     return StoreUnsafe(f"{what}: {error.strerror}.")

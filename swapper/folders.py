@@ -174,7 +174,7 @@ def remove_store(paths: Paths, name: str) -> None:
 
 
 class _AnyFolders(Protocol):
-    """Where the files of a store are, until ``close``."""
+    """Folders of the files of a store, until ``close``."""
 
     paths: tuple[Path, ...]
     directory: Directory

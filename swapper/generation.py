@@ -77,7 +77,7 @@ class Generation:
 
     @property
     def metadata(self) -> bytes:
-        """What was given to ``commit``."""
+        """Metadata that was given to ``commit``."""
         return self._manifest.metadata
 
     def holds(self, extent: Extent) -> bool:

@@ -33,9 +33,9 @@ _TRAILER_BYTES = 16
 
 @dataclass(frozen=True)
 class Entry:
-    """Where one extent's bytes rest, and how to know them. ``generation`` 0: it was never written, or is no part of any
-    generation. ``places`` is how many the extent has, ``copy`` which of them it is; 0 stands for the store's
-    ``num_copies``."""
+    """Entry of one extent: where its bytes rest, and how to know them. ``generation`` 0: it was never written, or is no
+    part of any generation. ``places`` is how many the extent has, ``copy`` which of them it is; 0 stands for the
+    store's ``num_copies``."""
 
     nbytes: int
     generation: int
@@ -57,7 +57,7 @@ class Manifest:
     metadata: bytes = b""
 
     def places(self, entry: Entry) -> int:
-        """How many places the extent of this entry has."""
+        """Number of places that the extent of this entry has."""
         return entry.places or self.num_copies
 
     @property

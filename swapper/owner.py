@@ -24,7 +24,7 @@ from swapper.errors import StoreLocked
 NAME = "owner"
 _BYTES_MAX = 4096
 _GRACE_S = 30.0
-"""How long the kernel may take to finish the transfers of a process that has died."""
+"""Seconds that the kernel may take to finish the transfers of a process that has died."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Owner:
     boot: str
     started: str
     ticks: int
-    """When the process started, in the kernel's clock: a process id alone can be that of another by now."""
+    """Start of the process, in the kernel's clock: a process id alone can be that of another by now."""
 
     @classmethod
     def me(cls) -> Owner:
@@ -96,7 +96,7 @@ def _boot() -> str:
 
 
 def _ticks(pid: int) -> int:
-    """When a process started; -1 if there is none."""
+    """Start of a process; -1 if there is none."""
     try:
         line = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

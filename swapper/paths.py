@@ -20,11 +20,12 @@ _ON_A_NETWORK = (
 )  # fmt: skip
 
 _LAYERED = "fuse.fuse-overlayfs"
-"""What a container without privileges has for its root. The program only says which local file is meant."""
+"""File systems that a container without privileges has for its root. The program only says which local file is
+meant."""
 
 
 class Medium(Enum):
-    """What keeps the bytes of a file system."""
+    """Medium that keeps the bytes of a file system."""
 
     DISK = "a local disk"
     MEMORY = "host memory"

@@ -87,7 +87,7 @@ def layout_of(manifest: Manifest) -> tuple[tuple[Extent, ...], list[Record], int
 
 
 def used_bytes(manifest: Manifest) -> int:
-    """How far into the space of its store the bytes of a generation reach."""
+    """End of the bytes of a generation in the space of its store."""
     _, records, _ = layout_of(manifest)
     ends = [
         record.offset_of(entry.copy) + entry.nbytes

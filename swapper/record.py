@@ -45,9 +45,9 @@ class Record:
         self.num_places = num_places
         self._current: Place | None = None
         self._before: Place | None = None
-        """What was current before ``_current``."""
+        """Place that was current before ``_current``."""
         self._shadow: Place | None = None
-        """What was written beside last, unless it was flipped."""
+        """Place of the shadow that was written last, unless it was flipped."""
 
     @property
     def current(self) -> Place | None:
@@ -67,7 +67,7 @@ class Record:
         return current
 
     def offset_of(self, number: int) -> int:
-        """Where place ``number`` begins in the store's space."""
+        """Offset at which place ``number`` begins in the store's space."""
         return self.offset + number * self.stride
 
     def spare(self, needed: Container[int]) -> int | None:
@@ -104,7 +104,7 @@ class Record:
         self._before = self._current = self._shadow = None
 
     def give_up_shadow(self) -> None:
-        """What was written beside is not to be flipped. To be called before its place is written again."""
+        """Give up the shadow: it is not to be flipped. To be called before its place is written again."""
         self._shadow = None
 
     def put_shadow(self, place: Place) -> None:

@@ -28,7 +28,7 @@ SECTOR_BYTES = 512
 
 @dataclass
 class RamDisk:
-    """What is on the disk now. ``log`` receives every change, for a replay."""
+    """Content of the disk now. ``log`` receives every change, for a replay."""
 
     data: bytearray
     files: dict[str, bytes] = field(default_factory=dict)
@@ -37,7 +37,8 @@ class RamDisk:
 
 @dataclass
 class Fault:
-    """What befalls the operation number ``nth`` (from 0) of those named; with ``for_good`` every later one as well.
+    """Fault that befalls the operation number ``nth`` (from 0) of those named; with ``for_good`` every later one as
+    well.
 
     Told to the caller: ``error`` (nothing is done) and ``short`` (a part is done), with ``errno``. Not told: ``torn``
     (a part is done), ``lost`` (nothing is), ``misdirected`` (it is done in another place), ``flip`` (one bit is wrong).
@@ -281,7 +282,7 @@ class RamDirectory:
 
 
 def spoilt(fault: Fault, data: bytes, rng: random.Random) -> tuple[bytes, OSError | None]:
-    """What of ``data`` is transferred under this fault, and what the caller is told."""
+    """Return what of ``data`` is transferred under this fault, and what the caller is told."""
     part = rng.randrange(0, len(data), SECTOR_BYTES) if data else 0
     if fault.kind == "error":
         return b"", _error(fault.errno)

@@ -21,13 +21,13 @@ from swapper.device import IO_TIMEOUT_S, Device, Transfer
 from swapper.errors import StorageCorrupt, StorageError, StorageFull, StorageTimeout, StoreMisuse, failed
 
 _OVER = (errno.ECANCELED, errno.ESHUTDOWN)
-"""What a request gets that a queue had no time for before it was closed: a second try is of no use."""
+"""Error number of a request that a queue had no time for before it was closed: a second try is of no use."""
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Checksum:
-    """What a place must hold. ``label`` names the bytes in messages."""
+    """Checksum of what a place must hold. ``label`` names the bytes in messages."""
 
     __slots__ = ("error", "label", "seed", "value")
 
@@ -37,7 +37,7 @@ class Checksum:
         self.value = value
         """Set when the write of these bytes is sealed."""
         self.error: StorageError | None = None
-        """Why the write of these bytes failed."""
+        """Error by which the write of these bytes failed."""
 
 
 class Ticket:
@@ -107,7 +107,7 @@ class Ticket:
         self._raise()
 
     def _works(self) -> tuple[Once, ...]:
-        """What must be over for the ticket to be done, now that the transfer is."""
+        """Work that must be over for the ticket to be done, now that the transfer is."""
         return (self._work,)
 
     def _raise(self) -> None:
@@ -313,7 +313,7 @@ class Transfers:
             raise self.failed(name, error) from error
 
     def failed(self, name: str, error: OSError) -> StorageError:
-        """What the device said, as the error that the user gets."""
+        """Turn what the device said into the error that the user gets."""
         return failed(f"{name} on {self.where}", error)
 
 

@@ -21,7 +21,7 @@ from swapper.folders import SUFFIX, open_store
 from swapper.publication import left_over, prepared, published, read_manifest
 
 _NAMELESS = re.compile(r"\.offload-[0-9]+-[0-9a-f]{16}")
-"""What a file without a name is called for a moment, where such a file cannot be made."""
+"""Name of a file without a name for a moment, where such a file cannot be made."""
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 

@@ -15,8 +15,8 @@ from offload import waiting
 from offload.report.meter import Meter
 from offload.report.trace import Trace
 from offload.tiers.home import HostHome, StoredHome, UnitHomes
-from offload.tiers.weights.cache import Entry, Pin, Purpose
 from offload.tiers.weights.host import HostLevel
+from offload.tiers.weights.pin import Entry, Pin, Purpose
 from offload.tiers.weights.shadow import Slot
 from offload.tiers.weights.use_order import UseOrder
 from offload.units import UnitSpec

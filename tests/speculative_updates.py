@@ -109,7 +109,7 @@ def trained(
     model = built()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     with OffloadEngine(model, **{**OPTIONS, "lr": 1e-3, **options}, **more) as engine:
-        early = engine._session._updates.speculative
+        early = engine._session.parts.trained.updates.speculative
         begin, confirm = early.begin, early.confirm
         begun, left, losses, norms = [0] * 6, [0] * 6, [], []
 
@@ -126,7 +126,7 @@ def trained(
         early.balance = lambda forward, backward: None  # it follows the disk, which has its own mind
         for tokens, targets in batches(6):
             loss = loss_of(engine(tokens), targets)
-            drain(engine._session._updates.updater._worker)
+            drain(engine._session.parts.trained.updates.updater._worker)
             take(engine, loss, scaler)
             losses.append(loss.item())
             norms.append(engine.report().grad_norm)

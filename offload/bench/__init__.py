@@ -1,1 +1,2 @@
-"""How fast the drives under a path are, with which settings, and against fio. Writes the profile that engines load."""
+"""Speed of the drives under a path, with the settings that give most, and against fio. Writes the profile that engines
+load."""

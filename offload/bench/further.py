@@ -1,4 +1,4 @@
-"""What is measured when it is asked for: sustained writes, and many small tensors."""
+"""Measurements that are made on request: sustained writes, and many small tensors."""
 
 from __future__ import annotations
 

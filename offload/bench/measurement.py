@@ -25,7 +25,8 @@ FIO_MISSING = "fio is not installed: nothing to compare with (`apt-get install f
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is asked for beside the path. ``size`` is the file's in bytes; None: 1 GiB, or a quarter of the room."""
+    """Options of a measurement beside the path. ``size`` is the file's in bytes; None: 1 GiB, or a quarter of the
+    room."""
 
     backends: Sequence[str] = ()
     full: bool = False

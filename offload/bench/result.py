@@ -40,7 +40,7 @@ def result_of(it: Subject, setting: Setting, engine: Contest, in_flight: Contest
 
 
 def contest_of(contest: Contest) -> dict[str, Any]:
-    """What was found at one footprint."""
+    """Figures at one footprint."""
     fio = contest.fio
     return {
         "footprint_bytes": contest.footprint_bytes,

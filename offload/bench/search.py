@@ -20,7 +20,7 @@ FASTER = 1.05
 
 
 def default(backend: str) -> Setting:
-    """What the engine takes without a profile."""
+    """Setting that the engine takes without a profile."""
     return Setting(backend, MIB, 32 if backend == "io_uring" else max(THREADS))
 
 

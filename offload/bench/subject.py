@@ -1,4 +1,4 @@
-"""What is measured: a path's file, under one setting of the queue."""
+"""Subject of a measurement: a path's file, under one setting of the queue."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from swapper.paths import Medium, medium_of
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 MODES: tuple[Mode, ...] = ("read", "write", "mixed")
-"""What is compared and kept in the profile."""
+"""Modes that are compared and kept in the profile."""
 USES: tuple[Mode, ...] = ("read", "update")
-"""What settings are chosen by: the engine reads weights ahead of compute, and its update reads and writes tiles."""
+"""Uses that settings are chosen by: the engine reads weights ahead of compute, and its update reads and writes
+tiles."""
 ENGINE_BYTES = NUM_BUFFERS * REQUEST_BYTES
 """The engine's tile buffers. No more than that is tried in flight."""
 PROBE_SECONDS = 0.1
 
 
 class BenchError(ConfigError, explained=False):
-    """What cannot be measured, and why, in one line."""
+    """Refusal of a measurement, with the reason in one line."""
 
 
 @dataclass(frozen=True)

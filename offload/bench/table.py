@@ -10,7 +10,7 @@ from offload.bench.subject import ENGINE_BYTES, MIB, MODES, Setting
 
 
 def table(result: dict[str, Any]) -> str:
-    """What ``measure`` has found."""
+    """Text of the figures of ``measure``."""
     return "\n".join(_lines(result))
 
 

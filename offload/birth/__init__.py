@@ -1,1 +1,1 @@
-"""Where the values of a model's weights come from, when nobody has them in memory: initialisers, and weights files."""
+"""Sources of a model's weights that nobody has in memory: initialisers, and weights files."""

@@ -30,7 +30,7 @@ class Birth:
         self._weights = None if weights is None else Weights(weights)
         self._origins: Mapping[Site, Origin] = {}
         self._given: set[Site] = set()
-        """What ``value`` was asked for, or is the same as that."""
+        """Sites that ``value`` was asked for, and those of the same tensors."""
         try:
             self._origins = self._find_origins(model)
         except BaseException:

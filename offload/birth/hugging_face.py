@@ -1,4 +1,4 @@
-"""What models of ``transformers`` know of their own: how they are built, initialised, and named in files.
+"""Knowledge of models of ``transformers``: how they are built, initialised, and named in files.
 
 ``transformers`` is imported only by those who use it: a model of it cannot exist before.
 """

@@ -19,7 +19,7 @@ from offload.units import Site
 _Model = TypeVar("_Model", bound=nn.Module)
 
 _recordings: weakref.WeakKeyDictionary[nn.Module, Recording] = weakref.WeakKeyDictionary()
-"""How models were built by ``deferred_init``."""
+"""Recordings of the models that ``deferred_init`` has built."""
 
 
 def deferred_init(build: Callable[..., _Model], *args: Any, **kwargs: Any) -> _Model:
@@ -46,7 +46,8 @@ def deferred_init(build: Callable[..., _Model], *args: Any, **kwargs: Any) -> _M
 
 @dataclass(frozen=True, eq=False)
 class _Recorded(Origin):
-    """What a recording does to ``tensor``, which is not the parameter itself: a handle takes that one's place."""
+    """Result of what a recording does to ``tensor``, which is not the parameter itself: a handle takes that one's
+    place."""
 
     recording: Recording
     tensor: torch.Tensor
@@ -57,7 +58,7 @@ class _Recorded(Origin):
 
 @dataclass(frozen=True, eq=False)
 class _Made(Origin):
-    """What was made in memory."""
+    """Value that was made in memory."""
 
     tensor: torch.Tensor
 
@@ -66,7 +67,7 @@ class _Made(Origin):
 
 
 def initialise(model: nn.Module, wanted: Set[Site]) -> dict[Site, Origin]:
-    """Where the values of these sites' tensors, which are on the meta device, come from.
+    """Find the origins of the values of these sites' tensors, which are on the meta device.
 
     Random numbers are drawn now, in the order of an in-memory construction: by ``deferred_init``'s recording; a model
     of ``transformers`` is built again; other modules' ``reset_parameters`` are called, those of children first.
@@ -104,7 +105,7 @@ def forget(model: nn.Module) -> None:
 
 
 def sites_of(model: nn.Module) -> Iterable[Site]:
-    """Where the model has parameters and buffers."""
+    """Sites of the model's parameters and buffers."""
     for module in model.modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
@@ -112,7 +113,7 @@ def sites_of(model: nn.Module) -> Iterable[Site]:
 
 
 def tensor_of(site: Site) -> torch.Tensor:
-    """What the model has there."""
+    """Tensor that the model has there."""
     module, name = site
     tensor: torch.Tensor | None = module._parameters.get(name)
     if tensor is None:

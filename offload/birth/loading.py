@@ -103,7 +103,7 @@ class _Ring:
 
     @contextlib.contextmanager
     def lend(self, home: Home) -> Iterator[int]:
-        """Where a record is to be put."""
+        """Lend the memory that a record is to be put into."""
         if home.stored is None:
             with home.replace() as address:
                 yield address

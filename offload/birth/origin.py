@@ -1,4 +1,4 @@
-"""Where one tensor's value comes from."""
+"""Origin of one tensor's value."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _META = torch.device("meta")
 
 _FILLING_NOTHING = {_aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty, _aten.new_empty_strided}
 _OVERWRITING = {_aten.uniform_, _aten.normal_, _aten.zero_, _aten.fill_}
-"""What they write does not depend on what was there."""
+"""Operators whose result does not depend on what was there."""
 
 _IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
@@ -34,8 +34,8 @@ _LARGE = (torch.empty, torch.empty_strided, torch.ones, torch.zeros, torch.full,
 """Functions that make weights. Others, such as ``torch.arange``, make small tensors that programs look into."""
 
 
-class _Place(NamedTuple):
-    """A tensor on the meta device: where it lies in which storage."""
+class _Layout(NamedTuple):
+    """Storage of a tensor on the meta device, and its layout there."""
 
     storage: int
     dtype: torch.dtype
@@ -46,7 +46,7 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """One call that wrote to storages on the meta device. Tensors there are replaced by their places."""
+    """One call that wrote to storages on the meta device. Tensors there are replaced by their layouts."""
 
     function: Callable[..., Any]
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
@@ -75,13 +75,13 @@ class Recording(TorchDispatchMode):
         return _key(tensor) in self._writers
 
     def value(self, tensor: Tensor) -> Tensor:
-        """What a tensor on the meta device would hold, in host memory. Drawing from the generators of the program is
-        not noticed by them. The last value made is kept until another is asked for."""
+        """Return what a tensor on the meta device would hold, in host memory. Drawing from the generators of the
+        program is not noticed by them. The last value made is kept until another is asked for."""
         key = _key(tensor)
         if key not in self._last:
             self._last = {}
             self._last = {key: self._make(key)}
-        return _tensor_in(self._last, self._place(tensor))
+        return _tensor_in(self._last, self._layout(tensor))
 
     def forget(self) -> None:
         """Drop the last value."""
@@ -162,11 +162,11 @@ class Recording(TorchDispatchMode):
     def _kept(self, item: Any) -> Any:
         """An argument as a call keeps it: what lies in memory as it is now, since it may change."""
         if isinstance(item, Tensor):
-            return self._place(item) if _is_meta(item) else item.detach().clone()
+            return self._layout(item) if _is_meta(item) else item.detach().clone()
         return torch.device("cpu") if item == _META else item
 
-    def _place(self, tensor: Tensor) -> _Place:
-        return _Place(_key(tensor), tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+    def _layout(self, tensor: Tensor) -> _Layout:
+        return _Layout(_key(tensor), tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     @torch.no_grad()
     def _make(self, key: int) -> torch.UntypedStorage:
@@ -252,16 +252,16 @@ def _covers_storage(tensor: Tensor) -> bool:
     return tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
 
 
-def _tensor_in(storages: dict[int, torch.UntypedStorage], place: _Place) -> Tensor:
-    whole = torch.empty(0, dtype=place.dtype, device="cpu")
-    return whole.set_(storages[place.storage], place.offset, place.size, place.stride)  # type: ignore[call-overload,no-any-return]
+def _tensor_in(storages: dict[int, torch.UntypedStorage], layout: _Layout) -> Tensor:
+    whole = torch.empty(0, dtype=layout.dtype, device="cpu")
+    return whole.set_(storages[layout.storage], layout.offset, layout.size, layout.stride)  # type: ignore[call-overload,no-any-return]
 
 
 def _run(function: Callable[..., Any], arguments: Any, storages: dict[int, torch.UntypedStorage]) -> Any:
     args, kwargs = tree_map(
-        lambda item: _tensor_in(storages, item) if isinstance(item, _Place) else item,
+        lambda item: _tensor_in(storages, item) if isinstance(item, _Layout) else item,
         arguments,
-        is_leaf=lambda item: isinstance(item, _Place),
+        is_leaf=lambda item: isinstance(item, _Layout),
     )
     return function(*args, **kwargs)
 

@@ -82,7 +82,7 @@ def origins_in(weights: Weights, model: nn.Module) -> dict[Site, Origin]:
 
 
 def _sites_by_name(model: nn.Module) -> dict[str, Site]:
-    """What a state dict of the model has."""
+    """Sites by the names that a state dict of the model has."""
     found: dict[str, Site] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         persistent = [name for name in module._buffers if name not in module._non_persistent_buffers_set]

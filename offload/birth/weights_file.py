@@ -136,17 +136,11 @@ class StoredTensor:
 
     def rows(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """The rows ``[start, stop)``, cast to ``dtype``. Takes their memory, and 16 MiB."""
-        shape = (stop - start, *self.shape[1:])
-        value = _fresh(shape, dtype)
-        row_numel = math.prod(self.shape[1:])
-        self._read_into(value.view(-1), start * row_numel)
-        return value
+        return self._read((stop - start, *self.shape[1:]), start * math.prod(self.shape[1:]), dtype)
 
     def whole(self, dtype: torch.dtype) -> torch.Tensor:
         """All of it, cast to ``dtype``."""
-        value = _fresh(self.shape, dtype)
-        self._read_into(value.view(-1), 0)
-        return value
+        return self._read(self.shape, 0, dtype)
 
     def parts(self) -> Iterator[torch.Tensor]:
         """All of it as it is in the file, flat, a few MiB at a time."""
@@ -157,15 +151,17 @@ class StoredTensor:
             self.file.read_into(self.start + start * self.dtype.itemsize, part)
             yield part
 
-    def _read_into(self, value: torch.Tensor, first: int) -> None:
-        """Fill ``value``, flat, with the elements from ``first`` on."""
-        step = _READ_BYTES // self.dtype.itemsize
-        for start in range(0, value.numel(), step):
-            target = value[start : start + step]
+    def _read(self, shape: Sequence[int], first: int, dtype: torch.dtype) -> torch.Tensor:
+        """The elements from ``first`` on, as a tensor of this shape."""
+        value, step = _fresh(shape, dtype), _READ_BYTES // self.dtype.itemsize
+        flat = value.view(-1)
+        for start in range(0, flat.numel(), step):
+            target = flat[start : start + step]
             part = target if self.dtype == target.dtype else _fresh(target.shape, self.dtype)
             self.file.read_into(self.start + (first + start) * self.dtype.itemsize, part)
             if part is not target:
                 target.copy_(part)
+        return value
 
 
 def _fresh(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -37,7 +37,9 @@ from offload.checkpoint.random_states import get_random_states, set_random_state
 from offload.checkpoint.run_state import RunState, TakeGradients
 from offload.config import OffloadConfig
 from offload.errors import ConfigError, warn
-from offload.tiers.make import Tiers
+from offload.tiers.gradients.sink import GradientSink
+from offload.tiers.store import EngineStore, RecordExtents
+from offload.tiers.weights.host import HostLevel
 from offload.units import UnitSpec
 from swapper import OffloadError, StorageError, open_store
 
@@ -53,7 +55,10 @@ class Checkpoints:
         run: RunState,
         config: OffloadConfig,
         units: Sequence[UnitSpec],
-        tiers: Tiers,
+        opened: EngineStore | None,
+        records: Sequence[RecordExtents],
+        host: HostLevel,
+        sink: GradientSink,
         access: ExternalAccess,
         *,
         speculative: bool,
@@ -62,20 +67,23 @@ class Checkpoints:
         self._run = run
         self._config = config
         self._units = units
-        self._tiers = tiers
+        self._opened = opened
+        self._extents = records
+        self._host = host
+        self._sink = sink
         self._access = access
         self._ranks = access.ranks
         self._objects: list[Any] = []
         self.is_due = False
         """A step waits for its boundary, to be committed."""
         self._feed: dict[str, Any] | None = None
-        """What batches come from, as it was when the last step returned. Known with ``durable`` only."""
+        """Source of batches, as it was when the last step returned. Known with ``durable`` only."""
         self._signals = Signals()
         self._committed_step = 0
         self._records = EngineRecords(units, access, config.gradient_dtype)
         self.generations = NoGenerations()
-        if tiers.opened is not None and tiers.records:
-            committer = Committer(tiers.opened, self._records, tiers.records, speculative=speculative)
+        if opened is not None and records:
+            committer = Committer(opened, self._records, records, speculative=speculative)
             self.generations = Generations(committer, config)
         _open.add(self)
         if config.durable:
@@ -113,7 +121,7 @@ class Checkpoints:
         self.is_due = False
 
     def _describe_step(self) -> bytes:
-        """What the last step has left, without what came after it."""
+        """Describe what the last step has left, without what came after it."""
         self._committed_step = self._run.progress.global_step
         feed = self._feed or self._present_feed()
         description = self._describe(feed, None, self._own_units)
@@ -125,7 +133,7 @@ class Checkpoints:
         is finished, unless a signal ends the run. Raises what it has failed with. Safe to call twice."""
         generations, self.generations = self.generations, NoGenerations()
         try:
-            generations.finish(self._last_step, self._tiers.host.drain, give_up=self._signals.came)
+            generations.finish(self._last_step, self._host.drain, give_up=self._signals.came)
         finally:
             self._signals.restore()
 
@@ -186,7 +194,7 @@ class Checkpoints:
                 "load_checkpoint() without a directory goes on from what a run with durable=k has committed under "
                 "nvme_path. Give the directory of save_checkpoint, or make the engine with nvme_path and durable"
             )
-        opened = self._tiers.opened
+        opened = self._opened
         if opened is None:
             return None
         if opened.store.generation:
@@ -200,7 +208,8 @@ class Checkpoints:
         """See ``OffloadEngine.load_dcp``."""
         self._begin_loading()
         target = Path(path).expanduser()
-        loading = DistributedLoading(target, self._run, self._units, self._access, states=states)
+        rule = self._access.layout.rule if states else None
+        loading = DistributedLoading(target, self._run, self._units, self._access, rule)
         with contextlib.closing(loading):
             on_every_rank(self._ranks, f"load_dcp({target})", loading.open)
             self._replace(loading.state, loading.copy, _no_gradients)
@@ -237,7 +246,7 @@ class Checkpoints:
 
     def _rewind(self) -> Any:
         """Go back to the last generation of the engine's own store."""
-        store, tiers = self._tiers.store, self._tiers
+        store = None if self._opened is None else self._opened.store
         if store is None:
             return None
         where = "the run under nvme_path"
@@ -247,9 +256,9 @@ class Checkpoints:
 
         def take() -> None:
             self._access.outdate(self._units)
-            tiers.host.forget_copies()
+            self._host.forget_copies()
             store.rewind()
-            loading.take_residents(tiers.records)
+            loading.take_residents(self._extents)
 
         return self._take_over(description, loading, take)
 
@@ -269,7 +278,7 @@ class Checkpoints:
             self._run.set(run, take_gradients)
         except OffloadError as error:
             raise self._access.failure.record(error) from None
-        self._tiers.intake.restored()
+        self._sink.restored()
         self._committed_step = -1  # what is committed is another state
 
     def _compare(self, description: Description, where: str) -> None:
@@ -311,7 +320,7 @@ class Checkpoints:
     @cached_property
     def _own_units(self) -> SavedUnits:
         """In the extents of the engine's store."""
-        return self._records.describe(self._tiers.records)
+        return self._records.describe(self._extents)
 
     @cached_property
     def _copied_units(self) -> SavedUnits:
@@ -323,8 +332,8 @@ class Checkpoints:
         return {"random": get_random_states(self._access.device), "objects": iterated}
 
     def _committed(self) -> Description | None:
-        """What is committed under ``nvme_path``."""
-        opened = self._tiers.opened
+        """Return what is committed under ``nvme_path``."""
+        opened = self._opened
         if opened is None:
             return None
         if opened.store.generation:

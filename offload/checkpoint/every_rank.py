@@ -1,4 +1,4 @@
-"""What counts only when every rank has done its part: an error of one is the error of all."""
+"""Work that counts only when every rank has done its part: an error of one is the error of all."""
 
 from __future__ import annotations
 

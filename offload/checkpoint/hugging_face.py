@@ -1,4 +1,4 @@
-"""What ``transformers`` and ``peft`` expect beside the weights, and which weights they write."""
+"""Files that ``transformers`` and ``peft`` expect beside the weights, and the weights that they write."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def write_saved_configs(configs: Mapping[str, Mapping[str, Any]], folder: Path, 
 
 
 def _as_json(config: Any) -> dict[str, Any]:
-    """What the config would write. Raises what it raises, and ``ValueError`` for what is no JSON object."""
+    """Return what the config would write. Raises what it raises, and ``ValueError`` for what is no JSON object."""
     text = config.to_json_string() if hasattr(config, "to_json_string") else json.dumps(config.to_dict())
     content = json.loads(text)
     if not isinstance(content, dict):

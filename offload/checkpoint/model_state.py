@@ -1,4 +1,4 @@
-"""What a model has beside the weights that an engine holds: what else a state dict has, and the config.
+"""State of a model beside the weights that an engine holds: what else a state dict has, and the config.
 
 Buffers, parameters that are no floating-point numbers (the engine leaves them in the model) and extra states rest in
 the description of a checkpoint, see ``METADATA_BYTES_MAX``.
@@ -16,7 +16,7 @@ from offload.checkpoint.hugging_face import configs_of
 from offload.model.handle import Handle
 
 _EXTRA = "_extra_state"
-"""What ``nn.Module.get_extra_state`` gives has this name in a state dict, behind the module's."""
+"""Name in a state dict of what ``nn.Module.get_extra_state`` gives, behind the module's."""
 
 
 def get_model_state(model: nn.Module) -> dict[str, Any]:

@@ -164,7 +164,7 @@ class OptimizerStates:
         return spec.in_model(own) if per_element else own
 
     def _own_part(self, spec: ParameterSpec, states: States) -> States:
-        """What this rank has of the states of a whole parameter: of its elements, or of its blocks of codes."""
+        """Return what this rank has of the states of a whole parameter: of its elements, or of its blocks of codes."""
         if spec.whole is None:
             return states
         parts = dict(states)

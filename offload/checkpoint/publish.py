@@ -23,7 +23,7 @@ from swapper import OffloadError, StorageFull, readable_bytes
 from swapper.errors import failed, unusable
 
 _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP)
-"""What a file system without hard links says."""
+"""Error numbers of a file system without hard links."""
 
 INDEX_SUFFIX = ".safetensors.index.json"
 

@@ -1,4 +1,4 @@
-"""What a continuation needs beside the records of units: progress, parameter groups, what else the model has, and
+"""State that a continuation needs beside the records of units: progress, parameter groups, what else the model has, and
 what is known of gradients that were accumulated."""
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ class Training:
     rule: Rule
     verdict: Verdict
     gradients: GradientStore
-    drop_gradients: Callable[[], None]
 
 
 class RunState:
@@ -139,4 +138,4 @@ class RunState:
                 if steps:
                     num_steps[spec] = steps
         training.verdict.num_steps = num_steps
-        training.drop_gradients()
+        training.optimizer.zero_grad()

@@ -12,7 +12,7 @@ from offload.cli.console import Json, show_json
 
 
 class Backend(str, Enum):
-    """What moves bytes."""
+    """Backends that move bytes."""
 
     IO_URING = "io_uring"
     THREADS = "threads"

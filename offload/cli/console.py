@@ -1,4 +1,4 @@
-"""Where a command prints: its answer goes to stdout, for people as rich shows it, or with ``--json`` as one object."""
+"""Printing of a command: its answer goes to stdout, for people as rich shows it, or with ``--json`` as one object."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def show(answer: RenderableType) -> None:
 
 
 def teller(*, to_programs: bool) -> Callable[[str], None]:
-    """What prints lines for people on the way to the answer: to stdout, or to stderr where stdout is a program's."""
+    """Return a function that prints lines for people on the way to the answer: to stdout, or to stderr where stdout is
+    a program's."""
     return functools.partial(print, file=sys.stderr if to_programs else sys.stdout)
 
 

@@ -79,7 +79,8 @@ def plan(
 
     The answer comes from the engine's own planning, on this machine or on one that the options describe.
     """
-    _refuse_contradictions(locals())
+    given = context.params
+    _refuse_contradictions(given)
     from offload.predict import facts, rates
     from offload.predict.advice import advise
     from offload.predict.endurance import Endurance
@@ -92,15 +93,12 @@ def plan(
         recomputed=activation_checkpointing, shard=shard,
         device_bytes=None if device_memory == "auto" else rates.nbytes("--device-memory", device_memory),
     )  # fmt: skip
-    found = _model(model, parameters, layers, width, vocabulary)
+    found = _model(given)
     rated = rates.nbytes("--endurance", endurance)
     if tune:
         options = {"gradient_clipping": gradient_clipping, **_engine_options(nvme_path, host_memory)}
-        return _tune(lambda: _model(model, parameters, layers, width, vocabulary), workload, options, write, json)
-    if gpu is None:
-        machine = _this_machine(found, workload, nvme_path or [], nvme or [], host_memory, compute)
-    else:
-        machine = _described(gpu, gpus, nodes, nvme or [], host_memory, compute, memory_bandwidth, network)
+        return _tune(lambda: _model(given), workload, options, write, json)
+    machine = _this_machine(found, workload, given) if gpu is None else _described(given)
     if host_memory == "least":
         machine = replace(machine, host_bytes=least_host_bytes(found, machine, workload))
     prediction = predict(found, machine, workload)
@@ -145,57 +143,56 @@ def _refuse_contradictions(given: dict[str, Any]) -> None:
         raise typer.BadParameter("--write is where --tune writes its options")
 
 
-def _model(name: str | None, parameters: str | None, layers: int | None, width: int | None, vocabulary: int) -> Model:
+def _model(given: dict[str, Any]) -> Model:
     from offload.predict import model, rates
 
+    name: str | None = given["model"]
     if name is None:
-        assert parameters is not None
-        return model.from_count(rates.count("--parameters", parameters), layers, width, vocabulary)
+        numel = rates.count("--parameters", given["parameters"])
+        return model.from_count(numel, given["layers"], given["width"], given["vocabulary"])
     if ":" in name and not Path(name).exists():
         return model.from_factory(name)
     return model.from_hugging_face(Path(name).expanduser())
 
 
-def _this_machine(
-    model: Model, workload: Workload, paths: list[Path], nvme: list[str], host_memory: str, compute: str | None
-) -> Machine:
+def _this_machine(model: Model, workload: Workload, given: dict[str, Any]) -> Machine:
     from offload.planning import check_paths
     from offload.predict import rates
     from offload.predict.machine import nvme_of, parse_drive
     from offload.predict.overhead import record_seconds, unit_seconds
     from offload.predict.probe import probe
 
-    paths = [path.expanduser() for path in paths]
+    paths = [path.expanduser() for path in given["nvme_path"] or ()]
     check_paths(paths)
-    drives = [parse_drive(text) for text in nvme]
-    machine = probe(paths, model, workload, host_bytes=_host_bytes(host_memory), drives=nvme_of(drives, 1, 1.0))
+    drives = [parse_drive(text) for text in given["nvme"] or ()]
+    host_bytes, compute = _host_bytes(given["host_memory"]), given["compute"]
+    machine = probe(paths, model, workload, host_bytes=host_bytes, drives=nvme_of(drives, 1, 1.0))
     of_record = record_seconds(paths[0]) if paths else 0.0
     machine = replace(machine, unit_seconds=unit_seconds(), record_seconds=of_record)
     if drives:
         machine = replace(machine, nvme_bytes=sum(drive.nbytes for drive in drives))
     if compute is not None:
         flops = rates.flops_per_second("--compute", compute)
-        given = f"compute: {compute}, as given"
         cores = replace(machine.cores, blocks=flops, head=flops)
-        machine = replace(machine, cores=cores, assumptions=(given, *machine.assumptions[1:]))
+        assumptions = (f"compute: {compute}, as given", *machine.assumptions[1:])
+        machine = replace(machine, cores=cores, assumptions=assumptions)
     return machine
 
 
-def _described(
-    gpu: str, gpus: int, nodes: int, nvme: list[str], host_memory: str, compute: str | None, memory: str, network: str
-) -> Machine:
+def _described(given: dict[str, Any]) -> Machine:
     from offload.predict import rates
     from offload.predict.machine import described, parse_drive
 
+    compute = given["compute"]
     return described(
-        gpu,
-        host_bytes=_host_bytes(host_memory) or 0,
-        gpus=gpus,
-        nodes=nodes,
-        drives=[parse_drive(text) for text in nvme],
+        given["gpu"],
+        host_bytes=_host_bytes(given["host_memory"]) or 0,
+        gpus=given["gpus"],
+        nodes=given["nodes"],
+        drives=[parse_drive(text) for text in given["nvme"] or ()],
         compute=None if compute is None else rates.flops_per_second("--compute", compute),
-        memory_bandwidth=rates.bytes_per_second("--memory-bandwidth", memory),
-        network=rates.bytes_per_second("--network", network),
+        memory_bandwidth=rates.bytes_per_second("--memory-bandwidth", given["memory_bandwidth"]),
+        network=rates.bytes_per_second("--network", given["network"]),
     )
 
 

@@ -1,4 +1,4 @@
-"""What ``offload plan`` found, as people read it."""
+"""Text of what ``offload plan`` found, for people."""
 
 from __future__ import annotations
 

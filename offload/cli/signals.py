@@ -1,4 +1,4 @@
-"""How a command is stopped: a signal becomes an exception in the main thread, and all is closed on its way."""
+"""Stopping a command: a signal becomes an exception in the main thread, and all is closed on its way."""
 
 from __future__ import annotations
 

@@ -12,6 +12,10 @@ from typer import Argument, Option
 
 from offload.cli.console import Json, show_json, teller
 
+_OF_SETTINGS = ("layers", "width", "heads", "batch", "steps", "lr", "seed")
+_OF_ENGINE = ("nvme_path", "host_memory", "nvme_capacity", "tile_bytes", "io_backend", "device", "device_memory")
+"""Options of the command that are those of ``Settings`` and of the engine."""
+
 
 # fmt: off
 def train(
@@ -73,25 +77,11 @@ def train(
     figures = command.run(
         Settings(
             text=tuple(str(path.absolute()) for path in [*(text or ()), *(paths or ())]),
-            layers=layers,
-            width=width,
-            heads=heads,
             context=length,
-            batch=batch,
-            steps=steps,
-            lr=lr,
-            seed=seed,
             precision=chosen,
+            **{name: context.params[name] for name in _OF_SETTINGS},
         ),
-        {
-            "nvme_path": nvme_path,
-            "host_memory": host_memory,
-            "nvme_capacity": nvme_capacity,
-            "tile_bytes": tile_bytes,
-            "io_backend": io_backend,
-            "device": device,
-            "device_memory": device_memory,
-        },
+        {name: context.params[name] for name in _OF_ENGINE},
         out or Path(time.strftime("runs/%Y-%m-%d_%H-%M-%S")),
         num_verified=verify or 0,
         check=context.obj.check,

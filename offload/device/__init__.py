@@ -1,1 +1,1 @@
-"""What the engine asks of a device, and CUDA."""
+"""Protocol of a device, and CUDA."""

@@ -1,4 +1,4 @@
-"""How torch's allocator divides a GPU's memory.
+"""Settings of torch's allocator of a GPU's memory.
 
 [Note: Why segments should be expandable] Weights come and go in pieces as large as units, between activations of all
 sizes, and both take from one pool: so each can have what the other leaves. Segments of fixed sizes would leave gaps
@@ -16,7 +16,7 @@ from offload.errors import warn
 
 _SETTING = "expandable_segments"
 _NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""What torch reads, when CUDA is first used. Releases from 2.10 on prefer the second name."""
+"""Variables that torch reads when CUDA is first used. Releases from 2.10 on prefer the second name."""
 
 _HAVE_NEW_NAME = (2, 10)
 

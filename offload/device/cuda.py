@@ -9,7 +9,7 @@ computes on several streams, the one under which memory was allocated waits for 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,7 +19,7 @@ from offload import kernels
 from offload.device.allocator import prefer_expandable_segments
 from offload.device.pinned import PinnedMemory, registry_of
 from offload.device.programs import GpuPrograms, programs_of
-from offload.device.protocol import Event, Shortages, Stream
+from offload.device.protocol import Event, Shortages, Stream, Tensors
 from offload.dtypes import kernel_dtype
 from offload.errors import ConfigError, DeviceMemoryError
 from offload.waiting import Deadline
@@ -136,12 +136,7 @@ class CudaDevice:
         return torch.cuda.stream(stream.stream)  # type: ignore[no-any-return]
 
     def collective(
-        self,
-        start: Callable[[], Any],
-        block: Callable[[Any], None],
-        *,
-        reads: Sequence[torch.Tensor],
-        writes: Sequence[torch.Tensor],
+        self, start: Callable[[], Any], block: Callable[[Any], None], *, reads: Tensors, writes: Tensors
     ) -> None:
         start().wait()  # the current stream waits, this thread does not
 

@@ -47,7 +47,7 @@ def registry_of(index: int) -> Registry:
 
 
 class PinnedMemory:
-    """What was registered for one device."""
+    """Memory that was registered for one device."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry

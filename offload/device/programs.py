@@ -27,7 +27,7 @@ class GpuPrograms:
         self._modules: dict[Program, ctypes.c_void_p] = {}
 
     def unsupported_reason(self) -> str | None:
-        """Why there can be no kernels on this GPU; None if there can."""
+        """Return the reason why there can be no kernels on this GPU; None if there can."""
         try:
             self._module(_FIRST_PROGRAM)
         except (CompilerMissing, DriverError) as error:

@@ -1,4 +1,4 @@
-"""What the engine asks of a device that the model computes on: memory, streams of work, and events in them.
+"""Protocol of a device that the model computes on: memory, streams of work, and events in them.
 
 There are two: ``offload.device.cuda`` for GPUs, and ``offload.testing.simulated``, which runs everything as late as it
 may and reports what was not ordered. The schedule is written against this page, once.
@@ -14,6 +14,8 @@ from typing import Any, Protocol
 import torch
 
 from offload import kernels
+
+Tensors = Sequence[torch.Tensor]
 
 
 class Event(Protocol):
@@ -36,7 +38,7 @@ class Stream(Protocol):
         """The point after all work that the stream was given so far."""
 
     def wait(self, event: Event) -> None:
-        """What the stream is given from now on begins after ``event``."""
+        """Have what the stream is given from now on begin after ``event``."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy ``source`` into ``target``, of the same dtype and shape. Both must live until it is done."""
@@ -53,7 +55,7 @@ class Stream(Protocol):
 
 @dataclass(frozen=True)
 class Shortages:
-    """How often a request for device memory, whoever made it, was not granted at once since the process began.
+    """Counts of requests for device memory, by anybody, that were not granted at once since the process began.
 
     ``emptied``: all memory that had been freed was given back to the driver first. ``failed``: there was no room.
     """
@@ -62,16 +64,36 @@ class Shortages:
     failed: int
 
 
-class Device(Protocol):
+class Processor(Protocol):
+    """What the model computes on: the CPU, or a device."""
+
+    @property
+    def torch_device(self) -> torch.device: ...
+
+    @property
+    def identity(self) -> str | None:
+        """Names the piece of hardware: two processes that compute on the same one say the same. None: the CPU, which
+        they share."""
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Memory of its own that the engine has allocated there."""
+
+    def free_bytes(self) -> int:
+        """Memory that new tensors can take now."""
+
+    def bring(self, tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Event | None]:
+        """The tensor as ``dtype`` there, for the work that compute is given next. Its own memory may change after the
+        event; None: at once."""
+
+
+class Device(Processor, Protocol):
     """A device, its memory and its streams.
 
     ``compute`` is where the model's own operations go: the stream that is current where it is asked for. Memory is
     ordered by it: new memory is for work that comes after its allocation there, freed memory for the work that is next
     on the stream under which it was allocated.
     """
-
-    @property
-    def torch_device(self) -> torch.device: ...
 
     @property
     def compute(self) -> Stream: ...
@@ -92,33 +114,24 @@ class Device(Protocol):
         """Within, what this thread asks torch for goes to ``stream``, which ``compute`` is then."""
 
     @property
-    def identity(self) -> str:
-        """Names the piece of hardware: two processes that compute on the same one say the same."""
+    def identity(self) -> str: ...
 
     @property
     def backend(self) -> str:
         """The backend of ``torch.distributed`` that moves this device's memory between ranks."""
 
     def collective(
-        self,
-        start: Callable[[], Any],
-        block: Callable[[Any], None],
-        *,
-        reads: Sequence[torch.Tensor],
-        writes: Sequence[torch.Tensor],
+        self, start: Callable[[], Any], block: Callable[[Any], None], *, reads: Tensors, writes: Tensors
     ) -> None:
         """A collective between devices, in the order of ``compute``: ``start`` begins it, and returns its work. Device
         memory that it ``reads`` and ``writes`` must live until it is done. ``block`` waits for work on this thread,
         which only a device does whose streams cannot."""
 
     def kernels_unsupported_reason(self) -> str | None:
-        """Why streams cannot run kernels here; None if they can."""
+        """Return the reason why streams cannot run kernels here; None if they can."""
 
     def memory_bytes(self) -> int:
         """Memory that tensors may take together, what they have now included."""
-
-    def free_bytes(self) -> int:
-        """Memory that new tensors can take now."""
 
     def peak_bytes(self) -> int:
         """The most memory that was taken at a time by tensors, the engine's and the model's."""
@@ -128,7 +141,7 @@ class Device(Protocol):
 
     @property
     def allocated_bytes(self) -> int:
-        """What ``allocate`` has put under storages and ``free`` has not taken back."""
+        """Bytes that ``allocate`` has put under storages and ``free`` has not taken back."""
 
     def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Put memory under an empty storage. Raises ``DeviceMemoryError`` if there is none."""
@@ -139,10 +152,6 @@ class Device(Protocol):
 
     def free(self, storage: torch.UntypedStorage) -> None:
         """Empty a storage."""
-
-    def bring(self, tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Event | None]:
-        """The tensor as ``dtype`` on the device, for the work that compute is given next. Its own memory may change
-        after the event; None: at once."""
 
     def pin(self, address: int, nbytes: int) -> None:
         """Let the device copy from and to this host memory by itself. If it cannot, warns: copies then block."""

@@ -1,4 +1,5 @@
-"""What of a machine helps or hinders the engine, and the command that repairs it. Asks what the engine itself asks."""
+"""Findings on what of a machine helps or hinders the engine, and commands that repair it. Asks what the engine itself
+asks."""
 
 from offload.doctor.examination import Section, examine
 from offload.doctor.finding import Finding, Status

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from offload.doctor.finding import Finding, better, broken, good
+from offload.doctor.finding import Finding, better, broken, good, good_if
 from offload.doctor.pci import link_of
 from offload.ranks.topology import pci_address
 
@@ -45,16 +45,13 @@ def gpus() -> Iterator[Finding]:
         properties = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         says = f"{properties.name}, {decimal(free)} of {decimal(total)} free"
-        if free < total / 2:
-            yield better(f"cuda:{index}", says, "end what else uses it: nvidia-smi")
-        else:
-            yield good(f"cuda:{index}", says)
+        yield good_if(free >= total / 2, f"cuda:{index}", says, "end what else uses it: nvidia-smi")
         yield from _kernels(index)
         yield from _link(index, properties)
 
 
 def _kernels(index: int) -> Iterator[Finding]:
-    """Whether the optimizer's kernels can be made for it: without them, states cannot rest on the GPU."""
+    """Find whether the optimizer's kernels can be made for it: without them, states cannot rest on the GPU."""
     import torch
 
     from offload.device.cuda import CudaDevice

@@ -42,7 +42,7 @@ def _drive(folder: Path, above: tuple[Path, ...]) -> Drive:
 
 
 def _layer(folder: Path) -> str:
-    """What a device is that stands on others, or on a file; empty for a disk."""
+    """Name of a device that stands on others, or on a file; empty for a disk."""
     if (folder / "dm").is_dir():
         kind = _read(folder / "dm/uuid").partition("-")[0]
         return f"{_MAPPED.get(kind, 'device mapper')} {_read(folder / 'dm/name')}"

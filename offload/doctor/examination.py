@@ -21,7 +21,7 @@ _OF_THE_MACHINE: dict[str, Sequence[Check]] = {
 
 @dataclass(frozen=True)
 class Section:
-    """What was found of one part of the machine, or of the storage under one path."""
+    """Findings on one part of the machine, or of the storage under one path."""
 
     title: str
     findings: tuple[Finding, ...]

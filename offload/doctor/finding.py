@@ -1,4 +1,4 @@
-"""What one check has found."""
+"""Finding of one check."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Status(Enum):
-    """How good it is for the engine."""
+    """Verdict on whether it is good for the engine."""
 
     GOOD = "good"
     BETTER = "could be better"
@@ -32,6 +32,11 @@ def good(subject: str, says: str) -> Finding:
 
 def better(subject: str, says: str, repair: str = "") -> Finding:
     return Finding(subject, Status.BETTER, says, repair)
+
+
+def good_if(is_good: bool, subject: str, says: str, repair: str = "") -> Finding:
+    """Good; else the same could be better by the repair."""
+    return good(subject, says) if is_good else better(subject, says, repair)
 
 
 def broken(subject: str, says: str, repair: str = "") -> Finding:

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.filesize import decimal
 
 from aio_ext import Memory, Queue, unavailable_backends
-from offload.doctor.finding import Finding, better, good
+from offload.doctor.finding import Finding, better, good, good_if
 
 _TRIED_BYTES = 32 << 20
 _SYS = Path("/sys")
@@ -24,10 +24,8 @@ def host_memory() -> Iterator[Finding]:
     available, total = available_bytes(), min([_total_bytes(), *(limit for _, limit, _ in cgroup_limits())])
     auto = decimal(int(available * AUTO_SHARE))
     says = f'{decimal(available)} of {decimal(total)} can be taken; host_memory="auto" takes {auto}'
-    if available < total / 4:
-        yield better("host memory", says, "end what else holds memory: ps -eo rss,pid,args --sort=-rss | head")
-    else:
-        yield good("host memory", says)
+    repair = "end what else holds memory: ps -eo rss,pid,args --sort=-rss | head"
+    yield good_if(available >= total / 4, "host memory", says, repair)
 
 
 def cgroup() -> Iterator[Finding]:
@@ -45,7 +43,7 @@ def cgroup() -> Iterator[Finding]:
 
 
 def locked_memory() -> Iterator[Finding]:
-    """Whether the ring may hold buffers in place. Not so: each block looks its pages up."""
+    """Find whether the ring may hold buffers in place. Not so: each block looks its pages up."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     limit = "no limit" if soft == resource.RLIM_INFINITY else f"a limit of {decimal(soft)}"
     if "io_uring" in unavailable_backends():
@@ -69,12 +67,9 @@ def huge_pages() -> Iterator[Finding]:
         memory.populate()
         huge = memory.huge_bytes()
     says = f"transparent ones: {state}; a buffer of {decimal(_TRIED_BYTES)} has {decimal(huge)} of them"
-    if huge >= _TRIED_BYTES / 2:
-        yield good("huge pages", says)
-    elif state == "never":
-        yield better("huge pages", says, f"echo madvise | sudo tee {file}")
-    else:
-        yield better("huge pages", says, "echo 1 | sudo tee /proc/sys/vm/compact_memory")
+    compact = "echo 1 | sudo tee /proc/sys/vm/compact_memory"
+    repair = f"echo madvise | sudo tee {file}" if state == "never" else compact
+    yield good_if(huge >= _TRIED_BYTES / 2, "huge pages", says, repair)
 
 
 def numa() -> Iterator[Finding]:

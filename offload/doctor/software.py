@@ -10,7 +10,7 @@ from pathlib import Path
 
 import offload
 from aio_ext import Queue, available_backends, unavailable_backends
-from offload.doctor.finding import Finding, better, broken, good
+from offload.doctor.finding import Finding, better, broken, good, good_if
 
 _BUILD = "pip install . in the project's folder, with a C++ compiler, cmake and liburing-dev"
 _BF16_UNITS = {"avx512_bf16", "amx_bf16", "bf16"}
@@ -31,12 +31,8 @@ def processor() -> Iterator[Finding]:
     shown = " ".join(feature for feature in _SHOWN_FEATURES if feature in features) or "no vector units that count"
     bf16 = "" if features & _BF16_UNITS else "; no bf16 units, so that on the CPU fp32 computes faster"
     says = f"{name}, {allowed} of {there} cores, {shown}{bf16}"
-    if allowed < there:
-        yield better(
-            "processor", says, "it is bound to some of the cores: see taskset, numactl, docker run --cpuset-cpus"
-        )
-    else:
-        yield good("processor", says)
+    repair = "it is bound to some of the cores: see taskset, numactl, docker run --cpuset-cpus"
+    yield good_if(allowed >= there, "processor", says, repair)
 
 
 def kernels() -> Iterator[Finding]:
@@ -98,7 +94,8 @@ def io_uring() -> Iterator[Finding]:
 
 
 def _split(sentence: str) -> tuple[str, str]:
-    """What is wrong, and the repair that follows a semicolon; the system's own words at the end say no more."""
+    """Split into what is wrong, and the repair that follows a semicolon; the system's own words at the end say no
+    more."""
     says, _, repair = sentence.partition("; ")
     words, _, last = repair.rpartition(": ")
     return says, words if last in map(os.strerror, errno.errorcode) else repair

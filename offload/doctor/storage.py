@@ -34,11 +34,11 @@ _SECONDS = 0.2
 _MEMORY_BYTES = 16 * _MIB
 _SLOW_BYTES_PER_S = 1e9
 _OF_PROFILE = 0.5
-"""What is left of the measured bandwidth where something is wrong, and not only busy for a moment."""
+"""Share of the measured bandwidth that is left where something is wrong, and not only busy for a moment."""
 
 
 def checks_of(path: Path) -> Sequence[Callable[[Path], Iterator[Finding]]]:
-    """What can be asked of a path: nothing but what is wrong with it, or all."""
+    """Checks that can be made on a path: nothing but what is wrong with it, or all."""
     if not path.is_dir():
         return (directory,)
     try:
@@ -51,7 +51,7 @@ def checks_of(path: Path) -> Sequence[Callable[[Path], Iterator[Finding]]]:
 
 
 def directory(path: Path) -> Iterator[Finding]:
-    """What the engine itself says of it."""
+    """Verdict of the engine itself."""
     try:
         found = look_at(path)
     except (StoreUnsafe, StorageFull) as error:
@@ -123,7 +123,7 @@ def free_space(path: Path) -> Iterator[Finding]:
 
 
 def direct_io(path: Path) -> Iterator[Finding]:
-    """Whether bytes go past the page cache, and the granularity."""
+    """Find whether bytes go past the page cache, and the granularity."""
     with _nameless(path) as descriptor:
         direct = bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
         of_memory, of_offset = direct_io_alignment(descriptor)

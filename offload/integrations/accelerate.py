@@ -35,7 +35,7 @@ _ENGINE_FOLDER = "offload"
 _ENGINE_TAG = "engine"
 
 _WITHOUT_OTHERS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-"""How processes are launched that no other engine is in."""
+"""Ways of launching processes that no other engine is in."""
 
 _SAID_ELSEWHERE = {
     "optimizer": "give the optimizer to prepare(model, optimizer)",
@@ -88,7 +88,7 @@ class OffloadAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._own_optimizer: Any = None
         """The engine's optimizer, as Accelerate wraps it."""
         self._saved_elsewhere: dict[str, Any] | None = None
-        """What stands for the model's state dict while ``save_state`` runs."""
+        """Stand-in for the model's state dict while ``save_state`` runs."""
         self._has_clipped = False
 
     @property

@@ -58,7 +58,8 @@ _ID = "offload_checkpoint"
 
 
 _OF_DDP = ("barrier", "broadcast", "distributed_sampler_kwargs", "num_processes", "reduce", "set_world_ranks")
-"""What ``DDPStrategy`` does about processes. It is no base: Lightning would give one process a distributed sampler."""
+"""Methods by which ``DDPStrategy`` handles processes. It is no base: Lightning would give one process a distributed
+sampler."""
 
 
 class _Strategy:
@@ -134,7 +135,7 @@ class _Strategy:
 
     @property
     def root_device(self) -> torch.device:
-        """Where this process computes. Raises ``ConfigError`` for what is neither a CPU nor a GPU."""
+        """Device on which this process computes. Raises ``ConfigError`` for what is neither a CPU nor a GPU."""
         device = torch.device(self.parallel_devices[self.local_rank])
         if device.type not in ("cpu", "cuda"):
             raise ConfigError(f'the engine computes on "cpu" or "cuda", and the trainer has {device.type!r}')
@@ -209,8 +210,8 @@ class _Strategy:
         self.setup_precision_plugin()
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """What Lightning has drawn before this to find out whether a loader of one's own can be iterated over, the
-        uninterrupted run has not: the epoch's iterator is made with the checkpoint's random numbers."""
+        """Undo the draws that Lightning has made before this to find out whether a loader can be iterated over: the
+        uninterrupted run has not made them, and the epoch's iterator is made with the checkpoint's random numbers."""
         if self._generators is not None and self.lightning_module.trainer.training:
             self._rewind()
         return dataloader
@@ -231,7 +232,7 @@ class _Strategy:
         self._keep_generators()
 
     def _keep_generators(self) -> None:
-        """What the random generators are now, they become again by ``_rewind``."""
+        """Have ``_rewind`` make the random generators again what they are now."""
         self._generators = self.package.utilities.seed.isolate_rng()
         self._generators.__enter__()
 

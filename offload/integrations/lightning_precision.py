@@ -16,7 +16,7 @@ PRECISIONS = {"32-true": "fp32", "bf16-true": "bf16", "16-true": "fp16"}
 
 
 class EnginePrecision:
-    """What Lightning's precision plugins leave to the engine. A mixin over one of them."""
+    """Tasks that Lightning's precision plugins leave to the engine. A mixin over one of them."""
 
     engine: OffloadEngine
     """Of the present run."""

@@ -1,4 +1,4 @@
-"""What the engine does to gradients and weights beside the update, each in one pass over memory."""
+"""Passes of the engine over gradients and weights beside the update, each in one pass over memory."""
 
 from __future__ import annotations
 
@@ -26,12 +26,7 @@ def sum_squares(address: int, numel: int, dtype: Dtype, num_threads: int = 1) ->
 
 
 def accumulate(
-    numel: int,
-    destination: int,
-    destination_dtype: Dtype,
-    source: int,
-    source_dtype: Dtype,
-    num_threads: int = 1,
+    numel: int, destination: int, destination_dtype: Dtype, source: int, source_dtype: Dtype, num_threads: int = 1
 ) -> float:
     """Add ``source`` to ``destination``, element by element, in fp32, rounded to ``destination_dtype`` (nearest, even).
 
@@ -41,19 +36,12 @@ def accumulate(
     Cost:    10 bytes of memory traffic per element for bf16 into fp32 (read 4 + 2, write 4).
     Raises:  ``ValueError`` for an impossible address or count. Nothing has been written in that case.
     """
-    check_numel(numel, num_threads)
-    check_numbers("destination", destination, destination_dtype, numel)
-    check_numbers("source", source, source_dtype, numel)
+    _check_both(numel, destination, destination_dtype, source, source_dtype, num_threads)
     return _kernels.accumulate(numel, destination, destination_dtype, source, source_dtype, num_threads)
 
 
 def convert(
-    numel: int,
-    destination: int,
-    destination_dtype: Dtype,
-    source: int,
-    source_dtype: Dtype,
-    num_threads: int = 1,
+    numel: int, destination: int, destination_dtype: Dtype, source: int, source_dtype: Dtype, num_threads: int = 1
 ) -> float:
     """Write ``source`` to ``destination``, rounded to its dtype (nearest, ties to even; NaNs become the canonical one).
 
@@ -63,9 +51,7 @@ def convert(
     Cost:    6 bytes of memory traffic per element for fp32 to bf16 (read 4, write 2).
     Raises:  ``ValueError`` for an impossible address or count. Nothing has been written in that case.
     """
-    check_numel(numel, num_threads)
-    check_numbers("destination", destination, destination_dtype, numel)
-    check_numbers("source", source, source_dtype, numel)
+    _check_both(numel, destination, destination_dtype, source, source_dtype, num_threads)
     return _kernels.convert(numel, destination, destination_dtype, source, source_dtype, num_threads)
 
 
@@ -114,6 +100,14 @@ def decode(numel: int, numbers_f32: int, codes: int, scales: int, *, signed: boo
     """
     _check_codes(numel, codes, scales, numbers_f32, num_threads)
     _kernels.decode(numel, numbers_f32, codes, scales, signed, num_threads)
+
+
+def _check_both(
+    numel: int, destination: int, destination_dtype: Dtype, source: int, source_dtype: Dtype, num_threads: int
+) -> None:
+    check_numel(numel, num_threads)
+    check_numbers("destination", destination, destination_dtype, numel)
+    check_numbers("source", source, source_dtype, numel)
 
 
 def _check_codes(numel: int, codes: int, scales: int, numbers_f32: int, num_threads: int) -> None:

@@ -20,7 +20,7 @@ ISA: str = _kernels.isa()
 
 
 class Dtype(IntEnum):
-    """How the numbers of an array are written down, by the number that the native module knows it by."""
+    """Format of the numbers of an array, by the number that the native module knows it by."""
 
     F32 = 0
     BF16 = 1

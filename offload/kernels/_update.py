@@ -35,7 +35,7 @@ class Sweep(NamedTuple):
 Kernel = Callable[[Sweep], None]
 
 Native = Callable[[str], Kernel]
-"""Who runs a kernel: gives it by its name in the native module."""
+"""Give a kernel, run by the CPU or by a device, by its name in the native module."""
 
 
 def on_host(name: str) -> Kernel:

@@ -39,7 +39,7 @@ _FORMATS = ("f32", "split", "out_f32", "out_bf16", "out_f16")
 
 @dataclass(frozen=True)
 class Program:
-    """What src/device.cu is compiled for."""
+    """Types that src/device.cu is compiled for."""
 
     rule: str
     grad: str

@@ -70,7 +70,7 @@ def _compile(library: ctypes.CDLL, architecture: str, definitions: Sequence[str]
 
 
 def _candidates(name: str) -> Iterator[str]:
-    """Where pip puts it, conda, and NVIDIA's own installers, as far as it is there; then what the system knows."""
+    """Places where pip, conda and NVIDIA's own installers put it, as far as it is there; then what the system knows."""
     for folder in sys.path:
         yield from map(str, sorted(Path(folder or ".").glob(f"nvidia/*/lib/{name}")))
     in_prefix = Path(sys.prefix) / "lib" / name

@@ -1,1 +1,1 @@
-"""What stands in the user's model: hooks, handles, and how they reach the tiers."""
+"""Parts that stand in the user's model: hooks, handles, and how they reach the tiers."""

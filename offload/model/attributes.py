@@ -18,7 +18,8 @@ from offload.model.unit_in_model import UnitInModel
 
 _CONTAINERS = {list, dict, set, deque, OrderedDict}
 _DERIVED = {"_flat_weights", "_flat_weight_refs"}
-"""What recurrent modules make of their parameters anew in each forward, which find other ones there than before."""
+"""Attributes that recurrent modules make of their parameters anew in each forward, which find other ones there than
+before."""
 
 _Known = tuple[list[Any], list[int]]
 
@@ -70,7 +71,7 @@ class Attributes:
         return any(holds_others) or own is not unit
 
     def _of(self, module: nn.Module) -> _Known:
-        """What the module knows. The engine's parameters and their handles take each other's place: they are left
+        """Attributes of the module. The engine's parameters and their handles take each other's place: they are left
         out."""
         values = [value for name, value in module.__dict__.items() if name not in _DERIVED]
         lengths = [len(value) for value in values if type(value) in _CONTAINERS]

@@ -95,7 +95,7 @@ class ParameterBacking:
                 access.gradients.write(unit, spec, spec.shard_of(value_of(value).detach()))
 
     def gradient_backing(self) -> PlainGradientBacking | None:
-        """What a handle on the gradient needs, if there is a gradient."""
+        """Return what a handle on the gradient needs, if there is a gradient."""
         self._access.before.settle()
         if self._spec in self._access.gradients.of(self._unit):
             return PlainGradientBacking(self._unit, self._spec, self._access)
@@ -187,7 +187,7 @@ class PlainGradientBacking:
         self._known().scale *= factor
 
     def _known(self) -> Gradient:
-        """What is known of the gradient. Raises ``OffloadError`` if there is none any more."""
+        """Return what is known of the gradient. Raises ``OffloadError`` if there is none any more."""
         self._access.before.settle()
         found = self._access.gradients.of(self._unit).get(self.spec)
         if found is None:

@@ -15,7 +15,7 @@ from offload.model.handle import Handle
 
 
 class _OfDistributed(Handle):
-    """What ``DTensor`` knows beside ``torch.Tensor`` (``to_local``, ``full_tensor``, ``placements``) is asked of the
+    """Mixin by which what ``DTensor`` knows beside ``torch.Tensor`` (``to_local``, ``full_tensor``) is asked of the
     value."""
 
     def __getattr__(self, name: str) -> Any:

@@ -51,4 +51,4 @@ def backward(in_graphs: InGraphs, tensors: Any, *, inputs: Sequence[Any] | None 
 
 
 CALLS: Mapping[Any, Callable[..., Any]] = {torch.autograd.grad: grad, torch.autograd.backward: backward}
-"""What is called instead of a function of torch, with ``in_graphs`` before its arguments."""
+"""Calls in place of functions of torch, with ``in_graphs`` before its arguments."""

@@ -61,7 +61,7 @@ class GradientHandle(Handle):
 
 
 def _unscale(gradients: list[torch.Tensor], found_inf: torch.Tensor, factor: torch.Tensor) -> None:
-    """What ``torch.amp.GradScaler`` does to gradients before a step, without bringing them in."""
+    """Do what ``torch.amp.GradScaler`` does to gradients before a step, without bringing them in."""
     number = float(factor)
     for gradient in gradients:
         if not isinstance(gradient, GradientHandle):

@@ -161,7 +161,7 @@ class Handle(torch.Tensor):
         self._backing.gradient = value
 
     def take_autograd_gradient(self, *, keep: bool = False) -> torch.Tensor | None:
-        """What autograd has left here, which is here no longer, unless others ask for it, too (``keep``)."""
+        """Take what autograd has left here, which is here no longer, unless others ask for it, too (``keep``)."""
         gradient = autograd_gradient.__get__(self)
         if not keep:
             autograd_gradient.__set__(self, None)
@@ -314,7 +314,7 @@ class Handle(torch.Tensor):
         self.__class__ = type(kind.__name__, (type(self), kind), {"_kind": kind})
 
     def attributes(self) -> dict[str, Any]:
-        """What others have hung on it."""
+        """Attributes that others have hung on it."""
         return {name: value for name, value in vars(self).items() if name not in _OF_HANDLES}
 
 
@@ -350,7 +350,8 @@ def _check_gradient(parameter: torch.Tensor, value: Any) -> None:
 
 
 def _in_graphs(item: Any) -> list[Any]:
-    """What stands for a parameter in graphs: the one in its unit's window, and where no unit was in use the handle.
+    """Return what stands for a parameter in graphs: the one in its unit's window, and where no unit was in use the
+    handle.
 
     Raises ``ConfigError`` for a weight in pieces, whose uses are leaves of their own.
     """

@@ -26,7 +26,7 @@ class HookContext:
         """Graph tasks that have opened units, each with what it calls at its end. An exception ends one without a call:
         then nothing refers to that any more."""
         self.gradient_scale: float | None = None
-        """What gradients of the engine's own backward, if it is under way, are still to be multiplied by."""
+        """Factor that gradients of the engine's own backward, if it is under way, are still to be multiplied by."""
         self._saved: list[tuple[UnitInModel, CallsOfUnit]] = []
 
     def save(self, *, following: HookContext) -> None:

@@ -7,11 +7,13 @@ Units that are still open when the backward ends are closed then; where an excep
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from threading import get_ident
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -35,18 +37,19 @@ from offload.torch_internals import (
 from offload.units import ParameterSpec, UnitSpec
 from swapper import OffloadError
 
-__all__ = ["Hooks", "Interleaving", "NotScriptable", "Schedule", "UnitInModel"]
+__all__ = ["Hooks", "Interleaving", "Listener", "NotScriptable", "UnitInModel"]
 
 
-class Schedule(Protocol):
-    """What the hooks tell: a unit is needed, is no longer needed, got a gradient, has all its gradients; its forward
-    has given one of its weights another value."""
+class Listener(Protocol):
+    """Receiver of what the hooks tell: a unit is needed, is no longer needed, got a gradient, has all its gradients;
+    its forward has given one of its weights another value."""
 
     def begin_use(self, unit: UnitSpec) -> None: ...
 
     def end_use(self, unit: UnitSpec) -> None: ...
 
-    def take_gradient(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor) -> None: ...
+    def take_gradient(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor, scale: float | None) -> None:
+        """``scale``: what the engine's own backward is still to multiply it by; None in a backward of the user's."""
 
     def end_backward(self, unit: UnitSpec) -> None: ...
 
@@ -140,6 +143,19 @@ def _is_older(node: Node) -> bool:
     return graph_task() != -1 and belongs_to_backward(node)
 
 
+def _in_a_call() -> bool:
+    """A module runs in this thread: an exception that is no ``Exception`` leaves it without its hooks after forward."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _CALL:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_CALL = nn.Module._call_impl.__code__
+
+
 def _take_gradient(
     hooks: weakref.ref[Hooks], unit: weakref.ref[UnitInModel], index: int, parameter: torch.Tensor
 ) -> None:
@@ -164,7 +180,7 @@ class Hooks:
         units: Sequence[UnitInModel],
         handles: dict[ParameterSpec, nn.Parameter],
         parameters: dict[ParameterSpec, nn.Parameter],
-        schedule: Schedule,
+        listener: Listener,
         outside_of_graphs: Callable[[Callable[..., Any], str], Callable[..., Any]],
         *,
         one_thread: bool = True,
@@ -183,7 +199,7 @@ class Hooks:
         numbers."""
         self._num_units_at: Counter[nn.Module] = Counter()
         """Of each module so far: hooks of one module need numbers of their own."""
-        self._schedule = schedule
+        self._listener = listener
         self._handles = handles
         self._parameters = parameters
         self._serial = 0
@@ -267,6 +283,21 @@ class Hooks:
         """``what`` concerns all micro-batches. Raises ``OffloadError`` if it comes in one, with others under way."""
         if self._turns is not None:
             self._turns.refuse_others(what)
+
+    def end_interrupted(self) -> bool:
+        """End the calls, and drop the gradients on their way, that an interrupt has left. False: a forward or a
+        backward runs, and nothing was done."""
+        if self._turns is not None or graph_task() != -1 or _in_a_call():
+            return False
+        self.reset()
+        for unit in self.units:
+            for parameter in unit.parameters:
+                if parameter.grad is not None:
+                    parameter.grad = None
+        for handle in self._parameters.values():
+            if isinstance(handle, Handle):  # and nothing that a user has put in its place
+                handle.take_autograd_gradient()
+        return True
 
     def lost(self, model: nn.Module) -> Iterator[str]:
         """The names of trained parameters that stand nowhere in the model any more; each is named once."""
@@ -364,7 +395,7 @@ class Hooks:
             for index, value in unit.own_writes.end():
                 if self._turns is not None:
                     self._turns.changed(unit)
-                self._schedule.changed_in_use(unit.spec, unit.watched[index], value)
+                self._listener.changed_in_use(unit.spec, unit.watched[index], value)
         self._leave_forward(unit)
         if torch.is_grad_enabled():
             arrived = partial(self._pre_backward, unit, self.context, unit.forward_start, self._serial)
@@ -393,7 +424,7 @@ class Hooks:
         if unit in self._kept:
             self._kept.remove(unit)
         elif unit.num_users == 0:
-            self._schedule.begin_use(unit.spec)
+            self._listener.begin_use(unit.spec)
         unit.num_users += 1
 
     def _end_use(self, unit: UnitInModel) -> None:
@@ -405,13 +436,13 @@ class Hooks:
                 self._release(unit)
 
     def _release(self, unit: UnitInModel) -> None:
-        self._schedule.end_use(unit.spec)
+        self._listener.end_use(unit.spec)
         if unit.is_over:
             self._end_backward(unit)
 
     def _end_backward(self, unit: UnitInModel) -> None:
         unit.is_over = False
-        self._schedule.end_backward(unit.spec)
+        self._listener.end_backward(unit.spec)
 
     def _leave_forward(self, unit: UnitInModel) -> None:
         self._serial += 1
@@ -475,6 +506,6 @@ class Hooks:
         if gradient is not None:
             if self._turns is not None:
                 self._turns.gradient(spec, in_its_place=unit.in_backward)
-            self._schedule.take_gradient(unit.spec, spec, gradient)
+            self._listener.take_gradient(unit.spec, spec, gradient, self.context.gradient_scale)
             if not unit.in_backward:
-                self._schedule.end_backward(unit.spec)
+                self._listener.end_backward(unit.spec)

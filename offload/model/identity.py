@@ -1,4 +1,4 @@
-"""Which object is which: the parameters that a user has kept become the handles, and ordinary ones again at the end.
+"""Identity of objects: the parameters that a user has kept become the handles, and ordinary ones again at the end.
 
 An optimizer, a list for ``clip_grad_norm_`` or an average of the weights that was made before the engine holds the
 model's parameters as objects. They stay what the model has: each exchanges its content with that of its handle.

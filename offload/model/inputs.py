@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-from offload.device.protocol import Device, Event
+from offload.device.protocol import Event, Processor
 from offload.torch_internals import map_leaves
 
 
 class Inputs:
     """Brings what a model is called with to its device. ``dtype`` is that of the weights."""
 
-    def __init__(self, device: Device | None, dtype: torch.dtype) -> None:
-        self._device = device
+    def __init__(self, processor: Processor, dtype: torch.dtype) -> None:
+        self._processor = processor
         self._dtype = dtype
         self._last: Event | None = None
         """After it, everything that was brought may be changed by its owner."""
@@ -34,8 +34,6 @@ class Inputs:
         if not isinstance(item, torch.Tensor):
             return item
         dtype = self._dtype if item.is_floating_point() else item.dtype
-        if self._device is None:
-            return item.to("cpu", dtype)
-        there, copied = self._device.bring(item, dtype)
+        there, copied = self._processor.bring(item, dtype)
         self._last = copied or self._last
         return there

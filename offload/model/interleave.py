@@ -38,7 +38,7 @@ _SLICE_S = 0.1
 
 
 class Stage(Enum):
-    """Where a micro-batch is.
+    """Stage of a micro-batch.
 
     - ``WAITING``: it is about to use a unit, or to begin.
     - ``COMPUTING``: its thread has the turn.
@@ -52,7 +52,7 @@ class Stage(Enum):
 
 @dataclass(frozen=True)
 class Place:
-    """What a micro-batch is about to do."""
+    """Point that a micro-batch has come to: what it is about to do."""
 
     unit: UnitInModel
     backward: bool
@@ -65,7 +65,7 @@ class Place:
 
 @dataclass
 class Habits:
-    """What is known of the function that micro-batches run, from one call to the next."""
+    """Habits of the function that micro-batches run, from one call to the next."""
 
     takes_turns: bool = False
     """Its forward draws random numbers, for example: each micro-batch runs after the other, as in a loop."""
@@ -103,14 +103,14 @@ class MicroBatch:
     place: Place | None = None
     """The last use that it came to."""
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    """What its thread waits for."""
+    """Semaphore that its thread waits for."""
     states: tuple[Any, ...] = ()
     """Of random generators, when it got its turn."""
     last_unit: UnitInModel | None = None
     """The one that it used last."""
     used: set[UnitInModel] = field(default_factory=set)
     calls: dict[UnitInModel, set[int]] = field(default_factory=dict)
-    """Where each call of a unit began, of those whose backward is to come."""
+    """Beginning of each call of a unit, of those whose backward is to come."""
     is_one: bool = True
     """False: there was none left for it."""
     result: Any = None
@@ -125,7 +125,7 @@ class MicroBatch:
 
 
 class Switch(Protocol):
-    """What changes in the model with the turn: see ``offload.model.hooks``."""
+    """State of the model that changes with the turn: see ``offload.model.hooks``."""
 
     context: HookContext
 

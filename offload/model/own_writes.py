@@ -24,7 +24,7 @@ class OwnWrites:
         """They may be the tensors that parameters wrap."""
         self._parameters = parameters
         self._views = [parameter.data for parameter in parameters]
-        """Where each parameter belongs."""
+        """Memory to which each parameter belongs."""
         self._compares_bytes = {True: True, False: True}
         """In forwards with gradients, and in those without."""
         self._mode = True

@@ -50,7 +50,7 @@ class PackedBacking(ParameterBacking):
 
 
 class PackedHandle(Handle):
-    """What the class of the value knows beside ``torch.Tensor`` (the tensors that it wraps, ``dequantize``) is asked of
+    """Handle by which what the class of the value knows beside ``torch.Tensor`` (such as ``dequantize``) is asked of
     the value."""
 
     _backing: PackedBacking

@@ -1,4 +1,5 @@
-"""What a parameter has beside its value: a class, a gradient, attributes and hooks from before the engine was made."""
+"""Metadata of a parameter beside its value: a class, a gradient, attributes and hooks from before the engine was
+made."""
 
 from __future__ import annotations
 

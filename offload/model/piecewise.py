@@ -77,7 +77,8 @@ def _embedding(
 
 
 def _mine(input: Tensor, piece: Piece) -> Tensor:
-    """Which indices are in the piece. Those that are in none belong to the first and the last, which refuse them."""
+    """Mask of the indices that are in the piece. Those that are in none belong to the first and the last, which refuse
+    them."""
     if piece is piece.whole.pieces[0]:
         return input < piece.stop
     if piece is piece.whole.pieces[-1]:

@@ -1,4 +1,4 @@
-"""What torch keeps for each thread by itself, carried to other threads."""
+"""State that torch keeps for each thread by itself, carried to other threads."""
 
 from __future__ import annotations
 

@@ -12,12 +12,12 @@ from offload.tiers.window import Window
 from offload.units import UnitSpec, local_tensor
 
 CallsOfUnit: TypeAlias = tuple[int, int, int, bool]
-"""What ``UnitInModel`` knows of the calls under way."""
+"""Knowledge of ``UnitInModel`` of the calls under way."""
 
 
 class UnitInModel:
-    """What stands in the model for one unit: its parameters, which are views of ``window``, and the calls under way, of
-    the micro-batch that computes now."""
+    """Part of the model that stands for one unit: its parameters, which are views of ``window``, and the calls under
+    way, of the micro-batch that computes now."""
 
     __slots__ = (
         "__weakref__",
@@ -40,7 +40,7 @@ class UnitInModel:
         self.window = window
         self.parameters = parameters
         self.sites: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
-        """Where each parameter stands in the model: module, name, handle, parameter."""
+        """Place of each parameter in the model: module, name, handle, parameter."""
         self.forward_depth = 0
         """Modules of this unit whose forward is running."""
         self.forward_start = 0
@@ -53,7 +53,7 @@ class UnitInModel:
         self.is_over = False
         """A backward of it is over, and the end of it has not been told."""
         self.watched = [item for item in spec.parameters if item.packing is None]
-        """What ``own_writes`` looks at, in order: no forward writes to quantised parameters."""
+        """Parameters that ``own_writes`` looks at, in order: no forward writes to quantised parameters."""
         of_spec = dict(zip(spec.parameters, parameters, strict=True))
         self.own_writes = OwnWrites([local_tensor(of_spec[item]) for item in self.watched])
 

@@ -1,4 +1,4 @@
-"""Which rule updates the weights, and in which parameter groups: from what ``optimizer=`` is."""
+"""Choice of the rule that updates the weights, and of the parameter groups, from what ``optimizer=`` is."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _KERNEL_OF_CLASS = {
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """How the model is trained: ``groups`` are parameter groups without ``params``, each with its parameters.
+    """Choice of how the model is trained: ``groups`` are parameter groups without ``params``, each with its parameters.
 
     ``source`` is the optimizer that the user had built, if that is where the groups come from.
     """

@@ -1,4 +1,4 @@
-"""How many bytes a parameter takes of each kind, and how an fp32 master is kept beside its 16-bit weight."""
+"""Bytes that a parameter takes of each kind, and the fp32 master beside its 16-bit weight."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from offload.memory import tensor_at
 
 DEFAULT_TILE_BYTES = 8 << 20
 """Measured: from 2 MiB up the disk does not care, below 8 MiB the training thread does (see docs/design.md)."""
+
+MASTER_BYTES = {torch.bfloat16: 2, torch.float16: 4, torch.float32: 0}
+"""What is kept beside a trained weight of this dtype."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +35,9 @@ class Formats:
     @classmethod
     def of(cls, config: OffloadConfig) -> Formats:
         training = config.optimizer is not None
-        master = {torch.bfloat16: 2, torch.float16: 4, torch.float32: 0}[config.dtype]
         return cls(
             weights=config.dtype.itemsize,
-            master=master if training else 0,
+            master=MASTER_BYTES[config.dtype] if training else 0,
             grads=config.gradient_dtype.itemsize if training else 0,
         )
 

@@ -130,7 +130,7 @@ class KernelRule:
 
     @property
     def device_unsupported_reason(self) -> str | None:
-        """Why ``apply`` cannot run on a device, if it cannot."""
+        """Reason why ``apply`` cannot run on a device, if it cannot."""
         return "8-bit moments are updated on the CPU" if self._dtype is kernels.Dtype.INT8 else None
 
     def apply(self, frozen: Hashable, tile: Tile, start: int, stop: int, at: TileBytes, native: kernels.Native) -> None:

@@ -1,4 +1,4 @@
-"""What the engine asks of an optimizer: how its states lie in tiles, and what one step does to one tile."""
+"""Protocol of an optimizer: how its states lie in tiles, and what one step does to one tile."""
 
 from __future__ import annotations
 
@@ -41,14 +41,15 @@ def options_of(group: Group) -> Group:
 
 
 class TileLayout(Protocol):
-    """How masters and states lie in tiles. Addresses are of memory that holds a whole tile, in RAM."""
+    """Layout of masters and states in tiles. Addresses are of memory that holds a whole tile, in RAM."""
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint of its states says of it: ``optimizer``, and ``moments``, the format of its states."""
+        """Facts that a checkpoint of its states says of it: ``optimizer``, and ``moments``, the format of its
+        states."""
 
     def parts(self, tile: Tile) -> Sequence[TilePart]:
-        """What a stranger needs to read a tile that ``identity`` does not explain; empty if it does."""
+        """Parts that a stranger needs to know to read a tile that ``identity`` does not explain; empty if it does."""
 
     def master_offset(self, tile: Tile, element: int) -> int:
         """Bytes from the tile's start to what it holds of the master of ``element``."""
@@ -63,14 +64,14 @@ class Rule(TileLayout, Protocol):
     repeatable: bool
     """``apply`` leaves nothing behind but what it writes to the addresses, so that it can be taken back."""
     uniform: bool
-    """What ``freeze`` gives is the same for all parameters of a group with the same step and scale."""
+    """``freeze`` gives the same for all parameters of a group with the same step and scale."""
 
     def tile_between(self, unit: UnitSpec, start: int, stop: int) -> Tile:
         """A tile of the unit's elements ``[start, stop)``, whatever ``tiles_of`` has cut."""
 
     @property
     def device_unsupported_reason(self) -> str | None:
-        """Why ``apply`` cannot run in a device's memory; None if it can."""
+        """Reason why ``apply`` cannot run in a device's memory; None if it can."""
 
     def tiles_of(self, unit: UnitSpec, tile_bytes: int) -> tuple[Tile, ...]:
         """The unit's trainable elements in tiles of at most ``tile_bytes``, or as little more as works."""
@@ -103,7 +104,7 @@ class Rule(TileLayout, Protocol):
         """The shape of each state that rests in tiles, in the formats in which ``states`` have them."""
 
     def loose_states(self, spec: ParameterSpec, step: int) -> dict[str, Any]:
-        """What belongs to the parameter's state and lies in no tile: the number of steps and the like."""
+        """Return what belongs to the parameter's state and lies in no tile: the number of steps and the like."""
 
     def set_loose_states(self, spec: ParameterSpec, states: dict[str, Any]) -> int:
         """Take over what ``loose_states`` gave; the number of steps taken."""

@@ -38,7 +38,7 @@ class _State:
 
 @dataclass(frozen=True)
 class _Record:
-    """What a tile holds of one parameter."""
+    """Content of a tile that belongs to one parameter."""
 
     spec: ParameterSpec
     master: int

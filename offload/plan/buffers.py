@@ -1,4 +1,4 @@
-"""How large the engine's own buffers in a device's memory are, and how they are divided."""
+"""Sizes of the engine's own buffers in a device's memory, and how they are divided."""
 
 from __future__ import annotations
 

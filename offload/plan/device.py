@@ -1,4 +1,4 @@
-"""What device memory is for: resident units, the other weights around their use, gradients on their way out."""
+"""Division of device memory: resident units, the other weights around their use, gradients on their way out."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class DevicePlan:
     resident: frozenset[int] = frozenset()
     resident_bytes: dict[str, int] = field(default_factory=dict)
     squares_bytes: int = 0
-    """What sums of squares of gradients take."""
+    """Bytes that sums of squares of gradients take."""
     updates_bytes: int = 0
     """Buffers for tiles of the other units that are updated there: see ``DeviceSide``. 0: none are."""
     ranks_bytes: int = 0
     """Shards and gradients on their way between ranks, whose units are shards."""
     unsupported_reason: str | None = None
-    """Why no unit may be resident there, if that is so."""
+    """Reason why no unit may be resident there, if that is so."""
 
     @property
     def computes(self) -> bool:
@@ -90,7 +90,7 @@ ON_HOST = DevicePlan(unsupported_reason="the CPU computes")
 
 @dataclass(frozen=True)
 class DeviceNeeds:
-    """What units take of a device's memory. ``states`` are each unit's optimizer states and masters, in bytes.
+    """Bytes that units take of a device's memory. ``states`` are each unit's optimizer states and masters, in bytes.
 
     ``updates`` is what each takes for its update, if it is not resident; they take turns. ``unsupported_reason`` is
     what hinders kernels there, so that none may be resident. Where there are several ``ranks`` the units are shards."""

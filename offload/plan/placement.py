@@ -161,7 +161,7 @@ class _Placement:
         self._keep(grads, host_bytes)
 
     def _kinds(self, index: int, *, gradients: bool) -> list[tuple[list[bool], int]]:
-        """What belongs to one unit, with its gradients or without."""
+        """Kinds that belong to one unit, with its gradients or without."""
         tiles = self.tiles_resident[index]
         of_gradients = [(self.grads_resident, index)] if gradients else []
         return [(self.weights_resident, index), *of_gradients, *((tiles, n) for n in range(len(tiles)))]
@@ -229,9 +229,6 @@ class _Placement:
         return sum(self._resident_bytes().values()) + self._buffers().nbytes + self.compute_bytes
 
     def plan(self, host_budget_bytes: int) -> Plan:
-        in_ram = self._resident_bytes()
-        total = self.with_all_resident()._resident_bytes()
-        nvme = {kind: total[kind] - in_ram[kind] for kind in total}
         tiers = {True: Tier.HOST, False: Tier.NVME}
         units = tuple(
             UnitPlan(
@@ -251,6 +248,4 @@ class _Placement:
             staging=self._buffers(),
             host_budget_bytes=host_budget_bytes,
             compute_bytes=self.compute_bytes,
-            resident_bytes=in_ram,
-            nvme_bytes=nvme,
         )

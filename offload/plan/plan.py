@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 
 from offload.optim.formats import Formats
 from offload.plan.device import MARGIN, ON_HOST, DeviceNeeds, DevicePlan, plan_device
@@ -16,11 +17,11 @@ from swapper import align
 _MIB = 1 << 20
 
 TilesOf = Callable[[UnitSpec, int], tuple[Tile, ...]]
-"""How the optimizer divides a unit's states into tiles of at most so many bytes (``Rule.tiles_of``)."""
+"""Divide a unit's states into tiles of at most so many bytes (``Rule.tiles_of``)."""
 
 
 class Tier(Enum):
-    """Where bytes rest between uses."""
+    """Tier of memory in which bytes rest between uses."""
 
     DEVICE = "device"
     HOST = "host"
@@ -29,7 +30,7 @@ class Tier(Enum):
 
 @dataclass(frozen=True)
 class Drives:
-    """What moves bytes to and from NVMe, and how fast."""
+    """Mover of bytes to and from NVMe, and its rates."""
 
     backend: str
     bandwidths: Bandwidths
@@ -37,7 +38,7 @@ class Drives:
 
 @dataclass(frozen=True)
 class Staging:
-    """How many buffers of each kind the records on NVMe pass through, how large they are, and how large a tile is."""
+    """Numbers and sizes of the buffers that the records on NVMe pass through, and the size of a tile."""
 
     num_slots: int
     num_grad_buffers: int
@@ -75,31 +76,48 @@ class UnitPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where everything rests, what the staging is, and what a step must move. ``print`` it for the whole table."""
+    """Placement of everything, the staging, and the bytes that a step must move. ``print`` it for the whole table."""
 
     units: tuple[UnitPlan, ...]
     formats: Formats
     staging: Staging
     host_budget_bytes: int
     compute_bytes: int
-    """What compute takes beside: the gradient that autograd has just made, copies of the weights in use where torch
-    cannot use them where they are; or buffers that gradients come to from a device."""
-    resident_bytes: dict[str, int]
-    nvme_bytes: dict[str, int]
+    """Memory that compute takes beside: the gradient that autograd has just made, copies of the weights in use where
+    torch cannot use them where they are; or buffers that gradients come to from a device."""
     record_copies: int = 1
     """Copies of each trained record that NVMe has room for: with 2 a write never overwrites what is current."""
     speculative: bool = False
     """Streamed units are updated during backward, which takes two copies."""
     ranks: RanksPlan = ONE_RANK
-    """What a rank takes for whole units, where there are several ranks and ``units`` are its shards."""
+    """Memory that a rank takes for whole units, where there are several ranks and ``units`` are its shards."""
     device: DevicePlan = ON_HOST
-    """What the engine may hold in a device's memory."""
+    """Memory that the engine may hold on a device."""
     vacant_bytes: dict[Tier, int] = field(default_factory=dict)
     """Reserved for units that have moved to a device since."""
     drives: Drives | None = None
-    """What NVMe is read and written by, once the engine is made."""
+    """Mover of NVMe's bytes, once the engine is made."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """What a step takes of NVMe at the measured bandwidth, and of compute once a step was taken."""
+    """Time that a step takes of NVMe at the measured bandwidth, and of compute once a step was taken."""
+
+    @cached_property
+    def resident_bytes(self) -> dict[str, int]:
+        """Bytes of each kind that rest in host memory."""
+        return self._bytes_in(Tier.HOST)
+
+    @cached_property
+    def nvme_bytes(self) -> dict[str, int]:
+        """Bytes of each kind that rest on NVMe."""
+        return self._bytes_in(Tier.NVME)
+
+    def _bytes_in(self, tier: Tier) -> dict[str, int]:
+        formats, units = self.formats, self.units
+        tiles = (tile for item in units for tile, of_tile in item.tiles if of_tile is tier)
+        return {
+            "weights": sum(item.unit.numel for item in units if item.weights is tier) * formats.weights,
+            "grads": sum(item.unit.trainable_numel for item in units if item.grads is tier) * formats.grads,
+            "states": sum(align(tile.nbytes) for tile in tiles),
+        }
 
     @property
     def spare_copy_bytes(self) -> int:
@@ -138,7 +156,7 @@ class Plan:
 
     @property
     def arena_bytes(self) -> int:
-        """What is resident in host memory, and staging."""
+        """Bytes that are resident in host memory, and staging."""
         return sum(self.resident_bytes.values()) + self.staging.nbytes + self.vacant_bytes.get(Tier.HOST, 0)
 
     @property
@@ -192,30 +210,13 @@ class Plan:
 
     def with_device(self, device: DevicePlan) -> Plan:
         """The plan after units have moved to the device. What they took elsewhere is vacant."""
-        places = {Tier.HOST: dict(self.resident_bytes), Tier.NVME: dict(self.nvme_bytes)}
-        units = []
-        for item in self.units:
-            if item.unit.index not in device.resident or item.weights is Tier.DEVICE:
-                units.append(item)
-                continue
-            units.append(item.on_device())
-            places[item.weights]["weights"] -= item.unit.numel * self.formats.weights
-            places[item.grads]["grads"] -= item.unit.trainable_numel * self.formats.grads
-            for tile, tier in item.tiles:
-                places[tier]["states"] -= align(tile.nbytes)
-        resident, nvme = places[Tier.HOST], places[Tier.NVME]
+        units = tuple(item.on_device() if item.unit.index in device.resident else item for item in self.units)
+        after = replace(self, units=units, device=device, vacant_bytes={})
         vacant = {
-            Tier.HOST: sum(self.resident_bytes.values()) - sum(resident.values()),
-            Tier.NVME: sum(self.nvme_bytes.values()) - sum(nvme.values()),
+            Tier.HOST: sum(self.resident_bytes.values()) - sum(after.resident_bytes.values()),
+            Tier.NVME: sum(self.nvme_bytes.values()) - sum(after.nvme_bytes.values()),
         }
-        return replace(
-            self,
-            units=tuple(units),
-            device=device,
-            resident_bytes=resident,
-            nvme_bytes=nvme,
-            vacant_bytes=vacant if any(vacant.values()) else {},
-        )
+        return replace(after, vacant_bytes=vacant if any(vacant.values()) else {})
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -280,7 +281,7 @@ def _size(nbytes: int) -> str:
 
 
 def _reasons(plan: Plan) -> Iterator[str]:
-    """Why things rest where they do."""
+    """Reasons why things rest where they do."""
     on_host = [item for item in plan.units if item.unit.index not in plan.device.resident]
     training = bool(plan.formats.grads)
     if not any(plan.nvme_bytes.values()):
@@ -326,7 +327,7 @@ def _reasons(plan: Plan) -> Iterator[str]:
 
 
 def _step(plan: Plan) -> Iterator[str]:
-    """What a step moves, with what, and how long that must take."""
+    """Bytes that a step moves, by what means, and the time that it must take."""
     what = "step" if plan.formats.grads else "forward"
     if not any(plan.nvme_bytes.values()):
         yield f"a {what} moves nothing to or from NVMe"

@@ -10,8 +10,8 @@ from offload.units import UnitSpec, num_nested
 from swapper import align
 
 PLACEMENTS = ("states", "gradients", "weights")
-"""What ranks hold shards of: each includes those before it. The first ones move the fewest bytes, the last one takes
-the least memory."""
+"""Parts of the state that ranks hold shards of: each includes those before it. The first ones move the fewest bytes,
+the last one takes the least memory."""
 
 
 NUM_SHARDS_ON_DEVICE = 2

@@ -1,4 +1,4 @@
-"""What would help most: the same prediction with one thing changed, and what the step takes then."""
+"""Advice on what would help most: the same prediction with one thing changed, and what the step takes then."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from offload.predict.prediction import Prediction, predict
 from offload.predict.workload import Workload
 
 _WORTH = 1.01
-"""What makes training faster by less than this is not worth a line."""
+"""Least gain that is worth a line."""
 
 
 @dataclass(frozen=True)

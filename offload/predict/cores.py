@@ -1,5 +1,5 @@
-"""Where a CPU computes: what the engine does on the same cores beside the model's compute, and which share of them each
-part of the machine keeps busy (see [Note: Shared cores] in ``offload.predict.simulator``)."""
+"""Work of a CPU that computes: what the engine does on the same cores beside the model's compute, and which share of
+them each part of the machine keeps busy (see [Note: Shared cores] in ``offload.predict.simulator``)."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def bound(shares: Shares, works: Sequence[UnitWork], links: Mapping[str, float])
 
 
 def _alone(machine: Machine, seconds: float) -> float:
-    """How long a thread takes that has ``seconds`` of work for a core, where ranks may share one."""
+    """Seconds of a thread that has ``seconds`` of work for a core, where ranks may share one."""
     return seconds / min(machine.cores.count, 1.0)
 
 

@@ -1,4 +1,4 @@
-"""What a step costs of an SSD's life."""
+"""Cost of a step in an SSD's life."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Endurance:
 
     @classmethod
     def of(cls, prediction: Prediction, rated_bytes: int) -> Endurance:
-        """What drives with this rating bear of such steps."""
+        """Return how much drives with this rating bear of such steps."""
         written = prediction.written_bytes * prediction.machine.network.ranks_a_node
         return cls(written, rated_bytes, prediction.seconds)
 

@@ -14,7 +14,7 @@ from offload.predict.prediction import Prediction
 def facts_of(
     prediction: Prediction, least_host_bytes: int | None, advice: Sequence[Advice], endurance: Endurance
 ) -> dict[str, Any]:
-    """What the command says. Bytes are those of one rank, unless their name says a node's."""
+    """Facts of the command's answer. Bytes are those of one rank, unless their name says a node's."""
     model, machine = prediction.model, prediction.machine
     facts: dict[str, Any] = {
         "model": {

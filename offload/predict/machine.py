@@ -21,7 +21,7 @@ MEMORY_BANDWIDTH = 200e9
 """Host memory bandwidth of a described node that updates are assumed to get, bytes a second."""
 
 NETWORK = 50e9
-"""What a described node is assumed to send and receive over the network at once, bytes a second: 400 Gb/s."""
+"""Rate at which a described node is assumed to send and receive over the network at once, bytes a second: 400 Gb/s."""
 
 HOP = 25e-6
 """Seconds that a small message between two ranks is assumed to take, and its turn in a ring of all of them."""
@@ -68,7 +68,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Cores:
-    """What computes with the model: FLOP/s that a step reaches in blocks, and in the head with its loss.
+    """Rates of compute: FLOP/s that a step reaches in blocks, and in the head with its loss.
 
     ``count`` are the cores of a CPU that a rank has, a part of one where ranks share it, and ``busy`` what of them a
     step's compute keeps busy. Both are for a CPU.
@@ -116,7 +116,7 @@ class Machine:
     device: DeviceMachine = CPU
     network: Network = ALONE
     assumptions: tuple[str, ...] = ()
-    """What was not measured or given, in words."""
+    """Assumptions about what was not measured or given, in words."""
 
     @property
     def num_ranks(self) -> int:
@@ -213,7 +213,7 @@ def _of_ranks(gpu: Gpu, network: Network) -> str:
 
 
 def nvme_of(drives: Sequence[Drive], ranks: int, mixed_q: float) -> Bandwidths | None:
-    """What a rank gets of all drives of its node."""
+    """Rates that a rank gets of all drives of its node."""
     if not drives:
         return None
     return Bandwidths(

@@ -1,4 +1,4 @@
-"""What joins the ranks, and how long the two collectives of a unit take over it.
+"""Network that joins the ranks, and the time that the two collectives of a unit take over it.
 
 [Note: What a collective takes] Of ``nbytes`` that ``N`` ranks hold in equal parts, ``R`` of them on each node:
 
@@ -61,7 +61,7 @@ class Network:
         return 4 * self.wait_seconds
 
     def received_bytes(self, nbytes: float) -> float:
-        """What a rank receives of ``nbytes``, in either collective."""
+        """Bytes that a rank receives of ``nbytes``, in either collective."""
         return nbytes * (self.num_ranks - 1) / self.num_ranks
 
     @property

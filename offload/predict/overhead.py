@@ -1,4 +1,4 @@
-"""What the engine itself takes of the cores: a chain of tiny units is trained for a few steps."""
+"""Seconds that the engine itself takes of the cores: a chain of tiny units is trained for a few steps."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Phase:
 
     @property
     def limit(self) -> str:
-        """What it takes longest of."""
+        """Part of the machine that it takes longest of."""
         return max(self.loads, key=lambda name: self.loads[name])
 
     @property
@@ -73,7 +73,7 @@ class Shortage:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step will take. ``plan`` is None where it does not fit: ``shortage`` says of what there is too little.
+    """Forecast of a step. ``plan`` is None where it does not fit: ``shortage`` says of what there is too little.
 
     ``links`` are the seconds that a step takes of each part of the machine, ``seconds`` the step. Bytes are a rank's.
     """
@@ -95,7 +95,8 @@ class Prediction:
 
     @property
     def shard(self) -> str | None:
-        """What ranks hold parts of, one of ``PLACEMENTS``; None where there is one rank, or nothing fits."""
+        """Parts of the state that ranks hold shards of, one of ``PLACEMENTS``; None where there is one rank, or nothing
+        fits."""
         return None if self.plan is None else self.plan.ranks.placement
 
     @property
@@ -110,7 +111,7 @@ class Prediction:
 
     @property
     def unoverlapped_seconds(self) -> float:
-        """What it would take if nothing were done beside anything else."""
+        """Seconds of a step if nothing were done beside anything else."""
         return Phase("step", self.links, overlapped=False).seconds
 
     @property
@@ -165,7 +166,8 @@ def least_host_bytes(model: Model, machine: Machine, workload: Workload) -> int:
 
 
 def activation_bytes(model: Model, machine: Machine, workload: Workload) -> int:
-    """What autograd keeps for one micro-batch, and logits with their gradients: an estimate, outside of all budgets."""
+    """Bytes that autograd keeps for one micro-batch, and of logits with their gradients: an estimate, outside of all
+    budgets."""
     width = 4 if workload.precision == "fp32" else 2
     layer = _ACTIVATIONS * model.width * workload.tokens * width // 2
     kept = model.width * workload.tokens * width
@@ -175,7 +177,8 @@ def activation_bytes(model: Model, machine: Machine, workload: Workload) -> int:
 
 @dataclass(frozen=True)
 class _Case:
-    """What a rank's plan depends on: the ``whole`` units, its ``shards`` of them, and what whole units take there."""
+    """Case that a rank's plan depends on: the ``whole`` units, its ``shards`` of them, and what whole units take
+    there."""
 
     whole: Sequence[UnitSpec]
     shards: Sequence[UnitSpec]
@@ -189,7 +192,7 @@ class _Case:
         return plan_within(self.config, self.shards, self.choice, self.room if room is None else room, self.ranks)
 
     def shortage(self) -> Shortage:
-        """Which budget is too small: the first that still is when the others are not."""
+        """Find the budget that is too small: the first that still is when the others are not."""
         room = self.room
         tried = {
             "device memory": replace(room, host_bytes=_PLENTY, nvme_bytes=_PLENTY, spare_bytes=_PLENTY),
@@ -267,7 +270,7 @@ def _bundled(choice: OptimizerChoice | None, units: Sequence[UnitSpec]) -> Optim
 
 
 def _speculative_choices(plan: Plan, works: Sequence[UnitWork], workload: Workload) -> list[frozenset[int]]:
-    """Which units may be updated during backward: none, or so many of those that can be, evenly spread."""
+    """Sets of units that may be updated during backward: none, or so many of those that can be, evenly spread."""
     eligible = [index for index, work in enumerate(works) if work.eligible]
     if not plan.speculative or workload.clipped or not eligible:
         return [frozenset()]

@@ -88,7 +88,7 @@ def probe(
 
 
 def drive_rates(paths: Sequence[Path], backend: str = "auto") -> tuple[Bandwidths, str]:
-    """What the paths do together, and where that is from: the profile that is kept for them, or a look at it now."""
+    """Rates of the paths together, and their source: the profile that is kept for them, or a look at it now."""
     profile = load_profile(*paths)
     if profile is not None:
         return Bandwidths(profile.read_bytes_per_s, profile.write_bytes_per_s, profile.mixed_q), "stored profile"
@@ -98,9 +98,9 @@ def drive_rates(paths: Sequence[Path], backend: str = "auto") -> tuple[Bandwidth
 
 
 def core_rates(model: Model, workload: Workload, count: float, meet: Callable[[], object]) -> Cores:
-    """What these ``count`` cores reach in such a transformer's blocks, and in its table and head with the loss, forward
-    and backward. Each gradient is let go as soon as it is there, and large weights are used in pieces, as in the
-    engine: what a process keeps, and what it asks the system for, bears on its speed."""
+    """Measure the rates that these ``count`` cores reach in such a transformer's blocks, and in its table and head with
+    the loss, forward and backward. Each gradient is let go as soon as it is there, and large weights are used in
+    pieces, as in the engine: what a process keeps, and what it asks the system for, bears on its speed."""
     dtype = workload.dtype
     width = max(min(model.width, _MOST_WIDTH) // _HEAD_WIDTH, 1) * _HEAD_WIDTH
     sequence = min(workload.sequence, _MOST_TOKENS)

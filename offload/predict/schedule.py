@@ -67,7 +67,7 @@ class Places:
 
 @dataclass(frozen=True)
 class Steps:
-    """What a step is made of. Units in ``speculative`` are updated during backward, the others under the next forward.
+    """Parts of a step. Units in ``speculative`` are updated during backward, the others under the next forward.
     ``settle`` is what ranks take to agree that backward is over, and on the norm."""
 
     speculative: frozenset[int] = frozenset()

@@ -69,7 +69,7 @@ class Job:
         self.phases = deque(
             phase for phase in ([one for one in at_once if one[1]], *([one] for one in then if one[1])) if phase
         )
-        """What is left of it."""
+        """Phases that are left of it."""
         self.num_open = 0
         """Parts that are at it, or will be before its next phase."""
 
@@ -135,7 +135,7 @@ class Played:
         return True
 
     def _advance(self, job: Job) -> None:
-        """What comes next of it begins, or waits for its part."""
+        """Begin its next phase, or have it wait for its part."""
         if not job.phases:
             job.is_over = True
             return
@@ -171,7 +171,7 @@ class Played:
 
 
 def _speeds(shares: Sequence[float]) -> list[float]:
-    """How fast each part goes that would keep these shares of the cores busy. See [Note: Shared cores]."""
+    """Speed of each part that would keep these shares of the cores busy. See [Note: Shared cores]."""
     if sum(shares) <= 1:
         return [1.0] * len(shares)
     left, speeds = 1.0, [1.0] * len(shares)

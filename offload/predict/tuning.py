@@ -42,7 +42,8 @@ class Trial:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What was tried. ``trials[0]`` are the defaults; ``options`` make the engine of what came out best."""
+    """Trials, and the best of them. ``trials[0]`` are the defaults; ``options`` make the engine of what came out
+    best."""
 
     trials: tuple[Trial, ...]
     best: Trial

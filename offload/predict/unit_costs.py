@@ -1,4 +1,5 @@
-"""What each unit of a plan computes and moves in a step, and how long each part of the machine takes for it."""
+"""Costs of each unit of a plan in a step: what it computes and moves, and the time that each part of the machine
+takes."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from offload.units import UnitSpec
 
 @dataclass(frozen=True)
 class _Bytes:
-    """What one unit moves over NVMe in a step: its weights, once; its states; its gradients."""
+    """Bytes that one unit moves over NVMe in a step: its weights, once; its states; its gradients."""
 
     weights: int
     trained: int
@@ -43,7 +44,7 @@ def _bytes(item: UnitPlan, formats: Formats) -> _Bytes:
 
 
 def places_of(plan: Plan) -> Places:
-    """What the plan has for units on their way."""
+    """Places that the plan has for units on their way."""
     windows = len(plan.units)
     if plan.device.all_bytes:
         offloaded = len(plan.units) - (0 if plan.ranks.gathers else len(plan.device.resident))
@@ -86,7 +87,7 @@ def works_of(
 def link_seconds(
     machine: Machine, workload: Workload, plan: Plan, places: Places, works: Sequence[UnitWork], read: int, written: int
 ) -> dict[str, float]:
-    """What a step takes of each part of the machine. ``read`` and ``written`` are its bytes on NVMe."""
+    """Seconds that a step takes of each part of the machine. ``read`` and ``written`` are its bytes on NVMe."""
     micro_batches = workload.micro_batches
     forward, backward = (_brought(places, len(works), micro_batches, backward=again) for again in (False, True))
     links = {
@@ -111,7 +112,7 @@ def link_seconds(
 
 
 def nvme_bytes(plan: Plan, places: Places, workload: Workload) -> tuple[int, int]:
-    """What a rank reads and writes in a step. Units that still lie in their slots are read no more."""
+    """Bytes that a rank reads and writes in a step. Units that still lie in their slots are read no more."""
     moved = [_bytes(item, plan.formats) for item in plan.units]
     streamed = [index for index, one in enumerate(moved) if one.weights]
     lie = set(streamed[-max(places.slots - 2, 1) :])
@@ -128,7 +129,7 @@ def nvme_bytes(plan: Plan, places: Places, workload: Workload) -> tuple[int, int
 
 
 def _brought(places: Places, num_units: int, micro_batches: int, *, backward: bool) -> list[int]:
-    """How often each unit's weights come for all forwards, or backwards, of a step."""
+    """Count the times that each unit's weights come for all forwards, or backwards, of a step."""
     return [
         sum(places.brought(index, num_units, backward=backward, first=number == 0) for number in range(micro_batches))
         for index in range(num_units)

@@ -1,4 +1,4 @@
-"""What a step is to train: the batch, and the options of the engine that bear on bytes and seconds."""
+"""Workload of a step: the batch, and the options of the engine that bear on bytes and seconds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Workload:
     clipped: bool = False
     recomputed: bool = False
     shard: Literal["auto", "states", "gradients", "weights"] = "auto"
-    """What ranks hold parts of."""
+    """Parts of the state that ranks hold shards of."""
     device_bytes: int | None = None
     """``device_memory``; None: what activations leave."""
 

@@ -1,1 +1,1 @@
-"""What ranks of one training have in common: who they are, what they exchange, what one machine gives each."""
+"""Ranks of one training: who they are, what they exchange, what one machine gives each."""

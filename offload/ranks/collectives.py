@@ -1,4 +1,4 @@
-"""What the ranks do together, one operation after the other, in the same order on all of them.
+"""Collectives of the ranks, one operation after the other, in the same order on all of them.
 
 Each rank has a queue of operations (``Kind``). A thread carries
 them out in *rounds*. In a round the ranks tell each other what is at the head of their queues. While that is the same
@@ -92,7 +92,7 @@ called on ranks that do not."""
 
 
 class Collectives(Protocol):
-    """What ranks do together, at places of the program that all of them come to. A world of one does it by itself."""
+    """Collectives of ranks, at places of the program that all of them come to. A world of one does it by itself."""
 
     @property
     def received_bytes(self) -> int:
@@ -163,7 +163,7 @@ class Rounds:
         self._worker = Worker("offload-ranks")
 
     def register(self, kind: Kind, carry_out: CarryOut) -> None:
-        """Who does operations of this kind."""
+        """Register who does operations of this kind."""
         self._carry_out[kind] = carry_out
 
     def submit(self, kind: Kind, number: int, name: str, own: Any) -> Operation:

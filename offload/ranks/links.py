@@ -26,7 +26,8 @@ class Links(Protocol):
     received_bytes: int
 
     def all_gather(self, into: torch.Tensor, own: torch.Tensor, peers: Peers) -> None:
-        """What these ranks have as ``own``, one after the other; ``own`` may be this rank's place in ``into``."""
+        """Gather what these ranks have as ``own``, one after the other; ``own`` may be this rank's place in
+        ``into``."""
 
     def gather(self, into: torch.Tensor | None, own: torch.Tensor, peers: Peers, place: int) -> None:
         """The same, for one of them, which gives ``into``."""
@@ -40,17 +41,17 @@ class Links(Protocol):
         such turns before."""
 
     def point(self) -> Event | None:
-        """Where the links have come to with all that they were given."""
+        """Event at which the links have done all that they were given."""
 
     def mark(self) -> Event | None:
-        """Where this thread's work has come to. None: it is done."""
+        """Event that this thread's work has come to. None: it is done."""
 
     def after(self, event: Event | None) -> None:
-        """What this thread asks torch for from now on comes after ``event``."""
+        """Have what this thread asks torch for from now on come after ``event``."""
 
 
 class _Transfers:
-    """How each is asked of ``torch.distributed``."""
+    """Transfers, as each is asked of ``torch.distributed``."""
 
     def __init__(self) -> None:
         self.received_bytes = 0
@@ -90,7 +91,7 @@ class _Transfers:
 
 
 _END_S = 0.5
-"""What is under way when a rank fails ends in this time, or perhaps never."""
+"""Time in which what is under way when a rank fails ends, or perhaps never does."""
 
 
 class HostLinks(_Transfers):

@@ -36,7 +36,7 @@ _DEPTH_MIN = 2
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank has of its machine."""
+    """Share of one rank in its machine."""
 
     config: OffloadConfig
     """The options, with this rank's drives alone. The budgets in it stay those of the machine: whoever plans divides
@@ -74,7 +74,7 @@ def bind(local_rank: int, num_local: int, device: torch.device | None = None, sy
 
 
 def share(config: OffloadConfig, local_rank: int, nodes: Sequence[int | None], sys: Path = SYS) -> Share:
-    """What the rank has of its machine. ``nodes``: what ``bind`` returned on each local rank, in order.
+    """Return the rank's share of its machine. ``nodes``: what ``bind`` returned on each local rank, in order.
 
     Of several drives under ``nvme_path`` each rank has those that are nearest to it, as many as the others or one more;
     with more ranks than drives each rank has one. Two paths on one drive go together. Raises ``OSError`` for a path

@@ -1,4 +1,4 @@
-"""What an engine has of ranks: their world, and what they do together. One rank is a world of one."""
+"""Ranks of an engine: their world, and what they do together. One rank is a world of one."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Ranks:
         self.collectives.all_gather(where, torch.empty(0))
 
     def all_gather_object(self, where: str, own: Any) -> list[Any]:
-        """What every rank gives at this place of the program, any object, in order."""
+        """Gather what every rank gives at this place of the program, any object, in order."""
         if self.size == 1:
             return [own]
         content = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Where a machine's cores, GPUs and drives are, as sysfs tells. ``sys`` is where it is mounted."""
+"""Topology of a machine's cores, GPUs and drives, as sysfs tells. ``sys`` is where it is mounted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def numa_nodes(sys: Path = SYS) -> dict[int, frozenset[int]]:
 
 
 def node_distances(sys: Path = SYS) -> dict[tuple[int, int], int]:
-    """How far each NUMA node is from each, in the firmware's measure: 10 is a node's own memory."""
+    """Distances of NUMA nodes from each other, in the firmware's measure: 10 is a node's own memory."""
     folders = _node_folders(sys)
     return {
         (number, other): int(distance)
@@ -105,7 +105,7 @@ def _node_folders(sys: Path) -> list[tuple[int, Path]]:
 
 
 def _numbers(file: Path) -> frozenset[int]:
-    """What a list such as ``0-3,8`` names."""
+    """Numbers that a list such as ``0-3,8`` names."""
     ranges = [part.partition("-") for part in _text(file).split(",") if part]
     return frozenset(n for first, _, last in ranges for n in range(int(first), int(last or first) + 1))
 

@@ -25,7 +25,7 @@ from offload.torch_internals import groups_by_members, own_store
 from offload.waiting import Failure
 
 _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What a launcher such as torchrun puts into the environment."""
+"""Variables that a launcher such as torchrun puts into the environment."""
 
 _PATIENCE = timedelta(days=7)
 """A collective may wait this long: a rank that is gone is noticed by its silence (``offload.ranks.heartbeat``), and one
@@ -38,7 +38,7 @@ class Peers:
 
     ranks: tuple[int, ...]
     own: int
-    """Which of them this one is."""
+    """Index of this one among them."""
     group: Any
 
     @classmethod
@@ -85,7 +85,7 @@ class World:
 
     @property
     def local_rank(self) -> int:
-        """Which of ``local_ranks`` this is."""
+        """Index of this one among ``local_ranks``."""
         return self.local_ranks.index(self.rank)
 
     @property
@@ -94,7 +94,8 @@ class World:
         return [] if self.size == 1 else distributed.get_process_group_ranks(self.group)
 
     def all_gather_object(self, own: Any) -> list[Any]:
-        """What every rank gives, any object, in order. All ranks call this together; nobody uses the group else."""
+        """Gather what every rank gives, any object, in order. All ranks call this together; nobody uses the group
+        else."""
         if self.size == 1:
             return [own]
         return _all_gather_object(own, self.size, self.group, self.heartbeat)
@@ -189,7 +190,7 @@ def processes_here() -> int:
 
 
 def local_index(world: World) -> int | None:
-    """Which of the processes on this machine this is, as a launcher says, else as its world knows; None for one."""
+    """Index of this process among those on this machine, as a launcher says, else as its world knows; None for one."""
     if "LOCAL_RANK" in os.environ:
         return int(os.environ["LOCAL_RANK"])
     return None if world.size == 1 else world.local_rank
@@ -206,13 +207,13 @@ class _Group:
 _groups: dict[tuple[str, tuple[int, ...]], list[_Group]] = {}
 """The groups of each backend and set of ranks, for the present ``torch.distributed``."""
 _num_worlds: Counter[tuple[int, ...]] = Counter()
-"""How many worlds each set of ranks has had there."""
+"""Number of worlds that each set of ranks has had there."""
 _everyone: Any = None
 """The group of all processes that they were made in."""
 
 
 def _forget_former() -> None:
-    """What was made in a ``torch.distributed`` that is destroyed is void."""
+    """Forget what was made in a ``torch.distributed`` that is destroyed."""
     global _everyone
     if _everyone is not distributed.group.WORLD:
         _everyone = distributed.group.WORLD

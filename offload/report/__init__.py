@@ -1,1 +1,1 @@
-"""What a step did: the meter that counts, the trace for a timeline, and the report."""
+"""Record of a step: the meter that counts, the trace for a timeline, and the report."""

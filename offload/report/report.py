@@ -15,7 +15,7 @@ _LIMITS = {
     "to_host": "copying to the host alone takes",
     "schedule": "forward and then backward, each with its own transfers, take",
 }
-"""What limits a step, in words."""
+"""Limits of a step, in words."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Bandwidths:
 
 @dataclass(frozen=True)
 class DriveUse:
-    """What one path of the store carried in a step. ``busy_seconds``: there was something to move."""
+    """Bytes that one path of the store carried in a step. ``busy_seconds``: there was something to move."""
 
     path: str
     read_bytes: int
@@ -57,6 +57,11 @@ class LinkRates:
 
     to_device: float = math.inf
     to_host: float = math.inf
+
+    @property
+    def is_there(self) -> bool:
+        """Something comes over it."""
+        return math.isfinite(self.to_device)
 
 
 @dataclass(frozen=True)
@@ -102,11 +107,11 @@ class Report:
     memory: dict[str, dict[str, int]]
     io_backend: str | None
     bandwidths: Bandwidths | None
-    """What ``nvme_seconds`` is worked out with."""
+    """Rates that ``nvme_seconds`` is worked out with."""
     grad_norm: float | None
     """Before clipping."""
     loss_scale: float
-    """What the loss was multiplied by: 1 unless ``precision="fp16"``."""
+    """Factor that the loss was multiplied by: 1 unless ``precision="fp16"``."""
 
     @property
     def efficiency(self) -> float:

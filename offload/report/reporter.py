@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,26 +13,20 @@ from swapper import DurableStore
 
 
 class _SoFar(NamedTuple):
-    """What a step has spent up to some moment, and what was moved since the engine was made."""
+    """Time that a step has spent up to some moment, and bytes moved since the engine was made."""
 
     seconds: float
     stalled_seconds: float
     read_bytes: int
     write_bytes: int
 
-
-def _phase(start: _SoFar, end: _SoFar) -> _SoFar:
-    """What was spent between two moments of a step."""
-    return _SoFar(
-        end.seconds - start.seconds,
-        end.stalled_seconds - start.stalled_seconds,
-        end.read_bytes - start.read_bytes,
-        end.write_bytes - start.write_bytes,
-    )
+    def since(self, start: _SoFar) -> _SoFar:
+        """Difference to an earlier moment."""
+        return _SoFar(*(now - before for now, before in zip(self, start, strict=True)))  # type: ignore[arg-type]
 
 
 def _between(start: DriveUse, end: DriveUse) -> DriveUse:
-    """What a path has carried between two moments."""
+    """Difference between two moments of a path."""
     return DriveUse(
         end.path,
         end.read_bytes - start.read_bytes,
@@ -40,46 +35,41 @@ def _between(start: DriveUse, end: DriveUse) -> DriveUse:
     )
 
 
+@dataclass
 class Reporter:
-    """Looks at the counters once a step."""
+    """Looks at the counters once a step.
 
-    def __init__(
-        self,
-        meter: Meter,
-        store: DurableStore | None,
-        paths: Sequence[Path],
-        copied_bytes: Callable[[], tuple[int, int]],
-        received_bytes: Callable[[], int],
-        busy_seconds: Callable[[], float | None],
-        bandwidths: Bandwidths | None,
-        link: LinkRates,
-    ) -> None:
-        """``copied_bytes`` to and from a device, and ``received_bytes`` from other ranks, since the engine was made;
-        ``busy_seconds`` of a device since the last call, None where the CPU computes. ``paths`` and ``bandwidths`` are
-        the store's."""
-        self._meter = meter
-        self._store = store
-        self._paths = [str(path) for path in paths]
-        self._copied_bytes = copied_bytes
-        self._received_bytes = received_bytes
-        self._busy_seconds = busy_seconds
-        self._bandwidths = bandwidths
-        self._link = link
+    ``copied_bytes`` to and from a device, and ``received_bytes`` from other ranks, since the engine was made;
+    ``busy_seconds`` of a device since the last call, None where the CPU computes. ``paths`` and ``bandwidths`` are the
+    store's."""
+
+    meter: Meter
+    store: DurableStore | None
+    paths: Sequence[Path]
+    copied_bytes: Callable[[], tuple[int, int]]
+    received_bytes: Callable[[], int]
+    busy_seconds: Callable[[], float | None]
+    bandwidths: Bandwidths | None
+    link: LinkRates
+
+    def __post_init__(self) -> None:
         self._moved = self._moved_bytes()
-        self._copied = copied_bytes()
-        self._received = received_bytes()
+        self._copied = self.copied_bytes()
+        self._received = self.received_bytes()
         self._drives = self._carried()
         self._forward: _SoFar | None = None
-        """What the step had spent when its first backward began."""
+        """State of the step when its first backward began."""
         self.disk_busy: tuple[float, float] | None = None
         """Shares of forward and of the rest of the last step in which the disk was busy; None if nothing is known."""
+        self.last: Report | None = None
+        """Of the last step, if one was taken here."""
         self._updates_wait = False
         """Those of the last step had to wait for its verdict."""
 
     def backward_begins(self) -> None:
         """The first backward of the coming step."""
-        if self._bandwidths is not None:
-            seconds, stalled = self._meter.so_far()
+        if self.bandwidths is not None:
+            seconds, stalled = self.meter.so_far()
             self._forward = _SoFar(seconds, stalled, *self._moved_bytes())
 
     def report(
@@ -88,20 +78,20 @@ class Reporter:
         """The step since the last call. ``memory`` is by kind and tier; the memory taken is measured when asked for.
         ``updates_wait``: the updates of this step, which overlap with the next one, had to wait for its verdict."""
         before = _SoFar(0.0, 0.0, *self._moved)
-        seconds, stalls, update_seconds = self._meter.restart()
+        seconds, stalls, update_seconds = self.meter.restart()
         read_bytes, write_bytes = self._moved_bytes()
         moved, self._moved = (read_bytes - self._moved[0], write_bytes - self._moved[1]), (read_bytes, write_bytes)
-        copied = self._copied_bytes()
+        copied = self.copied_bytes()
         to_device_bytes, to_host_bytes = (now - before for now, before in zip(copied, self._copied, strict=True))
         self._copied = copied
-        received = self._received_bytes()
+        received = self.received_bytes()
         network_bytes, self._received = received - self._received, received
         drives, self._drives = self._drives, self._carried()
         whole = _SoFar(seconds, sum(stalls.values()), read_bytes, write_bytes)
-        compute_seconds = self._busy_seconds()
+        compute_seconds = self.busy_seconds()
         schedule_seconds, self.disk_busy = 0.0, None
         if self._forward is not None and compute_seconds is None:
-            phases = [_phase(before, self._forward), _phase(self._forward, whole)]
+            phases = [self._forward.since(before), whole.since(self._forward)]
             busy = [self._nvme_seconds(phase) for phase in phases]
             self.disk_busy = busy[0] / max(phases[0].seconds, 1e-9), busy[1] / max(phases[1].seconds, 1e-9)
             if self._updates_wait:
@@ -113,12 +103,12 @@ class Reporter:
         bounds = {
             "schedule": schedule_seconds,
             "compute": compute_seconds,
-            "nvme": self._bandwidths.seconds(*moved) if self._bandwidths is not None else 0.0,
-            "to_device": to_device_bytes / self._link.to_device,
-            "to_host": to_host_bytes / self._link.to_host,
+            "nvme": self.bandwidths.seconds(*moved) if self.bandwidths is not None else 0.0,
+            "to_device": to_device_bytes / self.link.to_device,
+            "to_host": to_host_bytes / self.link.to_host,
         }
         bound_by = max(bounds, key=lambda name: bounds[name])
-        return Report(
+        self.last = Report(
             step=step,
             seconds=seconds,
             bound_seconds=bounds[bound_by],
@@ -140,27 +130,28 @@ class Reporter:
             host_memory_bytes=0,
             device_memory_bytes=0,
             memory=memory,
-            io_backend=None if self._store is None else self._store.backend,
-            bandwidths=self._bandwidths,
+            io_backend=None if self.store is None else self.store.backend,
+            bandwidths=self.bandwidths,
             grad_norm=grad_norm,
             loss_scale=loss_scale,
         )
+        return self.last
 
     def _nvme_seconds(self, phase: _SoFar) -> float:
-        return 0.0 if self._bandwidths is None else self._bandwidths.seconds(phase.read_bytes, phase.write_bytes)
+        return 0.0 if self.bandwidths is None else self.bandwidths.seconds(phase.read_bytes, phase.write_bytes)
 
     def _carried(self) -> list[DriveUse]:
-        """What each path has carried since the engine was made."""
-        if self._store is None:
+        """Bytes that each path has carried since the engine was made."""
+        if self.store is None:
             return []
         return [
-            DriveUse(path, of_path.read.bytes, of_path.write.bytes, of_path.busy_seconds)
-            for path, of_path in zip(self._paths, self._store.statistics_by_path(), strict=True)
+            DriveUse(str(path), of_path.read.bytes, of_path.write.bytes, of_path.busy_seconds)
+            for path, of_path in zip(self.paths, self.store.statistics_by_path(), strict=True)
         ]
 
     def _moved_bytes(self) -> tuple[int, int]:
         """Bytes read from and written to NVMe since the engine was made."""
-        if self._store is None:
+        if self.store is None:
             return 0, 0
-        statistics = self._store.statistics()
+        statistics = self.store.statistics()
         return statistics.read.bytes, statistics.write.bytes

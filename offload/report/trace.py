@@ -1,4 +1,4 @@
-"""When everything of a step happened, for Perfetto: compute, waits, updates and each transfer on its own track."""
+"""Timeline of a step, for Perfetto: compute, waits, updates and each transfer on its own track."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How long it took; up to now while it goes on."""
+        """Duration; up to now while it goes on."""
         return (time.perf_counter() if self.stop is None else self.stop) - self.start
 
 
@@ -60,7 +60,7 @@ class Trace:
         return tuple(self._last)
 
     def end_step(self) -> None:
-        """What comes now belongs to the next step."""
+        """Begin the next step: what comes now belongs to it."""
         self._last, self._present = self._present, deque(maxlen=_SPANS_MAX)
 
     def write(self, path: Path) -> None:

@@ -1,1 +1,1 @@
-"""What is kept of a run, and shown of it: observers of steps, the run directory, and the page made of it."""
+"""Record of a run, and its display: observers of steps, the run directory, and the page made of it."""

@@ -1,4 +1,4 @@
-"""What a run is: versions, machine, options, model, plan and drives, as plain values."""
+"""Identity of a run: versions, machine, options, model, plan and drives, as plain values."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup
@@ -47,14 +47,13 @@ def lines(
     if not x or span is None:
         return Markup('<p class="empty">Nothing to draw.</p>')
     low, high, is_cut = span
-    place = _Place(x[0], x[-1], low, high)
-    drawing = [_mark(place.x(at)) for at in marks]
+    axes = _Axes(x[0], x[-1], low, high)
+    drawing = [_mark(axes.x(at)) for at in marks]
     for each in series:
         if each.band:
-            drawing.append(_band(place, each))
-        drawing.append(_line(place, each))
-    values = [{"name": each.name, "colour": each.colour, "y": _texts(each.values.mean, shown)} for each in series]
-    return _chart(label, place, drawing, values, x, shown, is_cut=is_cut, legend=len(series) > 1)
+            drawing.append(_band(axes, each))
+        drawing.append(_line(axes, each))
+    return _chart(label, axes, drawing, series, shown, is_cut=is_cut, legend=len(series) > 1)
 
 
 def stacked(label: str, series: Sequence[Line], shown: Callable[[float], str]) -> Markup:
@@ -66,18 +65,17 @@ def stacked(label: str, series: Sequence[Line], shown: Callable[[float], str]) -
     if not x or span is None:
         return Markup('<p class="empty">Nothing to draw.</p>')
     low, high, is_cut = span
-    place = _Place(x[0], x[-1], low, high)
+    axes = _Axes(x[0], x[-1], low, high)
     drawing, below = [], [0.0] * len(x)
     for each, top in zip(series, tops, strict=True):
-        drawing.append(_area(place, each.colour, x, below, top, each.name))
+        drawing.append(_area(axes, each.colour, x, below, top, each.name))
         below = top
-    values = [{"name": each.name, "colour": each.colour, "y": _texts(each.values.mean, shown)} for each in series]
-    return _chart(label, place, drawing, values, x, shown, is_cut=is_cut, legend=True)
+    return _chart(label, axes, drawing, series, shown, is_cut=is_cut, legend=True)
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where numbers come to in the drawing."""
+class _Axes:
+    """Axes of a chart: numbers to coordinates of the drawing."""
 
     x_low: float
     x_high: float
@@ -108,16 +106,16 @@ def _span(series: Sequence[Thinned], *, from_zero: bool) -> tuple[float, float, 
     return (low if from_zero else low - margin), high + margin, is_cut
 
 
-def _point(place: _Place, x: float, y: float) -> str:
-    return f"{place.x(x):.1f},{max(min(place.y(y), 2 * HEIGHT), -HEIGHT):.1f}"
+def _point(axes: _Axes, x: float, y: float) -> str:
+    return f"{axes.x(x):.1f},{max(min(axes.y(y), 2 * HEIGHT), -HEIGHT):.1f}"
 
 
-def _line(place: _Place, line: Line) -> Markup:
+def _line(axes: _Axes, line: Line) -> Markup:
     """A line, with gaps where there is no value; a value that stands alone is a dot."""
     parts: list[list[str]] = [[]]
     for x, y in zip(line.values.x, line.values.mean, strict=True):
         if math.isfinite(y):
-            parts[-1].append(_point(place, x, y))
+            parts[-1].append(_point(axes, x, y))
         elif parts[-1]:
             parts.append([])
     path = " ".join(f"M{part[0]}L{' '.join(part[1:])}" for part in parts if len(part) > 1)
@@ -130,23 +128,23 @@ def _line(place: _Place, line: Line) -> Markup:
     return Markup("").join(drawn)
 
 
-def _band(place: _Place, line: Line) -> Markup:
+def _band(axes: _Axes, line: Line) -> Markup:
     rows = [row for row in zip(line.values.x, line.values.low, line.values.high, strict=True) if row[1] == row[1]]
     if all(low == high for _, low, high in rows):
         return Markup("")
-    there = " ".join(_point(place, x, high) for x, _, high in rows)
-    back = " ".join(_point(place, x, low) for x, low, _ in reversed(rows))
+    there = " ".join(_point(axes, x, high) for x, _, high in rows)
+    back = " ".join(_point(axes, x, low) for x, low, _ in reversed(rows))
     return Markup('<polygon class="band {}" points="{} {}"/>').format(line.colour, there, back)
 
 
 def _area(
-    place: _Place, colour: str, x: Sequence[float], below: Sequence[float], top: Sequence[float], name: str
+    axes: _Axes, colour: str, x: Sequence[float], below: Sequence[float], top: Sequence[float], name: str
 ) -> Markup:
     if len(x) == 1:  # one step: a column
-        x, below, top = [place.x_low - 1, place.x_low + 1], [below[0]] * 2, [top[0]] * 2
-        place = _Place(x[0] - 1, x[1] + 1, place.low, place.high)
-    there = " ".join(_point(place, at, value) for at, value in zip(x, top, strict=True))
-    back = " ".join(_point(place, at, value) for at, value in zip(reversed(x), reversed(below), strict=True))
+        x, below, top = [axes.x_low - 1, axes.x_low + 1], [below[0]] * 2, [top[0]] * 2
+        axes = _Axes(x[0] - 1, x[1] + 1, axes.low, axes.high)
+    there = " ".join(_point(axes, at, value) for at, value in zip(x, top, strict=True))
+    back = " ".join(_point(axes, at, value) for at, value in zip(reversed(x), reversed(below), strict=True))
     return Markup('<polygon class="area {}" points="{} {}"><title>{}</title></polygon>').format(
         colour, there, back, name
     )
@@ -164,21 +162,22 @@ def _texts(values: Sequence[float], shown: Callable[[float], str]) -> list[str]:
 
 def _chart(
     label: str,
-    place: _Place,
+    axes: _Axes,
     drawing: Sequence[Markup],
-    values: Sequence[Mapping[str, object]],
-    x: Sequence[float],
+    series: Sequence[Line],
     shown: Callable[[float], str],
     *,
     is_cut: bool,
     legend: bool,
 ) -> Markup:
-    y_ticks = places(place.low, place.high, 6, shown)
-    x_ticks = [value for value in ticks(place.x_low, place.x_high, 5) if value == int(value)]
-    grid = [Markup('<path class="grid" d="M0,{0:.1f}H{1}"/>').format(place.y(value), WIDTH) for value in y_ticks]
-    y_texts = [_at("top", place.y(value) / HEIGHT, short(shown(value))) for value in y_ticks]
-    x_texts = [_at("left", place.x(value) / WIDTH, number(value)) for value in x_ticks]
-    data = {"x": [f"step {number(value)}" for value in x], "at": [round(place.x(v) / WIDTH, 4) for v in x]}
+    x = series[0].values.x
+    values = [{"name": each.name, "colour": each.colour, "y": _texts(each.values.mean, shown)} for each in series]
+    y_ticks = places(axes.low, axes.high, 6, shown)
+    x_ticks = [value for value in ticks(axes.x_low, axes.x_high, 5) if value == int(value)]
+    grid = [Markup('<path class="grid" d="M0,{0:.1f}H{1}"/>').format(axes.y(value), WIDTH) for value in y_ticks]
+    y_texts = [_at("top", axes.y(value) / HEIGHT, short(shown(value))) for value in y_ticks]
+    x_texts = [_at("left", axes.x(value) / WIDTH, number(value)) for value in x_ticks]
+    data = {"x": [f"step {number(value)}" for value in x], "at": [round(axes.x(v) / WIDTH, 4) for v in x]}
     return Markup(
         '<figure class="chart"><div class="y">{y}</div>'
         '<div class="plot" data-chart="{data}"><svg role="img" aria-label="{label}" viewBox="0 0 {w} {h}" '
@@ -192,7 +191,7 @@ def _chart(
         grid=Markup("").join(grid),
         drawing=Markup("").join(drawing),
         x=Markup("").join(x_texts),
-        legend=key([(str(each["name"]), str(each["colour"])) for each in values]) if legend else "",
+        legend=key([(each.name, each.colour) for each in series]) if legend else "",
         cut=Markup('<p class="note">Higher values are cut off.</p>') if is_cut else "",
     )
 

@@ -153,7 +153,7 @@ class RunDirectory(Observer):
 
 
 def _model_of(file: Path) -> dict[str, Any] | None:
-    """What the first run there says of its model; None if there is none yet."""
+    """Return what the first run there says of its model; None if there is none yet."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError), file.open("rb") as lines:
         model: dict[str, Any] = json.loads(lines.readline())["about"]["model"]
         return model

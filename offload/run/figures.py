@@ -1,4 +1,4 @@
-"""What a run comes to, in figures: for programs, and for the head of the page."""
+"""Figures of a run: for programs, and for the head of the page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from offload.run.reading import Run, seconds_by_cause
 
 DRIVE_ENDURANCE_BYTES = 600e12
-"""What a common 1 TB consumer SSD is rated to take (600 TBW)."""
+"""Bytes that a common 1 TB consumer SSD is rated to take (600 TBW)."""
 
 _LAST_STEPS = 20
 
@@ -48,7 +48,7 @@ def figures(run: Run) -> dict[str, Any]:
 
 
 def state(run: Run) -> str:
-    """How the run ended, in a few words."""
+    """End of the run, in a few words."""
     last = run.sections[-1]
     if run.is_running:
         return "running"
@@ -76,7 +76,7 @@ def middle(values: Sequence[float]) -> float | None:
 
 
 def _drive(run: Run, path: str) -> dict[str, Any]:
-    """What one path carried, how fast, how fast it could, and how long an SSD there lasts."""
+    """Bytes that one path carried, its rate, the rate that it could reach, and how long an SSD there lasts."""
     read, written, busy = run.drives[path]
     taken = sum(section.num_steps for section in run.sections)
     left = max(DRIVE_ENDURANCE_BYTES - written, 0.0)

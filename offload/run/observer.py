@@ -1,4 +1,4 @@
-"""What observers of a training see: the record of each step, what the user logs, and the end."""
+"""Observers of a training, and what they see: the record of each step, what the user logs, and the end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StepRecord:
 
     report: Report
     time: float
-    """When it was taken, in seconds since 1970."""
+    """Time of the step, in seconds since 1970."""
     loss: float | None
     """Mean of what ``engine.backward`` was given for this step; None if ``loss.backward()`` was called instead."""
     learning_rates: tuple[float, ...]
@@ -48,7 +48,8 @@ class Observer:
     """
 
     def begin(self, about: Mapping[str, Any]) -> None:
-        """What the run is, in plain values: versions, machine, options, model, plan, budgets, bandwidths, drives."""
+        """See what the run is, in plain values: versions, machine, options, model, plan, budgets, bandwidths,
+        drives."""
 
     def step(self, record: StepRecord) -> None:
         """A step was taken; its update may still run."""

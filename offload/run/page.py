@@ -27,7 +27,7 @@ _LIMITS = {
     "to_device": "copies to the device",
     "to_host": "copies to the host",
 }
-"""What limits a step, in words."""
+"""Limits of a step, in words."""
 
 _TIERS = {"device": "Device", "host": "Host memory", "nvme": "NVMe"}
 _KINDS = ("weights", "grads", "states", "staging", "spare copies", "vacant")
@@ -111,7 +111,7 @@ def _metrics(run: Run) -> list[tuple[str, Markup]]:
 
 
 def _limits(run: Run) -> list[tuple[str, float, float]]:
-    """What a step takes of each thing that goes on beside others, and its share of the longest: medians."""
+    """Seconds that a step takes of each thing that goes on beside others, and its share of the longest: medians."""
     names = {
         "the step": "seconds",
         "compute": "compute_seconds",
@@ -127,7 +127,7 @@ def _limits(run: Run) -> list[tuple[str, float, float]]:
 
 
 def _tiers(memory: Mapping[str, Mapping[str, int]], budgets: Mapping[str, int]) -> list[dict[str, Any]]:
-    """What each tier holds, by kind, as shares of the larger of that and its budget."""
+    """Bytes that each tier holds, by kind, as shares of the larger of that and its budget."""
     found = []
     for tier, label in _TIERS.items():
         held = {kind: memory[kind].get(tier, 0) for kind in memory}

@@ -49,18 +49,18 @@ class Columns:
 
 @dataclass
 class Section:
-    """What one engine did."""
+    """Record of one engine."""
 
     about: dict[str, Any]
     begin: float
     end: float
-    """When it was closed, or the last that is known of it. Both in seconds since 1970."""
+    """Time when it was closed, or the last that is known of it. Both in seconds since 1970."""
     num_steps: int = 0
     first_step: int | None = None
     last_step: int | None = None
     is_closed: bool = False
     error: str | None = None
-    """What ended it, if that was an error."""
+    """Error that ended it, if one did."""
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Run:
     limits: list[str] = field(default_factory=list)
     """``Report.bound_by``."""
     metrics: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
-    """What was logged, with its steps."""
+    """Values that were logged, with their steps."""
     memory: dict[str, dict[str, int]] = field(default_factory=dict)
     timeline: tuple[int, list[tuple[str, str, float, float, int]]] | None = None
     """A step, and its spans: track, name, start, seconds, bytes."""

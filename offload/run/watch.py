@@ -34,7 +34,7 @@ class Watch:
         self._losses: list[float | torch.Tensor] = []
         """Those of the coming step."""
         self._logged: list[tuple[int, dict[str, float | torch.Tensor]]] = []
-        """What the observers have not been told yet, by step."""
+        """Values that the observers have not been told yet, by step."""
         self._told: Report | None = None
 
     def add(self, observer: Observer) -> None:

@@ -47,7 +47,7 @@ class Activations:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """What this thread saves within is counted. Raises ``torch.OutOfMemoryError`` where there is no room."""
+        """Count what this thread saves within. Raises ``torch.OutOfMemoryError`` where there is no room."""
         with torch.autograd.graph.saved_tensors_hooks(self._save, lambda saved: saved.tensor):
             yield
 

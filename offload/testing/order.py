@@ -1,18 +1,18 @@
-"""Whether accesses to memory are ordered, by vector clocks, whatever order they happened to come in."""
+"""Order of accesses to memory, by vector clocks, whatever order they happened to come in."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 Clock = dict[str, int]
-"""How much of each actor's work is known to be over."""
+"""Position in each actor's work up to which it is known to be over."""
 
 HOST = "host"
 
 
 @dataclass
 class _Access:
-    """What was last done to the bytes ``[start, stop)``: by whom, and when by his clock."""
+    """Last access to the bytes ``[start, stop)``: by whom, and when by his clock."""
 
     start: int
     stop: int
@@ -21,8 +21,8 @@ class _Access:
 
 
 class Order:
-    """What each actor (the host, each stream) knows to be over; and ``violations``: accesses to the same bytes, one of
-    which writes, that nothing orders."""
+    """Knowledge of each actor (the host, each stream) of what is over; and ``violations``: accesses to the same bytes,
+    one of which writes, that nothing orders."""
 
     def __init__(self) -> None:
         self.clocks: dict[str, Clock] = {HOST: {}}
@@ -73,7 +73,7 @@ class Order:
 
 
 def join(clock: Clock, other: Clock) -> None:
-    """What ``other`` knows to be over, ``clock`` knows from now on, too."""
+    """Give ``clock`` the knowledge of ``other`` of what is over."""
     for actor, moment in other.items():
         clock[actor] = max(clock.get(actor, 0), moment)
 

@@ -25,7 +25,7 @@ class Pools:
 
     @property
     def free_bytes(self) -> int:
-        """What can be taken, with all pools emptied."""
+        """Bytes that can be taken, with all pools emptied."""
         return self.capacity_bytes - self.taken_bytes
 
     def take(self, stream: str, nbytes: int) -> bool:

@@ -14,12 +14,12 @@ import contextlib
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from offload.device.protocol import Event, Shortages, Stream
+from offload.device.protocol import Event, Shortages, Stream, Tensors
 from offload.errors import DeviceMemoryError
 from offload.testing.activations import Activations
 from offload.testing.order import HOST, Order
@@ -102,12 +102,7 @@ class SimulatedDevice:
             self._current.stream = before
 
     def collective(
-        self,
-        start: Callable[[], Any],
-        block: Callable[[Any], None],
-        *,
-        reads: Sequence[torch.Tensor],
-        writes: Sequence[torch.Tensor],
+        self, start: Callable[[], Any], block: Callable[[Any], None], *, reads: Tensors, writes: Tensors
     ) -> None:
         """One that waited in a queue would keep other ranks from theirs: it is carried out at once."""
         for tensors, is_written in ((reads, False), (writes, True)):

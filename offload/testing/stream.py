@@ -18,7 +18,7 @@ from offload.testing.order import HOST, Clock, Order, join
 
 
 class Owner(Protocol):
-    """What streams need of their device. ``lock`` guards all of it."""
+    """Device of streams, as they need it. ``lock`` guards all of it."""
 
     lock: threading.RLock
     order: Order
@@ -71,9 +71,9 @@ class SimulatedStream:
         self.computes = computes
         self.num_done = 0
         self.seconds = 0.0
-        """What the copies that it was given take at the device's ``link_speed``. Nothing else takes time."""
+        """Seconds that the copies which it was given take at the device's ``link_speed``. Nothing else takes time."""
         self.num_full = 0
-        """How often a thread had to wait because the queue was full."""
+        """Times that a thread had to wait because the queue was full."""
         self._work: deque[Callable[[], None]] = deque()
         device.order.clocks[name] = {}
 

@@ -1,1 +1,1 @@
-"""Where bytes rest and how they move: homes, one weight cache, one gradient store."""
+"""Tiers in which bytes rest, and their movement: homes, one weight cache, one gradient store."""

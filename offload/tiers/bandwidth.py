@@ -1,4 +1,4 @@
-"""What the store's paths and a device's link can do, measured in the moments before training starts."""
+"""Rates of the store's paths and of a device's link, measured in the moments before training starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from offload.tiers.window import DeviceWindow
 from swapper import DurableStore, Extent, Ticket
 
 _SECONDS = 0.2
-"""How long each of the three measurements takes."""
+"""Duration of each of the three measurements."""
 
 
 def measure(store: DurableStore, extents: Sequence[Extent], buffers: Sequence[int]) -> Bandwidths:

@@ -80,7 +80,7 @@ class Bounce:
             memory.close()
 
     def _pieces_for(self, nbytes: int) -> list[tuple[int, torch.Tensor]]:
-        """Where each part of so many bytes starts, and the piece that it passes through."""
+        """Start of each part of so many bytes, and the piece that it passes through."""
         if self._memory is None:
             self._memory = aio_ext.Memory(_NUM_PIECES * _PIECE_BYTES)
             self._device.pin(self._memory.address, _NUM_PIECES * _PIECE_BYTES)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from offload.report.meter import Meter
 from offload.units import UnitSpec
-from offload.waiting import Monitor
+from offload.waiting import Failure, Monitor
 
 
 class UpdateFence:
@@ -24,6 +24,11 @@ class UpdateFence:
         self._pending: set[int] = set()
         self._waiting: set[object] = set()
         """A token for each wait under way. Guarded by the monitor."""
+
+    @classmethod
+    def open(cls) -> UpdateFence:
+        """A fence that nobody waits at: no update reads what comes behind it."""
+        return cls((), Monitor(Failure()), Meter(), str)
 
     @property
     def is_waited_for(self) -> bool:

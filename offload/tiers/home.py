@@ -118,7 +118,7 @@ class StoredHome(Home):
 
     @property
     def extents(self) -> Iterator[Extent]:
-        """What of the store it is."""
+        """Extents of the store that it is."""
         return (extent for extent, _ in self._parts)
 
     @property
@@ -147,7 +147,7 @@ class StoredHome(Home):
         return self._write(self._store.write_shadow, address)
 
     def flip(self) -> None:
-        """What was written beside is the record from now on."""
+        """Make what was written as a shadow the record from now on."""
         if self._trained is not None:
             self._store.flip(self._trained)
 
@@ -250,3 +250,8 @@ class UnitHomes:
     weights: Home
     grads: Home | None
     tiles: list[TileHomes]
+
+    @property
+    def grads_address(self) -> int | None:
+        """Address of the gradients, if they rest in host memory."""
+        return None if self.grads is None else self.grads.address

@@ -36,8 +36,8 @@ _RUN = re.compile(r"run-([0-9]{1,9})\.store")
 
 @dataclass(frozen=True)
 class RecordExtents:
-    """Where a commit finds or puts the records of one unit: its weights (what is trained, then what is frozen), its
-    tiles, and gradients that were accumulated for the next step."""
+    """Extents where a commit finds or puts the records of one unit: its weights (what is trained, then what is frozen),
+    its tiles, and gradients that were accumulated for the next step."""
 
     weights: tuple[Extent, ...]
     tiles: tuple[Extent, ...]
@@ -282,8 +282,8 @@ def _committed(item: UnitPlan, plan: Plan, *, durable: bool) -> Iterator[_Kind]:
 
 
 def _profile(config: OffloadConfig, sharers: int) -> IoProfile | None:
-    """What ``aio_bench.py`` has measured on the paths, if it has, and with the backend that is asked for: one rank's
-    part of it."""
+    """Profile that ``aio_bench.py`` has measured on the paths, if it has, and with the backend that is asked for: one
+    rank's part of it."""
     with contextlib.suppress(OSError):  # the store refuses a path that is not there, and says so
         profile = load_profile(*config.paths) if config.paths else None
         if profile is not None and config.io_backend in ("auto", profile.backend):

@@ -42,7 +42,7 @@ class HostWindow(Window, Protocol):
 
 
 class _Holds:
-    """What all kinds of window share."""
+    """Base of all kinds of window."""
 
     flat: torch.Tensor
 
@@ -61,21 +61,20 @@ class SwapWindow(_Holds):
         self.flat = tensor_at(poison.address, numel, dtype)
         self._poison = poison  # mapped as long as anything may look at it
         self._storage = self.flat.untyped_storage()
-        self._under: torch.UntypedStorage | None = None
-        """The memory that was last under the window, or is now: made once for a unit that is resident in RAM."""
-        self._address = 0
+        self._under = 0, self._storage
+        """The address of the memory that was last under the window, or is now, and that memory: made once for a unit
+        that is resident in RAM. One value: an interrupt may come at any line."""
 
     def open(self, address: int) -> None:
         self.close()  # an interrupt may have left it open
-        if self._under is None or self._address != address:
-            self._under = tensor_at(address, self.flat.numel(), self.flat.dtype).untyped_storage()
-            self._address = address
-        swap_memory(self._storage, self._under)
+        if self._under[0] != address:
+            self._under = address, tensor_at(address, self.flat.numel(), self.flat.dtype).untyped_storage()
+        swap_memory(self._storage, self._under[1])
 
     def close(self) -> None:
-        """Safe to call twice. What is under the window says whether it is open: an interrupt may come at any line."""
-        if self._under is not None and self.flat.data_ptr() != self._poison.address:
-            swap_memory(self._storage, self._under)
+        """Safe to call twice: the address says whether it is open."""
+        if self.flat.data_ptr() != self._poison.address:
+            swap_memory(self._storage, self._under[1])
 
 
 class CopyWindow(_Holds):

@@ -76,5 +76,5 @@ def _write(
         say("no pictures: matplotlib is not installed (pip install 'offload-engine[plot]')")
         return ["run.json"]
     plot_loss(out / "loss.png", figures, by_step["losses"])
-    plot_memory(out / "memory.png", figures, training.memory, by_step["rss_bytes"])
+    plot_memory(out / "memory.png", figures, training.last_report.memory, by_step["rss_bytes"])
     return ["loss.png", "memory.png", "run.json"]

@@ -1,4 +1,4 @@
-"""What the kernel says about the memory of this process."""
+"""Memory of this process, as the kernel counts it."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a run comes to: one flat set of figures for programs, and the same as a table for people."""
+"""Figures of a run: one flat set of figures for programs, and the same as a table for people."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from offload.train.settings import STATE_BYTES, Settings
 from offload.train.training import Training
 from offload.train.verify import Verification
 
+_REPORTED = ("bound_seconds", "bound_by", "nvme_read_bytes", "nvme_write_bytes")
+
 
 def summary(settings: Settings, training: Training, verification: Verification | None) -> dict[str, Any]:
     """The figures of a run. Keys say their unit; per step means the median of all steps."""
@@ -21,9 +23,9 @@ def summary(settings: Settings, training: Training, verification: Verification |
     activation_bytes = verification.activation_bytes if verification else settings.activation_bytes_estimated
     rss_expected_bytes = training.rss_imports_bytes + activation_bytes + training.host_memory_bytes
     step_seconds = median(step.seconds for step in steps)
-    bound_seconds = median(step.bound_seconds for step in steps)
-    written_bytes = sum(step.nvme_write_bytes for step in steps)
-    write_bytes_per_step = round(median(step.nvme_write_bytes for step in steps))
+    bound_seconds = median(step.report.bound_seconds for step in steps)
+    written_bytes = sum(step.report.nvme_write_bytes for step in steps)
+    write_bytes_per_step = round(median(step.report.nvme_write_bytes for step in steps))
     return {
         "parameters": training.num_parameters,
         "model_state_bytes": state_bytes,
@@ -42,30 +44,27 @@ def summary(settings: Settings, training: Training, verification: Verification |
         "loss_last_mean": sum(step.loss for step in steps[-20:]) / len(steps[-20:]),
         "step_seconds_median": step_seconds,
         "bound_seconds": bound_seconds,
-        "bound_by": Counter(step.bound_by for step in steps).most_common(1)[0][0],
+        "bound_by": Counter(step.report.bound_by for step in steps).most_common(1)[0][0],
         "efficiency": bound_seconds / step_seconds,
         "in_memory_step_seconds_median": verification.step_seconds_median if verification else None,
-        "nvme_read_bytes_per_step": round(median(step.nvme_read_bytes for step in steps)),
+        "nvme_read_bytes_per_step": round(median(step.report.nvme_read_bytes for step in steps)),
         "nvme_write_bytes_per_step": write_bytes_per_step,
         "nvme_write_bytes": written_bytes,
         "drive_endurance_steps": round(DRIVE_ENDURANCE_BYTES / write_bytes_per_step) if write_bytes_per_step else None,
-        "io_backend": training.io_backend,
+        "io_backend": training.last_report.io_backend,
         "verified": verification.difference is None if verification else None,
         "verified_steps": verification.num_steps if verification else 0,
     }
 
 
 def series(training: Training) -> dict[str, Any]:
-    """What the figures come from, step by step, and what rested where (kind, tier, bytes)."""
+    """Values that the figures come from, step by step, and what rested where (kind, tier, bytes)."""
     return {
         "losses": [step.loss for step in training.steps],
         "step_seconds": [step.seconds for step in training.steps],
-        "bound_seconds": [step.bound_seconds for step in training.steps],
-        "bound_by": [step.bound_by for step in training.steps],
         "rss_bytes": [step.rss_bytes for step in training.steps],
-        "nvme_read_bytes": [step.nvme_read_bytes for step in training.steps],
-        "nvme_write_bytes": [step.nvme_write_bytes for step in training.steps],
-        "memory": training.memory,
+        **{name: [getattr(step.report, name) for step in training.steps] for name in _REPORTED},
+        "memory": training.last_report.memory,
         "sample": training.sample.decode(errors="replace"),
     }
 

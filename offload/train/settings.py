@@ -1,4 +1,4 @@
-"""What one training run is asked for, and works with: the same for the engine and for the in-memory repetition."""
+"""Settings of one training run: the same for the engine and for the in-memory repetition."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Settings:
 
     @property
     def activation_bytes_estimated(self) -> int:
-        """What autograd keeps for backward: 18 numbers a width, block and token, plus five rows of 256 logits."""
+        """Bytes that autograd keeps for backward: 18 numbers a width, block and token, plus five rows of 256 logits."""
         numbers = 18 * self.width * self.layers + 5 * 256
         return self.batch * self.context * numbers * torch.finfo(dtype_of(self.precision)).bits // 8
 

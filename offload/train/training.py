@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from offload import LiveLine, OffloadEngine
+from offload import LiveLine, OffloadEngine, Report
 from offload.train import process
 from offload.train.digest import digests
 from offload.train.model import generate
@@ -28,10 +28,7 @@ class Step:
     loss: float
     seconds: float
     rss_bytes: int
-    bound_seconds: float
-    bound_by: str
-    nvme_read_bytes: int
-    nvme_write_bytes: int
+    report: Report
 
 
 @dataclass
@@ -45,10 +42,13 @@ class Training:
     num_parameters: int = 0
     host_memory_bytes: int = 0
     host_memory_used_bytes: int = 0
-    io_backend: str | None = None
-    memory: dict[str, dict[str, int]] = field(default_factory=dict)
     sample: bytes = b""
     peak_rss_bytes: int = 0
+
+    @property
+    def last_report(self) -> Report:
+        """The engine's, of the last step."""
+        return self.steps[-1].report
 
 
 def train(
@@ -93,25 +93,13 @@ def train(
             seconds = perf_counter() - start
             engine.log(tokens_per_second=tokens.numel() / seconds)
             report = engine.report()
-            training.steps.append(
-                Step(
-                    loss=value,
-                    seconds=seconds,
-                    rss_bytes=process.rss_bytes(),
-                    bound_seconds=report.bound_seconds,
-                    bound_by=report.bound_by,
-                    nvme_read_bytes=report.nvme_read_bytes,
-                    nvme_write_bytes=report.nvme_write_bytes,
-                )
-            )
+            training.steps.append(Step(value, seconds, process.rss_bytes(), report))
             if len(training.steps) == digest_after:
                 training.digests = digests(engine.module.named_parameters())
         training.num_parameters = engine.plan.num_parameters
         training.plan = str(engine.plan)
         training.host_memory_bytes = engine.plan.host_budget_bytes
         training.host_memory_used_bytes = report.host_memory_bytes
-        training.io_backend = report.io_backend
-        training.memory = report.memory
         training.sample = generate(
             engine,
             SAMPLE_PROMPT[: settings.context],

@@ -25,7 +25,7 @@ _CHILD = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from offload.
 
 @dataclass(frozen=True)
 class Verification:
-    """What the repetition found. ``difference`` names the first value that differs; None: all bits agree."""
+    """Outcome of the repetition. ``difference`` names the first value that differs; None: all bits agree."""
 
     num_steps: int
     difference: str | None
@@ -78,7 +78,7 @@ def verify(
 
 
 def _repeat(settings: Settings, num_steps: int) -> Generator[dict[str, Any], None, None]:
-    """What ``reference.main`` answers, line by line. Close it: the process is gone afterwards."""
+    """Answers of ``reference.main``, line by line. Close it: the process is gone afterwards."""
     request = {
         "settings": dataclasses.asdict(settings),
         "steps": num_steps,

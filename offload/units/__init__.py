@@ -1,4 +1,4 @@
-"""What a model is cut into: the units that move together, their parameters, and large weights in pieces."""
+"""Parts that a model is cut into: the units that move together, their parameters, and large weights in pieces."""
 
 from offload.units.distributed_tensor import Distribution, local_tensor
 from offload.units.packed import Packing

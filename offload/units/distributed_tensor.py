@@ -17,7 +17,7 @@ from offload.errors import ConfigError
 
 
 class Distribution:
-    """How a parameter lies over the ranks of a mesh. Made by ``distributions_in``."""
+    """Layout of a parameter over the ranks of a mesh. Made by ``distributions_in``."""
 
     def __init__(self, tensor: Any) -> None:
         self.shape: torch.Size = tensor.shape
@@ -76,7 +76,7 @@ def local_tensor(value: Any) -> torch.Tensor:
 
 
 def distributions_in(model: nn.Module) -> dict[int, Distribution]:
-    """How each ``DTensor`` of the model lies, by the ``id`` of the parameter.
+    """Layout of each ``DTensor`` of the model, by the ``id`` of the parameter.
 
     Raises ``ConfigError`` for a model that ``fully_shard`` has sharded, for parameters that lie over several dimensions
     of a mesh, in uneven strides, as partial sums or over other ranks than the first one, and for those without values.

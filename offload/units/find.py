@@ -1,9 +1,9 @@
-"""Which parameters move together: the units of a model, found from its structure."""
+"""Grouping of parameters that move together: the units of a model, found from its structure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -59,24 +59,18 @@ def find_units(
                 groups.setdefault(owners[module], {}).setdefault(full_name, parameter)
     names = {module: name for name, module in model.named_modules()}
     parameters = {owner: _distinct(group) for owner, group in groups.items()}
-    layout = _Layout(sites, packings, distributions, dtype, GRAIN * num_ranks)
+    layout = _Layout(sites, packings, distributions, dtype, GRAIN * num_ranks, names)
     cuts = _cuts(parameters, layout) if in_pieces else {}
     rest = {owner: [item for item in group if id(item[1]) not in cuts] for owner, group in parameters.items()}
-    unit_names = {names[owner] for owner in parameters if rest[owner]}
+    layout.unit_names.update(names[owner] for owner in parameters if rest[owner])
     units: list[UnitSpec] = []
     for owner, group in parameters.items():
         if rest[owner]:
-            units.append(_unit(len(units), names[owner], owner, rest[owner], layout, names, unit_names))
+            units.append(_unit(len(units), owner, rest[owner], layout))
         for _, parameter in group:
             for piece in cuts[id(parameter)].pieces if id(parameter) in cuts else ():
-                units.append(_unit_of_piece(len(units), piece, parameter.requires_grad, layout, names, unit_names))
+                units.append(_unit_of_piece(len(units), piece, parameter.requires_grad, layout))
     return units
-
-
-def _units_around(module_name: str, unit_names: set[str]) -> set[str]:
-    """The units whose module is or contains the module of this name."""
-    parts = module_name.split(".") if module_name else []
-    return unit_names & {".".join(parts[:length]) for length in range(len(parts) + 1)}
 
 
 def _owners(model: nn.Module, total: int) -> Iterator[tuple[nn.Module, nn.Module]]:
@@ -125,14 +119,22 @@ def _distinct(parameters: dict[str, nn.Parameter]) -> list[tuple[str, nn.Paramet
 
 @dataclass(frozen=True)
 class _Layout:
-    """What is known of parameters, by their ``id``. ``dtype`` is that of the weights, ``multiple`` what the lengths of
-    units are multiples of."""
+    """Knowledge of parameters, by their ``id``. ``dtype`` is that of the weights, ``multiple`` what the lengths of
+    units are multiples of. ``names`` are those of all modules, ``unit_names`` of those that units are around."""
 
     sites: Mapping[int, Sequence[Site]]
     packings: Mapping[int, Packing]
     distributions: Mapping[int, Distribution]
     dtype: torch.dtype
     multiple: int
+    names: Mapping[nn.Module, str]
+    unit_names: set[str] = field(default_factory=set)
+
+    def depth(self, module: nn.Module, but: str | None = None) -> int:
+        """Number of units that are around a module or are the module itself, ``but`` one of this name."""
+        parts = self.names[module].split(".") if self.names[module] else []
+        around = {".".join(parts[:length]) for length in range(len(parts) + 1)}
+        return len(self.unit_names & around - {but})
 
     def numel(self, parameter: nn.Parameter) -> int:
         """The elements of its unit that it takes."""
@@ -152,15 +154,8 @@ class _Layout:
         return parameter.shape if distribution is None else distribution.own_shape
 
 
-def _unit(
-    index: int,
-    name: str,
-    owner: nn.Module,
-    parameters: list[tuple[str, nn.Parameter]],
-    layout: _Layout,
-    names: dict[nn.Module, str],
-    unit_names: set[str],
-) -> UnitSpec:
+def _unit(index: int, owner: nn.Module, parameters: list[tuple[str, nn.Parameter]], layout: _Layout) -> UnitSpec:
+    name = layout.names[owner]
     specs: list[ParameterSpec] = []
 
     def lay_out(trainable: bool, start: int) -> int:
@@ -178,12 +173,12 @@ def _unit(
     trainable_numel = lay_out(True, 0)
     numel = lay_out(False, trainable_numel)
     modules = tuple(dict.fromkeys([owner, *(site.module for spec in specs for site in spec.sites)]))
-    depth = max(len(_units_around(names[module], unit_names) - {name}) for module in modules)
+    depth = max(layout.depth(module, but=name) for module in modules)
     return UnitSpec(index, name or "(root)", modules, tuple(specs), trainable_numel, numel, depth)
 
 
 def _cuts(parameters: dict[nn.Module, list[tuple[str, nn.Parameter]]], layout: _Layout) -> dict[int, WeightInPieces]:
-    """What is to be cut, by the ``id`` of the parameter: units that are little but one large weight."""
+    """Weights that are to be cut, by the ``id`` of the parameter: units that are little but one large weight."""
     sites = layout.sites
     sizes = {owner: sum(layout.numel(p) for _, p in group) for owner, group in parameters.items()}
     cuttable = {
@@ -202,15 +197,13 @@ def _cuts(parameters: dict[nn.Module, list[tuple[str, nn.Parameter]]], layout: _
     }
 
 
-def _unit_of_piece(
-    index: int, piece: Piece, trainable: bool, layout: _Layout, names: dict[nn.Module, str], unit_names: set[str]
-) -> UnitSpec:
+def _unit_of_piece(index: int, piece: Piece, trainable: bool, layout: _Layout) -> UnitSpec:
     rows = f"[{piece.start}:{piece.stop}]"
     shape = torch.Size([piece.stop - piece.start, *piece.whole.shape[1:]])
     spec = ParameterSpec(piece.whole.name + rows, shape, shape.numel(), 0, trainable, (Site(piece, "weight"),), piece)
     numel = _round_up(spec.numel, layout.multiple)
-    depth = max(len(_units_around(names[module], unit_names)) for module, _ in piece.whole.sites)
-    name = (names[piece.whole.sites[0][0]] or "(root)") + rows
+    depth = max(layout.depth(module) for module, _ in piece.whole.sites)
+    name = (layout.names[piece.whole.sites[0][0]] or "(root)") + rows
     return UnitSpec(index, name, (piece,), (spec,), numel if trainable else 0, numel, depth)
 
 

@@ -12,7 +12,7 @@ from offload.errors import ConfigError
 
 
 class _Range(NamedTuple):
-    """Where a parameter's elements lie."""
+    """Range in memory where a parameter's elements lie."""
 
     device: str
     start: int

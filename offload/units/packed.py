@@ -75,16 +75,17 @@ class _Wrapper:
 
 
 class Packing:
-    """How the tensors that a parameter wraps lie in its bytes. Made by ``packing_of``."""
+    """Layout of the tensors that a parameter wraps in its bytes. Made by ``packing_of``."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.kind: type[torch.Tensor] = type(tensor)
         self.shape = tensor.shape
         self.dtype = tensor.dtype
-        """What the model takes it for."""
+        """Dtype that the model takes it for."""
         self._outer, self.nbytes = _wrapper_of(tensor, 0)
         self.own_attributes = frozenset(vars(tensor))
-        """What each tensor of this class and structure has; all else is something that others have hung on it."""
+        """Attributes that each tensor of this class and structure has; all else is something that others have hung on
+        it."""
 
     def __str__(self) -> str:
         """The same for two tensors if the bytes of one can be those of the other."""
@@ -116,7 +117,7 @@ class Packing:
 
 
 def packing_of(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> Packing | None:
-    """How a quantised parameter is packed; None for an ordinary one. ``dtype`` is that of the engine's weights.
+    """Return the packing of a quantised parameter; None for an ordinary one. ``dtype`` is that of the engine's weights.
 
     Raises ``ConfigError`` for a parameter of a class that cannot be stored: sharded, quantised by ``bitsandbytes``,
     quantised and to be trained, of another dtype, or without values.
@@ -153,7 +154,7 @@ def packing_of(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> Packin
 
 
 def _wrapper_of(tensor: torch.Tensor, offset: int) -> tuple[_Wrapper, int]:
-    """What is known of a tensor that wraps others, and where the bytes of the next one begin."""
+    """Description of a tensor that wraps others, and where the bytes of the next one begin."""
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     wrapped: dict[str, _Plain | _Wrapper] = {}
     for name in names:

@@ -56,7 +56,7 @@ class ParameterSpec:
 
     @property
     def owners(self) -> tuple[Site, ...]:
-        """Where the model has the parameter: for a piece, the whole of it."""
+        """Sites where the model has the parameter: for a piece, the whole of it."""
         return tuple(Site(*site) for site in self.piece.whole.sites) if self.piece is not None else self.sites
 
     @property
@@ -76,7 +76,7 @@ class ParameterSpec:
         return self.part_of(value) if self.packing is None else self.packing.pack(value)
 
     def over(self, flat: torch.Tensor) -> nn.Parameter:
-        """What computes with these ``numel`` elements of a unit's memory."""
+        """Return the parameter that computes with these ``numel`` elements of a unit's memory."""
         if self.packing is not None:
             return nn.Parameter(self.packing.over(flat.view(torch.uint8)), requires_grad=False)
         own = flat.view(self.shape).data  # a version counter of its own
@@ -93,7 +93,8 @@ class ParameterSpec:
         return value if self.distribution is None else self.distribution.over(value)
 
     def shard_of(self, value: torch.Tensor) -> torch.Tensor:
-        """What a rank's shard has of a value of the whole, flat; all of it in the value's shape if this is none."""
+        """Return what a rank's shard has of a value of the whole, flat; all of it in the value's shape if this is
+        none."""
         own = value if self.distribution is None else self.distribution.part_of(value)
         return own if self.whole is None else own.reshape(-1)[self.start : self.start + self.numel]
 

@@ -79,7 +79,7 @@ class DeviceSide:
         self._trips: deque[Trip] = deque()
         """Those that are not over."""
         self._cpu_seconds = 0.0
-        """What an element takes on the CPU; 0 while it is not known."""
+        """Seconds that an element takes on the CPU; 0 while it is not known."""
 
     def begin_step(self) -> None:
         """Forget how fast the CPU was."""
@@ -149,6 +149,37 @@ class DeviceSide:
         """Bytes to the device, and back."""
         states, weights, grads = tile_sizes(tile, self._formats)
         return states + weights + grads, states + weights
+
+
+class NoDeviceSide:
+    """All tiles are updated by the CPU."""
+
+    copied_bytes = (0, 0)
+
+    def begin_step(self) -> None:
+        pass
+
+    def cpu_took(self, tile: Tile, seconds: float) -> None:
+        pass
+
+    def sooner(self, tile: Tile, num_elements: int) -> bool:
+        return False
+
+    def begin(self, update: UnitUpdate, tile: Tile, at: TileBytes) -> Trip:
+        raise RuntimeError("there is no device to send a tile to")
+
+    def end(self, trip: Trip) -> None:
+        pass
+
+    def drain(self) -> None:
+        pass
+
+
+class NoResidentUpdates:
+    """No unit is resident on a device."""
+
+    def update(self, step: Sequence[UnitUpdate]) -> list[UnitUpdate]:
+        return list(step)
 
 
 class ResidentUpdates:

@@ -1,5 +1,5 @@
-"""Whether gradients will be clipped, said during backward: a speculative update is worth its bytes if its factor is
-right.
+"""Forecast of whether gradients will be clipped, during backward: a speculative update is worth its bytes if its factor
+is right.
 
 [Note: What the forecast is made of] Between backward and step, gradients are multiplied by one factor: 1 where nothing
 clips, 1/scale of a ``GradScaler``, less than either where the norm is over its bound. All but the last stay the same
@@ -28,7 +28,7 @@ class Forecast:
     def __init__(self, bound: float | None) -> None:
         """``bound`` of the norm, if it is known."""
         self.factor = 1.0
-        """What the coming step's gradients will be multiplied by if they are not clipped."""
+        """Factor of the coming step's gradients if they are not clipped."""
         self._last = (0.0, 1.0)
         """Norm and factor of the last step."""
         self._clips = bool(bound)

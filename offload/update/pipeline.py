@@ -17,7 +17,7 @@ from offload.optim.formats import Formats
 from offload.optim.rule import Rule, TileBytes
 from offload.report.meter import Meter
 from offload.tiers.home import StoredHome, TileHomes, Transfer
-from offload.update.device_side import DeviceSide, Trip
+from offload.update.device_side import DeviceSide, NoDeviceSide, Trip
 from offload.update.state_prefetch import StatePrefetch
 from offload.update.step import UnitUpdate, apply
 from swapper import Lease, OffloadError
@@ -32,7 +32,7 @@ class Task(Protocol):
     update: UnitUpdate
     tiles: Sequence[TileHomes]
     grads: int | None
-    """Where the unit's gradients lie in host memory; None if each tile's are read."""
+    """Address of the unit's gradients in host memory; None if each tile's are read."""
 
     def begins(self) -> None:
         """A tile is on its way: the weights will be asked for next."""
@@ -60,7 +60,7 @@ class _TaskState:
     num_left: int
     """Tiles that are not done."""
     weights: int | None = None
-    """Where they are, once they are taken."""
+    """Address of them, once they are taken."""
     void: bool = False
     """The tiles are passed over."""
 
@@ -100,7 +100,7 @@ class Pipeline:
     """Owns the tile buffers. ``run`` is called by one thread at a time."""
 
     def __init__(
-        self, buffers: Sequence[Lease], rule: Rule, formats: Formats, meter: Meter, device: DeviceSide | None
+        self, buffers: Sequence[Lease], rule: Rule, formats: Formats, meter: Meter, device: DeviceSide | NoDeviceSide
     ) -> None:
         self._free = list(buffers)
         self._num_buffers = len(self._free)
@@ -207,8 +207,6 @@ class Pipeline:
     def _send(self, reading: deque[_TileJob]) -> bool:
         """Send tiles that a device will have done before the CPU; True if the first one is gone, which is ready."""
         device, first = self._device, reading[0]
-        if device is None:
-            return False
         num_elements = 0  # that the CPU is to do
         for job in list(reading):
             if not job.is_at_hand():
@@ -225,7 +223,7 @@ class Pipeline:
 
     def _bring_back(self, *, wait: bool) -> None:
         """Finish the tiles that are back from the device; ``wait`` for the first one."""
-        while self._device is not None and self._sent:
+        while self._sent:
             trip = self._sent[0].trip
             if trip is None or not (wait or trip.is_over()):
                 return
@@ -238,8 +236,7 @@ class Pipeline:
         span = self._meter.begin_update(update.unit.name)
         apply(self._rule, self._formats, update, tile, job.at(self._formats))
         seconds = self._meter.end_update(span)
-        if self._device is not None:
-            self._device.cpu_took(tile, seconds)
+        self._device.cpu_took(tile, seconds)
 
     def _finish(self, job: _TileJob) -> None:
         """The tile is updated: its states go to their home, and after its last tile the unit."""
@@ -274,9 +271,8 @@ class Pipeline:
     def _drain(self, reading: deque[_TileJob]) -> None:
         """Wait for all transfers in our buffers, and raise what the first of them failed with."""
         first: OffloadError | None = None
-        if self._device is not None:
-            with contextlib.suppress(Exception):  # the error that led here is the one that counts
-                self._device.drain()
+        with contextlib.suppress(Exception):  # the error that led here is the one that counts
+            self._device.drain()
         for job in (*reading, *self._sent):
             for read in job.reads:
                 outcome = _outcome(read)

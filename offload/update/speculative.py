@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum, auto
 
 from offload.plan.device import GOLDEN
@@ -39,7 +40,7 @@ from offload.waiting import Failure, Monitor
 
 
 class Stage(Enum):
-    """Where a speculative update is.
+    """Stage of a speculative update.
 
     - ``HELD``: all gradients have come, or are on their way to the host. Where the CPU computes, the unit's slot is
       held until backward is done with it.
@@ -88,7 +89,7 @@ class SpeculativeUpdate:
         self.is_slot_held = is_slot_held
         """The weights are in a slot and stay there; else the update brings them in when it runs."""
         self.loan: Loan | None = None
-        """Where the gradients still lie, if they need not be read back."""
+        """Loan of the gradients where they still lie, if they need not be read back."""
         self._owner = owner
         self._slot: Slot | None = None
 
@@ -126,43 +127,38 @@ class SpeculativeUpdate:
         self._owner.finished(self)
 
 
+@dataclass(eq=False)
 class SpeculativeUpdates:
     """All speculative updates of the coming step. The training thread begins, voids and confirms them; the update
     thread, by ``tasks`` and the calls of each task, carries them out."""
 
-    def __init__(
-        self,
-        units: Sequence[UnitSpec],
-        eligible: Callable[[UnitSpec], bool],
-        max_held: int | None,
-        homes: Sequence[UnitHomes],
-        slots: ShadowSlots,
-        gradients: GradientStore,
-        failure: Failure,
-        *,
-        num_backwards: int,
-    ) -> None:
-        """``max_held`` slots of compute can be spared for speculative updates at a time; None where compute has no
-        weights in host memory. ``eligible`` units have two places for all that an update writes. ``num_backwards`` are
-        expected before the first step."""
-        self.slots = slots
-        self._eligible = eligible
-        self._units = units
+    units: Sequence[UnitSpec]
+    eligible: Callable[[UnitSpec], bool]
+    """Tells units that have two places for all that an update writes."""
+    max_held: int | None
+    """Slots of compute that can be spared for speculative updates at a time; None where compute has no weights in host
+    memory."""
+    homes: Sequence[UnitHomes]
+    slots: ShadowSlots
+    gradients: GradientStore
+    failure: Failure
+    _: KW_ONLY
+    num_backwards: int
+    """Backwards that are expected before the first step."""
+
+    def __post_init__(self) -> None:
         self._rank: dict[int, int] = {}
         """Of the units that may be updated speculatively."""
         self._num_speculative = 0
         """Units of a lower rank are updated speculatively, which leaves the others evenly spread."""
         self.look_at_homes()
-        self._max_held = max_held
-        self._homes = homes
-        self._gradients = gradients
-        self._num_arrived = [0] * len(units)
+        self._num_arrived = [0] * len(self.units)
         """Gradients of each unit that have come for the coming step."""
-        self._num_expected = [num_backwards * len(unit.trainable) for unit in units]
+        self._num_expected = [self.num_backwards * len(unit.trainable) for unit in self.units]
         """Gradients that will come for it, if it is like the last one that the unit took part in."""
         self.of_unit: dict[UnitSpec, SpeculativeUpdate] = {}
         """Those that are held or begun, by unit; the training thread's alone."""
-        self._changed = Monitor(failure)
+        self._changed = Monitor(self.failure)
         """Guards the stages and the four below. Outermost: the cache's monitor may be taken while it is held."""
         self._queue: deque[SpeculativeUpdate] = deque()
         self._carried_out = False
@@ -174,8 +170,8 @@ class SpeculativeUpdates:
 
     def look_at_homes(self) -> None:
         """Units rest elsewhere than before. There is no speculative update now."""
-        spread = sorted(self._units, key=lambda unit: unit.index * GOLDEN % 1)
-        eligible = [unit.index for unit in spread if self._eligible(unit)]
+        spread = sorted(self.units, key=lambda unit: unit.index * GOLDEN % 1)
+        eligible = [unit.index for unit in spread if self.eligible(unit)]
         self._rank = {index: rank for rank, index in enumerate(eligible)}
         self._num_speculative = len(eligible)
 
@@ -191,8 +187,8 @@ class SpeculativeUpdates:
             return
         if self._rank[index] >= self._num_speculative:
             return
-        is_slot_held = self._max_held is not None
-        if self._max_held is not None and not self._hold(unit, self._max_held):
+        is_slot_held = self.max_held is not None
+        if self.max_held is not None and not self._hold(unit, self.max_held):
             return
         self.of_unit[unit] = SpeculativeUpdate(unit, self, is_slot_held=is_slot_held)
 
@@ -203,19 +199,17 @@ class SpeculativeUpdates:
 
     def begin(self, unit: UnitSpec, update: UnitUpdate | None) -> bool:
         """Ask for the update of a unit that is held; None lets it go. True if ``tasks`` must be carried out anew."""
-        speculative = self.of_unit[unit]
+        speculative, homes = self.of_unit[unit], self.homes[unit.index]
         with self._changed:
             if update is None:
                 self._cancel(speculative)
                 return False
             speculative.update = update
-            speculative.tiles = update.touched(self._homes[unit.index].tiles)
+            speculative.tiles = update.touched(homes.tiles)
             if self._compute_may_wait(unit):
-                speculative.loan = self._gradients.gradients_of(unit).lend()
-            grads = self._homes[unit.index].grads
-            speculative.grads = (
-                speculative.loan.address if speculative.loan is not None else None if grads is None else grads.address
-            )
+                speculative.loan = self.gradients.gradients_of(unit).lend()
+            loan = speculative.loan
+            speculative.grads = homes.grads_address if loan is None else loan.address
             speculative.become(Stage.QUEUED)
             self._queue.append(speculative)
             before, self._carried_out = self._carried_out, True
@@ -280,7 +274,7 @@ class SpeculativeUpdates:
             else:
                 self.invalidate(unit)
         self.of_unit.clear()
-        self._num_arrived = [0] * len(self._units)
+        self._num_arrived = [0] * len(self.units)
 
     def balance(self, forward: float, backward: float) -> None:
         """Nothing was clipped, and the disk was busy for these shares of the last step's forward and of its rest. The
@@ -315,7 +309,7 @@ class SpeculativeUpdates:
             yield speculative
 
     def wait_until_spilled(self, unit: UnitSpec) -> None:
-        self._gradients.gradients_of(unit).wait_until_spilled()
+        self.gradients.gradients_of(unit).wait_until_spilled()
 
     def finished(self, speculative: SpeculativeUpdate) -> None:
         """All of it is on its way to the spare copies."""
@@ -362,4 +356,4 @@ class SpeculativeUpdates:
 
     def _compute_may_wait(self, unit: UnitSpec) -> bool:
         """Compute may wait for a speculative update of ``unit`` where it finds no slot or no gradient buffer."""
-        return self._gradients.gradients_of(unit).spills and self._num_steps == 0
+        return self.gradients.gradients_of(unit).spills and self._num_steps == 0

@@ -21,7 +21,7 @@ class StatePrefetch:
     def __init__(self, pool: list[Lease]) -> None:
         self._pool = pool
         self._lock = threading.Lock()
-        """Guards what follows. Nothing else is taken while it is held."""
+        """Guards what follows. Only the store's lock is taken while it is held."""
         self._present: dict[StoredHome, tuple[Lease, Transfer]] = {}
         self._num_drops = 0
 

@@ -1,4 +1,4 @@
-"""What a step does to a unit, frozen, and the one function that applies it to a tile, whatever runs it."""
+"""Step of a unit, frozen, and the one function that applies it to a tile, whatever runs it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitUpdate:
-    """What the step does to one unit."""
+    """Step of one unit."""
 
     unit: UnitSpec
     segments: tuple[Segment, ...]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -14,37 +15,32 @@ from offload.units import ALIGNMENT, ParameterSpec, UnitSpec
 from offload.update.step import Segment, UnitUpdate
 
 _Common = dict[tuple[int, int, float], Hashable]
-"""What is frozen, by the ``id`` of the group, the step and the scale."""
+"""Steps that are frozen, by the ``id`` of the group, the step and the scale."""
 
 
+@dataclass(eq=False)
 class Verdict:
     """Looks at the gradients of the coming step, and freezes it. ``named_order`` is that of ``named_parameters``."""
 
-    def __init__(
-        self,
-        units: Sequence[UnitSpec],
-        gradients: GradientStore,
-        named_order: Sequence[ParameterSpec],
-        parameters: dict[ParameterSpec, nn.Parameter],
-        rule: Rule,
-    ) -> None:
-        self._units = units
-        self._gradients = gradients
-        self._named_order = named_order
-        self._parameters = parameters
-        self._rule = rule
+    units: Sequence[UnitSpec]
+    gradients: GradientStore
+    named_order: Sequence[ParameterSpec]
+    parameters: dict[ParameterSpec, nn.Parameter]
+    rule: Rule
+
+    def __post_init__(self) -> None:
         self.num_steps: dict[ParameterSpec, int] = {}
         """Steps that each parameter has taken; one without a gradient takes none."""
         self.stepping: Sequence[ParameterSpec] = ()
         """The parameters that took part in the last step."""
         self.stepping_units: Sequence[UnitSpec] = ()
         """Their units. One whose parameters have no element here (on this rank) has no update."""
-        self._known = {id(parameter) for parameter in parameters.values()}
+        self._known = {id(parameter) for parameter in self.parameters.values()}
 
     @property
     def groups_may_change(self) -> bool:
         """A parameter may come into a group after the engine was made."""
-        return self._rule.uniform
+        return self.rule.uniform
 
     def check(self, param_groups: Sequence[Group]) -> None:
         """Raise ``ConfigError`` if parameters have come into the groups that the engine does not hold."""
@@ -63,17 +59,18 @@ class Verdict:
         return self._added_up({spec: gradient.first_asked for spec, gradient in self._present()})
 
     def factor(self) -> float:
-        """What the coming step's gradients were multiplied by since they came; of the first one, if they differ."""
+        """Factor that the coming step's gradients were multiplied by since they came; of the first one, if they
+        differ."""
         return next((gradient.scale / gradient.came_with for _, gradient in self._present() if gradient.came_with), 1.0)
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients of the coming step."""
-        self._gradients.multiply(self._units, factor)
+        self.gradients.multiply(self.units, factor)
 
     def non_finite(self, step: int) -> NonFiniteGradient:
         """The error for gradients whose norm is not finite."""
         by_spec = {spec: gradient.norm_squared for spec, gradient in self._present()}
-        names = (spec.name for spec in self._named_order if not math.isfinite(by_spec.get(spec, 0.0)))
+        names = (spec.name for spec in self.named_order if not math.isfinite(by_spec.get(spec, 0.0)))
         bad = next(names, "all parameters together")
         return NonFiniteGradient(
             f"step {step}: the gradient of {bad} is not finite. The step was not taken: weights and "
@@ -81,13 +78,13 @@ class Verdict:
         )
 
     def freeze(self, param_groups: Sequence[Group]) -> list[UnitUpdate]:
-        """What the step does to each unit that has gradients, with the groups' settings as they are now."""
+        """Freeze what the step does to each unit that has gradients, with the groups' settings as they are now."""
         groups = groups_by_parameter(param_groups)
         common: _Common = {}
         updates = []
         stepping: list[ParameterSpec] = []
         units: list[UnitSpec] = []
-        for unit in self._units:
+        for unit in self.units:
             taking_part = self._taking_part(unit, groups)
             stepping += taking_part
             units += [unit] if taking_part else []
@@ -100,12 +97,12 @@ class Verdict:
         return updates
 
     def freeze_unit(self, unit: UnitSpec, groups: dict[int, Group], factor: float) -> UnitUpdate | None:
-        """What the coming step would do to the unit, if nothing happens but that gradients are multiplied by
+        """Freeze what the coming step would do to the unit, if nothing happens but that gradients are multiplied by
         ``factor``; None if nothing, or if it is not to be.
 
         ``groups`` by ``id`` of their parameters.
         """
-        if not all(math.isfinite(gradient.sum_squares) for gradient in self._gradients.of(unit).values()):
+        if not all(math.isfinite(gradient.sum_squares) for gradient in self.gradients.of(unit).values()):
             return None
         return self._update(unit, self._taking_part(unit, groups), {}, factor)
 
@@ -121,21 +118,21 @@ class Verdict:
     def _taking_part(self, unit: UnitSpec, groups: dict[int, Group]) -> dict[ParameterSpec, Group]:
         """The unit's parameters that have a gradient and a group."""
         found = {}
-        gradients = self._gradients.of(unit)
+        gradients = self.gradients.of(unit)
         for spec in unit.parameters:
-            group = groups.get(id(self._parameters[spec]))
+            group = groups.get(id(self.parameters[spec]))
             if spec in gradients and group is not None:
                 found[spec] = group
         return found
 
     def _frozen(self, unit: UnitSpec, spec: ParameterSpec, group: Group, common: _Common, factor: float) -> Hashable:
         """The parameter's step. ``common`` holds those that others of the same moment may share."""
-        step, scale = self.num_steps.get(spec, 0) + 1, self._gradients.of(unit)[spec].scale * factor
-        if not self._rule.uniform:
-            return self._rule.freeze(spec, group, step, scale)
+        step, scale = self.num_steps.get(spec, 0) + 1, self.gradients.of(unit)[spec].scale * factor
+        if not self.rule.uniform:
+            return self.rule.freeze(spec, group, step, scale)
         key = (id(group), step, scale)
         if key not in common:
-            common[key] = self._rule.freeze(spec, group, step, scale)
+            common[key] = self.rule.freeze(spec, group, step, scale)
         return common[key]
 
     def _append(self, segments: list[Segment], spec: ParameterSpec, frozen: Hashable) -> None:
@@ -148,12 +145,12 @@ class Verdict:
             segments.append(Segment(spec.offset, spec.offset + spec.numel, frozen))
 
     def _present(self) -> Iterator[tuple[ParameterSpec, Gradient]]:
-        for unit in self._units:
-            yield from self._gradients.of(unit).items()
+        for unit in self.units:
+            yield from self.gradients.of(unit).items()
 
     def _added_up(self, norms_squared: dict[ParameterSpec, float]) -> float:
         total = 0.0
-        for spec in self._named_order:  # not ``sum``, whose last bits depend on the release of Python
+        for spec in self.named_order:  # not ``sum``, whose last bits depend on the release of Python
             total += norms_squared.get(spec, 0.0)
         return math.sqrt(total)
 

@@ -206,6 +206,25 @@ def test_states_are_read_from_any_element_on(moments: str):
                     assert torch.equal(target, expected[start:].float())
 
 
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
+def test_states_that_are_written_in_parts_are_those_that_a_rule_puts_at_once(moments: str, monkeypatch):
+    monkeypatch.setattr(access, "PART_NUMEL", 2 * CODE_BLOCK)
+    unit, layout = unit_of(100, GRAIN + 300), kernel_layout(torch.bfloat16, moments)
+    memory, expected = (Memory(unit, tiles_of(layout, unit), layout.formats) for _ in range(2))
+    values = values_of(unit)
+    with (
+        NewElements(memory, layout, first_states(layout)) as elements,
+        NewElements(expected, layout, first_states(layout)) as others,
+    ):
+        for span, other in zip(elements.spans(unit), others.spans(unit), strict=True):
+            states = {"exp_avg": values[span.spec], "exp_avg_sq": values[span.spec] ** 2}
+            for name, value in states.items():
+                elements.write_state(span, name, source_of(value[span.first :]))
+            layout.rule.put_states(other.tile.tile, others.states_at(other.tile), span.spec, states, span.spec.offset)
+    for one, another in zip(memory._states.values(), expected._states.values(), strict=True):
+        assert torch.equal(one, another)
+
+
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
 def test_the_shards_of_all_ranks_have_each_element_once(dtype):
     unit, layout, num_ranks = unit_of(100, 2 * GRAIN, 5, frozen=(300,), num_grains=8), kernel_layout(dtype), 4

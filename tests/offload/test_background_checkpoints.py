@@ -154,11 +154,11 @@ def test_the_next_save_and_a_load_wait_and_what_is_not_to_stay_goes(tmp_path, el
     options = {"lr": 1e-3, "nvme_path": tmp_path, "host_memory": least(tmp_path), "keep_last": 2, "keep_every": 4}
     with OffloadEngine(make_model(), **options) as engine:
         train(engine, 11, lambda: engine.save_checkpoint(elsewhere))
-        assert len(engine._session._tiers.store.retained) <= 1
+        assert len(engine._session.parts.tiers.store.retained) <= 1
         engine.load_checkpoint(elsewhere)
         assert engine.global_step == 11
         assert visible(elsewhere) == ["latest", "step10", "step11", "step4", "step8"]
-        assert engine._session._tiers.store.retained == ()
+        assert engine._session.parts.tiers.store.retained == ()
         train(engine, 12)
         engine.save_checkpoint(tmp_path / "here")
         engine.save_checkpoint(elsewhere, "step11")  # in the place of another
@@ -186,7 +186,7 @@ def test_a_copy_that_fails_is_warned_of_at_once_and_raised_once(tmp_path, elsewh
         assert [str(item.message) for item in told if "step3" in str(item.message)], [str(w.message) for w in told]
         losses += train(engine, 4)[1:]
     assert visible(elsewhere) == ["latest", "step2"] == sorted(entry.name for entry in elsewhere.iterdir())
-    assert engine._session._tiers.store.retained == ()
+    assert engine._session.parts.tiers.store.retained == ()
     kind = StorageFull if next_call == "save" else StorageIOError
     calls = {
         "save": lambda: engine.save_checkpoint(elsewhere),
@@ -217,10 +217,10 @@ def test_too_little_room_is_said_before_anything_is_written(tmp_path, elsewhere,
             return os.statvfs_result(found)
 
         monkeypatch.setattr(os, "fstatvfs", full_there)
-        generation = engine._session._tiers.store.generation
+        generation = engine._session.parts.tiers.store.generation
         with pytest.raises(StorageFull, match=r"[0-9,]+ bytes .* are needed, 4,096 bytes .* are free"):
             engine.save_checkpoint(elsewhere)
-        assert engine._session._tiers.store.generation == generation
+        assert engine._session.parts.tiers.store.generation == generation
         assert list(elsewhere.iterdir()) == []
         monkeypatch.setattr(os, "fstatvfs", real)
         expected += train(engine, 3)
@@ -267,7 +267,7 @@ train(engine, 1000)
             make_model(1), lr=1e-3, nvme_path=tmp_path, durable=1, host_memory=least_durable(tmp_path)
         )
     with engine:
-        assert engine._session._tiers.store.retained == ()  # what was on its way is given up
+        assert engine._session.parts.tiers.store.retained == ()  # what was on its way is given up
         engine.load_checkpoint()
         assert engine.global_step >= 2
         engine.save_checkpoint(elsewhere, "next")

@@ -64,7 +64,7 @@ def states_of(engine: OffloadEngine) -> list[dict[str, torch.Tensor]]:
 
 
 def tiles_of(engine: OffloadEngine) -> list[tuple[int, int]]:
-    homes: list[UnitHomes] = engine._session._tiers.homes
+    homes: list[UnitHomes] = engine._session.parts.tiers.homes
     return [(homes.tile.start, homes.tile.stop) for unit in homes for homes in unit.tiles]
 
 
@@ -298,9 +298,10 @@ def test_the_last_commit_comes_when_the_model_is_gone(tmp_path: Path, has_extra_
     assert model() is None
     if has_extra_state:  # what it was then nobody knows
         with pytest.raises(ConfigError, match=r"the model is gone, and with it the extra states of 0\._extra_state"):
-            optimizer._engine.close()
+            optimizer._engine.checkpoints.finish()
     else:
-        optimizer._engine.close()
+        optimizer._engine.checkpoints.finish()
+    optimizer._engine.passes.closers.close()
     with pytest.warns(UserWarning, match=f"holds step {1 if has_extra_state else 2}"):
         engine = OffloadEngine(make(1), **options)
     with engine:

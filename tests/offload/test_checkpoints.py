@@ -292,12 +292,12 @@ def test_a_durable_run_knows_the_checkpoints_of_the_process_before(tmp_path: Pat
             while engine.global_step < last:
                 train(engine, engine.global_step + 1)
                 engine.save_checkpoint(saved)
-            assert len(engine._session._tiers.store.retained) == 3
+            assert len(engine._session.parts.tiers.store.retained) == 3
     shutil.rmtree(saved / "step11")
     with pytest.warns(UserWarning, match="holds step 12"):
         engine = OffloadEngine(make_model(), **options)
     with engine:
-        assert len(engine._session._tiers.store.retained) == 2
+        assert len(engine._session.parts.tiers.store.retained) == 2
         engine.load_checkpoint(saved, "step10")
         assert engine.global_step == 10
 
@@ -306,7 +306,7 @@ def test_a_run_resumes_on_a_disk_that_it_has_filled_itself(tmp_path: Path, monke
     options = {"lr": 1e-3, "nvme_path": tmp_path, "host_memory": least(tmp_path), "durable": 1}
     with OffloadEngine(make_model(), **options) as engine:
         train(engine, 2)
-    monkeypatch.setattr("offload.planning._free_bytes", lambda paths: 0.0)
+    monkeypatch.setattr("offload.planning.free_bytes_of", lambda paths: 0.0)
     with pytest.warns(UserWarning, match="holds step 2"):
         engine = OffloadEngine(make_model(1), **options)
     with engine:

@@ -163,7 +163,7 @@ def test_tiles_of_the_host_are_updated_on_either_side_with_the_same_bits(
             with make(device_memory=device_memory, **budgets) as engine:
                 assert engine.plan.device.updates_bytes > 0
                 outcomes.append(train(engine))
-                sent = engine._session._updates.device_side.copied_bytes
+                sent = engine._session.parts.trained.updates.device_side.copied_bytes
                 assert sent == (0, 0) if speed == 1.0 else sent[0] > sent[1] > 0
     for losses, weights in outcomes[1:]:
         assert losses == outcomes[0][0]

@@ -199,9 +199,9 @@ def test_evaluation_with_room_for_everything_copies_nothing_again(
     options = {"nvme_path": tmp_path, "device": device, "device_memory": 64 << 20}
     with OffloadEngine(make_model(), **options) as engine, torch.no_grad():
         first = engine(tokens)
-        copied = engine._session._copied_bytes()[0]
+        copied = engine._session.parts.reporter.copied_bytes()[0]
         assert torch.equal(engine(tokens), first)
-        assert engine._session._copied_bytes()[0] == copied
+        assert engine._session.parts.reporter.copied_bytes()[0] == copied
 
 
 def test_autocast_compiled_blocks_and_generation(make_model: Callable[..., Tiny], tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_what_found_no_memory_can_be_run_again_because_copies_give_way(
             return loss
 
         losses = [step(0)]
-        copies = engine._session._tiers.on_device.level.carrier
+        copies = engine._session.parts.tiers.computing.moving[0].level.carrier
         with torch.no_grad():
             engine(batches(1)[0][0])  # every copy is there, and none is in use
         assert copies.used_bytes == engine.plan.device.all_bytes
@@ -90,9 +90,9 @@ def test_a_refused_copy_is_not_asked_for_again_at_every_use(make: Callable[..., 
         whole, least = engine.plan.device.all_bytes, engine.plan.device.least_weights_bytes
         engine.module.embed.weight.mul_(1)  # the value is the same, and its copy is dropped
         device.pools.capacity_bytes = whole // 2 + 2 * least
-        copies = engine._session._tiers.on_device.level.carrier
-        for unit in engine._session._units:
-            engine._session._tiers.on_device.level.cache.drop(unit)
+        copies = engine._session.parts.tiers.computing.moving[0].level.carrier
+        for unit in engine._session.parts.run.units:
+            engine._session.parts.tiers.computing.moving[0].level.cache.drop(unit)
         for _ in range(4):
             assert torch.equal(engine(tokens), expected)
         assert device.shortages().emptied <= 2
@@ -104,7 +104,7 @@ def test_copies_leave_room_when_torch_had_to_empty_its_cache(make: Callable[...,
     with make(device, device_memory="1GiB") as engine, torch.no_grad():
         tokens = batches(1)[0][0]
         engine(tokens)
-        copies = engine._session._tiers.on_device.level.carrier
+        copies = engine._session.parts.tiers.computing.moving[0].level.carrier
         before = copies.used_bytes
         pools = device.pools
         pools.capacity_bytes = pools.taken_bytes + 1000
@@ -116,7 +116,7 @@ def test_copies_leave_room_when_torch_had_to_empty_its_cache(make: Callable[...,
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             engine(tokens)
-        largest = max(unit.numel for unit in engine._session._units) * 2
+        largest = max(unit.numel for unit in engine._session.parts.run.units) * 2
         assert before - 2 * largest <= copies.max_bytes <= before - largest
         pools.give("compute", 600)
 
@@ -244,14 +244,14 @@ def test_clipping_reads_one_number_whatever_the_number_of_parameters(
     with make("cpu") as engine:
         tokens, targets = batches(1)[0]
         engine.backward(loss_of(engine(tokens), targets))
-        expected = engine._session._verdict.norm()
+        expected = engine._session.parts.trained.verdict.norm()
         with monkeypatch.context() as patch:
             patch.setattr(torch.Tensor, "__float__", count)
             patch.setattr(torch, "tensor", copy_from_host)
             norm = torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 0.01)
         assert len(reads) == 1
         assert float(norm) == pytest.approx(expected, rel=1e-2)
-        assert engine._session._verdict.norm() == pytest.approx(0.01, rel=1e-2)
+        assert engine._session.parts.trained.verdict.norm() == pytest.approx(0.01, rel=1e-2)
 
 
 def test_factors_in_one_tensor_that_changes_are_each_read(make: Callable[..., OffloadEngine]) -> None:

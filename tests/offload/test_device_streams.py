@@ -41,9 +41,9 @@ def test_memory_goes_back_when_every_stream_that_used_it_is_through(
         side.wait(main.record())
         with device.current(side):  # with the copy that the main stream has made
             assert torch.equal(block(x), expected)
-        weights = engine._session._tiers.on_device.level.cache
-        for unit in engine._session._units:  # the main stream has not waited for the other
-            weights.drop_copy(unit)
+        weights = engine._session.parts.tiers.computing.moving[0].level.cache
+        for unit in engine._session.parts.run.units:  # the main stream has not waited for the other
+            weights.drop(unit)
         assert torch.equal(block(x), expected)
         main.wait(side.record())
     assert device.violations == []
@@ -182,12 +182,12 @@ def test_units_that_a_failed_backward_has_left_are_given_back_before_the_next_fo
             seen[1].register_hook(fail)
             with pytest.raises(RuntimeError, match="planted"):
                 run(loss.backward)
-            engine.optimizer.zero_grad()
-            before = engine._session._tiers.on_device.level.cache
-            assert any(entry.pins for entry in before.present)
+            cache = engine._session.parts.tiers.computing.moving[0].level.cache
+            assert any(entry.pins for entry in cache.present)
             with torch.no_grad():
                 engine(tokens)
-            assert not any(entry.pins for entry in before.present)
+            assert not any(entry.pins for entry in cache.present)
+            engine.optimizer.zero_grad()
     assert device.violations == []
 
 

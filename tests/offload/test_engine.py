@@ -49,13 +49,13 @@ def test_fp32_training_matches_torch_adamw(make_model):
 def test_everything_on_nvme_moves_the_bytes_that_the_plan_says(make_model, tmp_path: Path):
     budget = least_budget(make_model(), tmp_path, precision="fp32")
     with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory=budget, precision="fp32") as engine:
-        store = engine._session._tiers.store
+        store = engine._session.parts.tiers.store
         before = store.statistics()
         for tokens, targets in batches(4):
             engine.backward(loss_of(engine(tokens), targets))
             engine.step()
         engine.synchronize()
-        engine._session._tiers.host.drain()
+        engine._session.parts.tiers.host.drain()
         after = store.statistics()
         assert after.write.bytes - before.write.bytes == 4 * engine.plan.step_write_bytes
         read_bytes = after.read.bytes - before.read.bytes

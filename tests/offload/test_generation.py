@@ -112,8 +112,8 @@ def streaming(model: nn.Module, path: Path, **options: Any) -> Iterator[OffloadE
 
 def read_bytes(engine: OffloadEngine) -> int:
     """Read from NVMe since the engine was made."""
-    engine._session._tiers.host.drain()
-    return engine._session._tiers.store.statistics().read.bytes
+    engine._session.parts.tiers.host.drain()
+    return engine._session.parts.tiers.store.statistics().read.bytes
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_a_batch_of_prompts_reads_each_weight_once_a_token_as_one_prompt_does(tm
 def test_the_first_units_of_a_token_are_read_while_the_last_one_computes(tmp_path: Path):
     model = drawn(llama)
     with streaming(model, tmp_path) as engine:
-        host = engine._session._tiers.host
+        host = engine._session.parts.tiers.host
         events: list[tuple[str, str]] = []
         fetch, take = host.carrier.fetch, host.take
         host.carrier.fetch = lambda unit, place: events.append(("fetch", unit.name)) or fetch(unit, place)

@@ -5,30 +5,35 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import numpy
 import pytest
 import torch
+from interrupted import at_every_line
 
 import aio_ext
 from offload import waiting
-from offload.errors import WaitTimeout
+from offload.errors import RankError, WaitTimeout
 from offload.memory import tensor_at
+from offload.ranks.world import Peers
 from offload.report.meter import Meter
 from offload.testing.simulated import SimulatedDevice
 from offload.tiers.bounce import Bounce
 from offload.tiers.gradients.device import DeviceGradients
 from offload.tiers.gradients.host import HostGradients
-from offload.tiers.gradients.make import resident_gradients
-from offload.tiers.gradients.norms import DeviceSquares, HostSquares
+from offload.tiers.gradients.make import make_unit_gradients
+from offload.tiers.gradients.norms import DeviceSquares, DistributedParts, RankSquares, Squares
 from offload.tiers.gradients.spill import BufferPool, SpilledGradients
-from offload.tiers.gradients.store import GradientStore
+from offload.tiers.gradients.store import Gradient, GradientStore
 from offload.tiers.home import DeviceHome, Home, HostHome, TileHomes, UnitHomes
 from offload.units import GRAIN, ParameterSpec, Tile, UnitSpec
 from offload.waiting import Failure
-from swapper import StorageIOError
+from swapper import OffloadError, StorageIOError
 
 FOREVER_S = 20.0
 """No test takes this long, unless it fails."""
@@ -410,7 +415,7 @@ def test_a_unit_whose_gradients_rest_elsewhere_begins_anew_there() -> None:
     rig = Rig("host", torch.float32)
     rig.take(rig.small, random(rig.small, 1))
     there = torch.zeros(GRAIN)
-    rig.store.move(rig.unit, DeviceGradients(rig.unit, there, HostSquares()))
+    rig.store.move(rig.unit, DeviceGradients(rig.unit, there, Squares()))
     assert rig.store.of(rig.unit) == {}
     rig.take(rig.small, random(rig.small, 2))
     assert torch.equal(there[:15].view(3, 5), random(rig.small, 2))
@@ -422,11 +427,12 @@ def test_the_home_of_gradients_decides_their_place() -> None:
     on_device = DeviceHome(device, torch.zeros(GRAIN), Bounce(device))
 
     def place(grads: Home | None) -> Any:
-        return resident_gradients(unit, UnitHomes(Home(0), grads, []), torch.float32, HostSquares())
+        pool = BufferPool([], Failure(), Meter())
+        return make_unit_gradients(unit, UnitHomes(Home(0), grads, []), pool, torch.float32, Squares(), Meter())
 
     assert type(place(HostHome(memory))) is HostGradients  # type: ignore[arg-type]
     assert type(place(on_device)) is DeviceGradients
-    assert place(Home(0)) is None and place(None) is None
+    assert type(place(Home(0))) is type(place(None)) is SpilledGradients
 
 
 # Spilled gradients.
@@ -706,3 +712,164 @@ def test_drain_waits_for_every_spill() -> None:
     rig.told()
     rig.pool.drain()
     assert rig.told() == [f"wait for write {tile}" for tile in ("a0", "a1", "b0", "b1")]
+
+
+# Interrupts.
+
+
+def test_an_interrupt_at_any_line_loses_no_buffer_and_no_transfer() -> None:
+    def train(rig: Spilled, value: float) -> None:
+        for number in range(2):
+            for name in "ab":
+                rig.backward(name, value + number)
+        rig.store.read(rig.unit("a"), rig.unit("a").trainable[1])
+
+    def finish(rig: Spilled) -> list[Any]:
+        for unit in rig.units:
+            rig.store.forget(unit)
+        train(rig, 1.0)
+        seen = [{spec.name: known for spec, known in rig.store.of(unit).items()} for unit in rig.units]
+        rig.pool.drain()
+        return [*seen, rig.stored("a"), rig.stored("b")]
+
+    expected = finish(Spilled("ab"))
+
+    def run(interrupted: Callable[[Callable[[], object]], bool]) -> None:
+        rig = Spilled("ab")
+
+        def train_and_forget() -> None:
+            train(rig, 7.0)
+            for unit in rig.units:
+                rig.store.forget(unit)
+
+        interrupted(train_and_forget)
+        assert finish(rig) == expected
+
+    assert at_every_line("/offload/tiers/gradients/", run, once=False) > 200
+
+
+def test_who_is_interrupted_and_goes_on_has_whole_sums_or_is_told(kind: str) -> None:
+    num_told = 0
+
+    def run(interrupted: Callable[[Callable[[], object]], bool]) -> None:
+        nonlocal num_told
+        rig = Rig(kind, torch.float32)
+
+        def train() -> None:
+            for scale in (1.0, 1.0, 0.5):
+                for spec in (rig.small, rig.large):
+                    rig.take(spec, random(spec, 1), scale)
+            rig.store.close(rig.unit)
+
+        came = interrupted(train)
+        for spec in list(rig.store.of(rig.unit)):
+            try:
+                gradient = rig.store.read(rig.unit, spec)
+            except OffloadError as error:
+                assert came and "call zero_grad()" in str(error)
+                num_told += 1
+                with pytest.raises(OffloadError, match=f"gradients of {spec.name} were added up"):
+                    rig.take(spec, random(spec, 1))
+                with pytest.raises(OffloadError, match="zero_grad"):
+                    rig.store.multiply([rig.unit], 0.5)
+            else:
+                assert rig.sum_squares(spec) * rig.scale(spec) ** 2 == pytest.approx(squares_of(gradient), rel=1e-6)
+        rig.store.forget(rig.unit)
+        train()
+        assert torch.allclose(rig.store.read(rig.unit, rig.large), 2.5 * random(rig.large, 1))
+
+    assert at_every_line("/offload/tiers/gradients/", run, once=False) > 30
+    assert num_told
+
+
+def test_sums_of_all_ranks_are_asked_for_after_each_change_and_again_after_an_interrupt() -> None:
+    asked: list[list[str]] = []
+
+    def make_whole(known: Iterable[Mapping[ParameterSpec, Gradient]]) -> None:
+        asked.append([spec.name for of_unit in known for spec in of_unit])
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+
+    unit, memory = make_unit(), aio_ext.Memory(GRAIN * 4)
+    store = GradientStore([HostGradients(memory.address, torch.float32)], make_whole)
+    store.settle()
+    assert asked == []
+    small, large = unit.trainable
+    store.take(unit, small, random(small, 1))
+    store.settle()
+    store.settle()
+    store.write(unit, large, random(large, 1))
+    with pytest.raises(KeyboardInterrupt):
+        store.settle()
+    store.settle()
+    store.settle()
+    store.restored()
+    store.settle("step 1")
+    assert asked == [["a.small"], *[["a.small", "a.large"]] * 3]
+
+
+def test_sums_are_added_up_over_shards_and_then_over_parts() -> None:
+    unit, memory = make_unit(), aio_ext.Memory(GRAIN * 4)
+    over: list[str] = []
+
+    def add_up(name: str, factor: float, own: torch.Tensor) -> torch.Tensor:
+        over.append(name)
+        return own * factor
+
+    squares = RankSquares([unit], [partial(add_up, "shards", 2.0), partial(add_up, "parts", 5.0)])
+    store = GradientStore([HostGradients(memory.address, torch.float32)], squares.make_whole)
+    small, _ = unit.trainable
+    store.take(unit, small, torch.ones(3, 5))
+    for _ in range(2):
+        store.settle()
+        store.restored()
+        known = store.of(unit)[small]
+        assert (known.sum_squares, known.own_squares) == (150.0, 15.0)  # of its own sum, whenever it is asked for
+    assert over == ["shards", "parts"] * 2
+
+
+class FakeWork:
+    """An all-gather that is over at once, or ends with an error."""
+
+    def __init__(self, error: BaseException | None) -> None:
+        self._error = error
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: object = None) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def parts_of(monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None) -> DistributedParts:
+    """Of two ranks: both have a part of ``a.small``, and all of ``a.large``."""
+
+    def all_gather(into: list[torch.Tensor], own: torch.Tensor, *, group: object, async_op: bool) -> FakeWork:
+        for rank, of_rank in enumerate(into):
+            of_rank.copy_(own + 10 * rank)
+        return FakeWork(error)
+
+    monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
+    unit = make_unit()
+    small = replace(unit.parameters[0], distribution=Mock(is_sharded=True))
+    unit = replace(unit, parameters=(small, *unit.parameters[1:]))
+    return DistributedParts([unit], Peers((0, 1), 0, None), Failure())
+
+
+def test_a_parameter_that_ranks_have_parts_of_counts_for_each_part_and_a_whole_one_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert parts_of(monkeypatch).add_up(torch.tensor([1.0, 2.0])).tolist() == [12.0, 2.0]
+
+
+def test_ranks_that_are_gone_or_interrupted_while_sums_are_added_up_end_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(RankError, match="is gone: connection closed"):
+        parts_of(monkeypatch, RuntimeError("connection closed")).add_up(torch.zeros(2))
+    parts = parts_of(monkeypatch, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        parts.add_up(torch.zeros(2))
+    with pytest.raises(OffloadError, match="interrupted while ranks added up norms"):
+        parts._failure.check()

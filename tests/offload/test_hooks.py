@@ -115,7 +115,7 @@ class Story:
         self.in_use.remove(unit.name)
         self.units[unit.index].window.look_at(torch.nan)
 
-    def take_gradient(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor) -> None:
+    def take_gradient(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor, scale: float | None) -> None:
         self.events.append(f"take {spec.name}")
         before = self.gradients.get(spec.name)
         self.gradients[spec.name] = gradient.clone() if before is None else before + gradient

@@ -263,16 +263,16 @@ def test_each_unit_is_brought_in_once_in_each_direction(tmp_path: Path, monkeypa
     least = least_budget(Tiny(width=64), tmp_path, **OPTIONS)
     with OffloadEngine(Tiny(width=64), nvme_path=tmp_path, host_memory=least, **OPTIONS) as engine:
         told: list[tuple[str, str]] = []
-        session = engine._session
+        passes, hooks = engine._session.step.passes, engine._session.parts.hooks
         for name in ("begin_use", "end_backward"):
 
             def tell(unit: Any, name: str, call: Any) -> None:
                 told.append((name, unit.name))
                 call(unit)
 
-            monkeypatch.setattr(session, name, partial(tell, name=name, call=getattr(session, name)))
+            monkeypatch.setattr(passes, name, partial(tell, name=name, call=getattr(passes, name)))
         engine.together(batches(3), lambda each: loss_of(engine(each[0]), each[1]).backward())
-    names = [unit.spec.name for unit in session._hooks.units]
+    names = [unit.spec.name for unit in hooks.units]
     assert [unit for name, unit in told if name == "begin_use"] == [*names, *names[-2::-1]]  # the last one stays
     assert [unit for name, unit in told if name == "end_backward"] == names[::-1]
 

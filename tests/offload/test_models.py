@@ -388,7 +388,7 @@ def test_units_are_the_repeated_blocks():
 @pytest.mark.parametrize("kind", [Tiny, Twice, Checkpointed])
 def test_a_torch_that_cannot_exchange_pointers_gives_the_same_bits(kind, tmp_path: Path, monkeypatch):
     expected, expected_weights = offloaded(kind, precision="fp32")
-    for module in ("planning", "tiers.make"):
+    for module in ("planning", "assembly.compute"):
         monkeypatch.setattr(f"offload.{module}.window_class", lambda: CopyWindow)
     budget = least_budget(built(kind), tmp_path, precision="fp32")
     losses, weights = offloaded(kind, precision="fp32", nvme_path=tmp_path, host_memory=budget)

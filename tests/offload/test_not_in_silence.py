@@ -414,7 +414,7 @@ def test_unwrap_gives_an_ordinary_model_back(tmp_path: Path):
 
 
 def test_unwrap_is_refused_where_memory_has_no_room(engine: OffloadEngine, monkeypatch):
-    monkeypatch.setattr("offload.session.available_bytes", lambda: 1000)
+    monkeypatch.setattr("offload.device.host.available_bytes", lambda: 1000)
     with pytest.raises(BudgetError, match=r"KiB\) as ordinary parameters.*1,000 bytes"):
         engine.unwrap()
     backward(engine, *batches(1)[0])
@@ -624,7 +624,7 @@ def test_an_interrupt_while_weights_come_in_leaves_nothing_behind(on_nvme: bool,
     plain, model = Plain(), built()
     memory = {"nvme_path": tmp_path, "host_memory": least_budget(built(), tmp_path, **OPTIONS)} if on_nvme else {}
     with OffloadEngine(model, **memory, **OPTIONS) as engine:
-        for window in engine._session._tiers.windows:
+        for window in engine._session.parts.tiers.windows:
             original = window.open
             for after in (False, True):
 
@@ -646,7 +646,7 @@ def test_an_interrupt_while_weights_come_in_leaves_nothing_behind(on_nvme: bool,
                 engine.step()
                 plain.step()
         assert_near(model, plain.model)
-        assert not any(entry.pins for entry in engine._session._tiers.host.cache.entries)
+        assert not any(entry.pins for entry in engine._session.parts.tiers.host.cache.entries)
 
 
 def test_an_interrupt_in_the_middle_of_a_step_says_what_is_lost(engine: OffloadEngine, monkeypatch):
@@ -656,7 +656,7 @@ def test_an_interrupt_in_the_middle_of_a_step_says_what_is_lost(engine: OffloadE
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine._session._updates.speculative, "confirm", interrupt)
+    monkeypatch.setattr(engine._session.parts.trained.updates.speculative, "confirm", interrupt)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
     with pytest.raises(OffloadError, match="interrupted half-way"):

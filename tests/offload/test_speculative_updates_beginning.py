@@ -40,7 +40,7 @@ def test_begin_after_the_only_update_was_made_void_leaves_it_to_those_who_are_ca
     assert carried_out(room) == ["u1"]
 
 
-def test_an_speculative_update_writes_beside_from_a_slot_that_it_borrows():
+def test_a_speculative_update_writes_beside_from_a_slot_that_it_borrows():
     room = Room(num_tiles=3)
     room.hold(0)
     update = UnitUpdate(room.units[0], (Segment(0, 50, "x"), Segment(210, 220, "x")))

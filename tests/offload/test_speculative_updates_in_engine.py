@@ -68,7 +68,7 @@ def run(between, **options) -> tuple[list[float], dict[str, torch.Tensor], int]:
     model = built()
     with OffloadEngine(model, **OPTIONS, **options) as engine:
         begun = []
-        early = engine._session._updates.speculative
+        early = engine._session.parts.trained.updates.speculative
         begin = early.begin
 
         def count(unit, update):
@@ -117,8 +117,8 @@ def test_spilled_gradients_are_updated_from_their_buffers(tmp_path: Path, monkey
     with OffloadEngine(
         built(), nvme_path=tmp_path, host_memory=least_budget(built(), tmp_path, **OPTIONS), **OPTIONS
     ) as engine:
-        worker = engine._session._updates.updater._worker
-        engine._session._updates.speculative.balance = lambda forward, backward: None  # all units
+        worker = engine._session.parts.trained.updates.updater._worker
+        engine._session.parts.trained.updates.speculative.balance = lambda forward, backward: None  # all units
         for tokens, targets in batches(3):
             loss = loss_of(engine(tokens), targets)
             drain(worker)  # while updates of the last step run, compute does not wait for early ones
@@ -126,7 +126,7 @@ def test_spilled_gradients_are_updated_from_their_buffers(tmp_path: Path, monkey
             drain(worker)  # a speculative update that has not begun before the step never does
             engine.step()
         engine.synchronize()
-        stored = [tile.grads for unit in engine._session._tiers.homes for tile in unit.tiles]
+        stored = [tile.grads for unit in engine._session.parts.tiers.homes for tile in unit.tiles]
         assert all(stored) and engine.plan.nvme_bytes["grads"] > 0
         assert len(read) > len(stored) and not set(read) & set(stored)
         plan = engine.plan
@@ -143,7 +143,7 @@ def test_a_gradient_that_is_not_finite_takes_back_what_has_begun(tmp_path: Path)
         weights = {name: p.detach().clone() for name, p in model.named_parameters()}
         states = engine.optimizer.state_dict()["state"]
         begun = []
-        early = engine._session._updates.speculative
+        early = engine._session.parts.trained.updates.speculative
         begin = early.begin
 
         def count(unit, update):

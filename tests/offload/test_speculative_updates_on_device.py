@@ -132,20 +132,20 @@ def test_what_is_stored_is_updated_before_the_step_and_the_next_forward_reads_no
     def outcome(engine: OffloadEngine) -> tuple[list[float], dict[str, torch.Tensor]]:
         losses = []
         session = engine._session
-        session._updates.speculative.balance = lambda forward, backward: (
+        session.parts.trained.updates.speculative.balance = lambda forward, backward: (
             None
         )  # it follows the disk, which has its own mind
         streamed = [item.unit for item in engine.plan.units if item.streamed]
-        stored = [tile.states.stored for unit in streamed for tile in session._tiers.homes[unit.index].tiles]
+        stored = [tile.states.stored for unit in streamed for tile in session.parts.tiers.homes[unit.index].tiles]
         states = {extent for home in stored if home is not None for extent in home.extents}
         for tokens, targets in batches(3):
             for _ in range(engine.config.gradient_accumulation_steps):
                 loss = loss_of(engine(tokens), targets)
                 losses.append(loss.item())
-                drain(session._updates.updater._worker)
+                drain(session.parts.trained.updates.updater._worker)
                 begun.clear()
                 engine.backward(loss)
-            drain(session._updates.updater._worker)
+            drain(session.parts.trained.updates.updater._worker)
             assert sorted(begun) == sorted(unit.name for unit in streamed)
             read.clear()
             engine.step()
@@ -264,8 +264,8 @@ def test_an_error_of_a_copy_to_the_host_is_raised_and_ends_the_updates_under_way
 
 def test_the_gradients_of_a_unit_are_complete_when_all_that_were_taken_have_come(tmp_path: Path) -> None:
     with OffloadEngine(built(), **OPTIONS, **streaming(tmp_path, share=1.2)) as engine:
-        tiers = engine._session._tiers
-        transport, unit = tiers.on_device.transport, engine.plan.units[1].unit
+        tiers = engine._session.parts.tiers
+        transport, unit = tiers.computing.moving[0].transport, engine.plan.units[1].unit
         first, *_ = unit.trainable
 
         def take() -> None:

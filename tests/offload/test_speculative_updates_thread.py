@@ -13,6 +13,7 @@ from offload.report.meter import Meter
 from offload.tiers.home import UnitHomes
 from offload.tiers.weights.host import HostLevel
 from offload.tiers.weights.shadow import Slot
+from offload.update.device_side import NoDeviceSide
 from offload.update.speculative import SpeculativeUpdate, Stage
 from offload.update.state_prefetch import StatePrefetch
 from offload.update.updater import Updater
@@ -129,7 +130,9 @@ def updaters() -> Iterator[Callable[[Room], tuple[Updater, Line]]]:
 
     def make(room: Room) -> tuple[Updater, Line]:
         line = Line(room)
-        updater = Updater(line, room.speculative, room.homes, room.host, Gradients(room.places), None, room.failure)
+        updater = Updater(
+            line, room.speculative, room.homes, room.host, Gradients(room.places), NoDeviceSide(), room.failure
+        )
         made.append(updater)
         return updater, line
 
@@ -185,7 +188,7 @@ def test_speculative_updates_are_carried_out_in_one_run_as_long_as_they_come(upd
     assert line.num_runs == 2
 
 
-def test_an_speculative_update_that_will_not_come_is_no_work_for_the_update_thread(updaters):
+def test_a_speculative_update_that_will_not_come_is_no_work_for_the_update_thread(updaters):
     room = Room()
     updater, line = updaters(room)
     room.hold(0)

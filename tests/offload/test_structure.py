@@ -18,7 +18,7 @@ from offload import ConfigError, OffloadEngine, OffloadError, StorageIOError
 from offload.birth.loading import Loader
 from offload.closing import Closers
 from offload.errors import WaitTimeout
-from offload.session import Session
+from offload.passes import Passes
 from offload.testing.simulated import SimulatedDevice
 from offload.tiers.weights.cache import WeightCache
 from offload.tiers.weights.host import NvmeCarrier
@@ -141,7 +141,7 @@ def test_the_memory_in_the_report_is_measured(make_model, tmp_path: Path) -> Non
         train(engine, 1)
         taken = engine.report().host_memory_bytes
         assert 0.8 * engine.plan.arena_bytes < taken < engine.plan.arena_bytes + (2 << 20)
-        engine._session._tiers.host.carrier.added_bytes += 4096  # a place that the plan does not know of
+        engine._session.parts.tiers.host.carrier.added_bytes += 4096  # a place that the plan does not know of
         assert engine.report().host_memory_bytes == taken + 4096
     device = SimulatedDevice(0)
     with OffloadEngine(make_model(), device=device) as engine:
@@ -303,12 +303,12 @@ def test_a_unit_that_backward_uses_again_while_its_speculative_update_runs_harms
     budget = int(1.5 * least_budget(UsedTwice(width=64), tmp_path, precision="fp32"))
     used_again = {name: threading.Event() for name in (f"blocks.{index}" for index in range(4))}
     running: set[str] = set()
-    begin_use, lend = Session.begin_use, ShadowSlots.lend
+    begin_use, lend = Passes.begin_use, ShadowSlots.lend
 
-    def watched_use(session: Session, unit: UnitSpec) -> None:
+    def watched_use(passes: Passes, unit: UnitSpec) -> None:
         if unit.name in running and unit.name in used_again:
             used_again[unit.name].set()
-        begin_use(session, unit)
+        begin_use(passes, unit)
 
     def late_lend(host: ShadowSlots, unit: UnitSpec, wanted: Callable[[], bool]) -> object:
         running.add(unit.name)
@@ -317,7 +317,7 @@ def test_a_unit_that_backward_uses_again_while_its_speculative_update_runs_harms
         return lend(host, unit, wanted)
 
     monkeypatch.setattr("offload.waiting.WAIT_TIMEOUT_S", 20.0)
-    monkeypatch.setattr(Session, "begin_use", watched_use)
+    monkeypatch.setattr(Passes, "begin_use", watched_use)
     monkeypatch.setattr(ShadowSlots, "lend", late_lend)
     assert outcome(nvme_path=tmp_path, host_memory=budget) == expected
     assert any(event.is_set() for event in used_again.values())

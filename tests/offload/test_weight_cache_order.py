@@ -8,7 +8,7 @@ import pytest
 from cache_rig import Call, Rig, look, taught
 from cache_rig import a_deadline as a_deadline
 
-from offload.tiers.weights.cache import Purpose
+from offload.tiers.weights.pin import Purpose
 
 
 def test_prefetch_runs_ahead_as_far_as_the_slots_and_a_second_step_fetches_what_the_first_has_left() -> None:

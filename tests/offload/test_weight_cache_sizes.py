@@ -9,16 +9,16 @@ from cache_rig import FakeTicket, unit_of
 from cache_rig import a_deadline as a_deadline
 
 from offload.report.meter import Meter
-from offload.tiers.weights.cache import Pin, Purpose, UnitState, WeightCache
+from offload.tiers.weights.cache import WeightCache
+from offload.tiers.weights.carrier import Carrier
+from offload.tiers.weights.pin import Pin, Purpose, UnitState
 from offload.units import UnitSpec
 from offload.waiting import Failure
 from swapper import StorageIOError
 
 
-class FakeCarrier:
+class FakeCarrier(Carrier[int]):
     """Room for some bytes; fetches end at once."""
-
-    num_places = None
 
     def __init__(self, events: list[str], room: int) -> None:
         self.room = room
@@ -36,9 +36,6 @@ class FakeCarrier:
         self._events.append(f"free {unit.name}")
         self.room += place
 
-    def blocking_transfer(self, unit: UnitSpec) -> None:
-        return None
-
     def fetch(self, unit: UnitSpec, place: int) -> FakeTicket:
         if self.error is not None:
             raise self.error
@@ -46,9 +43,6 @@ class FakeCarrier:
         ticket = FakeTicket(lambda: None)
         ticket.end()
         return ticket
-
-    def pending(self) -> None:
-        return None
 
 
 class PlainCache(WeightCache[int]):

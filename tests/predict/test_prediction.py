@@ -73,7 +73,7 @@ def test_the_bytes_of_a_step_are_those_that_the_engine_moves(tmp_path: Path):
     model = tiny()
     budget = least_host_bytes(model, here(0), SMALL)
     with OffloadEngine(Tiny(), nvme_path=tmp_path, host_memory=budget, precision="fp32") as engine:
-        store = engine._session._tiers.store
+        store = engine._session.parts.tiers.store
         assert store is not None
         written = []
         for _ in range(8):
@@ -299,7 +299,7 @@ def test_a_room_is_all_that_the_plan_knows_of_a_machine():
     units = tiny().units(torch.float32)
     two = plan_within(config, units, choose(config, units), Room(1 << 22, 1 << 40, 1 << 40), ONE_RANK)
     one = plan_within(config, units, choose(config, units), Room(1 << 22, 1 << 40, 1 << 20), ONE_RANK)
-    assert (two.places, two.speculative) == (2, True) and (one.places, one.speculative) == (1, False)
+    assert (two.record_copies, two.speculative) == (2, True) and (one.record_copies, one.speculative) == (1, False)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.system.name}, {row.parameters / 1e9:g}B")

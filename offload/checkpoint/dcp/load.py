@@ -1,11 +1,12 @@
 """A ``torch.distributed.checkpoint`` taken over by a running engine of any number of ranks, whoever has written it.
 
-Each rank reads what it has, a few MiB at a time. Memory: as in ``distributed_save``.
+Each rank reads what it has, a few MiB at a time. Memory: as ``Elements``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from offload.access import PART_NUMEL, ExternalAccess, Span, first_states
+from offload.access import ExternalAccess, first_states
 from offload.checkpoint.dcp.names import (
     GROUPS,
     STATES,
@@ -31,66 +32,61 @@ from offload.checkpoint.model_state import get_model_state
 from offload.checkpoint.run_state import RunState
 from offload.errors import WeightsError
 from offload.optim.rule import Rule
-from offload.tiers.home import TileHomes
 from offload.units import ParameterSpec, UnitSpec
 
 
+@dataclass
 class DistributedLoading:
     """Brings a checkpoint in the directory ``path`` to the homes of an engine: ``open`` it, which changes nothing, and
-    ``copy``. Close it at the end."""
+    ``copy``. Close it at the end. With a ``rule`` also the states of the optimizer, and its parameter groups."""
 
-    def __init__(
-        self,
-        path: Path,
-        run: RunState,
-        units: Sequence[UnitSpec],
-        access: ExternalAccess,
-        *,
-        states: bool,
-    ) -> None:
-        """``states``: also those of the optimizer, and its parameter groups, if the engine trains."""
-        self._path = path
-        self._run = run
-        self._units = units
-        self._access = access
-        self._rule = access.layout.rule if states else None
-        self._root: TreePath | None = ()
-        """Where "model" and "optimizer" are in the tree; None if the weights are at its root, beside "optimizer"."""
-        self._keys: dict[str, str] = {}
-        """Of the weights, by the model's names."""
-        self._state_keys: dict[str, dict[str, str]] = {}
-        """Of the states of those parameters that have some."""
-        self._reader: DistributedReader | None = None
-        self.state: dict[str, Any] = {}
-        """For ``RunState.set``."""
+    path: Path
+    run: RunState
+    units: Sequence[UnitSpec]
+    access: ExternalAccess
+    rule: Rule | None
+    state: dict[str, Any] = field(default_factory=dict)
+    """For ``RunState.set``."""
+    _root: TreePath | None = ()
+    """Path of "model" and "optimizer" are in the tree; None if the weights are at its root, beside "optimizer"."""
+    _keys: dict[str, str] = field(default_factory=dict)
+    """Of the weights, by the model's names."""
+    _state_keys: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Of the states of those parameters that have some."""
+    _reader: DistributedReader | None = None
 
     def open(self) -> None:
         """Compare the checkpoint with the engine, and read what lies in no unit. Raises ``WeightsError`` for one that
         is not whole, or does not fit."""
-        refuse_others(self._units)
-        self._reader = reader = DistributedReader(self._path)
-        names = names_of(self._run.model)
+        refuse_others(self.units)
+        self._reader = reader = DistributedReader(self.path)
+        names = names_of(self.run.model)
         self.state = {
-            **{"step": self._run.progress.global_step, "loss_scale": None, "groups": [], "states": {}},
+            **{"step": self.run.progress.global_step, "loss_scale": None, "groups": [], "states": {}},
             **{"gradients": {}, "num_backwards": 0, "has_other_gradients": False},
             **self._fit_model(reader, names),
         }
-        if self._rule is not None:
-            self.state.update(self._fit_optimizer(reader, self._rule, names))
+        if self.rule is not None:
+            self.state.update(self._fit_optimizer(reader, self.rule, names))
 
     def copy(self) -> None:
-        """Replace the weights, and with ``states`` the states, of all units. What was there is lost, also if this
+        """Replace the weights, and with a ``rule`` the states, of all units. What was there is lost, also if this
         raises."""
-        reader, rule, access = self._reader, self._rule, self._access
+        reader, rule, access = self._reader, self.rule, self.access
         assert reader is not None
         new = access.elements_to_change() if rule is None else access.new_elements(first_states(access.layout))
         with new as elements:
-            for unit in self._units:
+            for unit in self.units:
                 for span in elements.spans(unit):
                     place = place_of(span.spec)
                     elements.write(span, partial(self._read, reader, self._keys[place.name], place.first))
-                    if rule is not None and span.tile is not None and place.name in self._state_keys:
-                        self._copy_states(reader, rule, span, span.tile, elements.states_at(span.tile))
+                    keys = self._state_keys.get(place.name, {})
+                    if rule is None or span.tile is None or not keys:
+                        continue
+                    for name in state_names(rule, span.spec):
+                        per_element = state_shape(rule, span.spec, name) == place.shape
+                        origin = place.first + span.first if per_element else 0
+                        elements.write_state(span, name, partial(self._read, reader, keys[name], origin))
 
     def close(self) -> None:
         if self._reader is not None:
@@ -99,33 +95,17 @@ class DistributedLoading:
     def _read(self, reader: DistributedReader, key: str, origin: int, first: int, target: torch.Tensor) -> None:
         reader.read(key, origin + first, target)
 
-    def _copy_states(self, reader: DistributedReader, rule: Rule, span: Span, tile: TileHomes, address: int) -> None:
-        spec, place = span.spec, place_of(span.spec)
-        keys, views = self._state_keys[place.name], rule.states(tile.tile, address, spec)
-        names = state_names(rule, spec)
-        first = place.first - spec.offset
-        if len(views) > len(names):  # codes with scales, which numbers become by blocks
-            for start in range(span.start, span.stop, PART_NUMEL):
-                numbers = {name: torch.empty(min(PART_NUMEL, span.stop - start)) for name in names}
-                for name, values in numbers.items():
-                    reader.read(keys[name], first + start, values)
-                rule.put_states(tile.tile, address, spec, numbers, start)
-            return
-        for name in names:
-            per_element = state_shape(rule, spec, name) == place.shape
-            reader.read(keys[name], first + span.start if per_element else 0, views[name])
-
     # What fits.
 
     def _fit_model(self, reader: DistributedReader, names: Mapping[str, list[str]]) -> dict[str, Any]:
         """Find the weights; buffers and extra states by the model's names."""
-        shapes = {place_of(spec).name: place_of(spec).shape for unit in self._units for spec in unit.parameters}
+        shapes = {place_of(spec).name: place_of(spec).shape for unit in self.units for spec in unit.parameters}
         self._root = _root(reader, names)
         prefix = "" if self._root is None else key_of((*self._root, "model", ""))
         found = {
             name: next((prefix + other for other in names[name] if prefix + other in reader), None) for name in shapes
         }
-        of_model = get_model_state(self._run.model)
+        of_model = get_model_state(self.run.model)
         buffers = {name: prefix + fqn(name) for name in of_model["buffers"]}
         missing = [name for name, key in found.items() if key is None]
         missing += [name for name, key in buffers.items() if key not in reader]
@@ -158,7 +138,7 @@ class DistributedLoading:
         root = self._root or ()
         if not any(path[: len(root) + 1] == (*root, "optimizer") for path in reader.paths.values()):
             raise WeightsError(
-                f"{self._path} has no optimizer states: load_dcp(dir, states=False) takes the weights, and leaves the "
+                f"{self.path} has no optimizer states: load_dcp(dir, states=False) takes the weights, and leaves the "
                 "optimizer as it is. Nothing has changed"
             )
         there: dict[str, dict[str, str]] = {}
@@ -167,7 +147,7 @@ class DistributedLoading:
             if key.startswith(prefix):
                 name, _, state = key.removeprefix(prefix).rpartition(".")
                 there.setdefault(name, {})[state] = key
-        specs = [spec for unit in self._units for spec in unit.trainable if place_of(spec).shape.numel()]
+        specs = [spec for unit in self.units for spec in unit.trainable if place_of(spec).shape.numel()]
         loose: dict[str, dict[str, Any]] = {}
         states: dict[str, dict[str, Any]] = {}
         for spec in specs:
@@ -199,9 +179,9 @@ class DistributedLoading:
     def _fit_groups(self, reader: DistributedReader, names: Mapping[str, list[str]]) -> list[dict[str, Any]]:
         """The options of each parameter group of the engine."""
         there = nested(reader, *(self._root or ()), *GROUPS)
-        whole = {spec.name: place_of(spec).name for unit in self._units for spec in unit.parameters}
+        whole = {spec.name: place_of(spec).name for unit in self.units for spec in unit.parameters}
         found = []
-        for own in self._run.of_optimizer()["groups"]:
+        for own in self.run.of_optimizer()["groups"]:
             parameters = [names[name] for name in dict.fromkeys(whole[spec] for spec in own["parameters"])]
             if there is not None:
                 options = self._options_of_group(there, parameters)
@@ -241,7 +221,7 @@ class DistributedLoading:
             raise self._misfit(f"{key} is {entry.properties.dtype} there, and a weight here")
 
     def _misfit(self, what: str) -> WeightsError:
-        return WeightsError(f"{self._path} is the checkpoint of another model or run: {what}. Nothing has changed")
+        return WeightsError(f"{self.path} is the checkpoint of another model or run: {what}. Nothing has changed")
 
 
 def _root(reader: DistributedReader, names: Mapping[str, list[str]]) -> TreePath | None:

@@ -1,4 +1,4 @@
-"""What of an engine is what in the tree of a ``torch.distributed.checkpoint``: names, shapes and ranges of elements."""
+"""Mapping of an engine to the tree of a ``torch.distributed.checkpoint``: names, shapes and ranges of elements."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from offload.optim.rule import Rule
 from offload.units import ParameterSpec, UnitSpec
 
 TreePath = tuple[str, ...]
-"""Where something is in the tree: the names from its root on."""
+"""Path of something in the tree: the names from its root on."""
 
 STATES = ("optimizer", "state")
-"""Where the states of parameters are, below the root."""
+"""Path of the states of parameters, below the root."""
 
 GROUPS = ("optimizer", "param_groups")
 

@@ -80,7 +80,7 @@ class DistributedReader:
         self.paths: dict[str, tuple[Any, ...]] = {
             key: (metadata.planner_data or {}).get(key, (key,)) for key in metadata.state_dict_metadata
         }
-        """Where each key is in the tree that was saved."""
+        """Path of each key in the tree that was saved."""
         self._places: dict[MetadataIndex, Any] = metadata.storage_data
         self._buffer = passing_tensor(PART_NUMEL * 8)
         self._chunks: dict[str, _Chunks] = {}
@@ -168,7 +168,7 @@ class DistributedReader:
         return found.view(dtype)
 
     def _find_layout(self, key: str, offsets: torch.Size) -> _Place | None:
-        """Where the elements of a chunk lie, one after the other; None if they lie otherwise."""
+        """Find where the elements of a chunk lie, one after the other; None if they lie otherwise."""
         place, dtype = self._place(MetadataIndex(key, offsets)), self.tensors[key].properties.dtype
         sizes = next(chunk.sizes for chunk in self.tensors[key].chunks if chunk.offsets == offsets)
         try:
@@ -278,7 +278,7 @@ class _Slice(io.RawIOBase):
 
 
 class _Tensor(NamedTuple):
-    """How an ordinary tensor lies in its storage; numbers are in elements."""
+    """Layout of an ordinary tensor in its storage; numbers are in elements."""
 
     storage: str
     numel: int
@@ -309,7 +309,8 @@ def _tensor(storage: Any, offset: int, size: Any, stride: tuple[int, ...], *rest
 
 
 def nested(reader: DistributedReader, *prefix: Any) -> Any:
-    """What was saved at this path of the tree: a value, or dicts and lists of values. None if nothing is there."""
+    """Return what was saved at this path of the tree: a value, or dicts and lists of values. None if nothing is
+    there."""
     tree: dict[Any, Any] = {}
     for key, path in reader.paths.items():
         if path == prefix:

@@ -79,8 +79,8 @@ def _values(
     states: Mapping[str, Mapping[str, Any]],
     groups: Sequence[Mapping[str, Any]],
 ) -> dict[TreePath, Any]:
-    """What lies in no unit: buffers, extra states, steps, parameter groups. ``name_of``: parameters, by their specs'
-    names."""
+    """Values that lie in no unit: buffers, extra states, steps, parameter groups. ``name_of``: parameters, by their
+    specs' names."""
     values: dict[TreePath, Any] = {("model", name): value for name, value in in_model.items()}
     for spec, loose in states.items():
         for name in loose.keys() - {"steps"}:

@@ -52,7 +52,7 @@ _Result = TypeVar("_Result")
 _METADATA = ".metadata"
 _ITS_FILES = re.compile(r"\.metadata|__([0-9]+)_[0-9]+\.distcp")
 _ITEM_BYTES = 4096
-"""What a box takes in the file beside its own bytes, at most."""
+"""Bytes that a box takes in the file beside its own, at most."""
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -162,8 +162,9 @@ class Planner(DefaultSavePlanner):
 
 
 def _leaves(path: TreePath, value: Any) -> Iterator[tuple[TreePath, Any]]:
-    """What is written of a value: itself, but for a dict with tensors in it what that has. So torch reads it, too,
-    since ``param_groups`` in one piece are to it a checkpoint of before 2.4; whatever options its optimizer has."""
+    """Leaves that are written of a value: itself, but for a dict with tensors in it what that has. So torch reads it,
+    too, since ``param_groups`` in one piece are to it a checkpoint of before 2.4; whatever options its optimizer
+    has."""
     if isinstance(value, Mapping) and _has_tensors(value):
         for name, inner in value.items():
             yield from _leaves((*path, str(name)), inner)

@@ -18,7 +18,7 @@ from swapper import DurableStore, OffloadError, StorageError, copy_generation
 from swapper.errors import failed
 
 _LOOK_S = 0.1
-"""How often a thread that waits for a copy looks whether it makes progress."""
+"""Seconds between two looks of a thread that waits for a copy at whether it makes progress."""
 
 
 class _GivenUp(Exception):
@@ -37,7 +37,8 @@ class BackgroundCopy:
         self._copied_bytes = 0
         self._is_given_up = False
         self._error: Exception | None = None
-        """Why the last copy failed. The thread sets it before it ends, who has waited for the thread takes it."""
+        """Error by which the last copy failed. The thread sets it before it ends, who has waited for the thread takes
+        it."""
 
     def begin(self, generation: int, directory: SavingDirectory, tag: str, then: Callable[[], None]) -> None:
         """Copy a retained generation into ``directory``, give it its tag, call ``then``, and release it. No other copy

@@ -54,7 +54,7 @@ class Committer:
         self.store.reserve(wanted)
 
     def generation_bytes(self) -> int:
-        """What a generation takes that has the gradients accumulated so far."""
+        """Bytes that a generation takes that has the gradients accumulated so far."""
         return sum(record.nbytes for record in self._records.within(self._extents, gradients=True))
 
     def commit(self, metadata: bytes) -> None:

@@ -1,4 +1,4 @@
-"""What a generation holds: the units of the model, and which extents their records are in.
+"""Description of what a generation holds: the units of the model, and which extents their records are in.
 
 It is the metadata of the generation, beside the state of the run. A checkpoint can be read without the model's class: a
 parameter is found by its name.

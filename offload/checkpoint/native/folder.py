@@ -35,7 +35,7 @@ class CheckpointDirectory:
         self.path = Path(path).expanduser()
 
     def folder(self, tag: str) -> Path:
-        """Where the checkpoint of this tag is. Raises ``ConfigError`` for a tag that cannot be a name."""
+        """Folder of the checkpoint of this tag. Raises ``ConfigError`` for a tag that cannot be a name."""
         if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag == _LATEST:
             raise ConfigError(f"tag {tag!r}: expected letters, digits, '.', '_' and '-', at most 100, and not 'latest'")
         return self.path / tag
@@ -68,7 +68,7 @@ class CheckpointDirectory:
             raise
 
     def others(self, tag: str) -> str:
-        """What else there is, in a sentence."""
+        """Sentence on what else there is."""
         names = [f"{name} (step {step})" for name, step in self.tags().items() if name != tag]
         return f"These are there, too: {', '.join(names)}." if names else "There is no other checkpoint beside it."
 
@@ -101,7 +101,7 @@ class SavingDirectory(CheckpointDirectory):
             )
 
     def own_folder(self, tag: str) -> Path:
-        """Where what this process saves of it is."""
+        """Folder of what this process saves of it."""
         return self.folder(tag) / self._part
 
     def require(self, nbytes: int) -> None:

@@ -1,4 +1,4 @@
-"""What an engine's store holds of a run: its last step, and checkpoints that take no room of their own."""
+"""Generations of a run in an engine's store: its last step, and checkpoints that take no room of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is inside a checkpoint, as facts for programs and as text for people."""
+"""Content of a checkpoint, as facts for programs and as text for people."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from offload.checkpoint.native.description import Description
 from offload.checkpoint.native.opened import Opened, open_checkpoint, whole_checkpoints
 from offload.checkpoint.native.parts import part_folders
 from offload.dtypes import BY_PRECISION
+from offload.optim.formats import MASTER_BYTES
 from swapper import OffloadError, StorageError, StoreMissing
 
 Facts = dict[str, Any]
@@ -112,8 +113,7 @@ def _states(description: Description) -> list[str]:
 def _bytes(opened: Opened) -> dict[str, int]:
     """By kind, as they lie in the records, padding included."""
     description, generation = opened.description, opened.generation
-    formats = {torch.bfloat16: 2, torch.float16: 4, torch.float32: 0}
-    width = formats[BY_PRECISION[description.precision]]
+    width = MASTER_BYTES[BY_PRECISION[description.precision]]
     total: Counter[str] = Counter()
     for unit in description.units:
         total["weights"] += sum(generation.extents[index].nbytes for index in unit.weights)
@@ -172,7 +172,7 @@ def _verify(opened: Opened, check: Callable[[], None]) -> tuple[dict[str, int], 
 
 
 def _missing(opened: Opened) -> list[str]:
-    """What the description says is there, and the generation does not hold."""
+    """Extents that the description names, and the generation does not hold."""
     generation, found = opened.generation, []
     for index, name in _names_of_extents(opened.description).items():
         if name.startswith("gradients"):

@@ -68,7 +68,7 @@ class Loading:
             alike = self._alike(unit)
             index = None if alike is None else self._description.units[alike.index].gradients
             if of_unit and index is not None:
-                with self._saved.home(index).borrow() as address:
+                with self._saved.lend(index) as address:
                     dtype = self._description.run["gradient_dtype"]
                     self._access.gradients.restore(unit, of_unit, address, dtype)
 

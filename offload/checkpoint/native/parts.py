@@ -116,7 +116,7 @@ def open_parts(folder: Path) -> Generation | Parts:
 
 
 def description_of(source: Any, where: str, rank: int = 0) -> Description:
-    """What a generation, or a checkpoint in parts, says of itself; see ``Parts.description`` for ``rank``."""
+    """Return what a generation, or a checkpoint in parts, says of itself; see ``Parts.description`` for ``rank``."""
     return source.description(rank) if isinstance(source, Parts) else Description.decode(source.metadata, where)
 
 

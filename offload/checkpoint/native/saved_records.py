@@ -15,16 +15,16 @@ from offload.checkpoint.native.description import Description, SavedTile, SavedU
 from offload.dtypes import BY_PRECISION
 from offload.errors import ConfigError
 from offload.memory import tensor_at
-from offload.optim.formats import Formats
+from offload.optim.formats import MASTER_BYTES, Formats
 from offload.optim.kernel_rule import KERNELS, MOMENTS, KernelRule
 from offload.optim.rule import TileLayout, TilePart
-from offload.tiers.home import Home, TileHomes, UnitHomes
+from offload.tiers.home import Home, TileHomes
 from offload.units import ParameterSpec, Tile, UnitSpec
 from swapper import Extent, StorageCorrupt, Ticket
 
 
 class Source(Protocol):
-    """What a generation is read from: a checkpoint, or the store of a run."""
+    """Source that a generation is read from: a checkpoint, or the store of a run."""
 
     @property
     def extents(self) -> Sequence[Extent]: ...
@@ -52,18 +52,26 @@ class SavedHome(Home):
 
     def read(self, address: int) -> None:
         """Bring the record to memory at ``address``."""
-        tickets = []
-        for extent in self._extents:
-            tickets.append(self._source.read(extent, address, extent.nbytes))
-            address += extent.nbytes
-        for ticket in tickets:
-            ticket.wait()
+        with contextlib.ExitStack() as reading:  # all are waited for, also when one fails
+            for extent in self._extents:
+                reading.callback(self._source.read(extent, address, extent.nbytes).wait)
+                address += extent.nbytes
+
+
+class _Memory:
+    """Memory for one saved record at a time, as large as the largest so far."""
+
+    def __init__(self) -> None:
+        self._memory = aio_ext.Memory(1)
 
     @contextlib.contextmanager
-    def borrow(self, *, change: bool = False) -> Iterator[int]:
-        with aio_ext.Memory(self.nbytes) as memory:
-            self.read(memory.address)
-            yield memory.address
+    def lend(self, home: SavedHome) -> Iterator[int]:
+        """The record, brought in."""
+        if self._memory.nbytes < home.nbytes:
+            self._memory.close()
+            self._memory = aio_ext.Memory(home.nbytes)
+        home.read(self._memory.address)
+        yield self._memory.address
 
 
 class SavedRecords:
@@ -87,37 +95,47 @@ class SavedRecords:
         self._parts_of = parts_of
         self._check = check
         dtype, trained = BY_PRECISION[description.precision], description.optimizer is not None
-        master = {torch.bfloat16: 2, torch.float16: 4, torch.float32: 0}[dtype] if trained else 0
-        formats = Formats(dtype.itemsize, master, 0)
+        formats = Formats(dtype.itemsize, MASTER_BYTES[dtype] if trained else 0, 0)
         self._kernel = None if description.optimizer is None else _kernel_rule(description.optimizer, formats)
         self._parts = PartsLayout(description.optimizer or {}, formats)
         tiles: TileLayout | None = (self._kernel or self._parts) if trained else None
         self.layout = Layout(formats, dtype, tiles)
         self.units = [_unit(index, saved) for index, saved in enumerate(description.units)]
-        self._homes = [self._homes_of(*both) for both in zip(self.units, description.units, strict=True)]
+        self._weights_memory, self._tile_memory = _Memory(), _Memory()
+        self._weights: list[SavedHome] = []
+        self._states: dict[Tile, SavedHome] = {}
+        self._tiles: list[list[TileHomes]] = []
+        for unit, saved in zip(self.units, description.units, strict=True):
+            self._add(unit, saved)
 
     def tiles(self, unit: UnitSpec) -> Sequence[TileHomes]:
-        return self._homes[unit.index].tiles
+        return self._tiles[unit.index]
 
     def lend_weights(self, unit: UnitSpec) -> Loan:
         self._check()
-        return self._homes[unit.index].weights.borrow(change=False)
+        return self._weights_memory.lend(self._weights[unit.index])
 
     def lend_tile(self, tile: TileHomes) -> Loan:
         self._check()
-        return tile.states.borrow(change=False)
+        return self._tile_memory.lend(self._states[tile.tile])
+
+    def lend(self, extent: int) -> Loan:
+        """The record in this extent."""
+        return _Memory().lend(self.home(extent))
 
     def home(self, *extents: int) -> SavedHome:
         """The record in these extents."""
         return SavedHome(self._source, extents)
 
-    def _homes_of(self, unit: UnitSpec, saved: SavedUnit) -> UnitHomes:
+    def _add(self, unit: UnitSpec, saved: SavedUnit) -> None:
         weights = self.home(*saved.weights)
         expected = [nbytes for _, nbytes in parts_of(unit, self.layout.formats.weights)]
         if weights.sizes != expected:
             raise StorageCorrupt(f"weights of unit {unit.name} have {weights.sizes} bytes there, not {expected}.")
-        tiles = [TileHomes(self._tile(unit, tile), self.home(tile.extent)) for tile in saved.tiles]
-        return UnitHomes(weights, None, tiles)
+        states = {self._tile(unit, tile): self.home(tile.extent) for tile in saved.tiles}
+        self._weights.append(weights)
+        self._states.update(states)
+        self._tiles.append([TileHomes(tile, home) for tile, home in states.items()])
 
     def _tile(self, unit: UnitSpec, saved: SavedTile) -> Tile:
         tile = Tile(saved.start, saved.stop, saved.nbytes)
@@ -131,7 +149,7 @@ class SavedRecords:
 
 
 class PartsLayout:
-    """How the tiles of an optimizer without a kernel lie: as their checkpoint says. See ``TileLayout``."""
+    """Layout of the tiles of an optimizer without a kernel, as their checkpoint says. See ``TileLayout``."""
 
     def __init__(self, identity: Mapping[str, Any], formats: Formats) -> None:
         self.identity = dict(identity)
@@ -171,7 +189,7 @@ def _unit(index: int, saved: SavedUnit) -> UnitSpec:
 
 
 def _kernel_rule(optimizer: Mapping[str, Any], formats: Formats) -> KernelRule | None:
-    """How states lie in tiles, for an optimizer with a kernel."""
+    """Return how states lie in tiles, for an optimizer with a kernel."""
     kernel = KERNELS.get(optimizer["optimizer"])
     if kernel is None:
         return None

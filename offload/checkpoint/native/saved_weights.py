@@ -55,7 +55,7 @@ class SavedWeights:
 
 
 def _places(units: Sequence[UnitSpec], description: Description) -> Mapping[ParameterSpec, Place]:
-    """Where the elements of each spec are in the model's parameters, in which pieces and shards are joined."""
+    """Map the elements of each spec to the model's parameters, in which pieces and shards are joined."""
     found: dict[str, list[tuple[SavedParameter, ParameterSpec]]] = {}
     for unit, saved in zip(units, description.units, strict=True):
         for spec, parameter in zip(unit.parameters, saved.parameters, strict=True):

@@ -38,7 +38,7 @@ class Signals:
                 signal.signal(number, self._handle)
 
     def restore(self) -> None:
-        """What was there before ``watch`` handles the signals from now on."""
+        """Have what was there before ``watch`` handle the signals from now on."""
         if current_thread() is not main_thread():
             return
         for number, handler in self._before.items():

@@ -1,4 +1,4 @@
-"""What a state dict of a model in an engine holds, read a few MiB at a time, unit by unit. Memory: as ``Elements``."""
+"""Content of a state dict of a model in an engine, read a few MiB at a time, unit by unit. Memory: as ``Elements``."""
 
 from __future__ import annotations
 
@@ -64,15 +64,14 @@ class ModelWeights:
                 start += spec.whole_shape.numel()
             if isinstance(value, torch.Tensor) and not specs:
                 yield Part(name, 0, _on_host(value, dtype).reshape(-1))
-        for unit in self.units:
-            if any(spec in places for spec in unit.parameters):
-                yield from self._of_unit(unit, places, dtype)
+        units = [unit for unit in self.units if any(spec in places for spec in unit.parameters)]
+        yield from self._of_units(units, places, dtype)
 
-    def _of_unit(
-        self, unit: UnitSpec, places: Mapping[ParameterSpec, Place], dtype: torch.dtype
+    def _of_units(
+        self, units: Sequence[UnitSpec], places: Mapping[ParameterSpec, Place], dtype: torch.dtype
     ) -> Generator[Part, None, None]:
         with self.access.elements() as elements:
-            yield from parts_of(Tensors(elements, [unit], places).portions(lambda spec: dtype), dtype)
+            yield from parts_of(Tensors(elements, units, places).portions(lambda spec: dtype), dtype)
 
 
 class GatheredModelWeights(ModelWeights):
@@ -101,17 +100,18 @@ class GatheredModelWeights(ModelWeights):
         self._rest = rest = super().parts(state_dict, dtype)
         return (part for part in rest)  # what closes this does not close the other
 
-    def _of_unit(
-        self, unit: UnitSpec, places: Mapping[ParameterSpec, Place], dtype: torch.dtype
+    def _of_units(
+        self, units: Sequence[UnitSpec], places: Mapping[ParameterSpec, Place], dtype: torch.dtype
     ) -> Generator[Part, None, None]:
-        own = {spec.name: spec for spec in unit.parameters if spec in places}
-        values = {name: torch.empty(spec.numel, dtype=dtype) for name, spec in own.items()}
-        by_name = {spec: Place(spec.name, spec.shape, 0) for spec in own.values()}
-        for part in super()._of_unit(unit, by_name, dtype):
-            values[part.name][part.start : part.start + part.values.numel()] = part.values
-        for name, spec in own.items():
-            whole = self.access.ranks.join(f"saving {name}", values[name])
-            yield Part(places[spec].name, places[spec].first, whole)
+        for unit in units:
+            own = {spec.name: spec for spec in unit.parameters if spec in places}
+            values = {name: torch.empty(spec.numel, dtype=dtype) for name, spec in own.items()}
+            by_name = {spec: Place(spec.name, spec.shape, 0) for spec in own.values()}
+            for part in super()._of_units([unit], by_name, dtype):
+                values[part.name][part.start : part.start + part.values.numel()] = part.values
+            for name, spec in own.items():
+                whole = self.access.ranks.join(f"saving {name}", values[name])
+                yield Part(places[spec].name, places[spec].first, whole)
 
 
 def _on_host(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

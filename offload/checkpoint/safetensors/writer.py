@@ -40,7 +40,7 @@ _NAMES = {
 }
 _ALIGNMENT = 8
 _WRITTEN_BACK_BYTES = 64 << 20
-"""What was written goes to the disk in portions of this size, and out of the page cache."""
+"""Portion in which what was written goes to the disk, and out of the page cache."""
 
 
 @dataclass

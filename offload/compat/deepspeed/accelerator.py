@@ -32,7 +32,7 @@ class Accelerator:
         return True
 
     def communication_backend_name(self) -> str:
-        """What ``torch.distributed`` uses for one process."""
+        """Backend of ``torch.distributed`` for one process."""
         return "gloo"
 
 

@@ -119,7 +119,7 @@ def _as_object(key: str, value: object) -> Mapping[str, Any]:
 
 
 def _known(name: object, keys: Mapping[str, Any], path: str) -> Any:
-    """What is known of a key. Raises ``ConfigError`` with the name that may have been meant."""
+    """Return what is known of a key. Raises ``ConfigError`` with the name that may have been meant."""
     if name in keys:
         return keys[name]  # type: ignore[index]
     where = f" in {path}" if path else ""

@@ -19,7 +19,7 @@ from swapper import OffloadError, StoreMissing
 
 
 class _Position:
-    """What is counted beside the engine, as checkpoints save it."""
+    """Counts that are kept beside the engine, as checkpoints save them."""
 
     def __init__(self) -> None:
         self.micro_steps = 0
@@ -58,7 +58,7 @@ class DeepSpeedEngine:
         self._translation = translation
         self._position = _Position()
         self._boundary: bool | None = None
-        """What ``set_gradient_accumulation_boundary`` has said."""
+        """Answer that ``set_gradient_accumulation_boundary`` was given."""
         self._step_applied = False
         engine.register_for_checkpointing(self._position, *([] if lr_scheduler is None else [lr_scheduler]))
 
@@ -173,7 +173,7 @@ class DeepSpeedEngine:
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """Device that the model computes on."""
         device = self.engine.config.device
         return torch.device(device if isinstance(device, (str, torch.device)) else device.torch_device)
 
@@ -219,7 +219,7 @@ class DeepSpeedEngine:
         return self.engine.config.gradient_clipping
 
     def zero_optimization_stage(self) -> int:
-        """What the configuration says."""
+        """Stage that the configuration names."""
         return self._translation.stage
 
     def zero_optimization(self) -> bool:

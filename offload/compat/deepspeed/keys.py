@@ -15,7 +15,7 @@ from offload.compat.deepspeed import kinds
 
 
 class Effect(Enum):
-    """What becomes of a key."""
+    """Effect of a key."""
 
     HONOURED = "honoured"
     IDLE = "accepted, no effect"

@@ -1,4 +1,4 @@
-"""Which values a key of a ``ds_config`` takes."""
+"""Kinds of values that a key of a ``ds_config`` takes."""
 
 from __future__ import annotations
 

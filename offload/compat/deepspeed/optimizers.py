@@ -91,7 +91,7 @@ class OptimizerPart:
     settings: dict[str, Any]
     rows: tuple[Row, ...]
     resolved: dict[str, Any]
-    """What "auto" has become, by key."""
+    """Values that stand for "auto", by key."""
 
     def options(self) -> dict[str, Any]:
         """As options of ``OffloadConfig``."""

@@ -1,4 +1,4 @@
-"""What scripts do round ``initialize``: arguments of the command line, and the ranks that train."""
+"""Calls that scripts make round ``initialize``: arguments of the command line, and the ranks that train."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def num_ranks() -> int:
 
 
 def rank() -> int:
-    """Which of them this is."""
+    """Number of this one among them."""
     return torch.distributed.get_rank() if num_ranks() > 1 else 0
 
 
 def local_rank() -> int:
-    """Which of those on this machine this is, as its launcher counts them."""
+    """Number of this one among those on this machine, as its launcher counts them."""
     return int(os.environ.get("LOCAL_RANK") or rank()) if num_ranks() > 1 else 0

@@ -1,4 +1,4 @@
-"""Where a ``ds_config`` comes from: a dict, a JSON text, a file, or ``args.deepspeed_config``."""
+"""Sources of a ``ds_config``: a dict, a JSON text, a file, or ``args.deepspeed_config``."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class SchedulerPart:
     """Keys that are "auto", which nothing says and which have no default."""
     rows: tuple[Row, ...]
     resolved: dict[str, Any]
-    """What "auto" has become, by key."""
+    """Values that stand for "auto", by key."""
 
     def make(self, optimizer: torch.optim.Optimizer) -> Any:
         """The scheduler. Raises ``ConfigError`` as ``check_complete``, and for rates of other groups."""

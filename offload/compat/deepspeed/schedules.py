@@ -168,7 +168,7 @@ class OneCycle(LRScheduler):
         return 1 + decay * past / self.decay_step_size if self.decay_step_size else 1.0
 
     def _height(self) -> float:
-        """How far up the cycle is, from 0 to 1."""
+        """Height of the cycle, from 0 to 1."""
         up, down = self.sizes
         at = self.last_epoch % (up + down)
         done, size, stairs = (at, up, self.stairs[0]) if at <= up else (up + down - at, down, self.stairs[1])
@@ -201,7 +201,7 @@ class LRRangeTest(LRScheduler):
 
 
 def _warmup(n: int, num_steps: int, warmup_type: str) -> float:
-    """How much of the warm-up is done, from 0 to 1."""
+    """Share of the warm-up that is done, from 0 to 1."""
     return n / num_steps if warmup_type == "linear" else math.log(n + 1) / math.log(num_steps)
 
 

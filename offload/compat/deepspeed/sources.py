@@ -1,4 +1,4 @@
-"""What "auto" stands for: arguments, by the names of ``transformers`` and of scripts, and the optimizer."""
+"""Values for "auto": arguments, by the names of ``transformers`` and of scripts, and the optimizer."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ _WIDTH = 120
 
 
 def table_of(rows: Sequence[Row]) -> str:
-    """What becomes of each key that was given: a line each, and of those without an effect a line for each reason."""
+    """Table of what becomes of each key that was given: a line each, and of those without an effect a line for each
+    reason."""
     honoured = [f"{row.key} = {row.given}: {row.says}" for row in rows if row.effect is Effect.HONOURED]
     by_reason: dict[str, list[str]] = {}
     for row in rows:

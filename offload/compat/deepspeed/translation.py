@@ -23,7 +23,7 @@ from offload.compat.deepspeed.sources import Sources
 from offload.errors import ConfigError
 
 _CLIPPING = 1.0
-"""What DeepSpeed clips to where nothing is said."""
+"""Norm that DeepSpeed clips to where nothing is said."""
 
 _SHARDS = ("states", "states", "gradients", "weights")
 """By stage: what ranks hold parts of."""
@@ -31,7 +31,7 @@ _SHARDS = ("states", "states", "gradients", "weights")
 
 @dataclass(frozen=True)
 class Translation:
-    """What a ``ds_config`` means here."""
+    """Meaning of a ``ds_config`` here."""
 
     config: dict[str, Any]
     """As it was read."""
@@ -68,7 +68,7 @@ class Translation:
 
 
 def translate(config: object, args: object = None, optimizer: torch.optim.Optimizer | None = None) -> Translation:
-    """What ``config``, a dict, JSON text or path, means here. ``args`` (arguments of a script, or of ``transformers``)
+    """Translate ``config``, a dict, JSON text or path. ``args`` (arguments of a script, or of ``transformers``)
     and ``optimizer`` say what "auto" is.
 
     Raises ``ConfigError``, in one line, for the first thing that is wrong.

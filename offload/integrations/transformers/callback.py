@@ -1,4 +1,4 @@
-"""What a step took, among the logs of a trainer."""
+"""Figures of a step among the logs of a trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which options of an engine a trainer sets itself, and which arguments of a trainer an engine cannot follow."""
+"""Options of an engine that a trainer sets itself, and arguments of a trainer that an engine cannot follow."""
 
 from __future__ import annotations
 

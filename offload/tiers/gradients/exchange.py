@@ -95,9 +95,9 @@ class GradientExchange:
     """Of the shards' updates."""
     memory: ExchangeMemory
     dtypes: GradientDtypes
-    """What is held is added up as ``kept``; else gradients go as they were ``made``."""
+    """Dtypes of gradients: what is held is added up as ``kept``; else they go as they were ``made``."""
     holds: Callable[[], bool]
-    """What is made now waits for gradients of a later backward."""
+    """Tell whether what is made now waits for gradients of a later backward."""
     links: Links
     """Between the ranks' memories."""
     collectives: Rounds

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import torch
 
+from offload.report.meter import Meter
 from offload.tiers.gradients.device import DeviceGradients
 from offload.tiers.gradients.host import HostGradients
 from offload.tiers.gradients.norms import Squares
+from offload.tiers.gradients.spill import BufferPool, SpilledGradients
 from offload.tiers.gradients.unit import UnitGradients
 from offload.tiers.home import UnitHomes
 from offload.units import UnitSpec
 
 
-def resident_gradients(unit: UnitSpec, homes: UnitHomes, dtype: torch.dtype, squares: Squares) -> UnitGradients | None:
-    """The gradients of a unit that have a home of their own; None if they are spilled, or there are none."""
-    if homes.grads is not None and homes.grads.tensor is not None:
-        return DeviceGradients(unit, homes.grads.tensor, squares)
-    if homes.grads is not None and homes.grads.address is not None:
-        return HostGradients(homes.grads.address, dtype)
-    return None
+def make_unit_gradients(
+    unit: UnitSpec, homes: UnitHomes, pool: BufferPool, dtype: torch.dtype, squares: Squares, meter: Meter
+) -> UnitGradients:
+    """The place of a unit's gradients: a home of their own, or buffers of the ``pool`` if they have none."""
+    home = homes.grads
+    if home is not None and home.tensor is not None:
+        return DeviceGradients(unit, home.tensor, squares)
+    if home is not None and home.address is not None:
+        return HostGradients(home.address, dtype)
+    return SpilledGradients(unit, homes.tiles, pool, dtype, meter)

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 from torch import distributed
@@ -39,7 +38,7 @@ class SentSums:
     """Sums on their way to the host. ``views`` of the memory on either side live as long as it does."""
 
     arrived: Event | None
-    """None: there are none."""
+    """None: nothing is on its way."""
     places: dict[ParameterSpec, int]
     views: tuple[torch.Tensor, torch.Tensor]
 
@@ -52,48 +51,36 @@ class SentSums:
 _NOTHING_SENT = SentSums(None, {}, (torch.empty(0), torch.empty(0)))
 
 
-class Squares(Protocol):
-    """Sums for all trainable parameters. All calls come from one thread at a time."""
+class Squares:
+    """Sums for all trainable parameters; these are worked out in host memory, where gradients rest. All calls come from
+    one thread at a time."""
 
     def move(self, resident: Collection[int]) -> None:
         """Other units are resident on the device from now on. Nothing is begun."""
 
     def begin(self, specs: SquaresGroup, gradients: torch.Tensor) -> Event | None:
         """Have the sums of these parameters worked out from flat ``gradients``, after what compute was given so far.
-        The point where they have been read; None if sums are found in host memory."""
+        The point where they have been read; None if it is for the host."""
+        return None
 
     def forget(self, specs: Iterable[ParameterSpec]) -> None:
-        """What was begun for these holds no more, or is known."""
+        """Forget what was begun for these: it holds no more, or is known."""
 
     def send(self, specs: Collection[ParameterSpec]) -> SentSums:
         """Have those of these parameters' sums that were begun brought to the host, all in one copy."""
+        return _NOTHING_SENT
 
     def collect(self) -> dict[ParameterSpec, float]:
         """Wait for the sums that were begun and not sent, and return them. All that was sent has been read. They stay
         begun until they are forgotten."""
-
-
-class HostSquares:
-    """Sums of squares are worked out in host memory, where gradients rest."""
-
-    def move(self, resident: Collection[int]) -> None:
-        return None
-
-    def begin(self, specs: SquaresGroup, gradients: torch.Tensor) -> None:
-        return None
-
-    def forget(self, specs: Iterable[ParameterSpec]) -> None:
-        return None
-
-    def send(self, specs: Collection[ParameterSpec]) -> SentSums:
-        return _NOTHING_SENT
-
-    def collect(self) -> dict[ParameterSpec, float]:
         return {}
 
+    def close(self) -> None:
+        """Free the device's memory, and what the host has for it."""
 
-class DeviceSquares:
-    """Sums of squares are worked out on a device: see ``Squares``.
+
+class DeviceSquares(Squares):
+    """Sums that a device works out.
 
     Gradients may come on several streams, and all share the lanes: each sum is worked out after the one before it.
     """
@@ -146,37 +133,39 @@ class DeviceSquares:
         self._begun.difference_update(specs)
 
     def send(self, specs: Collection[ParameterSpec]) -> SentSums:
-        sent = self._bring_to_host(specs)
-        self.forget(sent.places)
-        return sent
+        places = {spec: self._places[spec] for spec in specs if spec in self._begun}
+        if not places:
+            return _NOTHING_SENT
+        start, stop = min(places.values()), max(places.values()) + 1
+        self.forget(places)
+        places = {spec: place - start for spec, place in places.items()}
+        views = self._on_host[start:stop], self._sums[start:stop]
+        return SentSums(self._bring_to_host(*views), places, views)
 
     def collect(self) -> dict[ParameterSpec, float]:
-        sent = self._bring_to_host(self._begun)
-        if sent.arrived is not None:
-            with self._meter.stall("norms"):
-                sent.arrived.wait()
-        return sent.read()
+        if not self._begun:
+            return {}
+        views = self._on_host, self._sums  # all of them: these live on if an interrupt comes before the copy is over
+        arrived = self._bring_to_host(*views)
+        with self._meter.stall("norms"):
+            arrived.wait()
+        return SentSums(arrived, {spec: self._places[spec] for spec in self._begun}, views).read()
 
     def close(self) -> None:
-        """Free the device's memory, and what the host has for it."""
         self._free()
         self._device.unpin(self._landing.address)
         self._landing.close()
 
     def _free(self) -> None:
-        self._device.compute.wait(self._over)
+        for event in (self._over, self._device.to_host.record()):
+            self._device.compute.wait(event)
         self._device.free(self._storage)
 
-    def _bring_to_host(self, specs: Collection[ParameterSpec]) -> SentSums:
-        places = {spec: self._places[spec] for spec in specs if spec in self._begun}
-        if not places:
-            return _NOTHING_SENT
-        start, stop = min(places.values()), max(places.values()) + 1
-        on_host, sums = self._on_host[start:stop], self._sums[start:stop]
+    def _bring_to_host(self, on_host: torch.Tensor, sums: torch.Tensor) -> Event:
         stream = self._device.to_host
         stream.wait(self._over)
         stream.copy(on_host, sums)
-        return SentSums(stream.record(), {spec: place - start for spec, place in places.items()}, (on_host, sums))
+        return stream.record()
 
     def _view(self, offset: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
         tensor = torch.empty(0, dtype=dtype, device=self._device.torch_device)

@@ -23,7 +23,7 @@ class GradientBuffer:
     def __init__(self, lease: Lease, pool: BufferPool) -> None:
         self.address = lease.address
         self.owner: SpilledGradients | None = None
-        """Whose gradients it holds. Nothing else says so."""
+        """Unit whose gradients it holds. Nothing else says so."""
         self.transfers: tuple[Transfer, ...] = ()
         """Between it and the store, not known to be over: once it has an owner, those of its spill."""
         self.lent = False
@@ -190,7 +190,7 @@ class SpilledGradients(HostGradients):
             buffer.owner = None
 
     def _address(self, spec: ParameterSpec) -> int:
-        """Where the parameter's gradient is now, and may be changed."""
+        """Address where the parameter's gradient is now, and may be changed."""
         buffer = self._pool.of(self)
         if buffer is None:
             buffer = self._pool.take(self, self._fill)
@@ -200,7 +200,7 @@ class SpilledGradients(HostGradients):
         return super()._address(spec)
 
     def _fill(self, buffer: GradientBuffer) -> None:
-        """What was gathered before, or a clean buffer: padding must not hold another unit's gradients."""
+        """Fill with what was gathered before, or clean the buffer: padding must not hold another unit's gradients."""
         if not self._is_spilled:
             flat = tensor_at(buffer.address, self.unit.trainable_numel, self._dtype)
             for start, stop in self.unit.gaps:

@@ -26,7 +26,7 @@ class Gradient:
     sum_squares: float
     """Of the elements as they rest, before they are multiplied by ``scale``."""
     scale: float
-    """What the elements are still to be multiplied by: loss scaling and clipping cost no pass over them."""
+    """Factor that the elements are still to be multiplied by: loss scaling and clipping cost no pass over them."""
     first_asked: float = math.nan
     """The square of the norm when it was first asked for, which is before it was clipped."""
     came_with: float = math.nan
@@ -109,7 +109,7 @@ class GradientStore:
         return self._of[unit.index].known
 
     def gradients_of(self, unit: UnitSpec) -> UnitGradients:
-        """Where the unit's gradients rest."""
+        """Home of the unit's gradients."""
         return self._of[unit.index].gradients
 
     def move(self, unit: UnitSpec, gradients: UnitGradients) -> None:

@@ -18,7 +18,7 @@ class Loan(Protocol):
 
 
 class UnitGradients:
-    """Where the gradients of one unit rest, flat, as its weights lie. One thread at a time calls all methods but
+    """Home of the gradients of one unit, flat, as its weights lie. One thread at a time calls all methods but
     ``lend`` and ``wait_until_spilled``."""
 
     is_on_device = False
@@ -48,7 +48,8 @@ class UnitGradients:
         raise NotImplementedError
 
     def landing(self, spec: ParameterSpec) -> torch.Tensor | None:
-        """Where a first gradient may be put from outside, flat; None if it must be brought here by ``put``."""
+        """Memory that a first gradient may be put into from outside, flat; None if it must be brought here by
+        ``put``."""
         return None
 
     def close(self) -> None:

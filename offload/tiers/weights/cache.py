@@ -18,16 +18,18 @@ the engine, with an error that says so (``whole``).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from enum import Enum, auto
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from itertools import islice
-from types import TracebackType
-from typing import Generic, Protocol, TypeVar
+from typing import Generic
 
 from offload.errors import warn
+from offload.interrupts import held_back
 from offload.report.meter import Meter
 from offload.tiers.fence import UpdateFence
 from offload.tiers.home import Transfer
+from offload.tiers.weights.carrier import Carrier
+from offload.tiers.weights.pin import WITHOUT_PLACE, Entry, P, Pin, Purpose, UnitState
 from offload.tiers.weights.use_order import UseOrder
 from offload.units import UnitSpec
 from offload.waiting import Deadline, Failure, Monitor
@@ -35,204 +37,41 @@ from offload.waiting import Deadline, Failure, Monitor
 _SLICE_S = 0.1
 
 
-class UnitState(Enum):
-    """State of a unit's weights, as seen from the tier of a cache.
-
-    - ``ABSENT``: only a lower tier holds them.
-    - ``SHADOWED``: the same, and new weights are, or will be, in the shadow of those below: nothing is fetched ahead.
-    - ``FETCHING``: a place is reserved, and the fetch is in flight or over.
-    - ``RESIDENT``: the bytes in its place are valid.
-    - ``OUTDATED``: the place holds old weights, which a use still needs; the next use fetches anew.
-    - ``PERMANENT``: the unit is resident by the plan, and never evicted; without a place it has left for a higher tier.
-    """
-
-    ABSENT = auto()
-    SHADOWED = auto()
-    FETCHING = auto()
-    RESIDENT = auto()
-    OUTDATED = auto()
-    PERMANENT = auto()
-
-
-_WITHOUT_PLACE = (UnitState.ABSENT, UnitState.SHADOWED)
-
-_NEXT = {
-    UnitState.ABSENT: {UnitState.SHADOWED, UnitState.FETCHING, UnitState.PERMANENT},
-    UnitState.SHADOWED: {UnitState.ABSENT, UnitState.FETCHING, UnitState.PERMANENT},
-    UnitState.FETCHING: {UnitState.RESIDENT, UnitState.OUTDATED, UnitState.ABSENT},
-    UnitState.RESIDENT: {UnitState.OUTDATED, UnitState.ABSENT},
-    UnitState.OUTDATED: {UnitState.ABSENT},
-    UnitState.PERMANENT: set(),
-}
-
-
-class Purpose(Enum):
-    """Purpose of a pin, which says whom it may take a place from.
-
-    - ``COMPUTE``: a use by the model. The order of uses learns it, and any unit that is not in use may make room.
-    - ``LOOK``: a look from outside of that order. Any unit may make room.
-    - ``UPDATE``: the unit's certain update. While a forward goes on, units that it needs sooner stay.
-    - ``SPECULATION``: the unit's speculative update. Any unit may make room.
-    """
-
-    COMPUTE = auto()
-    LOOK = auto()
-    UPDATE = auto()
-    SPECULATION = auto()
-
-
-P = TypeVar("P")
-_Owner = TypeVar("_Owner", contravariant=True)
-
-
-class Carrier(Protocol[P]):
-    """The memory of one tier for units that rest in a lower one, and the way of their bytes to it."""
-
-    @property
-    def num_places(self) -> int | None:
-        """How many places there are; None if their sizes differ."""
-
-    def take_place(self, unit: UnitSpec) -> P | None:
-        """Memory for the unit; None if there is none until some is freed. Never waits."""
-
-    def add_place(self, unit: UnitSpec) -> P:
-        """Memory beyond the plan, because compute holds all there is. Raises ``OffloadError`` if there is none."""
-
-    def free_place(self, unit: UnitSpec, place: P) -> None:
-        """Take a place back whose unit is evicted."""
-
-    def blocking_transfer(self, unit: UnitSpec) -> Transfer | None:
-        """A transfer that must be over before the unit can be fetched."""
-
-    def fetch(self, unit: UnitSpec, place: P) -> Transfer:
-        """Start bringing the unit to its place. The place may be freed once the transfer is ``done``."""
-
-    def pending(self) -> Transfer | None:
-        """A transfer whose end frees a place."""
-
-    def settle(self) -> None:
-        """Wait until fetches that are over read nothing below any more."""
-
-
-class Entry(Generic[P]):
-    """One unit in the cache. Guarded by the cache's monitor, except ``write``, which belongs to the thread that may
-    change the bytes of a pinned unit."""
-
-    def __init__(self, unit: UnitSpec, state: UnitState, place: P | None) -> None:
-        self.unit = unit
-        self.state = state
-        self.place = place
-        self.fetch: Transfer | None = None
-        self.write: Transfer | None = None
-        """The write-back in flight from its place, if any: the bytes may be read, not changed."""
-        self.pins: set[Pin[P]] = set()
-        """Uses that need the unit to stay where it is."""
-
-    def become(self, state: UnitState) -> None:
-        """Go on to another state."""
-        if state not in _NEXT[self.state]:
-            raise RuntimeError(f"unit {self.unit.name} cannot be {state.name} after {self.state.name}")
-        self.state = state
-
-    def is_settled(self) -> bool:
-        """No transfer to or from its place is in flight."""
-        return all(transfer.done() for transfer in self.transfers())
-
-    def transfers(self) -> Iterator[Transfer]:
-        """Those to and from its place, over or not."""
-        return (transfer for transfer in (self.fetch, self.write) if transfer is not None)
-
-
-class Taker(Protocol[_Owner]):
-    """What takes and releases pins: a level."""
-
-    def take(self, pin: _Owner, *, training: bool) -> None: ...
-
-    def release(self, pin: _Owner) -> None: ...
-
-
-class Pin(Generic[P]):
-    """The right to find a unit where it is, between ``take`` and ``release``, or within the pin as a context manager.
-
-    To make one has no effect, and to release one that is not taken, or again, has none: whoever keeps the pin can give
-    back what an interrupt has left, wherever it came.
-    """
-
-    __slots__ = ("_taker", "entry", "purpose")
-
-    def __init__(self, entry: Entry[P], purpose: Purpose, taker: Taker[Pin[P]]) -> None:
-        self.entry = entry
-        self.purpose = purpose
-        self._taker = taker
-
-    @property
-    def place(self) -> P:
-        """Where the unit is. Only while it is pinned."""
-        place = self.entry.place
-        if place is None:
-            raise RuntimeError(f"unit {self.entry.unit.name} has no place in this tier")
-        return place
-
-    def take(self, *, training: bool = False) -> None:
-        """Wait until the unit is there and up to date, and keep it. ``training``: a step ends this order of uses, and
-        the weights of later uses will have changed."""
-        self._taker.take(self, training=training)
-
-    def release(self) -> None:
-        """The use is over."""
-        self._taker.release(self)
-
-    def __enter__(self) -> Pin[P]:
-        self.take()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.release()
-
-
+@dataclass(eq=False)
 class WeightCache(Generic[P]):
     """Each use of a unit is between the taking and the release of a pin. A released unit stays until its place is
     needed: then the unit is evicted whose next use is farthest away."""
 
-    def __init__(
-        self,
-        units: Sequence[UnitSpec],
-        permanent: Callable[[UnitSpec], P | None],
-        is_permanent: Callable[[UnitSpec], bool],
-        carrier: Carrier[P],
-        failure: Failure,
-        meter: Meter,
-        *,
-        prefetch: bool,
-        look_ahead: int,
-        cause: str,
-        may_add_places: bool = True,
-    ) -> None:
-        """``permanent`` gives the places of units that are resident by the plan, if they have one in this tier.
-        ``look_ahead`` uses ahead of the present one are considered by prefetching. ``cause`` names what a use waits for
-        in reports. ``may_add_places``: it is compute that uses the cache, and may hold every place at a time."""
-        self.monitor = Monitor(failure)
+    units: Sequence[UnitSpec]
+    permanent: Callable[[UnitSpec], P | None]
+    """Gives the places of units that are resident by the plan, if they have one in this tier."""
+    is_permanent: Callable[[UnitSpec], bool]
+    carrier: Carrier[P]
+    failure: Failure
+    meter: Meter
+    _: KW_ONLY
+    prefetch: bool
+    look_ahead: int
+    """Uses ahead of the present one that prefetching considers."""
+    cause: str
+    """Names what a use waits for in reports."""
+    may_add_places: bool = True
+    """It is compute that uses the cache, and may hold every place at a time."""
+
+    def __post_init__(self) -> None:
+        self.monitor = Monitor(self.failure)
         """Guards the entries, the order of uses, the carrier's places and the counts below. After speculative updates
         in the order of locks, a device's cache before the host's, and before gradients."""
-        self.fence = UpdateFence(units, self.monitor, meter, self.held)
+        self.fence = UpdateFence(self.units, self.monitor, self.meter, self.held)
         self.entries = [
-            Entry(unit, UnitState.PERMANENT if is_permanent(unit) else UnitState.ABSENT, permanent(unit))
-            for unit in units
+            Entry(unit, UnitState.PERMANENT if self.is_permanent(unit) else UnitState.ABSENT, self.permanent(unit))
+            for unit in self.units
         ]
         self.present: dict[Entry[P], None] = {}
         """The entries that have a place and may be evicted, in the order in which they got it."""
         self.lent: set[UnitSpec] = set()
         """Units whose place the update has, and gives back by itself."""
-        self.carrier = carrier
-        self._failure = failure
-        self._meter = meter
-        self._prefetch = prefetch
-        self._look_ahead = look_ahead
-        self._cause = cause
-        self._may_add_places = may_add_places
-        self._order = UseOrder(len(units))
+        self._order = UseOrder(len(self.units))
         self._forward_under_way = False
         """Compute has used units since the last step was frozen."""
         self._waiting: set[Pin[P]] = set()
@@ -272,9 +111,9 @@ class WeightCache(Generic[P]):
     def try_fetch(self, unit: UnitSpec) -> None:
         """Start fetching the unit if a place is to be had at once."""
         entry = self.entries[unit.index]
-        if entry.state in _WITHOUT_PLACE:
+        if entry.state in WITHOUT_PLACE:
             with self.monitor:
-                if entry.state in _WITHOUT_PLACE and self.carrier.blocking_transfer(unit) is None:
+                if entry.state in WITHOUT_PLACE and self.carrier.blocking_transfer(unit) is None:
                     self._try_to_bring(entry, must=False)
 
     def end_step(self) -> None:
@@ -355,11 +194,11 @@ class WeightCache(Generic[P]):
         """Give the place of a unit back that is not in use and settled. Raises what its write-back failed with."""
         if entry.write is not None:
             entry.write.wait()
-        with self._failure.whole(f"evicting unit {entry.unit.name}"):
+        with held_back():
             self.carrier.free_place(entry.unit, self.detach(entry))
 
     def held(self) -> str:
-        """Who has the places, for messages."""
+        """Holders of the places, for messages."""
         held = [f"{entry.unit.name} with {len(entry.pins)} uses" for entry in self.present]
         return f"places hold {', '.join(held) or 'nothing'}"
 
@@ -377,7 +216,7 @@ class WeightCache(Generic[P]):
         entry = pin.entry
         if entry.state is UnitState.OUTDATED and not entry.pins:
             self._drop(entry)
-        if entry.state in _WITHOUT_PLACE:
+        if entry.state in WITHOUT_PLACE:
             self._bring(pin)
         entry.pins.add(pin)
 
@@ -388,7 +227,7 @@ class WeightCache(Generic[P]):
             return
         try:
             self._waiting.add(pin)
-            with self._meter.stall("slot") if pin.purpose is Purpose.COMPUTE else contextlib.nullcontext():
+            with self.meter.stall("slot") if pin.purpose is Purpose.COMPUTE else contextlib.nullcontext():
                 self._bring_by(pin)
         finally:
             self._waiting.discard(pin)
@@ -396,8 +235,8 @@ class WeightCache(Generic[P]):
     def _bring_by(self, pin: Pin[P]) -> None:
         entry = pin.entry
         deadline = Deadline(lambda: f"a place for unit {entry.unit.name} ({self.held()})")
-        while entry.state in _WITHOUT_PLACE:
-            self._failure.check()
+        while entry.state in WITHOUT_PLACE:
+            self.failure.check()
             must = pin.purpose is not Purpose.UPDATE or not self._forward_goes_on()
             transfer = self.carrier.blocking_transfer(entry.unit)
             if transfer is None:
@@ -429,7 +268,7 @@ class WeightCache(Generic[P]):
 
     def _fetch_to(self, entry: Entry[P], take: Callable[[UnitSpec], P | None]) -> bool:
         """Start the fetch to the place that ``take`` gives, if it gives one."""
-        with self._failure.whole(f"fetching unit {entry.unit.name}"):
+        with held_back():
             place = take(entry.unit)
             if place is None:
                 return False
@@ -472,7 +311,7 @@ class WeightCache(Generic[P]):
 
     def _compute_holds_all(self) -> bool:
         return (
-            self._may_add_places
+            self.may_add_places
             and not self.lent
             and all(any(pin.purpose is Purpose.COMPUTE for pin in entry.pins) for entry in self.present)
         )
@@ -494,13 +333,13 @@ class WeightCache(Generic[P]):
             self.evict(entry)
 
     def _fetch_ahead(self, *, wrap: bool) -> None:
-        if not self._prefetch or self._waiting:
+        if not self.prefetch or self._waiting:
             return
         num_ahead, num_places = 0, self.carrier.num_places
         seen: set[int] = set()
-        for index in islice(self._order.upcoming(wrap=wrap), self._look_ahead):
+        for index in islice(self._order.upcoming(wrap=wrap), self.look_ahead):
             entry = self.entries[index]
-            if entry.state not in _WITHOUT_PLACE:
+            if entry.state not in WITHOUT_PLACE:
                 if entry.state is not UnitState.PERMANENT and index not in seen:
                     seen.add(index)
                     num_ahead += 1
@@ -527,7 +366,7 @@ class WeightCache(Generic[P]):
         if pin.purpose is not Purpose.COMPUTE or fetch.done():
             fetch.wait()
         else:
-            with self._meter.stall(self._cause):
+            with self.meter.stall(self.cause):
                 fetch.wait()
         with self.monitor:
             if entry.state is UnitState.FETCHING:

@@ -19,8 +19,10 @@ from offload.errors import DeviceMemoryError, warn
 from offload.report.meter import Meter
 from offload.tiers.bounce import Bounce
 from offload.tiers.home import Transfer
-from offload.tiers.weights.cache import Pin, Purpose, WeightCache
+from offload.tiers.weights.cache import WeightCache
+from offload.tiers.weights.carrier import Carrier
 from offload.tiers.weights.level import CacheLevel
+from offload.tiers.weights.pin import Pin, Purpose
 from offload.tiers.window import DeviceWindow
 from offload.units import UnitSpec
 from offload.waiting import Failure
@@ -59,10 +61,8 @@ class Source(Protocol):
         """Wait for all that was started."""
 
 
-class DeviceCarrier:
+class DeviceCarrier(Carrier[Copy]):
     """The memory of windows on the device."""
-
-    num_places = None
 
     def __init__(
         self, windows: Sequence[DeviceWindow], source: Source, device: Device, max_bytes: int, least_bytes: int
@@ -112,14 +112,8 @@ class DeviceCarrier:
         self.used_bytes -= place.window.nbytes
         place.window.close()
 
-    def blocking_transfer(self, unit: UnitSpec) -> Transfer | None:
-        return None
-
     def fetch(self, unit: UnitSpec, place: Copy) -> Transfer:
         return self.source.start(unit, place)
-
-    def pending(self) -> Transfer | None:
-        return None
 
     def settle(self) -> None:
         self.source.settle()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -18,9 +19,11 @@ from offload.ranks.links import Links
 from offload.ranks.world import Peers
 from offload.report.meter import Meter
 from offload.tiers.home import Transfer
-from offload.tiers.weights.cache import Pin, Purpose, WeightCache
+from offload.tiers.weights.cache import WeightCache
+from offload.tiers.weights.carrier import Carrier
 from offload.tiers.weights.host import HostLevel
 from offload.tiers.weights.level import CacheLevel
+from offload.tiers.weights.pin import Pin, Purpose
 from offload.units import UnitSpec
 from offload.waiting import Failure
 from swapper import Lease, align
@@ -37,29 +40,25 @@ class GatherBuffer:
         self._memory = memory
 
 
-class GatherCarrier:
-    """Brings whole units to places."""
+@dataclass(eq=False)
+class GatherCarrier(Carrier[GatherBuffer]):
+    """Brings whole units to places. A gather that is over has read all it reads."""
 
-    def __init__(
-        self,
-        units: Sequence[UnitSpec],
-        shards: Sequence[UnitSpec],
-        lower: HostLevel,
-        places: Sequence[GatherBuffer],
-        dtype: torch.dtype,
-        collectives: Rounds,
-    ) -> None:
-        """``lower`` has this rank's ``shards``, whose weights are of ``dtype``."""
-        self.num_places: int = len(places)
+    units: Sequence[UnitSpec]
+    shards: Sequence[UnitSpec]
+    lower: HostLevel
+    """Has this rank's ``shards``."""
+    places: Sequence[GatherBuffer]
+    dtype: torch.dtype
+    """Dtype of the weights."""
+    collectives: Rounds
+
+    def __post_init__(self) -> None:
+        self.num_places: int = len(self.places)
         self.added_bytes = 0
         """Host memory of places beyond the plan."""
-        self._units = units
-        self._shards = shards
-        self._lower = lower
-        self._free = list(places)
-        self.dtype = dtype
-        self._collectives = collectives
-        collectives.register(Kind.WEIGHTS, self._gather)
+        self._free = list(self.places)
+        self.collectives.register(Kind.WEIGHTS, self._gather)
 
     def take_place(self, unit: UnitSpec) -> GatherBuffer | None:
         fitting = [place for place in self._free if place.nbytes >= self._nbytes(unit)]
@@ -77,39 +76,30 @@ class GatherCarrier:
     def free_place(self, unit: UnitSpec, place: GatherBuffer) -> None:
         self._free.append(place)
 
-    def blocking_transfer(self, unit: UnitSpec) -> Transfer | None:
-        return None
-
     def fetch(self, unit: UnitSpec, place: GatherBuffer) -> Transfer:
-        return self._collectives.submit(Kind.WEIGHTS, unit.index, f"the weights of unit {unit.name}", place)
-
-    def pending(self) -> Transfer | None:
-        return None
-
-    def settle(self) -> None:
-        pass  # a gather that is over has read all it reads
+        return self.collectives.submit(Kind.WEIGHTS, unit.index, f"the weights of unit {unit.name}", place)
 
     def _nbytes(self, unit: UnitSpec) -> int:
         return align(unit.numel * self.dtype.itemsize)
 
     def _gather(self, index: int, wanting: Sequence[int], operation: Operation | None) -> None:
         """This rank's part of a gather: its own shard for those that want it, and theirs if it wants them."""
-        peers = self._collectives.world.shards
+        peers = self.collectives.world.shards
         places = [place for place, rank in enumerate(peers.ranks) if rank in wanting]
         if not places:
             return
-        unit, shard = self._units[index], self._shards[index]
-        with self._lower.pin(shard) as pin:
+        unit, shard = self.units[index], self.shards[index]
+        with self.lower.pin(shard) as pin:
             own = tensor_at(pin.place.address, shard.numel, self.dtype)
             into = None if operation is None else tensor_at(operation.own.address, unit.numel, self.dtype)
             for of_unit, of_shard in parts(unit, shard):
                 target = None if into is None else into[of_unit]
-                gather_part(self._collectives.links, peers, own[of_shard], target, places)
+                gather_part(self.collectives.links, peers, own[of_shard], target, places)
 
 
 def parts(unit: UnitSpec, shard: UnitSpec) -> Iterator[tuple[slice, slice]]:
-    """What of a unit is divided among ranks each by itself, trained and frozen elements: where it lies in the unit, and
-    a rank's part of it in its shard."""
+    """Parts of a unit that are divided among ranks each by itself, trained and frozen elements: where it lies in the
+    unit, and a rank's part of it in its shard."""
     if shard.trainable_numel:
         yield slice(0, unit.trainable_numel), slice(0, shard.trainable_numel)
     if shard.numel > shard.trainable_numel:

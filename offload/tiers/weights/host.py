@@ -9,8 +9,10 @@ from typing import Protocol
 import aio_ext
 from offload.report.meter import Meter
 from offload.tiers.home import Transfer, UnitHomes
-from offload.tiers.weights.cache import Entry, Pin, Purpose, UnitState, WeightCache
+from offload.tiers.weights.cache import WeightCache
+from offload.tiers.weights.carrier import Carrier
 from offload.tiers.weights.level import CacheLevel
+from offload.tiers.weights.pin import Entry, Pin, Purpose, UnitState
 from offload.tiers.weights.shadow import ShadowSlots, Slot
 from offload.units import UnitSpec
 from offload.waiting import Failure
@@ -26,7 +28,7 @@ class HostPlace(Protocol):
     def address(self) -> int: ...
 
 
-class NvmeCarrier:
+class NvmeCarrier(Carrier[HostPlace]):
     """Brings units from NVMe into slots."""
 
     def __init__(self, slots: Sequence[Slot], homes: Sequence[UnitHomes], slot_bytes: int) -> None:
@@ -68,9 +70,6 @@ class NvmeCarrier:
 
     def pending(self) -> Transfer | None:
         return next((slot.write for slot in self._free if slot.write is not None), None)
-
-    def settle(self) -> None:
-        pass
 
     def drain(self) -> None:
         """Wait for the transfers of free slots, whatever becomes of them."""
@@ -165,7 +164,8 @@ class HostLevel(CacheLevel[HostPlace]):
             self.fence.begin(units)
 
     def forget_copies(self) -> None:
-        """What the store holds has changed: nothing that lies in a slot is good any more. No update is under way."""
+        """Forget copies, since what the store holds has changed: nothing that lies in a slot is good any more. No
+        update is under way."""
         for entry in list(self.cache.present):
             self.cache.drop(entry.unit)
 
@@ -210,5 +210,5 @@ class HostLevel(CacheLevel[HostPlace]):
 
 
 def _resident_place(homes: UnitHomes) -> HostPlace | None:
-    """Where the weights are of a unit that is resident in host memory."""
+    """Place of the weights of a unit that is resident in host memory."""
     return homes.weights if homes.weights.address is not None else None  # type: ignore[return-value]

@@ -13,9 +13,9 @@ from offload.memory import tensor_at
 from offload.report.meter import Meter
 from offload.report.trace import Span
 from offload.tiers.home import Transfer
-from offload.tiers.weights.cache import Pin
 from offload.tiers.weights.device import Copy
 from offload.tiers.weights.host import HostLevel, HostPlace
+from offload.tiers.weights.pin import Pin
 from offload.units import UnitSpec
 from offload.waiting import WAIT_TIMEOUT_S, Failure, Job, Worker, timed_out
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Generic, Protocol
 
-from offload.tiers.weights.cache import P, Pin, Purpose, WeightCache
+from offload.tiers.weights.cache import WeightCache
+from offload.tiers.weights.pin import P, Pin, Purpose
 from offload.units import UnitSpec
 
 
@@ -20,6 +22,20 @@ class Level(Protocol):
 
     def end_step(self) -> None:
         """A step was frozen, and its updates have been announced."""
+
+
+class WholeWeights(Protocol):
+    """Whole units, where this rank has shards of them."""
+
+    def borrow(self, unit: UnitSpec, start: int, stop: int) -> AbstractContextManager[int]:
+        """The address, in host memory, of these elements of the unit or of a copy of them, to be read."""
+
+
+class Unsharded:
+    """One rank has no shards: nobody asks for whole units."""
+
+    def borrow(self, unit: UnitSpec, start: int, stop: int) -> AbstractContextManager[int]:
+        raise RuntimeError(f"unit {unit.name} is no shard")
 
 
 class CacheLevel(Generic[P]):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from offload.device.protocol import Device, Event
 from offload.ranks.collectives import Kind, Operation, Rounds
@@ -33,52 +34,46 @@ class _Landing:
         self.over = over
 
 
+@dataclass(eq=False)
 class RanksSource:
     """See the module's docstring."""
 
-    def __init__(
-        self,
-        units: Sequence[UnitSpec],
-        shards: Sequence[UnitSpec],
-        homes: Sequence[UnitHomes],
-        lower: HostLevel,
-        landings: Sequence[DeviceWindow],
-        device: Device,
-        links: DeviceLinks,
-        collectives: Rounds,
-        failure: Failure,
-        meter: Meter,
-    ) -> None:
-        """``homes`` are those of this rank's ``shards``; what rests in host memory or below comes by way of ``lower``.
-        The ``landings`` are open, and hold any shard."""
+    units: Sequence[UnitSpec]
+    shards: Sequence[UnitSpec]
+    homes: Sequence[UnitHomes]
+    """Those of this rank's ``shards``."""
+    lower: HostLevel
+    """What rests in host memory or below comes by way of it."""
+    landings: Sequence[DeviceWindow]
+    """Open windows, each of which holds any shard."""
+    device: Device
+    links: DeviceLinks
+    collectives: Rounds
+    failure: Failure
+    meter: Meter
+
+    def __post_init__(self) -> None:
         self.copied_bytes = 0
-        self._units = units
-        self._shards = shards
-        self._homes = homes
-        self._lower = lower
-        self._landings = deque(_Landing(window, device.compute.record()) for window in landings)
-        self._device = device
-        self._links = links
-        self._peers = collectives.world.shards
-        self._collectives = collectives
-        self._finisher = Finisher(failure, meter)
-        self._updated: Event = device.compute.record()
+        self._landings = deque(_Landing(window, self.device.compute.record()) for window in self.landings)
+        self._peers = self.collectives.world.shards
+        self._finisher = Finisher(self.failure, self.meter)
+        self._updated: Event = self.device.compute.record()
         """Shards that are resident on the device have the weights of the last step."""
-        collectives.register(Kind.WEIGHTS, self._gather)
+        self.collectives.register(Kind.WEIGHTS, self._gather)
 
     def start(self, unit: UnitSpec, place: Copy) -> Transfer:
-        return self._collectives.submit(Kind.WEIGHTS, unit.index, f"the weights of unit {unit.name}", place)
+        return self.collectives.submit(Kind.WEIGHTS, unit.index, f"the weights of unit {unit.name}", place)
 
     def settle(self) -> None:
         self._finisher.settle()
-        self._links.after(self._links.point())  # gathers read shards that are resident on the device
+        self.links.after(self.links.point())  # gathers read shards that are resident on the device
 
     def end_step(self) -> None:
-        self._updated = self._device.compute.record()
+        self._updated = self.device.compute.record()
 
     def close(self) -> None:
         self._finisher.close()
-        self._links.after(self._links.point())  # compute frees the memory
+        self.links.after(self.links.point())  # compute frees the memory
 
     # On the thread of collectives.
 
@@ -87,27 +82,27 @@ class RanksSource:
         places = [place for place, rank in enumerate(self._peers.ranks) if rank in wanting]
         if not places:
             return
-        unit, shard = self._units[index], self._shards[index]
+        unit, shard = self.units[index], self.shards[index]
         place: Copy | None = None if operation is None else operation.own
-        own, landing = self._homes[index].weights.tensor, None
+        own, landing = self.homes[index].weights.tensor, None
         if own is None:
             landing = self._land(shard)
             own = landing.window.target
         allocated = None if place is None else place.allocated
-        with self._links.turn(self._updated if landing is None else landing.over, allocated):
+        with self.links.turn(self._updated if landing is None else landing.over, allocated):
             for of_unit, of_shard in parts(unit, shard):
                 into = None if place is None else place.window.target[of_unit]
-                gather_part(self._links, self._peers, own[of_shard], into, places)
+                gather_part(self.links, self._peers, own[of_shard], into, places)
         if landing is not None:
-            landing.over = self._links.point()
+            landing.over = self.links.point()
         if place is not None:
-            place.arrived = self._links.point()
+            place.arrived = self.links.point()
 
     def _land(self, shard: UnitSpec) -> _Landing:
         """Start the shard's copy to the device; it is there when that is ``over``."""
         landing = self._landings[0]
         self._landings.rotate(-1)
         target = landing.window.target[: shard.numel]
-        landing.over = copy_from_host(self._device, self._lower, shard, target, landing.over, self._finisher)
+        landing.over = copy_from_host(self.device, self.lower, shard, target, landing.over, self._finisher)
         self.copied_bytes += target.nbytes
         return landing

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 import aio_ext
 from offload.tiers.home import Transfer, UnitHomes
-from offload.tiers.weights.cache import Pin, Purpose, UnitState, WeightCache
+from offload.tiers.weights.cache import WeightCache
+from offload.tiers.weights.pin import Pin, Purpose, UnitState
 from offload.units import UnitSpec
 from swapper import Lease
 

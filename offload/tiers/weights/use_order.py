@@ -21,7 +21,7 @@ class UseOrder:
         self._max_uses = 64 * max(num_units, 64)
         """Of the uses since the last step, about that many are kept."""
         self._cursor = 0
-        """Where in the uses the next one is expected."""
+        """Position in the uses at which the next one is expected."""
         forward = list(range(num_units))
         self._begin([*forward, *reversed(forward)])
 
@@ -42,7 +42,7 @@ class UseOrder:
             self._begin(self._uses[self._step_end :])
 
     def distance(self, index: int) -> float:
-        """How many uses of other units come before the next use of this one. ``NEVER`` if none is expected."""
+        """Number of uses of other units before the next use of this one. ``NEVER`` if none is expected."""
         positions = self._positions.get(index, [])
         ahead = bisect_left(positions, self._cursor)
         return positions[ahead] - self._cursor if ahead < len(positions) else NEVER
@@ -70,10 +70,10 @@ class UseOrder:
         """A step with these uses has ended."""
         self._uses = list(uses)
         self._step_end = len(self._uses)
-        """How many of the uses are the last step's."""
+        """Number of the uses that are the last step's."""
         self._cursor = 0
         self._positions: dict[int, list[int]] = {}
-        """Where each unit is in the uses."""
+        """Positions of each unit in the uses."""
         for position, index in enumerate(self._uses):
             self._positions.setdefault(index, []).append(position)
 

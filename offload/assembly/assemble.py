@@ -1,0 +1,425 @@
+"""From a plan to an engine whose parts are tied together: one value, of which the session is a facade."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from offload.access import BeforeChange, ExternalAccess, Layout, Levels
+from offload.assembly.compute import OnDevice, OnHost
+from offload.assembly.run_plan import RunPlan
+from offload.assembly.tiers import Tiers, make_tiers, store_bandwidths
+from offload.assembly.updates import Updates, make_updates
+from offload.birth.birth import Birth
+from offload.birth.loading import Loader
+from offload.checkpoint.checkpoints import Checkpoints
+from offload.checkpoint.optimizer_states import OptimizerStates
+from offload.checkpoint.run_state import RunState, Training
+from offload.checkpoint.safetensors.model_weights import GatheredModelWeights, ModelWeights
+from offload.closing import Closers
+from offload.device.host import Cpu
+from offload.device.protocol import Device
+from offload.growth import FixedPlan, GrowingPlan
+from offload.model.backing import ParameterBacking
+from offload.model.hooks import Hooks, UnitInModel
+from offload.model.make import Handles, convert_statistics, give_ordinary_state_dicts, make_handles, move_to_device
+from offload.model.parameter_metadata import ParameterMetadata
+from offload.model.run_together import NotTogether, Together
+from offload.optim.choose import OptimizerChoice
+from offload.optim.loss_scale import LossScale
+from offload.optimizer import OffloadOptimizer, refuse_others
+from offload.passes import Passes, TrainingPasses
+from offload.progress import Progress
+from offload.ranks.ranks import Ranks
+from offload.report.meter import Meter
+from offload.report.report import Bandwidths, LinkRates
+from offload.report.reporter import Reporter
+from offload.run.watch import Watch
+from offload.spooled import Spooled
+from offload.step import Step
+from offload.step_warnings import StepWarnings
+from offload.tiers.fence import UpdateFence
+from offload.torch_internals import outside_of_graphs
+from offload.units import ParameterSpec
+from offload.update.forecast import Forecast
+from offload.update.speculation_policy import SpeculationPolicy
+from offload.update.verdict import Verdict
+from offload.waiting import Failure
+from swapper import OffloadError
+
+_NOT_MADE = "the engine could not be made, and parameters that it had taken over are lost: build the model again"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The parts of an engine that trains."""
+
+    choice: OptimizerChoice
+    updates: Updates
+    verdict: Verdict
+    optimizer: OffloadOptimizer
+    step: Step
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """All parts of an engine."""
+
+    run: RunPlan
+    model: weakref.ref[nn.Module]
+    ranks: Ranks
+    failure: Failure
+    meter: Meter
+    watch: Watch
+    progress: Progress
+    holding: HeldGradients
+    closers: Closers
+    tiers: Tiers
+    access: ExternalAccess
+    specs: Mapping[nn.Parameter, Sequence[ParameterSpec]]
+    """Of each parameter of the model: its spec, or those of its pieces in order."""
+    hooks: Hooks
+    together: Together | NotTogether
+    checkpoints: Checkpoints
+    model_weights: type[ModelWeights]
+    bandwidths: Bandwidths | None
+    reporter: Reporter
+    growth: FixedPlan
+    trained: Trained | None
+
+
+@dataclass
+class HeldGradients:
+    """``now``: ranks exchange no gradients. See ``OffloadEngine.no_sync``."""
+
+    now: bool = False
+
+
+def assemble(model: nn.Module, run: RunPlan, birth: Birth) -> Assembly:
+    """Reserve everything, and take the model over. After an error nothing is left but what the message says."""
+    return _Assembler(model, run, birth).assemble()
+
+
+class _Assembler:
+    """One stage after the other. Each stands on those before it."""
+
+    def __init__(self, model: nn.Module, run: RunPlan, birth: Birth) -> None:
+        self.model = model
+        self.run = run
+        self.birth = birth
+        self.config = run.config
+        self.failure = run.world.heartbeat.failure
+        self.watch = Watch()
+        self.meter = Meter()
+        self.progress = Progress(LossScale() if run.config.precision == "fp16" else None)
+        self.holding = HeldGradients()
+        self.closers = Closers()
+        self.closers.callback(self.watch.close)
+        self.closers.callback(run.parts.release)
+        self.ranks = Ranks(run.world, run.units, run.shards)
+
+    def assemble(self) -> Assembly:
+        try:
+            found = self._assemble()
+        except BaseException as error:
+            self.ranks.leave(error)
+            self.failure.record(OffloadError(_NOT_MADE))  # handles may stand in the model already
+            self.closers.close()
+            raise
+        self.closers.callback(partial(self.ranks.leave, None))  # first of all: others may still need this rank's part
+        self.meter.restart()
+        return found
+
+    def _assemble(self) -> Assembly:
+        run, choice, closers, ranks = self.run, self.run.choice, self.closers, self.ranks
+        metadata = ParameterMetadata(run.units)
+        had_states = {} if choice is None else choice.states()
+        tiers = self._tiers()
+        updates = None
+        if choice is not None:
+            updates = make_updates(run, tiers, choice.rule, self.failure, self.meter, closers)
+        access = self._access(tiers, updates)
+        handles = make_handles(run.units, run.shards, tiers.parameters, access)
+        of_shards = handles.of_shards(self.ranks)
+        replaced = (spec.parameter for unit in run.units for spec in unit.parameters)
+        taken_over = {id(parameter): weakref.ref(parameter) for parameter in replaced if parameter.requires_grad}
+        self._take_over(tiers, access, handles)
+        closers.callback(give_ordinary_state_dicts(run.units, access.spooled))
+        bandwidths = store_bandwidths(tiers)
+        growth = self._growth(tiers, updates)
+        reporter = Reporter(
+            self.meter,
+            tiers.store,
+            self.config.paths,
+            _copied_bytes(tiers, updates),
+            lambda: ranks.received_bytes,
+            tiers.computing.uses.busy_seconds,
+            bandwidths,
+            next((moving.link for moving in tiers.computing.moving), LinkRates()),
+        )
+        shared = _Shared(tiers, access, handles, of_shards, reporter, growth, taken_over)
+        if choice is None or updates is None:
+            checkpoints = self._checkpoints(shared, None)
+            passes = Passes(tiers.computing.uses, shared.backings, checkpoints, self.failure, closers)
+            hooks, trained = self._hooks(shared, passes), None
+        else:
+            hooks, checkpoints, trained = self._train(shared, choice, updates, had_states)
+        # After the engine's own hooks: those that were there before see a gradient that was taken.
+        metadata.give(handles.of_model, {spec: backing.in_use[0] for spec, backing in handles.backings.items()})
+        return Assembly(
+            run=run,
+            model=weakref.ref(self.model),
+            ranks=self.ranks,
+            failure=self.failure,
+            meter=self.meter,
+            watch=self.watch,
+            progress=self.progress,
+            holding=self.holding,
+            closers=closers,
+            tiers=tiers,
+            access=access,
+            specs=shared.specs,
+            hooks=hooks,
+            together=self._together(hooks, trained),
+            checkpoints=checkpoints,
+            model_weights=ModelWeights if self.ranks.size == 1 else GatheredModelWeights,
+            bandwidths=bandwidths,
+            reporter=reporter,
+            growth=growth,
+            trained=trained,
+        )
+
+    # What bytes rest in and move by.
+
+    def _tiers(self) -> Tiers:
+        run = self.run
+        if isinstance(run.processor, Cpu):
+            variant: OnHost | OnDevice = OnHost(run)
+        else:
+            variant = OnDevice(run, cast(Device, run.processor), self.meter, self.closers)
+        holding = self.holding  # and nothing that holds the model
+        return make_tiers(run, self.ranks, variant, self.failure, self.meter, self.closers, lambda: holding.now)
+
+    def _access(self, tiers: Tiers, updates: Updates | None) -> ExternalAccess:
+        plan, config, computing = self.run.plan, self.config, tiers.computing
+        before = BeforeChange(agree=partial(self.ranks.barrier, "a change"), settle=computing.sink.settle)
+        if updates is not None:
+            before.invalidate = updates.updater.invalidate
+        return ExternalAccess(
+            Layout(plan.formats, config.dtype, None if self.run.choice is None else self.run.choice.rule),
+            tiers.homes,
+            Levels(tiers.host, computing.level, computing.whole),
+            tiers.gradients,
+            before,
+            self.ranks,
+            self.run.processor.torch_device,
+            self.failure,
+            Spooled(config.paths if any(plan.nvme_bytes.values()) else ()),
+        )
+
+    def _take_over(self, tiers: Tiers, access: ExternalAccess, handles: Handles) -> None:
+        """Values go to their homes, and handles into the model."""
+        model, run, ranks = self.model, self.run, self.ranks
+
+        def value(spec: ParameterSpec) -> torch.Tensor:
+            whole = self.birth.value(spec.whole or spec)
+            return whole if spec.whole is None else spec.shard_of(ranks.broadcast(spec.name, whole))
+
+        buffers = [slot.address for slot in tiers.slots], [lease.address for lease in tiers.tile_buffers]
+        loader = Loader(tiers.homes, access.layout, value, *buffers)
+        shown = zip(self.birth.shown(run.units), run.shards, strict=True)
+        loader.load(shown, handles.at_sites, handles.of_model)
+        self.birth.fill_rest()
+        for name, buffer in model.named_buffers():
+            first = ranks.broadcast(name, buffer)
+            if first is not buffer:
+                buffer.copy_(first)
+        convert_statistics(model, self.config.dtype)
+        if not isinstance(run.processor, Cpu):
+            self.closers.callback(move_to_device(model, run.processor.torch_device))
+
+    def _growth(self, tiers: Tiers, updates: Updates | None) -> FixedPlan:
+        """Units move to a device once, if its memory was not given."""
+        plan, config = self.run.plan, self.config
+        if not tiers.computing.moving or updates is None or config.device_memory != "auto" or config.durable:
+            return FixedPlan(plan)
+        return GrowingPlan(
+            plan,
+            cast(Device, self.run.processor),
+            tiers.computing.moving[0].growth,
+            self.run.shards,
+            tiers.gradients,
+            tiers.host.fence,
+            self.failure,
+            updates.speculative.look_at_homes,
+        )
+
+    # What trains.
+
+    def _train(
+        self,
+        shared: _Shared,
+        choice: OptimizerChoice,
+        updates: Updates,
+        had_states: Mapping[ParameterSpec, dict[str, Any]],
+    ) -> tuple[Hooks, Checkpoints, Trained]:
+        """``had_states``: what the optimizer that was given has of earlier steps."""
+        tiers, access, specs, of_model = shared.tiers, shared.access, shared.specs, shared.of_shards.of_model
+        named_order = [spec for p in self.model.parameters() for spec in specs.get(p, ())]
+        verdict = Verdict(self.run.shards, tiers.gradients, named_order, of_model, choice.rule)
+        states = OptimizerStates(
+            choice.rule, self.run.shards, specs, shared.backings, verdict, access, tiers.host.fence.wait_all
+        )
+        for group, of_group in choice.groups:
+            group["params"] = list(dict.fromkeys(of_model[spec] for spec in of_group))
+        groups = [group for group, _ in choice.groups]
+        optimizer = OffloadOptimizer(groups, states, self.progress, choice.source)
+        self.closers.callback(refuse_others(optimizer).remove)
+        if had_states:
+            states.replace_all({of_model[spec]: of_spec for spec, of_spec in had_states.items()})
+        training = Training(optimizer, specs, choice.rule, verdict, tiers.gradients)
+        checkpoints = self._checkpoints(shared, training)
+        passes = TrainingPasses(
+            tiers.computing.uses,
+            shared.backings,
+            checkpoints,
+            self.failure,
+            self.closers,
+            tiers.computing.sink,
+            # Where ranks have shards, the gradients that compute makes are no update's, and the exchange waits.
+            tiers.host.fence if self.ranks.size == 1 else UpdateFence.open(),
+            updates.speculative,
+            self._policy(tiers, updates, verdict, optimizer),
+            self.progress,
+            access,
+            shared.reporter,
+        )
+        hooks = self._hooks(shared, passes)
+        step = Step(
+            config=self.config,
+            progress=self.progress,
+            units=self.run.units,
+            hooks=hooks,
+            uses=tiers.computing.uses,
+            passes=passes,
+            level=tiers.computing.level,
+            host=tiers.host,
+            sink=tiers.computing.sink,
+            updater=updates.updater,
+            resident=updates.resident,
+            verdict=verdict,
+            access=access,
+            checkpoints=checkpoints,
+            warnings=StepWarnings(self.model, hooks, access),
+            reporter=shared.reporter,
+            watch=self.watch,
+            growth=shared.growth,
+            failure=self.failure,
+            specs=specs,
+            backings=shared.backings,
+            replaced=shared.taken_over,
+            param_groups=lambda: optimizer.param_groups,
+        )
+        optimizer.attach(step)
+        return hooks, checkpoints, Trained(choice, updates, verdict, optimizer, step)
+
+    def _policy(
+        self, tiers: Tiers, updates: Updates, verdict: Verdict, optimizer: OffloadOptimizer
+    ) -> SpeculationPolicy:
+        plan = self.run.plan
+        return SpeculationPolicy(
+            updates.speculative,
+            updates.updater,
+            Forecast(self.config.gradient_clipping) if plan.speculative else None,
+            verdict,
+            tiers.gradients,
+            tiers.computing.sink.complete,
+            lambda: optimizer.param_groups,
+            states_stored=plan.nvme_bytes["states"] > 0,
+        )
+
+    # What stands in the model and beside it.
+
+    def _hooks(self, shared: _Shared, passes: Passes) -> Hooks:
+        tiers, handles = shared.tiers, shared.handles
+        in_model = [
+            UnitInModel(unit, window, parameters)
+            for unit, window, parameters in zip(self.run.units, tiers.windows, tiers.parameters, strict=True)
+        ]
+        one_thread = isinstance(self.run.processor, Cpu)
+        return Hooks(in_model, handles.at_sites, handles.of_model, passes, outside_of_graphs, one_thread=one_thread)
+
+    def _together(self, hooks: Hooks, trained: Trained | None) -> Together | NotTogether:
+        if self.ranks.size > 1:
+            return NotTogether("is for one rank")
+        if not isinstance(self.run.processor, Cpu):
+            return NotTogether(
+                "is for models that compute on the CPU: a device's backward runs in a thread of torch's, which cannot "
+                "wait"
+            )
+        drop = (lambda: None) if trained is None else trained.step.drop_gradients
+        return Together(weakref.ref(self.model), hooks, self.failure, drop)
+
+    def _checkpoints(self, shared: _Shared, training: Training | None) -> Checkpoints:
+        tiers, access, config = shared.tiers, shared.access, self.config
+        run = RunState(
+            self.model, self.run.shards, self.progress, config.gradient_dtype, tiers.host.fence.wait_all, training
+        )
+        checkpoints = Checkpoints(
+            run,
+            config,
+            self.run.shards,
+            tiers.opened,
+            tiers.records,
+            tiers.host,
+            tiers.computing.sink,
+            access,
+            speculative=self.run.plan.speculative,
+        )
+        generations = checkpoints.generations
+        access.before.commit = generations.changing
+        if self.ranks.size > 1 and config.durable:
+            access.before.agree = generations.agree
+        self.closers.callback(generations.stop)
+        return checkpoints
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """Parts that the later stages stand on."""
+
+    tiers: Tiers
+    access: ExternalAccess
+    handles: Handles
+    of_shards: Handles
+    """The same by what this rank has of each parameter."""
+    reporter: Reporter
+    growth: FixedPlan
+    taken_over: Mapping[int, weakref.ref[nn.Parameter]]
+
+    @cached_property
+    def backings(self) -> Mapping[ParameterSpec, ParameterBacking]:
+        return {**self.handles.backings, **self.of_shards.backings}
+
+    @cached_property
+    def specs(self) -> Mapping[nn.Parameter, Sequence[ParameterSpec]]:
+        return self.of_shards.specs_by_parameter()
+
+
+def _copied_bytes(tiers: Tiers, updates: Updates | None) -> Callable[[], tuple[int, int]]:
+    """Bytes copied to a device and to the host, since the engine was made."""
+
+    def copied() -> tuple[int, int]:
+        to_device, to_host = (0, 0) if updates is None else updates.device_side.copied_bytes
+        for moving in tiers.computing.moving:
+            to_device += moving.level.carrier.source.copied_bytes
+            to_host += moving.transport.copied_bytes
+        return to_device, to_host
+
+    return copied

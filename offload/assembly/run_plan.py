@@ -1,0 +1,162 @@
+"""From options and a model to what an engine is made of: ranks, processor, units, optimizer, plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+
+import torch
+from torch import nn
+
+from offload import torch_internals
+from offload.config import OPTIMIZERS, OffloadConfig
+from offload.device.protocol import Processor
+from offload.errors import ConfigError, warn
+from offload.optim.choose import OptimizerChoice, choose, has_kernel
+from offload.plan.plan import Plan
+from offload.planning import check_backend, check_paths, open_processor, plan_for
+from offload.ranks.machine import bind, share
+from offload.ranks.world import Peers, World, find_peers, find_world, local_index
+from offload.units import Distribution, UnitSpec, shard_unit
+from offload.units.distributed_tensor import check_peers
+from offload.units.find import find_units
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What is known before anything is reserved."""
+
+    config: OffloadConfig
+    """The options of this rank, which has its part of the machine."""
+    world: World
+    parts: Peers
+    """Ranks that have other parts of the model's ``DTensor``s."""
+    sharers: int
+    """Ranks that use the same drives."""
+    processor: Processor
+    units: Sequence[UnitSpec]
+    """That compute sees."""
+    shards: Sequence[UnitSpec]
+    """Of them this rank's: the units themselves, where there is one."""
+    choice: OptimizerChoice | None
+    plan: Plan
+    """For the shards."""
+
+
+def join_world(config: OffloadConfig) -> World:
+    """The ranks that train the model together. Whatever happens, ``leave`` it."""
+    torch_internals.check()
+    check_backend(config.io_backend)
+    return find_world(config.mesh, config.rank_timeout)
+
+
+def plan_run(model: nn.Module, given: OffloadConfig, world: World) -> RunPlan:
+    """Plan an engine over ``model``. Raises what the engine raises for options, models and budgets that cannot be."""
+    processor = open_processor(given.device, local_index(world))
+    config, sharers = _of_rank(given, world, processor)
+    units = find_units(model, in_pieces=has_kernel(given.optimizer), dtype=given.dtype, num_ranks=world.size)
+    if not units:
+        raise ConfigError("the model has no floating-point parameters: there is nothing to offload")
+    if given.optimizer is not None and not any(p.requires_grad for p in model.parameters()):
+        warn("no parameter of the model requires grad: the engine will train nothing (optimizer=None says that)")
+    _refuse_for_ranks(units, given, world, processor)
+    distributions = [spec.distribution for unit in units for spec in unit.parameters if spec.distribution]
+    if distributions:
+        _refuse_for_parts(distributions, given, world)
+    parts = find_peers(distributions[0].members if distributions else ())
+    shards = units if world.size == 1 else [shard_unit(unit, world.shards.own, world.shards.size) for unit in units]
+    choice = choose(given, shards)
+    _refuse_quantised_elsewhere(units, given, processor.torch_device)
+    plan = plan_for(config, units, choice, processor, world, shards)
+    return RunPlan(config, world, parts, sharers, processor, units, shards, choice, plan)
+
+
+def _refuse_quantised_elsewhere(units: Sequence[UnitSpec], config: OffloadConfig, device: torch.device) -> None:
+    """Raise ``ConfigError`` for quantised parameters that were made for another device, or whose values are to come
+    from files."""
+    for spec in (spec for unit in units for spec in unit.parameters if spec.packing is not None):
+        if config.weights_path is not None:
+            raise ConfigError(
+                f"weights={config.weights_path}: parameter {spec.name} is quantised, and the files have ordinary "
+                "values. Load them into the model, quantise it, and make the engine without weights=."
+            )
+        if spec.parameter.device.type != device.type:
+            raise ConfigError(
+                f"parameter {spec.name} was quantised on {spec.parameter.device}, and the model computes on {device}, "
+                "where its bytes may have to lie otherwise: quantise the model there."
+            )
+
+
+def _of_rank(config: OffloadConfig, world: World, processor: Processor) -> tuple[OffloadConfig, int]:
+    """The options of one rank, which has its part of the machine, and how many ranks share its drives."""
+    if world.size == 1:
+        return config, world.local_size
+    check_paths(config.paths)
+    nodes = world.all_gather_object(bind(world.local_rank, len(world.local_ranks), processor.torch_device))
+    own = share(config, world.local_rank, [nodes[rank] for rank in world.local_ranks])
+    config = own.config
+    if config.durable:  # a store that stays has a name
+        paths = [path / f"rank-{world.rank}-of-{world.size}" for path in config.paths]
+        for path in paths:
+            path.mkdir(exist_ok=True)
+        config = replace(config, nvme_path=paths)
+    return config, own.sharers * world.local_size // len(world.local_ranks)  # others train other parts of the model
+
+
+def _refuse_for_ranks(units: Sequence[UnitSpec], config: OffloadConfig, world: World, processor: Processor) -> None:
+    """Raise ``ConfigError`` for what several ranks cannot do, and on all of them if their models differ."""
+    if world.size == 1:
+        return
+    own = [f"{spec.name} {tuple(spec.shape)}" for unit in units for spec in unit.parameters if spec.numel]
+    of_ranks = world.all_gather_object(own)
+    for rank, others in zip(world.members, of_ranks, strict=True):
+        if others != of_ranks[0]:
+            first, other = next(pair for pair in zip_longest(of_ranks[0], others) if pair[0] != pair[1])
+            raise ConfigError(
+                f"ranks {world.members[0]} and {rank} have different models ({first}, {other}), and would train one "
+                'together: give the ranks that have equal ones, such as mesh=world_mesh["dp"], also where that has one '
+                "rank"
+            )
+    _refuse_devices(world, processor.identity)
+    if not has_kernel(config.optimizer):
+        raise ConfigError(
+            f"this is one of {world.size} ranks, which hold parts of parameters, and an optimizer without a kernel may "
+            f"look at whole ones: optimizer= is one of {', '.join(OPTIMIZERS)}, or a class of torch that is one of them"
+        )
+    packed = next((spec for unit in units for spec in unit.parameters if spec.packing is not None), None)
+    if packed is not None:
+        raise ConfigError(f"this is one of {world.size} ranks, and parameter {packed.name} is quantised: start one")
+
+
+def _refuse_devices(world: World, own: str | None) -> None:
+    """Raise ``ConfigError`` on all ranks if they compute on different kinds of devices, or two on the same one."""
+    identities = world.all_gather_object(own)
+    for rank, identity in zip(world.members, identities, strict=True):
+        if (identity is None) != (identities[0] is None):
+            kinds = "a device" if identities[0] else "the CPU", "a device" if identity else "the CPU"
+            raise ConfigError(
+                f"rank {world.members[0]} computes on {kinds[0]} and rank {rank} on {kinds[1]}: give all of them the "
+                "same device"
+            )
+        first = world.members[identities.index(identity)]
+        if identity is not None and first != rank:
+            raise ConfigError(
+                f"ranks {first} and {rank} compute on the same GPU ({identity}): start as many processes as there are "
+                'GPUs, with device="cuda", or give each its own by device="cuda:0", "cuda:1" and so on'
+            )
+
+
+def _refuse_for_parts(distributions: Sequence[Distribution], config: OffloadConfig, world: World) -> None:
+    """Raise ``ConfigError`` for what a model whose parameters are ``DTensor`` cannot do."""
+    check_peers(distributions, world.members)
+    if config.weights_path is not None:
+        raise ConfigError(
+            f"weights={config.weights_path}: the model has DTensors, and the files whole values. Load them into the "
+            "model, parallelise it, and make the engine without weights="
+        )
+    if config.optimizer is not None and not has_kernel(config.optimizer):
+        raise ConfigError(
+            "the model has DTensors, and an optimizer without a kernel may look at whole parameters: optimizer= is one "
+            f"of {', '.join(OPTIMIZERS)}, or a class of torch that is one of them"
+        )

@@ -1,0 +1,118 @@
+"""Passes of the model, forward and backward: what its hooks tell becomes uses of units and gradients on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from offload.access import ExternalAccess, Zeroing
+from offload.checkpoint.checkpoints import Checkpoints
+from offload.closing import Closers
+from offload.model.backing import ParameterBacking
+from offload.progress import Progress
+from offload.report.reporter import Reporter
+from offload.tiers.fence import UpdateFence
+from offload.tiers.gradients.sink import GradientSink
+from offload.torch_internals import graph_task
+from offload.units import ParameterSpec, UnitSpec
+from offload.update.speculation_policy import SpeculationPolicy
+from offload.update.speculative import SpeculativeUpdates
+from offload.uses import Uses
+from offload.waiting import FATAL, Failure
+
+
+@dataclass(eq=False)
+class Passes:
+    """Those of a model that is not trained. See ``offload.model.hooks.Listener``."""
+
+    uses: Uses
+    backings: Mapping[ParameterSpec, ParameterBacking]
+    checkpoints: Checkpoints
+    failure: Failure
+    closers: Closers
+    """Made when neither model nor engine nor optimizer, all of which refer to this, is referred to any more."""
+
+    def begin_use(self, unit: UnitSpec) -> None:
+        self.failure.check()
+        if self.checkpoints.is_due:
+            self.checkpoints.pass_boundary()
+        try:
+            self._begin(unit)
+        except FATAL as error:
+            self.failure.raise_first(error)
+
+    def end_use(self, unit: UnitSpec) -> None:
+        try:
+            self.uses.end(unit)
+        except FATAL as error:
+            self.failure.raise_first(error)
+
+    def take_gradient(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor, scale: float | None) -> None:
+        """Nobody needs it."""
+
+    def end_backward(self, unit: UnitSpec) -> None:
+        """Nobody waits for it."""
+
+    def changed_in_use(self, unit: UnitSpec, spec: ParameterSpec, value: torch.Tensor) -> None:
+        self.backings[spec].write(value)
+
+    def _begin(self, unit: UnitSpec) -> None:
+        self.uses.begin(unit, training=False)
+
+
+@dataclass(eq=False)
+class TrainingPasses(Passes):
+    """Those of a model that is trained."""
+
+    sink: GradientSink
+    """The first of the chain that brings gradients to their homes."""
+    fence: UpdateFence
+    """Of the updates that read the gradients which compute would write over."""
+    speculative: SpeculativeUpdates
+    policy: SpeculationPolicy
+    progress: Progress
+    access: ExternalAccess
+    reporter: Reporter
+
+    def __post_init__(self) -> None:
+        self._backward_has_begun = False
+        """A gradient of the coming step has come."""
+
+    def take_gradient(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor, scale: float | None) -> None:
+        self.failure.check()
+        try:
+            if self.speculative.of_unit:
+                self.speculative.invalidate(unit)
+            self.fence.wait(unit)
+            self.sink.take(unit, spec, gradient, 1.0 if scale is None else scale)
+        except FATAL as error:
+            self.failure.raise_first(error)
+        if scale is None:
+            self.progress.has_other_gradients = True
+            if self.access.zeroing is Zeroing.DUE:
+                self.access.zeroing = Zeroing.MISSED
+        if not self._backward_has_begun:
+            self._backward_has_begun = True
+            self.reporter.backward_begins()
+        self.policy.gradient_came(unit)
+        self.policy.look()
+
+    def end_backward(self, unit: UnitSpec) -> None:
+        try:
+            self.sink.close(unit)
+        except FATAL as error:
+            self.failure.raise_first(error)
+        self.policy.look()
+
+    def forget_gradients(self) -> None:
+        """No gradient of the coming step is there."""
+        self._backward_has_begun = False
+        self.policy.forget()
+
+    def _begin(self, unit: UnitSpec) -> None:
+        in_backward = graph_task() != -1
+        if in_backward and self.speculative.of_unit:  # more gradients of the unit will come
+            self.speculative.invalidate(unit)
+        self.uses.begin(unit, training=in_backward or torch.is_grad_enabled())

@@ -1,0 +1,43 @@
+"""The interface of the memory that a weight cache fills."""
+
+from __future__ import annotations
+
+from typing import Generic
+
+from offload.tiers.home import Transfer
+from offload.tiers.weights.pin import P
+from offload.units import UnitSpec
+
+
+class Carrier(Generic[P]):
+    """The memory of one tier for units that rest in a lower one, and the way of their bytes to it."""
+
+    num_places: int | None = None
+    """Number of places that there are; None if their sizes differ."""
+
+    def take_place(self, unit: UnitSpec) -> P | None:
+        """Memory for the unit; None if there is none until some is freed. Never waits."""
+        raise NotImplementedError
+
+    def add_place(self, unit: UnitSpec) -> P:
+        """Memory beyond the plan, because compute holds all there is. Raises ``OffloadError`` if there is none."""
+        raise NotImplementedError
+
+    def free_place(self, unit: UnitSpec, place: P) -> None:
+        """Take a place back whose unit is evicted."""
+        raise NotImplementedError
+
+    def blocking_transfer(self, unit: UnitSpec) -> Transfer | None:
+        """A transfer that must be over before the unit can be fetched, if there is one."""
+        return None
+
+    def fetch(self, unit: UnitSpec, place: P) -> Transfer:
+        """Start bringing the unit to its place. The place may be freed once the transfer is ``done``."""
+        raise NotImplementedError
+
+    def pending(self) -> Transfer | None:
+        """A transfer whose end frees a place, if there is one."""
+        return None
+
+    def settle(self) -> None:
+        """Wait until fetches that are over read nothing below any more."""
