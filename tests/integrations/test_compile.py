@@ -6,6 +6,7 @@ import contextlib
 import re
 import warnings
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +83,18 @@ def graphs_in_memory(module: nn.Module, kind: type[nn.Module], train: Callable[.
     return found
 
 
+@cache
+def expected() -> tuple[list[float], tuple[int, int]]:
+    """Losses of five steps, and the graphs in memory."""
+    with OffloadEngine(model(), **SETTINGS) as engine:
+        losses = train(engine.module, engine.optimizer, range(5))
+    return losses, graphs_in_memory(model(), Block, train)
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("place", ["RAM", "NVMe", "device"])
 def test_blocks_have_the_graphs_and_the_bits_of_blocks_in_memory(place: str, when: str, tmp_path: Path) -> None:
-    with OffloadEngine(model(), **SETTINGS) as engine:
-        expected = train(engine.module, engine.optimizer, range(5))
-    in_memory = graphs_in_memory(model(), Block, train)
+    expected_losses, in_memory = expected()
     options = dict(SETTINGS)
     if place == "NVMe":
         options |= {"nvme_path": tmp_path, "host_memory": least_budget(model(), tmp_path, **SETTINGS)}
@@ -105,7 +112,7 @@ def test_blocks_have_the_graphs_and_the_bits_of_blocks_in_memory(place: str, whe
             with torch._dynamo.config.patch(error_on_recompile=True):
                 losses += train(module, engine.optimizer, range(2, 5))
             assert graphs() == in_memory
-    assert losses == expected
+    assert losses == expected_losses
 
 
 @pytest.mark.parametrize("base", ["nf4"])

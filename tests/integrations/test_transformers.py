@@ -66,18 +66,16 @@ def offloaded(made: list[Any], tmp_path: Path) -> Callable[..., OffloadTrainer]:
 @pytest.mark.parametrize(
     ("make", "changes"),
     [
-        (long_llama, {"max_grad_norm": 0.5}),
-        (long_bert, {"max_grad_norm": 0.5, "warmup_steps": 3}),
         (long_llama, {"gradient_accumulation_steps": 4, "max_grad_norm": 0.3}),
-        (long_bert, {"activation_checkpointing": True, "max_grad_norm": 0}),
+        (long_bert, {"activation_checkpointing": True, "max_grad_norm": 0.5, "warmup_steps": 3}),
         (long_llama, {"activation_checkpointing": True, "optim": "adamw_torch_fused", "adam_beta2": 0.95}),
-        (long_llama, {"optim": "sgd", "optim_args": "momentum=0.9"}),
-        (long_llama, {"optim": "adafactor"}),
+        (long_llama, {"optim": "sgd", "optim_args": "momentum=0.9", "max_grad_norm": 0}),
+        (long_llama, {"optim": "adafactor", "max_grad_norm": 0.5}),
         (long_llama, {"bf16": True}),
     ],
 )
 def test_losses_and_norms_are_those_of_the_trainer_in_memory(tmp_path: Path, offloaded, make, changes):
-    changes = {"max_steps": 6, **changes}
+    changes = {"max_steps": 4, **changes}
     other = plain(make(), tmp_path / "plain", **changes)
     other.train()
     adam = changes.get("optim", "adamw").startswith("adamw")  # the least budget of others is another
@@ -438,32 +436,36 @@ from trainers import arguments, rows
 def status(name):
     return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 
+def live(folder, host_memory, **sizes):
+    "Train, save, and go on from what was saved; the bytes of the state."
+    config = transformers.LlamaConfig(vocab_size=128, num_attention_heads=4, **sizes)
+    args = TrainingArguments(**arguments(folder, max_steps=3, save_strategy="steps", save_steps=2))
+    for resume in (None, str(folder / "checkpoint-2")):
+        with torch.device("meta"):
+            model = transformers.LlamaForCausalLM(config)
+        offload = {"nvme_path": folder, "host_memory": host_memory}
+        with OffloadTrainer(model, args, train_dataset=rows(), eval_dataset=rows(8), offload=offload) as trainer:
+            trainer.train(resume_from_checkpoint=resume)
+            trainer.evaluate()
+            trainer.save_model(str(folder / "saved"))
+    return 16 * sum(parameter.numel() for parameter in model.parameters())
+
 folder = Path(sys.argv[1])
-config = transformers.LlamaConfig(
-    vocab_size=128, hidden_size=384, intermediate_size=1024, num_hidden_layers=10, num_attention_heads=4
-)
-args = TrainingArguments(**arguments(folder, max_steps=3, save_strategy="steps", save_steps=2))
-torch.ones(1).sum()
-before = status("VmRSS")
-for resume in (None, str(folder / "checkpoint-2")):
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
-    state_bytes = 16 * sum(parameter.numel() for parameter in model.parameters())
-    with OffloadTrainer(
-        model, args, train_dataset=rows(), eval_dataset=rows(8), offload={"nvme_path": folder, "host_memory": "56MiB"}
-    ) as trainer:
-        trainer.train(resume_from_checkpoint=resume)
-        trainer.evaluate()
-        trainer.save_model(str(folder / "saved"))
-print(state_bytes, status("VmHWM") - before)
+live(folder / "small", "4MiB", hidden_size=64, intermediate_size=160, num_hidden_layers=2)  # libraries are loaded
+Path("/proc/self/clear_refs").write_text("5")
+before = status("VmHWM")
+state = live(folder / "large", "56MiB", hidden_size=384, intermediate_size=1024, num_hidden_layers=10)
+print(state, before, status("VmHWM"))
 """
 
 
 def test_training_saving_and_going_on_take_far_less_memory_than_the_state(tmp_path: Path):
+    for name in ("small", "large"):
+        (tmp_path / name).mkdir()
     forked.import_ahead("transformers.trainer")
-    state, peak = map(int, forked.run_well(_IN_A_CHILD, tmp_path).splitlines()[-1].split())
+    state, before, peak = map(int, forked.run_well(_IN_A_CHILD, tmp_path).splitlines()[-1].split())
     assert state > 250e6
-    assert peak < state / 2, f"{peak:,} of {state:,} bytes"
+    assert peak - before < state / 2, f"{peak - before:,} of {state:,} bytes"
 
 
 def test_the_example_of_the_document_runs_as_it_stands(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

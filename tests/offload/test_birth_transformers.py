@@ -29,6 +29,15 @@ def losses_of(engine: OffloadEngine, steps: int = 3) -> list[float]:
     return losses
 
 
+def in_pairs(*formats: str) -> list[Any]:
+    """Each model of text in each of two formats and at each of two places, in two cases."""
+    return [
+        pytest.param(name, form, place.values[0], id=f"{name}-{form}-{place.id}")
+        for at, name in enumerate(OF_TEXT)
+        for form, place in zip(formats, EVERYWHERE if at % 2 else EVERYWHERE[::-1], strict=True)
+    ]
+
+
 @pytest.mark.parametrize("way", ["meta", "deferred"])
 @pytest.mark.parametrize("name", MODELS)
 def test_its_own_initialisers_give_the_weights_of_a_model_in_memory(name: str, way: str) -> None:
@@ -49,9 +58,7 @@ def test_its_own_initialisers_give_the_weights_of_a_model_in_memory(name: str, w
         assert_same(held(engine), expected)
 
 
-@pytest.mark.parametrize("place", EVERYWHERE)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", OF_TEXT)
+@pytest.mark.parametrize(("name", "precision", "place"), in_pairs("fp32", "bf16"))
 def test_the_first_losses_are_those_of_the_model_in_memory(
     name: str, precision: str, place: dict[str, str], tmp_path: Path
 ) -> None:
@@ -150,9 +157,7 @@ def test_from_pretrained_gives_the_model_that_transformers_would_load(
         assert_same(held(engine), {**reference.state_dict(), **dict(reference.named_buffers())})
 
 
-@pytest.mark.parametrize("place", EVERYWHERE)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", OF_TEXT)
+@pytest.mark.parametrize(("name", "dtype", "place"), in_pairs("float32", "bfloat16"))
 def test_a_streamed_model_trains_like_one_that_was_loaded(
     name: str, dtype: str, place: dict[str, str], tmp_path: Path
 ) -> None:

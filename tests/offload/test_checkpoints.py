@@ -32,13 +32,15 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("options", PROGRAMS.values(), ids=PROGRAMS)
-def test_a_run_goes_on_with_the_same_bits_at_other_budgets(tmp_path: Path, options):
-    options = {"lr": 1e-3, **options}
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_run_goes_on_with_the_same_bits_at_other_budgets(tmp_path: Path, name: str):
+    """Each program at two pairs of budgets; each pair with several programs."""
+    options = {"lr": 1e-3, **PROGRAMS[name]}
     with OffloadEngine(make_model(), **options) as engine:
         expected, final = train(engine, 5), bits(engine.module)
     small = least(tmp_path, **options)
-    for saving, loading in ((small, small), (small, "1GiB"), ("1GiB", small), (small * 5 // 4, small)):
+    pairs = [(small, small), (small, "1GiB"), ("1GiB", small), (small * 5 // 4, small)]
+    for saving, loading in pairs[[*PROGRAMS].index(name) % 2 :: 2]:
         saved = tmp_path / f"{saving}-{loading}"
         with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory=saving, **options) as engine:
             losses = train(engine, 2)

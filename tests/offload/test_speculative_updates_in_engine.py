@@ -1,10 +1,26 @@
 """Updates that begin during backward: the same bits as those that begin after it, whatever happens in between."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from speculative_updates import LOOPS, OPTIONS, built, drain, norms_of, trained, with_scaler
+from speculative_updates import (
+    ALWAYS,
+    LOOPS,
+    NEVER,
+    OPTIONS,
+    built,
+    drain,
+    norms_of,
+    trained,
+    trained_in_memory,
+    with_engine_step,
+    with_fp16,
+    with_micro_batches,
+    with_own_clipping,
+    with_scaler,
+)
 from tiny import batches, least_budget, loss_of
 
 from offload import NonFiniteGradient, OffloadEngine
@@ -72,6 +88,11 @@ def run(between, **options) -> tuple[list[float], dict[str, torch.Tensor], int]:
         return losses, {name: p.detach().clone() for name, p in model.named_parameters()}, len(begun)
 
 
+@cache
+def run_in_memory(between, **options) -> tuple[list[float], dict[str, torch.Tensor], int]:
+    return run(between, **options)
+
+
 @pytest.mark.parametrize("share", [1, 1.5], ids=["gradients spilled", "gradients in RAM"])
 @pytest.mark.parametrize(
     "between",
@@ -79,7 +100,7 @@ def run(between, **options) -> tuple[list[float], dict[str, torch.Tensor], int]:
 )
 def test_nothing_between_backward_and_step_is_lost(between, share: float, tmp_path: Path):
     budget = int(share * least_budget(built(), tmp_path, **OPTIONS))
-    expected_losses, expected, none = run(between)
+    expected_losses, expected, none = run_in_memory(between)
     losses, weights, begun = run(between, nvme_path=tmp_path, host_memory=budget)
     assert none == 0 and begun > 6
     assert losses == expected_losses
@@ -160,11 +181,17 @@ def test_small_disks_leave_it_out(tmp_path: Path):
 # With a factor between backward and step.
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("clipped", ["never", "always", "after a while"])
-def test_steps_that_are_not_clipped_are_updated_early_and_those_that_are_do_not_try(loop, clipped: str, tmp_path: Path):
-    ahead = {"never": 1e9, "always": 1e-3, "after a while": 1.001 * max(norms_of(loop)[:3])}[clipped]
-    expected_losses, expected, none, *_ = trained(loop, ahead)
+CLIPPED = {
+    "never": LOOPS,
+    "always": [with_engine_step, with_micro_batches, with_scaler],
+    "after a while": [with_engine_step, with_own_clipping, with_fp16],
+}
+
+
+@pytest.mark.parametrize(("clipped", "loop"), [(clipped, loop) for clipped in CLIPPED for loop in CLIPPED[clipped]])
+def test_steps_that_are_not_clipped_are_updated_early_and_those_that_are_do_not_try(clipped: str, loop, tmp_path: Path):
+    ahead = {"never": NEVER, "always": ALWAYS, "after a while": 1.001 * max(norms_of(loop)[:3])}[clipped]
+    expected_losses, expected, none, _ = trained_in_memory(loop, ahead)
     budget = int(1.5 * least_budget(built(), tmp_path, **OPTIONS))
     losses, weights, begun, left, _ = trained(loop, ahead, nvme_path=tmp_path, host_memory=budget)
     assert not any(none)

@@ -12,12 +12,15 @@ import pytest
 import torch
 from campaign import device_schedules
 from speculative_updates import (
+    ALWAYS,
+    NEVER,
     OPTIONS,
     built,
     drain,
     let_gradients_come_first,
     norms_of,
     trained,
+    trained_in_memory,
     with_engine_step,
     with_fp16,
     with_own_clipping,
@@ -90,8 +93,8 @@ LOOPS = {
 def test_steps_that_are_not_clipped_are_updated_early_and_those_that_are_do_not_try(
     clipped: str, loop: Any, tmp_path: Path
 ) -> None:
-    bound = {"never": 1e9, "always": 1e-3, "sometimes": sorted(norms_of(loop))[3]}[clipped]
-    expected_losses, expected, *_ = trained(loop, bound)
+    bound = {"never": NEVER, "always": ALWAYS, "sometimes": sorted(norms_of(loop))[3]}[clipped]
+    expected_losses, expected, *_ = trained_in_memory(loop, bound)
     given = streaming(tmp_path, share=1.2)
     losses, weights, num_begun, left, _ = trained(loop, bound, **given)
     assert losses == expected_losses and equal(weights, expected) and given["device"].violations == []
