@@ -7,12 +7,10 @@ Units that are still open when the backward ends are closed then; where an excep
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from threading import get_ident
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +25,7 @@ from offload.model.unit_in_model import UnitInModel
 from offload.torch_internals import (
     belongs_to_backward,
     graph_task,
+    in_module_call,
     leaves_of,
     map_leaves,
     next_sequence_number,
@@ -115,19 +114,6 @@ def _is_older(node: Node) -> bool:
     """The unit is being recomputed, and the node was made before. Each thread counts its nodes by itself, and autograd
     may recompute in another one than that which ran the forward: there the numbers tell nothing."""
     return graph_task() != -1 and belongs_to_backward(node)
-
-
-def _in_a_call() -> bool:
-    """A module runs in this thread: an exception that is no ``Exception`` leaves it without its hooks after forward."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is _CALL:
-            return True
-        frame = frame.f_back
-    return False
-
-
-_CALL = nn.Module._call_impl.__code__
 
 
 def _take_gradient(
@@ -256,7 +242,7 @@ class Hooks:
     def end_interrupted(self) -> bool:
         """End the calls, and drop the gradients on their way, that an interrupt has left. False: a forward or a
         backward runs, and nothing was done."""
-        if self._turns is not None or graph_task() != -1 or _in_a_call():
+        if self._turns is not None or graph_task() != -1 or in_module_call():
             return False
         self.reset()
         for unit in self.units:
