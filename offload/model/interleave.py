@@ -136,27 +136,20 @@ class Switch(Protocol):
     def end_calls(self) -> None: ...
 
 
+@dataclass(eq=False)
 class MicroBatches:
     """Runs up to ``num_at_once`` micro-batches together. One call of ``run`` for each object."""
 
-    def __init__(
-        self,
-        hooks: Switch,
-        function: Callable[[Any], Any],
-        items: Iterator[Any],
-        num_at_once: int | None,
-        habits: Habits,
-        surroundings: Surroundings,
-        attributes: Attributes,
-    ) -> None:
-        """``num_at_once=None``: all that there are."""
-        self._hooks = hooks
-        self._function = function
-        self._items = items
-        self._num_at_once = num_at_once
-        self._habits = habits
-        self._surroundings = surroundings
-        self._attributes = attributes
+    hooks: Switch
+    function: Callable[[Any], Any]
+    items: Iterator[Any]
+    num_at_once: int | None
+    """None: all that there are."""
+    habits: Habits
+    surroundings: Surroundings
+    attributes: Attributes
+
+    def __post_init__(self) -> None:
         self._all: list[MicroBatch] = []
         self._own: MicroBatch
         """The one that computes."""
@@ -184,8 +177,8 @@ class MicroBatches:
             raise
         if self._error is not None:
             raise self._error
-        if self._last_drawer >= 0 and not self._habits.takes_turns:
-            self._habits.draws_first = True
+        if self._last_drawer >= 0 and not self.habits.takes_turns:
+            self.habits.draws_first = True
         return [each.result for each in self._all if each.is_one]
 
     def _wait_for_end(self) -> None:
@@ -217,7 +210,7 @@ class MicroBatches:
             )
         own.place, own.stage = Place(unit, backward), Stage.WAITING
         following = self._following() or own
-        self._hooks.keep(following.unit)
+        self.hooks.keep(following.unit)
         if following is not own:
             self._give_turn(following)
             self._wait_for_turn(own)
@@ -266,7 +259,7 @@ class MicroBatches:
         waiting = self._in_stage(Stage.WAITING)
         if self._error is not None:
             return waiting[0] if waiting else None
-        one_by_one = self._one_by_one or self._habits.takes_turns
+        one_by_one = self._one_by_one or self.habits.takes_turns
         if self._there_may_be_more and not (one_by_one and waiting):
             return self._begin_next()
         able = waiting[:1] if one_by_one else [each for each in waiting if not self._comes_too_early(each)]
@@ -277,13 +270,13 @@ class MicroBatches:
         """One more, whose thread waits for its turn."""
         own = MicroBatch(len(self._all))
         threading.Thread(
-            target=self._surroundings.variables().run,
+            target=self.surroundings.variables().run,
             args=(self._run, own),
             name=f"offload-micro-batch-{own.index}",
             daemon=True,
         ).start()
         self._all.append(own)
-        if self._num_at_once is not None and len(self._all) == self._num_at_once:
+        if self.num_at_once is not None and len(self._all) == self.num_at_once:
             self._there_may_be_more = False
         return own
 
@@ -298,7 +291,7 @@ class MicroBatches:
 
     def _give_turn(self, to: MicroBatch) -> None:
         """The other thread computes from now on, and this one touches nothing until it gets the turn again."""
-        self._hooks.switch(to.context)
+        self.hooks.switch(to.context)
         self._own = to
         to.turn.release()
 
@@ -315,12 +308,12 @@ class MicroBatches:
             self._wait_for_turn(own)
             own.stage = Stage.COMPUTING
             try:
-                with self._surroundings.entered():
+                with self.surroundings.entered():
                     self._call(own)
                 self._look_for_draws(own)
                 self._look_for_changes(own)
             finally:
-                self._hooks.end_calls()
+                self.hooks.end_calls()
         except Ended:
             pass
         except BaseException as error:
@@ -328,8 +321,8 @@ class MicroBatches:
         self._end(own)
 
     def _call(self, own: MicroBatch) -> None:
-        for item in self._items:
-            own.result = self._function(item)
+        for item in self.items:
+            own.result = self.function(item)
             return
         own.is_one = self._there_may_be_more = False
 
@@ -338,7 +331,7 @@ class MicroBatches:
         following = None
         try:
             following = self._following()
-            self._hooks.keep(None if following is None else following.unit)
+            self.hooks.keep(None if following is None else following.unit)
         except BaseException as error:  # of a disk, or of the system that has no room for a thread
             self._error = self._error or error
             following = self._following()
@@ -357,7 +350,7 @@ class MicroBatches:
         own.states = states
         if own.used:
             self._run_one_by_one("the function draws random numbers once it has used the model (dropout?)")
-        elif not self._habits.draws_first:
+        elif not self.habits.draws_first:
             self._one_by_one = True  # this once: it may draw later, too
         if own.index < self._last_drawer:
             self._refuse_order(own, self._last_drawer, "draws random numbers")
@@ -366,21 +359,21 @@ class MicroBatches:
     def _look_for_changes(self, own: MicroBatch, *arrived: UnitInModel) -> None:
         """See whether modules know something of this micro-batch that another one would find."""
         last = () if own.last_unit is None else (own.last_unit,)
-        kind = self._attributes.changed(dict.fromkeys([*last, *arrived, *own.context.in_forward]))
+        kind = self.attributes.changed(dict.fromkeys([*last, *arrived, *own.context.in_forward]))
         if kind is None:
             return
         self._one_by_one = True  # this once: it may be a cache that was filled
-        self._habits.say(f"a {kind} keeps something of its forward in an attribute")
+        self.habits.say(f"a {kind} keeps something of its forward in an attribute")
         before = [each for each in self._all[: own.index] if each.stage is not Stage.OVER]
         if before:
             self._refuse_order(own, before[0].index, f"has changed an attribute of a {kind}")
 
     def _run_one_by_one(self, reason: str) -> None:
         self._one_by_one = True
-        self._habits.take_turns(reason)
+        self.habits.take_turns(reason)
 
     def _refuse_order(self, own: MicroBatch, other: int, what: str) -> None:
-        self._habits.takes_turns = True
+        self.habits.takes_turns = True
         raise OffloadError(
             f"{_TOGETHER}: micro-batch {own.index} {what} while micro-batch {other} is under way. A loop has another "
             "order, and would give other numbers. The gradients of this step are dropped; from now on micro-batches "
