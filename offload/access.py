@@ -375,7 +375,7 @@ class ExternalAccess:
     def whole_weights(self, unit: UnitSpec, spec: ParameterSpec) -> Iterator[int]:
         """The weights of all of a parameter of which ``spec`` may be a rank's shard. A rank may do this by itself as
         long as the others go on."""
-        if self.levels.whole is None or spec.whole is None:
+        if spec.whole is None:
             with self.weights(unit) as address:
                 yield address + spec.offset * self.layout.formats.weights
             return

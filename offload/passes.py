@@ -25,7 +25,7 @@ from offload.waiting import FATAL, Failure
 
 @dataclass(eq=False)
 class Passes:
-    """Those of a model that is not trained. See ``offload.model.hooks.Listener``."""
+    """Those of a model that is not trained. See ``offload.model.listeners.Listener``."""
 
     uses: Uses
     backings: Mapping[ParameterSpec, ParameterBacking]

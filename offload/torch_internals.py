@@ -6,10 +6,12 @@ version, instead of a wrong number or a crash later on.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from operator import methodcaller
+from types import FrameType
 from typing import Any
 
 import torch
@@ -276,3 +278,16 @@ def abort_group(group: Any) -> None:
     from torch.distributed import distributed_c10d
 
     _found(distributed_c10d, "_abort_process_group")(group)
+
+
+def in_module_call() -> bool:
+    """A module runs in this thread. Hooks do not tell: one that an interrupt ends calls none after its forward."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _MODULE_CALL:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_MODULE_CALL = nn.Module._call_impl.__code__

@@ -7,14 +7,11 @@ Units that are still open when the backward ends are closed then; where an excep
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from threading import get_ident
-from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,89 +20,23 @@ from torch.autograd.graph import Node
 from offload.errors import ConfigError
 from offload.model.handle import Handle
 from offload.model.hook_context import HookContext
+from offload.model.installed_hooks import HookOfModel, InstalledHooks
+from offload.model.listeners import Interleaving, Listener
 from offload.model.unit_in_model import UnitInModel
 from offload.torch_internals import (
     belongs_to_backward,
     graph_task,
+    in_module_call,
     leaves_of,
     map_leaves,
     next_sequence_number,
-    same_number,
     sequence_number,
     when_backward_ends,
 )
-from offload.units import ParameterSpec, UnitSpec
+from offload.units import ParameterSpec
 from swapper import OffloadError
 
-__all__ = ["Hooks", "Interleaving", "Listener", "NotScriptable", "UnitInModel"]
-
-
-class Listener(Protocol):
-    """Receiver of what the hooks tell: a unit is needed, is no longer needed, got a gradient, has all its gradients;
-    its forward has given one of its weights another value."""
-
-    def begin_use(self, unit: UnitSpec) -> None: ...
-
-    def end_use(self, unit: UnitSpec) -> None: ...
-
-    def take_gradient(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor, scale: float | None) -> None:
-        """``scale``: what the engine's own backward is still to multiply it by; None in a backward of the user's."""
-
-    def end_backward(self, unit: UnitSpec) -> None: ...
-
-    def changed_in_use(self, unit: UnitSpec, spec: ParameterSpec, value: torch.Tensor) -> None: ...
-
-
-class Interleaving(Protocol):
-    """Micro-batches that are on their way together, each in a context: the hooks tell what they are about to do. Each
-    call may raise in the place of a micro-batch, whose thread makes it. See ``offload.model.interleave``."""
-
-    def arrive(self, unit: UnitInModel, *, backward: bool) -> None:
-        """The context is about to use a unit that it does not use yet: others may compute first."""
-
-    def left(self, unit: UnitInModel, start: int) -> None:
-        """The call that began at ``start`` has an output whose gradient the hooks wait for."""
-
-    def opened(self, unit: UnitInModel, start: int) -> None:
-        """The backward of that call begins."""
-
-    def is_awaited(self, unit: UnitInModel) -> bool:
-        """Another context will use the unit next."""
-
-    def gradient(self, spec: ParameterSpec, *, in_its_place: bool) -> None:
-        """A gradient has come; ``in_its_place``: during its unit's backward."""
-
-    def changed(self, unit: UnitInModel) -> None:
-        """A forward of the unit has changed its weights."""
-
-    def refuse_others(self, what: str) -> None:
-        """``what`` comes in one context. Raises ``OffloadError`` if another one has calls under way, or will have
-        some."""
-
-
-class NotScriptable(ConfigError, AttributeError, explained=False):
-    """A hook has no name. ``torch.jit.script`` is the one that cannot do without."""
-
-
-class _Hook(partial[Any]):
-    """A hook that belongs to its model: in a ``deepcopy`` of the module it does nothing."""
-
-    @property
-    def __name__(self) -> str:
-        raise NotScriptable(
-            "torch.jit.script cannot compile the engine's hooks. Script the model that engine.unwrap() gives, or one "
-            "that is built anew and has loaded model.state_dict()."
-        )
-
-    def __deepcopy__(self, memo: Any) -> _Hook:
-        return _Hook(_nothing)
-
-    def __reduce__(self) -> Any:
-        return _Hook, (_nothing,)
-
-
-def _nothing(*args: Any) -> None:
-    return None
+__all__ = ["Hooks", "UnitInModel"]
 
 
 _IN_PARTS = "an OffloadEngine brings weights in around each unit: compile its model without fullgraph=True"
@@ -141,19 +72,6 @@ def _is_older(node: Node) -> bool:
     """The unit is being recomputed, and the node was made before. Each thread counts its nodes by itself, and autograd
     may recompute in another one than that which ran the forward: there the numbers tell nothing."""
     return graph_task() != -1 and belongs_to_backward(node)
-
-
-def _in_a_call() -> bool:
-    """A module runs in this thread: an exception that is no ``Exception`` leaves it without its hooks after forward."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is _CALL:
-            return True
-        frame = frame.f_back
-    return False
-
-
-_CALL = nn.Module._call_impl.__code__
 
 
 def _take_gradient(
@@ -194,11 +112,6 @@ class Hooks:
         self.units = units
         self._begin_forward = outside_of_graphs(self._enter_forward, _IN_PARTS)
         self._end_forward = outside_of_graphs(self._finish_forward, _IN_PARTS)
-        self._numbered: list[Sequence[Any]] = []
-        """The two hooks of the first unit at a module, of the second one, ...: those at other modules have their
-        numbers."""
-        self._num_units_at: Counter[nn.Module] = Counter()
-        """Of each module so far: hooks of one module need numbers of their own."""
         self._listener = listener
         self._handles = handles
         self._parameters = parameters
@@ -211,7 +124,7 @@ class Hooks:
         """Units that the last context has left, and that another one will use next."""
         self._lost: set[ParameterSpec] = set()
         """Parameters that were said to be lost."""
-        self._installed: list[Any] = []
+        self._installed = InstalledHooks()
         for unit in units:
             self._install(unit)
 
@@ -287,7 +200,7 @@ class Hooks:
     def end_interrupted(self) -> bool:
         """End the calls, and drop the gradients on their way, that an interrupt has left. False: a forward or a
         backward runs, and nothing was done."""
-        if self._turns is not None or graph_task() != -1 or _in_a_call():
+        if self._turns is not None or graph_task() != -1 or in_module_call():
             return False
         self.reset()
         for unit in self.units:
@@ -324,32 +237,20 @@ class Hooks:
 
     def remove(self) -> None:
         """Take the hooks out of the model."""
-        for hook in self._installed:
-            hook.remove()
-        self._installed.clear()
+        self._installed.remove()
 
     def _install(self, unit: UnitInModel) -> None:
-        before, after = _Hook(self._pre_forward, unit), _Hook(self._post_forward, unit)
-        for module in unit.spec.modules:
-            # Before all others: one that raises must not leave our hook after the forward without ours before it.
-            first = partial(module.register_forward_pre_hook, before, prepend=True)
-            last = partial(module.register_forward_hook, after, always_call=True)
-            num_before = self._num_units_at[module]
-            self._num_units_at[module] += 1
-            known = self._numbered[num_before] if num_before < len(self._numbered) else (None, None)
-            of_module = [same_number(other, hook) for other, hook in zip(known, (first, last), strict=True)]
-            self._numbered[num_before : num_before + 1] = [of_module]
-            self._installed += of_module
+        before, after = HookOfModel(self._pre_forward, unit), HookOfModel(self._post_forward, unit)
+        self._installed.at_modules(unit.spec.modules, before, after)
         for index, (parameter, spec) in enumerate(zip(unit.parameters, unit.spec.parameters, strict=True)):
             handle = self._handles[spec]
             unit.sites += [(module, name, handle, parameter) for module, name in spec.sites]
             if not spec.trainable:
                 continue
-            hook = _Hook(_take_gradient, weakref.ref(self), weakref.ref(unit), index)
+            hook = HookOfModel(_take_gradient, weakref.ref(self), weakref.ref(unit), index)
             if spec.piece is not None:
                 spec.piece.on_gradient = hook
-            for holder in (parameter, self._parameters[spec]):  # the handle's own method would do both
-                self._installed.append(torch.Tensor.register_post_accumulate_grad_hook(holder, hook))
+            self._installed.at_gradients((parameter, self._parameters[spec]), hook)
 
     # Of the two hooks the compiler takes what only counts into a graph, and leaves the rest outside.
 

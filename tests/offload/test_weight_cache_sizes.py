@@ -63,18 +63,7 @@ def plain_cache(
     events: list[str] = []
     units = [unit_of(index, "abcdefgh"[index], numel) for index, numel in enumerate(sizes)]
     carrier = FakeCarrier(events, room)
-    plain = PlainCache(
-        units,
-        lambda unit: None,
-        lambda unit: False,
-        carrier,  # type: ignore[arg-type]
-        Failure(),
-        Meter(),
-        prefetch=prefetch,
-        look_ahead=look_ahead,
-        cause="read",
-        may_add_places=True,
-    )
+    plain = PlainCache(units, carrier, Failure(), Meter(), prefetch=prefetch, look_ahead=look_ahead)
     return events, carrier, plain, units
 
 

@@ -26,6 +26,7 @@ class HostGradients(UnitGradients):
         return self._bring(kernels.accumulate, spec, gradient)
 
     def rescale_and_add(self, spec: ParameterSpec, factor: float, gradient: torch.Tensor, scale: float) -> float:
+        self._changes()
         total = self._tensor(spec)
         total.mul_(factor).add_(gradient, alpha=scale)
         return self.sum_squares(spec)
@@ -41,7 +42,11 @@ class HostGradients(UnitGradients):
             return 0.0
         return kernels.sum_squares(self._address(spec), spec.numel, self._kernel_dtype)
 
+    def _changes(self) -> None:
+        """Gradients are about to change."""
+
     def _bring(self, bring: kernels.Bring, spec: ParameterSpec, gradient: torch.Tensor) -> float:
+        self._changes()
         threads = torch.get_num_threads()
         source_dtype = kernel_dtype(gradient.dtype)
         return bring(spec.numel, self._address(spec), self._kernel_dtype, gradient.data_ptr(), source_dtype, threads)

@@ -139,17 +139,8 @@ class SpilledGradients(HostGradients):
         self._is_changed = False
         """The buffer holds more than the store does."""
 
-    def put(self, spec: ParameterSpec, gradient: torch.Tensor) -> float:
+    def _changes(self) -> None:
         self._is_changed = True
-        return super().put(spec, gradient)
-
-    def add(self, spec: ParameterSpec, gradient: torch.Tensor) -> float:
-        self._is_changed = True
-        return super().add(spec, gradient)
-
-    def rescale_and_add(self, spec: ParameterSpec, factor: float, gradient: torch.Tensor, scale: float) -> float:
-        self._is_changed = True
-        return super().rescale_and_add(spec, factor, gradient, scale)
 
     def landing(self, spec: ParameterSpec) -> torch.Tensor | None:
         return None

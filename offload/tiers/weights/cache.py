@@ -37,23 +37,32 @@ from offload.waiting import Deadline, Failure, Monitor
 _SLICE_S = 0.1
 
 
+def _never(unit: UnitSpec) -> bool:
+    return False
+
+
+def _nowhere(unit: UnitSpec) -> None:
+    return None
+
+
 @dataclass(eq=False)
 class WeightCache(Generic[P]):
     """Each use of a unit is between the taking and the release of a pin. A released unit stays until its place is
     needed: then the unit is evicted whose next use is farthest away."""
 
     units: Sequence[UnitSpec]
-    permanent: Callable[[UnitSpec], P | None]
-    """Gives the places of units that are resident by the plan, if they have one in this tier."""
-    is_permanent: Callable[[UnitSpec], bool]
     carrier: Carrier[P]
     failure: Failure
     meter: Meter
     _: KW_ONLY
+    is_permanent: Callable[[UnitSpec], bool] = _never
+    """Tells units that are resident by the plan."""
+    permanent: Callable[[UnitSpec], P | None] = _nowhere
+    """Gives their places, if they have one in this tier."""
     prefetch: bool
     look_ahead: int
     """Uses ahead of the present one that prefetching considers."""
-    cause: str
+    cause: str = "read"
     """Names what a use waits for in reports."""
     may_add_places: bool = True
     """It is compute that uses the cache, and may hold every place at a time."""

@@ -142,15 +142,7 @@ class DeviceLevel(CacheLevel[Copy]):
     ) -> None:
         super().__init__(
             WeightCache(
-                units,
-                lambda unit: None,
-                resident,
-                carrier,
-                failure,
-                meter,
-                prefetch=prefetch,
-                look_ahead=_LOOK_AHEAD,
-                cause="read",
+                units, carrier, failure, meter, is_permanent=resident, prefetch=prefetch, look_ahead=_LOOK_AHEAD
             )
         )
         self.carrier = carrier

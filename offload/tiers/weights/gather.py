@@ -124,19 +124,8 @@ class GatherLevel(CacheLevel[GatherBuffer]):
     def __init__(
         self, units: Sequence[UnitSpec], carrier: GatherCarrier, failure: Failure, meter: Meter, *, prefetch: bool
     ) -> None:
-        super().__init__(
-            WeightCache(
-                units,
-                lambda unit: None,
-                lambda unit: False,
-                carrier,
-                failure,
-                meter,
-                prefetch=prefetch,
-                look_ahead=_LOOK_AHEAD,
-                cause="gather",
-            )
-        )
+        cache = WeightCache(units, carrier, failure, meter, prefetch=prefetch, look_ahead=_LOOK_AHEAD, cause="gather")
+        super().__init__(cache)
         self._width = carrier.dtype.itemsize
 
     def release(self, pin: Pin[GatherBuffer]) -> None:

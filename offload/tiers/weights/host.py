@@ -102,14 +102,13 @@ class HostLevel(CacheLevel[HostPlace]):
         super().__init__(
             WeightCache(
                 units,
-                lambda unit: _resident_place(homes[unit.index]),
-                lambda unit: homes[unit.index].weights.stored is None,
                 self.carrier,
                 failure,
                 meter,
+                is_permanent=lambda unit: homes[unit.index].weights.stored is None,
+                permanent=lambda unit: _resident_place(homes[unit.index]),
                 prefetch=prefetch,
                 look_ahead=_LOOK_AHEAD,
-                cause="read",
                 may_add_places=may_add_places,
             )
         )

@@ -1,0 +1,53 @@
+"""Listeners to hooks: what the engine is told of the model, and what is told of micro-batches on their way together."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from offload.model.unit_in_model import UnitInModel
+from offload.units import ParameterSpec, UnitSpec
+
+
+class Listener(Protocol):
+    """Receiver of what the hooks tell: a unit is needed, is no longer needed, got a gradient, has all its gradients;
+    its forward has given one of its weights another value."""
+
+    def begin_use(self, unit: UnitSpec) -> None: ...
+
+    def end_use(self, unit: UnitSpec) -> None: ...
+
+    def take_gradient(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor, scale: float | None) -> None:
+        """``scale``: what the engine's own backward is still to multiply it by; None in a backward of the user's."""
+
+    def end_backward(self, unit: UnitSpec) -> None: ...
+
+    def changed_in_use(self, unit: UnitSpec, spec: ParameterSpec, value: torch.Tensor) -> None: ...
+
+
+class Interleaving(Protocol):
+    """Micro-batches that are on their way together, each in a context: the hooks tell what they are about to do. Each
+    call may raise in the place of a micro-batch, whose thread makes it. See ``offload.model.interleave``."""
+
+    def arrive(self, unit: UnitInModel, *, backward: bool) -> None:
+        """The context is about to use a unit that it does not use yet: others may compute first."""
+
+    def left(self, unit: UnitInModel, start: int) -> None:
+        """The call that began at ``start`` has an output whose gradient the hooks wait for."""
+
+    def opened(self, unit: UnitInModel, start: int) -> None:
+        """The backward of that call begins."""
+
+    def is_awaited(self, unit: UnitInModel) -> bool:
+        """Another context will use the unit next."""
+
+    def gradient(self, spec: ParameterSpec, *, in_its_place: bool) -> None:
+        """A gradient has come; ``in_its_place``: during its unit's backward."""
+
+    def changed(self, unit: UnitInModel) -> None:
+        """A forward of the unit has changed its weights."""
+
+    def refuse_others(self, what: str) -> None:
+        """``what`` comes in one context. Raises ``OffloadError`` if another one has calls under way, or will have
+        some."""
