@@ -1,0 +1,210 @@
+"""Heartbeats of ranks that are threads, over a store in memory: who is gone, and which error ends all of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore, PrefixStore
+
+from offload import RankError
+from offload.ranks import heartbeat as heartbeat_module
+from offload.ranks.heartbeat import Heartbeat, NoHeartbeat
+from offload.waiting import Failure
+
+
+class Stuck:
+    """A store whose process was stopped: no call comes back."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Event()
+        self.goes_on = threading.Event()
+
+    def add(self, key: str, number: int) -> int:
+        self.asked.set()
+        self.goes_on.wait(60)
+        raise RuntimeError("its process is gone")
+
+
+def first_error(heartbeat: Heartbeat) -> str:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            heartbeat.check()
+        except RankError as error:
+            return str(error)
+        time.sleep(0.01)
+    raise AssertionError("no error")
+
+
+def test_a_store_that_hangs_is_noticed_by_who_waits():
+    store = Stuck()
+    heartbeat = Heartbeat(0, 2, store, 1.0, Failure())
+    assert store.asked.wait(10)
+    error = first_error(heartbeat)
+    assert "the store that all ranks share does not answer" in error
+    store.goes_on.set()
+    heartbeat.leave(None)
+
+
+def test_a_rank_that_has_not_come_is_no_rank_that_is_gone():
+    store = PrefixStore("world", HashStore())
+    heartbeat = Heartbeat(0, 2, store, 0.4, Failure())
+    time.sleep(0.6)
+    heartbeat.check()
+    store.add("1", 1)  # it comes, and is not heard of again
+    assert "rank 1 is gone, or hangs" in first_error(heartbeat)
+
+
+def test_of_two_that_fail_together_one_is_the_error_of_the_others():
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=5))
+    heartbeats = [Heartbeat(rank, 3, PrefixStore("world", store), 2.0, Failure()) for rank in range(3)]
+    leaving = [threading.Thread(target=heartbeats[rank].leave, args=(ValueError(f"of {rank}"),)) for rank in range(2)]
+    for thread in leaving:
+        thread.start()
+    said = first_error(heartbeats[2]).partition("\n")[0]
+    assert said in ("rank 0: ValueError: of 0", "rank 1: ValueError: of 1")
+    assert store.get("world/first error").decode() == said
+    for thread in leaving:
+        thread.join()
+    heartbeats[2].leave(None)
+
+
+# What ranks tell each other.
+
+
+@pytest.fixture
+def ranks() -> Iterator[Callable[..., list[Heartbeat]]]:
+    made: list[Heartbeat] = []
+
+    def make(size: int, timeout_s: float = 0.8) -> list[Heartbeat]:
+        store = HashStore()
+        made.extend(Heartbeat(rank, size, PrefixStore("world", store), timeout_s, Failure()) for rank in range(size))
+        return made
+
+    yield make
+    for heartbeat in made:
+        heartbeat.leave(None)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("planted"), "rank 0: ValueError: planted"),
+        (KeyboardInterrupt(), "rank 0: KeyboardInterrupt"),
+        (RankError("rank 7 is gone"), "rank 7 is gone"),
+    ],
+)
+def test_the_error_of_one_is_that_of_all(ranks: Callable[..., list[Heartbeat]], error: BaseException, said: str):
+    own, other = ranks(2)
+    own.leave(error)
+    assert first_error(other).partition("\n")[0] == said
+    assert own.failure.first is error
+
+
+def test_a_rank_that_counts_on_is_waited_for_and_ranks_that_leave_in_peace_end_nobody(
+    ranks: Callable[..., list[Heartbeat]],
+):
+    own, other, _ = ranks(3, timeout_s=0.4)
+    other.leave(None)  # it waits for the others, not without end
+    time.sleep(0.2)
+    own.check()
+    assert not own.failure.is_known
+
+
+class Work:
+    """A collective, over after some looks, that may fail."""
+
+    def __init__(self, num_looks: int, error: Exception | None = None) -> None:
+        self._left = num_looks
+        self._error = error
+
+    def is_completed(self) -> bool:
+        self._left -= 1
+        return self._left < 0
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if timeout is not None:
+            raise RuntimeError("not in this slice of time")
+        if self._error is not None:
+            raise self._error
+
+
+def test_a_collective_is_waited_for_in_slices(ranks: Callable[..., list[Heartbeat]]):
+    own, other = ranks(2)
+    own.wait_for(Work(3))
+    other.leave(ValueError("planted"))
+    with pytest.raises(RankError, match="rank 1: ValueError: planted"):
+        own.wait_for(Work(10**9))
+
+
+def test_a_collective_that_fails_while_all_ranks_live_is_the_error(ranks: Callable[..., list[Heartbeat]]):
+    own, _ = ranks(2, timeout_s=0.4)
+    with pytest.raises(RankError, match=r"a collective has failed, and no rank is gone: Connection reset"):
+        own.wait_for(Work(0, RuntimeError("Connection reset\nby peer")))
+
+
+def test_a_collective_that_fails_because_a_rank_is_gone_is_blamed_on_it():
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=5))
+    own = Heartbeat(0, 3, PrefixStore("world", store), 0.8, Failure())
+    for rank in ("1", "2"):
+        PrefixStore("world", store).add(rank, 1)  # they have come, and count no more
+    with pytest.raises(RankError, match=r"rank [12] is gone, or hangs"):
+        own.wait_for(Work(0, RuntimeError("Connection reset")))
+    own.leave(None)
+
+
+def test_a_call_that_waits_for_all_ranks_is_left_behind(
+    ranks: Callable[..., list[Heartbeat]], monkeypatch: pytest.MonkeyPatch
+):
+    own, other = ranks(2)
+    assert own.wait_for_call(lambda: "made", "make it") == "made"
+    monkeypatch.setattr(heartbeat_module, "PATIENCE_S", 0.05)
+    goes_on = threading.Event()
+    with pytest.raises(RankError, match=r"not all of the 2 ranks have come to make it in 0\.05 s"):
+        own.wait_for_call(lambda: goes_on.wait(60), "make it")
+    monkeypatch.undo()
+    other.leave(ValueError("planted"))
+    with pytest.raises(RankError, match="rank 1: ValueError: planted"):
+        own.wait_for_call(lambda: goes_on.wait(60), "make it")
+    goes_on.set()
+
+
+def test_a_call_that_fails_is_looked_into(ranks: Callable[..., list[Heartbeat]]):
+    def fail() -> Any:
+        raise RuntimeError("no route to host")
+
+    with pytest.raises(RankError, match="a collective has failed, and no rank is gone: no route to host"):
+        ranks(2, timeout_s=0.4)[0].wait_for_call(fail, "make it")
+
+
+def test_who_was_stopped_itself_blames_nobody():
+    """Between two looks of a process that was stopped there is more time than a rank may be silent."""
+    store = Stuck()
+    own = Heartbeat(0, 2, store, 1.0, Failure())
+    assert store.asked.wait(10)
+    own._beat_at -= 100
+    own._checked_at -= 100
+    own.check()
+    own._beat_at -= 100
+    with pytest.raises(RankError, match="the store that all ranks share does not answer"):
+        own.check()
+    store.goes_on.set()
+    own.leave(None)
+
+
+def test_one_rank_waits_for_nobody():
+    alone = NoHeartbeat(Failure())
+    alone.wait_for(Work(0))
+    assert alone.wait_for_call(lambda: 7, "make it") == 7
+    alone.leave(ValueError("planted"))
+    alone.check()
+    alone.failure.record(RankError("planted"))
+    with pytest.raises(RankError, match="planted"):
+        alone.check()
