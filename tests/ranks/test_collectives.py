@@ -119,10 +119,10 @@ def test_a_barrier_moves_nothing(make: Callable[..., Program]):
 
 
 def test_parts_may_have_other_lengths_and_an_empty_one_another_dtype(make: Callable[..., Program]):
-    parts = [torch.ones(3, dtype=torch.bfloat16), torch.empty(0), torch.tensor([2.0], dtype=torch.bfloat16)]
+    parts = [torch.empty(0), torch.ones(3, dtype=torch.bfloat16), torch.tensor([2.0], dtype=torch.bfloat16)]
     found = make(3).run(lambda rank: rank.rounds.all_gather_parts("parts", parts[rank.rounds.world.rank]))
     for of_rank in found:
-        assert [part.tolist() for part in of_rank] == [[1.0, 1.0, 1.0], [], [2.0]]
+        assert [part.tolist() for part in of_rank] == [[], [1.0, 1.0, 1.0], [2.0]]
         assert {part.dtype for part in of_rank} == {torch.bfloat16}
 
 
