@@ -62,21 +62,27 @@ def load_states(engine: OffloadEngine) -> None:
     engine.optimizer.load_state_dict(engine.optimizer.state_dict())
 
 
+def names_begun(engine: OffloadEngine) -> list[str]:
+    """The names of the units whose speculative updates the engine begins from now on."""
+    begun: list[str] = []
+    speculative = engine._session.parts.trained.updates.speculative
+    begin = speculative.begin
+
+    def count(unit, update):
+        if update is not None:
+            begun.append(unit.name)
+        return begin(unit, update)
+
+    speculative.begin = count
+    return begun
+
+
 def run(between, **options) -> tuple[list[float], dict[str, torch.Tensor], int]:
     """Losses, weights, and how many speculative updates were begun in four steps with ``between`` before every second
     one."""
     model = built()
     with OffloadEngine(model, **OPTIONS, **options) as engine:
-        begun = []
-        early = engine._session.parts.trained.updates.speculative
-        begin = early.begin
-
-        def count(unit, update):
-            if update is not None:
-                begun.append(unit.name)
-            return begin(unit, update)
-
-        early.begin = count
+        begun = names_begun(engine)
         losses = []
         for index, (tokens, targets) in enumerate(batches(4)):
             loss = loss_of(engine(tokens), targets)
@@ -142,16 +148,7 @@ def test_a_gradient_that_is_not_finite_takes_back_what_has_begun(tmp_path: Path)
         engine.step()
         weights = {name: p.detach().clone() for name, p in model.named_parameters()}
         states = engine.optimizer.state_dict()["state"]
-        begun = []
-        early = engine._session.parts.trained.updates.speculative
-        begin = early.begin
-
-        def count(unit, update):
-            if update is not None:
-                begun.append(unit.name)
-            return begin(unit, update)
-
-        early.begin = count
+        begun = names_begun(engine)
         poisoned = model.blocks[0].register_full_backward_hook(lambda m, i, o: (torch.full_like(i[0], float("nan")),))
         engine.backward(loss_of(engine(more), more_targets))
         poisoned.remove()
