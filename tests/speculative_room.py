@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from cache_rig import Call
 
 from offload.tiers.gradients.unit import UnitGradients
 from offload.tiers.home import TileHomes, UnitHomes
@@ -22,33 +23,6 @@ from swapper import Lease
 
 PATIENCE_S = 30.0
 """A thread that has not done its part until then never will."""
-
-
-class Thread:
-    """A thread whose result, or error, is what ``result`` gives."""
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        self._call = call
-        self._result: object = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def is_over(self) -> bool:
-        return not self._thread.is_alive()
-
-    def result(self) -> object:
-        self._thread.join(PATIENCE_S)
-        assert self.is_over(), "it still waits"
-        if self._error is not None:
-            raise self._error
-        return self._result
-
-    def _run(self) -> None:
-        try:
-            self._result = self._call()
-        except BaseException as error:
-            self._error = error
 
 
 class WatchedFailure(Failure):
@@ -248,7 +222,7 @@ class Room:
             self.speculative.step_begins()
             self.speculative.step_is_over()
 
-        Thread(look).result()
+        Call(look).result()
 
     def update(self, index: int, frozen: object = "lr 1") -> UnitUpdate:
         unit = self.units[index]

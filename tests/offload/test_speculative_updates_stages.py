@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from speculative_room import PATIENCE_S, Room, Thread, carried_out, carry_out
+from cache_rig import Call
+from speculative_room import PATIENCE_S, Room, carried_out, carry_out
 
 from offload.update.speculative import SpeculativeUpdate, Stage
 
@@ -50,7 +51,7 @@ def by_void_before(room: Room) -> None:
 
 def by_void_meanwhile(room: Room) -> None:
     (task,) = room.run(0)
-    training = Thread(lambda: room.speculative.invalidate(room.units[0]))
+    training = Call(lambda: room.speculative.invalidate(room.units[0]))
     assert room.failure.somebody_waits.wait(PATIENCE_S)
     carry_out(task)
     training.result()

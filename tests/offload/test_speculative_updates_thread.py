@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 
 import pytest
-from speculative_room import PATIENCE_S, Gradients, Room, Thread, carry_out
+from cache_rig import Call
+from speculative_room import PATIENCE_S, Gradients, Room, carry_out
 
 from offload import waiting
 from offload.report.meter import Meter
@@ -60,9 +61,9 @@ def test_a_slot_is_lent_when_compute_has_let_the_unit_go():
     use.take()
     (task,) = room.run(0)
     room.failure.somebody_waits.clear()
-    update = Thread(lambda: carry_out(task))
+    update = Call(lambda: carry_out(task))
     assert room.failure.somebody_waits.wait(PATIENCE_S)
-    assert not update.is_over()
+    assert not update.over
     use.release()
     update.result()
     assert task.stage is Stage.WRITTEN
@@ -79,9 +80,9 @@ def test_a_gradient_that_comes_to_a_unit_in_use_does_not_wait_for_an_update_that
     use.release()
     use.take()  # once more in the same backward, as under a checkpoint, or in the next one
     room.failure.somebody_waits.clear()
-    update = Thread(lambda: carry_out(task))
+    update = Call(lambda: carry_out(task))
     assert room.failure.somebody_waits.wait(PATIENCE_S)
-    training = Thread(lambda: room.speculative.invalidate(room.units[0]))  # another gradient has come
+    training = Call(lambda: room.speculative.invalidate(room.units[0]))  # another gradient has come
     training.result()
     update.result()
     assert task.stage is Stage.OVER

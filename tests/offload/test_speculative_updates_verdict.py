@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from speculative_room import PATIENCE_S, InHostMemory, Room, Thread, carried_out, carry_out
+from cache_rig import Call
+from speculative_room import PATIENCE_S, InHostMemory, Room, carried_out, carry_out
 
 from offload.update.speculative import Stage
 from offload.update.step import Segment, UnitUpdate
@@ -35,11 +36,11 @@ def test_a_void_update_is_over_when_invalidate_returns_and_flips_nothing():
     (task,) = room.run(0)
     task.weights()
     room.told()
-    training = Thread(lambda: room.speculative.invalidate(room.units[0]))
+    training = Call(lambda: room.speculative.invalidate(room.units[0]))
     assert room.failure.somebody_waits.wait(PATIENCE_S)
-    assert task.stage is Stage.VOID and not training.is_over()
+    assert task.stage is Stage.VOID and not training.over
     task.write(room.homes[0].tiles[0].states, 0)
-    Thread(task.finish).result()  # the update thread is not in the way of the training thread, nor the other way round
+    Call(task.finish).result()  # the update thread is not in the way of the training thread, nor the other way round
     training.result()
     assert task.stage is Stage.OVER
     assert room.told() == [("write beside", "u0.0"), ("give back", "u0")] + 2 * [("forget beside", "u0")]
@@ -53,10 +54,10 @@ def test_while_one_thread_waits_for_a_void_update_the_other_takes_and_ends_the_n
     room.gradients(1, 2)
     for index in (1, 2):
         room.speculative.begin(room.units[index], room.update(index))
-    training = Thread(lambda: room.speculative.invalidate(room.units[0]))
+    training = Call(lambda: room.speculative.invalidate(room.units[0]))
     assert room.failure.somebody_waits.wait(PATIENCE_S)
-    assert Thread(lambda: carried_out(room)).result() == ["u1", "u2"]
-    assert not training.is_over()
+    assert Call(lambda: carried_out(room)).result() == ["u1", "u2"]
+    assert not training.over
     carry_out(task)
     training.result()
 
@@ -80,7 +81,7 @@ def test_a_unit_without_an_speculative_update_is_none_of_the_invalidated():
 def test_a_failure_ends_the_wait_for_a_void_update():
     room = Room()
     room.run(0)
-    training = Thread(lambda: room.speculative.invalidate(room.units[0]))
+    training = Call(lambda: room.speculative.invalidate(room.units[0]))
     assert room.failure.somebody_waits.wait(PATIENCE_S)
     room.failure.record(StorageIOError("the update thread has failed."))
     with pytest.raises(StorageIOError, match="the update thread has failed"):
@@ -240,9 +241,9 @@ def test_dropping_everything_waits_for_what_runs_and_forgets_the_rest():
         room.speculative.begin(room.units[index], room.update(index))
     running = next(room.speculative.tasks())
     room.told()
-    training = Thread(room.speculative.drop_all)
+    training = Call(room.speculative.drop_all)
     assert room.failure.somebody_waits.wait(PATIENCE_S)
-    assert running.stage is Stage.VOID and not training.is_over()
+    assert running.stage is Stage.VOID and not training.over
     carry_out(running)
     training.result()
     assert (written.stage, running.stage) == (Stage.OVER, Stage.OVER)
