@@ -12,7 +12,7 @@ been given already count. A slow CPU sees more tiles leave, a slow link none.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -90,12 +90,23 @@ class DeviceSide:
         measured = seconds / tile.numel
         self._cpu_seconds = (self._cpu_seconds + measured) / 2 if self._cpu_seconds else measured
 
-    def sooner(self, tile: Tile, num_elements: int) -> bool:
-        """Sent now, the tile is back before the CPU has done ``num_elements``: it, and those that it does before."""
+    def sooner(self, tiles: Iterable[Tile]) -> Iterator[int]:
+        """Index of each tile that, sent now, is back before the CPU has done it and those before it that stay.
+
+        The caller sends a tile before it asks for the next one.
+        """
+        num_elements = 0  # that the CPU is to do
+        for index, tile in enumerate(tiles if self._cpu_seconds else ()):
+            num_elements += tile.numel
+            if self._is_back_before(tile, num_elements * self._cpu_seconds):
+                num_elements -= tile.numel
+                yield index
+
+    def _is_back_before(self, tile: Tile, seconds: float) -> bool:
         if sum(tile_parts(tile, self._formats)) > self._buffer_bytes:
             return False
         queued = sum(max(self._ways(trip.tile)) for trip in self._trips)  # both ways are busy at the same time
-        return queued + sum(self._ways(tile)) < num_elements * self._cpu_seconds
+        return queued + sum(self._ways(tile)) < seconds
 
     def begin(self, update: UnitUpdate, tile: Tile, at: TileBytes) -> Trip:
         """Send a tile on its way.
@@ -162,8 +173,8 @@ class NoDeviceSide:
     def cpu_took(self, tile: Tile, seconds: float) -> None:
         pass
 
-    def sooner(self, tile: Tile, num_elements: int) -> bool:
-        return False
+    def sooner(self, tiles: Iterable[Tile]) -> Iterable[int]:
+        return ()
 
     def begin(self, update: UnitUpdate, tile: Tile, at: TileBytes) -> Trip:
         raise RuntimeError("there is no device to send a tile to")

@@ -8,6 +8,7 @@ on with others: see [Note: Which side updates a tile]."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -206,17 +207,12 @@ class Pipeline:
 
     def _send(self, reading: deque[_TileJob]) -> bool:
         """Send tiles that a device will have done before the CPU; True if the first one is gone, which is ready."""
-        device, first = self._device, reading[0]
-        num_elements = 0  # that the CPU is to do
-        for job in list(reading):
-            if not job.is_at_hand():
-                break
-            tile = job.homes.tile
-            if not device.sooner(tile, num_elements + tile.numel):
-                num_elements += tile.numel
-                continue
+        first, jobs = reading[0], tuple(reading)
+        at_hand = itertools.takewhile(_TileJob.is_at_hand, jobs)
+        for index in self._device.sooner(job.homes.tile for job in at_hand):
+            job = jobs[index]
             self._make_ready(job)
-            job.trip = device.begin(job.state.task.update, tile, job.at(self._formats))
+            job.trip = self._device.begin(job.state.task.update, job.homes.tile, job.at(self._formats))
             reading.remove(job)
             self._sent.append(job)
         return first.trip is not None

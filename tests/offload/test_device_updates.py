@@ -226,20 +226,30 @@ def send(updates: DeviceSide, memory: torch.Tensor) -> Trip:
 def test_the_side_is_that_which_will_be_done_first() -> None:
     device, memory = SimulatedDevice(), torch.zeros(14_000, dtype=torch.uint8)
     side = updates(device)
-    assert not side.sooner(TILE, 1000)  # nobody knows what the CPU takes
+    assert not list(side.sooner([TILE] * 3))  # nobody knows what the CPU takes
     side.cpu_took(TILE, 1.9)
-    assert not side.sooner(TILE, 1000) and side.sooner(TILE, 2000)
+    assert next(iter(side.sooner([TILE] * 3))) == 1
     side.cpu_took(TILE, 2.3)
-    assert side.sooner(TILE, 1000)
+    assert next(iter(side.sooner([TILE] * 3))) == 0
     trip = send(side, memory)
-    assert not side.sooner(TILE, 1000) and side.sooner(TILE, 2000)  # it comes a second after the one before it
+    assert next(iter(side.sooner([TILE] * 3))) == 1  # it comes a second after the one before it
     side.end(trip)
-    assert side.sooner(TILE, 1000)
+    assert next(iter(side.sooner([TILE] * 3))) == 0
     side.begin_step()
-    assert not side.sooner(TILE, 1000)
+    assert not list(side.sooner([TILE] * 3))
     small = updates(device, 8192)
     small.cpu_took(TILE, 1e9)
-    assert not small.sooner(TILE, 1000)
+    assert not list(small.sooner([TILE] * 3))
+
+
+def test_tiles_that_leave_are_not_the_cpus_and_come_back_one_after_the_other() -> None:
+    device, memory = SimulatedDevice(), torch.zeros(14_000, dtype=torch.uint8)
+    side = updates(device)
+    side.cpu_took(TILE, 1.1)  # there and back is 2 seconds, and each further tile a second later
+    sent = []
+    for index in side.sooner([TILE] * 8):
+        sent.append((index, send(side, memory)))
+    assert [index for index, _ in sent] == [1, 3, 5, 7]
 
 
 @pytest.mark.parametrize("forgotten", [False, True])
