@@ -60,36 +60,33 @@ def available_bytes() -> int:
 
 def cgroup_limits() -> Iterator[tuple[Path, int, int]]:
     """Folder, limit and bytes used of each memory cgroup with a limit that this process is in, the innermost first."""
-    for limit, used in _cgroup_files():
-        try:
-            bound = limit.read_text().strip()
-            if bound != "max":
-                yield limit.parent, int(bound), int(used.read_text())
-        except OSError:
-            continue
+    for folder in cgroup_folders("memory"):
+        for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            try:
+                bound = (folder / limit).read_text().strip()
+                if bound != "max":
+                    yield folder, int(bound), int((folder / used).read_text())
+            except OSError:
+                continue
 
 
-def _cgroup_files() -> list[tuple[Path, Path]]:
-    """Files with the memory limit and the memory used, of this process's cgroup and those above it (v2 and v1)."""
-    files = []
+def cgroup_folders(controller: str) -> Iterator[Path]:
+    """Folders of this process's cgroup and those above it, the innermost first, as far as they may bound what a
+    controller (``memory``, ``cpu``) counts (v2 and v1)."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return []
+        return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        root = Path("/sys/fs/cgroup") if controllers == "" else Path("/sys/fs/cgroup/memory")
-        names = ("memory.max", "memory.current")
-        if controllers != "":
-            if "memory" not in controllers.split(","):
-                continue
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = Path("/sys/fs/cgroup") / (controller if controllers else "")
         folder = root / path.lstrip("/")
         for level in (folder, *folder.parents):
-            files.append((level / names[0], level / names[1]))
+            yield level
             if level == root:
                 break
-    return files
 
 
 def resident_bytes(ranges: Sequence[tuple[int, int]]) -> int:

@@ -200,7 +200,7 @@ def watched(device: SimulatedDevice, engine: OffloadEngine) -> Iterator[None]:
         return write_shadow(store, extent, address, nbytes, **options)
 
     def watch_apply(rule: Any, frozen: Any, tile: Any, start: int, stop: int, at: Any, native: Any) -> None:
-        if native is kernels.on_host:  # on the device, its stream tells
+        if isinstance(native, kernels.OnHost):  # on the device, its stream tells
             formats = rule._formats
             device.host_access(at.states, tile.nbytes, writes=True)
             device.host_access(at.weights, (stop - start) * formats.weights, writes=True)

@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import cast
 
+import torch
+
+from offload import kernels
 from offload.assembly.run_plan import RunPlan
 from offload.assembly.tiers import Tiers
 from offload.closing import Closers
+from offload.cores import IdleCores, available_cores
 from offload.device.protocol import Device
 from offload.optim.rule import Rule
 from offload.report.meter import Meter
@@ -56,7 +60,16 @@ def make_updates(run: RunPlan, tiers: Tiers, rule: Rule, failure: Failure, meter
         failure,
         num_backwards=run.config.gradient_accumulation_steps,
     )
-    pipeline = Pipeline(tiers.tile_buffers, rule, plan.formats, meter, device_side)
+    cpu = kernels.OnHost(_idle_cores(run, tiers))
+    pipeline = Pipeline(tiers.tile_buffers, rule, plan.formats, meter, device_side, cpu)
     updater = Updater(pipeline, speculative, tiers.homes, tiers.host, tiers.gradients, device_side, failure)
     closers.callback(updater.stop)
     return Updates(speculative, updater, resident, device_side)
+
+
+def _idle_cores(run: RunPlan, tiers: Tiers) -> IdleCores:
+    """Cores of this rank that updates may have: where a device computes, all but the one that drives it."""
+    of_compute = 1 if tiers.computing.moving else torch.get_num_threads()
+    return IdleCores(
+        available_cores() // run.world.local_size, of_compute, lambda: tiers.host.cache.fence.is_waited_for
+    )

@@ -45,7 +45,7 @@ SQUARES_LANES = 16
 """Sums that such a block is taken in: ``kLanes`` in src/arrays.h."""
 
 
-def check_numel(numel: int, num_threads: int) -> None:
+def check_numel(numel: int, num_threads: int = 1) -> None:
     if numel < 0:
         raise ValueError(f"numel must be >= 0, got {numel}")
     if num_threads < 1:

@@ -29,7 +29,6 @@ class Sweep(NamedTuple):
     state_dtype: int
     seed: int
     """Of the random rounding of codes."""
-    num_threads: int
 
 
 Kernel = Callable[[Sweep], None]
@@ -38,13 +37,24 @@ Native = Callable[[str], Kernel]
 """Give a kernel, run by the CPU or by a device, by its name in the native module."""
 
 
-def on_host(name: str) -> Kernel:
+class OnHost:
     """The CPU, at once."""
-    return partial(_run, getattr(_kernels, name))
+
+    def __init__(self, num_threads: Callable[[int], int] = lambda numel: 1) -> None:
+        """``num_threads`` says how many threads, one at least, update so many elements. The bits are the same."""
+        self._num_threads = num_threads
+
+    def __call__(self, name: str) -> Kernel:
+        return partial(self._run, getattr(_kernels, name))
+
+    def _run(self, kernel: Callable[..., None], sweep: Sweep) -> None:
+        num_threads = self._num_threads(sweep.numel)
+        check_numel(sweep.numel, num_threads)
+        kernel(*sweep, num_threads)
 
 
-def _run(kernel: Callable[..., None], sweep: Sweep) -> None:
-    kernel(*sweep)
+on_host = OnHost()
+"""The CPU, by one thread."""
 
 
 def update(
@@ -58,7 +68,6 @@ def update(
     rest: int = 0,
     master: int = 0,
     moments_dtype: Dtype = Dtype.F32,
-    num_threads: int = 1,
     native: Native = on_host,
     **states: int,
 ) -> None:
@@ -70,7 +79,7 @@ def update(
              or a GPU, whose memory all addresses are then of (``gpu.py``).
     Raises:  ``ValueError`` for an impossible address, count or combination. Nothing has been written in that case.
     """
-    check_numel(numel, num_threads)
+    check_numel(numel)
     check_numbers("grad", grad, grad_dtype, numel)
     master, weight_format = _check_weight(numel, weight, weight_dtype, rest, master)
     if moments_dtype is Dtype.F16:
@@ -89,7 +98,7 @@ def update(
     kernel(
         Sweep(
             coef.constants, numel, grad, grad_dtype, weight, rest, master, weight_format, addresses + unused,
-            scales + unused, moments_dtype, seed, num_threads,
+            scales + unused, moments_dtype, seed,
         )
     )  # fmt: skip
 

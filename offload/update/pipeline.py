@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from offload import kernels
 from offload.optim.formats import Formats
 from offload.optim.rule import Rule, TileBytes
 from offload.report.meter import Meter
@@ -101,8 +102,15 @@ class Pipeline:
     """Owns the tile buffers. ``run`` is called by one thread at a time."""
 
     def __init__(
-        self, buffers: Sequence[Lease], rule: Rule, formats: Formats, meter: Meter, device: DeviceSide | NoDeviceSide
+        self,
+        buffers: Sequence[Lease],
+        rule: Rule,
+        formats: Formats,
+        meter: Meter,
+        device: DeviceSide | NoDeviceSide,
+        cpu: kernels.Native = kernels.on_host,
     ) -> None:
+        """``cpu`` runs the kernels of the tiles that stay on the host."""
         self._free = list(buffers)
         self._num_buffers = len(self._free)
         self.ahead = StatePrefetch(self._free)
@@ -110,6 +118,7 @@ class Pipeline:
         self._formats = formats
         self._meter = meter
         self._device = device
+        self._cpu = cpu
         self._writes: deque[tuple[Transfer, Lease]] = deque()
         self._sent: deque[_TileJob] = deque()
         """On the device, or on their way there or back."""
@@ -230,7 +239,7 @@ class Pipeline:
     def _apply(self, job: _TileJob) -> None:
         update, tile = job.state.task.update, job.homes.tile
         span = self._meter.begin_update(update.unit.name)
-        apply(self._rule, self._formats, update, tile, job.at(self._formats))
+        apply(self._rule, self._formats, update, tile, job.at(self._formats), self._cpu)
         seconds = self._meter.end_update(span)
         self._device.cpu_took(tile, seconds)
 

@@ -19,6 +19,7 @@ from offload.kernels import (
     Coef,
     Dtype,
     LionCoef,
+    OnHost,
     SgdCoef,
     _kernels,
     accumulate,
@@ -87,7 +88,7 @@ def run(guarded: Any, awkward: Any, name: str, numel: int, formats: Any, steps: 
             grad_dtype=grad_dtype,
             weight_dtype=weight_dtype,
             moments_dtype=state_dtype,
-            num_threads=num_threads,
+            native=OnHost(lambda numel: num_threads),
             **{key: array.address for key, array in arrays.items()},
         )
     return [array.values for key, array in arrays.items() if key != "grad"]
