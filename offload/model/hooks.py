@@ -141,7 +141,7 @@ class Hooks:
             self._turns.refuse_others("a step, or the engine's end,")
         self.end_calls()
         for unit in self.units:  # an interrupt may have come between a use and what is known of it
-            unit.num_users = 0
+            unit.num_users, unit.in_backward = 0, False
             if unit.is_over:
                 self._end_backward(unit)
 

@@ -522,6 +522,13 @@ def test_a_backward_that_fails_leaves_its_unit_open_until_it_is_closed(close, br
     assert story.train() == forward_of("a", "b") + backward_of("b", "a")
 
 
+def test_reset_ends_a_backward_that_was_interrupted_before_it_was_noted():
+    story = Story(chain("a", "b"), "a", "b")
+    story.units[1].in_backward = True
+    story.hooks.reset()
+    assert story.train() == forward_of("a", "b") + backward_of("b", "a")
+
+
 def test_reset_ends_a_forward_that_was_interrupted():
     story = Story(chain("a", "b"), "a", "b")
     unit = story.units[0]
