@@ -329,7 +329,7 @@ def test_a_wrong_address_is_found_and_stays(
     for wrong in (past, 0):  # the second is right, in a context whose GPU has failed
         with pytest.raises(DriverError) as caught:
             kernel(
-                kernels.Sweep([1.0, 0.0, 0.0], numel, grad, 0, 0, 0, weight + wrong, 0, [0, 0, 0], [0, 0, 0], 0, 0, 1)
+                kernels.Sweep([1.0, 0.0, 0.0], numel, grad, 0, 0, 0, weight + wrong, 0, [0, 0, 0], [0, 0, 0], 0, 0)
             )
         assert caught.value.status == status
     assert fake.num_bound == 0
@@ -353,7 +353,7 @@ def test_what_the_driver_says_is_told(fake: FakeDriver) -> None:
     assert programs.unsupported_reason() is None
     kernel = programs.on(fake.stream()).kernel("sgd")
     kernel(
-        kernels.Sweep([1.0, 0.0, 0.0], 0, 0, 0, 0, 0, 0, 0, [0, 0, 0], [0, 0, 0], 0, 0, 1)
+        kernels.Sweep([1.0, 0.0, 0.0], 0, 0, 0, 0, 0, 0, 0, [0, 0, 0], [0, 0, 0], 0, 0)
     )  # no elements: nothing is launched
     assert fake.launches == [] and fake.num_bound == 0
 
