@@ -11,6 +11,9 @@ from collections.abc import Iterator
 
 from swapper.errors import OffloadError
 
+OLDEST_TORCH = "2.8"
+"""The oldest release of torch that has all that the engine stands on. ``pyproject.toml`` asks for it, too."""
+
 
 class ConfigError(OffloadError, ValueError, explained=False):
     """An option or a model that cannot work. Nothing was allocated."""

@@ -21,13 +21,13 @@ from torch.utils import _python_dispatch, _pytree
 from torch.utils._device import DeviceContext
 from torch.utils.hooks import RemovableHandle
 
-from offload.errors import TorchUnsupported
+from offload.errors import OLDEST_TORCH, TorchUnsupported
 
 
 def _unsupported(name: str, what: str) -> TorchUnsupported:
     return TorchUnsupported(
-        f"torch {torch.__version__} lacks {name}, or has changed it: {what}. Use a release of torch >= 2.6 that this "
-        "version of the engine knows, or a newer engine."
+        f"torch {torch.__version__} lacks {name}, or has changed it: {what}. Use a release of torch >= {OLDEST_TORCH} "
+        "that this version of the engine knows, or a newer engine."
     )
 
 
@@ -83,10 +83,7 @@ never_compiled: Callable[[Any], Any] = _found(torch, "_disable_dynamo")
 
 def outside_of_graphs(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
     """``torch.compile`` runs this function as it is, between two graphs, and says ``reason`` where it may not."""
-    try:
-        return torch.compiler.disable(function, reason=reason)  # type: ignore[no-any-return]
-    except TypeError:  # torch 2.6 asks for no reason
-        return torch.compiler.disable(function)  # type: ignore[no-any-return]
+    return torch.compiler.disable(function, reason=reason)  # type: ignore[no-any-return]
 
 
 def same_number(first: RemovableHandle | None, register: Callable[[], RemovableHandle]) -> RemovableHandle:

@@ -92,7 +92,7 @@ install_torch() {
   say "installing torch"
   pip install "${index[@]}" --constraint "$root/scripts/constraints.txt" torch ||
     fail "pip found no $(grep '^torch' "$root/scripts/constraints.txt") for $("$python" --version) on this machine. Set" \
-      "OFFLOAD_TORCH_INDEX to an index that has it, or install any torch >= 2.6 for $python, and remove .venv"
+      "OFFLOAD_TORCH_INDEX to an index that has it, or install any torch >= 2.8 for $python, and remove .venv"
 }
 
 # The GPU kernels' compiler for the tests. With a torch for CUDA comes one; else a release whose libraries do not find each

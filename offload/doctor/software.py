@@ -11,6 +11,7 @@ from pathlib import Path
 import offload
 from aio_ext import Queue, available_backends, unavailable_backends
 from offload.doctor.finding import Finding, better, broken, good, good_if
+from offload.errors import OLDEST_TORCH
 
 _BUILD = "pip install . in the project's folder, with a C++ compiler, cmake and liburing-dev"
 _BF16_UNITS = {"avx512_bf16", "amx_bf16", "bf16"}
@@ -53,7 +54,7 @@ def torch() -> Iterator[Finding]:
     try:
         import torch
     except ImportError as error:
-        yield broken("torch", str(error), "pip install 'torch>=2.6'")
+        yield broken("torch", str(error), f"pip install 'torch>={OLDEST_TORCH}'")
         return
     from offload.errors import TorchUnsupported
     from offload.torch_internals import check

@@ -6,6 +6,7 @@ import importlib.util
 import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch.utils import _pytree
 
 from offload import torch_internals
-from offload.errors import TorchUnsupported
+from offload.errors import OLDEST_TORCH, TorchUnsupported
 
 SEQUENCE = "the sequence numbers of autograd's nodes"
 BACKWARD = "the numbers and callbacks of a backward"
@@ -191,6 +192,13 @@ def test_a_refusal_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(torch_internals, "graph_task", _gone)
         _expect_refusal(BACKWARD, "AttributeError")
     torch_internals.check()
+
+
+def test_the_project_asks_for_the_oldest_torch_that_the_engine_names() -> None:
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert re.findall(r'"torch>=([\d.]+)"', project) == [OLDEST_TORCH]
+    with pytest.raises(TorchUnsupported, match=f"torch >= {re.escape(OLDEST_TORCH)} "):
+        raise torch_internals._unsupported("torch.gone", "it is not there")
 
 
 # What there is a fallback for.
