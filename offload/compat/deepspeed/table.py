@@ -37,7 +37,7 @@ def markdown() -> str:
     parts = ["### The file", _of_block(TOP)]
     for title, blocks in (("optimizer.params", optimizers.PARAMS), ("scheduler.params", schedulers.PARAMS)):
         parts += [f"### {title}", *_of_types(blocks)]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(parts)
 
 
 def key_facts() -> dict[str, Any]:
