@@ -21,38 +21,27 @@ from offload.cli.command import Command
 from offload.cli.console import show_error
 from offload.cli.signals import Signals, Stopped
 
-_COMMANDS: dict[str, Callable[..., int]] = {
-    "train": train.train,
-    "plan": plan.plan,
-    "doctor": doctor.doctor,
-    "report": report.report,
-    "bench": bench.bench,
-    "inspect": inspect.inspect,
-    "export": export.export,
-    "explain": explain.explain,
-}
-_CONFIG_COMMANDS: dict[str, Callable[..., int]] = {
-    "from-deepspeed": config.from_deepspeed,
-    "deepspeed-keys": config.deepspeed_keys,
-}
+_COMMANDS = (
+    train.train, plan.plan, doctor.doctor, report.report, bench.bench, inspect.inspect, export.export, explain.explain,
+)  # fmt: skip
 
 
-def _group(help: str) -> typer.Typer:
-    return typer.Typer(
+def _group(help: str, *commands: Callable[..., int]) -> typer.Typer:
+    """Commands with the names of their functions."""
+    group = typer.Typer(
         help=help,
         rich_markup_mode=None,  # help without boxes: it is read in pipes and narrow windows, too
         context_settings={"help_option_names": ["-h", "--help"]},
     )
+    for command in commands:
+        group.command(cls=Command)(command)
+    return group
 
 
 def _make_app() -> typer.Typer:
-    app = _group("Train models that do not fit into memory.")
+    app = _group("Train models that do not fit into memory.", *_COMMANDS)
     app.callback()(_options)
-    for name, run in _COMMANDS.items():
-        app.command(name, cls=Command)(run)
-    of_config = _group("Translate the configuration of another library.")
-    for name, run in _CONFIG_COMMANDS.items():
-        of_config.command(name, cls=Command)(run)
+    of_config = _group("Translate the configuration of another library.", config.from_deepspeed, config.deepspeed_keys)
     app.add_typer(of_config, name="config")
     return app
 

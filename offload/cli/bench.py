@@ -8,7 +8,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from offload.cli.console import Json, show_json
+from offload.cli.console import Json, show_answer
 
 
 class Backend(str, Enum):
@@ -58,11 +58,7 @@ def bench(
         any_file_system=any_file_system,
     )
     results = [measure(path, options, show_progress=not json) for path in paths]
-    if json:
-        show_json(results[0] if len(results) == 1 else {**results[0], "paths": results})
-        return 0
-    for result in results:
-        print(table(result))
-    if not no_profile:
-        print(f"profile: {profiles_path()}")
+    kept = [] if no_profile else [f"profile: {profiles_path()}"]
+    facts = results[0] if len(results) == 1 else {**results[0], "paths": results}
+    show_answer(facts, "\n".join([*map(table, results), *kept]), to_programs=json)
     return 0

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from typer import Argument
 
-from offload.cli.console import Json, show_json
+from offload.cli.console import Json, show_answer
 
 
 def from_deepspeed(
@@ -22,10 +22,7 @@ def from_deepspeed(
     from offload.compat.deepspeed.translation import translate
 
     translation = translate(file)
-    if json:
-        show_json(facts_of(translation))
-    else:
-        print(text_of(translation))
+    show_answer(facts_of(translation), text_of(translation), to_programs=json)
     return 0
 
 
@@ -33,8 +30,5 @@ def deepspeed_keys(json: Json = False) -> int:
     """List every key of DeepSpeed, and what becomes of it."""
     from offload.compat.deepspeed.table import key_facts, markdown
 
-    if json:
-        show_json(key_facts())
-    else:
-        print(markdown(), end="")
+    show_answer(key_facts(), markdown(), to_programs=json)
     return 0

@@ -19,11 +19,21 @@ _LONGEST = 1000
 """Columns of what is no terminal: nobody looks for the end of a word on the next line of a file."""
 
 
-def show(answer: RenderableType) -> None:
+def show_answer(facts: Any, text: RenderableType, *, to_programs: bool) -> None:
+    """Print what a command has found: the facts for programs, or the text for people."""
+    if to_programs:
+        show_json(facts)
+    elif isinstance(text, str):  # as it stands: code and tables are copied from it
+        print(text)
+    else:
+        _show(text)
+
+
+def _show(text: RenderableType) -> None:
     """Print for people: in colours on a terminal, else as plain text whose lines are as long as they need to be."""
     console = Console(highlight=False, markup=False, emoji=False, width=None if sys.stdout.isatty() else _LONGEST)
     with console.capture() as captured:
-        console.print(answer)
+        console.print(text)
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 

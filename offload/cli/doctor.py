@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from typer import Argument
 
-from offload.cli.console import Json, show, show_json
+from offload.cli.console import Json, show_answer
 
 if TYPE_CHECKING:
     from offload.doctor import Section, Status
@@ -37,10 +37,7 @@ def doctor(
     from offload.doctor import Status, examine
 
     sections = examine([path.expanduser().absolute() for path in paths or [Path()]], context.obj.check)
-    if json:
-        show_json(_facts(sections))
-    else:
-        show(_lines(sections))
+    show_answer(_facts(sections), _lines(sections), to_programs=json)
     return 1 if any(section.has(Status.BROKEN) for section in sections) else 0
 
 

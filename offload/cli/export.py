@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from typer import Argument, Option
 
-from offload.cli.console import Json, show_json
+from offload.cli.console import Json, show_answer
 from offload.cli.inspect import Checkpoint
 
 if TYPE_CHECKING:
@@ -58,9 +58,7 @@ def export(
             entries = export_safetensors(weights, directory, dtype, max_shard_bytes)
     step, folder = opened.description.run["step"], str(opened.folder)
     nbytes = sum(entry.nbytes for entry in entries)
-    if json:
-        show_json({"directory": str(directory), "step": step, "checkpoint": folder, "tensors": len(entries),
-                   "bytes": nbytes})
-    else:
-        print(f"{directory}: step {step} of {folder}, {len(entries)} tensors, {short_bytes(nbytes)}")
+    facts = {"directory": str(directory), "step": step, "checkpoint": folder, "tensors": len(entries), "bytes": nbytes}
+    text = f"{directory}: step {step} of {folder}, {len(entries)} tensors, {short_bytes(nbytes)}"
+    show_answer(facts, text, to_programs=json)
     return 0

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer import Argument, Option
 
-from offload.cli.console import Json, show_json
+from offload.cli.console import Json, show_answer
 
 Checkpoint = Annotated[
     Path,
@@ -40,8 +40,5 @@ def inspect(
     else:
         facts = inspection.inspect(path, verify=verify, check=context.obj.check)
         text = inspection.text_of(facts)
-    if json:
-        show_json(facts)
-    else:
-        print(text)
+    show_answer(facts, text, to_programs=json)
     return 1 if inspection.damage_of(facts) else 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from offload.cli.console import Json, show, show_json, teller
+from offload.cli.console import Json, show_answer, show_json, teller
 
 if TYPE_CHECKING:
     from offload.predict.machine import Machine
@@ -81,6 +81,7 @@ def plan(
     """
     given = context.params
     _refuse_contradictions(given)
+    from offload.cli.plan_shown import shown
     from offload.predict import facts, rates
     from offload.predict.advice import advise
     from offload.predict.endurance import Endurance
@@ -112,12 +113,7 @@ def plan(
 
         draw(prediction, over, plot)
         answer["plot"] = str(plot)
-    if json:
-        show_json(answer)
-    else:
-        from offload.cli.plan_shown import shown
-
-        show(shown(answer))
+    show_answer(answer, shown(answer), to_programs=json)
     return 0
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from offload.cli.console import Json, show, show_json
+from offload.cli.console import Json, show_answer
 
 
 def report(
@@ -34,9 +34,6 @@ def report(
     file.write_text(page(found))
     if open_page:
         webbrowser.open(file.resolve().as_uri())
-    if json:
-        show_json({**figures(found), "page": str(file)})
-    else:
-        show(words(figures(found)))
-        show(f"page: {file}")
+    facts = figures(found)
+    show_answer({**facts, "page": str(file)}, f"{words(facts)}\npage: {file}", to_programs=json)
     return 0

@@ -70,10 +70,10 @@ class OffloadAccelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         Where a launcher has started several processes, the engine's ranks are Accelerate's: all train one model."""
         config = offload if isinstance(offload, OffloadConfig) else OffloadConfig(**offload)
-        for field in dataclasses.fields(OffloadConfig):
-            default = {} if field.default is dataclasses.MISSING else field.default
-            if field.name in _SAID_ELSEWHERE and getattr(config, field.name) != default:
-                raise ConfigError(f"offload: leave {field.name} out, {_SAID_ELSEWHERE[field.name]}")
+        plain = OffloadConfig()
+        for name, instead in _SAID_ELSEWHERE.items():
+            if getattr(config, name) != getattr(plain, name):
+                raise ConfigError(f"offload: leave {name} out, {instead}")
         super().__init__(*args, **kwargs)
         if not hasattr(self, "_models") or not hasattr(self, "_optimizers"):
             raise ImportError(f"accelerate {accelerate.__version__} keeps its models elsewhere: {_TRIED} was tried")

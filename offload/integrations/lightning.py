@@ -26,7 +26,7 @@ import torch
 from offload.config import OffloadConfig
 from offload.engine import OffloadEngine
 from offload.errors import ConfigError
-from offload.integrations.lightning_precision import PRECISIONS, precision_over
+from offload.integrations.lightning_precision import PRECISIONS, OfLightning, precision_over
 from swapper import OffloadError
 
 _NAME = "offload_nvme"
@@ -62,29 +62,14 @@ _OF_DDP = ("barrier", "broadcast", "distributed_sampler_kwargs", "num_processes"
 sampler."""
 
 
-class _Strategy:
+class _Strategy(OfLightning):  # type: ignore[misc]
     """The strategy. A mixin over ``ParallelStrategy`` of one of the packages, which is ``package``, with what
     ``_OF_DDP`` names."""
 
     strategy_name = _NAME
     package: Any
-    # What the base has.
-    accelerator: Any
-    barrier: Any
-    broadcast: Any
-    checkpoint_io: Any
-    cluster_environment: Any
-    global_rank: int
-    is_global_zero: bool
-    lightning_module: Any
-    local_rank: int
-    model: Any
-    optimizers: list[Any]
-    parallel_devices: list[torch.device]
-    setup_optimizers: Any
-    setup_precision_plugin: Any
     world_size: int
-
+    optimizers: list[Any]
     num_nodes = 1
     _start_method = "popen"
     """Of the processes that ``DDPStrategy`` starts."""
@@ -111,9 +96,7 @@ class _Strategy:
         """Gives the random generators the states again that the checkpoint has."""
         self._has_nvme_path = nvme_path is not None
         self._config = OffloadConfig(nvme_path=nvme_path or (), host_memory=host_memory, **options)
-        super().__init__(  # type: ignore[call-arg]
-            accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin
-        )
+        super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
 
     @property
     def engine(self) -> OffloadEngine:
@@ -154,7 +137,7 @@ class _Strategy:
     def setup_environment(self) -> None:
         """Start ``torch.distributed`` among the trainer's processes. Not by Lightning's own function: that ends it
         before the program's end, when the engine still needs it to end on all ranks."""
-        super().setup_environment()  # type: ignore[misc]
+        super().setup_environment()
         if self.world_size == 1 or torch.distributed.is_initialized():
             return
         environment = self.cluster_environment
@@ -168,7 +151,7 @@ class _Strategy:
 
     @property
     def precision_plugin(self) -> Any:
-        return super().precision_plugin  # type: ignore[misc]
+        return super().precision_plugin
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
@@ -187,7 +170,7 @@ class _Strategy:
         """A run of the trainer begins."""
         self._checkpoint = None
         self._generators = None
-        super().connect(model)  # type: ignore[misc]
+        super().connect(model)
 
     def setup(self, trainer: Any) -> None:
         """Make the engine: for training over the optimizer of ``configure_optimizers``, else without states. Evaluation
@@ -303,51 +286,51 @@ class _Strategy:
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Nothing, where the engine saves the weights: see [Note: A checkpoint's two parts]."""
-        return {} if self._engine is not None else super().lightning_module_state_dict()  # type: ignore[misc]
+        return {} if self._engine is not None else super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Nothing, where the engine saves the states."""
-        return {} if self._engine is not None else super().optimizer_state(optimizer)  # type: ignore[misc]
+        return {} if self._engine is not None else super().optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save the folder ``filepath``. With weights alone (``weights_only``) it is one file as of any strategy."""
         if self._engine is None:
-            super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
+            super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         if "optimizer_states" not in checkpoint:
             if self.is_global_zero:  # others' engines give what this one wants
                 checkpoint["state_dict"] = self.lightning_module.state_dict()
-            super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
+            super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         folder = _local(filepath)
         if self.is_global_zero and folder.is_file():
             folder.unlink()
         name = self.broadcast(uuid.uuid4().hex)
         self._engine.save_checkpoint(folder, _ENGINE_TAG, client_state=name)
-        super().save_checkpoint({**checkpoint, _ID: name}, folder / _TRAINER_FILE, storage_options)  # type: ignore[misc]
+        super().save_checkpoint({**checkpoint, _ID: name}, folder / _TRAINER_FILE, storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint when the one after it is complete."""
         if self._engine is not None:
             self._engine.wait_for_checkpoint()
             self.barrier()
-        super().remove_checkpoint(filepath)  # type: ignore[misc]
+        super().remove_checkpoint(filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, **kwargs: Any) -> dict[str, Any]:
         """Lightning's part of a checkpoint. ``setup`` loads the engine's. Files of other strategies are read whole."""
         folder = Path(checkpoint_path)
         if not folder.is_dir():
-            return super().load_checkpoint(checkpoint_path, **kwargs)  # type: ignore[misc,no-any-return]
+            return super().load_checkpoint(checkpoint_path, **kwargs)  # type: ignore[no-any-return]
         if not (folder / _TRAINER_FILE).exists():
             raise ConfigError(f"{folder} is no complete checkpoint of this strategy: {_TRAINER_FILE} is not there")
-        checkpoint: dict[str, Any] = super().load_checkpoint(folder / _TRAINER_FILE, **kwargs)  # type: ignore[misc]
+        checkpoint: dict[str, Any] = super().load_checkpoint(folder / _TRAINER_FILE, **kwargs)
         self._checkpoint = folder, checkpoint[_ID]
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Take the weights of another strategy's file; those of the engine come in ``setup``."""
         if self._checkpoint is None:
-            super().load_model_state_dict(checkpoint, strict=strict)  # type: ignore[misc]
+            super().load_model_state_dict(checkpoint, strict=strict)
 
     @property
     def lightning_restore_optimizer(self) -> bool:

@@ -15,7 +15,11 @@ PRECISIONS = {"32-true": "fp32", "bf16-true": "bf16", "16-true": "fp16"}
 """The engine's precision, by Lightning's."""
 
 
-class EnginePrecision:
+OfLightning: Any = object
+"""The base of a mixin over a class of Lightning's, which has all that the mixin asks ``super()`` and ``self`` for."""
+
+
+class EnginePrecision(OfLightning):  # type: ignore[misc]
     """Tasks that Lightning's precision plugins leave to the engine. A mixin over one of them."""
 
     engine: OffloadEngine
@@ -36,7 +40,7 @@ class EnginePrecision:
         """By the engine where the loss needs its scale, or an update may begin before the backward is over."""
         strategy = model.trainer.strategy
         if args or kwargs or not strategy.engine_runs_backward:
-            super().backward(tensor, model, optimizer, *args, **kwargs)  # type: ignore[misc]
+            super().backward(tensor, model, optimizer, *args, **kwargs)
         else:  # Lightning has divided the loss already
             self.engine.backward(tensor * self.engine.config.gradient_accumulation_steps)
 
@@ -44,7 +48,7 @@ class EnginePrecision:
         """By the engine, where the optimizer has all that it trains: it knows the norms, and rounds none."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if clip_all(self.engine, parameters, clip_val) is None:
-            super().clip_grad_by_norm(optimizer, clip_val)  # type: ignore[misc]
+            super().clip_grad_by_norm(optimizer, clip_val)
 
 
 def precision_over(plugin: Any) -> Any:

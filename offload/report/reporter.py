@@ -12,17 +12,20 @@ from offload.report.report import Bandwidths, DriveUse, LinkRates, Report
 from swapper import DurableStore
 
 
-class _SoFar(NamedTuple):
+class _Moment(NamedTuple):
     """Time that a step has spent up to some moment, and bytes moved since the engine was made."""
 
     seconds: float
     stalled_seconds: float
     read_bytes: int
     write_bytes: int
+    to_device_bytes: int
+    to_host_bytes: int
+    received_bytes: int
 
-    def since(self, start: _SoFar) -> _SoFar:
+    def since(self, start: _Moment) -> _Moment:
         """Difference to an earlier moment."""
-        return _SoFar(*(now - before for now, before in zip(self, start, strict=True)))  # type: ignore[arg-type]
+        return _Moment(*(now - before for now, before in zip(self, start, strict=True)))  # type: ignore[arg-type]
 
 
 def _between(start: DriveUse, end: DriveUse) -> DriveUse:
@@ -53,11 +56,9 @@ class Reporter:
     link: LinkRates
 
     def __post_init__(self) -> None:
-        self._moved = self._moved_bytes()
-        self._copied = self.copied_bytes()
-        self._received = self.received_bytes()
+        self._start = self._moment(0.0, 0.0)
         self._drives = self._carried()
-        self._forward: _SoFar | None = None
+        self._forward: _Moment | None = None
         """State of the step when its first backward began."""
         self.disk_busy: tuple[float, float] | None = None
         """Shares of forward and of the rest of the last step in which the disk was busy; None if nothing is known."""
@@ -69,29 +70,21 @@ class Reporter:
     def backward_begins(self) -> None:
         """The first backward of the coming step."""
         if self.bandwidths is not None:
-            seconds, stalled = self.meter.so_far()
-            self._forward = _SoFar(seconds, stalled, *self._moved_bytes())
+            self._forward = self._moment(*self.meter.so_far())
 
     def report(
         self, memory: dict[str, dict[str, int]], step: int, grad_norm: float, loss_scale: float, *, updates_wait: bool
     ) -> Report:
         """The step since the last call. ``memory`` is by kind and tier; the memory taken is measured when asked for.
         ``updates_wait``: the updates of this step, which overlap with the next one, had to wait for its verdict."""
-        before = _SoFar(0.0, 0.0, *self._moved)
         seconds, stalls, update_seconds = self.meter.restart()
-        read_bytes, write_bytes = self._moved_bytes()
-        moved, self._moved = (read_bytes - self._moved[0], write_bytes - self._moved[1]), (read_bytes, write_bytes)
-        copied = self.copied_bytes()
-        to_device_bytes, to_host_bytes = (now - before for now, before in zip(copied, self._copied, strict=True))
-        self._copied = copied
-        received = self.received_bytes()
-        network_bytes, self._received = received - self._received, received
+        start, end = self._start, self._moment(seconds, sum(stalls.values()))
+        spent, self._start = end.since(start), end._replace(seconds=0.0, stalled_seconds=0.0)
         drives, self._drives = self._drives, self._carried()
-        whole = _SoFar(seconds, sum(stalls.values()), read_bytes, write_bytes)
         compute_seconds = self.busy_seconds()
         schedule_seconds, self.disk_busy = 0.0, None
         if self._forward is not None and compute_seconds is None:
-            phases = [self._forward.since(before), whole.since(self._forward)]
+            phases = [self._forward.since(start), end.since(self._forward)]
             busy = [self._nvme_seconds(phase) for phase in phases]
             self.disk_busy = busy[0] / max(phases[0].seconds, 1e-9), busy[1] / max(phases[1].seconds, 1e-9)
             if self._updates_wait:
@@ -99,13 +92,13 @@ class Reporter:
                 schedule_seconds = sum(map(max, computing, busy))
         self._forward, self._updates_wait = None, updates_wait
         if compute_seconds is None:
-            compute_seconds = max(seconds - sum(stalls.values()), 0.0)
+            compute_seconds = max(seconds - spent.stalled_seconds, 0.0)
         bounds = {
             "schedule": schedule_seconds,
             "compute": compute_seconds,
-            "nvme": self.bandwidths.seconds(*moved) if self.bandwidths is not None else 0.0,
-            "to_device": to_device_bytes / self.link.to_device,
-            "to_host": to_host_bytes / self.link.to_host,
+            "nvme": self._nvme_seconds(spent),
+            "to_device": spent.to_device_bytes / self.link.to_device,
+            "to_host": spent.to_host_bytes / self.link.to_host,
         }
         bound_by = max(bounds, key=lambda name: bounds[name])
         self.last = Report(
@@ -120,13 +113,13 @@ class Reporter:
             to_host_seconds=bounds["to_host"],
             update_seconds=update_seconds,
             stall_seconds=stalls,
-            nvme_read_bytes=moved[0],
-            nvme_write_bytes=moved[1],
-            nvme_write_bytes_total=write_bytes,
+            nvme_read_bytes=spent.read_bytes,
+            nvme_write_bytes=spent.write_bytes,
+            nvme_write_bytes_total=end.write_bytes,
             drives=tuple(map(_between, drives, self._drives)),
-            to_device_bytes=to_device_bytes,
-            to_host_bytes=to_host_bytes,
-            network_bytes=network_bytes,
+            to_device_bytes=spent.to_device_bytes,
+            to_host_bytes=spent.to_host_bytes,
+            network_bytes=spent.received_bytes,
             host_memory_bytes=0,
             device_memory_bytes=0,
             memory=memory,
@@ -137,7 +130,7 @@ class Reporter:
         )
         return self.last
 
-    def _nvme_seconds(self, phase: _SoFar) -> float:
+    def _nvme_seconds(self, phase: _Moment) -> float:
         return 0.0 if self.bandwidths is None else self.bandwidths.seconds(phase.read_bytes, phase.write_bytes)
 
     def _carried(self) -> list[DriveUse]:
@@ -149,9 +142,8 @@ class Reporter:
             for path, of_path in zip(self.paths, self.store.statistics_by_path(), strict=True)
         ]
 
-    def _moved_bytes(self) -> tuple[int, int]:
-        """Bytes read from and written to NVMe since the engine was made."""
-        if self.store is None:
-            return 0, 0
-        statistics = self.store.statistics()
-        return statistics.read.bytes, statistics.write.bytes
+    def _moment(self, seconds: float, stalled_seconds: float) -> _Moment:
+        """Now, when the step has spent this much time."""
+        statistics = None if self.store is None else self.store.statistics()
+        moved = (0, 0) if statistics is None else (statistics.read.bytes, statistics.write.bytes)
+        return _Moment(seconds, stalled_seconds, *moved, *self.copied_bytes(), self.received_bytes())

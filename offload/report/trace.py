@@ -70,21 +70,13 @@ class Trace:
         origin = spans[0].start if spans else now
         events: list[dict[str, object]] = []
         for tid, (track, lane) in enumerate(lanes(spans, now)):
-            events.append({"ph": "M", "name": "thread_name", "pid": 1, "tid": tid, "args": {"name": track}})
-            events.append({"ph": "M", "name": "thread_sort_index", "pid": 1, "tid": tid, "args": {"sort_index": tid}})
+            of_lane = {"pid": 1, "tid": tid}
+            events.append({"ph": "M", "name": "thread_name", "args": {"name": track}, **of_lane})
+            events.append({"ph": "M", "name": "thread_sort_index", "args": {"sort_index": tid}, **of_lane})
             for span in lane:
-                events.append(
-                    {
-                        "ph": "X",
-                        "name": span.name,
-                        "cat": span.track,
-                        "pid": 1,
-                        "tid": tid,
-                        "ts": (span.start - origin) * 1e6,
-                        "dur": ((span.stop or now) - span.start) * 1e6,
-                        "args": {"bytes": span.nbytes} if span.nbytes else {},
-                    }
-                )
+                time_us = {"ts": (span.start - origin) * 1e6, "dur": ((span.stop or now) - span.start) * 1e6}
+                moved = {"bytes": span.nbytes} if span.nbytes else {}
+                events.append({"ph": "X", "name": span.name, "cat": span.track, "args": moved, **time_us, **of_lane})
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from offload.run.live import Line
-from offload.train import process
 from offload.train.output import output_folder
 from offload.train.report import series, summary, table
 from offload.train.settings import Settings
@@ -35,13 +34,10 @@ def run(
         check_fits_in_memory(settings)
     text = settings.open_text()
     say(f"text: {len(text):,} bytes in {text.num_files:,} files")
-    settings.empty_model()  # for what torch imports when it is first asked for one, 80 MB
-    rss_imports_bytes = process.rss_bytes()
     with output_folder(out):
         training = train(
             settings,
             {**options, "run_dir": out},
-            rss_imports_bytes=rss_imports_bytes,
             digest_after=num_verified,
             check=check,
             say=say,
@@ -66,7 +62,7 @@ def _write(
 ) -> list[str]:
     """Write the results; the names of the files."""
     by_step = series(training)
-    record = {**figures, "settings": vars(settings), "plan": training.plan.splitlines(), "series": by_step}
+    record = {**figures, "settings": vars(settings), "plan": str(training.plan).splitlines(), "series": by_step}
     (out / "run.json").write_text(json.dumps(record, indent=1) + "\n")
     try:
         from offload.train.plots import plot_loss, plot_memory  # late: see there

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from offload import kernels
 from offload.train import process
-from offload.train.digest import digests
+from offload.train.digest import digests_of
 from offload.train.settings import GRADIENT_CLIPPING, OPTIMIZER, STATE_BYTES, Settings
 
 _KERNEL_DTYPE = {torch.float32: kernels.Dtype.F32, torch.bfloat16: kernels.Dtype.BF16}
@@ -79,62 +79,38 @@ class InMemoryAdamW(torch.optim.Optimizer):
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
 
-class InMemoryTrainer:
-    """The run of ``settings``, step by step, in memory."""
-
-    def __init__(self, settings: Settings) -> None:
-        self.model = settings.empty_model()
-        torch.manual_seed(settings.seed)
-        _materialize(self.model)
-        rests = _split_masters(self.model) if settings.precision == "bf16" else {}
-        self.optimizer = InMemoryAdamW(self.model.parameters(), rests, lr=settings.lr, **OPTIMIZER)
-        self._scheduler = settings.schedule(self.optimizer)
-
-    def step(self, tokens: Tensor, targets: Tensor) -> float:
-        """One training step; returns its loss."""
-        self.optimizer.zero_grad()
-        loss = self.forward_backward(tokens, targets)
-        self.optimizer.step()
-        self._scheduler.step()
-        return loss
-
-    def forward_backward(self, tokens: Tensor, targets: Tensor) -> float:
-        """Add the gradients of one batch; returns its loss."""
-        loss = self.model(tokens, targets)
-        loss.backward()
-        return float(loss.item())
-
-
 def main() -> None:
     """Repeat the first steps of a run. Reads one JSON object from stdin; writes one to stdout for every step (its loss
-    and seconds) and a last one: the digests of the weights, and what the repetition cost in memory."""
+    and seconds) and a last one: the digests of the weights, and the memory that activations took."""
     request = json.loads(sys.stdin.read())
     settings = Settings.from_json(request["settings"])
     torch.set_num_threads(request["num_threads"])
-    settings.empty_model()  # as the training does before it measures
-    rss_imports_bytes = process.rss_bytes()
     batches = settings.batches()
-    trainer = InMemoryTrainer(settings)
+    model = settings.empty_model()  # torch imports 80 MB when it is first asked for one
+    rss_imports_bytes = process.rss_bytes()
+    torch.manual_seed(settings.seed)
+    _materialize(model)
+    rests = _split_masters(model) if settings.precision == "bf16" else {}
+    optimizer = InMemoryAdamW(model.parameters(), rests, lr=settings.lr, **OPTIMIZER)
+    scheduler = settings.schedule(optimizer)
     for tokens, targets in islice(batches, request["steps"]):
         if os.getppid() != request["parent"]:
             sys.exit("the training has gone")
         start = time.perf_counter()
-        loss = trainer.step(tokens, targets)
-        _answer({"loss": loss.hex(), "seconds": time.perf_counter() - start})
-    final = digests(trainer.model.named_parameters())
+        optimizer.zero_grad()
+        loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        _answer({"loss": float(loss.item()).hex(), "seconds": time.perf_counter() - start})
+    final = digests_of(model.named_parameters())
     # [Note: Activations] One more batch while the last gradients are still there: now all of the state is in memory
     # together with all activations, and what is not state is activations and working memory.
-    trainer.forward_backward(*next(batches))
-    peak_rss_bytes = process.peak_rss_bytes()
-    numel = sum(parameter.numel() for parameter in trainer.model.parameters())
+    model(*next(batches)).backward()
+    numel = sum(parameter.numel() for parameter in model.parameters())
     state_bytes = numel * sum(STATE_BYTES[settings.precision].values())
-    _answer(
-        {
-            "digests": final,
-            "peak_rss_bytes": peak_rss_bytes,
-            "activation_bytes": peak_rss_bytes - rss_imports_bytes - state_bytes,
-        }
-    )
+    activation_bytes = process.peak_rss_bytes() - rss_imports_bytes - state_bytes
+    _answer({"digests": final, "activation_bytes": activation_bytes})
 
 
 def _answer(message: dict[str, Any]) -> None:

@@ -18,19 +18,20 @@ _REPORTED = ("bound_seconds", "bound_by", "nvme_read_bytes", "nvme_write_bytes")
 def summary(settings: Settings, training: Training, verification: Verification | None) -> dict[str, Any]:
     """The figures of a run. Keys say their unit; per step means the median of all steps."""
     steps = training.steps
-    state_bytes = training.num_parameters * sum(STATE_BYTES[settings.precision].values())
+    budget_bytes = training.plan.host_budget_bytes
+    state_bytes = training.plan.num_parameters * sum(STATE_BYTES[settings.precision].values())
     measured = verification is not None
     activation_bytes = verification.activation_bytes if verification else settings.activation_bytes_estimated
-    rss_expected_bytes = training.rss_imports_bytes + activation_bytes + training.host_memory_bytes
+    rss_expected_bytes = training.rss_imports_bytes + activation_bytes + budget_bytes
     step_seconds = median(step.seconds for step in steps)
     bound_seconds = median(step.report.bound_seconds for step in steps)
     written_bytes = sum(step.report.nvme_write_bytes for step in steps)
     write_bytes_per_step = round(median(step.report.nvme_write_bytes for step in steps))
     return {
-        "parameters": training.num_parameters,
+        "parameters": training.plan.num_parameters,
         "model_state_bytes": state_bytes,
-        "host_memory_bytes": training.host_memory_bytes,
-        "host_memory_used_bytes": training.host_memory_used_bytes,
+        "host_memory_bytes": budget_bytes,
+        "host_memory_used_bytes": training.last_report.host_memory_bytes,
         "peak_rss_bytes": training.peak_rss_bytes,
         "rss_imports_bytes": training.rss_imports_bytes,
         "activation_bytes": activation_bytes,

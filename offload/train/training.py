@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from time import perf_counter
 from typing import Any
 
 import torch
 
-from offload import LiveLine, OffloadEngine, Report
+from offload import LiveLine, OffloadEngine, Plan, Report
 from offload.train import process
-from offload.train.digest import digests
+from offload.train.digest import digests_of
 from offload.train.model import generate
 from offload.train.settings import GRADIENT_CLIPPING, OPTIMIZER, Settings
 
@@ -31,19 +31,17 @@ class Step:
     report: Report
 
 
-@dataclass
+@dataclass(frozen=True)
 class Training:
     """The record of a run. ``digests`` are those of the weights after the step that ``digest_after`` asked for."""
 
     rss_imports_bytes: int
-    steps: list[Step] = field(default_factory=list)
-    digests: dict[str, str] = field(default_factory=dict)
-    plan: str = ""
-    num_parameters: int = 0
-    host_memory_bytes: int = 0
-    host_memory_used_bytes: int = 0
-    sample: bytes = b""
-    peak_rss_bytes: int = 0
+    """Memory of the process when its model had none yet."""
+    steps: list[Step]
+    digests: dict[str, str]
+    plan: Plan
+    sample: bytes
+    peak_rss_bytes: int
 
     @property
     def last_report(self) -> Report:
@@ -55,7 +53,6 @@ def train(
     settings: Settings,
     engine_options: Mapping[str, Any],
     *,
-    rss_imports_bytes: int,
     digest_after: int,
     check: Callable[[], None],
     say: Callable[[str], None],
@@ -63,12 +60,13 @@ def train(
     """Train for all steps and let the model write a sample; the engine is closed afterwards, however it ends.
 
     ``check`` is called between steps and may raise to end the run; ``say`` gets what a person wants to read before it.
-    ``rss_imports_bytes`` is the memory of the process before there was a model. Raises ``InputError`` and the errors of
-    the engine.
+    Raises ``InputError`` and the errors of the engine.
     """
-    training = Training(rss_imports_bytes)
+    steps: list[Step] = []
+    digests: dict[str, str] = {}
     batches = settings.batches()
-    model = settings.empty_model()
+    model = settings.empty_model()  # torch imports 80 MB when it is first asked for one
+    rss_imports_bytes = process.rss_bytes()
     torch.manual_seed(settings.seed)
     with OffloadEngine(
         model,
@@ -92,15 +90,11 @@ def train(
             value = float(loss.item())
             seconds = perf_counter() - start
             engine.log(tokens_per_second=tokens.numel() / seconds)
-            report = engine.report()
-            training.steps.append(Step(value, seconds, process.rss_bytes(), report))
-            if len(training.steps) == digest_after:
-                training.digests = digests(engine.module.named_parameters())
-        training.num_parameters = engine.plan.num_parameters
-        training.plan = str(engine.plan)
-        training.host_memory_bytes = engine.plan.host_budget_bytes
-        training.host_memory_used_bytes = report.host_memory_bytes
-        training.sample = generate(
+            steps.append(Step(value, seconds, process.rss_bytes(), engine.report()))
+            if len(steps) == digest_after:
+                digests = digests_of(engine.module.named_parameters())
+        plan = engine.plan
+        sample = generate(
             engine,
             SAMPLE_PROMPT[: settings.context],
             length=SAMPLE_BYTES,
@@ -108,5 +102,4 @@ def train(
             seconds_max=SAMPLE_SECONDS_MAX,
             seed=settings.seed,
         )
-    training.peak_rss_bytes = process.peak_rss_bytes()
-    return training
+    return Training(rss_imports_bytes, steps, digests, plan, sample, process.peak_rss_bytes())

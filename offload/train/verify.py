@@ -30,7 +30,6 @@ class Verification:
     num_steps: int
     difference: str | None
     step_seconds_median: float
-    peak_rss_bytes: int
     activation_bytes: int
 
 
@@ -72,7 +71,6 @@ def verify(
         num_steps=len(losses),
         difference=difference,
         step_seconds_median=median(seconds),
-        peak_rss_bytes=last["peak_rss_bytes"],
         activation_bytes=last["activation_bytes"],
     )
 

@@ -1,6 +1,7 @@
 """The report of a step: what it says to people, and the bound of a step whose updates had to wait."""
 
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ def a_step(reporter: Reporter, meter: Clock, store: Store, *, updates_wait: bool
 
 def test_where_updates_had_to_wait_forward_and_backward_have_bounds_of_their_own():
     meter, store = Clock(), Store()
-    received = iter([100, 400, 400, 400])
+    received = chain([100], repeat(400))
     reporter = Reporter(
         meter,
         store,

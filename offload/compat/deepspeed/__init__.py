@@ -7,16 +7,12 @@ from __future__ import annotations
 
 from torch import distributed as comm
 
-from offload.compat.deepspeed import accelerator as accelerator
-from offload.compat.deepspeed import ops as ops
-from offload.compat.deepspeed import zero as zero
-from offload.compat.deepspeed.accelerator import get_accelerator as get_accelerator
-from offload.compat.deepspeed.engine import DeepSpeedEngine as DeepSpeedEngine
-from offload.compat.deepspeed.entry import initialize as initialize
-from offload.compat.deepspeed.process import add_config_arguments as add_config_arguments
-from offload.compat.deepspeed.process import init_distributed as init_distributed
-from offload.compat.deepspeed.translation import Translation as Translation
-from offload.compat.deepspeed.translation import translate as translate
+from offload.compat.deepspeed import accelerator, ops, zero
+from offload.compat.deepspeed.accelerator import get_accelerator
+from offload.compat.deepspeed.engine import DeepSpeedEngine
+from offload.compat.deepspeed.entry import initialize
+from offload.compat.deepspeed.process import add_config_arguments, init_distributed
+from offload.compat.deepspeed.translation import Translation, translate
 
 __all__ = [
     "DeepSpeedEngine",

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload import option_values
-from offload.compat.deepspeed import kinds
 from offload.compat.deepspeed.keys import Block, Effect, Feature, Key
-from offload.compat.deepspeed.kinds import AUTO
+from offload.compat.deepspeed.kinds import AUTO, DICT, is_auto
 from offload.errors import ConfigError
 
 _KNOWN_MAX = 8
@@ -60,20 +59,20 @@ def _block(given: Mapping[str, Any], block: Block, path: str, rows: list[Row], *
         if isinstance(spec, Block):
             if isinstance(value, bool):  # old files switch blocks by a flag
                 value = {}
-            found[name] = _block(_as_object(key, value), spec, key, rows, on=on)
+            found[name] = _block(DICT.check(key, value), spec, key, rows, on=on)
         elif isinstance(spec, Feature):
             rows.append(_feature(key, value, spec))
         else:
             found[name] = _value(key, value, spec)
-            if spec.kind is kinds.DICT and spec.effect is Effect.HONOURED and path:
+            if spec.kind is DICT and spec.effect is Effect.HONOURED and path:
                 continue  # what is in it has rows of its own
             counts = on and (name == "enabled" or not is_off)
-            rows.append(_row(key, value, spec) if counts else _switched_off(key, value))
+            rows.append(Row(key, option_values.shown(value), *_becomes(spec, counts=counts)))
     return {} if is_off else found
 
 
 def _value(key: str, value: object, spec: Key) -> Any:
-    if value == AUTO and isinstance(value, str) and spec.takes_auto:
+    if is_auto(value) and spec.takes_auto:
         return AUTO
     checked = spec.kind.check(key, value)
     if spec.effect is Effect.REFUSED and checked not in spec.harmless:
@@ -81,19 +80,16 @@ def _value(key: str, value: object, spec: Key) -> Any:
     return checked
 
 
-def _row(key: str, value: object, spec: Key) -> Row:
-    if spec.effect is Effect.REFUSED:
-        return Row(key, option_values.shown(value), Effect.IDLE, "it asks for nothing")
-    return Row(key, option_values.shown(value), spec.effect, spec.says)
-
-
-def _switched_off(key: str, value: object) -> Row:
-    return Row(key, option_values.shown(value), Effect.IDLE, "its block is off")
+def _becomes(spec: Key, *, counts: bool) -> tuple[Effect, str]:
+    """Effect of a value that is given, in a block that counts or is off, and the reason."""
+    if not counts:
+        return Effect.IDLE, "its block is off"
+    return (Effect.IDLE, "it asks for nothing") if spec.effect is Effect.REFUSED else (spec.effect, spec.says)
 
 
 def _feature(key: str, value: object, spec: Feature) -> Row:
     """The row of a block that is not looked into further than its first level."""
-    given: Mapping[str, Any] = {} if isinstance(value, bool) else _as_object(key, value)
+    given: Mapping[str, Any] = {} if isinstance(value, bool) else DICT.check(key, value)
     for name in given:
         _known(name, dict.fromkeys(spec.keys), key)
     if "enabled" in given:
@@ -110,12 +106,6 @@ def _is_on(given: Mapping[str, Any]) -> bool:
     if given.get("enabled") is False:
         return False
     return given.get("enabled") is True or any(_is_on(part) for part in given.values() if isinstance(part, Mapping))
-
-
-def _as_object(key: str, value: object) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        option_values.refuse(key, "an object in braces, {...}", value)
-    return value
 
 
 def _known(name: object, keys: Mapping[str, Any], path: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,14 @@ from offload.errors import ConfigError, NonFiniteGradient, warn
 from swapper import OffloadError, StoreMissing
 
 
+@dataclass
 class _Position:
     """Counts that are kept beside the engine, as checkpoints save them."""
 
-    def __init__(self) -> None:
-        self.micro_steps = 0
-        self.skipped_steps = 0
-        self.tag = ""
-        """Of the checkpoint that it is saved in."""
+    micro_steps: int = 0
+    skipped_steps: int = 0
+    tag: str = ""
+    """Of the checkpoint that it is saved in."""
 
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -155,11 +155,9 @@ class DeepSpeedEngine:
         """Set the module's mode."""
         return self.train(False)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Within, ranks exchange no gradients, if they hold those of the whole model (stages 0 and 1)."""
-        with self.engine.no_sync():
-            yield
+        return self.engine.no_sync()
 
     def allreduce_gradients(self, *_: Any, **__: Any) -> None:
         """Does nothing: gradients are exchanged when they are complete."""

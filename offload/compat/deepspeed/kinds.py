@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from offload import option_values
 
 AUTO = "auto"
+
+
+def is_auto(value: object) -> bool:
+    """The value is left to the script's arguments and the optimizer."""
+    return isinstance(value, str) and value == AUTO
 
 
 @dataclass(frozen=True)
@@ -25,20 +30,19 @@ def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _count(key: str, value: object) -> int:
-    return option_values.as_count(key, _whole(value))
-
-
-def _natural(key: str, value: object) -> int:
-    return option_values.as_count(key, _whole(value), 0)
-
-
-def _integer(key: str, value: object) -> int:
-    return option_values.as_count(key, _whole(value), -(2**63))
+def _at_least(least: int) -> Callable[[str, Any], int]:
+    return lambda key, value: option_values.as_count(key, _whole(value), least)
 
 
 def _whole_or_inf(key: str, value: object) -> int | float:
-    return math.inf if value == math.inf else _natural(key, value)
+    return math.inf if value == math.inf else option_values.as_count(key, _whole(value), 0)
+
+
+def _stage(key: str, value: object) -> int:
+    stage = _whole(value)
+    if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage <= 3:
+        option_values.refuse(key, "a whole number from 0 to 3", value)
+    return stage
 
 
 def _share(key: str, value: object) -> float:
@@ -61,44 +65,40 @@ def _text(key: str, value: object) -> str:
 
 
 def _dict(key: str, value: object) -> dict[str, Any]:
-    if not isinstance(value, dict):
+    if not isinstance(value, Mapping):
         option_values.refuse(key, "an object in braces, {...}", value)
-    return value
+    return dict(value)
 
 
 def _paths(key: str, value: object) -> list[str]:
     return [str(path) for path in option_values.as_paths(key, value)]
 
 
-ANY = Kind(lambda key, value: value)
-FLAG = Kind(option_values.as_flag)
-COUNT = Kind(_count)
-NATURAL = Kind(_natural)
-INTEGER = Kind(_integer)
-WHOLE_OR_INF = Kind(_whole_or_inf, takes_auto=False)
-NUMBER = Kind(option_values.as_number)
-SHARE = Kind(_share)
-RATES = Kind(_rates)
-BETAS = Kind(option_values.as_betas)
-TEXT = Kind(_text, takes_auto=False)
-DICT = Kind(_dict, takes_auto=False)
-OPTIONS = Kind(option_values.as_options, takes_auto=False)
-PATHS = Kind(_paths, takes_auto=False)
-
-
-def choice(*names: str) -> Kind:
-    """One of these texts."""
+def _one_of(*names: str) -> Kind:
     return Kind(lambda key, value: option_values.as_choice(key, value, names), takes_auto=False)
 
 
-def whole_up_to(most: int) -> Kind:
-    """A whole number from 0 to ``most``."""
+ANY = Kind(lambda key, value: value)
+DICT = Kind(_dict, takes_auto=False)
 
-    def check(key: str, value: object) -> int:
-        number = _whole(value)
-        allowed: Sequence[int] = range(most + 1)
-        if isinstance(number, bool) or not isinstance(number, int) or number not in allowed:
-            option_values.refuse(key, f"a whole number from 0 to {most}", value)
-        return number
-
-    return Kind(check, takes_auto=False)
+KINDS = {
+    "any": ANY,
+    "flag": Kind(option_values.as_flag),
+    "count": Kind(_at_least(1)),
+    "natural": Kind(_at_least(0)),
+    "integer": Kind(_at_least(-(2**63))),
+    "whole_or_inf": Kind(_whole_or_inf, takes_auto=False),
+    "stage": Kind(_stage, takes_auto=False),
+    "number": Kind(option_values.as_number),
+    "share": Kind(_share),
+    "rates": Kind(_rates),
+    "betas": Kind(option_values.as_betas),
+    "text": Kind(_text, takes_auto=False),
+    "dict": DICT,
+    "options": Kind(option_values.as_options, takes_auto=False),
+    "paths": Kind(_paths, takes_auto=False),
+    "device": _one_of("none", "cpu", "nvme"),
+    "mean_or_sum": _one_of("mean", "sum"),
+    "log_or_linear": _one_of("log", "linear"),
+}
+"""The kinds, by the names that ``keys.ini`` calls them."""

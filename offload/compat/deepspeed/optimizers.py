@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from offload import foreign, option_values
-from offload.compat.deepspeed import kinds
 from offload.compat.deepspeed.checking import Row, check, joined, torch_rows
-from offload.compat.deepspeed.keys import Block, Effect, block, honoured, idle, refused
-from offload.compat.deepspeed.kinds import AUTO
+from offload.compat.deepspeed.keys import TABLE, Block, Effect, Key
+from offload.compat.deepspeed.kinds import is_auto
 from offload.compat.deepspeed.sources import Sources
 from offload.errors import ConfigError
 
@@ -39,47 +38,7 @@ _REFUSED = {
 _NAMED = ("lr", "betas", "eps", "weight_decay")
 """Settings that are options of the engine by themselves."""
 
-_LR = honoured("lr", kinds.NUMBER)
-_EPS = honoured("eps", kinds.NUMBER)
-_DECAY = honoured("weight_decay", kinds.NUMBER, "weight_decay; 0 if it is absent, as in DeepSpeed")
-_SET_GRAD_NONE = idle("set_grad_none", kinds.FLAG, "a step uses gradients up")
-_OTHERS = {
-    **idle(
-        "fp32_optimizer_states", kinds.FLAG, 'states are fp32; moments_dtype in "offload_engine" makes them smaller'
-    ),
-    **refused("max_grad_norm", kinds.NUMBER, "write gradient_clipping at the top instead"),
-}
-
-_ADAM_PARAMS = block(
-    _LR,
-    honoured("betas", kinds.BETAS),
-    _EPS,
-    _DECAY,
-    honoured("adam_w_mode", kinds.FLAG, 'true, as it is if absent: "adamw", also for the type Adam; false: "adam"'),
-    honoured("adamw_mode", kinds.FLAG, "another name of adam_w_mode"),
-    idle("torch_adam", kinds.FLAG, "the kernels do what torch's Adam does"),
-    honoured("amsgrad", kinds.FLAG),
-    refused("bias_correction", kinds.FLAG, "Adam here corrects the bias: write true", True),
-    _SET_GRAD_NONE,
-    _OTHERS,
-)
-_LION_PARAMS = block(
-    _LR,
-    honoured("betas", kinds.BETAS, "betas; (0.9, 0.999) if it is absent, as in DeepSpeed"),
-    _DECAY,
-    _SET_GRAD_NONE,
-    _OTHERS,
-)
-_ADAGRAD_PARAMS = block(
-    _LR,
-    _EPS,
-    _DECAY,
-    honoured("lr_decay", kinds.NUMBER),
-    refused("amsgrad", kinds.FLAG, "Adagrad has no such variant: leave it out", False),
-    _OTHERS,
-)
-
-PARAMS: Mapping[str, Block] = {"Adam, AdamW": _ADAM_PARAMS, "Lion": _LION_PARAMS, "Adagrad": _ADAGRAD_PARAMS}
+PARAMS: Mapping[str, Block] = {types: TABLE.block(types) for types in ("Adam, AdamW", "Lion", "Adagrad")}
 """The keys of ``optimizer.params``, by the types that have them."""
 
 
@@ -90,8 +49,6 @@ class OptimizerPart:
     kind: str | type[torch.optim.Optimizer]
     settings: dict[str, Any]
     rows: tuple[Row, ...]
-    resolved: dict[str, Any]
-    """Values that stand for "auto", by key."""
 
     def options(self) -> dict[str, Any]:
         """As options of ``OffloadConfig``."""
@@ -131,14 +88,14 @@ def optimizer_part(section: Mapping[str, Any], sources: Sources) -> OptimizerPar
     if name in _ADAMS:
         return _adam(name, given, sources)
     if name in _LIONS:
-        return _kernel("lion", _LION_PARAMS, {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}, given, sources)
+        return _kernel("lion", "Lion", {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}, given, sources)
     if name in _ADAGRADS:
-        return _kernel("adagrad", _ADAGRAD_PARAMS, {"lr": 1e-2, "weight_decay": 0.0}, given, sources)
+        return _kernel("adagrad", "Adagrad", {"lr": 1e-2, "weight_decay": 0.0}, given, sources)
     return _of_torch(theirs, given, sources)
 
 
 def _adam(name: str, given: dict[str, Any], sources: Sources) -> OptimizerPart:
-    part = _kernel("adamw", _ADAM_PARAMS, {"lr": 1e-3, "weight_decay": 0.0}, given, sources)
+    part = _kernel("adamw", "Adam, AdamW", {"lr": 1e-3, "weight_decay": 0.0}, given, sources)
     settings = dict(part.settings)
     modes = [settings.pop(key) for key in ("adam_w_mode", "adamw_mode") if key in settings]
     if settings.pop("torch_adam", False) is True and given.get("weight_decay") is None and not modes.count(False):
@@ -146,25 +103,27 @@ def _adam(name: str, given: dict[str, Any], sources: Sources) -> OptimizerPart:
     if settings.get("amsgrad") is False:
         del settings["amsgrad"]
     decoupled = name == "adamw" or False not in modes
-    return OptimizerPart("adamw" if decoupled else "adam", settings, part.rows, part.resolved)
+    return OptimizerPart("adamw" if decoupled else "adam", settings, part.rows)
 
 
-def _kernel(
-    kind: str, params: Block, defaults: dict[str, Any], given: dict[str, Any], sources: Sources
-) -> OptimizerPart:
+def _kernel(kind: str, types: str, defaults: dict[str, Any], given: dict[str, Any], sources: Sources) -> OptimizerPart:
     """Settings of a type that DeepSpeed has of its own, with its defaults."""
-    checked = check(given, params, _PATH)
-    settings, resolved = dict(defaults), {}
+    checked = check(given, PARAMS[types], _PATH)
+    settings = dict(defaults)
     for name, value in checked.values.items():
-        spec = params.keys[name]
-        if value == AUTO and isinstance(value, str):
-            found = sources.betas() if name == "betas" else sources.number(name)
-            if found is not None:
-                settings[name] = found
-            resolved[joined(_PATH, name)] = settings.get(name, _DEFAULT)
-        elif getattr(spec, "effect", None) is Effect.HONOURED or name == "torch_adam":
+        spec = PARAMS[types].keys[name]
+        if is_auto(value):
+            settings |= _answer(name, sources)
+            sources.resolved[joined(_PATH, name)] = settings.get(name, _DEFAULT)
+        elif isinstance(spec, Key) and (spec.effect is Effect.HONOURED or name == "torch_adam"):
             settings[name] = value
-    return OptimizerPart(kind, settings, checked.rows, resolved)
+    return OptimizerPart(kind, settings, checked.rows)
+
+
+def _answer(name: str, sources: Sources) -> dict[str, Any]:
+    """The setting that is "auto", where something says it."""
+    found = sources.betas() if name == "betas" else sources.number(name)
+    return {} if found is None else {name: found}
 
 
 def _of_torch(theirs: str, given: dict[str, Any], sources: Sources) -> OptimizerPart:
@@ -175,20 +134,13 @@ def _of_torch(theirs: str, given: dict[str, Any], sources: Sources) -> Optimizer
         option_values.refuse_name("optimizer.type", expected, theirs, theirs, known)
     kind: type[torch.optim.Optimizer] = getattr(torch.optim, name)
     rows = torch_rows(given, kind, _PATH, f"torch.optim.{name}")
-    settings, resolved = {}, {}
+    settings: dict[str, Any] = {}
     for key, value in given.items():
-        if isinstance(value, str) and value == AUTO:
-            found = sources.betas() if key == "betas" else sources.number(key)
-            resolved[joined(_PATH, key)] = _DEFAULT if found is None else found
-            value = found
-        if value is not None:
+        if is_auto(value):
+            settings |= _answer(key, sources)
+            sources.resolved[joined(_PATH, key)] = settings.get(key, _DEFAULT)
+        elif value is not None:
             settings[key] = tuple(value) if isinstance(value, list) else value
-    _try(kind, settings)
-    return OptimizerPart(kind, settings, rows, resolved)
-
-
-def _try(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> None:
-    """Raise ``ConfigError`` if torch does not take the settings."""
     try:
         kind([nn.Parameter(torch.zeros(2, 2))], **settings)  # type: ignore[call-arg]
     except Exception as error:  # torch checks settings with what comes
@@ -196,3 +148,4 @@ def _try(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> None:
         raise ConfigError(
             f"{_PATH}: {kind.__name__} cannot be built with {option_values.shown(settings)}: {said}"
         ) from None
+    return OptimizerPart(kind, settings, rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from offload.compat.deepspeed.table import table_of
@@ -19,10 +20,7 @@ def facts_of(translation: Translation) -> dict[str, Any]:
         "batch": {"train": batch.train, "micro": batch.micro, "gradient_accumulation_steps": batch.steps},
         "scheduler": None if scheduler is None else {"type": scheduler.name, "params": scheduler.params},
         "missing": [] if scheduler is None else [f"scheduler.params.{name}" for name in scheduler.missing],
-        "keys": [
-            {"key": row.key, "given": row.given, "effect": row.effect.value, "says": row.says}
-            for row in translation.rows
-        ],
+        "keys": [{**asdict(row), "effect": row.effect.value} for row in translation.rows],
     }
 
 

@@ -32,6 +32,8 @@ class Sources:
     def __init__(self, arguments: object = None, optimizer: torch.optim.Optimizer | None = None) -> None:
         self._arguments = arguments
         self._optimizer = optimizer
+        self.resolved: dict[str, Any] = {}
+        """Values that stand for "auto", by the path of the key."""
 
     def number(self, key: str) -> Any:
         """The value of the argument that ``key`` is called by; the optimizer's own, if it has one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from offload.compat.deepspeed import optimizers, schedulers
@@ -11,6 +11,8 @@ from offload.compat.deepspeed.checking import Row, all_keys
 from offload.compat.deepspeed.keys import TOP, Block, Effect, Feature, Key
 
 _WIDTH = 120
+_OF_TYPES = {"optimizer.params": optimizers.PARAMS, "scheduler.params": schedulers.PARAMS}
+"""Blocks whose keys depend on the type beside them."""
 
 
 def table_of(rows: Sequence[Row]) -> str:
@@ -35,31 +37,23 @@ def _wrapped(line: str) -> str:
 def markdown() -> str:
     """All keys that are known, as ``docs/deepspeed.md`` has them."""
     parts = ["### The file", _of_block(TOP)]
-    for title, blocks in (("optimizer.params", optimizers.PARAMS), ("scheduler.params", schedulers.PARAMS)):
-        parts += [f"### {title}", *_of_types(blocks)]
-    return "\n\n".join(parts) + "\n"
+    for title, blocks in _OF_TYPES.items():
+        parts.append(f"### {title}")
+        for types, block in blocks.items():
+            parts += [f"{types}:", _of_block(block)]
+    return "\n\n".join(parts)
 
 
 def key_facts() -> dict[str, Any]:
     """The same as values of JSON."""
-    of_types = {"optimizer.params": optimizers.PARAMS, "scheduler.params": schedulers.PARAMS}
-    return {
-        "file": _facts_of_block(TOP),
-        **{
-            title: {types: _facts_of_block(block) for types, block in blocks.items()}
-            for title, blocks in of_types.items()
-        },
-    }
+    facts: dict[str, Any] = {"file": _facts_of_block(TOP)}
+    for title, blocks in _OF_TYPES.items():
+        facts[title] = {types: _facts_of_block(block) for types, block in blocks.items()}
+    return facts
 
 
 def _facts_of_block(block: Block) -> list[dict[str, Any]]:
     return [{"key": key, "effect": spec.effect.value, "says": spec.says} for key, spec in all_keys(block)]
-
-
-def _of_types(blocks: Mapping[str, Block]) -> Iterable[str]:
-    for types, block in blocks.items():
-        yield f"{types}:"
-        yield _of_block(block)
 
 
 def _of_block(block: Block) -> str:

@@ -80,19 +80,16 @@ def translate(config: object, args: object = None, optimizer: torch.optim.Optimi
         read_config["zero_optimization"] = {"stage": int(zero)}
     checked = check(read_config, TOP)
     given = checked.values
-    resolved: dict[str, Any] = {}
-    batch = _batch(given, sources, resolved)
+    batch = _batch(given, sources)
     bf16 = given.get("bf16") or given.get("bfloat16") or {}
     options = {
-        **_precision(given.get("fp16", {}), bf16, sources, resolved),
+        **_precision(given.get("fp16", {}), bf16, sources),
         **_zero(given.get("zero_optimization", {})),
-        "gradient_clipping": _clipping(given, sources, resolved),
+        "gradient_clipping": _clipping(given, sources),
         "gradient_accumulation_steps": batch.steps,
     }
     own = optimizer_part(given.get("optimizer", {}), sources)
     scheduler = scheduler_part(given.get("scheduler", {}), sources)
-    for part in (own, scheduler):
-        resolved |= part.resolved if part is not None else {}
     options |= given.get("offload_engine", {})
     rows = [*checked.rows, *(own.rows if own else ()), *(scheduler.rows if scheduler else ())]
     translation = Translation(
@@ -106,31 +103,28 @@ def translate(config: object, args: object = None, optimizer: torch.optim.Optimi
         steps_per_print=given.get("steps_per_print", 0),
         prints_times=given.get("wall_clock_breakdown") is True,
         drop_last=given.get("dataloader_drop_last") is True,
-        rows=tuple(_filled(row, resolved) for row in rows),
+        rows=tuple(_filled(row, sources.resolved) for row in rows),
     )
     OffloadConfig(**translation.options)  # raises ConfigError
     return translation
 
 
-def _batch(given: Mapping[str, Any], sources: Sources, resolved: dict[str, Any]) -> Batch:
+def _batch(given: Mapping[str, Any], sources: Sources) -> Batch:
     numbers = {name: given.get(name) for name in (batches.TRAIN, batches.MICRO, batches.STEPS)}
     for name in (batches.MICRO, batches.STEPS):
         if numbers[name] == AUTO:
             numbers[name] = sources.count(name) or AUTO
     batch = batches.resolve(numbers, num_ranks())
-    for name, number in {batches.TRAIN: batch.train, batches.MICRO: batch.micro, batches.STEPS: batch.steps}.items():
-        resolved[name] = number
+    sources.resolved |= {batches.TRAIN: batch.train, batches.MICRO: batch.micro, batches.STEPS: batch.steps}
     return batch
 
 
-def _precision(
-    fp16: Mapping[str, Any], bf16: Mapping[str, Any], sources: Sources, resolved: dict[str, Any]
-) -> dict[str, Any]:
+def _precision(fp16: Mapping[str, Any], bf16: Mapping[str, Any], sources: Sources) -> dict[str, Any]:
     on = []
     for name, block in (("fp16", fp16), ("bf16", bf16)):
         enabled = block.get("enabled", False)
         if enabled == AUTO:
-            enabled = resolved[f"{name}.enabled"] = sources.flag(name) or False
+            enabled = sources.resolved[f"{name}.enabled"] = sources.flag(name) or False
         if enabled:
             on.append(name)
     if len(on) == 2:
@@ -158,11 +152,11 @@ def _zero(zero: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, "nvme_path": paths} if paths else options
 
 
-def _clipping(given: Mapping[str, Any], sources: Sources, resolved: dict[str, Any]) -> float:
+def _clipping(given: Mapping[str, Any], sources: Sources) -> float:
     clipping = given.get("gradient_clipping", _CLIPPING)
     if clipping == AUTO:
         found = sources.number("gradient_clipping")
-        clipping = resolved["gradient_clipping"] = _CLIPPING if found is None else found
+        clipping = sources.resolved["gradient_clipping"] = _CLIPPING if found is None else found
     return float(clipping)
 
 

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -99,9 +98,7 @@ class OffloadTrainerMixin(Trainer):
     def __enter__(self) -> OffloadTrainerMixin:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # The engine, and the optimizer over it.
