@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from aio_ext import Memory, Queue, QueueError, StripedFile, StripePath
-from aio_ext._core import lease_containing
+from aio_ext._core import core
 from aio_ext.testing import FaultPlan, faulty_queue, load, store
 
 KIB = 1 << 10
@@ -98,7 +98,7 @@ def test_a_failed_write_leaves_the_chunk_as_it_was(
 
 def is_owned(address: int) -> bool:
     """True while the memory there has a user."""
-    return lease_containing(address, 1) is not None
+    return core.lease_containing(address, 1) is not None
 
 
 @pytest.mark.parametrize("operation", ["read", "write"])
