@@ -12,10 +12,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from faulty_queue import FaultPlan, faulty_queue, load, store
 
 from aio_ext import Memory, Queue, QueueError, StripedFile, StripePath
 from aio_ext._core import core
-from aio_ext.testing import FaultPlan, faulty_queue, load, store
 
 KIB = 1 << 10
 MIB = 1 << 20

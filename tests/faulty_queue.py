@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ._core import core
-from .queue import Queue
+from aio_ext._core import core
+from aio_ext.queue import Queue
 
 _OPERATIONS: tuple[Literal["read", "write", "sync"], ...] = ("read", "write", "sync")
 
