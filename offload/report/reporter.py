@@ -53,10 +53,8 @@ class Reporter:
     link: LinkRates
 
     def __post_init__(self) -> None:
-        self._moved = self._moved_bytes()
-        self._copied = self.copied_bytes()
-        self._received = self.received_bytes()
         self._drives = self._carried()
+        self._counts = self._count()
         self._forward: _SoFar | None = None
         """State of the step when its first backward began."""
         self.disk_busy: tuple[float, float] | None = None
@@ -69,30 +67,24 @@ class Reporter:
     def backward_begins(self) -> None:
         """The first backward of the coming step."""
         if self.bandwidths is not None:
-            seconds, stalled = self.meter.so_far()
-            self._forward = _SoFar(seconds, stalled, *self._moved_bytes())
+            self._forward = _SoFar(*self.meter.so_far(), *_moved_bytes(self._carried()))
 
     def report(
         self, memory: dict[str, dict[str, int]], step: int, grad_norm: float, loss_scale: float, *, updates_wait: bool
     ) -> Report:
         """The step since the last call. ``memory`` is by kind and tier; the memory taken is measured when asked for.
         ``updates_wait``: the updates of this step, which overlap with the next one, had to wait for its verdict."""
-        before = _SoFar(0.0, 0.0, *self._moved)
         seconds, stalls, update_seconds = self.meter.restart()
-        read_bytes, write_bytes = self._moved_bytes()
-        moved, self._moved = (read_bytes - self._moved[0], write_bytes - self._moved[1]), (read_bytes, write_bytes)
-        copied = self.copied_bytes()
-        to_device_bytes, to_host_bytes = (now - before for now, before in zip(copied, self._copied, strict=True))
-        self._copied = copied
-        received = self.received_bytes()
-        network_bytes, self._received = received - self._received, received
         drives, self._drives = self._drives, self._carried()
-        whole = _SoFar(seconds, sum(stalls.values()), read_bytes, write_bytes)
+        before, self._counts = self._counts, self._count()
+        counts = (now - then for now, then in zip(self._counts, before, strict=True))
+        read_bytes, write_bytes, to_device_bytes, to_host_bytes, network_bytes = counts
+        whole = _SoFar(seconds, sum(stalls.values()), *self._counts[:2])
         compute_seconds = self.busy_seconds()
         schedule_seconds, self.disk_busy = 0.0, None
         if self._forward is not None and compute_seconds is None:
-            phases = [self._forward.since(before), whole.since(self._forward)]
-            busy = [self._nvme_seconds(phase) for phase in phases]
+            phases = [self._forward.since(_SoFar(0.0, 0.0, *before[:2])), whole.since(self._forward)]
+            busy = [self._nvme_seconds(phase.read_bytes, phase.write_bytes) for phase in phases]
             self.disk_busy = busy[0] / max(phases[0].seconds, 1e-9), busy[1] / max(phases[1].seconds, 1e-9)
             if self._updates_wait:
                 computing = (phase.seconds - phase.stalled_seconds for phase in phases)
@@ -103,7 +95,7 @@ class Reporter:
         bounds = {
             "schedule": schedule_seconds,
             "compute": compute_seconds,
-            "nvme": self.bandwidths.seconds(*moved) if self.bandwidths is not None else 0.0,
+            "nvme": self._nvme_seconds(read_bytes, write_bytes),
             "to_device": to_device_bytes / self.link.to_device,
             "to_host": to_host_bytes / self.link.to_host,
         }
@@ -120,9 +112,9 @@ class Reporter:
             to_host_seconds=bounds["to_host"],
             update_seconds=update_seconds,
             stall_seconds=stalls,
-            nvme_read_bytes=moved[0],
-            nvme_write_bytes=moved[1],
-            nvme_write_bytes_total=write_bytes,
+            nvme_read_bytes=read_bytes,
+            nvme_write_bytes=write_bytes,
+            nvme_write_bytes_total=self._counts[1],
             drives=tuple(map(_between, drives, self._drives)),
             to_device_bytes=to_device_bytes,
             to_host_bytes=to_host_bytes,
@@ -137,8 +129,12 @@ class Reporter:
         )
         return self.last
 
-    def _nvme_seconds(self, phase: _SoFar) -> float:
-        return 0.0 if self.bandwidths is None else self.bandwidths.seconds(phase.read_bytes, phase.write_bytes)
+    def _nvme_seconds(self, read_bytes: int, write_bytes: int) -> float:
+        return 0.0 if self.bandwidths is None else self.bandwidths.seconds(read_bytes, write_bytes)
+
+    def _count(self) -> tuple[int, int, int, int, int]:
+        """Bytes read from and written to NVMe, copied to and from a device, and received, since the engine was made."""
+        return *_moved_bytes(self._drives), *self.copied_bytes(), self.received_bytes()
 
     def _carried(self) -> list[DriveUse]:
         """Bytes that each path has carried since the engine was made."""
@@ -149,9 +145,7 @@ class Reporter:
             for path, of_path in zip(self.paths, self.store.statistics_by_path(), strict=True)
         ]
 
-    def _moved_bytes(self) -> tuple[int, int]:
-        """Bytes read from and written to NVMe since the engine was made."""
-        if self.store is None:
-            return 0, 0
-        statistics = self.store.statistics()
-        return statistics.read.bytes, statistics.write.bytes
+
+def _moved_bytes(drives: Sequence[DriveUse]) -> tuple[int, int]:
+    """Bytes read from and written to all paths."""
+    return sum(drive.read_bytes for drive in drives), sum(drive.write_bytes for drive in drives)
