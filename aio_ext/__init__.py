@@ -7,13 +7,15 @@
 Knows buffers, files, offsets and queues; never sees a tensor. Addresses are plain integers.
 """
 
-from ._core import direct_io_alignment
+from ._core import core
 from .errors import QueueError
 from .memory import Memory, Pattern
 from .queue import Queue, available_backends, unavailable_backends
 from .statistics import DirectionStatistics, Statistics
 from .striped import StripedFile, StripedTicket, StripePath
 from .ticket import Ticket
+
+direct_io_alignment = core.direct_io_alignment
 
 __all__ = [
     "DirectionStatistics",

@@ -5,54 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ._aio import (
-        Channel,
-        FaultPlan,
-        Lease,
-        anonymous_memory,
-        direct_io_alignment,
-        lease_containing,
-        pattern_memory,
-        uring_obstacle,
-    )
+    from . import _aio as core
 
     NATIVE = True
 else:
     try:
-        from ._aio import (
-            Channel,
-            FaultPlan,
-            Lease,
-            anonymous_memory,
-            direct_io_alignment,
-            lease_containing,
-            pattern_memory,
-            uring_obstacle,
-        )
-
-        NATIVE = True
+        from . import _aio as core
     except ImportError:
-        from .portable_memory import (
-            Channel,
-            Lease,
-            anonymous_memory,
-            direct_io_alignment,
-            lease_containing,
-            pattern_memory,
-            uring_obstacle,
-        )
+        from . import portable_memory as core
+    NATIVE = core.__name__.endswith("_aio")
 
-        FaultPlan = None  # faults are injected by the native core only
-        NATIVE = False
-
-__all__ = [
-    "NATIVE",
-    "Channel",
-    "FaultPlan",
-    "Lease",
-    "anonymous_memory",
-    "direct_io_alignment",
-    "lease_containing",
-    "pattern_memory",
-    "uring_obstacle",
-]
+__all__ = ["NATIVE", "core"]

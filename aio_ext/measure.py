@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -80,12 +79,9 @@ class Range:
         Raises:  :class:`QueueError` if a request fails.
         """
         num_requests = -(-nbytes // self._request_bytes)
-        with _Clock(self._queue) as clock:
-            if mode == "update":
-                self._update(-(-num_requests * READS // (READS + WRITES)))
-            else:
-                self._stream(mode, num_requests)
-        return clock.sample
+        if mode == "update":
+            return self._sample(lambda: self._update(-(-num_requests * READS // (READS + WRITES))))
+        return self._sample(lambda: self._stream(mode, num_requests))
 
     def _stream(self, mode: Literal["read", "write", "mixed"], num_requests: int) -> None:
         in_flight: deque[Ticket] = deque()
@@ -140,48 +136,36 @@ class Range:
 
     def move(self, kind: Literal["read", "write"], sizes: Sequence[int]) -> Sample:
         """Ask for requests of these sizes at once, one behind the other, around the ends of the file and the memory."""
+        return self._sample(lambda: self._move(kind, sizes))
+
+    def _move(self, kind: Literal["read", "write"], sizes: Sequence[int]) -> None:
         offset = place = 0
         in_flight = []
-        with _Clock(self._queue) as clock:
-            for size in sizes:
-                offset = 0 if offset + size > self._nbytes else offset
-                place = 0 if place + size > self._memory.nbytes else place
-                in_flight.append(self._submit(kind, offset, self._memory.address + place, size))
-                offset, place = offset + size, place + size
-            for ticket in in_flight:
-                ticket.wait(300)
-        return clock.sample
+        for size in sizes:
+            offset = 0 if offset + size > self._nbytes else offset
+            place = 0 if place + size > self._memory.nbytes else place
+            in_flight.append(self._submit(kind, offset, self._memory.address + place, size))
+            offset, place = offset + size, place + size
+        for ticket in in_flight:
+            ticket.wait(300)
 
     def _submit(self, kind: Literal["read", "write"], offset: int, address: int, nbytes: int) -> Ticket:
         submit = self._queue.read if kind == "read" else self._queue.write
         return submit(self._file, offset, address, nbytes)
 
-
-class _Clock:
-    """Clock of what a queue does under ``with``."""
-
-    sample: Sample
-
-    def __init__(self, queue: Queue) -> None:
-        self._queue = queue
-
-    def __enter__(self) -> _Clock:
-        self._before = self._queue.statistics()
-        self._cpu = cpu_seconds()
-        self._start = time.perf_counter()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        seconds = time.perf_counter() - self._start
-        cpu = cpu_seconds() - self._cpu
-        before, after = self._before, self._queue.statistics()
+    def _sample(self, work: Callable[[], None]) -> Sample:
+        """What the queue does in ``work``."""
+        before, start, cpu = self._queue.statistics(), time.perf_counter(), time.process_time()
+        work()
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
+        after = self._queue.statistics()
         busy = after.busy_seconds - before.busy_seconds
         depth = after.depth_mean * after.busy_seconds - before.depth_mean * before.busy_seconds
-        self.sample = Sample(
+        return Sample(
             read_bytes=after.read.bytes - before.read.bytes,
             write_bytes=after.write.bytes - before.write.bytes,
             seconds=seconds,
-            cpu_seconds=cpu,
+            cpu_seconds=cpu_seconds,
             depth_mean=depth / busy if busy > 0 else 0.0,
         )
 
@@ -214,9 +198,3 @@ def _kinds(mode: Literal["read", "write", "mixed"]) -> Iterator[Literal["read", 
             yield "read"
         else:
             yield "write"
-
-
-def cpu_seconds() -> float:
-    """User and system time of this process so far, all threads together."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime

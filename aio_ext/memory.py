@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import TracebackType
+from typing import TYPE_CHECKING
 
-from ._core import Lease, anonymous_memory, pattern_memory
+from ._core import core
+
+if TYPE_CHECKING:
+    from ._aio import Lease
 
 
 class _Range:
@@ -23,9 +26,7 @@ class _Range:
     def __enter__(self):  # type: ignore[no-untyped-def]  # typing.Self is newer than Python 3.10
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -41,7 +42,7 @@ class Memory(_Range):
     def __init__(self, nbytes: int, huge_pages: bool = True) -> None:
         if nbytes <= 0:
             raise ValueError(f"nbytes must be > 0, got {nbytes}")
-        super().__init__(anonymous_memory(nbytes, huge_pages), nbytes)
+        super().__init__(core.anonymous_memory(nbytes, huge_pages), nbytes)
 
     def populate(self) -> None:
         """Give every page its memory now. Raises ``OSError`` (``ENOMEM``) when there is not enough."""
@@ -65,7 +66,7 @@ class Pattern(_Range):
             raise ValueError(f"nbytes must be > 0, got {nbytes}")
         if not 0 <= value <= 0xFFFF:
             raise ValueError(f"value must be a 16-bit number, got {value}")
-        super().__init__(pattern_memory(nbytes, value), nbytes)
+        super().__init__(core.pattern_memory(nbytes, value), nbytes)
 
 
 def huge_bytes(address: int, nbytes: int) -> int:

@@ -12,7 +12,7 @@ from _thread import start_new_thread
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ._core import Channel
+from ._core import core
 
 if TYPE_CHECKING:
     from ._aio import Ticket as CoreTicket
@@ -24,7 +24,7 @@ class Notifier:
     """A channel of the core, and what to call for each token that comes out of it."""
 
     def __init__(self) -> None:
-        self._channel = Channel()
+        self._channel = core.Channel()
         self._calls: dict[int, Callable[[], object]] = {}
         self._tokens = itertools.count(1)
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from aiofiles.os import wrap
 
-from ._core import NATIVE, direct_io_alignment, lease_containing
+from ._core import NATIVE, core
 from .latch import Latch
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ class Queue:
 
     def register_file(self, fd: int) -> int:
         self._refuse()
-        alignment = direct_io_alignment(fd) if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT else (1, 1)
+        alignment = core.direct_io_alignment(fd) if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT else (1, 1)
         if self._block_bytes % alignment[1]:
             raise ValueError(f"block_bytes must be a multiple of {alignment[1]} for this file")
         return self._call("registering a file", partial(self._add_file, fd, *alignment))
@@ -208,7 +208,7 @@ class Queue:
                 f"O_DIRECT on this file needs offset and nbytes in multiples of {file.offset_alignment} "
                 f"and address of {file.memory_alignment}"
             )
-        ticket = Ticket(operation, file, offset, address, nbytes, urgent, lease_containing(address, nbytes))
+        ticket = Ticket(operation, file, offset, address, nbytes, urgent, core.lease_containing(address, nbytes))
         if operation != "sync" and nbytes == 0:
             ticket.over.set()
             return ticket

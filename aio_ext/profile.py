@@ -38,14 +38,6 @@ class IoProfile:
     """Reads of R and writes of W bytes at once take ``((R/read)^q + (W/write)^q)^(1/q)`` seconds: 1 for a device that
     shares its bandwidth between them, large for one that does both at once at full speed."""
 
-    def seconds(self, read_bytes: float, write_bytes: float) -> float:
-        """The time that moving so much both ways at once takes."""
-        read, write = read_bytes / self.read_bytes_per_s, write_bytes / self.write_bytes_per_s
-        longer, shorter = max(read, write), min(read, write)
-        if longer == 0:
-            return 0.0
-        return float(longer * (1 + (shorter / longer) ** self.mixed_q) ** (1 / self.mixed_q))
-
 
 def profiles_path() -> Path:
     """The file that holds the profiles."""

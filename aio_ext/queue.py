@@ -6,10 +6,9 @@ import errno
 import os
 import sys
 import weakref
-from types import TracebackType
 from typing import TYPE_CHECKING, cast
 
-from . import _core
+from ._core import NATIVE, core
 from .statistics import DirectionStatistics, Statistics
 from .ticket import Ticket
 
@@ -142,9 +141,7 @@ class Queue:
     def __enter__(self) -> Queue:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _ticket(self, core: CoreTicket, operation: str, file: int, offset: int, nbytes: int) -> Ticket:
@@ -160,14 +157,14 @@ def _close_dropped(core: CoreQueue) -> None:
 def _make_core(backend: str, depth: int, block_bytes: int, num_threads: int, plan: FaultPlan | None) -> CoreQueue:
     if depth < 1 or block_bytes < 1 or num_threads < 1:
         raise ValueError(f"depth, block_bytes and num_threads must be >= 1, got {depth}, {block_bytes}, {num_threads}")
-    if backend == "portable" or (backend == "auto" and not _core.NATIVE):
+    if backend == "portable" or (backend == "auto" and not NATIVE):
         from .portable import Queue as PortableQueue
 
         return cast("CoreQueue", PortableQueue(depth, block_bytes, num_threads, plan))
-    if not _core.NATIVE:
+    if not NATIVE:
         if backend not in ("io_uring", "threads"):
             raise ValueError(f"there is no backend {backend!r}")
-        raise OSError(errno.ENOSYS, _core.uring_obstacle())
+        raise OSError(errno.ENOSYS, core.uring_obstacle())
     from ._aio import Queue as NativeQueue
 
     return NativeQueue(backend, depth, block_bytes, num_threads, plan)
@@ -181,7 +178,7 @@ def available_backends() -> tuple[str, ...]:
 
 def unavailable_backends() -> dict[str, str]:
     """Reasons why each of the other backends does not work here, and the fixes."""
-    obstacle = _core.uring_obstacle()
+    obstacle = core.uring_obstacle()
     if not obstacle:
         return {}
-    return {"io_uring": obstacle} if _core.NATIVE else {"io_uring": obstacle, "threads": obstacle}
+    return {"io_uring": obstacle} if NATIVE else {"io_uring": obstacle, "threads": obstacle}

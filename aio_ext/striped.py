@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from ._core import lease_containing
+from ._core import core
 from .errors import QueueError
 from .latch import Latch
 from .notify import notifier_of_thread
@@ -231,7 +231,7 @@ class StripedFile:
         pieces = self._pieces(offset, nbytes)
         ticket = StripedTicket(len(pieces))
         whole = [
-            _ChunkWrite(chunk, address + at, urgent, ticket, lease_containing(address + at, length))
+            _ChunkWrite(chunk, address + at, urgent, ticket, core.lease_containing(address + at, length))
             for chunk, _, length, at in pieces
             if length == self.chunk_bytes
         ]

@@ -243,7 +243,7 @@ def _using(watch: Watch, real: Callable[..., Any]) -> Callable[..., Any]:
 
 def _moving(watch: Watch, real: Callable[..., Any]) -> Callable[..., Any]:
     def call(device: FileDevice, offset: int, address: int, nbytes: int, *, urgent: bool) -> Any:
-        watch.passing("transfer", device.descriptor, taken=(offset, nbytes))
+        watch.passing("transfer", device.descriptors[0], taken=(offset, nbytes))
         return real(device, offset, address, nbytes, urgent=urgent)
 
     return call
@@ -251,7 +251,7 @@ def _moving(watch: Watch, real: Callable[..., Any]) -> Callable[..., Any]:
 
 def _syncing(watch: Watch, real: Callable[..., Any]) -> Callable[..., Any]:
     def call(device: FileDevice) -> Any:
-        watch.passing("sync", device.descriptor)
+        watch.passing("sync", device.descriptors[0])
         return real(device)
 
     return call

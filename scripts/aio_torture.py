@@ -24,9 +24,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+
+from faulty_queue import FaultPlan, faulty_queue, load, store
 
 from aio_ext import Memory, Queue, QueueError, Ticket, available_backends
-from aio_ext.testing import FaultPlan, faulty_queue, load, store
 
 SECTOR = 512
 SLOT_BYTES = 64 << 10

@@ -2,9 +2,9 @@
 """Cut the power under a whole training run, in memory: the run that resumes has the bits of one that was not cut.
 
 A run with ``durable=1`` trains on a disk that records what is done to it. A crash is put after each of its events; of
-what was not synced anything may be there, see ``swapper/crash.py``. From each such disk (a random choice of them) a new
-engine resumes: it must stand at a step whose commit was acknowledged or begun, and its weights, masters and optimizer
-states must be those that a run in memory has after that step.
+what was not synced anything may be there, see ``store_crash_states.py``. From each such disk (a random choice of them)
+a new engine resumes: it must stand at a step whose commit was acknowledged or begun, and its weights, masters and
+optimizer states must be those that a run in memory has after that step.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Any
 from unittest import mock
 
 import torch
+from store_crash_states import Recorder, crash_states
+from store_ram_disk import RamDevice, RamDirectory, RamDisk
 from torch import nn
 
 import offload.tiers.store
 import swapper.folders
 from offload import BudgetError, OffloadEngine
-from swapper.crash import Recorder, crash_states
-from swapper.testing import RamDevice, RamDirectory, RamDisk
 
 DISK_BYTES = 24 << 20
 NUM_STEPS = 4

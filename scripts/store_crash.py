@@ -2,9 +2,9 @@
 """Crash a committing store at every point and in every way, and recover: it must be the last or the next generation.
 
 Each story writes, writes beside, flips, commits, retains and releases at random on a recorded disk. For a crash after
-each change of the disk, the states that it may have left are enumerated: see `swapper/crash.py`. Recovery must give the
-generation that was last acknowledged, or the one whose commit was under way; bytes, metadata, retained generations must
-be right.
+each change of the disk, the states that it may have left are enumerated: see `store_crash_states.py`. Recovery must
+give the generation that was last acknowledged, or the one whose commit was under way; bytes, metadata, retained
+generations must be right.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import argparse
 import random
 from typing import Any
 
+from store_crash_states import Recorder, crash_states
 from store_model import DISK_BYTES, Difference, check_equal, content, make_store, put, put_shadow, reopen, run
+from store_ram_disk import RamDisk
 
 from swapper import DurableStore, Extent, OffloadError, StorageFull, StoreMissing
-from swapper.crash import Recorder, crash_states
-from swapper.testing import RamDisk
 
 State = tuple[bytes, dict[int, bytes]]
 """Metadata of a generation, and the bytes of its extents."""

@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from store_model import DISK_BYTES, SIZES, Difference, check_equal, content, make_store, put, reopen, run
+from store_ram_disk import Fault, FaultPlan, Operation, RamDisk
 
 import swapper.directory
 import swapper.files
@@ -39,7 +40,6 @@ from swapper import (
     create_store,
     open_store,
 )
-from swapper.testing import Fault, FaultPlan, Operation, RamDisk
 
 Generations = dict[int, tuple[bytes, dict[int, bytes]]]
 

@@ -12,9 +12,9 @@ import random
 from typing import Any
 
 from store_model import DISK_BYTES, Difference, check_equal, content, make_store, put, reopen, run
+from store_ram_disk import SECTOR_BYTES, RamDisk, flipped
 
 from swapper import StorageCorrupt, StoreMissing
-from swapper.testing import SECTOR_BYTES, RamDisk, flipped
 
 BLOCKS = (SECTOR_BYTES, 4096)
 

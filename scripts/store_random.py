@@ -14,9 +14,9 @@ import threading
 from typing import Any
 
 from store_model import DISK_BYTES, Difference, close_quietly, content, get, make_store, put, put_shadow, reopen, run
+from store_ram_disk import Fault, FaultPlan, Kind, Operation, RamDisk, RandomFaults
 
 from swapper import Extent, OffloadError, StorageCorrupt, StoreMissing, StoreMisuse
-from swapper.testing import Fault, FaultPlan, Kind, Operation, RamDisk, RandomFaults
 
 KINDS: tuple[Kind, ...] = ("error", "short", "torn", "lost", "misdirected", "flip")
 

@@ -16,11 +16,11 @@ import random
 from collections import defaultdict
 from typing import Any
 
+from store_crash_states import Recorder, crash_states
 from store_model import DISK_BYTES, Difference, check_equal, content, make_store, put, put_shadow, reopen, run
+from store_ram_disk import Fault, FaultPlan, RamDisk
 
 from swapper import DurableStore, OffloadError, StorageFull, StoreMisuse
-from swapper.crash import Recorder, crash_states
-from swapper.testing import Fault, FaultPlan, RamDisk
 
 NUM_RANKS = 2
 

@@ -74,59 +74,17 @@ class Device(Protocol):
     def close(self) -> None: ...
 
 
-class FileDevice:
-    """One file on one device, behind one queue."""
+class _OpenFile:
+    """A file on one path, and the queue that serves it."""
 
     def __init__(self, descriptor: int, *, backend: str, queue_depth: int, block_bytes: int) -> None:
         self.descriptor = descriptor
-        self._reserved_before = os.fstat(descriptor).st_blocks * 512
-        """Bytes that the file had when it was opened and nobody has asked for since."""
         self.queue = aio_ext.Queue(backend=backend, depth=queue_depth, block_bytes=block_bytes)
         try:
-            self.file = self.queue.register_file(descriptor)
+            self.number = self.queue.register_file(descriptor)
         except BaseException:
             self.queue.close()
             raise
-
-    @property
-    def backend(self) -> str:
-        return self.queue.backend
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return tuple(self.queue.notes)
-
-    def read(self, offset: int, address: int, nbytes: int, *, urgent: bool) -> Transfer:
-        return self.queue.read(self.file, offset, address, nbytes, urgent=urgent)
-
-    def write(self, offset: int, address: int, nbytes: int, *, urgent: bool) -> Transfer:
-        return self.queue.write(self.file, offset, address, nbytes, urgent=urgent)
-
-    def sync(self) -> Transfer:
-        return self.queue.sync(self.file)
-
-    def table(self) -> list[tuple[int, int]]:
-        return []
-
-    @property
-    def descriptors(self) -> tuple[int, ...]:
-        return (self.descriptor,)
-
-    def reserve(self, ranges: Sequence[tuple[int, int]]) -> None:
-        reserve_ranges(self.descriptor, ranges, self._reserved_before)
-        self._reserved_before = max(self._reserved_before - sum(nbytes for _, nbytes in ranges), 0)
-
-    def give_back(self, ranges: Sequence[tuple[int, int]]) -> None:
-        give_back_ranges(self.descriptor, ranges)
-
-    def register(self, arena: Arena) -> None:
-        self.queue.register_memory(arena.address, arena.nbytes)
-
-    def statistics(self) -> aio_ext.Statistics:
-        return self.queue.statistics()
-
-    def statistics_by_file(self) -> Sequence[aio_ext.Statistics]:
-        return [self.queue.statistics()]
 
     def close(self) -> None:
         try:
@@ -135,7 +93,70 @@ class FileDevice:
             raise StorageTimeout(str(error)) from None
 
 
-class StripedDevice:
+class _Files:
+    """All of a device that does not depend on how many files it has."""
+
+    def __init__(self, files: Sequence[_OpenFile]) -> None:
+        self._files = tuple(files)
+
+    @property
+    def backend(self) -> str:
+        return self._files[0].queue.backend
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(note for file in self._files for note in file.queue.notes))
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        return tuple(file.descriptor for file in self._files)
+
+    def register(self, arena: Arena) -> None:
+        for file in self._files:
+            file.queue.register_memory(arena.address, arena.nbytes)
+
+    def statistics(self) -> aio_ext.Statistics:
+        return add_up(self.statistics_by_file())
+
+    def statistics_by_file(self) -> Sequence[aio_ext.Statistics]:
+        return [file.queue.statistics() for file in self._files]
+
+    def close(self) -> None:
+        with contextlib.ExitStack() as closing:
+            for file in self._files:
+                closing.callback(file.close)
+
+
+class FileDevice(_Files):
+    """One file on one device, behind one queue."""
+
+    def __init__(self, file: _OpenFile) -> None:
+        super().__init__([file])
+        self._file = file
+        self._reserved_before = os.fstat(file.descriptor).st_blocks * 512
+        """Bytes that the file had when it was opened and nobody has asked for since."""
+
+    def read(self, offset: int, address: int, nbytes: int, *, urgent: bool) -> Transfer:
+        return self._file.queue.read(self._file.number, offset, address, nbytes, urgent=urgent)
+
+    def write(self, offset: int, address: int, nbytes: int, *, urgent: bool) -> Transfer:
+        return self._file.queue.write(self._file.number, offset, address, nbytes, urgent=urgent)
+
+    def sync(self) -> Transfer:
+        return self._file.queue.sync(self._file.number)
+
+    def table(self) -> list[tuple[int, int]]:
+        return []
+
+    def reserve(self, ranges: Sequence[tuple[int, int]]) -> None:
+        reserve_ranges(self._file.descriptor, ranges, self._reserved_before)
+        self._reserved_before = max(self._reserved_before - sum(nbytes for _, nbytes in ranges), 0)
+
+    def give_back(self, ranges: Sequence[tuple[int, int]]) -> None:
+        give_back_ranges(self._file.descriptor, ranges)
+
+
+class StripedDevice(_Files):
     """Several files, each on a device of its own, as one space: each path carries what it is fast enough for.
 
     ``shares`` are the expected bandwidths: they place what has not been written yet. From then on writes go to
@@ -145,26 +166,18 @@ class StripedDevice:
 
     def __init__(
         self,
-        devices: Sequence[FileDevice],
+        files: Sequence[_OpenFile],
         capacities: Sequence[int],
         shares: Sequence[float],
         nbytes: int,
         table: Sequence[tuple[int, int]] | None = None,
     ) -> None:
-        self._devices = tuple(devices)
+        super().__init__(files)
         paths = [
-            aio_ext.StripePath(device.queue, device.file, capacity, share)
-            for device, capacity, share in zip(devices, capacities, shares, strict=True)
+            aio_ext.StripePath(file.queue, file.number, capacity, share)
+            for file, capacity, share in zip(files, capacities, shares, strict=True)
         ]
         self._space = aio_ext.StripedFile(paths, nbytes, CHUNK_BYTES, table=table)
-
-    @property
-    def backend(self) -> str:
-        return self._devices[0].backend
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(note for device in self._devices for note in device.notes))
 
     def read(self, offset: int, address: int, nbytes: int, *, urgent: bool) -> Transfer:
         return self._space.read(offset, address, nbytes, urgent)
@@ -178,30 +191,11 @@ class StripedDevice:
     def table(self) -> list[tuple[int, int]]:
         return self._space.table()
 
-    @property
-    def descriptors(self) -> tuple[int, ...]:
-        return tuple(device.descriptor for device in self._devices)
-
     def reserve(self, ranges: Sequence[tuple[int, int]]) -> None:
         """All of it was taken at first: chunks move."""
 
     def give_back(self, ranges: Sequence[tuple[int, int]]) -> None:
         """It stays: a chunk holds pieces of several extents."""
-
-    def register(self, arena: Arena) -> None:
-        for device in self._devices:
-            device.register(arena)
-
-    def statistics(self) -> aio_ext.Statistics:
-        return add_up(self.statistics_by_file())
-
-    def statistics_by_file(self) -> Sequence[aio_ext.Statistics]:
-        return [device.statistics() for device in self._devices]
-
-    def close(self) -> None:
-        with contextlib.ExitStack() as closing:
-            for device in self._devices:
-                closing.callback(device.close)
 
 
 def open_device(
@@ -225,17 +219,18 @@ def open_device(
     if len(paths) > 1:
         sizes = [(math.ceil(num_chunks * share * _ROOM) + _SPARE_CHUNKS) * CHUNK_BYTES for share in shares]
     with contextlib.ExitStack() as undo:
-        devices = []
+        files = []
         for index, size in enumerate(sizes):
             file = open_file(index, size)
             try:
-                devices.append(FileDevice(file, backend=backend, queue_depth=queue_depth, block_bytes=block_bytes))
+                files.append(_OpenFile(file, backend=backend, queue_depth=queue_depth, block_bytes=block_bytes))
             except OSError as error:
                 raise failed(f"making a queue for {paths[index]}", error) from error
-            undo.callback(devices[-1].close)
+            undo.callback(files[-1].close)
             sizes[index] = os.fstat(file).st_size
         _check_table(table, sizes, num_chunks if len(paths) > 1 else 0)
-        device = devices[0] if len(devices) == 1 else StripedDevice(devices, sizes, shares, nbytes, table or None)
+        several = len(files) > 1
+        device = StripedDevice(files, sizes, shares, nbytes, table or None) if several else FileDevice(files[0])
         undo.pop_all()
     return device
 

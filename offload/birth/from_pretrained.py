@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 from collections.abc import Mapping
@@ -108,12 +109,9 @@ def _config(model_class: Any, directory: Path, given: Any, options: dict[str, An
 
 def _dtype_in(directory: Path) -> torch.dtype:
     """That of the first floating-point tensor."""
-    weights = Weights(directory)
-    try:
+    with contextlib.closing(Weights(directory)) as weights:
         dtypes = (tensor.dtype for tensor in weights.tensors.values() if tensor.dtype.is_floating_point)
         return next(dtypes, torch.get_default_dtype())
-    finally:
-        weights.close()
 
 
 def _generation_config(directory: Path, model: Any) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.birth.origin import Origin
 from offload.birth.weights_file import StoredTensor
 from offload.errors import ConfigError, WeightsError
 from offload.units import Site
+
+_NAMES_SHOWN = 10
 
 
 def is_pretrained(module: nn.Module) -> bool:
@@ -50,7 +51,7 @@ def build_again(model: Any, wanted: Set[Site]) -> dict[Site, torch.Tensor]:
                 found[Site(module, name)] = other
     if strange:
         raise ConfigError(
-            f"{type(model).__name__} has {_listed(strange)} on the meta device, and does not make it from its config: "
+            f"{type(model).__name__} has {listed(strange)} on the meta device, and does not make it from its config: "
             "it was changed after it was built. Build and change it in one function, by offload.deferred_init(build), "
             "give its weights (weights=), or build it on the CPU."
         )
@@ -145,7 +146,7 @@ class _Conversion:
         try:
             results = self._run(lambda source: torch.empty(source.stored.shape, dtype=source.dtype, device="meta"))
         except Exception as error:
-            names = _listed([source.stored.name for source in self.sources])
+            names = listed([source.stored.name for source in self.sources])
             raise WeightsError(f"{names} cannot be made into {self.first} of the model: {error}") from error
         self._waiting = set(results)
         return {name: value.shape for name, value in results.items()}
@@ -170,7 +171,7 @@ class _Conversion:
 
 
 @dataclass(frozen=True, eq=False)
-class Converted(Origin):
+class Converted:
     """One weight that a conversion makes."""
 
     conversion: _Conversion
@@ -190,6 +191,7 @@ def worth_saying(model: Any, missing: Iterable[str], unexpected: Iterable[str]) 
     return sorted(info.missing_keys), sorted(info.unexpected_keys)
 
 
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:8])
-    return shown if len(names) <= 8 else f"{shown} and {len(names) - 8} more"
+def listed(names: Sequence[str]) -> str:
+    """The names as a message shows them: not too many."""
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN} more"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Set
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -44,26 +44,10 @@ def deferred_init(build: Callable[..., _Model], *args: Any, **kwargs: Any) -> _M
     return model
 
 
-@dataclass(frozen=True, eq=False)
-class _Recorded(Origin):
-    """Result of what a recording does to ``tensor``, which is not the parameter itself: a handle takes that one's
-    place."""
-
-    recording: Recording
-    tensor: torch.Tensor
-
-    def whole(self) -> torch.Tensor:
-        return self.recording.value(self.tensor)
-
-
-@dataclass(frozen=True, eq=False)
-class _Made(Origin):
-    """Value that was made in memory."""
-
-    tensor: torch.Tensor
-
-    def whole(self) -> torch.Tensor:
-        return self.tensor
+def _recorded(recording: Recording, tensor: torch.Tensor) -> Origin:
+    """The origin that is the result of what a recording does to ``tensor``. It does not keep the parameter itself: a
+    handle takes that one's place."""
+    return Origin(partial(recording.value, tensor.detach()))
 
 
 def initialise(model: nn.Module, wanted: Set[Site]) -> dict[Site, Origin]:
@@ -79,7 +63,7 @@ def initialise(model: nn.Module, wanted: Set[Site]) -> dict[Site, Origin]:
         tensor = tensor_of(site)
         for recording in built:
             if recording.fills(tensor):
-                origins[site] = _Recorded(recording, tensor.detach())
+                origins[site] = _recorded(recording, tensor)
     rest = wanted - origins.keys()
     if rest:
         recording = Recording()
@@ -127,9 +111,10 @@ def _origins(recording: Recording, made: dict[Site, torch.Tensor]) -> dict[Site,
     origins: dict[Site, Origin] = {}
     for site, tensor in made.items():
         if tensor.device.type != "meta":
-            origins[site] = _Made(tensor.detach())
+            value = tensor.detach()
+            origins[site] = Origin(value.detach)
         elif recording.fills(tensor) or not tensor.numel():
-            origins[site] = _Recorded(recording, tensor.detach())
+            origins[site] = _recorded(recording, tensor)
         else:
             raise ConfigError(_nothing_fills(site.module, [site.name], "its initialisers leave it out"))
     return origins

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 
-class Origin(ABC):
+@dataclass(frozen=True, eq=False)
+class Origin:
     """It is asked for when the tensor's unit is stored, and again for each piece of a weight in pieces."""
 
-    @abstractmethod
-    def whole(self) -> torch.Tensor:
-        """The value, in host memory."""
+    whole: Callable[[], torch.Tensor]
+    """Gives the value, in host memory."""
+    read_rows: Callable[[int, int], torch.Tensor] | None = None
+    """Gives the rows ``[start, stop)`` of it, where that takes less than the whole."""
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
-        """The rows ``[start, stop)`` of it."""
-        return self.whole()[start:stop]
+        """The rows ``[start, stop)`` of the value."""
+        return self.whole()[start:stop] if self.read_rows is None else self.read_rows(start, stop)

@@ -83,10 +83,6 @@ class Recording(TorchDispatchMode):
             self._last = {key: self._make(key)}
         return _tensor_in(self._last, self._layout(tensor))
 
-    def forget(self) -> None:
-        """Drop the last value."""
-        self._last = {}
-
     def __enter__(self) -> Recording:
         super().__enter__()  # type: ignore[no-untyped-call]
         self._as_in_memory = _AsInMemory()

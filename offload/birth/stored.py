@@ -3,35 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from offload.birth import hugging_face
-from offload.birth.hugging_face import Converted
+from offload.birth.hugging_face import Converted, listed
 from offload.birth.initialise import tensor_of
 from offload.birth.origin import Origin
 from offload.birth.weights_file import StoredTensor, Weights
 from offload.errors import ConfigError, WeightsError, warn
 from offload.units import Site
-
-_NAMES_SHOWN = 10
-
-
-@dataclass(frozen=True, eq=False)
-class _Stored(Origin):
-    """Read from a file when it is needed, and cast to the dtype that the model has."""
-
-    stored: StoredTensor
-    dtype: torch.dtype
-
-    def whole(self) -> torch.Tensor:
-        return self.stored.whole(self.dtype)
-
-    def rows(self, start: int, stop: int) -> torch.Tensor:
-        return self.stored.rows(start, stop, self.dtype)
 
 
 def origins_in(weights: Weights, model: nn.Module) -> dict[Site, Origin]:
@@ -75,10 +59,16 @@ def origins_in(weights: Weights, model: nn.Module) -> dict[Site, Origin]:
     origins: dict[Site, Origin] = {}
     for names, group in zip(present, tied.values(), strict=True):
         if names:
-            item = found[names[0]]
-            origin = _Stored(item, tensors[names[0]].dtype) if isinstance(item, StoredTensor) else item
+            origin = _origin(found[names[0]], tensors[names[0]].dtype)
             origins.update((sites[name], origin) for name in group)
     return origins
+
+
+def _origin(item: StoredTensor | Converted, dtype: torch.dtype) -> Origin:
+    """The origin that is read from files when it is needed, and cast to the dtype that the model has."""
+    if isinstance(item, Converted):
+        return Origin(item.whole)
+    return Origin(partial(item.whole, dtype), partial(item.rows, dtype=dtype))
 
 
 def _sites_by_name(model: nn.Module) -> dict[str, Site]:
@@ -125,12 +115,7 @@ def _misfit(model: nn.Module, path: Path, missing: list[str], unexpected: list[s
 def _partly(path: Path, missing: Sequence[str], unexpected: Sequence[str]) -> str:
     parts = [f"the weights in {path} are not quite the model's"]
     if missing:
-        parts.append(f"not there, and as the model initialises them: {_some(missing)}")
+        parts.append(f"not there, and as the model initialises them: {listed(missing)}")
     if unexpected:
-        parts.append(f"there, and not used: {_some(unexpected)}")
+        parts.append(f"there, and not used: {listed(unexpected)}")
     return "; ".join(parts)
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_NAMES_SHOWN])
-    return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN} more"

@@ -162,7 +162,7 @@ def _this_machine(model: Model, workload: Workload, given: dict[str, Any]) -> Ma
     check_paths(paths)
     drives = [parse_drive(text) for text in given["nvme"] or ()]
     host_bytes, compute = _host_bytes(given["host_memory"]), given["compute"]
-    machine = probe(paths, model, workload, host_bytes=host_bytes, drives=nvme_of(drives, 1, 1.0))
+    machine = probe(paths, model, workload, host_bytes=host_bytes, drives=nvme_of(drives, 1))
     of_record = record_seconds(paths[0]) if paths else 0.0
     machine = replace(machine, unit_seconds=unit_seconds(), record_seconds=of_record)
     if drives:

@@ -5,13 +5,7 @@ from __future__ import annotations
 import os
 from enum import IntEnum
 
-try:
-    from . import _kernels
-except ImportError as error:
-    raise ImportError(
-        "offload.kernels: the native module _kernels is missing or does not load. Build it with `pip install -e .` in "
-        f"the project's root; after a plain `pip install .`, import from outside the source folder. ({error})"
-    ) from error
+from . import _kernels
 
 _kernels.use_isa(os.environ.get("OFFLOAD_ISA") or _kernels.isas_supported()[0])
 

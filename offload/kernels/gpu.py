@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from ._native import SQUARES_LANES, Dtype
 from ._update import Kernel, Sweep
@@ -56,12 +56,8 @@ class Program:
         )
 
 
-class Launch(Protocol):
-    """Starts ``num_blocks`` blocks of ``num_threads`` threads of a function of a program."""
-
-    def __call__(
-        self, program: Program, function: str, num_blocks: int, num_threads: int, arguments: Sequence[Any]
-    ) -> None: ...
+Launch = Callable[[Program, str, int, int, Sequence[Any]], None]
+"""Starts so many blocks, of so many threads each, of the function of this name of a program, with these arguments."""
 
 
 class _Arrays(ctypes.Structure):

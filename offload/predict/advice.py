@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from offload.predict.machine import Machine, with_second_drive
-from offload.predict.model import Model
 from offload.predict.prediction import Prediction, predict
 from offload.predict.workload import Workload
 
@@ -27,7 +26,7 @@ class Advice:
 def advise(prediction: Prediction) -> list[Advice]:
     """Changes that make training faster, or possible: the best first."""
     found = []
-    for change, machine, workload in _changes(prediction.model, prediction.machine, prediction.workload):
+    for change, machine, workload in _changes(prediction.machine, prediction.workload):
         changed = predict(prediction.model, machine, workload)
         if not changed.fits:
             continue
@@ -37,7 +36,7 @@ def advise(prediction: Prediction) -> list[Advice]:
     return sorted(found, key=lambda advice: -advice.prediction.tokens_per_second)
 
 
-def _changes(model: Model, machine: Machine, workload: Workload) -> Iterator[tuple[str, Machine, Workload]]:
+def _changes(machine: Machine, workload: Workload) -> Iterator[tuple[str, Machine, Workload]]:
     yield "twice the host memory", replace(machine, host_bytes=2 * machine.host_bytes), workload
     if machine.nvme is not None:
         yield "a second SSD for each one", with_second_drive(machine), workload

@@ -155,7 +155,6 @@ def described(
     compute: float | None = None,
     memory_bandwidth: float = MEMORY_BANDWIDTH,
     network: float = NETWORK,
-    mixed_q: float = 1.0,
     added_inside: bool = False,
 ) -> Machine:
     """One rank of a described machine; ``host_bytes``, ``drives``, ``memory_bandwidth`` and ``network`` are a node's,
@@ -178,12 +177,11 @@ def described(
         assumptions.append(_of_ranks(found, joined))
     assumptions.append(f"updates on the CPU get {memory_bandwidth / 1e9:,.0f} GB/s of a node's memory bandwidth")
     if drives:
-        share = "add up" if mixed_q == 1 else f"overlap (q = {mixed_q:g})"
-        assumptions.append(f"reads and writes of a drive {share}; drives are as fast for long as they are named")
+        assumptions.append("reads and writes of a drive add up; drives are as fast for long as they are named")
     return Machine(
         host_bytes=host_bytes // gpus,
         nvme_bytes=sum(drive.nbytes for drive in drives) // gpus,
-        nvme=nvme_of(drives, gpus, mixed_q),
+        nvme=nvme_of(drives, gpus),
         cores=Cores(compute, compute),
         update=memory_bandwidth / gpus,
         checksum=25e9,
@@ -212,13 +210,11 @@ def _of_ranks(gpu: Gpu, network: Network) -> str:
     )
 
 
-def nvme_of(drives: Sequence[Drive], ranks: int, mixed_q: float) -> Bandwidths | None:
-    """Rates that a rank gets of all drives of its node."""
+def nvme_of(drives: Sequence[Drive], ranks: int) -> Bandwidths | None:
+    """Rates that a rank gets of all drives of its node, whose reads and writes add up."""
     if not drives:
         return None
-    return Bandwidths(
-        sum(drive.read for drive in drives) / ranks, sum(drive.write for drive in drives) / ranks, mixed_q
-    )
+    return Bandwidths(sum(drive.read for drive in drives) / ranks, sum(drive.write for drive in drives) / ranks, 1.0)
 
 
 def with_second_drive(machine: Machine) -> Machine:

@@ -132,7 +132,7 @@ class Prediction:
 
 def predict(model: Model, machine: Machine, workload: Workload) -> Prediction:
     """Plan the model into the machine as the engine would, and play a step through. Raises ``ConfigError``."""
-    activations = activation_bytes(model, machine, workload)
+    activations = activation_bytes(model, workload)
     prediction = Prediction(model, machine, workload, activations)
     found = _planned(list(_cases(model, machine, workload, activations)))
     if isinstance(found, _Case):
@@ -157,7 +157,7 @@ def predict(model: Model, machine: Machine, workload: Workload) -> Prediction:
 
 def least_host_bytes(model: Model, machine: Machine, workload: Workload) -> int:
     """The least ``host_memory`` of a rank with which the model is trained. Raises ``BudgetError`` of other memory."""
-    case = list(_cases(model, machine, workload, activation_bytes(model, machine, workload)))[-1]
+    case = list(_cases(model, machine, workload, activation_bytes(model, workload)))[-1]
     try:
         case.plan(replace(case.room, host_bytes=0))
     except BudgetError as error:
@@ -165,7 +165,7 @@ def least_host_bytes(model: Model, machine: Machine, workload: Workload) -> int:
     return 0
 
 
-def activation_bytes(model: Model, machine: Machine, workload: Workload) -> int:
+def activation_bytes(model: Model, workload: Workload) -> int:
     """Bytes that autograd keeps for one micro-batch, and of logits with their gradients: an estimate, outside of all
     budgets."""
     width = 4 if workload.precision == "fp32" else 2

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from aio_ext import Memory, Queue, available_backends
-from aio_ext.measure import Range, Sample, mixed_q
+from aio_ext.measure import Range
 from aio_ext.profile import load_profile
 from offload import kernels
 from offload.errors import ConfigError
@@ -24,6 +24,7 @@ from offload.predict.machine import Cores, Machine
 from offload.predict.model import Model
 from offload.predict.workload import Workload
 from offload.report.report import Bandwidths
+from offload.tiers.bandwidth import bounded_q
 from swapper import checksum
 
 _ROUNDS = 5
@@ -34,8 +35,6 @@ _HEAD_WIDTH = 64
 _MOST_WIDTH = 2048
 """Wider layers are no faster than these, and take long to try."""
 _MOST_TOKENS = 2048
-_MOST_Q = 8.0
-"""Both at once at full speed; what is more comes of a moment that was slow."""
 _SWEPT = 1 << 22
 """Elements of the tile that the kernel is tried on: far more than caches hold, 32 MiB of moments."""
 
@@ -249,8 +248,5 @@ def _measured(path: Path, backend: str) -> Bandwidths:
         finally:
             os.close(descriptor)
     read, write = samples["read"].bytes_per_s, samples["write"].bytes_per_s
-    return Bandwidths(read, write, _q(samples["mixed"], read, write))
-
-
-def _q(mixed: Sample, read: float, write: float) -> float:
-    return min(mixed_q(mixed.read_bytes / read, mixed.write_bytes / write, mixed.seconds), _MOST_Q)
+    mixed = samples["mixed"]
+    return Bandwidths(read, write, bounded_q(mixed.read_bytes / read, mixed.write_bytes / write, mixed.seconds))

@@ -40,14 +40,6 @@ class Shares:
     sweep: float = 0.0
     network: float = 0.0
 
-    def of(self, part: Part) -> float:
-        return {
-            Part.COMPUTE: self.compute,
-            Part.DRIVE: self.drive,
-            Part.SWEEP: self.sweep,
-            Part.NETWORK: self.network,
-        }.get(part, 0.0)
-
 
 @dataclass(eq=False)
 class Job:
@@ -97,7 +89,7 @@ class Played:
         self._tasks, self._queues = tasks, queues
         self._now = 0.0
         self._parts: list[deque[_Work]] = [deque() for _ in Part]
-        self._shares = [shares.of(part) for part in Part]
+        self._shares = [getattr(shares, part.name.lower(), 0.0) for part in Part]
         while len(self.ends) < len(tasks):
             self._begin()
             self._go_on()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from itertools import cycle, islice
 
 import torch
 
+from aio_ext.measure import mixed_q
 from offload.device.protocol import Device, Event, Stream
 from offload.memory import tensor_at
 from offload.report.report import Bandwidths, LinkRates
@@ -17,6 +17,9 @@ from swapper import DurableStore, Extent, Ticket
 
 _SECONDS = 0.2
 """Duration of each of the three measurements."""
+
+_MOST_Q = 8.0
+"""Both at once at full speed; what is more comes of a moment that was slow."""
 
 
 def measure(store: DurableStore, extents: Sequence[Extent], buffers: Sequence[int]) -> Bandwidths:
@@ -47,7 +50,13 @@ def measure(store: DurableStore, extents: Sequence[Extent], buffers: Sequence[in
         return Bandwidths(read_rate, write_rate, 1.0)
     depth = min(len(spare), len(own))
     mixed = [job for pair in zip(cycle(reads), islice(cycle(writes), len(reads)), strict=False) for job in pair]
-    return Bandwidths(read_rate, write_rate, _envelope(read_rate, write_rate, _rate(mixed, 2 * depth)))
+    q = bounded_q(0.5 / read_rate, 0.5 / write_rate, 1 / _rate(mixed, 2 * depth))
+    return Bandwidths(read_rate, write_rate, q)
+
+
+def bounded_q(read_seconds: float, write_seconds: float, both_seconds: float) -> float:
+    """See ``mixed_q``."""
+    return min(mixed_q(read_seconds, write_seconds, both_seconds), _MOST_Q)
 
 
 def measure_link(device: Device, window: DeviceWindow, address: int, numel: int) -> LinkRates:
@@ -94,21 +103,3 @@ def _rate(jobs: Sequence[tuple[Callable[[Extent, int], Ticket], Extent, int]], d
         ticket.wait()
         moved += nbytes
     return moved / (time.perf_counter() - start)
-
-
-def _envelope(read: float, write: float, both: float) -> float:
-    """The ``q`` for which equal parts of reading and writing take as long as measured, between 1 and 8.
-
-    With ``a`` and ``b`` the seconds of each part alone and ``t`` of both, ``(a/t)^q + (b/t)^q = 1``.
-    """
-    a, b, t = 0.5 / read, 0.5 / write, 1 / both
-    low, high = 1.0, 8.0
-    if a + b <= t:
-        return low
-    for _ in range(40):
-        q = (low + high) / 2
-        if math.pow(a / t, q) + math.pow(b / t, q) > 1:
-            low = q
-        else:
-            high = q
-    return low

@@ -14,6 +14,7 @@ from offload.units.overlap import check_memory_is_distinct
 from offload.units.packed import Packing, packing_of
 from offload.units.pieces import Piece, WeightInPieces, can_be_cut, piece_numel
 from offload.units.spec import ALIGNMENT, GRAIN, ParameterSpec, Site, UnitSpec
+from swapper import align
 
 _UNIT_SHARE = 1 / 8
 """A module with at most this share of the model's parameters is one unit."""
@@ -165,10 +166,10 @@ def _unit(index: int, owner: nn.Module, parameters: list[tuple[str, nn.Parameter
             if p.requires_grad is trainable:
                 numel = layout.numel(p)
                 in_no_tile = id(p) in layout.packings
-                offset = _round_up(offset, ALIGNMENT if numel < GRAIN or in_no_tile else GRAIN)
+                offset = align(offset, ALIGNMENT if numel < GRAIN or in_no_tile else GRAIN)
                 specs.append(layout.spec(full_name, p, offset))
                 offset += numel
-        return _round_up(offset, layout.multiple)
+        return align(offset, layout.multiple)
 
     trainable_numel = lay_out(True, 0)
     numel = lay_out(False, trainable_numel)
@@ -201,11 +202,7 @@ def _unit_of_piece(index: int, piece: Piece, trainable: bool, layout: _Layout) -
     rows = f"[{piece.start}:{piece.stop}]"
     shape = torch.Size([piece.stop - piece.start, *piece.whole.shape[1:]])
     spec = ParameterSpec(piece.whole.name + rows, shape, shape.numel(), 0, trainable, (Site(piece, "weight"),), piece)
-    numel = _round_up(spec.numel, layout.multiple)
+    numel = align(spec.numel, layout.multiple)
     depth = max(layout.depth(module) for module, _ in piece.whole.sites)
     name = (layout.names[piece.whole.sites[0][0]] or "(root)") + rows
     return UnitSpec(index, name, (piece,), (spec,), numel if trainable else 0, numel, depth)
-
-
-def _round_up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple

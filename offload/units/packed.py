@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
+from swapper import align
 
 _ALIGNMENT_BYTES = 64
 """Each wrapped tensor begins at a multiple of this: a cache line, and a multiple of every dtype's width."""
@@ -36,12 +37,10 @@ class _Plain:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def over(self, content: torch.Tensor) -> torch.Tensor:
+    def over(self, content: torch.Tensor, *, copied: bool = False) -> torch.Tensor:
         part = content[self.offset : self.offset + self.nbytes].view(self.dtype)
-        return part.as_strided(self.shape, self.stride)
-
-    def copied(self, content: torch.Tensor) -> torch.Tensor:
-        return self.over(content).clone()
+        tensor = part.as_strided(self.shape, self.stride)
+        return tensor.clone() if copied else tensor
 
 
 @dataclass(frozen=True)
@@ -54,13 +53,8 @@ class _Wrapper:
     stride: tuple[int, ...]
     wrapped: Mapping[str, _Plain | _Wrapper]
 
-    def over(self, content: torch.Tensor) -> torch.Tensor:
-        return self._made_of({name: item.over(content) for name, item in self.wrapped.items()})
-
-    def copied(self, content: torch.Tensor) -> torch.Tensor:
-        return self._made_of({name: item.copied(content) for name, item in self.wrapped.items()})
-
-    def _made_of(self, inner: dict[str, torch.Tensor]) -> torch.Tensor:
+    def over(self, content: torch.Tensor, *, copied: bool = False) -> torch.Tensor:
+        inner = {name: item.over(content, copied=copied) for name, item in self.wrapped.items()}
         tensor: torch.Tensor = self.kind.__tensor_unflatten__(inner, self.context, self.shape, self.stride)
         return tensor.detach()  # some remember that what they were made of required grad
 
@@ -113,7 +107,7 @@ class Packing:
     def copied(self, content: torch.Tensor) -> torch.Tensor:
         """The same with memory of its own for each tensor that it wraps: ``torch.save`` refuses memory that is shared
         by dtypes."""
-        return self._outer.copied(content)
+        return self._outer.over(content, copied=True)
 
 
 def packing_of(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> Packing | None:
@@ -165,7 +159,7 @@ def _wrapper_of(tensor: torch.Tensor, offset: int) -> tuple[_Wrapper, int]:
         dense = torch.empty_like(inner, device="meta")  # where elements share memory or leave gaps, the copy does not
         plain = _Plain(inner.dtype, inner.shape, dense.stride(), offset)
         wrapped[name] = plain
-        offset += -(-plain.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        offset += align(plain.nbytes, _ALIGNMENT_BYTES)
     return _Wrapper(type(tensor), context, tensor.shape, tensor.stride(), wrapped), offset
 
 

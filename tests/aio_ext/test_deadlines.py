@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import cast
 
 import pytest
+from faulty_queue import FaultPlan, faulty_queue
 
 from aio_ext import Memory, Queue, portable
-from aio_ext.testing import FaultPlan, faulty_queue
 
 KIB = 1 << 10
 ENOUGH_SECONDS = 10.0

@@ -7,9 +7,9 @@ import errno
 import time
 
 import pytest
+from faulty_queue import Attempt, FaultPlan, faulty_queue, load, store
 
 from aio_ext import Memory, Queue, QueueError, Ticket
-from aio_ext.testing import Attempt, FaultPlan, faulty_queue, load, store
 
 KIB = 1 << 10
 MIB = 1 << 20

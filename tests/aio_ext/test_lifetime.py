@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
+from faulty_queue import FaultPlan, faulty_queue, load, store
 
 from aio_ext import Memory, Queue, QueueError
-from aio_ext.testing import FaultPlan, faulty_queue, load, store
 
 KIB = 1 << 10
 MIB = 1 << 20

@@ -9,9 +9,9 @@ import os
 import signal
 
 import pytest
+from faulty_queue import load, store
 
 from aio_ext import Memory, Pattern
-from aio_ext.testing import load, store
 
 MIB = 1 << 20
 

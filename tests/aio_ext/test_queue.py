@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
+from faulty_queue import load, store
 
 from aio_ext import Memory, Queue, QueueError
-from aio_ext.testing import load, store
 
 KIB = 1 << 10
 MIB = 1 << 20

@@ -12,10 +12,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from faulty_queue import FaultPlan, faulty_queue, load, store
 
 from aio_ext import Memory, Queue, QueueError, StripedFile, StripePath
-from aio_ext._core import lease_containing
-from aio_ext.testing import FaultPlan, faulty_queue, load, store
+from aio_ext._core import core
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -98,7 +98,7 @@ def test_a_failed_write_leaves_the_chunk_as_it_was(
 
 def is_owned(address: int) -> bool:
     """True while the memory there has a user."""
-    return lease_containing(address, 1) is not None
+    return core.lease_containing(address, 1) is not None
 
 
 @pytest.mark.parametrize("operation", ["read", "write"])

@@ -10,9 +10,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from faulty_queue import FaultPlan, faulty_queue
 
 from aio_ext import Memory, Queue, StripedFile, StripePath
-from aio_ext.testing import FaultPlan, faulty_queue
 
 KIB = 1 << 10
 MIB = 1 << 20

@@ -11,9 +11,9 @@ import threading
 import time
 
 import pytest
+from faulty_queue import FaultPlan, faulty_queue
 
 from aio_ext import Memory, Queue, QueueError, Ticket
-from aio_ext.testing import FaultPlan, faulty_queue
 
 KIB = 1 << 10
 MIB = 1 << 20

@@ -9,8 +9,7 @@ import pytest
 import store_crash
 import store_ranks_crash
 from store_model import Difference
-
-from swapper.testing import RamDevice, RamDirectory
+from store_ram_disk import RamDevice, RamDirectory
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from store_helpers import fill, memory, open_files_under
+from store_ram_disk import Fault, FaultPlan, RamDisk
 
 from swapper import (
     PAGE_BYTES,
@@ -23,7 +24,6 @@ from swapper import (
     create_store,
     open_store,
 )
-from swapper.testing import Fault, FaultPlan, RamDisk
 
 SIZES = [PAGE_BYTES, 3 * PAGE_BYTES]
 
@@ -323,9 +323,10 @@ def test_a_ticket_is_done_only_when_the_device_says_so(ram, lease):
 @pytest.fixture
 def ram():
     """Makes a store on a disk in memory, whose plan strikes after its creation."""
+    from store_ram_disk import RamDevice, RamDirectory
+
     from swapper.durable import begin
     from swapper.manifest import Entry, Manifest
-    from swapper.testing import RamDevice, RamDirectory
 
     def make(plan: FaultPlan):
         disk = RamDisk(bytearray(8 * PAGE_BYTES))

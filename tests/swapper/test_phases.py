@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from store_helpers import fill, memory
+from store_ram_disk import Fault, FaultPlan, RamDevice, RamDirectory, RamDisk
 
 from swapper import (
     PAGE_BYTES,
@@ -20,7 +21,6 @@ from swapper import (
 )
 from swapper.durable import begin, take_up
 from swapper.manifest import Entry, Manifest
-from swapper.testing import Fault, FaultPlan, RamDevice, RamDirectory, RamDisk
 from swapper.upkeep import collect, inspect
 
 SIZES = [PAGE_BYTES, 3 * PAGE_BYTES]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from store_helpers import fill, memory, open_files_under
+from store_ram_disk import Fault, FaultPlan, RamDevice, RamDisk
 
 import swapper.durable
 import swapper.folders
@@ -21,7 +22,6 @@ from swapper import (
     create_store,
     open_store,
 )
-from swapper.testing import Fault, FaultPlan, RamDevice, RamDisk
 
 SIZES = [PAGE_BYTES, 3 * PAGE_BYTES]
 

@@ -6,11 +6,11 @@ import threading
 
 import pytest
 from store_helpers import fill, memory
+from store_ram_disk import Fault, FaultPlan, RamDevice, RamDisk
 
 import swapper.ticket
 from swapper import PAGE_BYTES, Arena, StorageFull, StorageIOError, StorageTimeout, StoreMisuse
 from swapper.checksum import Once, seed
-from swapper.testing import Fault, FaultPlan, RamDevice, RamDisk
 from swapper.ticket import Checksum, Transfers
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import Enum, auto
-from types import TracebackType
 from typing import Generic, Protocol, TypeVar
 
 from offload.tiers.home import Transfer
@@ -133,7 +132,5 @@ class Pin(Generic[P]):
         self.take()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from . import _core
-from .queue import Queue
+from aio_ext._core import core
+from aio_ext.queue import Queue
 
 _OPERATIONS: tuple[Literal["read", "write", "sync"], ...] = ("read", "write", "sync")
 
@@ -31,7 +31,7 @@ class FaultPlan:
     """
 
     def __init__(self, log: bool = True) -> None:
-        self._core = _core.FaultPlan()
+        self._core = core.FaultPlan()
         if log:
             self._core.keep_log()
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from swapper.testing import RamDisk
+from store_ram_disk import RamDisk
 
 SECTORS = (512, 4096)
 
