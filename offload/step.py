@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 from torch.autograd.graph import increment_version
@@ -21,6 +22,7 @@ from offload.model.hooks import Hooks
 from offload.optim.rule import Group
 from offload.passes import TrainingPasses
 from offload.progress import Progress
+from offload.ranks.agreement import Facts, Place
 from offload.report.reporter import Reporter
 from offload.run.watch import Watch
 from offload.step_warnings import StepWarnings
@@ -163,7 +165,12 @@ class Step:
         self.uses.reset()
         self.verdict.check(self.param_groups())
         self.warnings.before_step()
-        self.sink.settle(f"step {self.progress.global_step + 1}")
+        self.sink.settle(Place(f"step {self.progress.global_step + 1}", partial(self._facts, loss_scale)))
+
+    def _facts(self, loss_scale: float | None) -> Facts:
+        own = self.progress.loss_scale
+        scales = {"the loss scale of GradScaler": loss_scale, "the loss scale": None if own is None else own.value}
+        return {**self.verdict.facts(self.param_groups()), **scales}
 
     def _judge(self, loss_scale: float | None) -> None:
         """Look whether all gradients are finite, freeze what the step multiplies by, and hand it over."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,8 +15,10 @@ from offload.config import OPTIMIZERS, OffloadConfig
 from offload.device.protocol import Processor
 from offload.errors import ConfigError, warn
 from offload.optim.choose import OptimizerChoice, choose, has_kernel
+from offload.optim.rule import facts_of
 from offload.plan.plan import Plan
 from offload.planning import check_backend, check_paths, open_processor, plan_for
+from offload.ranks.agreement import Facts, disagreement, fact_of, told
 from offload.ranks.machine import bind, share
 from offload.ranks.world import Peers, World, find_peers, find_world, local_index
 from offload.units import Distribution, UnitSpec, shard_unit
@@ -60,13 +63,14 @@ def plan_run(model: nn.Module, given: OffloadConfig, world: World) -> RunPlan:
         raise ConfigError("the model has no floating-point parameters: there is nothing to offload")
     if given.optimizer is not None and not any(p.requires_grad for p in model.parameters()):
         warn("no parameter of the model requires grad: the engine will train nothing (optimizer=None says that)")
-    _refuse_for_ranks(units, given, world, processor)
+    _refuse_for_ranks(model, units, given, world, processor)
     distributions = [spec.distribution for unit in units for spec in unit.parameters if spec.distribution]
     if distributions:
         _refuse_for_parts(distributions, given, world)
     parts = find_peers(distributions[0].members if distributions else ())
     shards = units if world.size == 1 else [shard_unit(unit, world.shards.own, world.shards.size) for unit in units]
     choice = choose(given, shards)
+    _refuse_disagreement(model, given, units, choice, world)
     _refuse_quantised_elsewhere(units, given, processor.torch_device)
     plan = plan_for(config, units, choice, processor, world, shards)
     return RunPlan(config, world, parts, sharers, processor, units, shards, choice, plan)
@@ -104,11 +108,17 @@ def _of_rank(config: OffloadConfig, world: World, processor: Processor) -> tuple
     return config, own.sharers * world.local_size // len(world.local_ranks)  # others train other parts of the model
 
 
-def _refuse_for_ranks(units: Sequence[UnitSpec], config: OffloadConfig, world: World, processor: Processor) -> None:
+def _refuse_for_ranks(
+    model: nn.Module, units: Sequence[UnitSpec], config: OffloadConfig, world: World, processor: Processor
+) -> None:
     """Raise ``ConfigError`` for what several ranks cannot do, and on all of them if their models differ."""
     if world.size == 1:
         return
-    own = [f"{spec.name} {tuple(spec.shape)}" for unit in units for spec in unit.parameters if spec.numel]
+    order = {id(parameter): index for index, parameter in enumerate(model.parameters())}
+    specs = sorted(  # in the model's order: that of a unit depends on what is trained
+        (spec for unit in units for spec in unit.parameters if spec.numel), key=lambda spec: order[id(spec.parameter)]
+    )
+    own = [f"{spec.name} {tuple(spec.shape)}" for spec in specs]
     of_ranks = world.all_gather_object(own)
     for rank, others in zip(world.members, of_ranks, strict=True):
         if others != of_ranks[0]:
@@ -127,6 +137,49 @@ def _refuse_for_ranks(units: Sequence[UnitSpec], config: OffloadConfig, world: W
     packed = next((spec for unit in units for spec in unit.parameters if spec.packing is not None), None)
     if packed is not None:
         raise ConfigError(f"this is one of {world.size} ranks, and parameter {packed.name} is quantised: start one")
+
+
+_OF_ONE_RANK = (
+    *("nvme_path", "nvme_capacity", "host_memory", "device", "device_memory", "tile_bytes", "io_backend", "prefetch"),
+    *("mesh", "run_dir", "weights", "optimizer"),
+)
+"""Options that a rank may have for itself: those of its machine, and those whose values have other names there."""
+
+
+def _refuse_disagreement(
+    model: nn.Module, config: OffloadConfig, units: Sequence[UnitSpec], choice: OptimizerChoice | None, world: World
+) -> None:
+    """Raise ``ConfigError`` on all ranks where they were given what would train another model on each."""
+    if world.size == 1:
+        return
+    facts = told(_facts_of(model, config, units, choice))
+    difference = disagreement(world.all_gather_object(facts), world.members)
+    if difference:
+        raise ConfigError(f"{difference}. They train one model together: give all of them the same")
+
+
+def _facts_of(
+    model: nn.Module, config: OffloadConfig, units: Sequence[UnitSpec], choice: OptimizerChoice | None
+) -> Facts:
+    options = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in _OF_ONE_RANK}
+    parameters = {id(spec.parameter): spec for unit in units for spec in unit.parameters}
+    found: dict[str, Any] = {
+        **options,
+        "the weights": "from files" if config.weights is not None else "the model's",
+        "the mesh": None if config.mesh is None else config.mesh.mesh.tolist(),
+        "requires_grad": {spec.name: spec.parameter.requires_grad for spec in parameters.values()},
+        "the dtype": {spec.name: str(spec.parameter.dtype) for spec in parameters.values()},
+        "the buffer": {name: f"{tuple(of.shape)} {of.dtype}" for name, of in model.named_buffers()},
+    }
+    if choice is not None:
+        found = {"the optimizer": choice.rule.identity["optimizer"], **found}
+        found.update(facts_of((group, [spec.name for spec in specs]) for group, specs in choice.groups))
+        found["the states"] = {spec.name: _digest(states) for spec, states in choice.states().items()}
+    return found
+
+
+def _digest(states: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {fact_of(torch.as_tensor(states[name]))}" for name in sorted(states))
 
 
 def _refuse_devices(world: World, own: str | None) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from offload import kernels
+from offload.ranks.agreement import Facts
 from offload.units import ParameterSpec, Tile, UnitSpec
 
 Group = dict[str, Any]
@@ -38,6 +39,32 @@ class TileBytes(NamedTuple):
 def options_of(group: Group) -> Group:
     """The group without its ``params``."""
     return {name: value for name, value in group.items() if name != "params"}
+
+
+def facts_of(groups: Iterable[tuple[Group, Sequence[str]]]) -> Facts:
+    """Facts that ranks must agree on of parameter groups, each with the names of its parameters."""
+    of_groups: dict[str, dict[str, Any]] = {}
+    num_groups = 0
+    for group, names in groups:
+        of_this = {
+            **{name: _plain(value) for name, value in options_of(group).items()},
+            "the list of parameters": names,
+        }
+        for name, value in of_this.items():
+            of_groups.setdefault(name, {})[f"parameter group {num_groups}"] = value
+        num_groups += 1
+    return {"the number of parameter groups": num_groups, **of_groups}
+
+
+def _plain(value: Any) -> Any:
+    """A setting whose representation is the same in all processes where its value is."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return type(value).__qualname__
 
 
 class TileLayout(Protocol):

@@ -26,6 +26,7 @@ import torch
 from torch import distributed
 
 from offload.errors import RankError
+from offload.ranks.agreement import NO_FACTS, Facts, disagreement, told
 from offload.ranks.heartbeat import PATIENCE_S, Heartbeat
 from offload.ranks.links import HostLinks
 from offload.ranks.world import Peers, World
@@ -58,11 +59,15 @@ class Kind(IntEnum):
 
 
 class Operation:
-    """One rank's part of an operation. ``number`` says which of its kind: of what unit, for one."""
+    """One rank's part of an operation. ``number`` says which of its kind: of what unit, for one. ``facts`` are those
+    that it follows from."""
 
-    def __init__(self, kind: Kind, number: int, name: str, own: Any, heartbeat: Heartbeat) -> None:
+    def __init__(
+        self, kind: Kind, number: int, name: str, own: Any, heartbeat: Heartbeat, facts: Facts = NO_FACTS
+    ) -> None:
         self.code = (kind << 32) | number
         self.name = name
+        self.facts = facts
         self.own = own
         self.result: Any = None
         self._heartbeat = heartbeat
@@ -98,9 +103,9 @@ class Collectives(Protocol):
     def received_bytes(self) -> int:
         """Received from other ranks, between host memories."""
 
-    def all_gather(self, name: str, own: torch.Tensor) -> list[torch.Tensor]:
+    def all_gather(self, name: str, own: torch.Tensor, facts: Facts = NO_FACTS) -> list[torch.Tensor]:
         """Wait for all ranks; what each of them gives, of the same shape and dtype as ``own``. ``name`` is where the
-        program is: the same on all ranks."""
+        program is: the same on all ranks, and so are the ``facts``. Raises ``RankError`` on all of them if not."""
 
     def all_gather_parts(self, name: str, own: torch.Tensor) -> list[torch.Tensor]:
         """As ``all_gather``, with flat tensors that may have different lengths; one without elements has any dtype."""
@@ -124,7 +129,7 @@ class LocalCollectives:
 
     received_bytes = 0
 
-    def all_gather(self, name: str, own: torch.Tensor) -> list[torch.Tensor]:
+    def all_gather(self, name: str, own: torch.Tensor, facts: Facts = NO_FACTS) -> list[torch.Tensor]:
         return [own]
 
     def all_gather_parts(self, name: str, own: torch.Tensor) -> list[torch.Tensor]:
@@ -166,17 +171,17 @@ class Rounds:
         """Register who does operations of this kind."""
         self._carry_out[kind] = carry_out
 
-    def submit(self, kind: Kind, number: int, name: str, own: Any) -> Operation:
+    def submit(self, kind: Kind, number: int, name: str, own: Any, facts: Facts = NO_FACTS) -> Operation:
         """Have an operation carried out after those before it. Never waits."""
-        operation = Operation(kind, number, name, own, self._heartbeat)
+        operation = Operation(kind, number, name, own, self._heartbeat, facts)
         with self._lock:
             self._queue.append(operation)
         self._worker.submit(lambda: self._advance(operation))
         return operation
 
-    def all_gather(self, name: str, own: torch.Tensor) -> list[torch.Tensor]:
-        number = zlib.crc32(f"{name}, {own.nbytes} bytes".encode())  # a transfer of other sizes would end the process
-        operation = self.submit(Kind.MESSAGE, number, name, own.contiguous())
+    def all_gather(self, name: str, own: torch.Tensor, facts: Facts = NO_FACTS) -> list[torch.Tensor]:
+        number = zlib.crc32(f"{name}, {own.nbytes} bytes{facts or ''}".encode())  # other sizes would end the process
+        operation = self.submit(Kind.MESSAGE, number, name, own.contiguous(), facts)
         operation.wait()
         found: list[torch.Tensor] = operation.result
         return found
@@ -187,7 +192,7 @@ class Rounds:
 
     def all_gather_parts(self, name: str, own: torch.Tensor) -> list[torch.Tensor]:
         numbers = torch.tensor([own.numel(), _DTYPES.index(own.dtype)])
-        sizes, dtypes = zip(*(of_rank.tolist() for of_rank in self.all_gather(f"{name}: size", numbers)), strict=True)
+        sizes, dtypes = zip(*(of_rank.tolist() for of_rank in self.all_gather(name, numbers)), strict=True)
         dtype = _DTYPES[next((kind for size, kind in zip(sizes, dtypes, strict=True) if size), dtypes[0])]
         padded = torch.zeros(max(sizes), dtype=dtype)
         padded[: own.numel()] = own.reshape(-1)
@@ -245,7 +250,12 @@ class Rounds:
             for code in codes:
                 if code >> 32 == kind:
                     return code
-        names = self.world.all_gather_object(self._queue[0].name)
+        head = self._queue[0]
+        of_ranks = self.world.all_gather_object([head.name, told(head.facts)])
+        names = [name for name, _ in of_ranks]
+        difference = disagreement([facts for _, facts in of_ranks], range(len(names)))
+        if difference and len(set(names)) == 1:
+            raise RankError(f"{head.name}: {difference}")
         where = ", ".join(f"rank {rank} at {name}" for rank, name in enumerate(names))
         raise RankError(f"the ranks are at different places of the program: {where}")
 

@@ -6,12 +6,13 @@ import ctypes
 import pickle
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from offload.device.protocol import Device
+from offload.ranks.agreement import Facts
 from offload.ranks.collectives import LocalCollectives, Rounds
 from offload.ranks.links import DeviceLinks
 from offload.ranks.world import World
@@ -61,9 +62,11 @@ class Ranks:
         """Received from other ranks, since the engine was made."""
         return self.collectives.received_bytes + sum(links.received_bytes for links in self._device_links)
 
-    def barrier(self, where: str) -> None:
-        """Wait until all ranks are at this place of the program. Raises ``RankError`` if one is at another."""
-        self.collectives.all_gather(where, torch.empty(0))
+    def barrier(self, where: str, facts: Callable[[], Facts] = dict) -> None:
+        """Wait until all ranks are at this place of the program. Raises ``RankError`` if one is at another, or has
+        other ``facts``, which a world of one does not ask for."""
+        if self.size > 1:
+            self.collectives.all_gather(where, torch.empty(0), facts())
 
     def all_gather_object(self, where: str, own: Any) -> list[Any]:
         """Gather what every rank gives at this place of the program, any object, in order."""

@@ -40,6 +40,8 @@ class Peers:
     own: int
     """Index of this one among them."""
     group: Any
+    members: Sequence[int] = ()
+    """The ranks as the whole program counts them; none that others could be taken for, where there is one."""
 
     @classmethod
     def single(cls) -> Peers:
@@ -49,11 +51,6 @@ class Peers:
     @property
     def size(self) -> int:
         return len(self.ranks)
-
-    @property
-    def members(self) -> list[int]:
-        """The ranks as the whole program counts them; none that others could be taken for, where there is one."""
-        return [] if self.size == 1 else distributed.get_process_group_ranks(self.group)
 
     def release(self) -> None:
         """Other worlds may have the group now."""
@@ -77,6 +74,8 @@ class World:
     shards: Peers
     replicas: Peers
     heartbeat: Heartbeat
+    members: Sequence[int] = ()
+    """The ranks as the whole program counts them, as in ``Peers``."""
 
     @classmethod
     def single(cls, local_size: int = 1) -> World:
@@ -87,11 +86,6 @@ class World:
     def local_rank(self) -> int:
         """Index of this one among ``local_ranks``."""
         return self.local_ranks.index(self.rank)
-
-    @property
-    def members(self) -> list[int]:
-        """The ranks as the whole program counts them, as in ``Peers``."""
-        return [] if self.size == 1 else distributed.get_process_group_ranks(self.group)
 
     def all_gather_object(self, own: Any) -> list[Any]:
         """Gather what every rank gives, any object, in order. All ranks call this together; nobody uses the group
@@ -154,9 +148,9 @@ def _meet(rows: Sequence[Sequence[int]], members: Sequence[int], rank: int, hear
     def peers(some: Sequence[int]) -> Peers:
         is_all, is_one = len(some) == len(members), len(some) == 1
         of_some = group if is_all else None if is_one else take_group(some, heartbeat)
-        return Peers(tuple(map(members.index, some)), some.index(members[rank]), of_some)
+        return Peers(tuple(map(members.index, some)), some.index(members[rank]), of_some, () if is_one else some)
 
-    return World(rank, len(members), local, local_size, group, peers(row), peers(column), heartbeat)
+    return World(rank, len(members), local, local_size, group, peers(row), peers(column), heartbeat, members)
 
 
 def _all_gather_object(own: Any, size: int, group: Any, heartbeat: Heartbeat) -> list[Any]:
@@ -274,7 +268,7 @@ def find_peers(members: Sequence[int]) -> Peers:
     if len(members) < 2:
         return Peers.single()
     group = take_group(members, NoHeartbeat(Failure()))
-    return Peers(tuple(range(len(members))), distributed.get_rank(group), group)
+    return Peers(tuple(range(len(members))), distributed.get_rank(group), group, members)
 
 
 def release_groups(groups: Iterable[Any], *, broken: bool = False) -> None:

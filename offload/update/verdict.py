@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from offload.errors import ConfigError, NonFiniteGradient
-from offload.optim.rule import Group, Rule
+from offload.optim.rule import Group, Rule, facts_of
+from offload.ranks.agreement import Facts
 from offload.tiers.gradients.store import Gradient, GradientStore
 from offload.units import ALIGNMENT, ParameterSpec, UnitSpec
 from offload.update.step import Segment, UnitUpdate
@@ -35,7 +37,8 @@ class Verdict:
         """The parameters that took part in the last step."""
         self.stepping_units: Sequence[UnitSpec] = ()
         """Their units. One whose parameters have no element here (on this rank) has no update."""
-        self._known = {id(parameter) for parameter in self.parameters.values()}
+        self._names = {id(parameter): spec.name for spec, parameter in self.parameters.items()}
+        """Of the parameters that may be in groups, by ``id``."""
 
     @property
     def groups_may_change(self) -> bool:
@@ -44,11 +47,25 @@ class Verdict:
 
     def check(self, param_groups: Sequence[Group]) -> None:
         """Raise ``ConfigError`` if parameters have come into the groups that the engine does not hold."""
-        if not groups_by_parameter(param_groups).keys() <= self._known:
+        if not groups_by_parameter(param_groups).keys() <= self._names.keys():
             raise ConfigError(
                 "engine.optimizer.param_groups has parameters that the engine does not hold. Give them an optimizer of "
                 "their own, or put them into the model before the engine is made."
             )
+
+    def facts(self, param_groups: Sequence[Group]) -> Facts:
+        """Facts that the coming step follows from, beside the elements of gradients: ranks must agree on them."""
+        groups = ((group, [self._names[id(parameter)] for parameter in group["params"]]) for group in param_groups)
+        of_parameters: dict[str, dict[str, Any]] = {"requires_grad": {}, "the number of steps": {}, "the factor": {}}
+        trained, num_steps, factors = of_parameters.values()
+        for unit in self.units:
+            known = self.gradients.of(unit)
+            for spec in unit.trainable:
+                trained[spec.name] = self.parameters[spec].requires_grad
+                num_steps[spec.name] = self.num_steps.get(spec, 0)
+                if spec in known:
+                    factors[f"the gradient of {spec.name}"] = known[spec].scale
+        return {**facts_of(groups), **of_parameters}
 
     def norm(self) -> float:
         """The norm of all gradients of the coming step; not finite if one of them is not."""

@@ -20,6 +20,7 @@ from rank_threads import FOREVER_S, FakeHeartbeat, FakeLinks, Meeting
 import aio_ext
 from offload import waiting
 from offload.errors import RankError
+from offload.ranks.agreement import Place
 from offload.ranks.collectives import Kind, Operation, Rounds
 from offload.ranks.world import Peers, World
 from offload.report.meter import Meter
@@ -127,7 +128,7 @@ class Rank:
 
     def drop(self) -> None:
         """What zero_grad() does, on ranks that may have made nothing."""
-        self.exchange.settle("zero_grad()")
+        self.exchange.settle(Place("zero_grad()"))
         for unit in self.units:
             self.exchange.forget(unit)
 
@@ -162,7 +163,7 @@ class Ranks:
         with ThreadPoolExecutor(len(self.ranks)) as pool:
             return list(pool.map(call, self.ranks))
 
-    def settle(self, at: str | None = None) -> None:
+    def settle(self, at: Place | None = None) -> None:
         self.all(lambda rank: rank.exchange.settle(at))
 
     def whole(self, index: int, which: int) -> torch.Tensor:
@@ -252,7 +253,7 @@ def test_what_a_rank_does_not_have_counts_as_zero_and_what_nobody_has_is_left_ou
     one.take(0, 0, torch.ones(15), 0.5)
     one.take(1, 0, torch.ones(15))  # the other has nothing of this unit
     other.take(0, 1, torch.full((LARGE,), 4.0), 0.25)
-    ranks.settle("step 1")
+    ranks.settle(Place("step 1"))
     assert ranks.whole(0, 0).unique().tolist() == [0.25] and ranks.whole(0, 1).unique().tolist() == [0.5]
     assert ranks.whole(1, 0).unique().tolist() == [0.5]
     for rank in ranks.ranks:
@@ -294,7 +295,7 @@ def test_a_rank_that_holds_and_one_that_does_not_understand_each_other() -> None
         for rank, gradient in zip(ranks.ranks, per_rank(2), strict=True):
             rank.is_holding = rank is ranks.ranks[0]
             rank.take(0, 1, gradient.bfloat16())
-        ranks.settle("step 1")
+        ranks.settle(Place("step 1"))
         first, second = (gradient.bfloat16().float() for gradient in per_rank(2))
         assert torch.equal(ranks.whole(0, 1), (first + second) / 2)
 
@@ -358,9 +359,9 @@ def test_ranks_meet_once_for_what_they_have_made_and_at_each_named_place(ranks: 
     def watch(rank: Rank) -> None:
         submit = rank.collectives.submit
 
-        def tell(kind: Kind, number: int, name: str, own: Any) -> Any:
+        def tell(kind: Kind, number: int, name: str, own: Any, *facts: Any) -> Any:
             names[rank.collectives.world.rank].append(name)
-            return submit(kind, number, name, own)
+            return submit(kind, number, name, own, *facts)
 
         rank.collectives.submit = tell  # type: ignore[method-assign]
 
@@ -369,10 +370,10 @@ def test_ranks_meet_once_for_what_they_have_made_and_at_each_named_place(ranks: 
     ranks.all(lambda rank: rank.take(0, 0, torch.ones(15)))
     ranks.settle()
     ranks.settle()  # nothing is new
-    ranks.settle("step 1")
+    ranks.settle(Place("step 1"))
     ranks.all(lambda rank: rank.exchange.restored())
     ranks.settle()
-    expected = ["the gradients of unit u0", "the end of backward", "sums of squares", "step 1"]
+    expected = ["the gradients of unit u0", "the end of backward", "sums of squares", "step 1", "step 1"]
     assert names == [[*expected, "the end of backward", "sums of squares"]] * 2
 
 
@@ -392,7 +393,7 @@ def test_what_a_checkpoint_brought_gets_the_norm_of_all_ranks(ranks: Ranks) -> N
 def test_ranks_at_different_places_end_with_an_error_that_names_them(ranks: Ranks) -> None:
     def settle(rank: Rank) -> str:
         with pytest.raises(RankError) as caught:
-            rank.exchange.settle(f"step {rank.collectives.world.rank}")
+            rank.exchange.settle(Place(f"step {rank.collectives.world.rank}"))
         return str(caught.value)
 
     for message in ranks.all(settle):
@@ -421,7 +422,7 @@ def _outcomes_after(
         call(other)
         ranks.all(Rank.drop)
         ranks.all(lambda rank: rank.backward(1))
-        ranks.settle("step 1")
+        ranks.settle(Place("step 1"))
         for rank in ranks.ranks:
             assert rank.exchange._open == {} and rank.exchange._sent == set() and len(rank.exchange._buckets) == 2
         return came, [rank.outcome() for rank in ranks.ranks]
@@ -455,7 +456,7 @@ def test_an_interrupt_at_any_line_while_gradients_are_dropped_keeps_none_of_them
             interrupted(lambda: [one.exchange.forget(unit) for unit in one.units])
             ranks.all(Rank.drop)
             ranks.all(lambda rank: rank.backward(1))
-            ranks.settle("step 1")
+            ranks.settle(Place("step 1"))
             assert [rank.outcome() for rank in ranks.ranks] == expected
 
     assert at_every_line("/offload/", run, once=True) > 5
@@ -491,7 +492,7 @@ def test_ranks_that_were_all_interrupted_while_they_met_wait_for_each_other_when
 def test_an_interrupt_at_any_line_where_ranks_meet_gives_the_same_or_an_error_on_all() -> None:
     def go_on(rank: Rank) -> Any:
         try:
-            rank.exchange.settle("step 1")
+            rank.exchange.settle(Place("step 1"))
         except OffloadError as error:
             return error
         return rank.outcome()
@@ -507,8 +508,8 @@ def test_an_interrupt_at_any_line_where_ranks_meet_gives_the_same_or_an_error_on
             ranks.all(lambda rank: rank.backward(1))
             one, other = ranks.ranks
             first = pool.submit(go_on, other)
-            if interrupted(lambda: one.exchange.settle("step 1")):
-                later = pool.submit(lambda: (first.result(), other.exchange.settle("step 2")))
+            if interrupted(lambda: one.exchange.settle(Place("step 1"))):
+                later = pool.submit(lambda: (first.result(), other.exchange.settle(Place("step 2"))))
                 found = go_on(one)
                 if isinstance(found, RankError):
                     num_errors += 1
@@ -516,7 +517,7 @@ def test_an_interrupt_at_any_line_where_ranks_meet_gives_the_same_or_an_error_on
                         later.result()
                 else:
                     assert found == expected[0] and first.result() == expected[1]
-                    one.exchange.settle("step 2")
+                    one.exchange.settle(Place("step 2"))
                     later.result()
             else:
                 assert [one.outcome(), first.result()] == expected

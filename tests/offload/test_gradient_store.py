@@ -20,6 +20,7 @@ import aio_ext
 from offload import waiting
 from offload.errors import RankError, WaitTimeout
 from offload.memory import tensor_at
+from offload.ranks.agreement import Place
 from offload.ranks.world import Peers
 from offload.report.meter import Meter
 from offload.testing.simulated import SimulatedDevice
@@ -785,7 +786,7 @@ def test_who_is_interrupted_and_goes_on_has_whole_sums_or_is_told(kind: str) -> 
 def test_sums_of_all_ranks_are_asked_for_after_each_change_and_again_after_an_interrupt() -> None:
     asked: list[list[str]] = []
 
-    def make_whole(known: Iterable[Mapping[ParameterSpec, Gradient]]) -> None:
+    def make_whole(known: Iterable[Mapping[ParameterSpec, Gradient]], at: Place | None) -> None:
         asked.append([spec.name for of_unit in known for spec in of_unit])
         if len(asked) == 2:
             raise KeyboardInterrupt
@@ -812,7 +813,7 @@ def test_sums_are_added_up_over_shards_and_then_over_parts() -> None:
     unit, memory = make_unit(), aio_ext.Memory(GRAIN * 4)
     over: list[str] = []
 
-    def add_up(name: str, factor: float, own: torch.Tensor) -> torch.Tensor:
+    def add_up(name: str, factor: float, own: torch.Tensor, at: Place | None) -> torch.Tensor:
         over.append(name)
         return own * factor
 
@@ -860,16 +861,16 @@ def parts_of(monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None
 def test_a_parameter_that_ranks_have_parts_of_counts_for_each_part_and_a_whole_one_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert parts_of(monkeypatch).add_up(torch.tensor([1.0, 2.0])).tolist() == [12.0, 2.0]
+    assert parts_of(monkeypatch).add_up(torch.tensor([1.0, 2.0]), None).tolist() == [12.0, 2.0]
 
 
 def test_ranks_that_are_gone_or_interrupted_while_sums_are_added_up_end_the_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(RankError, match="is gone: connection closed"):
-        parts_of(monkeypatch, RuntimeError("connection closed")).add_up(torch.zeros(2))
+        parts_of(monkeypatch, RuntimeError("connection closed")).add_up(torch.zeros(2), None)
     parts = parts_of(monkeypatch, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        parts.add_up(torch.zeros(2))
+        parts.add_up(torch.zeros(2), None)
     with pytest.raises(OffloadError, match="interrupted while ranks added up norms"):
         parts._failure.check()

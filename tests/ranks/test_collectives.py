@@ -34,7 +34,7 @@ class Rank:
     def __init__(self, rank: int, size: int, per_copy: int, meeting: Meeting, heartbeat: FakeHeartbeat) -> None:
         row = tuple(range(rank - rank % per_copy, rank - rank % per_copy + per_copy))
         shards = Peers(row, row.index(rank), None)
-        world = World(rank, size, (rank,), 1, None, shards, Peers.single(), heartbeat)  # type: ignore[arg-type]
+        world = World(rank, size, (rank,), 1, None, shards, Peers.single(), heartbeat, range(size))  # type: ignore[arg-type]
         self.rounds = Rounds(world)
         self.links = self.rounds.links = CountingLinks(meeting)  # type: ignore[assignment]
         object.__setattr__(world, "all_gather_object", lambda own: meeting.meet(self.rounds._all, own))
@@ -142,7 +142,6 @@ def test_the_first_ranks_bytes_are_broadcast(make: Callable[..., Program], monke
         return SimpleNamespace(wait=lambda: tensor.copy_(brought[first]))
 
     monkeypatch.setattr(collectives.distributed, "broadcast", broadcast)
-    monkeypatch.setattr(World, "members", [0, 1])
 
     def call(rank: Rank) -> list[float]:
         value = torch.full((2, 2), 1.0 + rank.rounds.world.rank)
@@ -234,6 +233,19 @@ def test_ranks_at_different_places_end_with_an_error_that_says_where_each_is(mak
     assert [type(error) for error in found] == [RankError] * 3
     assert {error.args[0] for error in found} == {f"the ranks are at different places of the program: {where}"}
     assert [str(error) for error in program.run(gather("step()"))] == [str(error) for error in found], "the first stays"
+
+
+def test_ranks_that_say_other_things_at_one_place_end_with_an_error_that_names_them(make: Callable[..., Program]):
+    program = make(3)
+
+    def call(rank: Rank) -> list[torch.Tensor]:
+        lr = [0.1, 0.2, 0.1][rank.rounds.world.rank]
+        return rank.rounds.all_gather("step 1", torch.empty(0), {"lr": {"group 0": lr, "group 1": 1.0}})
+
+    said = (
+        "step 1: the ranks differ in what must be the same on all of them: lr of group 0 is 0.1 on ranks 0 and 2, 0.2"
+    )
+    assert [error.args[0] for error in program.run(call)] == [f"{said} on rank 1"] * 3
 
 
 def test_a_message_of_another_size_is_another_place(make: Callable[..., Program]):

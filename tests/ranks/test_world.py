@@ -73,7 +73,7 @@ class Mesh:
 def test_without_a_launcher_one_rank_is_a_world():
     found = find_world(None, 10.0)
     assert (found.rank, found.size, found.local_ranks, found.local_size) == (0, 1, (0,), 1)
-    assert found.members == [] and found.all_gather_object("own") == ["own"] and found.local_rank == 0
+    assert found.members == () and found.all_gather_object("own") == ["own"] and found.local_rank == 0
     assert found.shards == found.replicas == Peers((0,), 0, None)
     found.leave(None)
 

@@ -22,6 +22,7 @@ import torch
 from offload.device.protocol import Event
 from offload.errors import warn
 from offload.interrupts import held_back
+from offload.ranks.agreement import Place
 from offload.ranks.collectives import Kind, Operation, Rounds
 from offload.ranks.links import Links
 from offload.report.meter import Meter
@@ -136,14 +137,14 @@ class GradientExchange:
         """Shards, not units."""
         return self.sink.complete()
 
-    def settle(self, at: str | None = None) -> None:
+    def settle(self, at: Place | None = None) -> None:
         """Ranks that have made gradients since the last time meet for that."""
         with self.meter.stall("gradients"):
             if self._unsettled or at is not None:
                 for unit in self.units:
                     if unit.index in self._open:
                         self._send(unit)
-                self.collectives.all_gather(at or "the end of backward", torch.empty(0))
+                self.collectives.all_gather("the end of backward" if at is None else at.name, torch.empty(0))
                 self.links.after(self.links.point())
                 self._unsettled = False
             self.sink.settle(at)

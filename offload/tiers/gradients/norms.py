@@ -22,6 +22,7 @@ from offload.errors import RankError
 from offload.kernels import SQUARES_LANES
 from offload.memory import tensor_at
 from offload.plan.buffers import SquaresGroup, num_blocks, squares_groups, squares_parts, squares_rows
+from offload.ranks.agreement import NO_FACTS, Place
 from offload.ranks.ranks import Ranks
 from offload.ranks.world import Peers
 from offload.report.meter import Meter
@@ -172,8 +173,8 @@ class DeviceSquares(Squares):
         return tensor.set_(self._storage, offset // dtype.itemsize, (numel,))  # type: ignore[call-overload,no-any-return]
 
 
-AddUp = Callable[[torch.Tensor], torch.Tensor]
-"""Adds up what ranks have of the sums of all trainable parameters. All of them call it."""
+AddUp = Callable[[torch.Tensor, Place | None], torch.Tensor]
+"""Adds up what ranks have of the sums of all trainable parameters. All of them call it, at the same place."""
 
 
 class RankSquares:
@@ -183,8 +184,9 @@ class RankSquares:
         self._specs = [spec for shard in shards for spec in shard.trainable]
         self._over = over
 
-    def make_whole(self, known: Iterable[Mapping[ParameterSpec, Gradient]]) -> None:
-        """Make the sum of squares of each of these gradients that of all ranks, which call this together."""
+    def make_whole(self, known: Iterable[Mapping[ParameterSpec, Gradient]], at: Place | None) -> None:
+        """Make the sum of squares of each of these gradients that of all ranks, which call this together. Those that
+        are ``at`` the same place agree on what is there, before anything stands on it."""
         gradients = {spec: gradient for of_unit in known for spec, gradient in of_unit.items()}
         sums = torch.zeros(len(self._specs), dtype=torch.float64)
         for index, spec in enumerate(self._specs):
@@ -194,15 +196,16 @@ class RankSquares:
                     gradient.own_squares = gradient.sum_squares
                 sums[index] = gradient.own_squares
         for add_up in self._over:
-            sums = add_up(sums)
+            sums = add_up(sums, at)
         for spec, total in zip(self._specs, sums.tolist(), strict=True):
             if spec in gradients:
                 gradients[spec].sum_squares = total
 
 
-def add_up_shards(ranks: Ranks, own: torch.Tensor) -> torch.Tensor:
-    """Over the ranks that hold the shards of one copy with this one."""
-    of_ranks, total = ranks.collectives.all_gather("sums of squares", own), torch.zeros_like(own)
+def add_up_shards(ranks: Ranks, own: torch.Tensor, at: Place | None) -> torch.Tensor:
+    """Over the ranks that hold the shards of one copy with this one. All ranks agree on what is said ``at`` a place."""
+    name, facts = ("sums of squares", NO_FACTS) if at is None else (at.name, at.facts())
+    of_ranks, total = ranks.collectives.all_gather(name, own, facts), torch.zeros_like(own)
     for rank in ranks.world.shards.ranks:
         total += of_ranks[rank]
     return total
@@ -219,8 +222,8 @@ class DistributedParts:
         self._parts = parts
         self._failure = failure
 
-    def add_up(self, own: torch.Tensor) -> torch.Tensor:
-        """See ``AddUp``."""
+    def add_up(self, own: torch.Tensor, at: Place | None) -> torch.Tensor:
+        """See ``AddUp``. What ranks with other parts say may be different."""
         try:
             total, *others = self._gather(own)
         except BaseException as error:

@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 
+from offload.ranks.agreement import Place
 from offload.units import ParameterSpec, UnitSpec
 
 
@@ -35,9 +36,9 @@ class GradientSink(Protocol):
         """Closed units, each once, as soon as their gradients are in their places and their squares are known; without
         those that more gradients are coming for. Never waits."""
 
-    def settle(self, at: str | None = None) -> None:
+    def settle(self, at: Place | None = None) -> None:
         """Return when all gradients are in their places, and the sums of squares are those of all ranks. ``at``: the
-        place of the program, where all ranks meet."""
+        place of the program, where all ranks meet and agree."""
 
     def restored(self) -> None:
         """Gradients of a checkpoint, which all ranks load, have taken the place of those in the store."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from offload.memory import tensor_at
+from offload.ranks.agreement import Place
 from offload.tiers.gradients.unit import UnitGradients
 from offload.units import ParameterSpec, UnitSpec
 from swapper import OffloadError
@@ -76,11 +77,12 @@ class _HalfAdded(Gradient):
             raise AssertionError("a gradient that is half added has no scale")
 
 
-MakeWhole = Callable[[Iterable[Mapping[ParameterSpec, Gradient]]], None]
-"""Makes the sum of squares of each gradient that of the whole, of which ranks have parts. All of them call it."""
+MakeWhole = Callable[[Iterable[Mapping[ParameterSpec, Gradient]], Place | None], None]
+"""Makes the sum of squares of each gradient that of the whole, of which ranks have parts. All of them call it,
+and agree on what they say of this place of the program."""
 
 
-def of_one_rank(known: Iterable[Mapping[ParameterSpec, Gradient]]) -> None:
+def of_one_rank(known: Iterable[Mapping[ParameterSpec, Gradient]], at: Place | None) -> None:
     """``MakeWhole`` where one rank has all: sums of squares are whole."""
 
 
@@ -144,10 +146,10 @@ class GradientStore:
             if not self._of[unit.index].is_open:
                 yield unit
 
-    def settle(self, at: str | None = None) -> None:
+    def settle(self, at: Place | None = None) -> None:
         seen = self._num_changes
-        if seen != self._num_whole:
-            self._make_whole(of.known for of in self._of)
+        if seen != self._num_whole or at is not None:
+            self._make_whole((of.known for of in self._of), at)
             self._num_whole = seen
 
     def restored(self) -> None:

@@ -18,6 +18,7 @@ import torch
 from offload.device.protocol import Device, Event
 from offload.interrupts import held_back
 from offload.memory import tensor_at
+from offload.ranks.agreement import Place
 from offload.report.meter import Meter
 from offload.report.trace import Span
 from offload.tiers.gradients.norms import Squares
@@ -125,7 +126,7 @@ class GradientTransport:
             if num_taken == self._num_taken[unit.index]:
                 yield unit
 
-    def settle(self, at: str | None = None) -> None:
+    def settle(self, at: Place | None = None) -> None:
         for unit in self.units:
             self.store.gradients_of(unit).begin_squares()
         last = self._last
