@@ -101,7 +101,7 @@ class OffloadEngine:
 
     def _make_in(self, world: World, model: nn.Module) -> Session:
         plan = plan_run(model, self.config, world)
-        self._inputs = Inputs(plan.processor, self.config.dtype)
+        self._inputs = Inputs(plan.processor, self.config.converted_dtypes(model), self.config.dtype)
         path = self.config.run_path if world.rank == 0 else None
         run = None if path is None else RunDirectory(path, fingerprint(plan.plan))
         try:
@@ -140,8 +140,8 @@ class OffloadEngine:
         return replace(session.plan, seconds=seconds, drives=session.drives)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model. Floating-point inputs are cast to the weights' dtype; the caller may change what he gave as
-        soon as this returns."""
+        """Run the model. Where ``precision`` has changed the dtype of weights, inputs of the dtype that they had are
+        cast likewise; all others are what the caller gave, who may change them as soon as this returns."""
         self._session.failure.check()
         args, kwargs = self._inputs.bring((args, kwargs))
         try:

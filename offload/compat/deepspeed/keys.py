@@ -185,7 +185,7 @@ _PRECISION_OFF = "without fp16 or bf16 the weights keep the dtype that the model
 
 FP16 = block(
     honoured("enabled", kinds.FLAG, f'precision="fp16"; {_PRECISION_OFF}'),
-    idle("auto_cast", kinds.FLAG, "floating-point inputs are always cast to the weights' dtype"),
+    idle("auto_cast", kinds.FLAG, "inputs of the dtype that the model had before are always cast"),
     idle("loss_scale min_loss_scale", kinds.NUMBER, _ADAPTS),
     idle("initial_scale_power", kinds.NATURAL, _ADAPTS),
     idle("loss_scale_window hysteresis", kinds.COUNT, _ADAPTS),
