@@ -61,8 +61,8 @@ class OffloadEngine:
                 "the model's parameters are in an engine already. Its unwrap() gives an ordinary model back; after "
                 "close() they are gone: build the model again."
             )
-        self.module = model
         self.config = config.of_model(model)
+        self.module = model
         with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"), limits_named():
             self._session = self._make(model)
 
@@ -376,9 +376,19 @@ class OffloadEngine:
         )
 
     def __getattr__(self, name: str) -> Any:
-        if hasattr(nn.Module, name):
-            raise AttributeError(f"an OffloadEngine is not a module and has no {name!r}: use engine.module.{name}")
+        if self._is_of_module(name):
+            raise AttributeError(f"an OffloadEngine is not the model and has no {name!r}: use engine.module.{name}")
         raise AttributeError(f"'OffloadEngine' object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not hasattr(type(self), name) and self._is_of_module(name):
+            raise AttributeError(f"an OffloadEngine is not the model: set engine.module.{name}, which the model reads")
+        super().__setattr__(name, value)
+
+    def _is_of_module(self, name: str) -> bool:
+        """The model has this public attribute, or would have it as any module, and the engine has none of its name."""
+        known = name.startswith("_") or name in vars(self)
+        return not known and (hasattr(nn.Module, name) or hasattr(vars(self).get("module"), name))
 
     def _require_training(self) -> OffloadOptimizer:
         optimizer = self._session.optimizer

@@ -167,6 +167,9 @@ no_torch_function: Any = _found(torch._C, "_disabled_torch_function_impl")
 autograd_gradient: Any = _found(torch.Tensor, "grad")
 """Descriptor where autograd puts gradients, under the property of the same name."""
 
+version: Any = _found(torch.Tensor, "_version")
+"""Descriptor of the number of changes in place, under the property of the same name."""
+
 requires_grad: Any = _found(torch.Tensor, "requires_grad")
 """Descriptor that says whether autograd makes a gradient, under the property of the same name."""
 
