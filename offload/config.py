@@ -201,6 +201,10 @@ class OffloadConfig:
             warn("device_memory: the model computes on the CPU, and host_memory bounds everything there")
         return config
 
+    def converted_dtypes(self, model: nn.Module) -> set[torch.dtype]:
+        """The dtypes that floating-point parameters of the model have, and are converted from."""
+        return {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()} - {self.dtype}
+
     @property
     def paths(self) -> tuple[Path, ...]:
         """``nvme_path`` as it is once checked."""

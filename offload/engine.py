@@ -61,8 +61,8 @@ class OffloadEngine:
                 "the model's parameters are in an engine already. Its unwrap() gives an ordinary model back; after "
                 "close() they are gone: build the model again."
             )
-        self.module = model
         self.config = config.of_model(model)
+        self.module = model
         with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"), limits_named():
             self._session = self._make(model)
 
@@ -101,7 +101,7 @@ class OffloadEngine:
 
     def _make_in(self, world: World, model: nn.Module) -> Session:
         plan = plan_run(model, self.config, world)
-        self._inputs = Inputs(plan.processor, self.config.dtype)
+        self._inputs = Inputs(plan.processor, self.config.converted_dtypes(model), self.config.dtype)
         path = self.config.run_path if world.rank == 0 else None
         run = None if path is None else RunDirectory(path, fingerprint(plan.plan))
         try:
@@ -140,8 +140,8 @@ class OffloadEngine:
         return replace(session.plan, seconds=seconds, drives=session.drives)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model. Floating-point inputs are cast to the weights' dtype; the caller may change what he gave as
-        soon as this returns."""
+        """Run the model. Where ``precision`` has changed the dtype of weights, inputs of the dtype that they had are
+        cast likewise; all others are what the caller gave, who may change them as soon as this returns."""
         self._session.failure.check()
         args, kwargs = self._inputs.bring((args, kwargs))
         try:
@@ -376,9 +376,19 @@ class OffloadEngine:
         )
 
     def __getattr__(self, name: str) -> Any:
-        if hasattr(nn.Module, name):
-            raise AttributeError(f"an OffloadEngine is not a module and has no {name!r}: use engine.module.{name}")
+        if self._is_of_module(name):
+            raise AttributeError(f"an OffloadEngine is not the model and has no {name!r}: use engine.module.{name}")
         raise AttributeError(f"'OffloadEngine' object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not hasattr(type(self), name) and self._is_of_module(name):
+            raise AttributeError(f"an OffloadEngine is not the model: set engine.module.{name}, which the model reads")
+        super().__setattr__(name, value)
+
+    def _is_of_module(self, name: str) -> bool:
+        """The model has this public attribute, or would have it as any module, and the engine has none of its name."""
+        known = name.startswith("_") or name in vars(self)
+        return not known and (hasattr(nn.Module, name) or hasattr(vars(self).get("module"), name))
 
     def _require_training(self) -> OffloadOptimizer:
         optimizer = self._session.optimizer

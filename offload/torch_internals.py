@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
-from operator import methodcaller
+from operator import is_, methodcaller
 from types import FrameType
 from typing import Any
 
@@ -44,6 +44,21 @@ map_leaves: Callable[[Callable[[Any], Any], Any], Any] = _found(_pytree, "tree_m
 
 leaves_of: Callable[[Any], list[Any]] = _found(_pytree, "tree_leaves")
 """The leaves of nested containers."""
+
+
+def replace_leaves(function: Callable[[Any], Any], item: Any) -> Any:
+    """As ``map_leaves``, with each container in which no leaf becomes another object kept as it is."""
+    children, structure = _flattened(item, is_leaf=lambda part: part is not item)
+    if len(children) == 1 and children[0] is item:
+        return function(item)
+    replaced = [replace_leaves(function, child) for child in children]
+    if all(map(is_, replaced, children)):
+        return item
+    return _unflattened(replaced, structure)
+
+
+_flattened: Callable[..., tuple[list[Any], Any]] = _found(_pytree, "tree_flatten")
+_unflattened: Callable[[list[Any], Any], Any] = _found(_pytree, "tree_unflatten")
 
 
 graph_task: Callable[[], int] = _found(torch._C, "_current_graph_task_id")
@@ -149,6 +164,9 @@ no_torch_function: Any = _found(torch._C, "_disabled_torch_function_impl")
 autograd_gradient: Any = _found(torch.Tensor, "grad")
 """Descriptor where autograd puts gradients, under the property of the same name."""
 
+version: Any = _found(torch.Tensor, "_version")
+"""Descriptor of the number of changes in place, under the property of the same name."""
+
 requires_grad: Any = _found(torch.Tensor, "requires_grad")
 """Descriptor that says whether autograd makes a gradient, under the property of the same name."""
 
@@ -210,7 +228,9 @@ def _try_version_counter() -> bool:
 
 def _try_containers() -> bool:
     nested = {"a": [1, (2,)]}
-    return leaves_of(nested) == [1, 2] and map_leaves(lambda leaf: leaf + 1, nested) == {"a": [2, (3,)]}
+    replaced = replace_leaves(lambda leaf: leaf * 3, [[0], nested["a"]])
+    are_walked = leaves_of(nested) == [1, 2] and map_leaves(lambda leaf: leaf + 1, nested) == {"a": [2, (3,)]}
+    return are_walked and replaced == [[0], [3, (6,)]] and replace_leaves(lambda leaf: leaf, nested) is nested
 
 
 class _Probe(torch.Tensor):

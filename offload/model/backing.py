@@ -149,8 +149,6 @@ class PiecewiseBacking:
 class PlainGradientBacking:
     """Backs the handle of one gradient, ``parameter.grad``."""
 
-    gradient: torch.Tensor | None = None
-    trainable = False
     in_use: Sequence[nn.Parameter] = ()
 
     def __init__(self, unit: UnitSpec, spec: ParameterSpec, access: ExternalAccess) -> None:
@@ -201,8 +199,6 @@ class PlainGradientBacking:
 class PiecewiseGradientBacking:
     """The same for a weight in pieces. ``pieces`` are the backings of its pieces' gradients, in order."""
 
-    gradient: torch.Tensor | None = None
-    trainable = False
     in_use: Sequence[nn.Parameter] = ()
 
     def __init__(self, whole: WeightInPieces, pieces: Sequence[PlainGradientBacking]) -> None:

@@ -8,7 +8,6 @@ ordinary parameters instead, so nothing there pays for it.
 from __future__ import annotations
 
 import io
-import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
@@ -19,20 +18,19 @@ from torch.autograd.graph import increment_version
 
 from offload.errors import ConfigError
 from offload.model.grad_call import CALLS
-from offload.torch_internals import autograd_gradient, map_leaves, no_torch_function, requires_grad, wrapper
+from offload.model.leaves import Leaves
+from offload.torch_internals import autograd_gradient, map_leaves, no_torch_function, requires_grad, version, wrapper
 from swapper import OffloadError
 
 
 class Backing(Protocol):
     """The engine's side of a handle: ``read`` gives a copy of the value in host memory, ``write`` takes a new one.
 
-    ``gradient`` is what ``parameter.grad`` gives and takes. ``in_use`` are the ordinary parameters that stand in the
-    handle's place while their units are in use: one, or one for each piece.
+    ``in_use`` are the ordinary parameters that stand in the place of a parameter's handle while their units are in use:
+    one, or one for each piece.
     """
 
     name: str
-    gradient: torch.Tensor | None
-    trainable: bool
 
     @property
     def in_use(self) -> Sequence[nn.Parameter]: ...
@@ -42,11 +40,16 @@ class Backing(Protocol):
     def write(self, value: torch.Tensor) -> None: ...
 
 
+class BackingOfParameter(Backing, Protocol):
+    """The same of a parameter. ``gradient`` is what ``parameter.grad`` gives and takes; one that is not ``trainable``
+    has none."""
+
+    gradient: torch.Tensor | None
+    trainable: bool
+
+
 class _View:
     """A view of another backing's value: one output of ``function`` applied to it."""
-
-    gradient: torch.Tensor | None = None
-    trainable = False
 
     def __init__(self, base: Backing, function: Callable[[torch.Tensor], Any], position: int | None) -> None:
         self.name = base.name
@@ -71,8 +74,14 @@ class _View:
 class Handle(torch.Tensor):
     """A tensor whose value rests in the engine. See the module's docstring; made by ``make_handle``."""
 
-    _backing: Backing
+    _backing: Any
+    """A ``Backing``, and of a parameter of the model a ``BackingOfParameter``."""
     _meta: torch.Tensor
+    _leaves: Leaves | None = None
+    """Hooks on it, once there are some."""
+    _is_managed = False
+    """It stands in the model for a parameter. Others are values that look into the engine, also as ``nn.Parameter``:
+    leaves of their own."""
     _kind: type[nn.Parameter] = nn.Parameter
     """The class of ordinary parameters that it stands for."""
     _tells_autograd = True
@@ -95,15 +104,21 @@ class Handle(torch.Tensor):
     @property
     def backing(self) -> Backing:
         """The same for all handles on one value."""
-        return self._backing
+        return self._backing  # type: ignore[no-any-return]
 
     def value(self) -> torch.Tensor:
         """The value now, as an ordinary tensor of the caller's own."""
-        return self._backing.read().to(self.device)
+        return self._backing.read().to(self.device)  # type: ignore[no-any-return]
 
     def value_on_host(self) -> torch.Tensor:
         """The same in host memory: what is larger than a device can be looked at there."""
-        return self._backing.read()
+        return self._backing.read()  # type: ignore[no-any-return]
+
+    @property
+    def _version(self) -> int:  # type: ignore[override]
+        """The number of changes, which is one for the parameter in its unit and outside."""
+        in_use = self._backing.in_use if self._tells_autograd else ()
+        return in_use[0]._version if in_use else version.__get__(self)  # type: ignore[no-any-return]
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
@@ -151,11 +166,14 @@ class Handle(torch.Tensor):
 
     @property
     def grad(self) -> torch.Tensor | None:  # type: ignore[override]
-        """The gradient for the coming step, wherever it rests: a handle, or None."""
-        return self._backing.gradient if isinstance(self, nn.Parameter) else None
+        """The gradient, wherever it rests. Of what is no parameter of the model it is autograd's own."""
+        return self._backing.gradient if self._is_managed else autograd_gradient.__get__(self)  # type: ignore[no-any-return]
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        if not self._is_managed:
+            autograd_gradient.__set__(self, value)
+            return
         if value is not None:
             _check_gradient(self, value)
         self._backing.gradient = value
@@ -200,13 +218,13 @@ class Handle(torch.Tensor):
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        if value and isinstance(self, nn.Parameter) and not self._backing.trainable:
+        if value and self._is_managed and not self._backing.trainable:
             raise ConfigError(
                 f"parameter {self._backing.name} was not to be trained when the engine was made, so that there is no "
                 "room for its gradient and states. Make the engine while it requires grad, and freeze it then."
             )
         requires_grad.__set__(self, value)
-        for parameter in self._backing.in_use if isinstance(self, nn.Parameter) else ():
+        for parameter in self._backing.in_use if self._is_managed else ():
             parameter.requires_grad = value
 
     def requires_grad_(self, requires_grad: bool = True) -> Handle:  # type: ignore[override]
@@ -215,24 +233,23 @@ class Handle(torch.Tensor):
 
     def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
         """As for any tensor. Raises ``ConfigError`` for a weight that is used in pieces."""
-        own = super().register_hook(hook)  # type: ignore[no-untyped-call]
-        return _Removers([own, *(p.register_hook(hook) for p in self._whole_in_use("register_hook"))])
+        leaves = self._hooked("register_hook")
+        return super().register_hook(hook) if leaves is None else leaves.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
         """As for any parameter: ``hook`` gets this one. Raises ``ConfigError`` for a weight that is used in pieces."""
-        of_handle = weakref.ref(self)  # the collector does not see into hooks of tensors
+        leaves = self._hooked("register_post_accumulate_grad_hook")
+        register = super().register_post_accumulate_grad_hook if leaves is None else leaves.register_post_hook
+        return register(hook)
 
-        def call(_: torch.Tensor) -> None:
-            handle = of_handle()
-            if handle is not None:
-                hook(handle)
-
-        in_use = self._whole_in_use("register_post_accumulate_grad_hook")
-        own = super().register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        return _Removers([own, *(p.register_post_accumulate_grad_hook(call) for p in in_use)])
+    def _hooked(self, what: str) -> Leaves | None:
+        """What hooks on a parameter of the model go to."""
+        if self._leaves is None and self._is_managed:
+            self._leaves = Leaves([self, *self._whole_in_use(what)])
+        return self._leaves
 
     def _whole_in_use(self, what: str) -> Sequence[nn.Parameter]:
-        parameters = self._backing.in_use if isinstance(self, nn.Parameter) else ()
+        parameters: Sequence[nn.Parameter] = self._backing.in_use if self._is_managed else ()
         if len(parameters) > 1:
             raise ConfigError(
                 f"parameter {self._backing.name} is used in {len(parameters)} pieces, and its gradient comes in as "
@@ -331,8 +348,8 @@ def _from_another_process(content: bytes) -> Any:
 
 ForkingPickler.register(Handle, _for_another_process)
 
-_OF_HANDLES = {"_backing", "_meta", "_tells_autograd", "_is_param"}
-"""The attributes that each handle has."""
+_OF_HANDLES = {"_backing", "_meta", "_tells_autograd", "_is_param", "_is_managed", "_leaves"}
+"""The attributes of handles' own."""
 
 _SEEKS_NODE = (torch.Tensor.view_as, torch.Tensor.expand_as)
 """With the tensor itself as the other one, they serve to find its node in the graph."""
@@ -355,30 +372,13 @@ def _in_graphs(item: Any) -> list[Any]:
 
     Raises ``ConfigError`` for a weight in pieces, whose uses are leaves of their own.
     """
-    if not isinstance(item, Handle) or not isinstance(item, nn.Parameter):
+    if not isinstance(item, Handle):
         return [item]
     return [item, *item._whole_in_use("torch.autograd.grad")]
 
 
-class _Removers:
-    """Takes several hooks out again."""
-
-    def __init__(self, hooks: Sequence[Any]) -> None:
-        self._hooks = hooks
-
-    def remove(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def __enter__(self) -> _Removers:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.remove()
-
-
 def make_handle(
-    backing: Backing,
+    backing: BackingOfParameter,
     shape: torch.Size,
     dtype: torch.dtype,
     device: torch.device,
@@ -387,7 +387,9 @@ def make_handle(
 ) -> nn.Parameter:
     """A parameter that rests in the engine."""
     meta = torch.empty(shape, dtype=dtype, device="meta")
-    return nn.Parameter(kind(backing, meta, device), requires_grad=requires_grad)  # type: ignore[arg-type]
+    handle = nn.Parameter(kind(backing, meta, device), requires_grad=requires_grad)  # type: ignore[arg-type]
+    handle._is_managed = True  # type: ignore[attr-defined]
+    return handle
 
 
 def value_of(item: Any) -> Any:

@@ -48,6 +48,9 @@ def ordinary(handle: Handle) -> nn.Parameter:
 
 def give_back(handle: nn.Parameter, parameter: nn.Parameter) -> nn.Parameter:
     """Make ``handle`` what ``parameter`` is. Returns the object that is the parameter now, with the handle's hooks."""
+    leaves = handle._leaves  # type: ignore[attr-defined]
+    if leaves is not None:
+        leaves.end()
     hooks = _hooks(handle)
     found = handle if _exchange(handle, parameter) else parameter
     _set_hooks(found, hooks)

@@ -1,27 +1,34 @@
-"""Inputs of the model: brought to where it computes, without the caller having to know when the copy is over."""
+"""Inputs of the model: brought to where it computes, without the caller having to know when the copy is over.
+
+An input that is there already is the caller's own object, and so is a container of such: what the model appends to a
+list of its caller's, or puts into a dict, is there for the caller.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
 
 from offload.device.protocol import Event, Processor
-from offload.torch_internals import map_leaves
+from offload.torch_internals import replace_leaves
 
 
 class Inputs:
-    """Brings what a model is called with to its device. ``dtype`` is that of the weights."""
+    """Brings what a model is called with to its device. Parameters that were of one of the ``converted`` dtypes are of
+    ``dtype`` now."""
 
-    def __init__(self, processor: Processor, dtype: torch.dtype) -> None:
+    def __init__(self, processor: Processor, converted: Collection[torch.dtype], dtype: torch.dtype) -> None:
         self._processor = processor
-        self._dtype = dtype
+        self._dtypes = dict.fromkeys(converted, dtype)
         self._last: Event | None = None
         """After it, everything that was brought may be changed by its owner."""
 
     def bring(self, inputs: Any) -> Any:
-        """The same containers, with tensors on the device; floating-point ones are cast to the weights' dtype."""
-        return map_leaves(self._bring_leaf, inputs)
+        """The same with tensors on the device, those of a converted dtype converted likewise. A container is made anew
+        only if something in it is another object now."""
+        return replace_leaves(self._bring_leaf, inputs)
 
     def wait(self) -> None:
         """Return when all that was brought is there: a loader may fill its pinned buffers again. Copies that the device
@@ -33,7 +40,6 @@ class Inputs:
     def _bring_leaf(self, item: Any) -> Any:
         if not isinstance(item, torch.Tensor):
             return item
-        dtype = self._dtype if item.is_floating_point() else item.dtype
-        there, copied = self._processor.bring(item, dtype)
+        there, copied = self._processor.bring(item, self._dtypes.get(item.dtype, item.dtype))
         self._last = copied or self._last
         return there

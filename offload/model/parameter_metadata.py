@@ -30,15 +30,21 @@ class ParameterMetadata:
                 self._take(spec)
 
     def give(self, handles: Mapping[ParameterSpec, nn.Parameter], in_use: Mapping[ParameterSpec, nn.Parameter]) -> None:
-        """Give all of it to the handles; class and attributes to the parameters that are in use, too."""
+        """Give all of it to the handles. The ordinary parameters in use get the class, and have the attributes of the
+        handle as their own, now and later."""
         for spec, kind in self._kinds.items():
             handle = handles[spec]
             if isinstance(handle, Handle) and not isinstance(handle, kind):  # a weight in pieces has several specs
                 handle.become_kind(kind)
             in_use[spec].__class__ = kind
         for spec, attributes in self._attributes.items():
-            for holder in (handles[spec], in_use[spec]):
-                vars(holder).update({name: value for name, value in attributes.items() if name not in vars(holder)})
+            own = vars(handles[spec])
+            own.update({name: value for name, value in attributes.items() if name not in own})
+        for spec, parameter in in_use.items():
+            if spec.packing is None and spec.piece is None and spec.distribution is None:
+                parameter.__dict__ = vars(handles[spec])
+            else:  # has some that the tensor itself consists of
+                vars(parameter).update(self._attributes.get(spec, {}))
         for spec, gradient in self._gradients.items():
             handle = handles[spec]
             if handle.grad is None and handle.requires_grad:  # likewise

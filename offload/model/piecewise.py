@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from offload.model.handle import Backing, Handle
 from offload.units import Piece, WeightInPieces
@@ -45,7 +45,7 @@ class PiecewiseHandle(Handle):
 
 def _whole_of(weight: Any) -> WeightInPieces | None:
     """A detached handle, or a view of one, is a value like any other."""
-    return weight._backing.whole if isinstance(weight, PiecewiseHandle) and isinstance(weight, nn.Parameter) else None
+    return weight._backing.whole if isinstance(weight, PiecewiseHandle) and weight._is_managed else None
 
 
 def _embedding(

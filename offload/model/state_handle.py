@@ -14,8 +14,6 @@ from offload.model.handle import Handle
 class _StateBacking:
     """Backs the handle of one state of a parameter."""
 
-    gradient: torch.Tensor | None = None
-    trainable = False
     in_use: Sequence[nn.Parameter] = ()
 
     def __init__(self, name: str, read: Callable[[], torch.Tensor], write: Callable[[torch.Tensor], None]) -> None:

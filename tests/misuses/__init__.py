@@ -16,6 +16,7 @@ _FILES = (
     "mixed_precision",
     "clipping",
     "gradients",
+    "objects",
     "reading_and_writing",
     "conversions",
     "surgery",

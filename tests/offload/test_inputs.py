@@ -1,0 +1,46 @@
+"""What a model is called with: brought to where it computes, and else the caller's own objects."""
+
+from __future__ import annotations
+
+import torch
+from tiny import Tiny
+
+from offload.config import OffloadConfig
+from offload.device.host import Cpu
+from offload.model.inputs import Inputs
+
+_FP32, _BF16, _FP64 = torch.ones(2), torch.ones(2).bfloat16(), torch.full((2,), 1e9 + 1, dtype=torch.float64)
+
+
+def _inputs(converted: set[torch.dtype], dtype: torch.dtype = torch.float32) -> Inputs:
+    return Inputs(Cpu(), converted, dtype)
+
+
+def test_containers_of_tensors_that_are_there_already_are_the_callers_own():
+    cache: dict[str, list[torch.Tensor]] = {}
+    losses: list[torch.Tensor] = [_FP32]
+    given = ((_FP32, [cache, (losses,)]), {"cache": cache})
+    args, kwargs = _inputs(set()).bring(given)
+    assert args is given[0]
+    assert kwargs is given[1]
+
+
+def test_no_input_is_cast_where_no_weight_was():
+    for tensor in (_FP32, _BF16, _FP64, torch.arange(3)):
+        assert _inputs(set()).bring(tensor) is tensor
+
+
+def test_inputs_are_cast_as_the_weights_of_their_dtype_were():
+    inputs = _inputs({torch.float32}, torch.bfloat16)
+    losses: list[torch.Tensor] = []
+    brought, rest, same = inputs.bring((_FP32, [_FP64, _BF16], losses))
+    assert brought.dtype == torch.bfloat16
+    assert [item.dtype for item in rest] == [torch.float64, torch.bfloat16]
+    assert same is losses
+
+
+def test_the_converted_dtypes_are_those_of_the_models_parameters():
+    model = Tiny(8, 1, 8)
+    model.norm.double()
+    assert OffloadConfig(precision="fp32").converted_dtypes(model) == {torch.float64}
+    assert OffloadConfig(precision="bf16").converted_dtypes(model) == {torch.float32, torch.float64}
