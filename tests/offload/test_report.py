@@ -27,6 +27,9 @@ class Store:
     def __init__(self) -> None:
         self.read, self.write = Store.Moved(), Store.Moved()
 
+    def statistics(self) -> "Store":
+        return self
+
     def statistics_by_path(self) -> list["Store"]:
         return [self]
 
