@@ -156,7 +156,7 @@ class OffloadConfig:
         self._check_together()
 
     @classmethod
-    def of(cls, config: OffloadConfig | None, options: dict[str, Any]) -> OffloadConfig:
+    def of(cls, config: OffloadConfig | None, options: Mapping[str, Any]) -> OffloadConfig:
         """``config`` with ``options`` laid over it.
 
         Raises ``ConfigError`` for an option that there is not, and for a ``config`` that is something else; it says

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from offload.errors import ConfigError, limits_named
 from offload.model.handle import Handle
 from offload.model.inputs import Inputs
 from offload.optimizer import OffloadOptimizer
+from offload.option_names import Options, with_options
 from offload.plan.plan import Plan
 from offload.ranks.world import World
 from offload.report.report import Bandwidths, Report
@@ -34,6 +35,9 @@ from offload.run.directory import RunDirectory
 from offload.run.observer import Observer
 from offload.session import Session
 from swapper import OffloadError, readable_bytes
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _log = logging.getLogger("offload")
 
@@ -52,7 +56,8 @@ class OffloadEngine:
     or ``StorageFull`` before the model is touched. Call ``close`` at the end, or use it in ``with``.
     """
 
-    def __init__(self, model: nn.Module, config: OffloadConfig | None = None, **options: Any) -> None:
+    @with_options()
+    def __init__(self, model: nn.Module, config: OffloadConfig | None = None, **options: Unpack[Options]) -> None:
         config = OffloadConfig.of(config, options)
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
@@ -67,6 +72,7 @@ class OffloadEngine:
             self._session = self._make(model)
 
     @classmethod
+    @with_options("weights")
     def from_pretrained(
         cls,
         model_class: Any,

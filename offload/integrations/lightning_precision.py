@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -11,7 +11,7 @@ from offload.engine import OffloadEngine
 from offload.errors import ConfigError
 from offload.integrations.clipping import clip_all
 
-PRECISIONS = {"32-true": "fp32", "bf16-true": "bf16", "16-true": "fp16"}
+PRECISIONS: dict[str, Literal["bf16", "fp16", "fp32"]] = {"32-true": "fp32", "bf16-true": "bf16", "16-true": "fp16"}
 """The engine's precision, by Lightning's."""
 
 

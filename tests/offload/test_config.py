@@ -1,8 +1,10 @@
 """What a user writes for an option: taken as it was meant, or refused in one line that says what to write."""
 
 import dataclasses
+import inspect
 import pickle
 import re
+import typing
 import warnings
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from torch import nn
 import offload
 from offload import ConfigError, OffloadConfig, OffloadEngine, OffloadError, StoreUnsafe
 from offload import errors as engine_errors
+from offload.option_names import Options
 from offload.planning import check_paths
 from offload.testing.simulated import SimulatedDevice
 from swapper import errors as store_errors
@@ -28,6 +31,16 @@ def refusal(config: object = None, **options: object) -> str:
     (what,) = caught.value.args
     assert "\n" not in what and len(what) < 400, what
     return str(caught.value)
+
+
+def test_the_engines_signature_and_its_types_have_every_option_as_the_config_has_it() -> None:
+    fields = {field.name: field for field in dataclasses.fields(OffloadConfig)}
+    assert typing.get_type_hints(Options) == typing.get_type_hints(OffloadConfig)
+    shown = inspect.signature(OffloadEngine).parameters
+    assert list(shown) == ["model", "config", *fields]
+    assert all(shown[name].default == getattr(OffloadConfig(), name) for name in fields)
+    loading = inspect.signature(OffloadEngine.from_pretrained).parameters
+    assert set(fields) - set(loading) == {"weights"}
 
 
 # Something else than options.

@@ -328,9 +328,7 @@ def test_a_wrong_address_is_found_and_stays(
     weight, grad = tensor(8).data_ptr(), tensor(8).data_ptr()
     for wrong in (past, 0):  # the second is right, in a context whose GPU has failed
         with pytest.raises(DriverError) as caught:
-            kernel(
-                kernels.Sweep([1.0, 0.0, 0.0], numel, grad, 0, 0, 0, weight + wrong, 0, [0, 0, 0], [0, 0, 0], 0, 0)
-            )
+            kernel(kernels.Sweep([1.0, 0.0, 0.0], numel, grad, 0, 0, 0, weight + wrong, 0, [0, 0, 0], [0, 0, 0], 0, 0))
         assert caught.value.status == status
     assert fake.num_bound == 0
 

@@ -8,6 +8,7 @@ training the rest.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -78,8 +79,9 @@ class Sharing:
 
 def _least(model: nn.Module, config: OffloadConfig, budget: str) -> int:
     """The least bytes of ``budget`` that an engine over ``model`` runs with. Changes nothing."""
+    nothing: dict[str, Any] = {budget: 1}
     try:
-        OffloadEngine(model, config, **{budget: 1}).unwrap()
+        OffloadEngine(model, config, **nothing).unwrap()
     except BudgetError as error:
         return error.needed_bytes
     return 1
