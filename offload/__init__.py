@@ -37,37 +37,26 @@ if TYPE_CHECKING:
     from swapper import StoreMisuse as StoreMisuse
     from swapper import StoreUnsafe as StoreUnsafe
 
-_HOMES = {
-    "OffloadConfig": "offload.config",
-    "OffloadEngine": "offload.engine",
-    "BudgetError": "offload.errors",
-    "ConfigError": "offload.errors",
-    "DeviceMemoryError": "offload.errors",
-    "NonFiniteGradient": "offload.errors",
-    "RankError": "offload.errors",
-    "TorchUnsupported": "offload.errors",
-    "WaitTimeout": "offload.errors",
-    "WeightsError": "offload.errors",
-    "Plan": "offload.plan.plan",
-    "Report": "offload.report.report",
-    "LiveLine": "offload.run.live",
-    "Observer": "offload.run.observer",
-    "StepRecord": "offload.run.observer",
-    "Prometheus": "offload.run.prometheus",
-    "TensorBoard": "offload.run.tensorboard",
-    "OffloadError": "swapper",
-    "StorageCorrupt": "swapper",
-    "StorageError": "swapper",
-    "StorageFull": "swapper",
-    "StorageIOError": "swapper",
-    "StorageTimeout": "swapper",
-    "StoreExists": "swapper",
-    "StoreLocked": "swapper",
-    "StoreMissing": "swapper",
-    "StoreMisuse": "swapper",
-    "StoreUnsafe": "swapper",
-    "deferred_init": "offload.birth.initialise",
-}
+_PUBLIC = {
+    "offload.config": ("OffloadConfig",),
+    "offload.engine": ("OffloadEngine",),
+    "offload.errors": (
+        "BudgetError", "ConfigError", "DeviceMemoryError", "NonFiniteGradient", "RankError", "TorchUnsupported",
+        "WaitTimeout", "WeightsError",
+    ),
+    "offload.plan.plan": ("Plan",),
+    "offload.report.report": ("Report",),
+    "offload.run.live": ("LiveLine",),
+    "offload.run.observer": ("Observer", "StepRecord"),
+    "offload.run.prometheus": ("Prometheus",),
+    "offload.run.tensorboard": ("TensorBoard",),
+    "swapper": (
+        "OffloadError", "StorageCorrupt", "StorageError", "StorageFull", "StorageIOError", "StorageTimeout",
+        "StoreExists", "StoreLocked", "StoreMissing", "StoreMisuse", "StoreUnsafe",
+    ),
+    "offload.birth.initialise": ("deferred_init",),
+}  # fmt: skip
+_HOMES = {name: module for module, names in _PUBLIC.items() for name in names}
 __all__ = list(_HOMES)
 __version__: str
 

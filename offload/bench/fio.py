@@ -10,6 +10,7 @@ from pathlib import Path
 
 from aio_ext.measure import READS, WRITES, Mode, Sample
 from offload.bench.subject import MIB, MODES, PROBE_SECONDS, Subject
+from offload.ranks.topology import text_of
 from swapper import OffloadError
 
 ENGINE_ROUNDS = 3
@@ -72,17 +73,12 @@ class Fio:
 
 
 def _free_huge_pages() -> int:
-    try:
-        return int(Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages").read_text())
-    except OSError:
-        return 0
+    return int(text_of(Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")) or 0)
 
 
 def _transparent_pages() -> bool:
     """glibc 2.35 and later can ask for them, if the kernel gives any."""
     libc, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
-    try:
-        switch = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
-    except OSError:
-        return False
-    return libc == "glibc" and tuple(map(int, version.split(".")[:2])) >= (2, 35) and "[never]" not in switch
+    switch = text_of(Path("/sys/kernel/mm/transparent_hugepage/enabled"))
+    is_able = libc == "glibc" and tuple(map(int, version.split(".")[:2])) >= (2, 35)
+    return is_able and switch != "" and "[never]" not in switch

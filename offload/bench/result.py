@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import statistics
@@ -16,6 +15,7 @@ from aio_ext.profile import IoProfile, file_system
 from offload.bench.contest import Contest, Samples
 from offload.bench.further import median_rate
 from offload.bench.subject import GIB, KIB, MODES, Setting, Subject
+from offload.ranks.topology import text_of
 
 
 def result_of(it: Subject, setting: Setting, engine: Contest, in_flight: Contest) -> dict[str, Any]:
@@ -71,11 +71,8 @@ def _ratio(ours: Sequence[Sample], theirs: Sequence[Sample]) -> float:
 
 def last_level_cache_bytes() -> int | None:
     """The largest cache of the first processor, as Linux tells; None where it does not."""
-    sizes = []
-    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        with contextlib.suppress(OSError, ValueError):
-            sizes.append(int(file.read_text().strip().removesuffix("K")) * KIB)
-    return max(sizes, default=None)
+    sizes = [text_of(file) for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max((int(size.removesuffix("K")) * KIB for size in sizes if size), default=None)
 
 
 def profile_of(result: dict[str, Any]) -> IoProfile:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,20 +39,14 @@ def doctor(
 
     sections = examine([path.expanduser().absolute() for path in paths or [Path()]], context.obj.check)
     show_answer(_facts(sections), _lines(sections), to_programs=json)
-    return 1 if any(section.has(Status.BROKEN) for section in sections) else 0
+    return 1 if _counts(sections)[Status.BROKEN] else 0
 
 
 def _facts(sections: Sequence[Section]) -> dict[str, Any]:
     counts = _counts(sections)
     return {
         "findings": [
-            {
-                "section": section.title,
-                "subject": finding.subject,
-                "status": finding.status.value,
-                "says": finding.says,
-                "repair": finding.repair,
-            }
+            {"section": section.title, **asdict(finding), "status": finding.status.value}
             for section in sections
             for finding in section.findings
         ],

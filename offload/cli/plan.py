@@ -97,7 +97,9 @@ def plan(
     found = _model(given)
     rated = rates.nbytes("--endurance", endurance)
     if tune:
-        options = {"gradient_clipping": gradient_clipping, **_engine_options(nvme_path, host_memory)}
+        options: dict[str, Any] = {"gradient_clipping": gradient_clipping, "host_memory": host_memory}
+        if nvme_path:
+            options["nvme_path"] = [str(path) for path in nvme_path]
         return _tune(lambda: _model(given), workload, options, write, json)
     machine = _this_machine(found, workload, given) if gpu is None else _described(given)
     if host_memory == "least":
@@ -201,13 +203,6 @@ def _least(prediction: Prediction) -> int | None:
         return least_host_bytes(prediction.model, prediction.machine, prediction.workload)
     except BudgetError:
         return None
-
-
-def _engine_options(paths: list[Path] | None, host_memory: str) -> dict[str, Any]:
-    options: dict[str, Any] = {"host_memory": host_memory}
-    if paths:
-        options["nvme_path"] = [str(path) for path in paths]
-    return options
 
 
 def _tune(build: Any, workload: Workload, options: dict[str, Any], write: Path | None, json: bool) -> int:

@@ -24,20 +24,13 @@ def shown(facts: Facts) -> RenderableType:
 
 def _parts(facts: Facts) -> Iterator[RenderableType]:
     yield from _answer(facts)
+    tables = [_memory(facts), _links(facts)] if facts["fits"] else []
+    tables += [_advice(facts)] if facts["advice"] else []
+    for table in tables:
+        yield from ("", table)
     if facts["fits"]:
-        yield ""
-        yield _memory(facts)
-        yield ""
-        yield _links(facts)
-    if facts["advice"]:
-        yield ""
-        yield _advice(facts)
-    if facts["fits"]:
-        yield ""
-        yield from _wear(facts)
-    yield ""
-    yield "Assumed:"
-    yield from (f"- {line}" for line in facts["assumptions"])
+        yield from ("", *_wear(facts))
+    yield from ("", "Assumed:", *(f"- {line}" for line in facts["assumptions"]))
     if "plot" in facts:
         yield f"The picture is in {facts['plot']}."
 
@@ -109,11 +102,8 @@ def _limit(facts: Facts) -> str:
 
 def _memory(facts: Facts) -> Table:
     on_device = facts["machine"]["device"] != "cpu"
-    table = Table(title=f"Bytes{_each(facts['machine'])}", title_justify="left")
     tiers = ["device", "host", "nvme"] if on_device else ["host", "nvme"]
-    table.add_column("")
-    for tier in tiers:
-        table.add_column({"nvme": "NVMe"}.get(tier, tier), justify="right")
+    table = _table(f"Bytes{_each(facts['machine'])}", *({"nvme": "NVMe"}.get(tier, tier) for tier in tiers))
     rows = facts["memory"]
     for kind, places in rows.items():
         if any(places.get(tier) for tier in tiers):
@@ -124,10 +114,7 @@ def _memory(facts: Facts) -> Table:
 
 
 def _links(facts: Facts) -> Table:
-    table = Table(title="A step", title_justify="left")
-    table.add_column("")
-    table.add_column("seconds", justify="right")
-    table.add_column("of the step", justify="right")
+    table = _table("A step", "seconds", "of the step")
     for name, seconds in sorted(facts["link_seconds"].items(), key=lambda item: -item[1]):
         if seconds:
             table.add_row(name, f"{seconds:,.3g}", f"{seconds / facts['seconds']:.0%}")
@@ -135,14 +122,19 @@ def _links(facts: Facts) -> Table:
 
 
 def _advice(facts: Facts) -> Table:
-    table = Table(title="What would help most" if facts["fits"] else "With one of these it fits", title_justify="left")
-    for name in ("", "a step then", "tokens a second"):
-        table.add_column(name, justify="right" if name else "left")
-    if facts["fits"]:
-        table.add_column("faster", justify="right")
+    title = "What would help most" if facts["fits"] else "With one of these it fits"
+    table = _table(title, "a step then", "tokens a second", *(["faster"] if facts["fits"] else []))
     for row in facts["advice"]:
         gain = [f"{row['gain']:.2f} x"] if facts["fits"] else []
         table.add_row(row["change"], _seconds(row["seconds"]), f"{row['tokens_per_second']:,.0f}", *gain)
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    """An empty table: names, and beside them columns of numbers."""
+    table = Table("", title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="right")
     return table
 
 

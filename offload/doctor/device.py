@@ -10,7 +10,7 @@ from rich.filesize import decimal
 
 from offload.doctor.finding import Finding, better, broken, good, good_if
 from offload.doctor.pci import link_of
-from offload.ranks.topology import pci_address
+from offload.ranks.topology import pci_address, text_of
 
 _SYS, _PROC = Path("/sys"), Path("/proc")
 _NVIDIA = "0x10de"
@@ -80,19 +80,14 @@ def _link(index: int, properties: Any) -> Iterator[Finding]:
 
 def _driver_version() -> str:
     """Of NVIDIA's driver, if it is loaded."""
-    file = _PROC / "driver/nvidia/version"
-    if not file.exists():
-        return ""
-    words = file.read_text().split()
-    return next((word for word in words if word[0].isdigit() and "." in word), "of an unknown version")
+    words = text_of(_PROC / "driver/nvidia/version").split()
+    return next((word for word in words if word[0].isdigit() and "." in word), "of an unknown version" if words else "")
 
 
 def _gpus_on_the_bus() -> int:
-    devices = [device for device in (_SYS / "bus/pci/devices").glob("*") if (device / "vendor").exists()]
-    return sum(
-        (device / "vendor").read_text().strip() == _NVIDIA and (device / "class").read_text().startswith(_DISPLAY)
-        for device in devices
-    )
+    devices = (_SYS / "bus/pci/devices").glob("*")
+    nvidia = (device for device in devices if text_of(device / "vendor") == _NVIDIA)
+    return sum(text_of(device / "class").startswith(_DISPLAY) for device in nvidia)
 
 
 CHECKS = (driver, gpus)

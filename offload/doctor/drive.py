@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from offload.ranks.topology import disks_under
+from offload.ranks.topology import disks_under, text_of
 
 _SYS = Path("/sys")
 _MAPPED = {"CRYPT": "LUKS", "LVM": "LVM", "MPATH": "multipath"}
@@ -26,7 +26,7 @@ class Drive:
     @property
     def scheduler(self) -> str:
         """The I/O scheduler of the kernel; empty if it has none to choose."""
-        return _read(self.folder / "queue/scheduler").partition("[")[2].partition("]")[0]
+        return text_of(self.folder / "queue/scheduler").partition("[")[2].partition("]")[0]
 
 
 def drives_under(path: Path) -> list[Drive]:
@@ -37,35 +37,27 @@ def drives_under(path: Path) -> list[Drive]:
 def _drive(folder: Path, above: tuple[Path, ...]) -> Drive:
     """A disk is itself a layer if it stands on a file or in memory."""
     layers = [layer for each in (*above, folder) if (layer := _layer(each))]
-    nbytes = int(_read(folder / "size") or 0) * 512
+    nbytes = int(text_of(folder / "size") or 0) * 512
     return Drive(folder.name, folder, _model(folder), nbytes, _medium(folder), tuple(layers))
 
 
 def _layer(folder: Path) -> str:
     """Name of a device that stands on others, or on a file; empty for a disk."""
     if (folder / "dm").is_dir():
-        kind = _read(folder / "dm/uuid").partition("-")[0]
-        return f"{_MAPPED.get(kind, 'device mapper')} {_read(folder / 'dm/name')}"
+        kind = text_of(folder / "dm/uuid").partition("-")[0]
+        return f"{_MAPPED.get(kind, 'device mapper')} {text_of(folder / 'dm/name')}"
     if (folder / "md").is_dir():
-        return f"{_read(folder / 'md/level').replace('raid', 'RAID ')} {folder.name}"
+        return f"{text_of(folder / 'md/level').replace('raid', 'RAID ')} {folder.name}"
     if (folder / "loop").is_dir():
-        return f"the file {_read(folder / 'loop/backing_file')}"
+        return f"the file {text_of(folder / 'loop/backing_file')}"
     return "compressed memory" if folder.name.startswith("zram") else ""
 
 
 def _model(folder: Path) -> str:
-    return " ".join(_read(folder / "device/model").split()) or "no model"
+    return " ".join(text_of(folder / "device/model").split()) or "no model"
 
 
 def _medium(folder: Path) -> str:
-    if folder.name.startswith(("vd", "xvd", "loop", "zram")) or _read(folder / "device/vendor") == "QEMU":
+    if folder.name.startswith(("vd", "xvd", "loop", "zram")) or text_of(folder / "device/vendor") == "QEMU":
         return "virtual"
-    return "rotating" if _read(folder / "queue/rotational") == "1" else "solid state"
-
-
-def _read(file: Path) -> str:
-    """Empty if there is no such file."""
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return ""
+    return "rotating" if text_of(folder / "queue/rotational") == "1" else "solid state"

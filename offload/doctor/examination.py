@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from offload.doctor import device, memory, software, storage
-from offload.doctor.finding import Finding, Status, better
+from offload.doctor.finding import Finding, better
 
 Check = Callable[[], Iterator[Finding]]
 
@@ -25,9 +25,6 @@ class Section:
 
     title: str
     findings: tuple[Finding, ...]
-
-    def has(self, status: Status) -> bool:
-        return any(finding.status is status for finding in self.findings)
 
 
 def examine(paths: Sequence[Path], check: Callable[[], None]) -> list[Section]:

@@ -11,6 +11,7 @@ from rich.filesize import decimal
 
 from aio_ext import Memory, Queue, unavailable_backends
 from offload.doctor.finding import Finding, better, good, good_if
+from offload.ranks.topology import text_of
 
 _TRIED_BYTES = 32 << 20
 _SYS = Path("/sys")
@@ -62,7 +63,7 @@ def locked_memory() -> Iterator[Finding]:
 def huge_pages() -> Iterator[Finding]:
     """The state of transparent huge pages, and whether a buffer gets them."""
     file = _SYS / "kernel/mm/transparent_hugepage/enabled"
-    state = file.read_text().partition("[")[2].partition("]")[0] if file.exists() else "missing in this kernel"
+    state = text_of(file).partition("[")[2].partition("]")[0] or "missing in this kernel"
     with Memory(_TRIED_BYTES) as memory:
         memory.populate()
         huge = memory.huge_bytes()
@@ -77,7 +78,7 @@ def numa() -> Iterator[Finding]:
     if len(nodes) < 2:
         yield good("NUMA", "one node: all memory is equally near")
         return
-    cores = ", ".join(f"{node.name} with cores {(node / 'cpulist').read_text().strip()}" for node in nodes)
+    cores = ", ".join(f"{node.name} with cores {text_of(node / 'cpulist')}" for node in nodes)
     yield good("NUMA", f"{len(nodes)} nodes: {cores}; the storage below says which one its drive is at")
 
 

@@ -6,12 +6,12 @@ import errno
 import os
 import platform
 from collections.abc import Iterator
-from pathlib import Path
 
 import offload
 from aio_ext import Queue, available_backends, unavailable_backends
 from offload.doctor.finding import Finding, better, broken, good, good_if
 from offload.errors import OLDEST_TORCH
+from offload.ranks.topology import cpuinfo
 
 _BUILD = "pip install . in the project's folder, with a C++ compiler, cmake and liburing-dev"
 _BF16_UNITS = {"avx512_bf16", "amx_bf16", "bf16"}
@@ -25,9 +25,9 @@ def package() -> Iterator[Finding]:
 
 def processor() -> Iterator[Finding]:
     """Its features, and the cores that this process may use."""
-    cpuinfo = _cpuinfo()
-    name = cpuinfo.get("model name") or platform.machine()
-    features = set((cpuinfo.get("flags") or cpuinfo.get("Features") or "").split())
+    facts = cpuinfo()
+    name = facts.get("model name") or platform.machine()
+    features = set((facts.get("flags") or facts.get("Features") or "").split())
     allowed, there = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     shown = " ".join(feature for feature in _SHOWN_FEATURES if feature in features) or "no vector units that count"
     bf16 = "" if features & _BF16_UNITS else "; no bf16 units, so that on the CPU fp32 computes faster"
@@ -100,12 +100,6 @@ def _split(sentence: str) -> tuple[str, str]:
     says, _, repair = sentence.partition("; ")
     words, _, last = repair.rpartition(": ")
     return says, words if last in map(os.strerror, errno.errorcode) else repair
-
-
-def _cpuinfo() -> dict[str, str]:
-    lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
-    pairs = (line.partition(":") for line in lines)
-    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 CHECKS = (package, processor, kernels, torch, queues, io_uring)

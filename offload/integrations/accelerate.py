@@ -39,11 +39,8 @@ _WITHOUT_OTHERS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedTyp
 
 _SAID_ELSEWHERE = {
     "optimizer": "give the optimizer to prepare(model, optimizer)",
-    "lr": "the optimizer has it",
-    "betas": "the optimizer has them",
-    "eps": "the optimizer has it",
-    "weight_decay": "the optimizer has it",
-    "optimizer_options": "the optimizer has them",
+    **dict.fromkeys(("lr", "eps", "weight_decay"), "the optimizer has it"),
+    **dict.fromkeys(("betas", "optimizer_options"), "the optimizer has them"),
     "device": "it is accelerator.device",
     "gradient_clipping": "call accelerator.clip_grad_norm_",
     "gradient_accumulation_steps": "write OffloadAccelerator(gradient_accumulation_steps=...)",

@@ -36,18 +36,13 @@ _TRIED = "2.6.6"
 
 _SAID_ELSEWHERE = {
     "optimizer": "configure_optimizers returns the optimizer",
-    "lr": "configure_optimizers says it",
-    "betas": "configure_optimizers says it",
-    "eps": "configure_optimizers says it",
-    "weight_decay": "configure_optimizers says it",
-    "optimizer_options": "configure_optimizers says it",
+    **dict.fromkeys(("lr", "betas", "eps", "weight_decay", "optimizer_options"), "configure_optimizers says it"),
     "device": "write Trainer(accelerator=..., devices=...)",
     "precision": 'write Trainer(precision="bf16-true"), "16-true" or "32-true"',
     "gradient_clipping": "write Trainer(gradient_clip_val=...)",
     "gradient_accumulation_steps": "write Trainer(accumulate_grad_batches=...)",
     "durable": "write Trainer(callbacks=[ModelCheckpoint(...)])",
-    "keep_last": "write ModelCheckpoint(save_top_k=...)",
-    "keep_every": "write ModelCheckpoint(save_top_k=...)",
+    **dict.fromkeys(("keep_last", "keep_every"), "write ModelCheckpoint(save_top_k=...)"),
 }
 """Options of the engine that a program of Lightning gives in another place."""
 

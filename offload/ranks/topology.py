@@ -22,7 +22,7 @@ def node_distances(sys: Path = SYS) -> dict[tuple[int, int], int]:
     return {
         (number, other): int(distance)
         for number, folder in folders
-        for (other, _), distance in zip(folders, _text(folder / "distance").split(), strict=False)
+        for (other, _), distance in zip(folders, text_of(folder / "distance").split(), strict=False)
     }
 
 
@@ -42,7 +42,7 @@ def nearest_node(device: Path) -> int | None:
     """The NUMA node of the first device, on the way from a folder of sysfs to its root, that has one."""
     for folder in (device, *device.parents):
         if (folder / "numa_node").exists():
-            node = int(_text(folder / "numa_node"))
+            node = int(text_of(folder / "numa_node"))
             return node if node >= 0 else None
     return None
 
@@ -106,12 +106,19 @@ def _node_folders(sys: Path) -> list[tuple[int, Path]]:
 
 def _numbers(file: Path) -> frozenset[int]:
     """Numbers that a list such as ``0-3,8`` names."""
-    ranges = [part.partition("-") for part in _text(file).split(",") if part]
+    ranges = [part.partition("-") for part in text_of(file).split(",") if part]
     return frozenset(n for first, _, last in ranges for n in range(int(first), int(last or first) + 1))
 
 
-def _text(file: Path) -> str:
-    """Empty if there is no such file."""
+def cpuinfo() -> dict[str, str]:
+    """The kernel's facts on the first processor, by their names."""
+    lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    pairs = (line.partition(":") for line in lines)
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def text_of(file: Path) -> str:
+    """The text in a file of sysfs; empty if there is no such file."""
     try:
         return file.read_text().strip()
     except OSError:

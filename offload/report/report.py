@@ -32,7 +32,7 @@ class Bandwidths:
         source = "by its profile" if self.stored else "measured at the start"
         return f"reads {self.read / 1e9:,.2f} GB/s and writes {self.write / 1e9:,.2f} GB/s, {source}"
 
-    def seconds(self, read_bytes: int, write_bytes: int) -> float:
+    def seconds(self, read_bytes: float, write_bytes: float) -> float:
         """Least time for reading and writing this much: ``((R/Br)^q + (W/Bw)^q)^(1/q)``."""
         reading, writing = read_bytes / self.read, write_bytes / self.write
         if reading == 0 or writing == 0:

@@ -17,6 +17,7 @@ import torch
 from aio_ext.profile import file_system, load_profile
 from offload.config import OffloadConfig
 from offload.plan.plan import Plan
+from offload.ranks.topology import cpuinfo
 from offload.report.report import Bandwidths
 
 FORMAT = 1
@@ -64,7 +65,7 @@ def _machine(config: OffloadConfig) -> dict[str, Any]:
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else None
     return {
         "name": socket.gethostname(),
-        "processor": _field(Path("/proc/cpuinfo"), "model name") or platform.machine(),
+        "processor": cpuinfo().get("model name") or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "device": device if name is None else f"{device}, {name}",
@@ -93,12 +94,3 @@ def _plain(value: object) -> Any:
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
     return str(value) if isinstance(value, (os.PathLike, torch.device, torch.dtype)) else type(value).__name__
-
-
-def _field(file: Path, name: str) -> str:
-    """The first value of this name in a file of lines ``name : value``; empty if there is none."""
-    for line in file.read_text().splitlines():
-        found, _, value = line.partition(":")
-        if found.strip() == name:
-            return value.strip()
-    return ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from markupsafe import Markup
 
@@ -18,6 +18,8 @@ from offload.run.units import number, places, short, ticks
 
 WIDTH, HEIGHT = 1000, 300
 """Of the drawing, in its own units."""
+
+NOTHING = Markup('<p class="empty">Nothing to draw.</p>')
 
 _CUT_FACTOR = 3.0
 """A value so many times as high as almost all others is cut off."""
@@ -42,18 +44,15 @@ def lines(
     marks: Sequence[float] = (),
 ) -> Markup:
     """Lines over steps. ``marks`` are steps at which something happened: the run went on there."""
-    x = series[0].values.x
-    span = _span([each.values for each in series], from_zero=from_zero)
-    if not x or span is None:
-        return Markup('<p class="empty">Nothing to draw.</p>')
-    low, high, is_cut = span
-    axes = _Axes(x[0], x[-1], low, high)
+    axes = _axes([each.values for each in series], from_zero=from_zero)
+    if axes is None:
+        return NOTHING
     drawing = [_mark(axes.x(at)) for at in marks]
     for each in series:
         if each.band:
             drawing.append(_band(axes, each))
         drawing.append(_line(axes, each))
-    return _chart(label, axes, drawing, series, shown, is_cut=is_cut, legend=len(series) > 1)
+    return _chart(label, axes, drawing, series, shown, legend=len(series) > 1)
 
 
 def stacked(label: str, series: Sequence[Line], shown: Callable[[float], str]) -> Markup:
@@ -61,26 +60,25 @@ def stacked(label: str, series: Sequence[Line], shown: Callable[[float], str]) -
     x = series[0].values.x
     filled = [[value if math.isfinite(value) else 0.0 for value in each.values.mean] for each in series]
     tops = [[math.fsum(column[: index + 1]) for column in zip(*filled, strict=True)] for index in range(len(filled))]
-    span = _span([Thinned(x, tops[-1], tops[-1], tops[-1])], from_zero=True)
-    if not x or span is None:
-        return Markup('<p class="empty">Nothing to draw.</p>')
-    low, high, is_cut = span
-    axes = _Axes(x[0], x[-1], low, high)
+    axes = _axes([Thinned(x, tops[-1], tops[-1], tops[-1])], from_zero=True)
+    if axes is None:
+        return NOTHING
     drawing, below = [], [0.0] * len(x)
     for each, top in zip(series, tops, strict=True):
         drawing.append(_area(axes, each.colour, x, below, top, each.name))
         below = top
-    return _chart(label, axes, drawing, series, shown, is_cut=is_cut, legend=True)
+    return _chart(label, axes, drawing, series, shown, legend=True)
 
 
 @dataclass(frozen=True)
 class _Axes:
-    """Axes of a chart: numbers to coordinates of the drawing."""
+    """Axes of a chart: numbers to coordinates of the drawing. ``is_cut``: there are values above ``high``."""
 
     x_low: float
     x_high: float
     low: float
     high: float
+    is_cut: bool
 
     def x(self, value: float) -> float:
         span = self.x_high - self.x_low
@@ -90,8 +88,9 @@ class _Axes:
         return HEIGHT * (1 - (value - self.low) / (self.high - self.low))
 
 
-def _span(series: Sequence[Thinned], *, from_zero: bool) -> tuple[float, float, bool] | None:
-    """Lowest and highest place of an axis, and whether values above it are cut off; None if nothing is finite."""
+def _axes(series: Sequence[Thinned], *, from_zero: bool) -> _Axes | None:
+    """The axes that these values need; None if nothing is finite."""
+    x = series[0].x
     means = sorted(value for each in series for value in each.mean if math.isfinite(value))
     if not means:
         return None
@@ -103,7 +102,7 @@ def _span(series: Sequence[Thinned], *, from_zero: bool) -> tuple[float, float, 
     if high == low:
         high, low = (high * 1.5, 0.0) if high > 0 else (high + 1.0, low)
     margin = 0.04 * (high - low)
-    return (low if from_zero else low - margin), high + margin, is_cut
+    return _Axes(x[0], x[-1], low if from_zero else low - margin, high + margin, is_cut)
 
 
 def _point(axes: _Axes, x: float, y: float) -> str:
@@ -142,7 +141,7 @@ def _area(
 ) -> Markup:
     if len(x) == 1:  # one step: a column
         x, below, top = [axes.x_low - 1, axes.x_low + 1], [below[0]] * 2, [top[0]] * 2
-        axes = _Axes(x[0] - 1, x[1] + 1, axes.low, axes.high)
+        axes = replace(axes, x_low=x[0] - 1, x_high=x[1] + 1)
     there = " ".join(_point(axes, at, value) for at, value in zip(x, top, strict=True))
     back = " ".join(_point(axes, at, value) for at, value in zip(reversed(x), reversed(below), strict=True))
     return Markup('<polygon class="area {}" points="{} {}"><title>{}</title></polygon>').format(
@@ -167,7 +166,6 @@ def _chart(
     series: Sequence[Line],
     shown: Callable[[float], str],
     *,
-    is_cut: bool,
     legend: bool,
 ) -> Markup:
     x = series[0].values.x
@@ -192,7 +190,7 @@ def _chart(
         drawing=Markup("").join(drawing),
         x=Markup("").join(x_texts),
         legend=key([(each.name, each.colour) for each in series]) if legend else "",
-        cut=Markup('<p class="note">Higher values are cut off.</p>') if is_cut else "",
+        cut=Markup('<p class="note">Higher values are cut off.</p>') if axes.is_cut else "",
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+from offload.report.report import Bandwidths
 from offload.run.reading import Run, seconds_by_cause
 
 DRIVE_ENDURANCE_BYTES = 600e12
@@ -96,18 +97,13 @@ def _drive(run: Run, path: str) -> dict[str, Any]:
 def _measured_rate(run: Run, path: str, read: float, written: float) -> float | None:
     """Bytes a second that the path was measured to move in this mix: by its profile, or as its share of what was
     measured of all paths together."""
-    drives = run.about["drives"]
+    drives, together = run.about["drives"], run.about["bandwidths"]
     profile = next((drive["profile"] for drive in drives if drive["path"] == path), None)
-    if profile is not None:
-        rates = profile["read_bytes_per_s"], profile["write_bytes_per_s"], profile["mixed_q"]
-        return _rate(read, written, *rates)
-    together = run.about["bandwidths"]
-    if together is None:
+    if profile is None and together is None:
         return None
-    rate = _rate(read, written, together["read"], together["write"], together["q"])
-    return None if rate is None else rate / len(drives)
-
-
-def _rate(read: float, written: float, read_rate: float, write_rate: float, q: float) -> float | None:
-    seconds = ((read / read_rate) ** q + (written / write_rate) ** q) ** (1 / q)
-    return (read + written) / seconds if seconds else None
+    if profile is None:
+        rates, num_paths = Bandwidths(**together), len(drives)
+    else:
+        rates, num_paths = Bandwidths(profile["read_bytes_per_s"], profile["write_bytes_per_s"], profile["mixed_q"]), 1
+    seconds = rates.seconds(read, written)
+    return (read + written) / seconds / num_paths if seconds else None

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from offload.report.trace import Span, lanes
-from offload.run.charts import WIDTH, key
+from offload.run.charts import NOTHING, WIDTH, key
 from offload.run.units import nbytes, places, seconds, short
 
 _ROW = 20
@@ -37,7 +37,7 @@ def timeline(rows: Sequence[tuple[str, str, float, float, int]]) -> Markup:
     spans = [Span(track, name, start, start + length, size) for track, name, start, length, size in rows]
     end = max((span.stop or 0.0 for span in spans), default=0.0)
     if not end:
-        return Markup('<p class="empty">Nothing to draw.</p>')
+        return NOTHING
     found = lanes(sorted(spans, key=lambda span: span.start), end)
     found.sort(key=lambda lane: (_rank(lane[0]), lane[0]))
     numbered = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import matplotlib as mpl
@@ -29,7 +30,7 @@ def plot_loss(path: Path, figures: dict[str, Any], losses: list[float]) -> None:
     """Write the loss over the steps, with what a guess without any learning gives."""
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     steps = range(1, len(losses) + 1)
-    smoothed = [_mean(losses[max(0, end - _SMOOTHED_STEPS) : end]) for end in steps]
+    smoothed = [fmean(losses[max(0, end - _SMOOTHED_STEPS) : end]) for end in steps]
     axes.plot(steps, losses, color="#4c72b0", alpha=0.35, linewidth=1, label="each step")
     axes.plot(steps, smoothed, color="#4c72b0", linewidth=2, label=f"mean of {_SMOOTHED_STEPS} steps")
     axes.axhline(math.log(256), color="#8c8c8c", linestyle=":", label="guessing: ln 256")
@@ -93,7 +94,3 @@ def _plot_rss(axes: Axes, figures: dict[str, Any], rss_bytes: list[int]) -> None
     axes.set(xlabel="step", ylabel="MB", title="Memory of the training process", xlim=(0, len(rss_bytes) + 1))
     axes.set_ylim(0, 1.35 * max(bottom, peak))
     axes.legend(frameon=False, fontsize=9, loc="upper left", ncols=2)
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -104,7 +103,8 @@ def table(figures: dict[str, Any], settings: Settings, verification: Verificatio
         rows.append(("in memory", f"{verification.step_seconds_median:.3f} s a step with everything in memory: "
                                   f"this run took {ratio:.2f} times that"))  # fmt: skip
         rows.append(("verified", _verdict(verification)))
-    return "\n".join(_aligned(rows))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 
 
 def _verdict(verification: Verification) -> str:
@@ -124,11 +124,6 @@ def _endurance(figures: dict[str, Any]) -> str:
         f"{_mb(written)} written in this run, {written / DRIVE_ENDURANCE_BYTES:.4%} of a drive rated for 600 TB, which "
         f"lasts for {figures['drive_endurance_steps']:,} such steps"
     )
-
-
-def _aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
-    width = max(len(name) for name, _ in rows)
-    return [f"{name:<{width}}  {text}" for name, text in rows]
 
 
 def _mb(nbytes: float) -> str:

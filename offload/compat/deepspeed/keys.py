@@ -72,11 +72,15 @@ class _Table:
         """The block that a section describes."""
         return Block(dict(self._entries(name)), is_switched)
 
+    def texts(self, section: str) -> dict[str, str]:
+        """The rows of a section as they are written, each in one line."""
+        sentences = self._sections.defaults()
+        return {name: " ".join(row.split()) for name, row in self._sections[section].items() if name not in sentences}
+
     def _entries(self, section: str) -> Iterator[tuple[str, Key | Block | Feature]]:
-        for name, row in self._sections[section].items():
-            if name not in self._sections.defaults():
-                what, _, says = " ".join(row.split()).partition(": ")
-                yield name, self._entry(name, what.split(), says or name)
+        for name, row in self.texts(section).items():
+            what, _, says = row.partition(": ")
+            yield name, self._entry(name, what.split(), says or name)
 
     def _entry(self, name: str, what: list[str], says: str) -> Key | Block | Feature:
         match what:

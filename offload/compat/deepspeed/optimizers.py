@@ -22,17 +22,7 @@ _DEFAULT = "the default"
 _ADAMS = ("adam", "adamw", "fusedadam", "cpuadam", "deepspeedcpuadam")
 _LIONS = ("lion", "fusedlion", "deepspeedcpulion")
 _ADAGRADS = ("adagrad", "deepspeedcpuadagrad")
-_REFUSED = {
-    "onebitadam": "it compresses what processes send to each other, which changes the result: write AdamW",
-    "onebitlamb": "it compresses what processes send to each other, which changes the result: write AdamW",
-    "zerooneadam": "it compresses what processes send to each other, which changes the result: write AdamW",
-    "lamb": "there is no kernel for it: write AdamW, or give initialize(optimizer=) an optimizer that you have built",
-    "fusedlamb": "there is no kernel for it: write AdamW, or give initialize(optimizer=) an optimizer that you built",
-    "muon": "it chooses parameters by their names: build torch.optim.Muon over yours, and give it to initialize",
-    "muadam": "its rates follow the model's widths: build the groups yourself, and give initialize(optimizer=...)",
-    "muadamw": "its rates follow the model's widths: build the groups yourself, and give initialize(optimizer=...)",
-    "musgd": "its rates follow the model's widths: build the groups yourself, and give initialize(optimizer=...)",
-}
+_REFUSED = TABLE.texts("optimizers that are not there")
 """Types of DeepSpeed that are not there, and what to do instead."""
 
 _NAMED = ("lr", "betas", "eps", "weight_decay")

@@ -9,21 +9,9 @@ from typing import Any
 import torch
 
 from offload import option_values
+from offload.compat.deepspeed.keys import TABLE
 
-_NAMES = {
-    "train_micro_batch_size_per_gpu": (
-        "per_device_train_batch_size", "train_micro_batch_size_per_gpu", "micro_batch_size", "batch_size",
-    ),
-    "gradient_accumulation_steps": ("gradient_accumulation_steps",),
-    "gradient_clipping": ("max_grad_norm", "gradient_clipping"),
-    "lr": ("learning_rate", "lr"),
-    "eps": ("adam_epsilon",),
-    "weight_decay": ("weight_decay",),
-    "fp16": ("fp16",),
-    "bf16": ("bf16",),
-    "warmup_num_steps": ("warmup_steps", "num_warmup_steps"),
-    "total_num_steps": ("max_steps", "num_training_steps", "total_num_steps"),
-}  # fmt: skip
+_NAMES = {key: names.split() for key, names in TABLE.texts('arguments that say what "auto" is').items()}
 
 
 class Sources:
