@@ -11,8 +11,6 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -110,9 +108,14 @@ def save_profile(path: str | Path, profile: IoProfile) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     profiles = _stored()
     profiles[file_system_key(path)] = {"linux": _linux(), "path": str(path), **asdict(profile)}
-    with _replacing(file) as descriptor, os.fdopen(descriptor, "w") as stream:
-        json.dump({"version": _VERSION, "profiles": profiles}, stream, indent=2)
-    return file
+    descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=file.name)
+    try:
+        with os.fdopen(descriptor, "w") as stream:
+            json.dump({"version": _VERSION, "profiles": profiles}, stream, indent=2)
+        return Path(temporary).replace(file)
+    except BaseException:
+        Path(temporary).unlink()
+        raise
 
 
 def _find(path: str | Path, stored: dict[str, Any]) -> IoProfile | str:
@@ -144,15 +147,3 @@ def _stored() -> dict[str, Any]:
 def _linux() -> str:
     """Version and patch level; what distributions append does not change how fast a drive is."""
     return ".".join(platform.release().split(".")[:2])
-
-
-@contextmanager
-def _replacing(file: Path) -> Iterator[int]:
-    """A descriptor of a new file that takes the place of ``file`` at the end, or vanishes after an exception."""
-    descriptor, temporary = tempfile.mkstemp(dir=file.parent, prefix=file.name)
-    try:
-        yield descriptor
-        Path(temporary).replace(file)
-    except BaseException:
-        Path(temporary).unlink()
-        raise

@@ -37,21 +37,15 @@ class Queue:
                  says why, and the fix.
     """
 
+    _plan: FaultPlan | None = None
+    """Faults that tests inject."""
+
     def __init__(
         self, backend: str = "auto", depth: int = 32, block_bytes: int = 1 << 20, num_threads: int = 4
     ) -> None:
-        self._start(_make_core(backend, depth, block_bytes, num_threads, None))
-
-    @classmethod
-    def _with_faults(cls, plan: FaultPlan, backend: str, depth: int, block_bytes: int, num_threads: int) -> Queue:
-        queue = cls.__new__(cls)
-        queue._start(_make_core(backend, depth, block_bytes, num_threads, plan))
-        return queue
-
-    def _start(self, core: CoreQueue) -> None:
-        self._core = core
+        self._core = _make_core(backend, depth, block_bytes, num_threads, self._plan)
         self._names: dict[int, str] = {}
-        self._finalizer = weakref.finalize(self, _close_dropped, core)
+        self._finalizer = weakref.finalize(self, _close_dropped, self._core)
 
     @property
     def backend(self) -> str:

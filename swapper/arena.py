@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import aio_ext
 from swapper.errors import OffloadError, readable_bytes
 
@@ -14,14 +16,12 @@ def align(nbytes: int, multiple: int = PAGE_BYTES) -> int:
     return -(-nbytes // multiple) * multiple
 
 
+@dataclass(eq=False, slots=True)
 class Lease:
     """The right to use one range of the arena, until the arena is closed. ``address`` is page-aligned."""
 
-    __slots__ = ("address", "nbytes")
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.address = address
-        self.nbytes = nbytes
+    address: int
+    nbytes: int
 
 
 class Arena:

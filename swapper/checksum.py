@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import struct
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -105,23 +105,10 @@ class Once:
             self.run()
 
 
-_pool: ThreadPoolExecutor | None = None
-_pool_lock = threading.Lock()
-"""Lock of the pool. Guards: the making of ``_pool``. Order: last, no lock is taken under it. Nothing is waited for."""
-
-
+@functools.cache
 def _threads() -> ThreadPoolExecutor:
-    global _pool
-    with _pool_lock:
-        if _pool is None:
-            _pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="swapper-checksum")
-        return _pool
+    """The threads of the process. Should two calls make them at a time, those of one end when their work is done."""
+    return ThreadPoolExecutor(_THREADS, thread_name_prefix="swapper-checksum")
 
 
-def _forget() -> None:
-    """In a forked child the threads are gone: they are made anew when needed."""
-    global _pool, _pool_lock
-    _pool, _pool_lock = None, threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_threads.cache_clear)  # there the threads are gone: they are made anew when needed

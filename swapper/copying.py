@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +21,7 @@ from swapper.checksum import seed
 from swapper.device import IO_TIMEOUT_S, Transfer
 from swapper.directory import RealDirectory
 from swapper.durable import DurableStore
-from swapper.errors import StorageCorrupt, StorageTimeout, failed
+from swapper.errors import NO_ROOM, StorageCorrupt, StorageTimeout, failed
 from swapper.extent import Extent
 from swapper.files import Descriptor, named, open_direct, open_directory, require_room, take_room
 from swapper.manifest import Entry, Manifest
@@ -33,8 +32,6 @@ _PART_BYTES = 2 << 20
 
 _SYNC_BYTES = 256 << 20
 """After so many bytes the disk must have them: where there is no direct I/O, the page cache takes no more of them."""
-
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def copy_generation(store: DurableStore, generation: int, folder: Path, copied: Callable[[int], None]) -> None:
@@ -49,9 +46,9 @@ def copy_generation(store: DurableStore, generation: int, folder: Path, copied: 
     target = _laid_out_anew(source)
     try:
         with contextlib.ExitStack() as closing:
-            directory = _kept(closing, open_directory(folder))
+            directory = Descriptor.kept(closing, open_directory(folder))
             require_room(directory, used_bytes(target), named(folder), "Free some space, or give another directory.")
-            file = _kept(closing, open_direct("data.0", os.O_CREAT | os.O_EXCL, directory))
+            file = Descriptor.kept(closing, open_direct("data.0", os.O_CREAT | os.O_EXCL, directory))
             take_room(file, used_bytes(target))
             parts = _Parts(store, generation, file, copied)
             closing.callback(parts.close)
@@ -67,11 +64,6 @@ def copy_generation(store: DurableStore, generation: int, folder: Path, copied: 
 def _laid_out_anew(source: Manifest) -> Manifest:
     entries = [replace(e, copy=0, places=0) if e.generation else Entry(0, 0, 0, 0) for e in source.entries]
     return replace(source, entries=tuple(entries), num_copies=2, num_paths=1, chunks=())
-
-
-def _kept(closing: contextlib.ExitStack, number: int) -> int:
-    closing.callback(Descriptor(number).close)
-    return number
 
 
 class _Parts:
@@ -92,7 +84,7 @@ class _Parts:
             try:
                 seen = self._copy(extent, offset, wanted)
             except OSError as error:
-                if is_last or error.errno in _NO_ROOM:
+                if is_last or error.errno in NO_ROOM:
                     raise
                 continue
             if seen == entry.checksum:

@@ -191,9 +191,9 @@ class DurableStore:
         self._failure: OffloadError | None = None
         self._lock = threading.Condition()
         """Lock of the store. Guards: records, ``_writes``, ``_shadow``, ``_failure``, generations and ``_turn_of``.
-        Order: first; the locks of the counts and of the pool are taken under it. It is held for moments: no I/O is
-        waited for under it. One exception: with 16384 requests in flight a submission waits until one is over. The
-        threads of ``aio_ext`` see to that, and they take no lock of the store."""
+        Order: first; the lock of the counts is taken under it. It is held for moments: no I/O is waited for under it.
+        One exception: with 16384 requests in flight a submission waits until one is over. The threads of ``aio_ext``
+        see to that, and they take no lock of the store."""
         self._turn_of: object | None = None
         """The call that has the store alone: a commit, another change of the generations, or ``close``. It waits for
         I/O, so it holds no lock; what it changes is its own until ``_turn_of`` is None again."""

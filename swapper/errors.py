@@ -8,7 +8,9 @@ A message ends with the command that prints the heading of its class in ``docs/t
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+"""Numbers by which the system says that a file system or a quota is full."""
 
 
 class OffloadError(RuntimeError):
@@ -143,14 +145,14 @@ class StorageCorrupt(StorageError):
 
 def failed(what: str, error: OSError) -> StorageError:
     """Turn what the system said of an operation into the error that the user gets."""
-    kind = StorageFull if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageIOError
+    kind = StorageFull if error.errno in NO_ROOM else StorageIOError
     return kind(f"{what} failed: {error}.")
 
 
 def unusable(what: str, error: OSError) -> StorageFull | StoreUnsafe:
     """Turn what the system said when something was to be made or opened into the error that the user gets: that there
     is no room (a file system can also run out of names), or that the path is of no use."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in NO_ROOM:
         return StorageFull(f"{what}: {error}.", survives="What was there is as it was.")
     return StoreUnsafe(f"{what}: {error.strerror}.")
 
@@ -161,19 +163,3 @@ def readable_bytes(nbytes: int) -> str:
     if power == 0:
         return f"{nbytes:,} bytes"
     return f"{nbytes:,} bytes ({nbytes / (1 << 10 * power):,.1f} {' KMGT'[power]}iB)"
-
-
-def errors() -> Iterator[type[OffloadError]]:
-    """Every class of the table, in the order of this file."""
-    for kind in list(globals().values()):
-        if isinstance(kind, type) and issubclass(kind, OffloadError) and kind.happened:
-            yield kind
-
-
-def errors_markdown() -> str:
-    """The table as it stands in the documentation."""
-    lines = ["| error | what happened | numbers | what survives | what to do |", "|---|---|---|---|---|"]
-    for kind in errors():
-        cells = (f"`{kind.__name__}`", kind.happened, kind.numbers, kind.survives, kind.advice)
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -170,6 +171,12 @@ class Descriptor:
     def __init__(self, number: int) -> None:
         self.number = number
         Descriptor._open.add(self)
+
+    @classmethod
+    def kept(cls, closing: contextlib.ExitStack, number: int) -> int:
+        """The number, whose descriptor is closed with the stack."""
+        closing.callback(cls(number).close)
+        return number
 
     def close(self) -> None:
         """Close it, unless that has been done."""

@@ -11,39 +11,28 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from swapper.arena import Arena
 from swapper.checksum import seed
 from swapper.device import Device, open_device
 from swapper.directory import RealDirectory
-from swapper.errors import (
-    StorageCorrupt,
-    StoreMissing,
-    StoreMisuse,
-    StoreUnsafe,
-    failed,
-    readable_bytes,
-)
+from swapper.errors import StorageCorrupt, StoreMissing, StoreMisuse, StoreUnsafe, failed, readable_bytes
 from swapper.extent import Extent
 from swapper.files import Descriptor, named
 from swapper.manifest import Manifest
 from swapper.publication import layout_of, published, read_manifest, used_bytes
 from swapper.ticket import Checksum, Ticket, Transfers
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def open_generation(folder: Path, *, backend: str = "auto") -> Generation:
+def open_generation(folder: Path) -> Generation:
     """Open the last generation that ``folder`` holds.
 
     Raises ``StoreMissing`` if there is none, ``StorageCorrupt`` if its manifest is damaged or its data too short,
     ``StoreUnsafe`` for a folder or a file that cannot be opened.
     """
-    return Generation(folder, backend)
+    return Generation(folder)
 
 
 def generation_metadata(folder: Path) -> bytes:
@@ -55,14 +44,14 @@ def generation_metadata(folder: Path) -> bytes:
 class Generation:
     """Extents that are read, and verified, and ``metadata``. See ``open_generation``."""
 
-    def __init__(self, folder: Path, backend: str) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._closers = contextlib.ExitStack()
         try:
             with _opened(folder) as directory:
                 self._manifest = _read_manifest(directory, folder)
             self.extents, self._records, nbytes = layout_of(self._manifest)
-            self._transfers = Transfers(self._open_data(nbytes, backend), str(folder))
+            self._transfers = Transfers(self._open_data(nbytes), str(folder))
             self._closers.callback(self._transfers.close)
         except BaseException as error:
             self.close()
@@ -105,13 +94,13 @@ class Generation:
         """Wait for what is in flight, give the files back. Safe to call twice."""
         self._closers.close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Generation:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open_data(self, nbytes: int, backend: str) -> Device:
+    def _open_data(self, nbytes: int) -> Device:
         files, sizes = [], []
         for index in range(self._manifest.num_paths):
             descriptor, size = self._open_file(self.folder / f"data.{index}")
@@ -125,7 +114,7 @@ class Generation:
         paths = [self.folder] * len(files)
         return open_device(
             paths, nbytes, lambda index, _: files[index],
-            backend=backend, queue_depth=32, block_bytes=1 << 20, table=self._manifest.chunks,
+            backend="auto", queue_depth=32, block_bytes=1 << 20, table=self._manifest.chunks,
         )  # fmt: skip
 
     def _open_file(self, path: Path) -> tuple[int, int]:
@@ -154,10 +143,8 @@ def _opened(folder: Path) -> Iterator[RealDirectory]:
         raise StoreMissing(f"there is no checkpoint {named(folder)}.") from None
     except OSError as error:
         raise StoreUnsafe(f"{named(folder)} cannot be opened: {error.strerror}.") from None
-    try:
+    with contextlib.closing(descriptor):
         yield RealDirectory(descriptor.number)
-    finally:
-        descriptor.close()
 
 
 def _read_manifest(directory: RealDirectory, folder: Path) -> Manifest:

@@ -13,21 +13,20 @@ current after a failure: its old bytes are lost, and a read finds that its check
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import dataclass
 
 from swapper.errors import StoreMisuse
 from swapper.ticket import Checksum
 
 
+@dataclass(eq=False, slots=True)
 class Place:
     """The bytes of one write: where they lie, and how to know them. ``generation`` is the one that they are for."""
 
-    __slots__ = ("checksum", "generation", "number", "offset")
-
-    def __init__(self, number: int, offset: int, checksum: Checksum, generation: int) -> None:
-        self.number = number
-        self.offset = offset
-        self.checksum = checksum
-        self.generation = generation
+    number: int
+    offset: int
+    checksum: Checksum
+    generation: int
 
 
 class Record:

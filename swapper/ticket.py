@@ -18,12 +18,10 @@ from collections.abc import Callable, Generator, Sequence
 from swapper.arena import Arena
 from swapper.checksum import Once, digest
 from swapper.device import IO_TIMEOUT_S, Device, Transfer
-from swapper.errors import StorageCorrupt, StorageError, StorageFull, StorageTimeout, StoreMisuse, failed
+from swapper.errors import NO_ROOM, StorageCorrupt, StorageError, StorageFull, StorageTimeout, StoreMisuse, failed
 
 _OVER = (errno.ECANCELED, errno.ESHUTDOWN)
 """Error number of a request that a queue had no time for before it was closed: a second try is of no use."""
-
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Checksum:
@@ -247,7 +245,7 @@ class Transfers:
             try:
                 if self._abandoned is not None:
                     raise self._abandoned
-                if first.errno in _OVER + _NO_ROOM:
+                if first.errno in _OVER + NO_ROOM:
                     raise self.failed(name, first)
                 try:
                     again.wait(timeout_s)

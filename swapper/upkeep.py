@@ -85,21 +85,16 @@ def collect(paths: Sequence[Path]) -> list[dict[str, Any]]:
 def _folders(path: Path) -> Iterator[tuple[str, int]]:
     """The directories of stores on a path: name and descriptor, which is open until the next one is asked for."""
     with contextlib.ExitStack() as closing:
-        parent = _opened(closing, open_directory(path))
+        parent = Descriptor.kept(closing, open_directory(path))
         for name in sorted(os.listdir(parent)):  # noqa: PTH208 - a descriptor
             if not name.endswith(SUFFIX):
                 continue
             with contextlib.ExitStack() as one:
                 try:
-                    folder = _opened(one, os.open(name, _FOLDER, dir_fd=parent))
+                    folder = Descriptor.kept(one, os.open(name, _FOLDER, dir_fd=parent))
                 except OSError:
                     continue  # a file, or a link: none of ours
                 yield name, folder
-
-
-def _opened(closing: contextlib.ExitStack, number: int) -> int:
-    closing.callback(Descriptor(number).close)
-    return number
 
 
 def _describe(where: Path, folder: int) -> dict[str, Any]:
@@ -148,7 +143,8 @@ def _in_use(folder: int, names: Sequence[str]) -> bool:
 
 
 def _open_data(closing: contextlib.ExitStack, folder: int, name: str) -> int:
-    return _opened(closing, os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder))
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+    return Descriptor.kept(closing, os.open(name, flags, dir_fd=folder))
 
 
 def _read_all(store: DurableStore, found: dict[str, Any]) -> None:
@@ -200,7 +196,7 @@ def _clean(where: Path, folder: int) -> dict[str, Any]:
 def _clean_nameless(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"path": str(path), "removed": []}
     with contextlib.ExitStack() as closing:
-        parent = _opened(closing, open_directory(path))
+        parent = Descriptor.kept(closing, open_directory(path))
         for name in filter(_NAMELESS.fullmatch, os.listdir(parent)):  # noqa: PTH208 - a descriptor
             info = os.stat(name, dir_fd=parent, follow_symlinks=False)
             if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():

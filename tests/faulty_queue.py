@@ -72,11 +72,17 @@ class FaultPlan:
         return [Attempt(_OPERATIONS[op], file, offset, nbytes) for op, file, offset, nbytes in self._core.log()]
 
 
+class _FaultyQueue(Queue):
+    def __init__(self, plan: FaultPlan, backend: str, depth: int, block_bytes: int, num_threads: int) -> None:
+        self._plan = plan._core
+        super().__init__(backend, depth, block_bytes, num_threads)
+
+
 def faulty_queue(
     plan: FaultPlan, backend: str = "auto", depth: int = 32, block_bytes: int = 1 << 20, num_threads: int = 4
 ) -> Queue:
     """A queue in which ``plan`` goes wrong, below the one function that reads results."""
-    return Queue._with_faults(plan._core, backend, depth, block_bytes, num_threads)
+    return _FaultyQueue(plan, backend, depth, block_bytes, num_threads)
 
 
 def store(address: int, data: bytes) -> None:

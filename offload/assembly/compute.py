@@ -31,8 +31,9 @@ from offload.tiers.gradients.transport import GradientTransport
 from offload.tiers.growth import DeviceHomes, Growth
 from offload.tiers.home import UnitHomes
 from offload.tiers.make import HomesOnDevice, make_windows
+from offload.tiers.weights.carrier import HostBuffer
 from offload.tiers.weights.device import DeviceCarrier, DeviceLevel, Source
-from offload.tiers.weights.gather import GatherBuffer, GatherCarrier, GatherLevel
+from offload.tiers.weights.gather import GatherCarrier, GatherLevel
 from offload.tiers.weights.host import HostLevel
 from offload.tiers.weights.host_source import HostSource
 from offload.tiers.weights.level import Level, Unsharded, WholeWeights
@@ -117,7 +118,7 @@ class OnHost:
         collectives, plan, config = base.ranks.collectives, base.run.plan.ranks, base.run.config
         if not isinstance(collectives, Rounds):
             return Computing(base.host, self._uses(base, base.host), base.gradients)
-        places = [GatherBuffer(base.arena.lease(nbytes)) for nbytes in plan.places]
+        places = [HostBuffer(base.arena.lease(nbytes)) for nbytes in plan.places]
         carrier = GatherCarrier(base.run.units, base.run.shards, base.host, places, config.dtype, collectives)
         level = GatherLevel(base.run.units, carrier, base.failure, base.meter, prefetch=config.prefetch)
         sink: GradientSink = base.gradients

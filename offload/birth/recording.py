@@ -101,7 +101,7 @@ class Recording(TorchDispatchMode):
         kwargs = kwargs or {}
         written = _written_by(func, args, kwargs)
         before = [tensor for tensor in _tensors((args, kwargs)) if _is_meta(tensor)]
-        if before and not any(tensor is other for tensor in written for other in _real((args, kwargs))):
+        if before and all(_is_meta(tensor) for tensor in written):
             result = func(*_on_meta(args), **_on_meta(kwargs))
         else:
             result = func(*args, **kwargs)
@@ -224,10 +224,6 @@ def _key(tensor: Tensor) -> int:
 
 def _tensors(items: Any) -> list[Tensor]:
     return [item for item in tree_leaves(items) if isinstance(item, Tensor)]
-
-
-def _real(items: Any) -> list[Tensor]:
-    return [tensor for tensor in _tensors(items) if not _is_meta(tensor)]
 
 
 def _on_meta(items: Any) -> Any:

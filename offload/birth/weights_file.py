@@ -10,7 +10,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -177,14 +177,18 @@ class Weights:
         self.path = path
         self._files: list[WeightsFile] = []
         self.tensors: dict[str, StoredTensor] = {}
+        index = _index_of(path)
+        file_names = {} if index is None else _weight_map(index)
         try:
-            for file in _files_of(path):
+            for file in [_only_file(path)] if index is None else _shards(index, file_names):
                 self._files.append(WeightsFile(file))
                 for name, tensor in self._files[-1].tensors.items():
                     if name in self.tensors:
                         raise WeightsError(f"{name} is in two weights files: {self.tensors[name].file.path} and {file}")
                     self.tensors[name] = tensor
-            self._check_index()
+            for name, file_name in file_names.items():
+                if name not in self.tensors:
+                    raise WeightsError(f"{index} names {name} in {file_name}, and the file does not have it")
         except BaseException:
             self.close()
             raise
@@ -194,31 +198,24 @@ class Weights:
             file.close()
         self._files = []
 
-    def _check_index(self) -> None:
-        index = _index_of(self.path)
-        if index is None:
-            return
-        for name, file_name in _weight_map(index).items():
-            if name not in self.tensors:
-                raise WeightsError(f"{index} names {name} in {file_name}, and the file does not have it")
+
+def _shards(index: Path, file_names: Mapping[str, str]) -> list[Path]:
+    files = [index.parent / name for name in dict.fromkeys(file_names.values())]
+    missing = [file.name for file in files if not file.exists()]
+    if missing:
+        raise WeightsError(f"{index} names weights files that are not there: {', '.join(missing)}")
+    return files
 
 
-def _files_of(path: Path) -> list[Path]:
-    index = _index_of(path)
-    if index is not None:
-        names = dict.fromkeys(_weight_map(index).values())
-        missing = [name for name in names if not (index.parent / name).exists()]
-        if missing:
-            raise WeightsError(f"{index} names weights files that are not there: {', '.join(missing)}")
-        return [index.parent / name for name in names]
-    if path.is_dir():
-        if (path / FILE_NAME).exists():
-            return [path / FILE_NAME]
-        raise WeightsError(
-            f"weights: there is neither {FILE_NAME} nor {INDEX_NAME} in {path}. Other formats (.bin, .pt) are not "
-            "read: save them as safetensors (transformers: save_pretrained)."
-        )
-    return [path]
+def _only_file(path: Path) -> Path:
+    if not path.is_dir():
+        return path
+    if (path / FILE_NAME).exists():
+        return path / FILE_NAME
+    raise WeightsError(
+        f"weights: there is neither {FILE_NAME} nor {INDEX_NAME} in {path}. Other formats (.bin, .pt) are not "
+        "read: save them as safetensors (transformers: save_pretrained)."
+    )
 
 
 def _index_of(path: Path) -> Path | None:

@@ -77,7 +77,8 @@ class Processor(Protocol):
 
     @property
     def allocated_bytes(self) -> int:
-        """Memory of its own that the engine has allocated there."""
+        """Memory that the engine has allocated there: what a device's ``allocate`` has put under storages and ``free``
+        has not taken back."""
 
     def free_bytes(self) -> int:
         """Memory that new tensors can take now."""
@@ -138,10 +139,6 @@ class Device(Processor, Protocol):
 
     def shortages(self) -> Shortages:
         """Counts that grow when memory is short."""
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes that ``allocate`` has put under storages and ``free`` has not taken back."""
 
     def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Put memory under an empty storage. Raises ``DeviceMemoryError`` if there is none."""

@@ -123,8 +123,7 @@ class Plan:
     def spare_copy_bytes(self) -> int:
         """NVMe that spare copies of all trained records take, or would take."""
         weights = sum(i.unit.trainable_numel for i in self.units if i.weights is Tier.NVME) * self.formats.weights
-        tiles = (tile for item in self.units for tile, tier in item.tiles if tier is Tier.NVME)
-        return weights + sum(align(tile.nbytes) for tile in tiles)
+        return weights + self.nvme_bytes["states"]
 
     @property
     def step_read_bytes(self) -> int:
@@ -146,8 +145,7 @@ class Plan:
         """NVMe writes of a step. Frozen weights are never written."""
         if not self.formats.grads:
             return 0
-        weights = sum(i.unit.trainable_numel for i in self.units if i.weights is Tier.NVME) * self.formats.weights
-        return weights + self.nvme_bytes["states"] + self.nvme_bytes["grads"]
+        return self.spare_copy_bytes + self.nvme_bytes["grads"]
 
     @property
     def num_parameters(self) -> int:

@@ -194,21 +194,17 @@ class _Case:
     def shortage(self) -> Shortage:
         """Find the budget that is too small: the first that still is when the others are not."""
         room = self.room
-        tried = {
-            "device memory": replace(room, host_bytes=_PLENTY, nvme_bytes=_PLENTY, spare_bytes=_PLENTY),
-            "host memory": replace(room, nvme_bytes=max(room.nvme_bytes, _PLENTY * bool(room.nvme_bytes))),
-            "NVMe": room,
-        }
-        given = {
-            "device memory": room.compute.free_bytes,
-            "host memory": room.host_bytes,
-            "NVMe": room.nvme_bytes,
-        }
-        for kind, others in tried.items():
+        any_host = replace(room, host_bytes=_PLENTY, nvme_bytes=_PLENTY, spare_bytes=_PLENTY)
+        any_nvme = replace(room, nvme_bytes=_PLENTY if room.nvme_bytes else 0)
+        for kind, tried, given in (
+            ("device memory", any_host, room.compute.free_bytes),
+            ("host memory", any_nvme, room.host_bytes),
+            ("NVMe", room, room.nvme_bytes),
+        ):
             try:
-                self.plan(others)
+                self.plan(tried)
             except BudgetError as error:
-                return Shortage(kind, error.needed_bytes, given[kind])
+                return Shortage(kind, error.needed_bytes, given)
         raise AssertionError("the plan fits")
 
 

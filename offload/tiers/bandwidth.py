@@ -35,16 +35,10 @@ def measure(store: DurableStore, extents: Sequence[Extent], buffers: Sequence[in
     spare = buffers[half:][: len(others)]
     others = others[: len(others) // len(spare) * len(spare)]  # so that no buffer is in two transfers at a time
 
-    def read(extent: Extent, address: int) -> Ticket:
-        return store.read(extent, address, extent.nbytes)
-
-    def write(extent: Extent, address: int) -> Ticket:
-        return store.write(extent, address, extent.nbytes)
-
     for extent, address in own:
-        read(extent, address).wait()
-    reads = [(read, extent, address) for extent, address in zip(others, cycle(spare), strict=False)]
-    writes = [(write, extent, address) for extent, address in own]
+        store.read(extent, address, extent.nbytes).wait()
+    reads = [(store.read, extent, address) for extent, address in zip(others, cycle(spare), strict=False)]
+    writes = [(store.write, extent, address) for extent, address in own]
     read_rate, write_rate = _rate(reads, len(spare)), _rate(writes, len(own))
     if len(extents) == 1:  # nothing to read while it is written
         return Bandwidths(read_rate, write_rate, 1.0)
@@ -86,7 +80,7 @@ def _copy_rate(stream: Stream, target: torch.Tensor, source: torch.Tensor) -> fl
     return len(ends) * source.nbytes / ends[-1].seconds_since(before)
 
 
-def _rate(jobs: Sequence[tuple[Callable[[Extent, int], Ticket], Extent, int]], depth: int) -> float:
+def _rate(jobs: Sequence[tuple[Callable[[Extent, int, int], Ticket], Extent, int]], depth: int) -> float:
     """Bytes per second of the jobs, over and over, with ``depth`` of them in flight."""
     moved = 0
     flying: list[tuple[Ticket, int]] = []
@@ -98,7 +92,7 @@ def _rate(jobs: Sequence[tuple[Callable[[Extent, int], Ticket], Extent, int]], d
             ticket, nbytes = flying.pop(0)
             ticket.wait()
             moved += nbytes
-        flying.append((operation(extent, address), extent.nbytes))
+        flying.append((operation(extent, address, extent.nbytes), extent.nbytes))
     for ticket, nbytes in flying:
         ticket.wait()
         moved += nbytes

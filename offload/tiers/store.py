@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from aio_ext.profile import IoProfile, load_profile
 from offload.config import OffloadConfig
@@ -95,9 +96,11 @@ class _Opener:
         self.retained_max = retained_max
         self._kinds = kinds
         profile = self.profile
-        self._backend = config.io_backend if profile is None else profile.backend
-        self._queue_depth = queue_share(32, sharers) if profile is None else profile.queue_depth
-        self._block_bytes = 1 << 20 if profile is None else profile.block_bytes
+        self._queue: dict[str, Any] = {
+            "backend": config.io_backend if profile is None else profile.backend,
+            "queue_depth": queue_share(32, sharers) if profile is None else profile.queue_depth,
+            "block_bytes": 1 << 20 if profile is None else profile.block_bytes,
+        }
 
     def create(self, name: str | None) -> DurableStore:
         return create_store(
@@ -107,21 +110,12 @@ class _Opener:
             places=[kind.places for kind in self._kinds],
             retained_max=self.retained_max,
             reserved=[kind.reserved for kind in self._kinds],
-            backend=self._backend,
-            queue_depth=self._queue_depth,
-            block_bytes=self._block_bytes,
+            **self._queue,
         )
 
     def open(self, name: str) -> tuple[DurableStore, bool]:
         """A store that is there, and whether it has the layout. If not, it is only to be read."""
-        store = open_store(
-            self.paths,
-            name,
-            reserved=(),
-            backend=self._backend,
-            queue_depth=self._queue_depth,
-            block_bytes=self._block_bytes,
-        )
+        store = open_store(self.paths, name, reserved=(), **self._queue)
         counts = [1 + kind.places + self.retained_max if kind.places else 1 for kind in self._kinds]
         fits = store.shape == [(align(kind.nbytes), count) for kind, count in zip(self._kinds, counts, strict=True)]
         if fits:

@@ -107,7 +107,7 @@ class SpeculativeUpdate:
         pass
 
     def before_grads(self) -> None:
-        self._owner.wait_until_spilled(self.unit)
+        self._owner.gradients.gradients_of(self.unit).wait_until_spilled()
 
     def weights_at_hand(self) -> bool:
         return False
@@ -307,9 +307,6 @@ class SpeculativeUpdates:
                 speculative = self._queue.popleft()
                 speculative.become(Stage.RUNNING)
             yield speculative
-
-    def wait_until_spilled(self, unit: UnitSpec) -> None:
-        self.gradients.gradients_of(unit).wait_until_spilled()
 
     def finished(self, speculative: SpeculativeUpdate) -> None:
         """All of it is on its way to the spare copies."""

@@ -37,14 +37,6 @@ from offload.waiting import Deadline, Failure, Monitor
 _SLICE_S = 0.1
 
 
-def _never(unit: UnitSpec) -> bool:
-    return False
-
-
-def _nowhere(unit: UnitSpec) -> None:
-    return None
-
-
 @dataclass(eq=False)
 class WeightCache(Generic[P]):
     """Each use of a unit is between the taking and the release of a pin. A released unit stays until its place is
@@ -55,9 +47,9 @@ class WeightCache(Generic[P]):
     failure: Failure
     meter: Meter
     _: KW_ONLY
-    is_permanent: Callable[[UnitSpec], bool] = _never
+    is_permanent: Callable[[UnitSpec], bool] = lambda unit: False
     """Tells units that are resident by the plan."""
-    permanent: Callable[[UnitSpec], P | None] = _nowhere
+    permanent: Callable[[UnitSpec], P | None] = lambda unit: None
     """Gives their places, if they have one in this tier."""
     prefetch: bool
     look_ahead: int

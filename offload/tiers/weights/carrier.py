@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from typing import Generic
 
+import aio_ext
 from offload.tiers.home import Transfer
 from offload.tiers.weights.pin import P
 from offload.units import UnitSpec
+from swapper import Lease
+
+
+class HostBuffer:
+    """One buffer in host memory for the weights of a unit."""
+
+    def __init__(self, memory: Lease | aio_ext.Memory) -> None:
+        self.address: int = memory.address
+        self.nbytes: int = memory.nbytes
+        self._memory = memory
 
 
 class Carrier(Generic[P]):

@@ -20,35 +20,26 @@ from offload.ranks.world import Peers
 from offload.report.meter import Meter
 from offload.tiers.home import Transfer
 from offload.tiers.weights.cache import WeightCache
-from offload.tiers.weights.carrier import Carrier
+from offload.tiers.weights.carrier import Carrier, HostBuffer
 from offload.tiers.weights.host import HostLevel
 from offload.tiers.weights.level import CacheLevel
 from offload.tiers.weights.pin import Pin, Purpose
 from offload.units import UnitSpec
 from offload.waiting import Failure
-from swapper import Lease, align
+from swapper import align
 
 _LOOK_AHEAD = 64
 
 
-class GatherBuffer:
-    """Host memory for a whole unit."""
-
-    def __init__(self, memory: Lease | aio_ext.Memory) -> None:
-        self.address: int = memory.address
-        self.nbytes: int = memory.nbytes
-        self._memory = memory
-
-
 @dataclass(eq=False)
-class GatherCarrier(Carrier[GatherBuffer]):
+class GatherCarrier(Carrier[HostBuffer]):
     """Brings whole units to places. A gather that is over has read all it reads."""
 
     units: Sequence[UnitSpec]
     shards: Sequence[UnitSpec]
     lower: HostLevel
     """Has this rank's ``shards``."""
-    places: Sequence[GatherBuffer]
+    places: Sequence[HostBuffer]
     dtype: torch.dtype
     """Dtype of the weights."""
     collectives: Rounds
@@ -60,7 +51,7 @@ class GatherCarrier(Carrier[GatherBuffer]):
         self._free = list(self.places)
         self.collectives.register(Kind.WEIGHTS, self._gather)
 
-    def take_place(self, unit: UnitSpec) -> GatherBuffer | None:
+    def take_place(self, unit: UnitSpec) -> HostBuffer | None:
         fitting = [place for place in self._free if place.nbytes >= self._nbytes(unit)]
         if not fitting:
             return None
@@ -68,15 +59,15 @@ class GatherCarrier(Carrier[GatherBuffer]):
         self._free.remove(smallest)
         return smallest
 
-    def add_place(self, unit: UnitSpec) -> GatherBuffer:
+    def add_place(self, unit: UnitSpec) -> HostBuffer:
         self.num_places += 1
         self.added_bytes += self._nbytes(unit)
-        return GatherBuffer(aio_ext.Memory(self._nbytes(unit)))
+        return HostBuffer(aio_ext.Memory(self._nbytes(unit)))
 
-    def free_place(self, unit: UnitSpec, place: GatherBuffer) -> None:
+    def free_place(self, unit: UnitSpec, place: HostBuffer) -> None:
         self._free.append(place)
 
-    def fetch(self, unit: UnitSpec, place: GatherBuffer) -> Transfer:
+    def fetch(self, unit: UnitSpec, place: HostBuffer) -> Transfer:
         return self.collectives.submit(Kind.WEIGHTS, unit.index, f"the weights of unit {unit.name}", place)
 
     def _nbytes(self, unit: UnitSpec) -> int:
@@ -118,7 +109,7 @@ def gather_part(
         links.gather(into if place == peers.own else None, own, peers, place)
 
 
-class GatherLevel(CacheLevel[GatherBuffer]):
+class GatherLevel(CacheLevel[HostBuffer]):
     """The level of whole units. The training thread makes all calls."""
 
     def __init__(
@@ -128,7 +119,7 @@ class GatherLevel(CacheLevel[GatherBuffer]):
         super().__init__(cache)
         self._width = carrier.dtype.itemsize
 
-    def release(self, pin: Pin[GatherBuffer]) -> None:
+    def release(self, pin: Pin[HostBuffer]) -> None:
         with self.cache.monitor:
             self.cache.release(pin)
             if pin.purpose is Purpose.COMPUTE:

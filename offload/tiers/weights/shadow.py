@@ -6,22 +6,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import aio_ext
 from offload.tiers.home import Transfer, UnitHomes
 from offload.tiers.weights.cache import WeightCache
+from offload.tiers.weights.carrier import HostBuffer
 from offload.tiers.weights.pin import Pin, Purpose, UnitState
 from offload.units import UnitSpec
-from swapper import Lease
 
 
-class Slot:
-    """One buffer in host memory for the weights of a unit. ``write``: the last transfer from it, while it is free."""
+class Slot(HostBuffer):
+    """A buffer that units on NVMe pass through."""
 
-    def __init__(self, memory: Lease | aio_ext.Memory) -> None:
-        self.address: int = memory.address
-        self.nbytes: int = memory.nbytes
-        self.write: Transfer | None = None
-        self._memory = memory
+    write: Transfer | None = None
+    """The last transfer from it, while it is free."""
 
 
 class _Slots(Protocol):
