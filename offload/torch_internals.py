@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from operator import is_, methodcaller
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -81,15 +81,73 @@ def others_listen() -> bool:
     modes = [*_function_modes(), *_dispatch_modes()]
     return (
         not all(isinstance(mode, DeviceContext) for mode in modes)
-        or _saved_tensors_hooks(False) is not None
+        or top_saved_tensors_hooks() is not None
         or _transforms() is not None
     )
 
 
 _function_modes: Callable[[], list[Any]] = _found(torch.overrides, "_get_current_function_mode_stack")
 _dispatch_modes: Callable[[], list[Any]] = _found(_python_dispatch, "_get_current_dispatch_mode_stack")
-_saved_tensors_hooks: Callable[[bool], Any] = _found(torch._C._autograd, "_top_saved_tensors_default_hooks")
 _transforms: Callable[[], Any] = _found(torch._C._functorch, "peek_interpreter_stack")
+
+
+SavedTensorsHooks: TypeAlias = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+"""What packs a tensor that autograd saves, and what unpacks it."""
+
+_top_hooks: Callable[[bool], Any] = _found(torch._C._autograd, "_top_saved_tensors_default_hooks")
+_push_hooks: Callable[..., None] = _found(torch._C._autograd, "_push_saved_tensors_default_hooks")
+_hooks_are_enabled: Callable[[], bool] = _found(torch._C._autograd, "_saved_tensors_hooks_is_enabled")
+_pop_hooks: Callable[[], None] = _found(torch._C._autograd, "_pop_saved_tensors_default_hooks")
+
+
+def top_saved_tensors_hooks() -> SavedTensorsHooks | None:
+    """Return the hooks that see what autograd saves in this thread."""
+    return _top_hooks(False)  # type: ignore[no-any-return]
+
+
+def push_saved_tensors_hooks(hooks: SavedTensorsHooks) -> None:
+    """Have these see it from now on. A transform of ``torch.func`` that is under way suffers none."""
+    if _hooks_are_enabled():
+        _push_hooks(*hooks)
+
+
+def take_out_saved_tensors_hooks(hooks: SavedTensorsHooks, below: SavedTensorsHooks | None) -> None:
+    """Take out these, which were put above ``below``. Nothing may be there in their place: a block of the user's that
+    an interrupt has ended takes out what is on top. Then what was left is taken out, ``below``."""
+    above: list[SavedTensorsHooks] = []
+    while (top := _top_hooks(True)) is not None:
+        _pop_hooks()
+        if top[0] is hooks[0]:
+            break
+        above.append(top)
+    else:
+        first = next((index for index, pair in enumerate(above) if below is not None and pair[0] is below[0]), None)
+        if first is not None:
+            del above[first]
+    for pair in reversed(above):
+        _push_hooks(*pair)
+
+
+@cache
+def hooks_step_aside() -> None:
+    """Transforms of ``torch.func`` refuse to run under hooks of saved tensors. Those whose ``pack`` has the attribute
+    ``steps_aside`` are taken out for as long as one runs."""
+    disabled = _found(torch.autograd.graph, "disable_saved_tensors_hooks")
+
+    @contextmanager
+    def disable_saved_tensors_hooks(error_message: str) -> Iterator[None]:
+        aside: list[SavedTensorsHooks] = []
+        while (top := _top_hooks(True)) is not None and getattr(top[0], "steps_aside", False):
+            _pop_hooks()
+            aside.append(top)
+        try:
+            with disabled(error_message):
+                yield
+        finally:
+            for pair in reversed(aside):
+                _push_hooks(*pair)
+
+    torch.autograd.graph.disable_saved_tensors_hooks = disable_saved_tensors_hooks
 
 
 never_compiled: Callable[[Any], Any] = _found(torch, "_disable_dynamo")
@@ -218,6 +276,17 @@ def _try_listeners() -> bool:
         return others_listen() and not before
 
 
+def _try_saved_tensors() -> bool:
+    hooks = (lambda tensor: (tensor.detach(), 3), lambda packed: packed[0] * packed[1])
+    leaf = torch.ones(1, requires_grad=True)
+    push_saved_tensors_hooks(hooks)
+    is_on_top = top_saved_tensors_hooks() == hooks
+    result = leaf * leaf
+    take_out_saved_tensors_hooks(hooks, None)
+    (gradient,) = torch.autograd.grad(result, leaf)
+    return is_on_top and top_saved_tensors_hooks() is None and bool(gradient == 6)
+
+
 def _try_version_counter() -> bool:
     tensor = torch.zeros(1)
     before = tensor._version
@@ -257,6 +326,7 @@ _TRIALS: dict[str, Callable[[], bool]] = {
     "the sequence numbers of autograd's nodes": _try_sequence_numbers,
     "the numbers and callbacks of a backward": _try_graph_tasks,
     "modes and hooks of saved tensors": _try_listeners,
+    "the stack of hooks of saved tensors": _try_saved_tensors,
     "changes that keep a tensor's version": _try_version_counter,
     "torch.utils._pytree": _try_containers,
     "wrapper subclasses of Tensor": _try_wrapper,

@@ -1,8 +1,9 @@
 """Hooks translate what PyTorch does into uses of units. They decide nothing.
 
 [Note: When a unit's backward is over] Autograd runs nodes in the reverse order of their creation. When the gradient of
-a call's output arrives, every node that was created after that call has run: units whose calls began later are done.
-Units that are still open when the backward ends are closed then; where an exception ended it, before the next forward.
+a call's output arrives, or a node of the call asks for a weight, every node that was created after that call has run:
+units whose calls began later are done. Units that are still open when the backward ends are closed then; where an
+exception ended it, before the next forward.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from offload.model.handle import Handle
 from offload.model.hook_context import HookContext
 from offload.model.installed_hooks import HookOfModel, InstalledHooks
 from offload.model.listeners import Interleaving, Listener
-from offload.model.unit_in_model import UnitInModel
+from offload.model.saved_tensors import SavedTensors
+from offload.model.unit_in_model import Call, UnitInModel
 from offload.torch_internals import (
     belongs_to_backward,
     graph_task,
@@ -124,6 +126,7 @@ class Hooks:
         """Units that the last context has left, and that another one will use next."""
         self._lost: set[ParameterSpec] = set()
         """Parameters that were said to be lost."""
+        self._saved_tensors = SavedTensors(self)
         self._installed = InstalledHooks()
         for unit in units:
             self._install(unit)
@@ -149,10 +152,9 @@ class Hooks:
         """Close what the context that computes has left open."""
         self.close_backward()
         for unit in self.units:
-            if unit.forward_depth:
+            if unit.forward_depth or unit in self.context.in_forward:
                 unit.forward_depth = 0
                 self._leave_forward(unit)
-        self.context.in_forward.clear()
 
     # Several micro-batches on their way together.
 
@@ -279,12 +281,14 @@ class Hooks:
         if not unit.in_backward:
             self._begin_use(unit)
         self._serial += 1
-        unit.forward_start = self._serial
-        unit.forward_sequence = next_sequence_number()
+        unit.call = call = Call(unit, self.context, self._serial, next_sequence_number())
+        self.context.in_forward.append(unit)
         unit.show_parameters()
         if not torch.compiler.is_compiling():
             unit.own_writes.begin()
-        self.context.in_forward.append(unit)
+            unit.begin_address = unit.window.flat.data_ptr()
+            unit.end_address = unit.begin_address + unit.window.flat.nbytes
+            self._saved_tensors.begin(call)
 
     def _finish_forward(self, unit: UnitInModel, output: Any) -> Any:
         """It is over. Returns its output, without views of the weights."""
@@ -297,14 +301,13 @@ class Hooks:
                 if self._turns is not None:
                     self._turns.changed(unit)
                 self._listener.changed_in_use(unit.spec, unit.watched[index], value)
-        self._leave_forward(unit)
-        if torch.is_grad_enabled():
-            arrived = partial(self._pre_backward, unit, self.context, unit.forward_start, self._serial)
-            nodes = [node for leaf in leaves if (node := _first_node(unit.forward_sequence, leaf)) is not None]
-            for node in nodes:
-                node.register_prehook(arrived)
-            if nodes and self._turns is not None:
-                self._turns.left(unit, unit.forward_start)
+        call = self._leave_forward(unit)
+        arrived = partial(self._pre_backward, call)
+        nodes = [node for leaf in leaves if (node := _first_node(call.sequence, leaf)) is not None]
+        for node in nodes:
+            node.register_prehook(arrived)
+        if nodes and self._turns is not None:
+            self._turns.left(unit, call.start)
         return output
 
     def _enter(self, *, forward: bool) -> None:
@@ -345,21 +348,48 @@ class Hooks:
         unit.is_over = False
         self._listener.end_backward(unit.spec)
 
-    def _leave_forward(self, unit: UnitInModel) -> None:
+    def _leave_forward(self, unit: UnitInModel) -> Call:
+        call = unit.call
+        assert call is not None
+        self._saved_tensors.end(call)
         self._serial += 1
+        call.end = self._serial
         if unit in self.context.in_forward:
             self.context.in_forward.remove(unit)
         unit.show_handles()
         if not unit.in_backward:
             self._end_use(unit)
+        return call
 
-    def _pre_backward(self, unit: UnitInModel, context: HookContext, start: int, end: int, gradients: Any) -> None:
-        """A gradient has reached the output of a call in ``context``, from serial number ``start`` to ``end``."""
+    def _pre_backward(self, call: Call, gradients: Any) -> None:
+        """A gradient has reached an output of the call."""
         if torch.is_grad_enabled():
             raise ConfigError(
                 "create_graph=True: weights leave when their backward is over, and a backward through the gradients "
                 "(a gradient penalty, a Hessian) would not find them. Do that on a model that is not wrapped."
             )
+        self._reach(call)
+
+    def needed(self, call: Call) -> bool:
+        """A node of the call asks for a weight. See ``UsesOfUnits``."""
+        if not call.unit.in_backward or call.context is not self.context:
+            if graph_task() == -1:
+                return False
+            self._reach(call)
+        return True
+
+    def look(self, call: Call, get: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Somebody looks at what a node has saved. See ``UsesOfUnits``."""
+        self._enter(forward=True)
+        self._begin_use(call.unit)
+        try:
+            return get().clone()
+        finally:
+            self._end_use(call.unit)
+
+    def _reach(self, call: Call) -> None:
+        """The backward that this thread is in has come to the call."""
+        unit, context = call.unit, call.context
         self._enter(forward=False)
         if context is not self.context:
             raise OffloadError(
@@ -371,15 +401,15 @@ class Hooks:
             close = partial(self.close_backward, task)
             context.tasks[task] = weakref.ref(close)
             when_backward_ends(close)
-        for entry in [entry for entry in context.open if entry[1] > end]:
+        for entry in [entry for entry in context.open if entry[1] > call.end]:
             self._leave_backward(entry)
         if not unit.in_backward:
             if unit.forward_depth == 0:
                 self._begin_use(unit)
             unit.in_backward = True
-            context.open.append((unit, start, task))
+            context.open.append((unit, call.start, task))
             if self._turns is not None:
-                self._turns.opened(unit, start)
+                self._turns.opened(unit, call.start)
 
     def _close_failed(self) -> None:
         """Close the units of backwards that an exception has ended."""

@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch import nn
 
 from offload.model.own_writes import OwnWrites
 from offload.tiers.window import Window
+from offload.torch_internals import SavedTensorsHooks
 from offload.units import UnitSpec, local_tensor
 
-CallsOfUnit: TypeAlias = tuple[int, int, int, bool]
+if TYPE_CHECKING:
+    from offload.model.hook_context import HookContext
+
+
+class Call:
+    """An outermost call of a unit's modules, in ``context``."""
+
+    __slots__ = ("context", "end", "hooks", "sequence", "start", "unit")
+
+    def __init__(self, unit: UnitInModel, context: HookContext, start: int, sequence: int) -> None:
+        self.unit = unit
+        self.context = context
+        self.start = start
+        """Serial number of the moment when it began."""
+        self.end = sys.maxsize
+        """The same of its end, once it is over."""
+        self.sequence = sequence
+        """Autograd's number of the first node that it may have made."""
+        self.hooks: tuple[SavedTensorsHooks, SavedTensorsHooks | None] | None = None
+        """The hooks of saved tensors that were put in force with its beginning, and those below them."""
+
+
+CallsOfUnit: TypeAlias = tuple[int, Call | None, bool]
 """Knowledge of ``UnitInModel`` of the calls under way."""
 
 
@@ -21,14 +45,16 @@ class UnitInModel:
 
     __slots__ = (
         "__weakref__",
+        "begin_address",
+        "call",
+        "end_address",
         "forward_depth",
-        "forward_sequence",
-        "forward_start",
         "in_backward",
         "is_over",
         "num_users",
         "own_writes",
         "parameters",
+        "saved",
         "sites",
         "spec",
         "watched",
@@ -43,10 +69,12 @@ class UnitInModel:
         """Place of each parameter in the model: module, name, handle, parameter."""
         self.forward_depth = 0
         """Modules of this unit whose forward is running."""
-        self.forward_start = 0
-        """Serial number of the moment when the outermost of them began."""
-        self.forward_sequence = 0
-        """Autograd's number of the first node that it may have made."""
+        self.call: Call | None = None
+        """The outermost of them; None only before the first."""
+        self.begin_address = self.end_address = 0
+        """The memory under its parameters while it is in forward."""
+        self.saved = object()
+        """Each tensor over that memory that autograd has saved refers to it."""
         self.in_backward = False
         self.num_users = 0
         """Micro-batches that use the unit now."""
@@ -59,13 +87,13 @@ class UnitInModel:
 
     def save(self) -> CallsOfUnit:
         """Its calls, for ``restore``. None is under way from now on."""
-        calls = self.forward_depth, self.forward_start, self.forward_sequence, self.in_backward
+        calls = self.forward_depth, self.call, self.in_backward
         self.forward_depth, self.in_backward = 0, False
         return calls
 
     def restore(self, calls: CallsOfUnit) -> None:
         """These calls are under way again."""
-        self.forward_depth, self.forward_start, self.forward_sequence, self.in_backward = calls
+        self.forward_depth, self.call, self.in_backward = calls
 
     # A parameter that was put in the place of the engine's stays there.
 

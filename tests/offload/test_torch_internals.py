@@ -19,6 +19,7 @@ from offload.errors import OLDEST_TORCH, TorchUnsupported
 SEQUENCE = "the sequence numbers of autograd's nodes"
 BACKWARD = "the numbers and callbacks of a backward"
 LISTENERS = "modes and hooks of saved tensors"
+SAVED = "the stack of hooks of saved tensors"
 VERSION = "changes that keep a tensor's version"
 PYTREE = "torch.utils._pytree"
 WRAPPER = "wrapper subclasses of Tensor"
@@ -119,8 +120,9 @@ class _NoGradient:
         ("graph_task", lambda: 7, BACKWARD),  # nor its end
         ("when_backward_ends", _never_call, BACKWARD),
         ("keeps_version", lambda tensor: nullcontext(), VERSION),
-        ("_saved_tensors_hooks", lambda ignores: None, LISTENERS),
+        ("_top_hooks", lambda ignores: None, LISTENERS),
         ("_function_modes", lambda: [object()], LISTENERS),
+        ("_push_hooks", lambda pack, unpack: None, SAVED),
         ("leaves_of", lambda nested: [nested], PYTREE),
         ("map_leaves", lambda change, nested: nested, PYTREE),
         ("wrapper", _of_another_shape, WRAPPER),
@@ -173,7 +175,7 @@ def test_a_class_whose_operations_come_by_another_way_is_refused(monkeypatch: py
 
 def test_every_trial_is_tried_and_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     trials = torch_internals._TRIALS
-    assert list(trials) == [SEQUENCE, BACKWARD, LISTENERS, VERSION, PYTREE, WRAPPER]
+    assert list(trials) == [SEQUENCE, BACKWARD, LISTENERS, SAVED, VERSION, PYTREE, WRAPPER]
     for name in list(trials):
         with monkeypatch.context() as patch:
             patch.setitem(trials, name, lambda: False)

@@ -1,0 +1,150 @@
+"""Hooks of saved tensors: a weight that autograd has saved brings its unit in when a backward asks for it.
+
+What autograd saves is the truth about what a backward will read, whatever the shape of a module's output. While a
+unit's forward runs, these hooks are in force. A tensor in the memory of a unit that is in forward is noted with the
+unit's call. All others are kept as torch keeps them, and a change of them in place is found as torch finds it.
+
+[Note: Hooks below] Torch calls the innermost hooks alone. Where the user's own are in force around a unit's forward
+(``save_on_cpu``, a checkpoint), ours hand on to them what they would have been given, weights too, and bring the unit
+in before they are asked to give it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from threading import get_ident
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from offload.interrupts import held_back
+from offload.model.hook_context import HookContext
+from offload.model.unit_in_model import Call, UnitInModel
+from offload.torch_internals import (
+    SavedTensorsHooks,
+    hooks_step_aside,
+    push_saved_tensors_hooks,
+    take_out_saved_tensors_hooks,
+    top_saved_tensors_hooks,
+)
+
+_ORDINARY = (torch.Tensor, nn.Parameter)
+
+
+class UsesOfUnits(Protocol):
+    """What the hooks ask of those of the model."""
+
+    context: HookContext
+    """The one that computes."""
+
+    def needed(self, call: Call) -> bool:
+        """Have the call's unit in use until the backward that this thread is in has no need of it. False: it is in
+        none, and nothing was done."""
+
+    def look(self, call: Call, get: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """A copy of what ``get`` gives while the call's unit is in use."""
+
+
+class SavedTensors:
+    """The hooks of one engine, with none of the user's below them."""
+
+    def __init__(self, uses: UsesOfUnits) -> None:
+        hooks_step_aside()
+        self._uses = uses
+        self._hooks: SavedTensorsHooks = self.pack, self.unpack
+
+    def begin(self, call: Call) -> None:
+        """The call's forward begins in this thread."""
+        below = top_saved_tensors_hooks()
+        if below is not None and _are_ours(below):
+            return  # a call around this one has put them there
+        if below is None:
+            call.hooks = self._hooks, None
+            push_saved_tensors_hooks(self._hooks)
+        else:
+            with held_back():  # what is below goes with them: see ``take_out_saved_tensors_hooks``
+                call.hooks = HooksAbove(self._uses, below).pair, below
+                push_saved_tensors_hooks(call.hooks[0])
+
+    def end(self, call: Call) -> None:
+        """It is over, or was abandoned. Safe to call twice."""
+        if call.hooks is None or call.context.thread != get_ident():
+            return  # each thread has hooks of its own
+        with nullcontext() if call.hooks[1] is None else held_back():
+            take_out_saved_tensors_hooks(*call.hooks)
+            call.hooks = None
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        unit = _unit_around(tensor, self._uses.context)
+        if unit is None:
+            return _without_history(tensor), tensor._version
+        return _without_history(tensor), tensor._version, unit.call, unit.saved
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        tensor, version = packed[0], packed[1]
+        if tensor._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} "
+                "instead. Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
+                "with torch.autograd.set_detect_anomaly(True)."
+            )
+        if len(packed) > 2 and not self._uses.needed(packed[2]):
+            return self._uses.look(packed[2], lambda: tensor)
+        return tensor  # type: ignore[no-any-return]
+
+    pack.steps_aside = unpack.steps_aside = True  # type: ignore[attr-defined]
+
+
+class HooksAbove:
+    """The hooks of one call, above some of the user's: see [Note: Hooks below]."""
+
+    def __init__(self, uses: UsesOfUnits, below: SavedTensorsHooks) -> None:
+        self._uses = uses
+        self._pack_below, self._unpack_below = below
+        self.pair: SavedTensorsHooks = self.pack, self.unpack
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        unit = _unit_around(tensor, self._uses.context)
+        return self._pack_below(tensor), None if unit is None else unit.call
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        below, call = packed
+        if call is not None and not self._uses.needed(call):
+            return self._uses.look(call, lambda: self._unpack_below(below))
+        return self._unpack_below(below)
+
+    pack.steps_aside = unpack.steps_aside = True  # type: ignore[attr-defined]
+
+
+def _are_ours(hooks: SavedTensorsHooks) -> bool:
+    return isinstance(getattr(hooks[0], "__self__", None), (SavedTensors, HooksAbove))
+
+
+def _without_history(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor may be an output of the node that saves it, and its history is that node."""
+    return tensor if type(tensor) not in _ORDINARY and tensor.is_leaf else tensor.detach()
+
+
+def _unit_around(tensor: torch.Tensor, context: HookContext) -> UnitInModel | None:
+    """The unit in forward in whose memory the tensor is."""
+    try:
+        address = tensor.data_ptr() if type(tensor) in _ORDINARY else _first_of(tensor).data_ptr()
+    except (RuntimeError, NotImplementedError):  # a sparse tensor, or one without memory
+        return None
+    for unit in context.in_forward:
+        if unit.begin_address <= address < unit.end_address:
+            return unit
+    return None
+
+
+def _first_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The first ordinary tensor that one of another class wraps; an empty one if there is none to be seen."""
+    while type(tensor) not in _ORDINARY:
+        flatten = getattr(tensor, "__tensor_flatten__", None)
+        if flatten is None:
+            return torch.empty(0)
+        tensor = getattr(tensor, flatten()[0][0])
+    return tensor

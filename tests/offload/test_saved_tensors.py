@@ -1,0 +1,255 @@
+"""Weights that autograd saves reach backward, whatever becomes of a module's output."""
+
+from __future__ import annotations
+
+import types
+from collections import UserDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from stories import Model, Story, Weight, batch, chain, forward_of
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from offload.torch_internals import push_saved_tensors_hooks, take_out_saved_tensors_hooks, top_saved_tensors_hooks
+
+
+@pytest.fixture(autouse=True)
+def no_hooks_are_left():
+    torch.manual_seed(0)
+    yield
+    assert top_saved_tensors_hooks() is None
+
+
+@dataclass
+class Output:
+    value: torch.Tensor
+
+
+class Slots:
+    __slots__ = ("value",)
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class Returning(nn.Linear):
+    """A layer that hands its output over in a way of its own: ``give`` puts it away, ``take`` finds it."""
+
+    def __init__(self, give: Callable[..., object], take: Callable[..., torch.Tensor]) -> None:
+        super().__init__(4, 4)
+        self.__dict__["kept"] = []
+        self.give, self.take = give, take
+
+    def forward(self, x: torch.Tensor) -> object:
+        return self.give(self, super().forward(x).relu())
+
+
+def keep(self: Returning, value: torch.Tensor) -> None:
+    self.__dict__["attribute"] = value
+
+
+def swap_mode(self: Returning, value: torch.Tensor) -> object:
+    with torch.enable_grad():
+        return Output(value * 2 + self.weight.square().sum())
+
+
+WAYS = {
+    "dataclass": (lambda self, v: Output(v), lambda self, out: out.value),
+    "slots": (lambda self, v: Slots(v), lambda self, out: out.value),
+    "namespace": (lambda self, v: types.SimpleNamespace(value=v), lambda self, out: out.value),
+    "user dict": (lambda self, v: UserDict(value=v), lambda self, out: out["value"]),
+    "dict subclass": (lambda self, v: type("Own", (dict,), {})(value=v), lambda self, out: out["value"]),
+    "distribution": (lambda self, v: torch.distributions.Normal(v, 1.0), lambda self, out: out.mean),
+    "attribute": (keep, lambda self, out: self.attribute),
+    "list": (lambda self, v: self.kept.append(v), lambda self, out: self.kept.pop()),
+    "closure": (lambda self, v: lambda: v, lambda self, out: out()),
+    "auxiliary loss": (
+        lambda self, v: [keep(self, self.weight.square().sum() * v.logsumexp(-1)), v][1],
+        lambda self, out: out + self.attribute[:, None],
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_unit_is_brought_in_for_backward_in_whichever_way_it_hands_its_output_over(way):
+    give, take = WAYS[way]
+
+    def compute(self: Model, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.a, self.b, self.c):
+            x = take(layer, layer(x))
+        return x
+
+    story = Story(Model(compute, **{name: Returning(give, take) for name in "abc"}), "a", "b", "c")
+    story.train(lambda model: model(batch(requires_grad=True)))
+    story.train(lambda model: model(2 * batch(requires_grad=True)))
+
+
+def test_a_gradient_of_the_input_through_a_hidden_output_is_that_of_the_weights():
+    give, take = WAYS["dataclass"]
+    story = Story(Model(lambda self, x: self.a(x).value, a=Returning(give, take)), "a")
+    x, y = batch(requires_grad=True), batch(requires_grad=True)
+    (gradient,) = torch.autograd.grad(story.model(x).sum(), x)
+    (expected,) = torch.autograd.grad(story.plain(y).sum(), y)
+    assert torch.equal(gradient, expected)
+    story.check_at_rest()
+
+
+def test_a_unit_computes_with_gradients_within_a_forward_without():
+    class Enables(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad():
+                return super().forward(x)
+
+    def run(model: nn.Module) -> torch.Tensor:
+        with torch.no_grad():
+            return model(batch(requires_grad=True))
+
+    story = Story(Model(lambda self, x: self.a(x), a=Enables(4, 4)), "a")
+    assert story.train(run)[:2] == forward_of("a")
+
+
+def test_a_change_in_place_of_what_was_saved_is_refused_as_torch_refuses_it():
+    story = Story(chain("a", "b"), "a", "b")
+    for model in (story.model, story.plain):
+        x = model.a(batch())
+        y = model.b(x)
+        x.data.add_(1)  # no change for autograd
+        x.detach().mul_(2)
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation: \[torch.FloatTensor \[3, 4\]\]"):
+            y.sum().backward()
+    story.hooks.reset()
+
+
+def test_what_a_node_has_saved_can_be_looked_at_outside_of_a_backward():
+    story = Story(Model(lambda self, x: self.a(x), a=Weight(lambda self, x: x * self.weight)), "a")
+    saved = story.model(batch(requires_grad=True)).grad_fn._saved_other
+    assert torch.equal(saved, story.plain.a.weight)
+    assert not story.units[0].window.holds(saved)
+    assert story.told() == forward_of("a", "a")
+    story.check_at_rest()
+
+
+def test_a_graph_that_nobody_wants_is_freed_with_what_it_has_saved():
+    story = Story(chain("a", "b"), "a", "b")
+    freed = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.watch = Freed(freed)
+            return x.exp()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient
+
+    story.model.b.register_forward_pre_hook(lambda module, args: (Watched.apply(args[0]).exp().sigmoid(),))
+    story.model(batch())
+    assert freed == ["freed"]  # by counts of references alone: there is no cycle
+
+
+class Freed:
+    def __init__(self, told: list[str]) -> None:
+        self._told = told
+
+    def __del__(self) -> None:
+        self._told.append("freed")
+
+
+# Hooks of the user's own, around a unit and within it.
+
+
+def halved(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor / 2
+
+
+@pytest.mark.parametrize(
+    "hooks",
+    [
+        torch.autograd.graph.save_on_cpu,
+        partial(torch.autograd.graph.saved_tensors_hooks, lambda t: [t], lambda kept: kept[0]),
+        partial(torch.autograd.graph.saved_tensors_hooks, lambda t: t.to(torch.float16), lambda t: t.float()),
+    ],
+    ids=["on the CPU", "by reference", "in another format"],
+)
+@pytest.mark.parametrize("where", ["around", "within"])
+def test_hooks_of_the_users_own_see_what_they_see_without_the_engine(hooks, where):
+    class Within(Returning):
+        def forward(self, x: torch.Tensor) -> object:
+            with hooks():
+                return super().forward(x)
+
+    kind = Within if where == "within" else Returning
+    give, take = (lambda self, v: v), (lambda self, v: v) if where == "within" else WAYS["dataclass"]
+    if where == "around":
+        give, take = WAYS["dataclass"]
+
+    def compute(self: Model, x: torch.Tensor) -> torch.Tensor:
+        return take(self, self.b(take(self, self.a(x))))
+
+    def run(model: nn.Module) -> torch.Tensor:
+        if where == "within":
+            return model(batch(requires_grad=True))
+        with hooks():
+            return model(batch(requires_grad=True))
+
+    story = Story(Model(compute, a=kind(give, take), b=kind(give, take)), "a", "b")
+    story.train(run)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_units_with_hidden_outputs_under_a_checkpoint_are_recomputed(use_reentrant):
+    give, take = WAYS["dataclass"]
+
+    def both(self: Model, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x).value).value
+
+    def compute(self: Model, x: torch.Tensor) -> torch.Tensor:
+        return self.c(checkpoint(both, self, x, use_reentrant=use_reentrant)).value
+
+    story = Story(Model(compute, **{name: Returning(give, take) for name in "abc"}), "a", "b", "c")
+    story.train(lambda model: model(batch(requires_grad=True)))
+
+
+def test_a_transform_of_torch_func_runs_within_a_forward():
+    class Scores(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            squares = torch.func.vmap(lambda row: row.square().sum())(x)
+            slope = torch.func.grad(lambda row: row.sin().sum())(x.detach())
+            return super().forward(x + slope) * squares[:, None]
+
+    story = Story(Model(lambda self, x: self.b(self.a(x)), a=Scores(4, 4), b=nn.Linear(4, 4)), "a", "b")
+    story.train()
+
+
+# Interrupts.
+
+
+def test_an_interrupt_leaves_no_hooks_in_force():
+    def interrupted(module: nn.Module, args: object) -> None:
+        raise KeyboardInterrupt
+
+    story = Story(chain("a", "b"), "a", "b")
+    hook = story.model.b.register_forward_pre_hook(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        story.model(batch())
+    with pytest.raises(KeyboardInterrupt), torch.autograd.graph.save_on_cpu():
+        story.model(batch())  # the block takes out what is on top: ours, and its own stay
+    story.hooks.reset()
+    assert top_saved_tensors_hooks() is None
+    hook.remove()
+    story.told()
+    story.train()
+
+
+def test_hooks_are_taken_out_from_below_others():
+    own, other = (halved, halved), (abs, abs)
+    push_saved_tensors_hooks(own)
+    push_saved_tensors_hooks(other)
+    take_out_saved_tensors_hooks(own, None)
+    assert top_saved_tensors_hooks() == other
+    take_out_saved_tensors_hooks(other, None)
