@@ -24,7 +24,9 @@ class BudgetError(ConfigError):
     memory, else of what all ranks on the machine share. Nothing was allocated."""
 
     def __init__(self, message: str, needed_bytes: int, *, of_device: bool = False) -> None:
-        super().__init__(message)
+        """``{needed}`` in ``message`` stands for ``needed_bytes``."""
+        super().__init__(message.replace("{needed}", str(needed_bytes)))
+        self.message = message
         self.needed_bytes = needed_bytes
         self.of_device = of_device
 

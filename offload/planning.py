@@ -140,7 +140,9 @@ def plan_for(
         fits = plan is not None and not any(plan.nvme_bytes.values()) and _device_fits(plan, config, room)
         told = None
         if error is not None:
-            told = str(error.args[0]), getattr(error, "needed_bytes", 0), getattr(error, "of_device", False)
+            told = (str(error.args[0]), 0, False)
+            if isinstance(error, BudgetError):
+                told = error.message, error.needed_bytes, error.of_device
         of_ranks = world.all_gather_object((fits, told))  # all of them take the same placement, or raise
         if all(fits for fits, _ in of_ranks):
             break
@@ -159,7 +161,7 @@ def _device_fits(plan: Plan, config: OffloadConfig, room: Room) -> bool:
 
 def _raise_first(own: OffloadError | None, told: Sequence[tuple[str, int, bool] | None], world: World) -> None:
     """Raise the first error of the ranks, if there is one; of budgets that are too small the one that asks for most.
-    Each comes with its message, ``needed_bytes`` and ``of_device``."""
+    Each comes with its ``message``, ``needed_bytes`` and ``of_device``."""
     if own is not None and not isinstance(own, BudgetError):
         raise own
     errors = [(rank, *error) for rank, error in enumerate(told) if error is not None]
@@ -171,8 +173,7 @@ def _raise_first(own: OffloadError | None, told: Sequence[tuple[str, int, bool] 
     if not of_device and world.local_size > 1:
         needed *= world.local_size
         message += (
-            f" These are bytes of one rank: {world.local_size} ranks share what this machine has, so that {needed} are "
-            "needed for all of them."
+            f" The option is for the {world.local_size} ranks of this machine; the other bytes are of one of them."
         )
     raise BudgetError(message, needed, of_device=of_device)
 

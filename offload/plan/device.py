@@ -204,7 +204,7 @@ def plan_device(needs: DeviceNeeds, device_bytes: int | None, free_bytes: int) -
     if device_bytes < least:
         raise BudgetError(
             f"device_memory is too small: the least that works for this model is {readable_bytes(least)}, "
-            f"{readable_bytes(device_bytes)} are given. Raise device_memory to {least}.",
+            f"{readable_bytes(device_bytes)} are given. Raise device_memory to {{needed}}.",
             least,
             of_device=True,
         )

@@ -56,7 +56,7 @@ def make_plan(
         raise BudgetError(
             "host_memory is too small to hold everything and there is no nvme_path: "
             f"{readable_bytes(everything.total_bytes)} are needed, {readable_bytes(host_bytes)} are given. "
-            f"Give an nvme_path, or raise host_memory to {everything.total_bytes}.",
+            "Give an nvme_path, or raise host_memory to {needed}.",
             everything.total_bytes,
         )
     for staging in _stagings(units, formats, tile_bytes, training=tiles_of is not None):
@@ -68,7 +68,7 @@ def make_plan(
         least = min(placement.total_bytes, everything.total_bytes)  # staging can take more than all of a small model
         raise BudgetError(
             f"host_memory is too small: the least that works for this model is {readable_bytes(least)}, "
-            f"{readable_bytes(host_bytes)} are given. Raise host_memory to {least}.",
+            f"{readable_bytes(host_bytes)} are given. Raise host_memory to {{needed}}.",
             least,
         )
     placement.fill(host_bytes, by_unit=speculative, gradients_first=num_backwards > 1)
@@ -78,7 +78,7 @@ def make_plan(
         raise BudgetError(
             f"nvme_capacity is too small: {readable_bytes(needed)} must rest on NVMe where host memory is "
             f"{readable_bytes(host_bytes)}, {readable_bytes(nvme_bytes)} are given. "
-            f"Raise nvme_capacity to {needed}, or raise host_memory.",
+            "Raise nvme_capacity to {needed}, or raise host_memory.",
             needed,
         )
     return plan

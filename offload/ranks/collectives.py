@@ -154,7 +154,7 @@ class Rounds:
     def __init__(self, world: World) -> None:
         self.world = world
         self.links = HostLinks(world.heartbeat)
-        self._all = Peers(tuple(range(world.size)), world.rank, world.group)
+        self._all = Peers(tuple(range(world.size)), world.rank, world.held, world.members)
         self._heartbeat = world.heartbeat
         self._failure = world.heartbeat.failure
         self._carry_out: dict[int, CarryOut] = {
@@ -204,7 +204,8 @@ class Rounds:
         self.submit(Kind.BROADCAST, number, name, tensor.view(-1).view(torch.uint8)).wait()
 
     def leave(self) -> None:
-        self.submit(Kind.LEAVE, 0, "the end (close())", None).wait()
+        if not self.world.held.is_destroyed:  # else nobody can be told, or can ask
+            self.submit(Kind.LEAVE, 0, "the end (close())", None).wait()
 
     @property
     def received_bytes(self) -> int:

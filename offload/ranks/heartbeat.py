@@ -28,7 +28,7 @@ _FIRST = "first error"
 _NUM_KNOWING = "ranks that know the end"
 _BEATS_PER_TIMEOUT = 8
 _SLICE = timedelta(seconds=0.2)
-_STORE_IS_GONE = (
+STORE_IS_GONE = (
     "the store that all ranks share does not answer: the process that has it, that of rank 0 or its launcher, is gone "
     "or hangs"
 )
@@ -65,7 +65,7 @@ class Heartbeat:
             self._beat_at = now
         self._checked_at = now
         if now - self._beat_at > self._timeout_s:
-            self.failure.record(RankError(_STORE_IS_GONE))
+            self.failure.record(RankError(STORE_IS_GONE))
         self.failure.check()
 
     def wait_for(self, work: Any) -> None:
@@ -132,7 +132,7 @@ class Heartbeat:
             self._wait_for_others()
         except (RuntimeError, OSError):
             if not self._stopping:
-                self.failure.record(RankError(_STORE_IS_GONE))
+                self.failure.record(RankError(STORE_IS_GONE))
 
     def _wait_for_others(self) -> None:
         """Return when all ranks know how this ends, or those that live must have looked."""

@@ -15,8 +15,9 @@ import torch
 from torch import distributed
 
 from offload.device.protocol import Device, Event
+from offload.ranks.groups import Group, take_group
 from offload.ranks.heartbeat import Heartbeat
-from offload.ranks.world import Peers, World, release_groups, take_group
+from offload.ranks.world import Peers, World
 from offload.torch_internals import abort_group
 
 
@@ -165,7 +166,7 @@ class DeviceLinks(_Transfers):
         self._device = device
         self._heartbeat = world.heartbeat
         self._stream = device.new_compute_stream()
-        self._groups: dict[tuple[int, ...], Any] = {}
+        self._groups: dict[tuple[int, ...], Group] = {}
         """By ranks."""
         world.heartbeat.failure.when_known(self._abort)
         for peers in (world.shards, world.replicas):
@@ -175,7 +176,8 @@ class DeviceLinks(_Transfers):
 
     def close(self) -> None:
         """No transfer is under way, or all were aborted."""
-        release_groups(self._groups.values(), broken=self._heartbeat.failure.is_known)
+        for held in self._groups.values():
+            held.release(broken=self._heartbeat.failure.is_known)
 
     @contextlib.contextmanager
     def turn(self, *events: Event | None) -> Iterator[None]:
@@ -198,7 +200,7 @@ class DeviceLinks(_Transfers):
     def _carry_out(
         self, call: Callable[..., Any], peers: Peers, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]
     ) -> None:
-        start = partial(call, group=self._groups[peers.ranks], async_op=True)
+        start = partial(call, group=self._groups[peers.ranks].group, async_op=True)
         self._device.collective(start, self._heartbeat.wait_for, reads=reads, writes=writes)
 
     def _connect(self, peers: Peers) -> None:
@@ -219,8 +221,8 @@ class DeviceLinks(_Transfers):
         if self._device.backend == "gloo":  # which whoever waits for it leaves
             return
         threads = [
-            threading.Thread(target=abort_group, args=(group,), name="offload-abort", daemon=True)
-            for group in self._groups.values()
+            threading.Thread(target=abort_group, args=(held.group,), name="offload-abort", daemon=True)
+            for held in self._groups.values()
         ]
         for thread in threads:
             thread.start()

@@ -1,18 +1,11 @@
-"""The ranks that train one model together: which they are, and the group over which they talk."""
+"""The ranks that train one model together: which they are, and what they tell each other before they train."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import hashlib
-import os
 import pickle
 import socket
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +13,33 @@ import torch
 from torch import distributed
 
 from offload.errors import ConfigError
+from offload.ranks.groups import NO_GROUP, Group, next_store, take_group
 from offload.ranks.heartbeat import Heartbeat, NoHeartbeat
-from offload.torch_internals import groups_by_members, own_store
+from offload.ranks.launch import initialise, local_number, processes_here
 from offload.waiting import Failure
-
-_LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that a launcher such as torchrun puts into the environment."""
-
-_PATIENCE = timedelta(days=7)
-"""A collective may wait this long: a rank that is gone is noticed by its silence (``offload.ranks.heartbeat``), and one
-that computes is waited for."""
 
 
 @dataclass(frozen=True)
 class Peers:
-    """Some ranks of a world, in order, this one among them. ``group`` moves bytes of host memory between them."""
+    """Some ranks of a world, in order, this one among them."""
 
     ranks: tuple[int, ...]
     own: int
     """Index of this one among them."""
-    group: Any
+    held: Group
+    """Moves bytes of host memory between them."""
     members: Sequence[int] = ()
     """The ranks as the whole program counts them; none that others could be taken for, where there is one."""
 
     @classmethod
     def single(cls) -> Peers:
         """This rank alone."""
-        return cls((0,), 0, None)
+        return cls((0,), 0, NO_GROUP)
+
+    @property
+    def group(self) -> Any:
+        """``held``, as ``torch.distributed`` takes it."""
+        return self.held.group
 
     @property
     def size(self) -> int:
@@ -54,12 +47,12 @@ class Peers:
 
     def release(self) -> None:
         """Other worlds may have the group now."""
-        release_groups([self.group])
+        self.held.release()
 
 
 @dataclass(frozen=True)
 class World:
-    """``rank`` of ``size``; ``local_ranks`` are those on this machine. ``group`` moves bytes of host memory.
+    """``rank`` of ``size``; ``local_ranks`` are those on this machine.
 
     The ranks are a table: those of one row hold the ``shards`` of one copy of the model, those of one column are
     ``replicas``, which hold the same shard. Most often there is one row.
@@ -70,7 +63,8 @@ class World:
     local_ranks: tuple[int, ...]
     local_size: int
     """Ranks on this machine, also those that train something else: they share what it has."""
-    group: Any
+    held: Group
+    """Moves bytes of host memory between all of them."""
     shards: Peers
     replicas: Peers
     heartbeat: Heartbeat
@@ -80,7 +74,12 @@ class World:
     @classmethod
     def single(cls, local_size: int = 1) -> World:
         """A world of one rank."""
-        return cls(0, 1, (0,), local_size, None, Peers.single(), Peers.single(), NoHeartbeat(Failure()))
+        return cls(0, 1, (0,), local_size, NO_GROUP, Peers.single(), Peers.single(), NoHeartbeat(Failure()))
+
+    @property
+    def group(self) -> Any:
+        """``held``, as ``torch.distributed`` takes it."""
+        return self.held.group
 
     @property
     def local_rank(self) -> int:
@@ -97,7 +96,8 @@ class World:
     def leave(self, error: BaseException | None) -> None:
         """This rank's part of it ends, by this ``error`` if by one. Safe to call twice."""
         self.heartbeat.leave(error)
-        release_groups((self.group, self.shards.group, self.replicas.group), broken=self.heartbeat.failure.is_known)
+        for held in (self.held, self.shards.held, self.replicas.held):
+            held.release(broken=self.heartbeat.failure.is_known)
 
 
 def find_world(mesh: Any | None, timeout_s: float) -> World:
@@ -112,24 +112,14 @@ def find_world(mesh: Any | None, timeout_s: float) -> World:
     single = World.single(1 if mesh is None else processes_here())
     if not distributed.is_available():
         return single
-    if not distributed.is_initialized():
-        num_processes = int(os.environ.get("WORLD_SIZE", "1"))
-        is_launched = "TORCHELASTIC_RUN_ID" in os.environ or all(name in os.environ for name in _LAUNCHED)
-        if num_processes < 2 or not is_launched:
-            return single
-        try:
-            _initialise("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-        except ValueError as error:
-            raise ConfigError(
-                f"this is one of {num_processes} processes (WORLD_SIZE), and torch.distributed cannot start: {error}. "
-                "Start them by torchrun, or call torch.distributed.init_process_group before the engine is made."
-            ) from None
+    if not distributed.is_initialized() and not initialise():
+        return single
     rows = [list(range(distributed.get_world_size()))] if mesh is None else _rows(mesh)
     members = sorted(member for row in rows for member in row)
     if len(members) < 2:
         return single
     rank = members.index(distributed.get_rank())
-    heartbeat = Heartbeat(rank, len(members), _next_store(members), timeout_s, Failure())
+    heartbeat = Heartbeat(rank, len(members), next_store(members), timeout_s, Failure())
     try:
         return _meet(rows, members, rank, heartbeat)
     except BaseException as error:
@@ -138,8 +128,8 @@ def find_world(mesh: Any | None, timeout_s: float) -> World:
 
 
 def _meet(rows: Sequence[Sequence[int]], members: Sequence[int], rank: int, heartbeat: Heartbeat) -> World:
-    group = take_group(members, heartbeat)
-    hosts = _all_gather_object(_host(), len(members), group, heartbeat)
+    held = take_group(members, heartbeat)
+    hosts = _all_gather_object(_host(), len(members), held.group, heartbeat)
     local = tuple(other for other, host in enumerate(hosts) if host == hosts[rank])
     local_size = max(len(local), processes_here())
     row = next(row for row in rows if members[rank] in row)
@@ -147,10 +137,10 @@ def _meet(rows: Sequence[Sequence[int]], members: Sequence[int], rank: int, hear
 
     def peers(some: Sequence[int]) -> Peers:
         is_all, is_one = len(some) == len(members), len(some) == 1
-        of_some = group if is_all else None if is_one else take_group(some, heartbeat)
+        of_some = held if is_all else NO_GROUP if is_one else take_group(some, heartbeat)
         return Peers(tuple(map(members.index, some)), some.index(members[rank]), of_some, () if is_one else some)
 
-    return World(rank, len(members), local, local_size, group, peers(row), peers(column), heartbeat, members)
+    return World(rank, len(members), local, local_size, held, peers(row), peers(column), heartbeat, members)
 
 
 def _all_gather_object(own: Any, size: int, group: Any, heartbeat: Heartbeat) -> list[Any]:
@@ -164,102 +154,10 @@ def _all_gather_object(own: Any, size: int, group: Any, heartbeat: Heartbeat) ->
     return [pickle.loads(part.numpy().tobytes()) for part in parts]  # what follows the pickle is ignored
 
 
-def _initialise(backend: str) -> None:
-    """As ``distributed.init_process_group(backend)``; but a start does not find what former starts said."""
-    store, rank, size = next(distributed.rendezvous("env://"))  # type: ignore[attr-defined]
-    own = distributed.PrefixStore(_start(), store)  # type: ignore[attr-defined]
-    distributed.init_process_group(backend, store=own, rank=rank, world_size=size)
-
-
-def _start() -> str:
-    """A name for this start of all processes. The store of torchrun's own process outlives those that it starts anew,
-    with all keys (torch 2.13): addresses of processes that are gone, and the error that ended them."""
-    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if is_torchruns else '0'}"
-
-
-def processes_here() -> int:
-    """Processes that a launcher has started on this machine, as far as it says so."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
 def local_index(world: World) -> int | None:
     """Index of this process among those on this machine, as a launcher says, else as its world knows; None for one."""
-    if "LOCAL_RANK" in os.environ:
-        return int(os.environ["LOCAL_RANK"])
-    return None if world.size == 1 else world.local_rank
-
-
-@dataclass
-class _Group:
-    """A group that is ours alone, for one world at a time."""
-
-    group: Any
-    is_taken: bool = False
-
-
-_groups: dict[tuple[str, tuple[int, ...]], list[_Group]] = {}
-"""The groups of each backend and set of ranks, for the present ``torch.distributed``."""
-_num_worlds: Counter[tuple[int, ...]] = Counter()
-"""Number of worlds that each set of ranks has had there."""
-_everyone: Any = None
-"""The group of all processes that they were made in."""
-
-
-def _forget_former() -> None:
-    """Forget what was made in a ``torch.distributed`` that is destroyed."""
-    global _everyone
-    if _everyone is not distributed.group.WORLD:
-        _everyone = distributed.group.WORLD
-        _groups.clear()
-        _num_worlds.clear()
-
-
-def _next_store(members: Sequence[int]) -> Any:
-    """A ``torch.distributed.Store`` that the next world of these ranks shares, and no other one."""
-    _forget_former()
-    _num_worlds[tuple(members)] += 1
-    name = hashlib.sha256(repr(list(members)).encode()).hexdigest()[:16]
-    return own_store(f"offload/{_start()}/{name}/{_num_worlds[tuple(members)]}")
-
-
-def take_group(members: Sequence[int], heartbeat: Heartbeat, backend: str = "gloo") -> Any:
-    """A group for these ranks, as the whole program counts them, that no other world has. All of them call this.
-
-    Its name, and so what it leaves in the store that all processes share, follows from the ranks and the groups that
-    they have: it is kept, since one of the same name would find that. One that is gone would be waited for without end:
-    ``heartbeat`` says so.
-    """
-    _forget_former()
-    of_members = _groups.setdefault((backend, tuple(members)), [])
-    found = next((group for group in of_members if not group.is_taken), None)
-    if found is None:
-        make = partial(_make_group, members, backend)
-        found = _Group(heartbeat.wait_for_call(make, "make their engines"))
-        of_members.append(found)
-    found.is_taken = True
-    return found.group
-
-
-def _make_group(members: Sequence[int], backend: str) -> Any:
-    with _own_handling_of_errors(), groups_by_members():
-        return distributed.new_group(list(members), _PATIENCE, backend, use_local_synchronization=True)
-
-
-@contextlib.contextmanager
-def _own_handling_of_errors() -> Iterator[None]:
-    """A group that is made within leaves it to us to end transfers of a peer that is gone: by itself nccl's would end
-    the process. Source: torch's "ProcessGroupNCCL Environment Variables"."""
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+    launched = local_number()
+    return launched if launched is not None or world.size == 1 else world.local_rank
 
 
 def find_peers(members: Sequence[int]) -> Peers:
@@ -267,22 +165,8 @@ def find_peers(members: Sequence[int]) -> Peers:
     no other."""
     if len(members) < 2:
         return Peers.single()
-    group = take_group(members, NoHeartbeat(Failure()))
-    return Peers(tuple(range(len(members))), distributed.get_rank(group), group, members)
-
-
-def release_groups(groups: Iterable[Any], *, broken: bool = False) -> None:
-    """Other worlds may have these groups now. ``broken``: a collective may be under way that nobody ends, so that they
-    are not used again."""
-    given = {id(group) for group in groups}
-    for of_members in _groups.values():
-        for group in [group for group in of_members if id(group.group) in given]:
-            group.is_taken = False
-            if broken:
-                of_members.remove(group)
-                ctypes.pythonapi.Py_IncRef(
-                    ctypes.py_object(group.group)
-                )  # its destructor would wait for what is under way
+    held = take_group(members, NoHeartbeat(Failure()))
+    return Peers(tuple(range(len(members))), distributed.get_rank(held.group), held, members)
 
 
 def _rows(mesh: Any) -> list[list[int]]:

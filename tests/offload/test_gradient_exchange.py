@@ -22,6 +22,7 @@ from offload import waiting
 from offload.errors import RankError
 from offload.ranks.agreement import Place
 from offload.ranks.collectives import Kind, Operation, Rounds
+from offload.ranks.groups import NO_GROUP
 from offload.ranks.world import Peers, World
 from offload.report.meter import Meter
 from offload.tiers.gradients.exchange import Bucket, ExchangeMemory, GradientExchange
@@ -72,8 +73,8 @@ class Rank:
         per_copy = size // copies
         row = tuple(range(rank - rank % per_copy, rank - rank % per_copy + per_copy))
         column = tuple(range(rank % per_copy, size, per_copy))
-        shards, replicas = Peers(row, row.index(rank), None), Peers(column, column.index(rank), None)
-        world = World(rank, size, tuple(range(size)), size, None, shards, replicas, heartbeat)  # type: ignore[arg-type]
+        shards, replicas = Peers(row, row.index(rank), NO_GROUP), Peers(column, column.index(rank), NO_GROUP)
+        world = World(rank, size, tuple(range(size)), size, NO_GROUP, shards, replicas, heartbeat)  # type: ignore[arg-type]
         self.failure = heartbeat.failure
         self.collectives = Rounds(world)
         self.links = self.collectives.links = FakeLinks(meeting)  # type: ignore[assignment]

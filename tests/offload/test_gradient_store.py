@@ -21,6 +21,7 @@ from offload import waiting
 from offload.errors import RankError, WaitTimeout
 from offload.memory import tensor_at
 from offload.ranks.agreement import Place
+from offload.ranks.groups import NO_GROUP
 from offload.ranks.world import Peers
 from offload.report.meter import Meter
 from offload.testing.simulated import SimulatedDevice
@@ -855,7 +856,7 @@ def parts_of(monkeypatch: pytest.MonkeyPatch, error: BaseException | None = None
     unit = make_unit()
     small = replace(unit.parameters[0], distribution=Mock(is_sharded=True))
     unit = replace(unit, parameters=(small, *unit.parameters[1:]))
-    return DistributedParts([unit], Peers((0, 1), 0, None), Failure())
+    return DistributedParts([unit], Peers((0, 1), 0, NO_GROUP), Failure())
 
 
 def test_a_parameter_that_ranks_have_parts_of_counts_for_each_part_and_a_whole_one_once(

@@ -15,6 +15,7 @@ from rank_threads import FOREVER_S, FakeHeartbeat, FakeLinks, Meeting
 from offload.errors import RankError
 from offload.ranks import collectives
 from offload.ranks.collectives import Kind, LocalCollectives, Operation, Rounds
+from offload.ranks.groups import NO_GROUP
 from offload.ranks.world import Peers, World
 
 Done = tuple[Kind, int, list[int], bool]
@@ -33,8 +34,8 @@ class Rank:
 
     def __init__(self, rank: int, size: int, per_copy: int, meeting: Meeting, heartbeat: FakeHeartbeat) -> None:
         row = tuple(range(rank - rank % per_copy, rank - rank % per_copy + per_copy))
-        shards = Peers(row, row.index(rank), None)
-        world = World(rank, size, (rank,), 1, None, shards, Peers.single(), heartbeat, range(size))  # type: ignore[arg-type]
+        shards = Peers(row, row.index(rank), NO_GROUP)
+        world = World(rank, size, (rank,), 1, NO_GROUP, shards, Peers.single(), heartbeat, range(size))  # type: ignore[arg-type]
         self.rounds = Rounds(world)
         self.links = self.rounds.links = CountingLinks(meeting)  # type: ignore[assignment]
         object.__setattr__(world, "all_gather_object", lambda own: meeting.meet(self.rounds._all, own))

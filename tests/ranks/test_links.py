@@ -14,11 +14,18 @@ from rank_threads import FakeHeartbeat
 
 from offload.errors import RankError
 from offload.ranks import links
+from offload.ranks.groups import Group
 from offload.ranks.heartbeat import NoHeartbeat
 from offload.ranks.links import DeviceLinks, HostLinks
 from offload.ranks.world import Peers, World
 
-GROUP = "a group"
+
+class Made:
+    """What torch has of a group."""
+
+
+GROUP = Made()
+HELD = Group(GROUP)
 
 
 class Work:
@@ -76,7 +83,7 @@ def heartbeat() -> FakeHeartbeat:
     return FakeHeartbeat()
 
 
-PEERS = Peers((0, 1, 2), 1, GROUP, [4, 6, 7])
+PEERS = Peers((0, 1, 2), 1, HELD, [4, 6, 7])
 OWN = torch.tensor([1, 2], dtype=torch.uint8)
 
 
@@ -176,19 +183,27 @@ class FakeDevice:
         wait_for(start())
 
 
+class Taken(Group):
+    def __init__(self, told: list[Any]) -> None:
+        super().__init__(GROUP)
+        self._told = told
+
+    def release(self, *, broken: bool = False) -> None:
+        self._told.append(("release", broken))
+
+
 def connect(device: FakeDevice, patch: pytest.MonkeyPatch) -> tuple[DeviceLinks, World, list[Any]]:
     """A rank of a table of three columns and two rows; the groups that were taken and released."""
     told: list[Any] = []
 
-    def take(members: list[int], heartbeat: Any, backend: str) -> str:
+    def take(members: list[int], heartbeat: Any, backend: str) -> Taken:
         told.append(("take", members, backend))
-        return GROUP
+        return Taken(told)
 
     patch.setattr(links, "take_group", take)
-    patch.setattr(links, "release_groups", lambda groups, broken: told.append(("release", [*groups], broken)))
     patch.setattr(links, "abort_group", lambda group: told.append(("abort", group)))
     heartbeat = NoHeartbeat(FakeHeartbeat().failure)
-    world = World(1, 6, (1,), 1, GROUP, PEERS, Peers((1, 4), 0, GROUP, [4, 7]), heartbeat)
+    world = World(1, 6, (1,), 1, HELD, PEERS, Peers((1, 4), 0, HELD, [4, 7]), heartbeat)
     return DeviceLinks(world, device), world, told  # type: ignore[arg-type]
 
 
@@ -206,7 +221,7 @@ def test_devices_are_connected_by_a_group_for_each_row_and_column(
     assert device.stream.waited[2:] == ["a copy"] and of_devices.received_bytes == 4
     assert of_devices.point() == "the end of the links"
     of_devices.close()
-    assert told[2:] == [("release", [GROUP, GROUP], False)]
+    assert told[2:] == [("release", False)] * 2
 
 
 @pytest.mark.parametrize(("backend", "aborted"), [("gloo", 0), ("nccl", 2)])
@@ -218,4 +233,4 @@ def test_the_first_error_aborts_transfers_that_would_wait_without_end(
     of_devices.close()
     for thread in (thread for thread in threading.enumerate() if thread.name == "offload-abort"):
         thread.join()
-    assert sorted(told[2:]) == [*[("abort", GROUP)] * aborted, ("release", [GROUP, GROUP], True)]
+    assert sorted(told[2:], key=str) == [*[("abort", GROUP)] * aborted, *[("release", True)] * 2]

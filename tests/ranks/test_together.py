@@ -71,7 +71,7 @@ def test_a_gradient_that_is_not_finite_is_an_error_on_all_ranks(two: Pool, tmp_p
 
 def test_a_budget_that_is_too_small_is_so_on_all_ranks(two: Pool, tmp_path: Path):
     said, needed, less = same(two(jobs.least_budget, tmp_path))
-    assert f"{needed} are needed for all of them" in said and "2 ranks" in said
+    assert f"Raise host_memory to {needed}." in said and "the 2 ranks of this machine" in said
     assert less == needed
 
 

@@ -1,0 +1,106 @@
+"""The start of several processes by a launcher: what its environment says of them, and their roll call."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+import torch
+from torch import distributed
+
+from offload.errors import ConfigError
+from offload.ranks.heartbeat import PATIENCE_S, STORE_IS_GONE
+
+_LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that a launcher such as torchrun puts into the environment."""
+
+_HEARD_S = 1.0
+"""Time in which all processes that have come hear why they cannot start."""
+
+_starts = count()
+"""Of ``torch.distributed``, here: a program may destroy it and go on."""
+
+
+def initialise() -> bool:
+    """Initialise ``torch.distributed`` if a launcher has started several processes, which all call this. False: it has
+    not. Raises ``ConfigError``, at once and on all of them, for numbers that cannot be."""
+    if not ("TORCHELASTIC_RUN_ID" in os.environ or all(name in os.environ for name in _LAUNCHED)):
+        return False
+    size = _number("WORLD_SIZE")
+    if size < 2:
+        return False
+    rank = _number("RANK")
+    try:
+        store, *_ = next(distributed.rendezvous("env://"))  # type: ignore[attr-defined]
+        own = distributed.PrefixStore(f"{start_name()}.{next(_starts)}", store)  # type: ignore[attr-defined]
+        _call_the_roll(own, rank, size)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        distributed.init_process_group(backend, store=own, rank=rank, world_size=size)
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"this is one of {size} processes (WORLD_SIZE), and torch.distributed cannot start: {error}. Start them by "
+            "torchrun, or call torch.distributed.init_process_group before the engine is made."
+        ) from None
+    return True
+
+
+def processes_here() -> int:
+    """Processes that a launcher has started on this machine, as far as it says so."""
+    return _number("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else 1
+
+
+def local_number() -> int | None:
+    """Number of this process among those on this machine, if a launcher says so."""
+    return _number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else None
+
+
+def _number(name: str) -> int:
+    value = os.environ.get(name, "")
+    if not value.isdecimal():
+        raise ConfigError(
+            f"{name}={value}: expected a whole number, as torchrun puts into the environment of each process"
+        )
+    return int(value)
+
+
+def start_name() -> str:
+    """A name for this start of all processes: it does not find what former ones have said. The store of torchrun's own
+    process outlives those that it starts anew, with all keys (torch 2.13): addresses of processes that are gone, and
+    the error that ended them."""
+    is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if is_torchruns else '0'}"
+
+
+def _call_the_roll(store: Any, rank: int, size: int) -> None:
+    """Wait until every rank is there, once. ``torch.distributed`` would wait half an hour for one that has another's
+    number, or run with the wrong one."""
+    wrong = ""
+    if rank >= size:
+        wrong = f"RANK={rank}: with WORLD_SIZE={size}, ranks are 0 to {size - 1}"
+    elif store.add(f"here {rank}", 1) > 1:
+        wrong = f"RANK={rank} is the number of two processes"
+    try:
+        if wrong:
+            store.set("wrong", wrong)
+        _wait_until(
+            lambda: store.check(["wrong"]) or store.check([f"here {other}" for other in range(size)]), PATIENCE_S
+        )
+        if not store.check(["wrong"]):
+            return
+        said = store.get("wrong").decode()
+        num_heard = store.add("heard", 1)
+        _wait_until(lambda: max(num_heard, store.add("heard", 0)) >= size, _HEARD_S)  # it may be in this process
+    except RuntimeError:
+        said = wrong or STORE_IS_GONE
+    raise ConfigError(f"{said}. Give each process a number of its own, as torchrun does")
+
+
+def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
