@@ -19,9 +19,9 @@ from swapper.errors import (
 )
 from swapper.extent import Extent
 from swapper.folders import create_store, open_store, remove_store
-from swapper.generation import Generation, generation_metadata, open_generation
+from swapper.generation import Generation, generation_manifest, generation_metadata, open_generation
 from swapper.spool import Spool, let_go
-from swapper.ticket import Ticket
+from swapper.ticket import Ticket, waiting
 
 __all__ = [
     "PAGE_BYTES",
@@ -46,10 +46,12 @@ __all__ = [
     "align",
     "copy_generation",
     "create_store",
+    "generation_manifest",
     "generation_metadata",
     "let_go",
     "open_generation",
     "open_store",
     "readable_bytes",
     "remove_store",
+    "waiting",
 ]

@@ -267,6 +267,10 @@ class DurableStore:
         ``StoreMissing``."""
         return self.manifest_of(generation).metadata
 
+    def holds(self, extent: Extent) -> bool:
+        """The extent is a part of the last generation."""
+        return self.manifest_of(self.generation).entries[extent.index].generation > 0
+
     @property
     def shape(self) -> list[tuple[int, int]]:
         """Bytes and places of each extent."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from swapper.arena import align
 from swapper.record import Record
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Extent:
     """One piece of a store, moved as a whole. ``nbytes`` is a multiple of the page size; ``offset`` is that of the
     extent's first place in the store's space."""
@@ -25,18 +26,25 @@ def lay_out(sizes: Sequence[int], places: Sequence[int]) -> tuple[tuple[Extent, 
     Extents with the same number of places lie together: all their first places, one after the other, then all their
     second ones, and so on.
     """
-    per_place: dict[int, int] = {}
-    starts = []
+    offsets, strides = offsets_of(sizes, places)
+    extents = tuple(
+        Extent(index, offset, align(size)) for index, (size, offset) in enumerate(zip(sizes, offsets, strict=True))
+    )
+    records = [Record(e.index, e.offset, strides[count], count) for e, count in zip(extents, places, strict=True)]
+    return extents, records, sum(count * stride for count, stride in strides.items())
+
+
+def offsets_of(sizes: Iterable[int], places: Sequence[int]) -> tuple[array[int], dict[int, int]]:
+    """The offset of each extent's first place; and, by the number of places, how far a place is from the one before."""
+    strides: dict[int, int] = {}
+    offsets = array("Q")
     for size, count in zip(sizes, places, strict=True):
-        starts.append(per_place.setdefault(count, 0))
-        per_place[count] += align(size)
+        offsets.append(strides.setdefault(count, 0))
+        strides[count] += align(size)
     begin, nbytes = {}, 0
-    for count, stride in per_place.items():
+    for count, stride in strides.items():
         begin[count] = nbytes
         nbytes += count * stride
-    extents = tuple(
-        Extent(index, begin[count] + start, align(size))
-        for index, (size, count, start) in enumerate(zip(sizes, places, starts, strict=True))
-    )
-    records = [Record(e.index, e.offset, per_place[count], count) for e, count in zip(extents, places, strict=True)]
-    return extents, records, nbytes
+    for index, count in enumerate(places):
+        offsets[index] += begin[count]
+    return offsets, strides

@@ -1,29 +1,27 @@
 """One generation of a durable store, read where it was linked or copied to, whoever has the store open.
 
 A folder of its own holds it: ``data.0`` (and so on), and one manifest. What a generation needs is never written again,
-so nothing is locked.
+so nothing is locked. Whoever may read the files may read it: others' checkpoints, backups, further links. Nothing in
+them is trusted, see ``swapper.checked``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from swapper.arena import Arena
+from swapper.checked import Refused, open_regular, read_regular, refusals
 from swapper.checksum import seed
 from swapper.device import Device, open_device
-from swapper.directory import RealDirectory
 from swapper.errors import StorageCorrupt, StoreMissing, StoreMisuse, StoreUnsafe, failed, readable_bytes
 from swapper.extent import Extent
 from swapper.files import Descriptor, named
-from swapper.manifest import Manifest
-from swapper.publication import layout_of, published, read_manifest, used_bytes
+from swapper.manifest import MANIFEST_BYTES_MAX, Manifest
+from swapper.publication import Held, published, used_bytes
 from swapper.ticket import Checksum, Ticket, Transfers
-
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def open_generation(folder: Path) -> Generation:
@@ -37,8 +35,25 @@ def open_generation(folder: Path) -> Generation:
 
 def generation_metadata(folder: Path) -> bytes:
     """The metadata of the last generation that ``folder`` holds, without its data. Raises as ``open_generation``."""
+    return generation_manifest(folder).metadata
+
+
+def generation_manifest(folder: Path) -> Manifest:
+    """The manifest of the last generation that ``folder`` holds. Raises as ``open_generation``."""
     with _opened(folder) as directory:
-        return _read_manifest(directory, folder).metadata
+        found = published(os.listdir(directory))  # noqa: PTH208 - a descriptor
+        if not found:
+            raise StoreMissing(f"{named(folder)} holds no generation: it was never finished.")
+        number, name = max(found), found[max(found)]
+        with refusals(f"manifest {name} of {named(folder)}", StorageCorrupt):
+            try:
+                data = read_regular(name, MANIFEST_BYTES_MAX, directory=directory)
+            except OSError as error:
+                raise failed(f"read of manifest {name} of {named(folder)}", error) from error
+            manifest = Manifest.decode(data, f"manifest {name} of {named(folder)}")
+            if manifest.generation != number:
+                raise Refused(f"it is that of generation {manifest.generation}")
+        return manifest
 
 
 class Generation:
@@ -48,10 +63,9 @@ class Generation:
         self.folder = folder
         self._closers = contextlib.ExitStack()
         try:
-            with _opened(folder) as directory:
-                self._manifest = _read_manifest(directory, folder)
-            self.extents, self._records, nbytes = layout_of(self._manifest)
-            self._transfers = Transfers(self._open_data(nbytes), str(folder))
+            self._manifest = generation_manifest(folder)
+            self._held = Held(self._manifest)
+            self._transfers = Transfers(self._open_data(), str(folder))
             self._closers.callback(self._transfers.close)
         except BaseException as error:
             self.close()
@@ -68,6 +82,11 @@ class Generation:
     def metadata(self) -> bytes:
         """Metadata that was given to ``commit``."""
         return self._manifest.metadata
+
+    @property
+    def extents(self) -> Sequence[Extent]:
+        """All extents, each made when it is asked for."""
+        return Extents(self)
 
     def holds(self, extent: Extent) -> bool:
         """The extent is a part of the generation."""
@@ -87,7 +106,7 @@ class Generation:
         label = f"extent {extent.index}, generation {entry.generation}"
         identity = seed(self._manifest.store, extent.index, entry.generation, extent.nbytes)
         checksum = Checksum(label, identity, entry.checksum)
-        offset = self._records[extent.index].offset_of(entry.copy)
+        offset = self._held.offset(extent.index)
         return self._transfers.read(offset, address, nbytes, checksum, urgent=False)
 
     def close(self) -> None:
@@ -100,7 +119,7 @@ class Generation:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open_data(self, nbytes: int) -> Device:
+    def _open_data(self) -> Device:
         files, sizes = [], []
         for index in range(self._manifest.num_paths):
             descriptor, size = self._open_file(self.folder / f"data.{index}")
@@ -113,7 +132,7 @@ class Generation:
             )
         paths = [self.folder] * len(files)
         return open_device(
-            paths, nbytes, lambda index, _: files[index],
+            paths, self._held.store_bytes, lambda index, _: files[index],
             backend="auto", queue_depth=32, block_bytes=1 << 20, table=self._manifest.chunks,
         )  # fmt: skip
 
@@ -121,22 +140,33 @@ class Generation:
         """A descriptor and the size of a data file."""
         try:
             try:
-                number = os.open(path, _READ | os.O_DIRECT)
+                file = open_regular(path, flags=os.O_DIRECT)
             except OSError:
-                number = os.open(path, _READ)
+                file = open_regular(path)
         except FileNotFoundError:
             raise StorageCorrupt(f"{named(path)} is missing.") from None
-        except OSError as error:
-            raise StoreUnsafe(f"{named(path)} cannot be opened: {error.strerror}.") from None
-        self._closers.callback(Descriptor(number).close)
-        info = os.fstat(number)
-        if not stat.S_ISREG(info.st_mode):
-            raise StoreUnsafe(f"{named(path)} is not a regular file.")
-        return number, info.st_size
+        except (OSError, Refused) as error:
+            said = error.strerror if isinstance(error, OSError) else error
+            raise StoreUnsafe(f"{named(path)} cannot be opened: {said}.") from None
+        self._closers.callback(file.close)
+        return file.number, os.fstat(file.number).st_size
+
+
+class Extents(Sequence[Extent]):
+    """The extents of a generation, in order."""
+
+    def __init__(self, generation: Generation) -> None:
+        self._held, self._len = generation._held, len(generation._manifest.entries)
+
+    def __len__(self) -> int:
+        return self._len
+
+    def __getitem__(self, index: int) -> Extent:  # type: ignore[override]  # nobody asks for some of them
+        return self._held.extent(index)
 
 
 @contextlib.contextmanager
-def _opened(folder: Path) -> Iterator[RealDirectory]:
+def _opened(folder: Path) -> Iterator[int]:
     try:
         descriptor = Descriptor(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
     except (FileNotFoundError, NotADirectoryError):
@@ -144,11 +174,4 @@ def _opened(folder: Path) -> Iterator[RealDirectory]:
     except OSError as error:
         raise StoreUnsafe(f"{named(folder)} cannot be opened: {error.strerror}.") from None
     with contextlib.closing(descriptor):
-        yield RealDirectory(descriptor.number)
-
-
-def _read_manifest(directory: RealDirectory, folder: Path) -> Manifest:
-    found = published(directory.names())
-    if not found:
-        raise StoreMissing(f"{named(folder)} holds no generation: it was never finished.")
-    return read_manifest(directory, found[max(found)])
+        yield descriptor.number

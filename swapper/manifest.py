@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import xxhash
 
 from swapper.arena import PAGE_BYTES
+from swapper.checked import Refused, refusals
 from swapper.errors import StorageCorrupt, StoreMisuse
 
 MANIFEST_BYTES_MAX = 256 << 20
@@ -31,7 +32,7 @@ _CHUNK = struct.Struct("<II")
 _TRAILER_BYTES = 16
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """Entry of one extent: where its bytes rest, and how to know them. ``generation`` 0: it was never written, or is no
     part of any generation. ``places`` is how many the extent has, ``copy`` which of them it is; 0 stands for the
@@ -60,11 +61,6 @@ class Manifest:
         """Number of places that the extent of this entry has."""
         return entry.places or self.num_copies
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all places of all extents."""
-        return sum(entry.nbytes * self.places(entry) for entry in self.entries)
-
     def encode(self) -> bytes:
         """The manifest as bytes. Raises ``StoreMisuse`` for what a reader would refuse."""
         nbytes = _HEADER.size + len(self.entries) * _EXTENT.size + len(self.chunks) * _CHUNK.size
@@ -80,46 +76,46 @@ class Manifest:
         body = b"".join(parts)
         try:
             self._check(nbytes)
-        except ValueError as error:
+        except Refused as error:
             raise StoreMisuse(f"generation {self.generation} cannot be described: {error}.") from None
         return body + xxhash.xxh3_128_digest(body)
 
     @classmethod
     def decode(cls, data: bytes, name: str = "manifest") -> Manifest:
         """The manifest that ``data`` holds. Raises ``StorageCorrupt`` for anything that is not exactly one."""
-        try:
+        with refusals(f"{name} ({len(data):,} bytes)", StorageCorrupt):
             return cls._decode(data)
-        except ValueError as error:
-            raise StorageCorrupt(f"{name} ({len(data)} bytes) is damaged: {error}.") from None
 
     @classmethod
     def _decode(cls, data: bytes) -> Manifest:
         if not _HEADER.size + _TRAILER_BYTES <= len(data) <= MANIFEST_BYTES_MAX:
-            raise ValueError("its size is impossible")
+            raise Refused("its size is impossible")
         magic, version, num_paths, store, generation, num_extents, num_copies, num_chunks, num_metadata, nbytes = (
             _HEADER.unpack_from(data)
         )
         if magic != _MAGIC:
-            raise ValueError("it does not begin as one")
+            raise Refused("it does not begin as one")
         if version != _VERSION:
-            raise ValueError(f"its version is {version}, this program knows {_VERSION}")
+            raise Refused(f"its version is {version}, this program knows {_VERSION}")
         chunks_begin = _HEADER.size + num_extents * _EXTENT.size
         metadata_begin = chunks_begin + num_chunks * _CHUNK.size
         end = metadata_begin + num_metadata
         if nbytes != len(data) or end + _TRAILER_BYTES != nbytes:
-            raise ValueError(f"it should have {nbytes} bytes")
+            raise Refused(f"it should have {nbytes} bytes")
         if xxhash.xxh3_128_digest(memoryview(data)[:end]) != data[end:]:
-            raise ValueError("its checksum is wrong")
-        entries = []
-        for extent_bytes, written, copy, places, checksum in _EXTENT.iter_unpack(data[_HEADER.size : chunks_begin]):
-            entries.append(Entry(extent_bytes, written, copy, checksum, places))
-        chunks = tuple(_CHUNK.iter_unpack(data[chunks_begin:metadata_begin]))
-        manifest = cls(store, generation, num_copies, num_paths, tuple(entries), chunks, data[metadata_begin:end])
+            raise Refused("its checksum is wrong")
+        whole = memoryview(data)
+        entries = tuple(
+            Entry(extent_bytes, written, copy, checksum, places)
+            for extent_bytes, written, copy, places, checksum in _EXTENT.iter_unpack(whole[_HEADER.size : chunks_begin])
+        )
+        chunks = tuple(_CHUNK.iter_unpack(whole[chunks_begin:metadata_begin]))
+        manifest = cls(store, generation, num_copies, num_paths, entries, chunks, data[metadata_begin:end])
         manifest._check(nbytes)
         return manifest
 
     def _check(self, nbytes: int) -> None:
-        """Raise ``ValueError`` unless every number is possible."""
+        """Raise ``Refused`` unless every number is possible."""
         _between("bytes", nbytes, _HEADER.size + _TRAILER_BYTES, MANIFEST_BYTES_MAX)
         _between("extents", len(self.entries), 0, EXTENTS_MAX)
         _between("copies", self.num_copies, 2, COPIES_MAX)
@@ -127,20 +123,22 @@ class Manifest:
         _between("chunks", len(self.chunks), 0, CHUNKS_MAX)
         _between("bytes of metadata", len(self.metadata), 0, METADATA_BYTES_MAX)
         _between("generation", self.generation, 0, (1 << 63) - 1)
+        total = 0
         for entry in self.entries:
             _between("bytes of an extent", entry.nbytes, 0, EXTENT_BYTES_MAX)
             _between("generation of an extent", entry.generation, 0, self.generation)
             _between("places of an extent", entry.places, 0, self.num_copies)
             _between("copy of an extent", entry.copy, 0, self.places(entry) - 1)
             if entry.nbytes % PAGE_BYTES:
-                raise ValueError(f"an extent has {entry.nbytes} bytes, no whole pages")
-        _between("bytes of the store", self.nbytes, 0, STORE_BYTES_MAX)
+                raise Refused(f"an extent has {entry.nbytes} bytes, no whole pages")
+            total += entry.nbytes * self.places(entry)
+        _between("bytes of the store", total, 0, STORE_BYTES_MAX)
         if len(set(self.chunks)) != len(self.chunks):
-            raise ValueError("two chunks rest in one place")
+            raise Refused("two chunks rest in one place")
         if self.chunks:
             _between("path of a chunk", max(path for path, _ in self.chunks), 0, self.num_paths - 1)
 
 
 def _between(what: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
-        raise ValueError(f"{what}: {value} is not between {low} and {high}")
+        raise Refused(f"{value} is not between {low} and {high}", what)

@@ -16,7 +16,7 @@ _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 
 _ON_A_NETWORK = (
     "nfs", "nfs4", "cifs", "smb2", "smb3", "smbfs", "ncpfs", "9p", "afs", "coda", "ceph", "lustre", "gpfs", "beegfs",
-    "glusterfs", "orangefs", "pvfs2", "panfs", "wekafs", "vboxsf", "prl_fs",
+    "glusterfs", "orangefs", "pvfs2", "panfs", "wekafs", "vboxsf", "prl_fs", "virtiofs",
 )  # fmt: skip
 
 _LAYERED = "fuse.fuse-overlayfs"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from swapper.directory import Directory
 from swapper.errors import failed
-from swapper.extent import Extent, lay_out
+from swapper.extent import Extent, lay_out, offsets_of
 from swapper.manifest import MANIFEST_BYTES_MAX, Manifest
 from swapper.record import Record
 
@@ -86,12 +86,27 @@ def layout_of(manifest: Manifest) -> tuple[tuple[Extent, ...], list[Record], int
     return lay_out([entry.nbytes for entry in entries], [manifest.places(entry) for entry in entries])
 
 
+class Held:
+    """Places of the extents of one generation. Takes 8 bytes for each."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        counts = [manifest.places(entry) for entry in manifest.entries]
+        self._offsets, self._strides = offsets_of((entry.nbytes for entry in manifest.entries), counts)
+        self._manifest = manifest
+        self.store_bytes = sum(count * stride for count, stride in self._strides.items())
+        """Bytes of all places of all extents."""
+
+    def offset(self, index: int) -> int:
+        """Offset at which the bytes of an extent that the generation has begin, in the store's space."""
+        entry = self._manifest.entries[index]
+        return self._offsets[index] + entry.copy * self._strides[self._manifest.places(entry)]
+
+    def extent(self, index: int) -> Extent:
+        """The extent of this number. Raises ``IndexError``."""
+        return Extent(index, self._offsets[index], self._manifest.entries[index].nbytes)
+
+
 def used_bytes(manifest: Manifest) -> int:
     """End of the bytes of a generation in the space of its store."""
-    _, records, _ = layout_of(manifest)
-    ends = [
-        record.offset_of(entry.copy) + entry.nbytes
-        for record, entry in zip(records, manifest.entries, strict=True)
-        if entry.generation
-    ]
-    return max(ends, default=0)
+    held, entries = Held(manifest), enumerate(manifest.entries)
+    return max((held.offset(index) + entry.nbytes for index, entry in entries if entry.generation), default=0)

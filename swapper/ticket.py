@@ -13,7 +13,7 @@ import contextlib
 import errno
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 from swapper.arena import Arena
 from swapper.checksum import Once, digest
@@ -120,6 +120,19 @@ class Ticket:
 async def _answered(transfer: Transfer) -> None:
     with contextlib.suppress(OSError):  # judged once the work is done
         await transfer
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[list[Ticket]]:
+    """A list for tickets of transfers that are begun within. All of them are waited for at the end, also when one
+    fails, and when what begins them does: their memory is in use until then. Raises what the first has failed with."""
+    tickets: list[Ticket] = []
+    with contextlib.ExitStack() as ending:
+        try:
+            yield tickets
+        finally:
+            for ticket in reversed(tickets):
+                ending.callback(ticket.wait)
 
 
 class _WriteTicket(Ticket):

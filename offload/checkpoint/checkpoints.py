@@ -250,7 +250,7 @@ class Checkpoints:
         if store is None:
             return None
         where = "the run under nvme_path"
-        description = Description.decode(store.metadata, where)
+        description = description_of(store, where)
         self._compare(description, where)
         loading = Loading(store, description, self._units, self._access)
 

@@ -16,7 +16,7 @@ Group = dict[str, Any]
 """A parameter group of ``torch.optim``: its options by name, and ``params``."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TilePart:
     """A part of a tile, one state of one parameter or (``state`` "") its master: the byte where it begins, and what it
     is."""

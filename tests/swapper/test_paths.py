@@ -17,9 +17,9 @@ from swapper.paths import Medium, look_at, medium_of
     ("file_system", "medium"),
     [
         *((name, Medium.DISK) for name in ("ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay", "fuse.fuse-overlayfs")),
-        *((name, Medium.DISK) for name in ("virtiofs", "unknown", "")),
+        *((name, Medium.DISK) for name in ("unknown", "")),
         *((name, Medium.MEMORY) for name in ("tmpfs", "ramfs", "devtmpfs")),
-        *((name, Medium.ELSEWHERE) for name in ("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "lustre", "gpfs")),
+        *((name, Medium.ELSEWHERE) for name in ("nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "ceph", "lustre")),
         *((name, Medium.ELSEWHERE) for name in ("fuse", "fuse.sshfs", "fuse.s3fs", "fuseblk")),
     ],
 )

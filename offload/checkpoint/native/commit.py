@@ -16,7 +16,7 @@ from offload.checkpoint.native.records import EngineRecords, Record
 from offload.tiers.store import EngineStore, RecordExtents
 from offload.units import UnitSpec
 from offload.waiting import FATAL, Job, Worker
-from swapper import DurableStore, Ticket
+from swapper import DurableStore, Extent, Ticket, waiting
 
 _log = logging.getLogger("offload")
 
@@ -111,13 +111,14 @@ class Committer:
 
     def _commit(self, metadata: bytes, *, gradients: bool) -> int:
         self._access.wait_for_updates()
-        tickets: list[Ticket] = []
-        with contextlib.ExitStack() as borrowed:
+        with contextlib.ExitStack() as borrowed, waiting() as tickets:
             for record in self._records.within(self._extents, gradients=gradients):
-                if record.home.stored is None:
-                    tickets += self._write(borrowed, record)
-            for ticket in tickets:
-                ticket.wait()
+                parts = self._to_write(record) if record.home.stored is None else ()
+                if parts and record.home.address is None:
+                    with record.home.borrow(change=False) as address, waiting() as of_copy:
+                        self._write(parts, address, of_copy)
+                elif parts:
+                    self._write(parts, borrowed.enter_context(record.home.borrow(change=False)), tickets)
         generation = self.store.commit(metadata) if self.ranks.size == 1 else self.store.prepare(metadata)
         self._frozen_done.update(self._records.units)
         if self.ranks.size == 1:
@@ -125,18 +126,12 @@ class Committer:
         _log.debug("committed: generation %d", generation)
         return generation
 
-    def _write(self, borrowed: contextlib.ExitStack, record: Record) -> list[Ticket]:
-        """Start writing a record that rests in memory. What was borrowed for it stays so, unless it is a copy."""
+    def _to_write(self, record: Record) -> Sequence[tuple[Extent, int]]:
+        """The parts of a record that rests in memory which the store does not have as they are."""
         are_done = record.unit in self._frozen_done
-        parts = [(extent, start) for extent, start in record.parts if start < record.frozen or not are_done]
-        if not parts:
-            return []
-        with contextlib.ExitStack() as own:
-            address = own.enter_context(record.home.borrow(change=False))
-            tickets = [self.store.write(extent, address + start, extent.nbytes) for extent, start in parts]
-            if record.home.address is None:
-                for ticket in tickets:
-                    ticket.wait()
-                return []
-            borrowed.push(own.pop_all())
-        return tickets
+        return [(extent, start) for extent, start in record.parts if start < record.frozen or not are_done]
+
+    def _write(self, parts: Sequence[tuple[Extent, int]], address: int, tickets: list[Ticket]) -> None:
+        """Start writing them from memory at ``address``, which stays as it is until ``tickets`` are over."""
+        for extent, start in parts:
+            tickets.append(self.store.write(extent, address + start, extent.nbytes))

@@ -11,15 +11,33 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from offload.checkpoint.encoding import Encoded, Json, as_json, decode
 from offload.checkpoint.model_state import first_difference as difference_of_models
+from offload.checkpoint.native.whole import check_units
+from offload.checkpoint.run_fields import RUN
+from offload.dtypes import BY_PRECISION
+from offload.encoding import DTYPE, Decoder, Encoded, Json, as_json, encode
 from offload.errors import ConfigError
 from offload.optim.rule import Rule, TilePart
 from offload.tiers.home import UnitHomes
 from offload.tiers.store import RecordExtents
 from offload.units import ParameterSpec, Tile, UnitSpec
 from swapper import StorageCorrupt
-from swapper.manifest import METADATA_BYTES_MAX
+from swapper.checked import (
+    FLAG,
+    TEXT,
+    Int,
+    Kind,
+    ListOf,
+    OneOf,
+    Optional,
+    Record,
+    Refused,
+    Shape,
+    Text,
+    refusals,
+    within,
+)
+from swapper.manifest import EXTENT_BYTES_MAX, METADATA_BYTES_MAX
 
 _FORMAT = 1
 
@@ -31,7 +49,7 @@ _SAID = {
 """Parts of the run's state, in words."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SavedParameter:
     """``offset`` is in elements, from the unit's start. A piece of a large weight has the name of the ``whole``, and
     begins at row ``start`` of it. ``packing`` says how the bytes of a quantised one lie. A rank's shard has the
@@ -60,7 +78,7 @@ class SavedParameter:
         return numel
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SavedTile:
     """Optimizer states of the unit's elements ``[start, stop)``; ``nbytes`` are used of its extent. ``parts`` are those
     of an optimizer without a kernel."""
@@ -72,7 +90,7 @@ class SavedTile:
     parts: tuple[TilePart, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SavedUnit:
     """Extents are by their number. ``weights``: what is trained, then what is frozen."""
 
@@ -111,10 +129,19 @@ class Description:
         encoded = Encoded({**content, "units": self.units.as_json, "run": self.run}, "the state")
         if encoded.nbytes > METADATA_BYTES_MAX:
             raise ConfigError(self._too_large(encoded.nbytes))
+        if not encoded.is_held("run"):
+            raise ConfigError(self._too_many())
         return encoded.join()
 
+    def _too_many(self) -> str:
+        largest = max(self.run, key=lambda name: len(encode(self.run[name], name)))
+        return (
+            f"{_SAID.get(largest, largest)} so many small values that a reader would need far more memory than they "
+            "take as bytes. Save them as tensors, or in a file of their own. Nothing was written"
+        )
+
     def _too_large(self, nbytes: int) -> str:
-        sizes = {name: Encoded(value, name).nbytes for name, value in self.run.items()}
+        sizes = {name: len(encode(value, name)) for name, value in self.run.items()}
         largest = max(sizes, key=lambda name: sizes[name])
         return (
             f"beside weights and optimizer states a checkpoint holds at most {METADATA_BYTES_MAX:,} bytes, and there "
@@ -125,16 +152,23 @@ class Description:
     @classmethod
     def decode(cls, metadata: bytes, where: str) -> Description:
         """The other way round. Raises ``StorageCorrupt``, and ``ConfigError`` for another version."""
-        content = decode(metadata, f"the description of {where}")
-        try:
-            if content["format"] != _FORMAT:
-                raise ConfigError(f"{where} has format {content['format']}, this program knows {_FORMAT}")
-            units = SavedUnits(_unit(unit) for unit in content["units"])
-            return cls(content["precision"], content["optimizer"], units, content["run"])
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise StorageCorrupt(f"the description of {where} makes no sense: {error!r}.") from None
+        with refusals(f"the description of {where}", StorageCorrupt):
+            decoder, found = Decoder(metadata), {}
+            for name in decoder.cursor.members():
+                with within(name):
+                    if name not in _FIELDS:
+                        raise Refused("this program does not know it")
+                    kind = _FIELDS[name]
+                    found[name] = kind.take(decoder.whole()) if kind is RUN else kind.read(decoder.cursor)
+                if name == "format" and found[name] != _FORMAT:
+                    raise ConfigError(f"{where} has format {found[name]}, this program knows {_FORMAT}")
+            decoder.end()
+            for name in _FIELDS:
+                if name not in found:
+                    raise Refused("it is not there", name)
+            description = cls(found["precision"], found["optimizer"], SavedUnits(found["units"]), found["run"])
+            check_units(description)
+            return description
 
     def first_difference(self, other: Description) -> str | None:
         """In what a run described by ``other`` cannot go on from this one, if in anything."""
@@ -214,21 +248,43 @@ def _difference_of_optimizers(there: dict[str, Any] | None, here: dict[str, Any]
     return None
 
 
-def _unit(content: dict[str, Any]) -> SavedUnit:
-    parameters = tuple(_saved_parameter(item) for item in content["parameters"])
-    tiles = tuple(_saved_tile(item) for item in content["tiles"])
-    return SavedUnit(**{**content, "parameters": parameters, "tiles": tiles, "weights": tuple(content["weights"])})
-
-
-def _saved_parameter(content: dict[str, Any]) -> SavedParameter:
-    flat_of = content.get("flat_of")
-    shapes = {"shape": tuple(content["shape"]), "flat_of": None if flat_of is None else tuple(flat_of)}
-    return SavedParameter(**{**content, **shapes})
-
-
-def _saved_tile(content: dict[str, Any]) -> SavedTile:
-    parts = (TilePart(**{**part, "shape": tuple(part["shape"])}) for part in content.get("parts", ()))
-    return SavedTile(**{**content, "parts": tuple(parts)})
+_INDEX = Int(0, 1 << 32)
+_PARAMETER = Record(
+    SavedParameter,
+    {"name": Text(not_="__metadata__"), "shape": Shape(), "offset": Int(), "trainable": FLAG},
+    {
+        **{"whole": Optional(Text(not_="__metadata__")), "start": Int(), "packing": Optional(TEXT)},
+        **{"begin": Int(), "flat_of": Optional(Shape())},
+    },
+)
+"""The name that it cannot have is another thing's in a file of weights."""
+_PART = Record(TilePart, {"parameter": TEXT, "state": TEXT, "offset": Int(), "shape": Shape(), "dtype": DTYPE})
+_TILE = Record(
+    SavedTile,
+    {"start": Int(), "stop": Int(), "nbytes": Int(0, EXTENT_BYTES_MAX), "extent": _INDEX},
+    {"parts": ListOf(_PART)},
+    in_parts=True,
+)
+_UNITS = ListOf(
+    Record(
+        SavedUnit,
+        {
+            **{"name": TEXT, "numel": Int(), "trainable_numel": Int(), "parameters": ListOf(_PARAMETER)},
+            **{"weights": ListOf(_INDEX, 2), "tiles": ListOf(_TILE), "gradients": Optional(_INDEX)},
+        },
+        in_parts=True,
+    )
+)
+_OPTIMIZER: Kind[dict[str, Any]] = Record(
+    dict, {"optimizer": TEXT, "moments": TEXT}, {"states": ListOf(TEXT, make=list)}
+)
+_FIELDS: dict[str, Kind[Any]] = {
+    "format": Int(),
+    "precision": OneOf({name: name for name in BY_PRECISION}),
+    "optimizer": Optional(_OPTIMIZER),
+    "units": _UNITS,
+    "run": RUN,
+}
 
 
 def parts_of(unit: UnitSpec, width: int) -> Iterator[tuple[int, int]]:

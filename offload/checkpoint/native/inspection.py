@@ -23,6 +23,9 @@ from swapper import OffloadError, StorageError, StoreMissing
 
 Facts = dict[str, Any]
 
+_DEPTH_MAX = 32
+"""Mappings in one another that are looked into."""
+
 _NAMES_MAX = 8
 """Of longer mappings, people are shown so many names."""
 
@@ -141,10 +144,10 @@ def _on_disk(folder: Path) -> tuple[int, int]:
     return total, links
 
 
-def _kinds(value: Any) -> Any:
+def _kinds(value: Any, depth: int = _DEPTH_MAX) -> Any:
     """A state with the kinds of its values in their place; of lists the number of their elements."""
-    if isinstance(value, Mapping):
-        return {str(name): _kinds(item) for name, item in value.items()}
+    if isinstance(value, Mapping) and depth:
+        return {str(name): _kinds(item, depth - 1) for name, item in value.items()}
     if isinstance(value, torch.Tensor):
         return f"tensor {str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -168,18 +171,7 @@ def _verify(opened: Opened, check: Callable[[], None]) -> tuple[dict[str, int], 
                 damage.append(f"{names.get(extent.index, 'a record')}: {error.args[0]}")
     finally:
         memory.close()
-    return {"records": len(held), "bytes": read_bytes}, damage + _missing(opened)
-
-
-def _missing(opened: Opened) -> list[str]:
-    """Extents that the description names, and the generation does not hold."""
-    generation, found = opened.generation, []
-    for index, name in _names_of_extents(opened.description).items():
-        if name.startswith("gradients"):
-            continue  # only those that were accumulated are there
-        if not 0 <= index < len(generation.extents) or not generation.holds(generation.extents[index]):
-            found.append(f"{name}: they are not there")
-    return found
+    return {"records": len(held), "bytes": read_bytes}, damage
 
 
 def _names_of_extents(description: Description) -> dict[int, str]:

@@ -12,13 +12,21 @@ from pathlib import Path
 from offload.checkpoint.native.description import Description
 from offload.checkpoint.native.folder import CheckpointDirectory
 from offload.checkpoint.native.parts import Parts, description_of, open_parts, part_folders
-from swapper import Generation, OffloadError, StoreLocked, StoreMissing, StoreUnsafe, open_generation
-from swapper.directory import RealDirectory
+from swapper import (
+    Generation,
+    OffloadError,
+    StoreLocked,
+    StoreMissing,
+    StoreUnsafe,
+    generation_manifest,
+    open_generation,
+)
+from swapper.checked import Refused, open_regular
 from swapper.errors import failed
 from swapper.files import Descriptor
 from swapper.owner import NAME as OWNER
 from swapper.owner import read_owner
-from swapper.publication import published, read_manifest
+from swapper.publication import published
 
 
 @dataclass(frozen=True)
@@ -87,11 +95,13 @@ def _enter_run(folder: Path, closing: contextlib.ExitStack, *, to_read: bool) ->
     try:
         directory = Descriptor(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         closing.callback(directory.close)
-        data = Descriptor(os.open(folder / "data.0", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
+        data = open_regular(folder / "data.0")
     except OSError as error:
         raise failed(f"opening {folder}", error) from error
+    except Refused as error:
+        raise StoreUnsafe(f"{folder / 'data.0'} cannot be opened: {error}.") from None
     closing.callback(data.close)
-    _check_paths(folder, directory.number)
+    _check_paths(folder)
     try:
         fcntl.flock(data.number, fcntl.LOCK_SH | fcntl.LOCK_NB)
         if not to_read:
@@ -108,10 +118,8 @@ def _enter_run(folder: Path, closing: contextlib.ExitStack, *, to_read: bool) ->
         return owner
 
 
-def _check_paths(folder: Path, directory: int) -> None:
-    files = RealDirectory(directory)
-    found = published(files.names())
-    num_paths = read_manifest(files, found[max(found)]).num_paths
+def _check_paths(folder: Path) -> None:
+    num_paths = generation_manifest(folder).num_paths
     if num_paths > 1:
         raise StoreUnsafe(
             f"{folder} is a part of a run whose data lie on {num_paths} paths.",

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from offload.checkpoint.native.description import Description, SavedTile, SavedUnit, SavedUnits
+from offload.checkpoint.native.whole import check_records
 from swapper import Extent, Generation, StorageCorrupt, StoreMissing, Ticket, generation_metadata, open_generation
+from swapper.checked import refusals
 
 _PART = re.compile(r"rank-([0-9]{1,6})-of-([0-9]{1,6})")
 
@@ -67,8 +71,8 @@ class Parts:
             self.generations = [opening.enter_context(open_generation(part)) for part in parts]
             self.descriptions = [Description.decode(part.metadata, str(part.folder)) for part in self.generations]
             self._closers = opening.pop_all()
-        self._places = [(part, extent) for part in self.generations for extent in part.extents]
-        self.extents = [replace(extent, index=index) for index, (_, extent) in enumerate(self._places)]
+        self._bases = [0, *accumulate(len(part.extents) for part in self.generations)]
+        self.extents: Sequence[Extent] = _Extents(self)
 
     @property
     def generation(self) -> int:
@@ -84,20 +88,24 @@ class Parts:
         """The description of all parts, with the state of the run as this rank had it; the last one, if it was none of
         them."""
         units: list[SavedUnit] = []
-        base = 0
-        for part, description in zip(self.generations, self.descriptions, strict=True):
+        for base, description in zip(self._bases, self.descriptions, strict=False):
             units += [_shifted(unit, base) for unit in description.units]
-            base += len(part.extents)
         own = self.descriptions[min(rank, len(self.descriptions) - 1)]
         return replace(own, units=SavedUnits(units))
 
     def holds(self, extent: Extent) -> bool:
-        part, own = self._places[extent.index]
+        part, own = self._place(extent.index)
         return part.holds(own)
 
     def read(self, extent: Extent, address: int, nbytes: int) -> Ticket:
-        part, own = self._places[extent.index]
+        part, own = self._place(extent.index)
         return part.read(own, address, nbytes)
+
+    def _place(self, index: int) -> tuple[Generation, Extent]:
+        """The part that has the extent of this number, and the extent there. Raises ``IndexError``."""
+        number = bisect_right(self._bases, index) - 1
+        part = self.generations[number]
+        return part, part.extents[index - self._bases[number]]
 
     def close(self) -> None:
         self._closers.close()
@@ -109,6 +117,19 @@ class Parts:
         self.close()
 
 
+class _Extents(Sequence[Extent]):
+    """The extents of all parts, numbered through."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+
+    def __len__(self) -> int:
+        return self._parts._bases[-1]
+
+    def __getitem__(self, index: int) -> Extent:  # type: ignore[override]  # nobody asks for some of them
+        return replace(self._parts._place(index)[1], index=index)
+
+
 def open_parts(folder: Path) -> Generation | Parts:
     """The checkpoint in this folder, in parts or not. Raises as ``open_generation``."""
     parts = part_folders(folder)
@@ -116,8 +137,14 @@ def open_parts(folder: Path) -> Generation | Parts:
 
 
 def description_of(source: Any, where: str, rank: int = 0) -> Description:
-    """Return what a generation, or a checkpoint in parts, says of itself; see ``Parts.description`` for ``rank``."""
-    return source.description(rank) if isinstance(source, Parts) else Description.decode(source.metadata, where)
+    """Return what a generation, or a checkpoint in parts, says of itself; see ``Parts.description`` for ``rank``.
+
+    Raises ``StorageCorrupt`` for what cannot be, or is not in its extents.
+    """
+    description = source.description(rank) if isinstance(source, Parts) else Description.decode(source.metadata, where)
+    with refusals(f"the description of {where}", StorageCorrupt):
+        check_records(description, source)
+    return description
 
 
 def _shifted(unit: SavedUnit, base: int) -> SavedUnit:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from offload.checkpoint.native.folder import SavingDirectory
 from offload.checkpoint.native.records import EngineRecords
-from swapper import create_store
+from swapper import create_store, waiting
 from swapper.errors import failed
 
 _NAME = "copy"
@@ -25,13 +25,10 @@ def save_copy(records: EngineRecords, directory: SavingDirectory, tag: str, meta
         with directory.unfinished() as folder:
             with create_store([folder], _NAME, sizes, reserved=[int(index in present) for index in extents]) as store:
                 for record in records.within(layout, gradients=True):
-                    with records.lent(record) as address:
-                        tickets = [
-                            store.write(store.extents[extent.index], address + start, extent.nbytes)
-                            for extent, start in record.parts
-                        ]
-                        for ticket in tickets:
-                            ticket.wait()
+                    with records.lent(record) as address, waiting() as tickets:
+                        for extent, start in record.parts:
+                            target = store.extents[extent.index]
+                            tickets.append(store.write(target, address + start, extent.nbytes))
                 store.commit(metadata)
             copied = folder / f"{_NAME}.store"
             (copied / "owner").unlink(missing_ok=True)

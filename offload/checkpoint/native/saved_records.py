@@ -11,7 +11,7 @@ import torch
 
 import aio_ext
 from offload.access import Layout, Loan
-from offload.checkpoint.native.description import Description, SavedTile, SavedUnit, parts_of
+from offload.checkpoint.native.description import Description, SavedTile, SavedUnit
 from offload.dtypes import BY_PRECISION
 from offload.errors import ConfigError
 from offload.memory import tensor_at
@@ -20,7 +20,7 @@ from offload.optim.kernel_rule import KERNELS, MOMENTS, KernelRule
 from offload.optim.rule import TileLayout, TilePart
 from offload.tiers.home import Home, TileHomes
 from offload.units import ParameterSpec, Tile, UnitSpec
-from swapper import Extent, StorageCorrupt, Ticket
+from swapper import Extent, StorageCorrupt, Ticket, waiting
 
 
 class Source(Protocol):
@@ -28,6 +28,7 @@ class Source(Protocol):
 
     @property
     def extents(self) -> Sequence[Extent]: ...
+    def holds(self, extent: Extent) -> bool: ...
     @property
     def metadata(self) -> bytes: ...
     def read(self, extent: Extent, address: int, nbytes: int) -> Ticket: ...
@@ -37,24 +38,15 @@ class SavedHome(Home):
     """A record that lies in these extents of a generation, one after the other."""
 
     def __init__(self, source: Source, extents: Sequence[int]) -> None:
-        found = source.extents
-        for index in extents:
-            if not 0 <= index < len(found):
-                raise StorageCorrupt(f"extent {index} is none of the {len(found)} that are there.")
         self._source = source
-        self._extents = [found[index] for index in extents]
+        self._extents = [source.extents[index] for index in extents]
         super().__init__(sum(extent.nbytes for extent in self._extents))
-
-    @property
-    def sizes(self) -> list[int]:
-        """Bytes of each extent."""
-        return [extent.nbytes for extent in self._extents]
 
     def read(self, address: int) -> None:
         """Bring the record to memory at ``address``."""
-        with contextlib.ExitStack() as reading:  # all are waited for, also when one fails
+        with waiting() as tickets:
             for extent in self._extents:
-                reading.callback(self._source.read(extent, address, extent.nbytes).wait)
+                tickets.append(self._source.read(extent, address, extent.nbytes))
                 address += extent.nbytes
 
 
@@ -129,9 +121,6 @@ class SavedRecords:
 
     def _add(self, unit: UnitSpec, saved: SavedUnit) -> None:
         weights = self.home(*saved.weights)
-        expected = [nbytes for _, nbytes in parts_of(unit, self.layout.formats.weights)]
-        if weights.sizes != expected:
-            raise StorageCorrupt(f"weights of unit {unit.name} have {weights.sizes} bytes there, not {expected}.")
         states = {self._tile(unit, tile): self.home(tile.extent) for tile in saved.tiles}
         self._weights.append(weights)
         self._states.update(states)

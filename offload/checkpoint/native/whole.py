@@ -1,0 +1,165 @@
+"""A description that is whole: each element of each parameter is in one place, and each place in a record of its size.
+
+What is checked here holds for whatever is read afterwards: nothing is read or written beyond a record, and no element
+is left as it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from offload.dtypes import BY_PRECISION
+from offload.encoding import DTYPE
+from offload.optim.formats import MASTER_BYTES
+from offload.units import ALIGNMENT, GRAIN
+from swapper import Extent, align
+from swapper.checked import Refused, within
+
+if TYPE_CHECKING:
+    from offload.checkpoint.native.description import Description, SavedParameter, SavedTile, SavedUnit
+
+
+class Held(Protocol):
+    """A generation, as far as its extents go."""
+
+    @property
+    def extents(self) -> Sequence[Extent]: ...
+    def holds(self, extent: Extent) -> bool: ...
+
+
+def check_units(description: Description) -> None:
+    """Raise ``Refused`` unless parameters and tiles lie in each unit, one after the other, and tiles leave out none of
+    the elements that are trained."""
+    names = set()
+    dtype, optimizer = BY_PRECISION[description.precision], description.optimizer
+    for index, unit in enumerate(description.units):
+        with within("units"), within(index):
+            if unit.name in names:
+                raise Refused("two units have this name", "name")
+            names.add(unit.name)
+            if unit.trainable_numel > unit.numel or unit.numel % GRAIN or unit.trainable_numel % GRAIN:
+                raise Refused(f"{unit.trainable_numel} of {unit.numel} elements cannot be trained")
+            _check_parameters(unit)
+            if optimizer is None and unit.tiles:
+                raise Refused("there are tiles, and nothing is trained", "tiles")
+            if optimizer is not None:
+                _check_tiles(unit, MASTER_BYTES[dtype])
+
+
+def _check_parameters(unit: SavedUnit) -> None:
+    end, frozen_end = 0, unit.trainable_numel
+    for index, parameter in enumerate(unit.parameters):
+        with within("parameters"), within(index):
+            if parameter.packing is not None and (parameter.trainable or parameter.flat_of is not None):
+                raise Refused("what is quantised is neither trained nor in shards")
+            numel = 0 if parameter.packing is not None else parameter.numel
+            first, last = (0, unit.trainable_numel) if parameter.trainable else (unit.trainable_numel, unit.numel)
+            if numel == 0:
+                if not first <= parameter.offset <= last:
+                    raise Refused(f"{parameter.offset} is not between {first} and {last}", "offset")
+                continue
+            least = end if parameter.trainable else frozen_end
+            if not least <= parameter.offset <= last - numel or parameter.offset % ALIGNMENT:
+                raise Refused(f"{parameter.offset} is not between {least} and {last - numel}", "offset")
+            if parameter.trainable:
+                end = parameter.offset + numel
+            else:
+                frozen_end = parameter.offset + numel
+
+
+def _check_tiles(unit: SavedUnit, master_bytes: int) -> None:
+    end, index = 0, 0
+    for index, tile in enumerate(unit.tiles):
+        with within("tiles"), within(index):
+            if tile.start != end or not tile.start < tile.stop <= unit.trainable_numel or tile.start % ALIGNMENT:
+                raise Refused(f"[{tile.start}, {tile.stop}) is not what follows {end}")
+            end = tile.stop
+            if tile.parts:
+                _check_parts(unit, tile, master_bytes)
+    if end != unit.trainable_numel:
+        raise Refused(f"elements from {end} to {unit.trainable_numel} are in none", "tiles")
+
+
+def _check_parts(unit: SavedUnit, tile: SavedTile, master_bytes: int) -> None:
+    """Parts lie in the tile, one after the other, and no master of the tile's elements is missing."""
+    specs = {p.name: p for p in unit.parameters if p.trainable}
+    seen: dict[str, set[str]] = {}
+    end = 0
+    for part in sorted(tile.parts, key=lambda part: part.offset):
+        nbytes = math.prod(part.shape) * part.dtype.itemsize
+        spec = specs.get(part.parameter)
+        if spec is None or not tile.start <= spec.offset < tile.stop + (spec.numel == 0):
+            raise Refused(f"{part.parameter} is no trained parameter of the tile", "parts")
+        if part.state in seen.setdefault(part.parameter, set()):
+            raise Refused(f"{part.parameter} has a part {part.state!r} twice", "parts")
+        seen[part.parameter].add(part.state)
+        if part.offset < end or part.offset + nbytes > tile.nbytes or part.offset % part.dtype.itemsize:
+            raise Refused(f"[{part.offset}, {part.offset + nbytes}) is not within [{end}, {tile.nbytes})", "parts")
+        end = part.offset + nbytes
+        if not part.state and (math.prod(part.shape) != spec.numel or part.dtype.itemsize != master_bytes):
+            raise Refused(f"the master of {part.parameter} has {nbytes} bytes", "parts")
+    for spec in specs.values() if master_bytes else ():
+        if spec.numel and tile.start <= spec.offset < tile.stop and "" not in seen.get(spec.name, ()):
+            raise Refused(f"the master of {spec.name} is in none", "parts")
+
+
+def check_records(description: Description, source: Held) -> None:
+    """Raise ``Refused`` unless each parameter is there with all of its elements, and each record in extents of its
+    size that the generation holds, which no other record has."""
+    _check_coverage(description.units)
+    extents, taken = source.extents, set()
+    width = BY_PRECISION[description.precision].itemsize
+    gradient_width = DTYPE.take(description.run["gradient_dtype"]).itemsize
+    accumulated: Mapping[str, Any] = description.run["gradients"]
+
+    def check(index: int, nbytes: int) -> None:
+        if index >= len(extents):
+            raise Refused(f"{index} is none of the {len(extents)} extents that are there")
+        extent = extents[index]
+        if index in taken:
+            raise Refused(f"extent {index} is that of another record, too")
+        taken.add(index)
+        if not source.holds(extent):
+            raise Refused(f"extent {index} is no part of the generation")
+        if extent.nbytes != align(nbytes):
+            raise Refused(f"extent {index} has {extent.nbytes} bytes, and the record {nbytes}")
+
+    for unit in description.units:
+        with within(unit.name):
+            parts = [numel for numel in (unit.trainable_numel, unit.numel - unit.trainable_numel) if numel]
+            if len(parts) != len(unit.weights):
+                raise Refused(f"there are {len(unit.weights)} extents of weights, not {len(parts)}")
+            for number, numel in zip(unit.weights, parts, strict=True):
+                with within("weights"):
+                    check(number, numel * width)
+            for index, tile in enumerate(unit.tiles):
+                with within("tiles"), within(index):
+                    check(tile.extent, tile.nbytes)
+            if any(parameter.name in accumulated for parameter in unit.parameters):
+                with within("gradients"):
+                    if unit.gradients is None:
+                        raise Refused("they are in no extent")
+                    check(unit.gradients, unit.trainable_numel * gradient_width)
+
+
+def _check_coverage(units: Iterable[SavedUnit]) -> None:
+    """Raise ``Refused`` for a parameter of which elements are missing, or in two places."""
+    found: dict[str, list[SavedParameter]] = {}
+    for unit in units:
+        for parameter in unit.parameters:
+            found.setdefault(parameter.name, []).append(parameter)
+    for name, shards in found.items():
+        with within(name):
+            first, reached = shards[0], 0
+            if len(shards) > 1 and first.flat_of is None:
+                raise Refused(f"it is there {len(shards)} times")
+            for shard in sorted(shards, key=lambda shard: shard.begin):
+                if (shard.flat_of, shard.trainable, shard.start) != (first.flat_of, first.trainable, first.start):
+                    raise Refused("its shards are those of different parameters")
+                if shard.numel and shard.begin != reached:
+                    raise Refused(f"elements from {reached} on are missing, or there twice")
+                reached += shard.numel
+            if reached != math.prod(first.model_shape):
+                raise Refused(f"{reached} of {math.prod(first.model_shape)} elements are there")

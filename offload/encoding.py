@@ -1,0 +1,333 @@
+"""Values of a user's objects as bytes: JSON, and the memory of tensors and arrays behind it. Nothing is ever pickled.
+
+Layout: 8 bytes with the length of the JSON text (little-endian), the text, and the memory, to which the text refers by
+``[offset, bytes]``, in the order in which it lies there. What JSON has no word for is an object with one key that
+begins with ``$``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import torch
+
+from offload.errors import ConfigError
+from swapper import StorageCorrupt
+from swapper.checked import (
+    ANY,
+    SLACK_BYTES,
+    Cursor,
+    Int,
+    Kind,
+    OneOf,
+    Real,
+    Refused,
+    Shape,
+    Tuple,
+    cost_of,
+    refusals,
+    text_of,
+)
+
+_LENGTH = struct.Struct("<Q")
+
+_SPECIAL_BYTES = 800
+"""Bytes that a small tensor takes, with all that torch keeps of it."""
+
+
+@dataclass(frozen=True)
+class Json:
+    """A value that was made into JSON before, see ``as_json``."""
+
+    text: bytes
+
+
+def as_json(value: object, what: str) -> Json:
+    """A value without tensors and arrays, to be a member of one ``Encoded`` after the other. Raises ``ConfigError`` as
+    that."""
+    return Json(_text(_Encoder([]).of(value, what)))
+
+
+class Encoded:
+    """An object on its way to bytes, as large as it will be: ``nbytes``. Memory of tensors and arrays on the CPU is not
+    copied before ``join`` is called."""
+
+    def __init__(self, members: Mapping[str, object], what: str) -> None:
+        """Raises ``ConfigError`` for a part of a member that has no place in it; ``what`` names the whole."""
+        self._memory: list[memoryview] = []
+        encoder = _Encoder(self._memory)
+        self._texts = {
+            name: value.text if isinstance(value, Json) else _text(encoder.of(value, f"{what}[{name!r}]"))
+            for name, value in members.items()
+        }
+        members_bytes = sum(len(_text(name)) + len(text) + 2 for name, text in self._texts.items())
+        self.nbytes = _LENGTH.size + max(members_bytes, 1) + 1 + sum(part.nbytes for part in self._memory)
+
+    def is_held(self, name: str) -> bool:
+        """A reader will hold the values of this member, see ``Decoder``."""
+        return _held_bytes(self._texts[name]) <= _held_bytes_max(self.nbytes)
+
+    def join(self) -> bytes:
+        """The bytes."""
+        text = b",".join(_text(name) + b":" + text for name, text in self._texts.items())
+        return b"".join((_LENGTH.pack(len(text) + 2), b"{", text, b"}", *self._memory))
+
+
+def encode(value: object, what: str) -> bytes:
+    """``value`` as bytes. Raises ``ConfigError`` as ``Encoded``."""
+    memory: list[memoryview] = []
+    text = _text(_Encoder(memory).of(value, what))
+    return b"".join((_LENGTH.pack(len(text)), text, *memory))
+
+
+def decode(data: bytes, what: str) -> Any:
+    """The value that ``encode`` was given: tensors on the CPU, mappings as ``dict``.
+
+    Raises ``StorageCorrupt`` for bytes that are not such a value.
+    """
+    with refusals(what, StorageCorrupt):
+        decoder = Decoder(data)
+        value = decoder.whole()
+        decoder.end()
+        return value
+
+
+def _text(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _held_bytes(text: bytes) -> int:
+    return cost_of(text) + text.count(b'"$') * _SPECIAL_BYTES
+
+
+def _held_bytes_max(nbytes: int) -> int:
+    return SLACK_BYTES + 6 * nbytes
+
+
+class _Encoder:
+    def __init__(self, memory: list[memoryview]) -> None:
+        self._memory = memory
+        self._nbytes = 0
+
+    def of(self, value: Any, path: str) -> Any:
+        if isinstance(value, (bool, str, type(None))):
+            return value
+        if isinstance(value, (int, float)) and type(value) in (int, float):
+            return value
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+            return {"$array": [value.dtype.str, list(value.shape), *self._keep(_bytes_of(value))]}
+        if isinstance(value, np.generic) and not value.dtype.hasobject:
+            return {"$scalar": [value.dtype.str, *self._keep(value.tobytes())]}
+        if isinstance(value, (bytes, bytearray)):
+            return {"$bytes": self._keep(bytes(value))}
+        if isinstance(value, Mapping):
+            return self._mapping(value, path)
+        for name, kind in _SEQUENCES.items():
+            if isinstance(value, kind):
+                items = [self.of(item, f"{path}[{index}]") for index, item in enumerate(value)]
+                return items if name == "list" else {f"${name}": items}
+        if isinstance(value, torch.dtype):
+            return {"$dtype": str(value).removeprefix("torch.")}
+        if isinstance(value, torch.device):
+            return {"$device": str(value)}
+        if isinstance(value, complex):
+            return {"$complex": [value.real, value.imag]}
+        if isinstance(value, PurePath):
+            return str(value)
+        if isinstance(value, (int, float)):  # a class of one's own, or an enumeration
+            return int(value) if isinstance(value, int) else float(value)
+        raise ConfigError(
+            f"{path} is a {type(value).__qualname__}, which a checkpoint cannot hold: it takes numbers, strings, "
+            "tensors, arrays, and lists, tuples, sets and dicts of them"
+        )
+
+    def _mapping(self, value: Mapping[Any, Any], path: str) -> Any:
+        if all(isinstance(key, str) and not key.startswith("$") for key in value):
+            return {key: self.of(item, f"{path}[{key!r}]") for key, item in value.items()}
+        pairs = [[self.of(key, f"a key of {path}"), self.of(item, f"{path}[{key!r}]")] for key, item in value.items()]
+        return {"$dict": pairs}
+
+    def _tensor(self, value: torch.Tensor) -> Any:
+        plain = value.detach().cpu().contiguous()
+        if plain.is_sparse or plain.is_quantized:
+            plain = plain.to_dense() if plain.is_sparse else plain.dequantize()
+        raw = plain.reshape(-1).view(torch.uint8).numpy().data if plain.numel() else b""
+        return {"$tensor": [str(plain.dtype).removeprefix("torch."), list(plain.shape), *self._keep(raw)]}
+
+    def _keep(self, raw: bytes | memoryview) -> list[int]:
+        self._memory.append(memoryview(raw))
+        self._nbytes += self._memory[-1].nbytes
+        return [self._nbytes - self._memory[-1].nbytes, self._memory[-1].nbytes]
+
+
+class Decoder:
+    """Takes what was encoded from bytes, as a whole, or field by field by ``cursor``. Raises ``Refused``.
+
+    Memory: what the text takes, and the values. See [Note: What text costs].
+    """
+
+    def __init__(self, data: bytes) -> None:
+        if len(data) < _LENGTH.size:
+            raise Refused("it is cut short")
+        (length,) = _LENGTH.unpack_from(data)
+        begin = _LENGTH.size + length
+        if begin > len(data):
+            raise Refused("it is cut short")
+        self._text = data[_LENGTH.size : begin]
+        if not self._text.isascii():
+            raise Refused("its text has other letters than those of ASCII")
+        self._memory = memoryview(data)[begin:]
+        self._taken_bytes = 0
+        self._held_bytes_max = _held_bytes_max(len(data))
+        self.cursor = Cursor(text_of(self._text), self._object)
+
+    def whole(self) -> Any:
+        """The next value, if what it takes is in proportion to the bytes."""
+        if _held_bytes(self._text[self.cursor.at :]) > self._held_bytes_max:
+            raise Refused(f"its values would take more than {self._held_bytes_max:,} bytes")
+        return self.cursor.whole()
+
+    def end(self) -> None:
+        """Raise ``Refused`` unless all of it was taken."""
+        self.cursor.end()
+        if self._taken_bytes != len(self._memory):
+            raise Refused(f"{len(self._memory) - self._taken_bytes:,} bytes of memory belong to nothing")
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> Any:
+        if len(pairs) == 1 and pairs[0][0].startswith("$"):
+            name, content = pairs[0]
+            try:
+                return self._special(name[1:], content)
+            except Refused as error:
+                error.place = (name, *error.place)
+                raise
+            except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+                raise Refused(f"{error}", name) from None
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise Refused("a name is there twice")
+        return found
+
+    def _special(self, name: str, content: Any) -> Any:
+        if name in _SEQUENCES:
+            return _SEQUENCES[name](_LIST.take(content))
+        if name == "dict":
+            pairs = [_PAIR.take(pair) for pair in _LIST.take(content)]
+            found = dict(pairs)
+            if len(found) != len(pairs):
+                raise Refused("a key is there twice")
+            return found
+        if name == "bytes":
+            return bytes(self._part(*_RANGE.take(content)))
+        if name == "tensor":
+            dtype, shape, offset, nbytes = _TENSOR.take(content)
+            part = self._part(offset, nbytes, math.prod(shape) * dtype.itemsize)
+            if dtype is torch.bool and part.nbytes and max(part) > 1:
+                raise Refused("a truth is neither 0 nor 1")
+            if not part.nbytes:
+                return torch.empty(shape, dtype=dtype)
+            return torch.frombuffer(bytearray(part), dtype=dtype).clone().view(shape)
+        if name in ("array", "scalar"):
+            is_array = name == "array"
+            dtype, shape, offset, nbytes = (_ARRAY if is_array else _SCALAR).take(content)
+            part = self._part(offset, nbytes, math.prod(shape) * dtype.itemsize)
+            array = np.frombuffer(bytearray(part), dtype=dtype)
+            return array.reshape(shape) if is_array else array[0]
+        if name == "dtype":
+            return DTYPE.take(content)
+        if name == "device":
+            return _DEVICE.take(content)
+        if name == "complex":
+            return complex(*_COMPLEX.take(content))
+        raise Refused("this program does not know it")
+
+    def _part(self, offset: int, nbytes: int, expected: int | None = None) -> memoryview:
+        """The next part of the memory, if it is the one that the text says."""
+        if expected not in (None, nbytes):
+            raise Refused(f"it has {nbytes:,} bytes, not {expected:,}")
+        if offset != self._taken_bytes or nbytes > len(self._memory) - offset:
+            raise Refused(
+                f"[{offset:,}, {offset + nbytes:,}) is not what comes next of its {len(self._memory):,} bytes of memory"
+            )
+        self._taken_bytes += nbytes
+        return self._memory[offset : offset + nbytes]
+
+
+_SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
+
+
+def _bytes_of(array: Any) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data if array.size else memoryview(b"")
+
+
+class _ArrayDtype(Kind[Any]):
+    """A dtype of numpy that is no object, and has a size."""
+
+    def take(self, value: Any) -> Any:
+        if not isinstance(value, str) or not _OF_NUMPY.fullmatch(value):
+            raise Refused("it is no dtype of numbers or letters")
+        return np.dtype(value)
+
+
+class _Device(Kind[torch.device]):
+    def take(self, value: Any) -> torch.device:
+        if not isinstance(value, str) or not _OF_DEVICES.fullmatch(value):
+            raise Refused("it is no device")
+        return torch.device(value)
+
+
+class _Scalar(Tuple):
+    """Dtype, offset and bytes of one number, as those of an array without dimensions."""
+
+    def take(self, value: Any) -> tuple[Any, ...]:
+        dtype, *place = super().take(value)
+        return dtype, (), *place
+
+
+_OF_NUMPY = re.compile(r"[<>|=]?(b1|[iufcmMSUV][1-9][0-9]{0,5}(\[[0-9a-zA-Z]{1,9}\])?)")
+_OF_DEVICES = re.compile(r"[a-z]{1,20}(:[0-9]{1,3})?")
+
+DTYPES = {
+    name: dtype
+    for name in (
+        "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
+        "float8_e5m2fnuz", "complex128", "complex64", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16",
+        "uint8", "bool",
+    )
+    if isinstance(dtype := getattr(torch, name, None), torch.dtype)
+}  # fmt: skip
+"""Dtypes of tensors whose bytes are numbers, by the names that torch gives them."""
+
+
+class _Dtype(OneOf[torch.dtype]):
+    """A dtype of ``DTYPES``, by its name, or decoded already."""
+
+    def take(self, value: Any) -> torch.dtype:
+        return super().take(str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value)
+
+
+class _List(Kind[list[Any]]):
+    def take(self, value: Any) -> list[Any]:
+        if not isinstance(value, list):
+            raise Refused("expected a list")
+        return value
+
+
+DTYPE = _Dtype(DTYPES)
+_LIST, _PAIR = _List(), Tuple(ANY, ANY)
+_RANGE = Tuple(Int(), Int())
+_TENSOR = Tuple(DTYPE, Shape(), Int(), Int())
+_ARRAY = Tuple(_ArrayDtype(), Shape(), Int(), Int())
+_SCALAR = _Scalar(_ArrayDtype(), Int(), Int())
+_DEVICE, _COMPLEX = _Device(), Tuple(Real(), Real())
