@@ -17,7 +17,7 @@ from offload.optim.formats import Formats
 from offload.optim.rule import Rule, TileBytes
 from offload.report.meter import Meter
 from offload.tiers.home import StoredHome, TileHomes, Transfer
-from offload.update.device_side import DeviceSide, NoDeviceSide, Trip
+from offload.update.device_side import DeviceSide, Trip
 from offload.update.state_prefetch import StatePrefetch
 from offload.update.step import UnitUpdate, apply
 from swapper import Lease, OffloadError
@@ -100,7 +100,7 @@ class Pipeline:
     """Owns the tile buffers. ``run`` is called by one thread at a time."""
 
     def __init__(
-        self, buffers: Sequence[Lease], rule: Rule, formats: Formats, meter: Meter, device: DeviceSide | NoDeviceSide
+        self, buffers: Sequence[Lease], rule: Rule, formats: Formats, meter: Meter, device: DeviceSide
     ) -> None:
         self._free = list(buffers)
         self._num_buffers = len(self._free)
