@@ -15,8 +15,9 @@ from offload.cores import IdleCores, available_cores
 from offload.device.protocol import Device
 from offload.optim.rule import Rule
 from offload.report.meter import Meter
+from offload.report.report import LinkRates
 from offload.units import num_nested
-from offload.update.device_side import DeviceSide, NoDeviceSide, NoResidentUpdates, ResidentUpdates
+from offload.update.device_side import DeviceSide, NoResidentUpdates, ResidentUpdates, tile_buffers
 from offload.update.pipeline import Pipeline
 from offload.update.speculative import SpeculativeUpdates
 from offload.update.updater import Updater
@@ -31,7 +32,7 @@ class Updates:
     updater: Updater
     resident: ResidentUpdates | NoResidentUpdates
     """Updates of units that are resident on a device."""
-    device_side: DeviceSide | NoDeviceSide
+    device_side: DeviceSide
     """Updates, on a device, of tiles that rest on the host."""
 
 
@@ -40,7 +41,7 @@ def make_updates(run: RunPlan, tiers: Tiers, rule: Rule, failure: Failure, meter
     plan = run.plan
     units = [item.unit for item in plan.units]
     streamed = {item.unit.index for item in plan.units if item.streamed}
-    device_side: DeviceSide | NoDeviceSide = NoDeviceSide()
+    device_side = DeviceSide(rule, plan.formats, meter, LinkRates())
     resident: ResidentUpdates | NoResidentUpdates = NoResidentUpdates()
     max_held = len(tiers.slots) - num_nested(units) - 1  # the last one is for the unit that compute fetches ahead
     holds_slots = True
@@ -48,8 +49,9 @@ def make_updates(run: RunPlan, tiers: Tiers, rule: Rule, failure: Failure, meter
         device, holds_slots = cast(Device, run.processor), False
         resident = ResidentUpdates(device, rule, plan.formats, tiers.homes)
         if moving.link.is_there and plan.device.updates_bytes:
-            own = device_side = DeviceSide(device, rule, plan.formats, plan.device.updates_bytes, moving.link, meter)
-            closers.callback(own.close)
+            buffers = tile_buffers(device, plan.device.updates_bytes)
+            device_side = DeviceSide(rule, plan.formats, meter, moving.link, buffers)
+            closers.callback(device_side.close)
     speculative = SpeculativeUpdates(
         units,
         lambda unit: plan.speculative and unit.index in streamed and tiers.homes[unit.index].weights.tensor is None,

@@ -36,14 +36,13 @@ class DeviceHomes:
     bounce: Bounce
 
     def __post_init__(self) -> None:
-        self._dtype = self.grads_dtype
         self._made: list[tuple[DeviceWindow, torch.UntypedStorage]] = []
 
     def make(self, unit: UnitSpec, tiles: Sequence[Tile]) -> UnitHomes:
         """Homes for a unit, whose window is open from now on. Raises ``DeviceMemoryError``; nothing was taken then."""
         window, storage = self.windows[unit.index], torch.UntypedStorage(0, device=self.device.torch_device)
         grads_numel = unit.trainable_numel if self.formats.grads else 0
-        starts = [align(grads_numel * self._dtype.itemsize)]
+        starts = [align(grads_numel * self.grads_dtype.itemsize)]
         for tile in tiles:
             starts.append(starts[-1] + tile.nbytes)
         window.allocate()
@@ -53,7 +52,7 @@ class DeviceHomes:
             window.close()
             raise
         self._made.append((window, storage))
-        grads = self._view(storage, 0, self._dtype, grads_numel)
+        grads = self._view(storage, 0, self.grads_dtype, grads_numel)
         grads.zero_()  # the padding stays so
         states = [
             TileHomes(tile, self._home(self._view(storage, start, torch.uint8, tile.nbytes)))

@@ -31,10 +31,11 @@ from offload.units import Tile
 from offload.update.step import UnitUpdate, apply
 
 
-class _Buffer:
+class DeviceBuffer:
     """Memory for one tile with all that its update needs, and the stream in whose order it is used."""
 
     def __init__(self, device: Device, nbytes: int) -> None:
+        self._device = device
         self._storage = torch.UntypedStorage(0, device=device.torch_device)
         device.allocate(self._storage, nbytes)
         self.memory = torch.empty(0, dtype=torch.uint8, device=device.torch_device)
@@ -42,8 +43,13 @@ class _Buffer:
         self.stream = device.new_stream()
         self.stream.wait(device.compute.record())
 
-    def close(self, device: Device) -> None:
-        device.free(self._storage)
+    def close(self) -> None:
+        self._device.free(self._storage)
+
+
+def tile_buffers(device: Device, nbytes: int) -> list[DeviceBuffer]:
+    """Buffers for tiles, in ``nbytes`` as ``device_tile_bytes`` has them."""
+    return [DeviceBuffer(device, nbytes // NUM_DEVICE_TILES) for _ in range(NUM_DEVICE_TILES)]
 
 
 @dataclass(eq=False)
@@ -61,21 +67,19 @@ class Trip:
 
 
 class DeviceSide:
-    """All calls but those that make and close it come from the thread that updates."""
+    """All calls but those that make and close it come from the thread that updates. Tiles larger than a buffer stay on
+    the host; without buffers all do."""
 
     def __init__(
-        self, device: Device, rule: Rule, formats: Formats, nbytes: int, link: LinkRates, meter: Meter
+        self, rule: Rule, formats: Formats, meter: Meter, link: LinkRates, buffers: Sequence[DeviceBuffer] = ()
     ) -> None:
-        """``nbytes`` are those of ``device_tile_bytes``; larger tiles stay on the host."""
         self.copied_bytes = (0, 0)
         """To the device and to the host, since the engine was made."""
-        self._device = device
         self._rule = rule
         self._formats = formats
-        self._buffer_bytes = nbytes // NUM_DEVICE_TILES
         self._link = link
         self._meter = meter
-        self._buffers = deque(_Buffer(device, self._buffer_bytes) for _ in range(NUM_DEVICE_TILES))
+        self._buffers = deque(buffers)
         self._trips: deque[Trip] = deque()
         """Those that are not over."""
         self._cpu_seconds = 0.0
@@ -87,8 +91,9 @@ class DeviceSide:
 
     def cpu_took(self, tile: Tile, seconds: float) -> None:
         """The CPU has updated a tile."""
-        measured = seconds / tile.numel
-        self._cpu_seconds = (self._cpu_seconds + measured) / 2 if self._cpu_seconds else measured
+        if self._buffers:
+            measured = seconds / tile.numel
+            self._cpu_seconds = (self._cpu_seconds + measured) / 2 if self._cpu_seconds else measured
 
     def sooner(self, tiles: Iterable[Tile]) -> Iterator[int]:
         """Index of each tile that, sent now, is back before the CPU has done it and those before it that stay.
@@ -103,7 +108,7 @@ class DeviceSide:
                 yield index
 
     def _is_back_before(self, tile: Tile, seconds: float) -> bool:
-        if sum(tile_parts(tile, self._formats)) > self._buffer_bytes:
+        if sum(tile_parts(tile, self._formats)) > self._buffers[0].memory.nbytes:
             return False
         queued = sum(max(self._ways(trip.tile)) for trip in self._trips)  # both ways are busy at the same time
         return queued + sum(self._ways(tile)) < seconds
@@ -149,7 +154,7 @@ class DeviceSide:
     def close(self) -> None:
         """Free the device's memory. No trip is under way."""
         for buffer in self._buffers:
-            buffer.close(self._device)
+            buffer.close()
 
     def _ways(self, tile: Tile) -> tuple[float, float]:
         """Seconds to the device, and back."""
@@ -160,30 +165,6 @@ class DeviceSide:
         """Bytes to the device, and back."""
         states, weights, grads = tile_sizes(tile, self._formats)
         return states + weights + grads, states + weights
-
-
-class NoDeviceSide:
-    """All tiles are updated by the CPU."""
-
-    copied_bytes = (0, 0)
-
-    def begin_step(self) -> None:
-        pass
-
-    def cpu_took(self, tile: Tile, seconds: float) -> None:
-        pass
-
-    def sooner(self, tiles: Iterable[Tile]) -> Iterable[int]:
-        return ()
-
-    def begin(self, update: UnitUpdate, tile: Tile, at: TileBytes) -> Trip:
-        raise RuntimeError("there is no device to send a tile to")
-
-    def end(self, trip: Trip) -> None:
-        pass
-
-    def drain(self) -> None:
-        pass
 
 
 class NoResidentUpdates:

@@ -19,7 +19,7 @@ from offload.optim.formats import Formats
 from offload.optim.rule import Rule, TileBytes
 from offload.report.meter import Meter
 from offload.tiers.home import StoredHome, TileHomes, Transfer
-from offload.update.device_side import DeviceSide, NoDeviceSide, Trip
+from offload.update.device_side import DeviceSide, Trip
 from offload.update.state_prefetch import StatePrefetch
 from offload.update.step import UnitUpdate, apply
 from swapper import Lease, OffloadError
@@ -107,7 +107,7 @@ class Pipeline:
         rule: Rule,
         formats: Formats,
         meter: Meter,
-        device: DeviceSide | NoDeviceSide,
+        device: DeviceSide,
         cpu: kernels.Native = kernels.on_host,
     ) -> None:
         """``cpu`` runs the kernels of the tiles that stay on the host."""

@@ -17,7 +17,7 @@ from offload.tiers.gradients.unit import Loan, UnitGradients
 from offload.tiers.home import StoredHome, TileHomes, Transfer, UnitHomes
 from offload.tiers.weights.host import HostLevel
 from offload.units import UnitSpec
-from offload.update.device_side import DeviceSide, NoDeviceSide
+from offload.update.device_side import DeviceSide
 from offload.update.pipeline import Pipeline, Task
 from offload.update.speculative import SpeculativeUpdates
 from offload.update.step import UnitUpdate
@@ -69,7 +69,7 @@ class Updater:
     homes: Sequence[UnitHomes]
     host: HostLevel
     gradients: GradientStore
-    device: DeviceSide | NoDeviceSide
+    device: DeviceSide
     failure: Failure
 
     def __post_init__(self) -> None:

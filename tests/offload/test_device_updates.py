@@ -27,7 +27,7 @@ from offload.report.report import LinkRates
 from offload.testing.simulated import SimulatedDevice
 from offload.testing.stream import SimulatedEvent, SimulatedStream
 from offload.units import Tile
-from offload.update.device_side import DeviceSide, Trip
+from offload.update.device_side import DeviceSide, Trip, tile_buffers
 from offload.update.pipeline import Pipeline
 from offload.update.step import UnitUpdate
 
@@ -212,7 +212,7 @@ TILE, FORMATS = Tile(0, 1000, 10_000), Formats(weights=2, master=2, grads=2)  # 
 
 
 def updates(device: SimulatedDevice, nbytes: int = 2 * sum(tile_parts(TILE, FORMATS))) -> DeviceSide:
-    return DeviceSide(device, None, FORMATS, nbytes, LinkRates(14e3, 12e3), Meter())
+    return DeviceSide(None, FORMATS, Meter(), LinkRates(14e3, 12e3), tile_buffers(device, nbytes))
 
 
 def send(updates: DeviceSide, memory: torch.Tensor) -> Trip:

@@ -14,9 +14,10 @@ from offload import kernels
 from offload.optim.formats import Formats
 from offload.optim.rule import TileBytes
 from offload.report.meter import Meter
+from offload.report.report import LinkRates
 from offload.tiers.home import TileHomes
 from offload.units import Tile, UnitSpec
-from offload.update.device_side import NoDeviceSide
+from offload.update.device_side import DeviceSide
 from offload.update.pipeline import Pipeline
 from offload.update.step import Segment, UnitUpdate, apply
 from swapper import Lease, StorageIOError
@@ -227,7 +228,8 @@ class Story:
         self.disk = disk or Disk()
         self.rule = Rule(self.disk)
         buffers = [buffer_at(index) for index in range(num_buffers)]
-        self.device = NoDeviceSide() if goes is None else Device(self.disk, self.rule, goes.split())
+        alone = DeviceSide(self.rule, FORMATS, Meter(), LinkRates())
+        self.device = alone if goes is None else Device(self.disk, self.rule, goes.split())
         self.pipeline = Pipeline(buffers, self.rule, FORMATS, Meter(), self.device)
 
     @property

@@ -11,10 +11,11 @@ from speculative_room import PATIENCE_S, Gradients, Room, carry_out
 
 from offload import waiting
 from offload.report.meter import Meter
+from offload.report.report import LinkRates
 from offload.tiers.home import UnitHomes
 from offload.tiers.weights.host import HostLevel
 from offload.tiers.weights.shadow import Slot
-from offload.update.device_side import NoDeviceSide
+from offload.update.device_side import DeviceSide
 from offload.update.speculative import SpeculativeUpdate, Stage
 from offload.update.state_prefetch import StatePrefetch
 from offload.update.updater import Updater
@@ -131,9 +132,8 @@ def updaters() -> Iterator[Callable[[Room], tuple[Updater, Line]]]:
 
     def make(room: Room) -> tuple[Updater, Line]:
         line = Line(room)
-        updater = Updater(
-            line, room.speculative, room.homes, room.host, Gradients(room.places), NoDeviceSide(), room.failure
-        )
+        alone = DeviceSide(None, None, Meter(), LinkRates())
+        updater = Updater(line, room.speculative, room.homes, room.host, Gradients(room.places), alone, room.failure)
         made.append(updater)
         return updater, line
 
