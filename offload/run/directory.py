@@ -22,7 +22,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,8 @@ class RunDirectory(Observer):
         self._memory: dict[str, dict[str, int]] = {}
         self.trace: Trace | None = None
         """Has the spans of the last step when ``step`` is called."""
-        self._timeline: tuple[int, list[Span]] | None = None
-        self._has_timeline = False
+        self._timeline: tuple[int, Sequence[Span]] | None = None
+        """A step and its spans, which are to be written."""
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._file = (path / NAME).open("a+b", buffering=0)
@@ -111,31 +111,26 @@ class RunDirectory(Observer):
         if report.memory != self._memory:
             self._memory = report.memory
             self._write("memory", memory=report.memory)
-        if not self._has_timeline:
-            self._gather_timeline(report.step)
+        # The spans are written a step later: what was under way at the end of theirs is over by then.
+        if self._num_steps > TIMELINE_STEP:
+            self._write_timeline()
+        elif self.trace is not None:
+            self._timeline = report.step, self.trace.last
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._write("log", step=step, values=values)
 
     def close(self, error: BaseException | None) -> None:
         try:
-            if self._timeline is not None and not self._has_timeline:
-                self._write_timeline(*self._timeline)
+            self._write_timeline()
             self._write("end", error=None if error is None else f"{type(error).__name__}: {error}".rstrip(": "))
         finally:
             self._file.close()
 
-    def _gather_timeline(self, step: int) -> None:
-        """Keep the spans of the last step, up to the one that is drawn. They are written a step later: what was under
-        way at the end of theirs is over by then."""
-        if self._num_steps > TIMELINE_STEP and self._timeline is not None:
-            self._write_timeline(*self._timeline)
-            self._timeline = None
-        elif self.trace is not None:
-            self._timeline = step, list(self.trace.last)
-
-    def _write_timeline(self, step: int, spans: list[Span]) -> None:
-        self._has_timeline = True
+    def _write_timeline(self) -> None:
+        if self._timeline is None:
+            return
+        (step, spans), self._timeline = self._timeline, None
         start = min((span.start for span in spans), default=0.0)
         rows = [
             [span.track, span.name, round(span.start - start, 6), round(span.seconds, 6), span.nbytes] for span in spans

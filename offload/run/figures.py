@@ -79,7 +79,7 @@ def middle(values: Sequence[float]) -> float | None:
 def _drive(run: Run, path: str) -> dict[str, Any]:
     """Bytes that one path carried, its rate, the rate that it could reach, and how long an SSD there lasts."""
     read, written, busy = run.drives[path]
-    taken = sum(section.num_steps for section in run.sections)
+    taken = len(run.steps) + run.num_repeated
     left = max(DRIVE_ENDURANCE_BYTES - written, 0.0)
     return {
         "path": path,

@@ -55,7 +55,6 @@ class Section:
     begin: float
     end: float
     """Time when it was closed, or the last that is known of it. Both in seconds since 1970."""
-    num_steps: int = 0
     first_step: int | None = None
     last_step: int | None = None
     is_closed: bool = False
@@ -167,7 +166,6 @@ def _add_step(run: Run, section: Section, content: dict[str, Any]) -> None:
         _forget_from(run, step)
     section.first_step = step if section.first_step is None else section.first_step
     section.last_step = step
-    section.num_steps += 1
     run.step_seconds += content["seconds"]
     run.steps.append(step)
     run.limits.append(content["bound_by"])

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 
 from aio_ext.profile import IoProfile, save_profile
@@ -102,10 +103,9 @@ def memory_cgroup(limit: int) -> Iterator[Path]:
 
 def test_the_limit_of_a_memory_cgroup_is_told():
     with memory_cgroup(1_500_000_000) as group:
-        enter = f"open('{group}/cgroup.procs', 'w').write(str(__import__('os').getpid()))\n"
-        shown, available = in_a_child(
-            f"{enter}checked = memory.cgroup{SHOW}\nchecked = memory.host_memory{SHOW}"
-        ).splitlines()
+        enter = f"open('{group}/cgroup.procs', 'w').write(str(__import__('os').getpid()))"
+        told = f"checked = memory.cgroup{SHOW}\nchecked = memory.host_memory{SHOW}"
+        shown, available = forked.run_well(f"from offload.doctor import memory\n{enter}\n{told}").splitlines()
     assert shown.startswith("could be better | 1.5 GB of the machine's ") and f"used, by {group}" in shown
     assert "docker run --memory" in shown
     assert available.startswith("good | 1.") and " of 1.5 GB can be taken" in available

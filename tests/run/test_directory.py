@@ -84,7 +84,7 @@ def test_an_engine_that_goes_back_replaces_its_own_steps(tmp_path: Path) -> None
         (loss,) = take(engine, 1)
     run = read_run(tmp_path / "run")
     assert list(run.steps) == [1, 2] and run.numbers["loss"][1] == loss
-    assert (run.num_repeated, run.sections[0].num_steps, run.sections[0].last_step) == (3, 5, 2)
+    assert (run.num_repeated, run.sections[0].last_step) == (3, 2)
 
 
 def test_the_mean_loss_of_micro_batches_is_that_of_the_step(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_names_of_others_are_no_html(tmp_path: Path) -> None:
 
 
 def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
-    count = 100_000
+    count = 20_000
     folder = write(tmp_path / "run", [begin()])
     some = [json.dumps(of_step).replace(f'"step": {of_step["step"]}', '"step": {}') for of_step in steps(500)]
     with (folder / "run.jsonl").open("a") as file:

@@ -41,6 +41,14 @@ def check(config: Mapping[str, Any], block: Block, path: str = "") -> Checked:
     return Checked(_block(config, block, path, rows, on=True), tuple(rows))
 
 
+def type_of(section: Mapping[str, Any], path: str, example: str) -> str | None:
+    """The type that an optimizer's or scheduler's section names; None if it names none. Raises ``ConfigError`` for
+    parameters of no type."""
+    if section.get("params") and "type" not in section:
+        raise ConfigError(f'{path}.params is given without {path}.type: write "type": "{example}"')
+    return section.get("type")
+
+
 def joined(path: str, name: str) -> str:
     """The name of a key under a path."""
     return f"{path}.{name}" if path else name

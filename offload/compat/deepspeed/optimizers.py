@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from offload import foreign, option_values
-from offload.compat.deepspeed.checking import Row, check, joined, torch_rows
+from offload.compat.deepspeed.checking import Row, check, joined, torch_rows, type_of
 from offload.compat.deepspeed.keys import TABLE, Block, Effect, Key
 from offload.compat.deepspeed.kinds import is_auto
 from offload.compat.deepspeed.sources import Sources
@@ -66,12 +66,9 @@ class OptimizerPart:
 
 def optimizer_part(section: Mapping[str, Any], sources: Sources) -> OptimizerPart | None:
     """The optimizer of the section; None if it names none. Raises ``ConfigError`` for what is not there."""
-    given: dict[str, Any] = section.get("params", {})
-    if "type" not in section:
-        if given:
-            raise ConfigError('optimizer.params is given without optimizer.type: write "type": "AdamW"')
+    theirs, given = type_of(section, "optimizer", "AdamW"), section.get("params", {})
+    if theirs is None:
         return None
-    theirs = section["type"]
     name = theirs.lower()
     if name in _REFUSED:
         raise ConfigError(f"optimizer.type={theirs!r} is not there: {_REFUSED[name]}")

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from offload import option_values
 from offload.compat.deepspeed import schedules
-from offload.compat.deepspeed.checking import Row, check, joined, torch_rows
+from offload.compat.deepspeed.checking import Row, check, joined, torch_rows, type_of
 from offload.compat.deepspeed.keys import TABLE, Block
 from offload.compat.deepspeed.kinds import is_auto
 from offload.compat.deepspeed.sources import Sources
@@ -67,12 +67,9 @@ class SchedulerPart:
 
 def scheduler_part(section: Mapping[str, Any], sources: Sources) -> SchedulerPart | None:
     """The schedule of the section; None if it names none. Raises ``ConfigError`` for what is not there."""
-    given: dict[str, Any] = section.get("params", {})
-    if "type" not in section:
-        if given:
-            raise ConfigError('scheduler.params is given without scheduler.type: write "type": "WarmupLR"')
+    name, given = type_of(section, "scheduler", "WarmupLR"), section.get("params", {})
+    if name is None:
         return None
-    name = section["type"]
     if name in _OURS:
         return _ours(name, given, sources)
     if isinstance(found := getattr(torch.optim.lr_scheduler, name, None), type) and issubclass(found, LRScheduler):
