@@ -22,7 +22,7 @@ from offload.birth import from_pretrained
 from offload.birth.birth import Birth
 from offload.checkpoint.safetensors.export import MAX_SHARD_BYTES, save_model
 from offload.config import OffloadConfig
-from offload.errors import ConfigError, limits_named
+from offload.errors import ConfigError, RankError, limits_named
 from offload.model.handle import Handle
 from offload.model.inputs import Inputs
 from offload.optimizer import OffloadOptimizer
@@ -367,7 +367,10 @@ class OffloadEngine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        first = self._session.failure.first
         self._session.close(error)
+        if isinstance(first, RankError) and isinstance(error, RuntimeError) and not isinstance(error, OffloadError):
+            raise first from error  # a collective of the program's own ends so, when the others have ended
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigError(

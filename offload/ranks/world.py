@@ -16,6 +16,7 @@ from offload.errors import ConfigError
 from offload.ranks.groups import NO_GROUP, Group, next_store, take_group
 from offload.ranks.heartbeat import Heartbeat, NoHeartbeat
 from offload.ranks.launch import initialise, local_number, processes_here
+from offload.ranks.signs import OwnStores
 from offload.waiting import Failure
 
 
@@ -119,7 +120,9 @@ def find_world(mesh: Any | None, timeout_s: float) -> World:
     if len(members) < 2:
         return single
     rank = members.index(distributed.get_rank())
-    heartbeat = Heartbeat(rank, len(members), next_store(members), timeout_s, Failure())
+    store = next_store(members)
+    signs = OwnStores(rank, store, timeout_s)
+    heartbeat = Heartbeat(rank, len(members), store, timeout_s, Failure(), signs)
     try:
         return _meet(rows, members, rank, heartbeat)
     except BaseException as error:

@@ -216,7 +216,10 @@ def code(kind: Kind, number: int = 0) -> int:
     [
         ([code(Kind.LEAVE), code(Kind.GRADIENTS, 4), code(Kind.WEIGHTS, 9)], code(Kind.WEIGHTS, 9)),
         ([code(Kind.WEIGHTS, 3), code(Kind.WEIGHTS, 9)], code(Kind.WEIGHTS, 3)),
-        ([0, code(Kind.GRADIENTS, 4), code(Kind.GRADIENTS, 1)], code(Kind.GRADIENTS, 4)),
+        ([code(Kind.GRADIENTS, 7), code(Kind.GRADIENTS, 4), code(Kind.LEAVE)], code(Kind.GRADIENTS, 7)),
+        ([0, code(Kind.GRADIENTS, 4), code(Kind.GRADIENTS, 1)], 0),
+        ([0, code(Kind.GRADIENTS, 4), code(Kind.WEIGHTS, 1)], code(Kind.WEIGHTS, 1)),
+        ([0, code(Kind.MESSAGE, 4), code(Kind.MESSAGE, 1)], 0),
         ([code(Kind.MESSAGE, 8), code(Kind.GRADIENTS, 1)], code(Kind.GRADIENTS, 1)),
     ],
 )
