@@ -27,7 +27,7 @@ from offload.model.handle import Handle
 from offload.model.inputs import Inputs
 from offload.optimizer import OffloadOptimizer
 from offload.plan.plan import Plan
-from offload.ranks.world import World
+from offload.ranks.world import World, tell_ranks
 from offload.report.report import Bandwidths, Report
 from offload.run.about import about, fingerprint
 from offload.run.directory import RunDirectory
@@ -53,16 +53,12 @@ class OffloadEngine:
     """
 
     def __init__(self, model: nn.Module, config: OffloadConfig | None = None, **options: Any) -> None:
-        config = OffloadConfig.of(config, options)
-        if not isinstance(model, nn.Module):
-            raise ConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-        if self.holds(model):
-            raise ConfigError(
-                "the model's parameters are in an engine already. Its unwrap() gives an ordinary model back; after "
-                "close() they are gone: build the model again."
-            )
+        try:
+            self.config = self._checked(model, OffloadConfig.of(config, options))
+        except ConfigError as error:
+            tell_ranks(options.get("mesh"), error)
+            raise
         self.module = model
-        self.config = config.of_model(model)
         with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"), limits_named():
             self._session = self._make(model)
 
@@ -85,6 +81,18 @@ class OffloadEngine:
         """
         model, weights = from_pretrained.build(model_class, path, model_kwargs or {})
         return cls(model, config, weights=weights, **options)
+
+    @classmethod
+    def _checked(cls, model: nn.Module, config: OffloadConfig) -> OffloadConfig:
+        """The options for this model. Raises ``ConfigError``."""
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+        if cls.holds(model):
+            raise ConfigError(
+                "the model's parameters are in an engine already. Its unwrap() gives an ordinary model back; after "
+                "close() they are gone: build the model again."
+            )
+        return config.of_model(model)
 
     @staticmethod
     def holds(model: nn.Module) -> bool:
