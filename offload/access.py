@@ -20,13 +20,14 @@ from offload.memory import passing_tensor, tensor_at
 from offload.optim.formats import Formats
 from offload.optim.moments import copy_moments, is_in_codes, read_moments
 from offload.optim.rule import Rule, TileLayout
+from offload.ranks.agreement import fact_of
 from offload.ranks.ranks import Ranks
 from offload.spooled import Spooled
 from offload.tiers.gradients.store import GradientStore
 from offload.tiers.home import Home, TileHomes, UnitHomes
 from offload.tiers.weights.host import HostLevel
 from offload.tiers.weights.level import Level, WholeWeights
-from offload.units import ParameterSpec, UnitSpec
+from offload.units import ParameterSpec, UnitSpec, local_tensor
 from offload.waiting import Failure
 
 PART_NUMEL = 1 << 20
@@ -350,15 +351,23 @@ class ExternalAccess:
             self.levels.host.fence.wait(unit)
             self.before.commit(unit)
 
+    def agree(self, what: str, value: torch.Tensor) -> None:
+        """Have all ranks say what they are about to write: the same, or all of them end with an error."""
+        own = local_tensor(value)
+        self.ranks.barrier(f"a change of {what}", lambda: {"the new value": fact_of(own)})
+
     def dropping(self, unit: UnitSpec) -> None:
         """Gradients of the unit are about to be forgotten. An update of the last step may go on reading them."""
         self.before.settle()
         self.before.invalidate(unit)
 
-    def outdate(self, units: Sequence[UnitSpec]) -> None:
-        """As ``changing``, of weights: copies of them are void, too."""
-        self.changing(units)
-        self.levels.compute.outdate(units)
+    @contextlib.contextmanager
+    def changing_weights(self, units: Sequence[UnitSpec]) -> Iterator[None]:
+        """As ``changing``, of weights, which change within: copies of them are void, too."""
+        with self.ranks.changing_weights():
+            self.changing(units)
+            self.levels.compute.outdate(units)
+            yield
 
     def weights(self, unit: UnitSpec) -> Loan:
         """The unit's weights, once the last step's update has reached them."""
@@ -367,8 +376,7 @@ class ExternalAccess:
     @contextlib.contextmanager
     def weights_to_change(self, unit: UnitSpec) -> Iterator[int]:
         """The same, to be changed."""
-        self.outdate([unit])
-        with self._borrow(unit, change=True) as address:
+        with self.changing_weights([unit]), self._borrow(unit, change=True) as address:
             yield address
 
     @contextlib.contextmanager

@@ -22,13 +22,13 @@ from offload.birth import from_pretrained
 from offload.birth.birth import Birth
 from offload.checkpoint.safetensors.export import MAX_SHARD_BYTES, save_model
 from offload.config import OffloadConfig
-from offload.errors import ConfigError, limits_named
+from offload.errors import ConfigError, RankError, limits_named
 from offload.model.handle import Handle
 from offload.model.inputs import Inputs
 from offload.optimizer import OffloadOptimizer
 from offload.option_names import Options, with_options
 from offload.plan.plan import Plan
-from offload.ranks.world import World
+from offload.ranks.world import World, tell_ranks
 from offload.report.report import Bandwidths, Report
 from offload.run.about import about, fingerprint
 from offload.run.directory import RunDirectory
@@ -58,15 +58,11 @@ class OffloadEngine:
 
     @with_options()
     def __init__(self, model: nn.Module, config: OffloadConfig | None = None, **options: Unpack[Options]) -> None:
-        config = OffloadConfig.of(config, options)
-        if not isinstance(model, nn.Module):
-            raise ConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
-        if self.holds(model):
-            raise ConfigError(
-                "the model's parameters are in an engine already. Its unwrap() gives an ordinary model back; after "
-                "close() they are gone: build the model again."
-            )
-        self.config = config.of_model(model)
+        try:
+            self.config = self._checked(model, OffloadConfig.of(config, options))
+        except ConfigError as error:
+            tell_ranks(options.get("mesh"), error)
+            raise
         self.module = model
         with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"), limits_named():
             self._session = self._make(model)
@@ -91,6 +87,18 @@ class OffloadEngine:
         """
         model, weights = from_pretrained.build(model_class, path, model_kwargs or {})
         return cls(model, config, weights=weights, **options)
+
+    @classmethod
+    def _checked(cls, model: nn.Module, config: OffloadConfig) -> OffloadConfig:
+        """The options for this model. Raises ``ConfigError``."""
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+        if cls.holds(model):
+            raise ConfigError(
+                "the model's parameters are in an engine already. Its unwrap() gives an ordinary model back; after "
+                "close() they are gone: build the model again."
+            )
+        return config.of_model(model)
 
     @staticmethod
     def holds(model: nn.Module) -> bool:
@@ -373,7 +381,10 @@ class OffloadEngine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        first = self._session.failure.first
         self._session.close(error)
+        if isinstance(first, RankError) and isinstance(error, RuntimeError) and not isinstance(error, OffloadError):
+            raise first from error  # a collective of the program's own ends so, when the others have ended
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigError(

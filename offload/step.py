@@ -107,7 +107,7 @@ class Step:
 
     def take_step(self, loss_scale: float | None = None) -> None:
         """Freeze the step, and start its update. An interrupt comes before, or when all of it is on its way."""
-        with self.failure:
+        with self.failure, self.access.ranks.changing_weights():
             self._prepare(loss_scale)
             with held_back():
                 self._judge(loss_scale)

@@ -6,6 +6,7 @@ version, instead of a wrong number or a crash later on.
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -342,6 +343,17 @@ def own_store(prefix: str) -> Any:
     with suppress(AttributeError, RuntimeError, NotImplementedError):  # only some stores can be reached twice
         store = store.clone()
     return _found(distributed_c10d, "PrefixStore")(prefix, store)
+
+
+def own_address(store: Any) -> str:
+    """The address of this machine on the way to the process that has ``store``. Raises ``AttributeError`` for one that
+    is reached in another way than over TCP."""
+    while not hasattr(store, "host"):
+        store = store.underlying_store
+    family, kind, _, _, address = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as way:
+        way.connect(address)  # which sends nothing
+        return str(way.getsockname()[0])
 
 
 @contextmanager

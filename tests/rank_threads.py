@@ -83,6 +83,9 @@ class FakeHeartbeat:
     def __init__(self) -> None:
         self.failure = Failure()
 
+    def attach(self, waiting: Any) -> None:
+        self.waiting = waiting
+
     def check(self) -> None:
         self.failure.check()
 

@@ -36,6 +36,7 @@ from offload.optim.loss_scale import LossScale
 from offload.optimizer import OffloadOptimizer, refuse_others
 from offload.passes import Passes, TrainingPasses
 from offload.progress import Progress
+from offload.ranks.agreement import fact_of
 from offload.ranks.ranks import Ranks
 from offload.report.meter import Meter
 from offload.report.report import Bandwidths, LinkRates
@@ -134,6 +135,7 @@ class _Assembler:
             raise
         self.closers.callback(partial(self.ranks.leave, None))  # first of all: others may still need this rank's part
         self.meter.restart()
+        self.ranks.collectives.resume()
         return found
 
     def _assemble(self) -> Assembly:
@@ -229,7 +231,12 @@ class _Assembler:
 
         def value(spec: ParameterSpec) -> torch.Tensor:
             whole = self.birth.value(spec.whole or spec)
-            return whole if spec.whole is None else spec.shard_of(ranks.broadcast(spec.name, whole))
+            if spec.whole is None:
+                return whole
+            if self.birth.is_read(spec):
+                ranks.barrier(f"the weights of {spec.name}", lambda: {"the value in the files": fact_of(whole)})
+                return spec.shard_of(whole)
+            return spec.shard_of(ranks.broadcast(spec.name, whole))
 
         buffers = [slot.address for slot in tiers.slots], [lease.address for lease in tiers.tile_buffers]
         loader = Loader(tiers.homes, access.layout, value, *buffers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import zip_longest
 from typing import Any
@@ -18,7 +18,7 @@ from offload.optim.choose import OptimizerChoice, choose, has_kernel
 from offload.optim.rule import facts_of
 from offload.plan.plan import Plan
 from offload.planning import check_backend, check_paths, open_processor, plan_for
-from offload.ranks.agreement import Facts, disagreement, fact_of, told
+from offload.ranks.agreement import Facts, disagreement, fact_of_all, told
 from offload.ranks.machine import bind, share
 from offload.ranks.world import Peers, World, find_peers, find_world, local_index
 from offload.units import Distribution, UnitSpec, shard_unit
@@ -174,12 +174,8 @@ def _facts_of(
     if choice is not None:
         found = {"the optimizer": choice.rule.identity["optimizer"], **found}
         found.update(facts_of((group, [spec.name for spec in specs]) for group, specs in choice.groups))
-        found["the states"] = {spec.name: _digest(states) for spec, states in choice.states().items()}
+        found["the states"] = {spec.name: fact_of_all(states) for spec, states in choice.states().items()}
     return found
-
-
-def _digest(states: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {fact_of(torch.as_tensor(states[name]))}" for name in sorted(states))
 
 
 def _refuse_devices(world: World, own: str | None) -> None:

@@ -29,6 +29,8 @@ class Birth:
         self._model = model
         self._weights = None if weights is None else Weights(weights)
         self._origins: Mapping[Site, Origin] = {}
+        self._read: frozenset[Site] = frozenset()
+        """Those that come from ``weights``."""
         self._given: set[Site] = set()
         """Sites that ``value`` was asked for, and those of the same tensors."""
         try:
@@ -44,6 +46,10 @@ class Birth:
         if origin is None:
             return spec.value()
         return origin.whole() if spec.piece is None else origin.rows(spec.piece.start, spec.piece.stop)
+
+    def is_read(self, spec: ParameterSpec) -> bool:
+        """The value comes from a file."""
+        return spec.owners[0] in self._read
 
     def shown(self, units: Sequence[UnitSpec]) -> Iterator[UnitSpec]:
         """The units, under a progress bar if there is something to read or make, and somebody who sees it."""
@@ -78,6 +84,7 @@ class Birth:
 
     def _find_origins(self, model: nn.Module) -> Mapping[Site, Origin]:
         origins = {} if self._weights is None else origins_in(self._weights, model)
+        self._read = frozenset(origins)
         rest = {site for site in sites_of(model) if site not in origins and tensor_of(site).device.type == "meta"}
         if self._weights is not None and hugging_face.is_pretrained(model):
             return {**origins, **initialise_missing(model, rest)}

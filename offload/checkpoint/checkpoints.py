@@ -255,14 +255,16 @@ class Checkpoints:
         loading = Loading(store, description, self._units, self._access)
 
         def take() -> None:
-            self._access.outdate(self._units)
-            self._host.forget_copies()
-            store.rewind()
-            loading.take_residents(self._extents)
+            with self._access.changing_weights(self._units):
+                self._host.forget_copies()
+                store.rewind()
+                loading.take_residents(self._extents)
 
         return self._take_over(description, loading, take)
 
     def _take_over(self, description: Description, loading: Loading, take_records: Callable[[], None]) -> Any:
+        run = description.run
+        self._ranks.barrier("load_checkpoint", lambda: {"the step": run["step"], "the parameter groups": run["groups"]})
         self._replace(description.run, take_records, loading.take_gradients)
         for item, state in zip(self._objects, description.run["objects"], strict=True):
             item.load_state_dict(state)

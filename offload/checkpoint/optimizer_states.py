@@ -14,6 +14,7 @@ from offload.access import ExternalAccess
 from offload.model.backing import ParameterBacking
 from offload.model.state_handle import StatesOfParameter
 from offload.optim.rule import Rule
+from offload.ranks.agreement import fact_of_all
 from offload.units import ALIGNMENT, ParameterSpec, UnitSpec, local_tensor
 from offload.update.verdict import Verdict
 
@@ -59,6 +60,7 @@ class OptimizerStates:
         by_spec = self._by_spec(states)
         others = {spec for spec in self.verdict.num_steps if spec not in by_spec}
         with self.access.failure:
+            self._agree(by_spec)
             self.access.changing(self.units)
             num_steps = self._write(by_spec)
             self._reset(others)
@@ -92,9 +94,18 @@ class OptimizerStates:
 
     def replace(self, parameter: nn.Parameter, states: States) -> None:
         """Take over the states of one parameter."""
+        by_spec = self._by_spec({parameter: states})
         with self.access.failure:
+            self._agree(by_spec)
             self.access.changing(self.units)
-            self.verdict.num_steps.update(self._write(self._by_spec({parameter: states})))
+            self.verdict.num_steps.update(self._write(by_spec))
+
+    def _agree(self, by_spec: Mapping[ParameterSpec, States]) -> None:
+        """Ranks take over the same states, or all of them end with an error."""
+        self.access.ranks.barrier(
+            "a change of optimizer states",
+            lambda: {"the new state": {spec.name: fact_of_all(states) for spec, states in by_spec.items()}},
+        )
 
     # Of parameters and pieces.
 

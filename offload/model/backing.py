@@ -42,6 +42,7 @@ class ParameterBacking:
         they are."""
         layout, spec = self._access.layout, self._spec
         own = spec.shard_of(value.detach()).reshape(-1).to("cpu", layout.dtype)
+        self._access.agree(spec.name, value)
         with self._access.failure, self._access.elements_to_change() as elements:
             address = elements.weights(self._unit) + spec.offset * layout.formats.weights
             if not layout.formats.master or not torch.equal(tensor_at(address, spec.numel, layout.dtype), own):
@@ -61,6 +62,7 @@ class ParameterBacking:
     def write_master(self, value: torch.Tensor) -> None:
         """Set the fp32 master, and the weight to what it is rounded to."""
         own = self._spec.shard_of(value.detach()).to("cpu", torch.float32).reshape(-1)
+        self._access.agree(f"the master of {self._spec.name}", value)
         with self._access.failure, self._access.elements_to_change() as elements:
             self._write(elements, own)
 
@@ -91,6 +93,7 @@ class ParameterBacking:
                 access.dropping(unit)
                 access.gradients.discard(unit, spec)
             else:
+                access.agree(f"the gradient of {spec.name}", value_of(value))
                 access.changing([unit])
                 access.gradients.write(unit, spec, spec.shard_of(value_of(value).detach()))
 
@@ -167,6 +170,7 @@ class PlainGradientBacking:
     def write(self, value: torch.Tensor) -> None:
         self._access.zeroing = Zeroing.DONE  # zeros, it may be
         with self._access.failure:
+            self._access.agree(self.name, value)
             self._access.changing([self._unit])
             self._access.gradients.write(self._unit, self.spec, self.spec.shard_of(value))
 

@@ -77,6 +77,15 @@ def _listed(numbers: Iterable[int]) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
+def fact_of_all(values: Mapping[str, Any]) -> str:
+    """The facts of several, by name: tensors, numbers, and what else a state dict has."""
+    are_tensors = (torch.Tensor, bool, int, float)
+    return ", ".join(
+        f"{name} {fact_of(torch.as_tensor(value)) if isinstance(value, are_tensors) else shown(value)}"
+        for name, value in sorted(values.items())
+    )
+
+
 def fact_of(value: torch.Tensor) -> str:
     """Shape, dtype and a checksum of a tensor's elements."""
     own = value.detach().cpu().contiguous()

@@ -8,6 +8,11 @@ they carry it out. Where it differs, one rule, which looks at nothing but that, 
 - else an exchange of gradients, among the ranks that have some;
 - else the ranks are at different places of the program, and all of them end with an error that says where each is.
 
+A rank that has no operation does not come to a round, and the others wait for it: most often it will want the same. It
+may be in a barrier of the user's own, in which it would never want anything. So a rank that has waited for long calls
+(``offload.ranks.heartbeat``), and ranks that are called give without wanting (``Rounds.give``), unless their weights
+are just being changed (``suspend``).
+
 So ranks may use other units than their peers, and in another order; what is next depends on the program of each rank
 and never on its speed. A gather asks nothing of the training thread of a rank that only gives.
 """
@@ -27,8 +32,9 @@ from torch import distributed
 
 from offload.errors import RankError
 from offload.ranks.agreement import NO_FACTS, Facts, disagreement, told
-from offload.ranks.heartbeat import PATIENCE_S, Heartbeat
+from offload.ranks.heartbeat import PATIENCE_S
 from offload.ranks.links import HostLinks
+from offload.ranks.places import Place, Places
 from offload.ranks.world import Peers, World
 from offload.waiting import Worker
 
@@ -62,28 +68,35 @@ class Operation:
     """One rank's part of an operation. ``number`` says which of its kind: of what unit, for one. ``facts`` are those
     that it follows from."""
 
-    def __init__(
-        self, kind: Kind, number: int, name: str, own: Any, heartbeat: Heartbeat, facts: Facts = NO_FACTS
-    ) -> None:
+    def __init__(self, kind: Kind, number: int, name: str, own: Any, rounds: Rounds, facts: Facts = NO_FACTS) -> None:
         self.code = (kind << 32) | number
         self.name = name
         self.facts = facts
         self.own = own
         self.result: Any = None
-        self._heartbeat = heartbeat
+        self._rounds = rounds
         self._over = threading.Event()
 
     def done(self) -> bool:
         """It was carried out."""
         return self._over.is_set()
 
+    @property
+    def members(self) -> Sequence[int]:
+        """The ranks that carry it out, as the whole program counts them."""
+        return self._rounds.world.members
+
+    def stuck_s(self) -> float:
+        """Seconds since which it has waited for other ranks to come to it."""
+        return self._rounds.waited_s()
+
     def wait(self) -> None:
         """Block until it was. Raises the first error of any rank."""
-        deadline = time.monotonic() + PATIENCE_S
+        heartbeat, deadline = self._rounds.world.heartbeat, time.monotonic() + PATIENCE_S
         while not self._over.wait(_SLICE_S):
-            self._heartbeat.check()
+            heartbeat.check()
             if time.monotonic() > deadline:
-                self._heartbeat.failure.raise_first(
+                heartbeat.failure.raise_first(
                     RankError(f"a rank is at {self.name}, and others have not come there for {PATIENCE_S:g} s")
                 )
 
@@ -116,6 +129,13 @@ class Collectives(Protocol):
     def broadcast(self, name: str, tensor: torch.Tensor) -> None:
         """Make ``tensor``, contiguous in host memory and of one size on all ranks, what the first rank has."""
 
+    def suspend(self) -> None:
+        """This rank's weights are about to change: until ``resume`` nobody gets them while it has no operation."""
+
+    def resume(self) -> None:
+        """They are what the program has come to, after as many calls as of ``suspend``, and one for the making of the
+        engine."""
+
     def leave(self) -> None:
         """Wait until all ranks leave; meanwhile this one gives what others want of it."""
 
@@ -139,6 +159,12 @@ class LocalCollectives:
         return own
 
     def broadcast(self, name: str, tensor: torch.Tensor) -> None:
+        pass
+
+    def suspend(self) -> None:
+        pass
+
+    def resume(self) -> None:
         pass
 
     def leave(self) -> None:
@@ -166,6 +192,14 @@ class Rounds:
         """Guards the queue. Innermost."""
         self._queue: deque[Operation] = deque()
         self._worker = Worker("offload-ranks")
+        self._met_at: float | None = None
+        """Since when the worker waits for the others to come to a round."""
+        self._is_giving = False
+        """Takes part in rounds without an operation. Guarded by the lock, like the next one."""
+        self._num_suspended = 1
+        """Changes of this rank's weights that are under way: the making of the engine is the first."""
+        self._places = Places(world.members, Operation.wait.__code__)
+        world.heartbeat.attach(self)
 
     def register(self, kind: Kind, carry_out: CarryOut) -> None:
         """Register who does operations of this kind."""
@@ -173,9 +207,10 @@ class Rounds:
 
     def submit(self, kind: Kind, number: int, name: str, own: Any, facts: Facts = NO_FACTS) -> Operation:
         """Have an operation carried out after those before it. Never waits."""
-        operation = Operation(kind, number, name, own, self._heartbeat, facts)
+        operation = Operation(kind, number, name, own, self, facts)
         with self._lock:
             self._queue.append(operation)
+            self._is_giving = False
         self._worker.submit(lambda: self._advance(operation))
         return operation
 
@@ -207,6 +242,15 @@ class Rounds:
         if not self.world.held.is_destroyed:  # else nobody can be told, or can ask
             self.submit(Kind.LEAVE, 0, "the end (close())", None).wait()
 
+    def suspend(self) -> None:
+        with self._lock:
+            self._num_suspended += 1
+            self._is_giving = False
+
+    def resume(self) -> None:
+        with self._lock:
+            self._num_suspended -= 1
+
     @property
     def received_bytes(self) -> int:
         return self.links.received_bytes
@@ -214,6 +258,26 @@ class Rounds:
     def stop(self) -> bool:
         self._worker.stop()  # no operation is carried out any more, but the one at hand
         return self.links.end()
+
+    # On the heartbeat's thread: see ``Waiting``.
+
+    def waited_s(self) -> float:
+        met_at = self._met_at
+        return 0.0 if met_at is None or not self._queue else time.monotonic() - met_at
+
+    def can_be_given(self) -> bool:
+        with self._lock:
+            return bool(self._queue) and self._queue[0].code >> 32 == Kind.WEIGHTS
+
+    def give(self) -> None:
+        with self._lock:
+            if self._queue or self._is_giving or self._num_suspended:
+                return
+            self._is_giving = True
+        self._worker.submit(self._give)
+
+    def place(self) -> Place:
+        return self._places.look()
 
     # On the worker's thread.
 
@@ -231,26 +295,44 @@ class Rounds:
         except BaseException as error:
             self._failure.record(error)
 
+    def _give(self) -> None:
+        """Take part in rounds until this rank has an operation of its own, or nobody needs what it has."""
+        try:
+            while self._is_giving and not self._failure.is_known:
+                self._round()
+        except BaseException as error:
+            self._failure.record(error)
+
     def _round(self) -> None:
         with self._lock:
             shown = [self._queue[index] for index in range(min(len(self._queue), _NUM_SHOWN))]
         own = torch.zeros(_NUM_SHOWN, dtype=torch.int64)
         own[: len(shown)] = torch.tensor([operation.code for operation in shown])
-        for column, codes in enumerate(self.all_gather_rows(own).t().tolist()):
+        self._met_at = time.monotonic()
+        rows = self.all_gather_rows(own)
+        self._met_at = None
+        for column, codes in enumerate(rows.t().tolist()):
             if codes[0] and codes.count(codes[0]) == len(codes):
                 self._do(codes[0], range(self.world.size))
             elif column == 0:
                 chosen = self._choose(codes)
-                self._do(chosen, [rank for rank, code in enumerate(codes) if code == chosen])
+                if chosen:
+                    self._do(chosen, [rank for rank, code in enumerate(codes) if code == chosen])
+                else:
+                    with self._lock:
+                        self._is_giving = False
                 return
             else:
                 return
 
     def _choose(self, codes: Sequence[int]) -> int:
+        """The operation that is carried out next; 0 if that has to wait for a rank which has none now."""
         for kind in (Kind.WEIGHTS, Kind.GRADIENTS):
             for code in codes:
-                if code >> 32 == kind:
+                if code >> 32 == kind and (kind is Kind.WEIGHTS or 0 not in codes):
                     return code
+        if 0 in codes:
+            return 0
         head = self._queue[0]
         of_ranks = self.world.all_gather_object([head.name, told(head.facts)])
         names = [name for name, _ in of_ranks]

@@ -8,23 +8,31 @@ ends all of them; none goes before all know, since the store may be in its proce
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from offload.errors import RankError
+from offload.ranks.places import Place
+from offload.ranks.signs import NO_SIGNS, Signs
 from offload.waiting import Failure
 from swapper import OffloadError
 
 T = TypeVar("T")
 
+_log = logging.getLogger("offload")
+
 PATIENCE_S = 1800.0
 """A rank that lives may let the others wait for this long."""
 
 _FIRST = "first error"
+_NUM_CALLS = "calls of ranks that wait"
+_CALL_S = 0.5
+"""A rank that wants what others can give lets them come to the same by themselves for so long."""
 _NUM_KNOWING = "ranks that know the end"
 _BEATS_PER_TIMEOUT = 8
 _SLICE = timedelta(seconds=0.2)
@@ -34,14 +42,54 @@ STORE_IS_GONE = (
 )
 
 
+class Waiting(Protocol):
+    """What a rank does together with others, as its heartbeat asks for it."""
+
+    def waited_s(self) -> float:
+        """Seconds since which an operation of this rank has waited for others to come to it, or to another."""
+
+    def can_be_given(self) -> bool:
+        """What the operation wants can be given by ranks that do something else."""
+
+    def give(self) -> None:
+        """Others wait for what this rank can give: give it, if it has nothing to do with them itself."""
+
+    def place(self) -> Place:
+        """The place of this rank."""
+
+
+class _NobodyWaits:
+    def waited_s(self) -> float:
+        return 0.0
+
+    def can_be_given(self) -> bool:
+        return False
+
+    def give(self) -> None:
+        pass
+
+    def place(self) -> Place:
+        return Place("the making of the engine", 0.0)
+
+
+NOBODY_WAITS: Waiting = _NobodyWaits()
+
+
 class Heartbeat:
     """A thread that counts, looks, and tells ``failure``. ``timeout_s``: a rank that is silent for so long is gone.
 
     No call of a store has a deadline that holds: whoever waits for other ranks looks whether the thread is stuck.
     """
 
-    def __init__(self, rank: int, size: int, store: Any, timeout_s: float, failure: Failure) -> None:
+    def __init__(
+        self, rank: int, size: int, store: Any, timeout_s: float, failure: Failure, signs: Signs = NO_SIGNS
+    ) -> None:
         self._rank = rank
+        self._signs = signs
+        self._attached: Waiting = NOBODY_WAITS
+        self._num_calls = 0
+        """Calls of all ranks that were seen."""
+        self._has_told = False
         self._size = size
         self._store = store
         self._timeout_s = timeout_s
@@ -57,6 +105,10 @@ class Heartbeat:
         failure.when_known(self._wake.set)
         self._thread = threading.Thread(target=self._run, name="offload-heartbeat", daemon=True)
         self._thread.start()
+
+    def attach(self, waiting: Waiting) -> None:
+        """Look after what waits for other ranks from now on."""
+        self._attached = waiting
 
     def check(self) -> None:
         """Raise the first error of any rank. Whoever waits for ranks calls this again and again."""
@@ -125,6 +177,7 @@ class Heartbeat:
                 self._beat_at = time.monotonic()
                 self._store.add(str(self._rank), 1)
                 self._look()
+                self._call_and_answer()
                 self._wake.wait(self._interval_s if self._lost is None else min(self._interval_s, 0.1))
                 self._wake.clear()
             if self.failure.first is not None:
@@ -162,13 +215,51 @@ class Heartbeat:
         for rank in (each % self._size for each in self._watched()):
             count = self._store.add(str(rank), 0)
             before, since = self._heard.get(rank, (-1, now))
-            if count != before:
+            if count != before or self._signs.has_answered(rank):
                 self._heard[rank] = count, now
-            elif count and now - since > patience_s:  # one that has not come yet counts to 0
+            elif count and now - since > patience_s / 2:
+                self._signs.ask(rank)
+            _, since = self._heard[rank]
+            if count and now - since > patience_s:  # one that has not come yet counts to 0
                 self._end_all(f"rank {rank} is gone, or hangs: nothing was heard of it for {now - since:.1f} s")
                 return
         if self._lost is not None and now - self._lost_at > patience_s + 2 * self._interval_s:
             self._end_all(f"a collective has failed, and no rank is gone: {str(self._lost).partition(chr(10))[0]}")
+
+    # Ranks that wait.
+
+    def _call_and_answer(self) -> None:
+        """Call the others if this rank has waited for long; if one has called, give it what it waits for, and say where
+        this rank is."""
+        waited_s = self._attached.waited_s()
+        if waited_s > self._timeout_s / 2 or (waited_s > _CALL_S and self._attached.can_be_given()):
+            self._store.add(_NUM_CALLS, 1)
+        num_calls = self._store.add(_NUM_CALLS, 0)
+        if num_calls != self._num_calls:
+            self._num_calls = num_calls
+            self._attached.give()
+            place = self._attached.place()
+            self._store.set(f"place of {self._rank}", f"{num_calls} {place.stuck_s} {place.name}")
+        if waited_s > self._timeout_s:
+            self._tell_who_waits(waited_s)
+        self._has_told &= waited_s > self._timeout_s
+
+    def _tell_who_waits(self, waited_s: float) -> None:
+        """End all ranks if none of them can go on by itself; else say once whom this one waits for."""
+        names = [f"place of {rank}" for rank in range(self._size)]
+        told = [self._store.get(name).decode().split(" ", 2) if self._store.check([name]) else None for name in names]
+        oldest = self._num_calls - 2 * self._size  # each that waits calls at each beat
+        known = {
+            rank: (float(place[1]), place[2])
+            for rank, place in enumerate(told)
+            if place is not None and int(place[0]) >= oldest
+        }
+        where = ", ".join(f"rank {rank} at {name}" for rank, (_, name) in known.items())
+        if len(known) == self._size and all(stuck_s > self._timeout_s / 4 for stuck_s, _ in known.values()):
+            self._end_all(f"the ranks wait for each other: {where}")
+        elif not self._has_told:
+            self._has_told = True
+            _log.warning("rank %d has waited for %.0f s for the others: %s", self._rank, waited_s, where)
 
     def _watched(self) -> range:
         """The rank after this one, so that the nearest one before it that lives sees a rank go. All, while it is asked
@@ -186,6 +277,9 @@ class NoHeartbeat(Heartbeat):
 
     def __init__(self, failure: Failure) -> None:
         self.failure = failure
+
+    def attach(self, waiting: Waiting) -> None:
+        pass
 
     def check(self) -> None:
         self.failure.check()

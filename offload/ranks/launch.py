@@ -27,7 +27,7 @@ _starts = count()
 def initialise() -> bool:
     """Initialise ``torch.distributed`` if a launcher has started several processes, which all call this. False: it has
     not. Raises ``ConfigError``, at once and on all of them, for numbers that cannot be."""
-    if not ("TORCHELASTIC_RUN_ID" in os.environ or all(name in os.environ for name in _LAUNCHED)):
+    if not is_launched():
         return False
     size = _number("WORLD_SIZE")
     if size < 2:
@@ -47,6 +47,11 @@ def initialise() -> bool:
             "torchrun, or call torch.distributed.init_process_group before the engine is made."
         ) from None
     return True
+
+
+def is_launched() -> bool:
+    """A launcher has started this process, it may be with others."""
+    return "TORCHELASTIC_RUN_ID" in os.environ or all(name in os.environ for name in _LAUNCHED)
 
 
 def processes_here() -> int:

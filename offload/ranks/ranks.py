@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import pickle
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +62,15 @@ class Ranks:
     def received_bytes(self) -> int:
         """Received from other ranks, since the engine was made."""
         return self.collectives.received_bytes + sum(links.received_bytes for links in self._device_links)
+
+    @contextlib.contextmanager
+    def changing_weights(self) -> Iterator[None]:
+        """Within, this rank's weights change, after what all ranks have come to first."""
+        self.collectives.suspend()
+        try:
+            yield
+        finally:
+            self.collectives.resume()
 
     def barrier(self, where: str, facts: Callable[[], Facts] = dict) -> None:
         """Wait until all ranks are at this place of the program. Raises ``RankError`` if one is at another, or has

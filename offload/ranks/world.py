@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import socket
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +17,12 @@ from torch import distributed
 from offload.errors import ConfigError
 from offload.ranks.groups import NO_GROUP, Group, next_store, take_group
 from offload.ranks.heartbeat import Heartbeat, NoHeartbeat
-from offload.ranks.launch import initialise, local_number, processes_here
+from offload.ranks.launch import initialise, is_launched, local_number, processes_here
+from offload.ranks.signs import OwnStores
 from offload.waiting import Failure
+
+_TELL_S = 10.0
+"""Time in which ranks come to what others tell of themselves."""
 
 
 @dataclass(frozen=True)
@@ -119,12 +125,29 @@ def find_world(mesh: Any | None, timeout_s: float) -> World:
     if len(members) < 2:
         return single
     rank = members.index(distributed.get_rank())
-    heartbeat = Heartbeat(rank, len(members), next_store(members), timeout_s, Failure())
+    store = next_store(members)
+    signs = OwnStores(rank, store, timeout_s)
+    heartbeat = Heartbeat(rank, len(members), store, timeout_s, Failure(), signs)
     try:
         return _meet(rows, members, rank, heartbeat)
     except BaseException as error:
         heartbeat.leave(error)
         raise
+
+
+def tell_ranks(mesh: Any | None, error: BaseException) -> None:
+    """Have the ranks of ``mesh``, which make an engine, end with this error: this rank has it before it comes to them.
+    Returns when they know, or have not come in some seconds."""
+    if not distributed.is_available() or not (distributed.is_initialized() or is_launched()):
+        return
+
+    def tell() -> None:
+        with contextlib.suppress(Exception):  # it is not what the program is told
+            find_world(mesh, _TELL_S).leave(error)
+
+    teller = threading.Thread(target=tell, name="offload-meet", daemon=True)
+    teller.start()
+    teller.join(_TELL_S)
 
 
 def _meet(rows: Sequence[Sequence[int]], members: Sequence[int], rank: int, heartbeat: Heartbeat) -> World:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -216,12 +217,77 @@ def code(kind: Kind, number: int = 0) -> int:
     [
         ([code(Kind.LEAVE), code(Kind.GRADIENTS, 4), code(Kind.WEIGHTS, 9)], code(Kind.WEIGHTS, 9)),
         ([code(Kind.WEIGHTS, 3), code(Kind.WEIGHTS, 9)], code(Kind.WEIGHTS, 3)),
-        ([0, code(Kind.GRADIENTS, 4), code(Kind.GRADIENTS, 1)], code(Kind.GRADIENTS, 4)),
+        ([code(Kind.GRADIENTS, 7), code(Kind.GRADIENTS, 4), code(Kind.LEAVE)], code(Kind.GRADIENTS, 7)),
+        ([0, code(Kind.GRADIENTS, 4), code(Kind.GRADIENTS, 1)], 0),
+        ([0, code(Kind.GRADIENTS, 4), code(Kind.WEIGHTS, 1)], code(Kind.WEIGHTS, 1)),
+        ([0, code(Kind.MESSAGE, 4), code(Kind.MESSAGE, 1)], 0),
         ([code(Kind.MESSAGE, 8), code(Kind.GRADIENTS, 1)], code(Kind.GRADIENTS, 1)),
     ],
 )
 def test_the_rule_looks_at_nothing_but_the_heads_of_the_queues(make: Callable[..., Program], codes: Any, chosen: int):
     assert make().ranks[0].rounds._choose(codes) == chosen
+
+
+# Ranks without an operation, which are called.
+
+
+def begin(rank: Rank, kind: Kind, number: int) -> Operation:
+    """Ask for it, and return when the others are waited for."""
+    operation = rank.rounds.submit(kind, number, f"{kind.name} {number}", None)
+    wait_for(lambda: rank.rounds.waited_s() > 0)
+    return operation
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + FOREVER_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_rank_that_is_called_gives_until_it_wants_something_itself(make: Callable[..., Program]):
+    program = make()
+    first, second = program.ranks
+    for rank in program.ranks:
+        rank.rounds.resume()  # the engines are made
+    one = begin(first, Kind.WEIGHTS, 1)
+    assert first.rounds.can_be_given() and not second.rounds.can_be_given()
+    second.rounds.give()
+    one.wait()
+    first.ask((Kind.WEIGHTS, 2), (Kind.WEIGHTS, 3))  # nobody needs to call again
+    for number in (4, 5):
+        program.run(lambda rank, number=number: rank.ask((Kind.WEIGHTS, number), (Kind.LEAVE, 0)))
+    assert [done[1:3] for done in first.done[:3]] == [(number, [0]) for number in (1, 2, 3)]
+    assert first.done[-1][1:3] == (5, [0, 1]), "together, as before"
+    assert [done[:3] for done in first.done] == [done[:3] for done in second.done]
+
+
+def test_a_rank_whose_weights_change_gives_nothing(make: Callable[..., Program]):
+    program = make()
+    first, second = program.ranks
+    one = begin(first, Kind.WEIGHTS, 1)
+    second.rounds.give()  # its engine is not made
+    second.rounds.resume()
+    second.rounds.suspend()
+    second.rounds.give()
+    assert not second.rounds._is_giving and not one.done()
+    second.rounds.resume()
+    second.rounds.give()
+    one.wait()
+
+
+def test_what_cannot_be_given_waits_for_all_and_nobody_asks_again_and_again(make: Callable[..., Program]):
+    program = make()
+    first, second = program.ranks
+    second.rounds.resume()
+    one = begin(first, Kind.GRADIENTS, 1)
+    assert not first.rounds.can_be_given()
+    second.rounds.give()
+    wait_for(lambda: not second.rounds._is_giving)
+    wait_for(lambda: first.links.num_messages == 2)  # it waits again
+    assert not one.done() and second.links.num_messages == 1
+    second.ask((Kind.GRADIENTS, 1)), one.wait()
+    assert [rank.done for rank in program.ranks] == [[(Kind.GRADIENTS, 1, [0, 1], True)]] * 2
 
 
 # Errors.

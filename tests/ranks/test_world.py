@@ -18,6 +18,7 @@ from offload.ranks import groups, launch
 from offload.ranks import world as module
 from offload.ranks.groups import NO_GROUP, take_group
 from offload.ranks.heartbeat import NoHeartbeat
+from offload.ranks.signs import NO_SIGNS
 from offload.ranks.world import Peers, World, find_peers, find_world, local_index
 from offload.waiting import Failure
 
@@ -48,10 +49,11 @@ def torchs(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     monkeypatch.setattr(module.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(module.distributed, "get_world_size", lambda: given.size)
     monkeypatch.setattr(module.distributed, "get_rank", lambda group=None: given.rank)
+    monkeypatch.setattr(module, "OwnStores", lambda *given: NO_SIGNS)
     monkeypatch.setattr(groups, "_make_group", make)
     monkeypatch.setattr(groups, "own_store", given.stores.append)
     monkeypatch.setattr(groups.distributed, "group", SimpleNamespace(WORLD=Made([])))
-    monkeypatch.setattr(module, "Heartbeat", lambda *given: NoHeartbeat(given[-1]))
+    monkeypatch.setattr(module, "Heartbeat", lambda *given: NoHeartbeat(given[4]))
     monkeypatch.setattr(module, "_all_gather_object", lambda own, *rest: given.hosts)
     yield given
     groups._groups.clear()

@@ -1,0 +1,79 @@
+"""Signs of life that need no interpreter: each rank has a small store of its own, which a thread of C++ answers.
+
+A call that keeps the interpreter to itself for long (the GIL) stops all threads of Python, the heartbeat's too. So a
+rank that has stopped counting is asked before it is taken for dead. A process that was stopped or killed does not
+answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from datetime import timedelta
+from typing import Any, Protocol
+
+from torch import distributed
+
+from offload.torch_internals import own_address
+
+_TCPStore: Any = distributed.TCPStore  # type: ignore[attr-defined]
+
+
+class Signs(Protocol):
+    """What a heartbeat asks of ranks that are silent."""
+
+    def ask(self, rank: int) -> None:
+        """Ask a rank whether it lives, unless it was asked and has not answered. Never waits."""
+
+    def has_answered(self, rank: int) -> bool:
+        """The rank has answered since this was asked last."""
+
+
+class NoSigns:
+    """Nobody can be asked."""
+
+    def ask(self, rank: int) -> None:
+        pass
+
+    def has_answered(self, rank: int) -> bool:
+        return False
+
+
+NO_SIGNS: Signs = NoSigns()
+
+
+class OwnStores:
+    """A store in each process. Where ranks cannot reach each other's, there are no answers."""
+
+    def __init__(self, rank: int, store: Any, timeout_s: float) -> None:
+        """``store`` is shared: addresses are told there."""
+        self._store = store
+        self._timeout = timedelta(seconds=timeout_s)
+        self._asking: set[int] = set()
+        self._answered: set[int] = set()
+        """Each a step of the interpreter to change."""
+        self._own: Any = None
+        with contextlib.suppress(RuntimeError, OSError, AttributeError, ValueError):
+            address = own_address(store)
+            self._own = _TCPStore(address, 0, is_master=True, wait_for_workers=False)
+            store.set(f"address {rank}", f"{self._own.port} {address}")
+
+    def ask(self, rank: int) -> None:
+        if rank not in self._asking:
+            self._asking.add(rank)
+            threading.Thread(target=self._ask, args=(rank,), name="offload-ask", daemon=True).start()
+
+    def has_answered(self, rank: int) -> bool:
+        answered = rank in self._answered
+        self._answered.discard(rank)
+        return answered
+
+    def _ask(self, rank: int) -> None:
+        """Of a process that is stopped the system takes the question, and nobody answers it: the thread stays then."""
+        with contextlib.suppress(RuntimeError, OSError, ValueError):
+            if self._store.check([f"address {rank}"]):
+                port, _, address = self._store.get(f"address {rank}").decode().partition(" ")
+                other = _TCPStore(address, int(port), is_master=False, timeout=self._timeout, wait_for_workers=False)
+                other.add("asked", 1)
+                self._answered.add(rank)
+        self._asking.discard(rank)
