@@ -16,8 +16,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from swapper import PAGE_BYTES, Arena, DurableStore, Extent
-from swapper.durable import begin, take_up
 from swapper.manifest import Entry, Manifest
+from swapper.opening import begin, take_up
 from swapper.testing import FaultPlan, RamDevice, RamDirectory, RamDisk
 
 SIZES = [page * PAGE_BYTES for page in (1, 2, 1, 3, 1, 1)]

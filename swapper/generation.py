@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ from swapper.errors import (
 from swapper.extent import Extent
 from swapper.files import Descriptor, named
 from swapper.manifest import Manifest
-from swapper.publication import layout_of, published, read_manifest, used_bytes
+from swapper.publication import layout_of, missing, published, read_manifest, used_bytes
 from swapper.ticket import Checksum, Ticket, Transfers
 
 if TYPE_CHECKING:
@@ -50,6 +50,21 @@ def generation_metadata(folder: Path) -> bytes:
     """The metadata of the last generation that ``folder`` holds, without its data. Raises as ``open_generation``."""
     with _opened(folder) as directory:
         return _read_manifest(directory, folder).metadata
+
+
+def check_generation(folder: Path) -> None:
+    """Look whether ``folder`` holds a generation, with all of its bytes; what they are is not read. Raises as
+    ``open_generation``."""
+    with _opened(folder) as directory:
+        manifest = _read_manifest(directory, folder)
+    sizes = []
+    for index in range(manifest.num_paths):
+        path = folder / f"data.{index}"
+        try:
+            sizes.append(path.stat().st_size)
+        except OSError as error:
+            raise StorageCorrupt(f"{named(path)} cannot be looked at: {error.strerror}.") from None
+    _check_size(folder, manifest, sizes)
 
 
 class Generation:
@@ -117,11 +132,7 @@ class Generation:
             descriptor, size = self._open_file(self.folder / f"data.{index}")
             files.append(descriptor)
             sizes.append(size)
-        needed = used_bytes(self._manifest)
-        if len(files) == 1 and sizes[0] < needed:
-            raise StorageCorrupt(
-                f"{named(self.folder)}: its data has {readable_bytes(sizes[0])}, {readable_bytes(needed)} are needed."
-            )
+        _check_size(self.folder, self._manifest, sizes)
         paths = [self.folder] * len(files)
         return open_device(
             paths, nbytes, lambda index, _: files[index],
@@ -160,8 +171,19 @@ def _opened(folder: Path) -> Iterator[RealDirectory]:
         descriptor.close()
 
 
+def _check_size(folder: Path, manifest: Manifest, sizes: Sequence[int]) -> None:
+    needed = used_bytes(manifest)
+    if len(sizes) == 1 and sizes[0] < needed:
+        raise StorageCorrupt(
+            f"{named(folder)}: its data has {readable_bytes(sizes[0])}, {readable_bytes(needed)} are needed."
+        )
+
+
 def _read_manifest(directory: RealDirectory, folder: Path) -> Manifest:
-    found = published(directory.names())
+    names = directory.names()
+    if gone := missing(names):
+        raise StorageCorrupt(f"{named(folder)}: {gone}")
+    found = published(names)
     if not found:
         raise StoreMissing(f"{named(folder)} holds no generation: it was never finished.")
     return read_manifest(directory, found[max(found)])

@@ -30,6 +30,7 @@ from offload.checkpoint.native.load import Loading
 from offload.checkpoint.native.other_ranks import bring_together, last_run
 from offload.checkpoint.native.parts import description_of
 from offload.checkpoint.native.records import EngineRecords
+from offload.checkpoint.native.run_identity import RunIdentity
 from offload.checkpoint.native.save import save_copy
 from offload.checkpoint.native.saved_records import Source
 from offload.checkpoint.native.signals import Signals
@@ -74,6 +75,7 @@ class Checkpoints:
         self._access = access
         self._ranks = access.ranks
         self._objects: list[Any] = []
+        self._identity = RunIdentity()
         self.is_due = False
         """A step waits for its boundary, to be committed."""
         self._feed: dict[str, Any] | None = None
@@ -135,6 +137,7 @@ class Checkpoints:
         try:
             generations.finish(self._last_step, self._host.drain, give_up=self._signals.came)
         finally:
+            self._identity.release()
             self._signals.restore()
 
     def _last_step(self) -> bytes | None:
@@ -145,9 +148,7 @@ class Checkpoints:
 
     def save(self, path: str | os.PathLike[str], tag: str | None, client_state: object) -> None:
         """See ``OffloadEngine.save_checkpoint``."""
-        directory = SavingDirectory(path, self._ranks)
-        tag = f"step{self._run.progress.global_step}" if tag is None else tag
-        directory.folder(tag)
+        directory = SavingDirectory(path, tag, self._run.progress.global_step, self._identity, self._ranks)
         self.generations.wait_for_background()
         self.pass_boundary()
         self.generations.wait()
@@ -158,12 +159,12 @@ class Checkpoints:
         def describe(units: SavedUnits) -> Description:
             return self._describe(feed, client_state, units)
 
-        if not self.generations.save(directory, tag, lambda: describe(self._own_units), self._ranks):
+        if not self.generations.save(directory, lambda: describe(self._own_units), self._ranks):
             metadata = describe(self._copied_units).encode()
             self._run.wait_for_updates()
-            save_copy(self._records, directory, tag, metadata)
-            directory.retain(self._config.keep_last, self._config.keep_every, _nothing)
-        _log.info("checkpoint saved: %s, step %d", directory.folder(tag), self._run.progress.global_step)
+            save_copy(self._records, directory, metadata)
+            directory.retain(self._config.keep_last, self._config.keep_every)
+        _log.info("checkpoint saved: %s, step %d", directory.target, self._run.progress.global_step)
 
     def save_dcp(self, path: str | os.PathLike[str]) -> None:
         """See ``OffloadEngine.save_dcp``."""
@@ -179,6 +180,8 @@ class Checkpoints:
         self._begin_loading()
         if path is not None:
             directory = CheckpointDirectory(path)
+            if self._ranks.rank == 0:
+                directory.recover()
             self._ranks.barrier("load_checkpoint")
             with directory.open(tag) as generation:
                 try:
@@ -264,6 +267,7 @@ class Checkpoints:
 
     def _take_over(self, description: Description, loading: Loading, take_records: Callable[[], None]) -> Any:
         self._replace(description.run, take_records, loading.take_gradients)
+        self._identity.go_on(description.run.get("identity", self._identity.value))
         for item, state in zip(self._objects, description.run["objects"], strict=True):
             item.load_state_dict(state)
         if description.run["random"] is not None:
@@ -310,6 +314,7 @@ class Checkpoints:
         fed = feed.get("objects", {})
         run = {
             **self._run.get(),
+            "identity": self._identity.value,
             "random": feed.get("random"),
             "objects": [fed[index] if index in fed else states[id(item)] for index, item in enumerate(own)],
             "client_state": client_state,
@@ -346,10 +351,6 @@ class Checkpoints:
 
 def _is_iterated(item: Any) -> bool:
     return isinstance(item, (Iterator, Iterable))
-
-
-def _nothing(folder: Path) -> None:
-    return None
 
 
 def _no_gradients(known: dict[str, list[float]]) -> None:
