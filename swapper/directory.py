@@ -86,6 +86,8 @@ class MemoryDirectory:
         return sorted(self._files)
 
     def read(self, name: str, nbytes_max: int) -> bytes:
+        if name not in self._files:
+            raise FileNotFoundError(name)
         return self._files[name][: nbytes_max + 1]
 
     def create(self, name: str, data: bytes) -> None:

@@ -47,7 +47,7 @@ from swapper.errors import (
     failed,
 )
 from swapper.extent import Extent
-from swapper.links import Links, find_links, note_linked_in
+from swapper.links import REPLACES, Links, find_links, note_linked_in
 from swapper.manifest import Entry, Manifest
 from swapper.publication import (
     NEW,
@@ -193,6 +193,19 @@ class DurableStore:
         """Metadata that was given to ``commit`` or ``prepare`` with a generation that is kept. Raises
         ``StoreMissing``."""
         return self.manifest_of(generation).metadata
+
+    @property
+    def identity(self) -> bytes:
+        """Identity of the store, which no other one has: 16 bytes."""
+        return self._base.store
+
+    @property
+    def replaces(self) -> bytes:
+        """Identity of the store that this one was made to replace; empty if there was none, or nobody knows."""
+        try:
+            return self._directory.read(REPLACES, len(self.identity))
+        except OSError:
+            return b""
 
     @property
     def shape(self) -> list[tuple[int, int]]:

@@ -26,6 +26,7 @@ from swapper.errors import (
     unusable,
 )
 from swapper.files import Descriptor, open_direct, open_directory, open_nameless, reserve
+from swapper.links import REPLACES
 from swapper.manifest import Entry, Manifest
 from swapper.opening import begin, take_up
 from swapper.publication import committed, layout_of, used_bytes
@@ -45,6 +46,7 @@ def create_store(
     places: int | Sequence[int] = 1,
     reserved: Sequence[int] | None = None,
     metadata: bytes = b"",
+    replaces: bytes = b"",
     backend: str = "auto",
     queue_depth: int = 32,
     block_bytes: int = 1 << 20,
@@ -58,6 +60,8 @@ def create_store(
 
     The manifests are under the first path; several paths share the data. ``reserved`` is how many places of each extent
     get their space now, if it is not all: see ``DurableStore.reserve``. On several paths all of it is taken at once.
+
+    ``replaces`` is the ``identity`` of a store that this one is to take over from: see ``DurableStore.replaces``.
 
     Without a ``name`` the store is gone with its process, however that ends, except for generations that were linked
     elsewhere. Its files are 0600 and have no directory entry; any number of such stores share a path.
@@ -92,6 +96,7 @@ def create_store(
             )
 
         try:
+            _note_replaced(folders.directory, replaces)
             store = begin(folders.directory, make_device, empty, str(folders), reserved)
         except StoreExists:
             raise
@@ -101,6 +106,13 @@ def create_store(
         undo.pop_all()
         store.closing(folders.close)
         return store
+
+
+def _note_replaced(directory: Directory, identity: bytes) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        directory.remove(REPLACES)
+    if identity:
+        directory.create(REPLACES, identity)
 
 
 def _each(places: int | Sequence[int], num_extents: int) -> list[int]:

@@ -23,6 +23,9 @@ from swapper.publication import published
 NAME = "links"
 """File of the directories where generations were linked: a hint where to look, and nothing is lost without it."""
 
+REPLACES = "replaces"
+"""File with the identity of the store that this one was made to replace: once it has committed, that may go."""
+
 _WRITTEN = "links.new"
 _BYTES_MAX = 1 << 20
 DATA = "data.0"

@@ -23,7 +23,7 @@ from swapper.publication import left_over, missing, prepared, published, read_ma
 _NAMELESS = re.compile(r"\.offload-[0-9]+-[0-9a-f]{16}")
 """Name of a file without a name for a moment, where such a file cannot be made."""
 
-_BESIDE = (owner.NAME, owner.WRITTEN, links.NAME, "new")
+_BESIDE = (owner.NAME, owner.WRITTEN, links.NAME, links.REPLACES, "new")
 """Small files that say nothing of a store without a manifest."""
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

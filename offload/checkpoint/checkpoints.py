@@ -27,7 +27,7 @@ from offload.checkpoint.native.description import Description, SavedUnits
 from offload.checkpoint.native.folder import CheckpointDirectory, SavingDirectory
 from offload.checkpoint.native.generations import Generations, NoGenerations
 from offload.checkpoint.native.load import Loading
-from offload.checkpoint.native.other_ranks import bring_together, last_run
+from offload.checkpoint.native.other_ranks import bring_together, last_run, what_is_there
 from offload.checkpoint.native.parts import description_of
 from offload.checkpoint.native.records import EngineRecords
 from offload.checkpoint.native.run_identity import RunIdentity
@@ -231,6 +231,8 @@ class Checkpoints:
         self._ranks.barrier("the run of other ranks")
         found = last_run(base, own)
         if found is None:
+            if self._ranks.rank == 0 and (there := what_is_there(base, own)):
+                warn(f"nothing is committed under {base}: training begins at step 0. But there are {there}")
             return None
         with found:
             return self._load(found, f"the run of {len(found.generations)} ranks under {base}")

@@ -120,7 +120,7 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path, run):
     (tmp_path / "thesis").mkdir()
     with pytest.raises(ConfigError, match="thesis is there and is no checkpoint"):
         save(tmp_path, run, 1, "thesis")
-    with pytest.raises(ConfigError, match="no '.store' at the end"):
+    with pytest.raises(ConfigError, match=r"no '\.store' at the end"):
         save(tmp_path, run, 1, "run-1.store")
 
 
