@@ -82,6 +82,8 @@ class Checkpoints:
         """Source of batches, as it was when the last step returned. Known with ``durable`` only."""
         self._signals = Signals()
         self._committed_step = 0
+        self._saved_step = 0
+        """Step at which the weights were last saved or loaded, by any call."""
         self._records = EngineRecords(units, access, config.gradient_dtype)
         self.generations = NoGenerations()
         if opened is not None and records:
@@ -105,6 +107,15 @@ class Checkpoints:
                 )
             if all(item is not known for known in self._objects):
                 self._objects.append(item)
+
+    def note_saved(self) -> None:
+        """The weights are somewhere else now as they are."""
+        self._saved_step = self._run.progress.global_step
+
+    @property
+    def num_steps_not_saved(self) -> int:
+        """Steps that are lost with the weights. A durable run commits its last one."""
+        return 0 if self._config.durable else abs(self._run.progress.global_step - self._saved_step)
 
     # Commits.
 
@@ -164,6 +175,7 @@ class Checkpoints:
             self._run.wait_for_updates()
             save_copy(self._records, directory, metadata)
             directory.retain(self._config.keep_last, self._config.keep_every)
+        self.note_saved()
         _log.info("checkpoint saved: %s, step %d", directory.target, self._run.progress.global_step)
 
     def save_dcp(self, path: str | os.PathLike[str]) -> None:
@@ -171,6 +183,7 @@ class Checkpoints:
         target = Path(path).expanduser()
         self._run.wait_for_updates()
         save_distributed(target, self._run, self._units, self._access)
+        self.note_saved()
         _log.info("torch.distributed.checkpoint saved: %s, step %d", target, self._run.progress.global_step)
 
     # Loading.
@@ -286,6 +299,7 @@ class Checkpoints:
             raise self._access.failure.record(error) from None
         self._sink.restored()
         self._committed_step = -1  # what is committed is another state
+        self.note_saved()
 
     def _compare(self, description: Description, where: str) -> None:
         own = self._describe({}, None, self._copied_units, objects=())

@@ -108,5 +108,6 @@ def train(
             seconds_max=SAMPLE_SECONDS_MAX,
             seed=settings.seed,
         )
+        engine.close(discard=True)  # whole in memory, the model would be more than the demo may take
     training.peak_rss_bytes = process.peak_rss_bytes()
     return training
