@@ -53,7 +53,8 @@ class OffloadEngine:
     time. Options are the fields of ``OffloadConfig``.
 
     Everything is reserved here: raises ``ConfigError``, ``BudgetError`` (with ``needed_bytes``), ``StoreUnsafe``
-    or ``StorageFull`` before the model is touched. Call ``close`` at the end, or use it in ``with``.
+    or ``StorageFull`` before the model is touched. Call ``close`` at the end, or use it in ``with``: the model has its
+    weights again then, if they fit into memory.
     """
 
     @with_options()
@@ -95,14 +96,15 @@ class OffloadEngine:
             raise ConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
         if cls.holds(model):
             raise ConfigError(
-                "the model's parameters are in an engine already. Its unwrap() gives an ordinary model back; after "
-                "close() they are gone: build the model again."
+                "the model's parameters are in an engine already. Its unwrap() gives an ordinary model back, and so does "
+                "close(), if memory has room for it; else they are gone: build the model again."
             )
         return config.of_model(model)
 
     @staticmethod
     def holds(model: nn.Module) -> bool:
-        """Tell whether an engine has the parameters of ``model``, or had them when it was closed."""
+        """Tell whether an engine has the parameters of ``model``, or had them when it was closed without giving them
+        back."""
         return any(isinstance(parameter, Handle) for parameter in model.parameters())
 
     def _make(self, model: nn.Module) -> Session:
@@ -268,7 +270,9 @@ class OffloadEngine:
 
     def state_dict(self) -> dict[str, Any]:
         """The model's state dict, with ordinary tensors: it holds the whole model in memory."""
-        return self.module.state_dict()
+        found = self.module.state_dict()
+        self._session.checkpoints.note_saved()
+        return found
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> Any:
         """Load weights into the model. Each master becomes exactly the weight; moments stay."""
@@ -293,6 +297,7 @@ class OffloadEngine:
         weights = self._session.weights()
         with weights.together():
             save_model(self.module, weights, dir, dtype or self.config.precision, max_shard_bytes)
+        self._session.checkpoints.note_saved()
 
     def save_checkpoint(self, dir: str | os.PathLike[str], tag: str | None = None, client_state: object = None) -> None:
         """Save all that a bit-identical continuation needs as ``dir/tag``; ``tag`` is "stepN" unless it is given.
@@ -359,12 +364,15 @@ class OffloadEngine:
         checkpoint: whatever has ``state_dict`` and ``load_state_dict``. Call it before ``load_checkpoint``."""
         self._session.checkpoints.register(objects)
 
-    def close(self) -> None:
+    def close(self, discard: bool = False) -> None:
         """End the engine: transfers in flight are waited for, memory and disk are given back. Safe to call twice.
 
-        The model's parameters lose their values: ``unwrap`` ends the engine and keeps them.
+        The model has ordinary parameters again, with the values of the last step, as after ``unwrap``, if memory has
+        room for all of them. If not, they are gone, and a warning says so if there were steps since they were last
+        saved. ``discard`` ends the engine at once and without a word: the weights are not wanted. All ranks give the
+        same.
         """
-        self._session.close()
+        self._session.close(discard=discard)
 
     def unwrap(self) -> nn.Module:
         """End the engine and return the model, with ordinary parameters that have the values of the last step.

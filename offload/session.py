@@ -7,15 +7,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
 
 from offload.access import Zeroing
 from offload.assembly.assemble import Assembly
 from offload.checkpoint.safetensors.model_weights import ModelWeights
-from offload.errors import BudgetError, ConfigError
+from offload.errors import BudgetError, ConfigError, warn
 from offload.memory import resident_bytes
-from offload.model.handle import Handle
-from offload.model.identity import give_back, ordinary
+from offload.model.identity import OrdinaryParameters
 from offload.optimizer import OffloadOptimizer
 from offload.plan.plan import Drives, Plan
 from offload.report.report import Report
@@ -23,9 +21,10 @@ from offload.step import Step
 from swapper import OffloadError
 from swapper.errors import readable_bytes
 
-_CLOSED = (
-    "the engine is closed, and the weights went with it: call engine.unwrap() instead of close() to keep them in the "
-    "model, or take them before (state_dict)"
+_GIVEN_BACK = "the engine is closed, and the model has its weights again: make a new engine to train on"
+_GONE = (
+    "the engine is closed, and the weights went with it: there was no room for them in memory, or nobody wanted them. "
+    "Save them before (engine.save_model, engine.save_checkpoint)"
 )
 
 
@@ -148,52 +147,78 @@ class Session:
         """Give the model ordinary parameters with the present values and gradients, and end it. Raises ``BudgetError``
         if memory has no room for them: nothing has changed then."""
         self.failure.check()
-        model, hooks = self.parts.model(), self.parts.hooks
+        model = self.parts.model()
         if model is None:
             raise OffloadError("the model is gone: there is nothing to unwrap")
-        self._check_room_for_all()
-        values: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        sites: list[tuple[nn.Module, str, int]] = []
-        for module in model.modules():
-            for name, handle in module._parameters.items():
-                if not isinstance(handle, Handle):
-                    continue
-                if id(handle) not in values:
-                    values[id(handle)] = handle, ordinary(handle)
-                sites.append((module, name, id(handle)))
-        hooks.reset()
-        hooks.remove()
-        parameters = {key: give_back(handle, value) for key, (handle, value) in values.items()}
-        for module, name, key in sites:
-            module._parameters[name] = parameters[key]
-        self.close()
-
-    def close(self, error: BaseException | None = None) -> None:
-        """End it, because of this ``error`` if of one: transfers in flight are waited for, memory and disk are given
-        back. Safe to call twice."""
-        ranks, hooks = self.parts.ranks, self.parts.hooks
-        try:
-            if error is not None:  # the others learn of it before they would wait for this rank
-                ranks.leave(error)
-            self.checkpoints.finish()
-        finally:
-            ranks.leave(error)
-            self.failure.record(OffloadError(_CLOSED))
-            try:
-                hooks.reset()
-            finally:
-                hooks.remove()
-                self.parts.closers.close()
-
-    def _check_room_for_all(self) -> None:
-        """Raise ``BudgetError`` if the weights and the gradients that are there do not fit into memory."""
-        run, gradients = self.parts.run, self.parts.tiers.gradients
-        numel = sum(spec.shape.numel() for unit in run.units for spec in unit.parameters)
-        numel += sum(spec.whole_shape.numel() for unit in run.shards for spec in gradients.of(unit))
-        needed, free = numel * run.config.dtype.itemsize, run.processor.free_bytes()
+        needed, free = self._room_for_all()
         if needed > free:
             raise BudgetError(
                 f"the weights take {readable_bytes(needed)} as ordinary parameters, and {readable_bytes(free)} are "
                 "free: the model stays the engine's.",
                 needed,
             )
+        self._end(OrdinaryParameters(model), None)
+
+    def close(self, error: BaseException | None = None, *, discard: bool = False) -> None:
+        """End it, because of this ``error`` if of one: transfers in flight are waited for, memory and disk are given
+        back. The model gets its weights again if memory has room for them, unless ``discard`` says that nobody wants
+        them. Safe to call twice."""
+        values = None
+        if error is not None:
+            if self.parts.ranks.size > 1:  # the others learn of it before they would wait for this rank
+                self.parts.ranks.leave(error)
+                discard = True
+            discard = discard or isinstance(error, SystemExit)  # there is little time
+        try:
+            if not discard and not self.failure.is_known:
+                values = self._values_if_there_is_room(error)
+        finally:
+            self._end(values, error)
+
+    def _end(self, values: OrdinaryParameters | None, error: BaseException | None) -> None:
+        ranks, hooks = self.parts.ranks, self.parts.hooks
+        try:
+            self.checkpoints.finish()
+        finally:
+            ranks.leave(error)
+            self.failure.record(OffloadError(_GONE if values is None else _GIVEN_BACK))
+            try:
+                hooks.reset()
+            finally:
+                hooks.remove()
+                if values is not None:
+                    values.install()
+                self.parts.closers.close()
+
+    def _values_if_there_is_room(self, error: BaseException | None) -> OrdinaryParameters | None:
+        """None, with a warning if steps are lost by it: they are not in memory, and in no checkpoint."""
+        model = self.parts.model()
+        if model is None:
+            return None
+        if error is not None:
+            self.parts.hooks.reset()  # what it has left in use
+        needed, free = self._room_for_all()
+        if self.parts.ranks.all("the end (close())", needed <= free):
+            try:
+                return OrdinaryParameters(model)
+            except OffloadError:
+                if error is None:
+                    raise
+                return None  # by the same error, most likely: that one says more
+        lost = self.checkpoints.num_steps_not_saved
+        if lost:
+            warn(
+                f"the weights take {readable_bytes(needed)}, and {readable_bytes(free)} are free: they go with the "
+                f"engine, and {lost} steps since they were last saved. Call engine.save_checkpoint(dir), or "
+                "engine.save_model(dir), before close(); close(discard=True) ends the engine without a word"
+            )
+        return None
+
+    def _room_for_all(self) -> tuple[int, int]:
+        """Bytes that the weights and the gradients that are there take as ordinary parameters, those of all ranks that
+        share the memory, and the bytes that are free."""
+        run, gradients = self.parts.run, self.parts.tiers.gradients
+        numel = sum(spec.shape.numel() for unit in run.units for spec in unit.parameters)
+        numel += sum(spec.whole_shape.numel() for unit in run.shards for spec in gradients.of(unit))
+        sharers = len(self.parts.ranks.world.local_ranks) if self.torch_device.type == "cpu" else 1
+        return sharers * numel * run.config.dtype.itemsize, run.processor.free_bytes()

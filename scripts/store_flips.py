@@ -86,7 +86,7 @@ def _flip_data(disk: RamDisk, rng: random.Random) -> None:
 
 
 def _flip_manifest(disk: RamDisk, rng: random.Random) -> None:
-    name = rng.choice(sorted(disk.files))
+    name = rng.choice(sorted(name for name, content in disk.files.items() if content))
     disk.files[name] = flipped(disk.files[name], rng.randrange(8 * len(disk.files[name])))
 
 

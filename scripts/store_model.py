@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from store_ram_disk import FaultPlan, RamDevice, RamDirectory, RamDisk
 
 from swapper import PAGE_BYTES, Arena, DurableStore, Extent
-from swapper.durable import begin, take_up
 from swapper.manifest import Entry, Manifest
+from swapper.opening import begin, take_up
 
 SIZES = [page * PAGE_BYTES for page in (1, 2, 1, 3, 1, 1)]
 NUM_COPIES = 3

@@ -269,6 +269,9 @@ class RamDirectory:
         self._strike("sync_names")
         self._disk.log(("sync_names",))
 
+    def is_name_of(self, name: str, file: int) -> bool:
+        return False
+
     def _strike(self, operation: Operation) -> Fault | None:
         fault = self._plan.next(operation)
         if fault is not None and fault.kind in ("error", "short"):

@@ -19,7 +19,13 @@ from swapper.errors import (
 )
 from swapper.extent import Extent
 from swapper.folders import create_store, open_store, remove_store
-from swapper.generation import Generation, generation_manifest, generation_metadata, open_generation
+from swapper.generation import (
+    Generation,
+    check_generation,
+    generation_manifest,
+    generation_metadata,
+    open_generation,
+)
 from swapper.spool import Spool, let_go
 from swapper.ticket import Ticket, waiting
 
@@ -44,6 +50,7 @@ __all__ = [
     "StoreUnsafe",
     "Ticket",
     "align",
+    "check_generation",
     "copy_generation",
     "create_store",
     "generation_manifest",

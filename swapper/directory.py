@@ -27,6 +27,7 @@ class Directory(Protocol):
     def rename(self, old: str, new: str) -> None: ...
     def remove(self, name: str) -> None: ...
     def sync(self) -> None: ...
+    def is_name_of(self, name: str, file: int) -> bool: ...
 
 
 class RealDirectory:
@@ -67,6 +68,13 @@ class RealDirectory:
     def sync(self) -> None:
         os.fsync(self._number)
 
+    def is_name_of(self, name: str, file: int) -> bool:
+        """An open file has this name here."""
+        try:
+            return os.path.samestat(os.stat(name, dir_fd=self._number, follow_symlinks=False), os.fstat(file))
+        except FileNotFoundError:
+            return False
+
 
 class MemoryDirectory:
     """The directory of a store that is gone with its process."""
@@ -78,6 +86,8 @@ class MemoryDirectory:
         return sorted(self._files)
 
     def read(self, name: str, nbytes_max: int) -> bytes:
+        if name not in self._files:
+            raise FileNotFoundError(name)
         return self._files[name][: nbytes_max + 1]
 
     def create(self, name: str, data: bytes) -> None:
@@ -87,6 +97,8 @@ class MemoryDirectory:
         pass
 
     def rename(self, old: str, new: str) -> None:
+        if old not in self._files:
+            raise FileNotFoundError(old)
         self._files[new] = self._files.pop(old)
 
     def remove(self, name: str) -> None:
@@ -96,19 +108,23 @@ class MemoryDirectory:
     def sync(self) -> None:
         pass
 
+    def is_name_of(self, name: str, file: int) -> bool:
+        return False
+
 
 class open_file(contextlib.AbstractContextManager[int]):
     """A descriptor of a regular file of ours in a directory, closed at the end and in forked children.
 
     Never follows a link; a new file is 0600 under any umask. Raises ``OSError``, and ``StoreUnsafe`` for a file that
-    has another owner or another name.
+    has another owner, and for one to be written that has another name (what is read may: ``cp -al`` makes them).
     """
 
     def __init__(self, directory: int, name: str, flags: int) -> None:
         self.descriptor = Descriptor(os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory))
         try:
             info = os.fstat(self.descriptor.number)
-            if not stat.S_ISREG(info.st_mode) or info.st_nlink > 1 or info.st_uid != os.geteuid():
+            names_max = 1 if flags & (os.O_WRONLY | os.O_RDWR) else info.st_nlink
+            if not stat.S_ISREG(info.st_mode) or info.st_nlink > names_max or info.st_uid != os.geteuid():
                 raise StoreUnsafe(f"{name} is not a regular file of yours with one name.")
             if flags & os.O_CREAT:
                 os.fchmod(self.descriptor.number, 0o600)

@@ -27,7 +27,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import aio_ext
@@ -42,24 +42,21 @@ from swapper.errors import (
     StorageFull,
     StorageIOError,
     StorageTimeout,
-    StoreExists,
     StoreMissing,
     StoreMisuse,
     failed,
 )
 from swapper.extent import Extent
+from swapper.links import REPLACES, Links, find_links, note_linked_in
 from swapper.manifest import Entry, Manifest
 from swapper.publication import (
     NEW,
+    committed_name,
     last_name,
     layout_of,
-    left_over,
-    prepared,
     prepared_name,
     publish,
-    published,
     put_new,
-    read_manifest,
     retained_name,
 )
 from swapper.record import Place
@@ -67,85 +64,6 @@ from swapper.ticket import Checksum, Ticket, Transfers
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-MakeDevice = Callable[[Manifest], Device]
-"""Gives the device that holds the data of a store, as its manifest describes it."""
-
-
-def begin(
-    directory: Directory,
-    make_device: MakeDevice,
-    empty: Manifest,
-    where: str,
-    reserved: Sequence[int] | None = None,
-) -> DurableStore:
-    """Publish ``empty`` as generation 0 of a new store. See ``create_store``; ``reserved`` is that of the store."""
-    names = _names(directory, where)
-    if published(names):
-        raise StoreExists(f"{where} is there already.")
-    device = make_device(empty)
-    try:
-        _clear(directory, names)
-        first = replace(empty, chunks=tuple(device.table()))
-        store = DurableStore(directory, device, {0: first}, set(), 0, 0, where, reserved)
-        store._write_new(first)
-        with store._renamed(NEW, last_name(0)):
-            return store
-    except BaseException:
-        device.close()
-        raise
-
-
-def take_up(
-    directory: Directory,
-    make_device: MakeDevice,
-    where: str,
-    generation: int | None = None,
-    reserved: Sequence[int] | None = None,
-) -> DurableStore:
-    """The store that ``directory`` tells of, at its last generation or at ``generation``. See ``open_store``."""
-    names = _names(directory, where)
-    found = published(names)
-    if not found:
-        raise StoreMissing(f"{where}: its creation was never finished.")
-    last = max(found)
-    names_of = found | prepared(names)
-    kept = {number: read_manifest(directory, name) for number, name in names_of.items()}
-    newest = kept[max(kept)]
-    for number, manifest in kept.items():
-        if manifest.generation != number or _shape(manifest) != _shape(newest):
-            raise StorageCorrupt(f"{where}: manifest {names_of[number]} is that of another store or generation.")
-    base = last if generation is None else generation
-    if base not in found:
-        raise StoreMissing(f"{where} has no generation {base}; there are {sorted(found)}.")
-    device = make_device(newest)  # its table of chunks holds for what was kept when it was made
-    try:
-        _clear(directory, names)
-        retained = {number for number, name in found.items() if name == retained_name(number)}
-        return DurableStore(directory, device, kept, retained, last, base, where, reserved)
-    except BaseException:
-        device.close()
-        raise
-
-
-def _shape(manifest: Manifest) -> tuple[object, ...]:
-    extents = [(entry.nbytes, manifest.places(entry)) for entry in manifest.entries]
-    return manifest.store, manifest.num_copies, manifest.num_paths, extents
-
-
-def _names(directory: Directory, where: str) -> list[str]:
-    try:
-        return directory.names()
-    except OSError as error:
-        raise failed(f"listing of {where}", error) from error
-
-
-def _clear(directory: Directory, names: Sequence[str]) -> None:
-    for name in left_over(names):
-        try:
-            directory.remove(name)
-        except OSError as error:
-            raise failed(f"removal of {name}, which a dead owner left", error) from error
 
 
 class DurableStore:
@@ -166,13 +84,16 @@ class DurableStore:
         base: int,
         where: str,
         reserved: Sequence[int] | None = None,
+        damage: Sequence[str] = (),
     ) -> None:
         """Start from the manifests ``kept``, at generation ``base``. Takes over ``device``.
 
         ``last`` is the last generation that was committed; one that is kept above it is prepared.
         ``reserved`` is how many places of each extent get their space now; None: all of them have it already.
+        ``damage`` says what is wrong with other generations; the store is only read then.
         Raises ``StorageFull``.
         """
+        self.damage = tuple(damage)
         self._directory = directory
         self._transfers = Transfers(device, where)
         self._kept = dict(kept)
@@ -202,8 +123,14 @@ class DurableStore:
         self._pid = os.getpid()
         self._closers = contextlib.ExitStack()
         self._closers.callback(self._transfers.close)
-        if reserved is not None:
+        if reserved is not None and not damage:
             self.reserve(reserved)
+
+    def publish_first(self) -> None:
+        """Publish generation 0 of a new store."""
+        self._write_new(self._base)
+        with self._renamed(NEW, last_name(0)):
+            pass
 
     def __enter__(self) -> Self:
         return self
@@ -270,6 +197,19 @@ class DurableStore:
     def holds(self, extent: Extent) -> bool:
         """The extent is a part of the last generation."""
         return self.manifest_of(self.generation).entries[extent.index].generation > 0
+
+    @property
+    def identity(self) -> bytes:
+        """Identity of the store, which no other one has: 16 bytes."""
+        return self._base.store
+
+    @property
+    def replaces(self) -> bytes:
+        """Identity of the store that this one was made to replace; empty if there was none, or nobody knows."""
+        try:
+            return self._directory.read(REPLACES, len(self.identity))
+        except OSError:
+            return b""
 
     @property
     def shape(self) -> list[tuple[int, int]]:
@@ -455,6 +395,18 @@ class DurableStore:
                 return
             self._remove_for_good(name, generation)
 
+    def links(self) -> Links:
+        """Account for the names that the data has beside the store's own."""
+        return find_links(self._directory, self._transfers.device.descriptors[0], self._retained)
+
+    def release_unlinked(self) -> None:
+        """Let the retained generations go that no folder holds any more. All stay as long as the data has a name that
+        is not accounted for: see [Note: Links that are accounted for]."""
+        links = self.links()
+        for generation in self.retained if not links.num_unknown else ():
+            if generation not in links.generations:
+                self.release(generation)
+
     def rewind(self) -> None:
         """Give up everything written since the last commit, or since the store was opened. No transfer of the caller's
         may be in flight."""
@@ -516,13 +468,15 @@ class DurableStore:
             self._transfers.device.give_back(ranges)
             self._reserved = [0] * len(self._reserved)
 
-    def link(self, folder: int) -> None:
+    def link(self, folder: int, directory: Path) -> None:
         """Make the last generation a part of the empty directory ``folder`` (a descriptor), without copying it: hard
         links to the data, and the manifest. ``open_generation`` reads it there.
 
-        It must be retained as long as the directory is needed. Raises ``OSError`` where the file system cannot link.
+        It must be retained as long as the directory is needed: see ``release_unlinked``, which looks for it in
+        ``directory``, and two below that. Raises ``OSError`` where the file system cannot link.
         """
         with self._alone(reads=True):
+            note_linked_in(self._directory, directory)
             for index, descriptor in enumerate(self._transfers.device.descriptors):
                 os.link(f"/proc/self/fd/{descriptor}", f"data.{index}", dst_dir_fd=folder)
             publish(RealDirectory(folder), self._kept[self._last])
@@ -550,6 +504,8 @@ class DurableStore:
                 self._wait_for_turn()
                 if self._failure is not None:
                     raise self._failure
+            if not reads:
+                self._check_whole()
             if nbytes != extent.nbytes:
                 raise StoreMisuse(f"extent {extent.index} has {extent.nbytes} bytes, not {nbytes}.")
             yield
@@ -560,6 +516,7 @@ class DurableStore:
         either, unless ``reads`` says that what is current and kept stays as it is."""
         if checked:
             self._check_process()
+            self._check_whole()
         me = object()
         try:
             with self._lock:
@@ -577,6 +534,12 @@ class DurableStore:
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise StoreMisuse(f"{self._transfers.where} belongs to process {self._pid}: a forked child opens its own.")
+
+    def _check_whole(self) -> None:
+        if self.damage:
+            error = StorageCorrupt(f"{self._transfers.where} is only read: {' '.join(self.damage)}")
+            error.advice = "Copy what it holds into another store."
+            raise error
 
     def _wait_for_turn(self) -> None:
         """Sleep, without the lock, until no call has the store alone."""
@@ -666,9 +629,17 @@ class DurableStore:
             self._kept = {number: self._kept[number] for number in self._retained} | {generation: manifest}
             with self._lock:
                 self._take_base()
-        if before not in self._retained:
-            with contextlib.suppress(OSError):  # the next owner removes it
+        with contextlib.suppress(OSError):  # the next owner removes what is left, and what is not said is not known
+            self._say_committed(before, generation)
+            if before not in self._retained:
                 self._directory.remove(last_name(before))
+
+    def _say_committed(self, before: int, generation: int) -> None:
+        """See [Note: What was acknowledged]."""
+        try:
+            self._directory.rename(committed_name(before), committed_name(generation))
+        except FileNotFoundError:
+            self._directory.create(committed_name(generation), b"")
 
     def _remove_for_good(self, name: str, generation: int) -> None:
         """Give up a generation, whose manifest is called ``name``: that must be gone for good before its copies are

@@ -14,7 +14,7 @@ from swapper import owner
 from swapper.arena import align
 from swapper.device import Device, open_device
 from swapper.directory import Directory, MemoryDirectory, RealDirectory
-from swapper.durable import DurableStore, begin, take_up
+from swapper.durable import DurableStore
 from swapper.errors import (
     StorageCorrupt,
     StoreExists,
@@ -26,8 +26,10 @@ from swapper.errors import (
     unusable,
 )
 from swapper.files import Descriptor, open_direct, open_directory, open_nameless, reserve
+from swapper.links import REPLACES
 from swapper.manifest import Entry, Manifest
-from swapper.publication import layout_of, used_bytes
+from swapper.opening import begin, take_up
+from swapper.publication import committed, layout_of, used_bytes
 
 SUFFIX = ".store"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
@@ -44,6 +46,7 @@ def create_store(
     places: int | Sequence[int] = 1,
     reserved: Sequence[int] | None = None,
     metadata: bytes = b"",
+    replaces: bytes = b"",
     backend: str = "auto",
     queue_depth: int = 32,
     block_bytes: int = 1 << 20,
@@ -57,6 +60,8 @@ def create_store(
 
     The manifests are under the first path; several paths share the data. ``reserved`` is how many places of each extent
     get their space now, if it is not all: see ``DurableStore.reserve``. On several paths all of it is taken at once.
+
+    ``replaces`` is the ``identity`` of a store that this one is to take over from: see ``DurableStore.replaces``.
 
     Without a ``name`` the store is gone with its process, however that ends, except for generations that were linked
     elsewhere. Its files are 0600 and have no directory entry; any number of such stores share a path.
@@ -91,6 +96,7 @@ def create_store(
             )
 
         try:
+            _note_replaced(folders.directory, replaces)
             store = begin(folders.directory, make_device, empty, str(folders), reserved)
         except StoreExists:
             raise
@@ -100,6 +106,13 @@ def create_store(
         undo.pop_all()
         store.closing(folders.close)
         return store
+
+
+def _note_replaced(directory: Directory, identity: bytes) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        directory.remove(REPLACES)
+    if identity:
+        directory.create(REPLACES, identity)
 
 
 def _each(places: int | Sequence[int], num_extents: int) -> list[int]:
@@ -127,10 +140,12 @@ def open_store(
 
     Going on from a retained generation gives the next commit a number above all that are there. If the last owner left
     a generation prepared, ``DurableStore.prepared`` is its number: ``finish`` or ``abandon`` it before anything is
-    written. ``reserved`` is that of ``create_store``.
+    written. ``reserved`` is that of ``create_store``. If the manifest of another generation is damaged,
+    ``DurableStore.damage`` says so, and the store is only read.
 
     Raises ``StoreMissing`` if there is no such store or generation, ``StoreLocked`` if it is open elsewhere,
-    ``StorageCorrupt`` if a manifest is damaged or a file too short, ``StoreUnsafe``. Nothing has changed then.
+    ``StorageCorrupt`` if its manifest is damaged, or gone though it was committed, or a file is too short,
+    ``StoreUnsafe``. Nothing has changed then.
     """
     if len(paths) > 1:
         reserved = None
@@ -238,6 +253,8 @@ class _Folders:
             self.directory = RealDirectory(self._opened[0])
             for index, directory in enumerate(self._opened):
                 self.files.append(self._open_data(directory, index, create))
+                if create:
+                    os.fsync(directory)
         except BaseException as error:
             self.close()
             for folder in self._made:
@@ -259,9 +276,13 @@ class _Folders:
             self.remove()
 
     def remove(self) -> None:
-        """Manifests first: without them what is left is the beginning of a store."""
+        """Manifests first: without them what is left is the beginning of a store. Before them goes, for good, what says
+        that there was a commit."""
         for directory, path in zip(self._opened, self.paths, strict=True):
             files = RealDirectory(directory)
+            for name in committed(files.names()).values():
+                files.remove(name)
+                files.sync()
             for name in sorted(files.names(), key=lambda name: name.startswith("data.")):
                 files.remove(name)
             (path / self._folder).rmdir()
@@ -311,7 +332,7 @@ class _Folders:
             owner.lock(file, directory, str(self))
         except OSError:
             if create and info.st_size == 0:  # ours by the lock, and never a store
-                for left in (owner.NAME, name):
+                for left in (owner.WRITTEN, owner.NAME, name):
                     with contextlib.suppress(OSError):
                         os.unlink(left, dir_fd=directory)
             raise

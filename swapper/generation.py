@@ -20,7 +20,7 @@ from swapper.errors import StorageCorrupt, StoreMissing, StoreMisuse, StoreUnsaf
 from swapper.extent import Extent
 from swapper.files import Descriptor, named
 from swapper.manifest import MANIFEST_BYTES_MAX, Manifest
-from swapper.publication import Held, published, used_bytes
+from swapper.publication import Held, missing, published, used_bytes
 from swapper.ticket import Checksum, Ticket, Transfers
 
 
@@ -41,7 +41,10 @@ def generation_metadata(folder: Path) -> bytes:
 def generation_manifest(folder: Path) -> Manifest:
     """The manifest of the last generation that ``folder`` holds. Raises as ``open_generation``."""
     with _opened(folder) as directory:
-        found = published(os.listdir(directory))  # noqa: PTH208 - a descriptor
+        names = os.listdir(directory)  # noqa: PTH208 - a descriptor
+        if gone := missing(names):
+            raise StorageCorrupt(f"{named(folder)}: {gone}")
+        found = published(names)
         if not found:
             raise StoreMissing(f"{named(folder)} holds no generation: it was never finished.")
         number, name = max(found), found[max(found)]
@@ -54,6 +57,20 @@ def generation_manifest(folder: Path) -> Manifest:
             if manifest.generation != number:
                 raise Refused(f"it is that of generation {manifest.generation}")
         return manifest
+
+
+def check_generation(folder: Path) -> None:
+    """Look whether ``folder`` holds a generation, with all of its bytes; what they are is not read. Raises as
+    ``open_generation``."""
+    manifest = generation_manifest(folder)
+    sizes = []
+    for index in range(manifest.num_paths):
+        path = folder / f"data.{index}"
+        try:
+            sizes.append(path.stat().st_size)
+        except OSError as error:
+            raise StorageCorrupt(f"{named(path)} cannot be looked at: {error.strerror}.") from None
+    _check_size(folder, manifest, sizes)
 
 
 class Generation:
@@ -125,11 +142,7 @@ class Generation:
             descriptor, size = self._open_file(self.folder / f"data.{index}")
             files.append(descriptor)
             sizes.append(size)
-        needed = used_bytes(self._manifest)
-        if len(files) == 1 and sizes[0] < needed:
-            raise StorageCorrupt(
-                f"{named(self.folder)}: its data has {readable_bytes(sizes[0])}, {readable_bytes(needed)} are needed."
-            )
+        _check_size(self.folder, self._manifest, sizes)
         paths = [self.folder] * len(files)
         return open_device(
             paths, self._held.store_bytes, lambda index, _: files[index],
@@ -175,3 +188,11 @@ def _opened(folder: Path) -> Iterator[int]:
         raise StoreUnsafe(f"{named(folder)} cannot be opened: {error.strerror}.") from None
     with contextlib.closing(descriptor):
         yield descriptor.number
+
+
+def _check_size(folder: Path, manifest: Manifest, sizes: Sequence[int]) -> None:
+    needed = used_bytes(manifest)
+    if len(sizes) == 1 and sizes[0] < needed:
+        raise StorageCorrupt(
+            f"{named(folder)}: its data has {readable_bytes(sizes[0])}, {readable_bytes(needed)} are needed."
+        )

@@ -22,6 +22,7 @@ from swapper.directory import open_file
 from swapper.errors import StoreLocked
 
 NAME = "owner"
+WRITTEN = "owner.new"
 _BYTES_MAX = 4096
 _GRACE_S = 30.0
 """Seconds that the kernel may take to finish the transfers of a process that has died."""
@@ -63,9 +64,11 @@ def lock(descriptor: int, directory: int, where: str) -> None:
             if owner is None or not owner.is_dead() or time.monotonic() > deadline:
                 raise StoreLocked(f"{where} is in use by {owner or 'another process'}.") from None
             time.sleep(0.005)  # its last transfers are still coming in: nothing tells when they are over
-    with open_file(directory, NAME, os.O_WRONLY | os.O_CREAT) as file:
-        os.ftruncate(file, 0)
-        os.pwrite(file, json.dumps(vars(Owner.me())).encode(), 0)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(WRITTEN, dir_fd=directory)
+    with open_file(directory, WRITTEN, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
+        os.write(file, json.dumps(vars(Owner.me())).encode())
+    os.rename(WRITTEN, NAME, src_dir_fd=directory, dst_dir_fd=directory)  # a copy of hard links keeps its own
 
 
 def is_locked(descriptor: int) -> bool:

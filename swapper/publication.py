@@ -1,6 +1,10 @@
 """The generations of a store in its directory: a manifest each, under a name that says whether it counts.
 
 A generation is published by one rename, at once or after it was prepared, see ``swapper.durable``.
+
+[Note: What was acknowledged] When a generation is published for good, the name of an empty file is changed to say so.
+Nobody waits until the disk has that name: one that is there is true, one that is not says nothing. So a last manifest
+that somebody has removed is an error, and not a reason to go back to an older one in silence.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from swapper.record import Record
 
 NEW = "new"
 _NAME = re.compile(r"(generation|retained|prepared)\.([0-9a-f]{16})")
+_COMMITTED = re.compile(r"committed\.([0-9a-f]{16})")
 
 
 def last_name(generation: int) -> str:
@@ -32,6 +37,27 @@ def retained_name(generation: int) -> str:
 def prepared_name(generation: int) -> str:
     """Under which a generation waits until it is finished or abandoned."""
     return f"prepared.{generation:016x}"
+
+
+def committed_name(generation: int) -> str:
+    """Name of an empty file that says that this generation was committed. See [Note: What was acknowledged]."""
+    return f"committed.{generation:016x}"
+
+
+def committed(names: Sequence[str]) -> dict[int, str]:
+    """The generations of which that is said; the last one is the largest."""
+    found = {int(match[1], 16): name for name in names if (match := _COMMITTED.fullmatch(name))}
+    return dict(sorted(found.items()))
+
+
+def missing(names: Sequence[str]) -> str:
+    """Sentence on the last generation, if it was committed and its manifest is gone; else nothing."""
+    last = max(committed(names), default=0)
+    found = published(names)
+    if not last or last <= max(found, default=-1):
+        return ""
+    others = f"; there are {sorted(found)}" if found else ""
+    return f"generation {last} was committed, and its manifest {last_name(last)} is gone{others}."
 
 
 def published(names: Sequence[str]) -> dict[int, str]:
@@ -53,7 +79,8 @@ def prepared(names: Sequence[str]) -> dict[int, str]:
 def left_over(names: Sequence[str]) -> list[str]:
     """Names that a dead owner left and no store needs: an unfinished commit, a generation that was replaced."""
     needed = {*published(names).values(), *prepared(names).values()}
-    return [name for name in names if name == NEW or (_NAME.fullmatch(name) and name not in needed)]
+    older = list(committed(names).values())[:-1]
+    return [name for name in names if name == NEW or name in older or (_NAME.fullmatch(name) and name not in needed)]
 
 
 def read_manifest(directory: Directory, name: str) -> Manifest:

@@ -11,17 +11,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from swapper import owner
+from swapper import links, owner
 from swapper.arena import PAGE_BYTES, Arena
 from swapper.directory import RealDirectory
 from swapper.durable import DurableStore
 from swapper.errors import OffloadError, StorageError, StoreMissing, StoreUnsafe, failed
 from swapper.files import Descriptor, open_directory
 from swapper.folders import SUFFIX, open_store
-from swapper.publication import left_over, prepared, published, read_manifest
+from swapper.publication import left_over, missing, prepared, published, read_manifest
 
 _NAMELESS = re.compile(r"\.offload-[0-9]+-[0-9a-f]{16}")
 """Name of a file without a name for a moment, where such a file cannot be made."""
+
+_BESIDE = (owner.NAME, owner.WRITTEN, links.NAME, links.REPLACES, "new")
+"""Small files that say nothing of a store without a manifest."""
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -58,18 +61,30 @@ def scrub(paths: Sequence[Path]) -> list[dict[str, Any]]:
         }
         report.append(found)
         try:
-            with open_store(paths, name.removesuffix(SUFFIX), reserved=()) as store:
-                generations = store.generations
+            generations = _whole(paths, name.removesuffix(SUFFIX), found)
         except StoreMissing:
             found["state"] = "its creation was never finished: gc removes it"
-            continue
-        except StorageError as error:
-            found["damage"].append(str(error))
             continue
         for number in generations:
             with open_store(paths, name.removesuffix(SUFFIX), generation=number, reserved=()) as store:
                 _read_all(store, found)
     return report
+
+
+def _whole(paths: Sequence[Path], name: str, found: dict[str, Any]) -> list[int]:
+    """The generations of a store that can be opened. What is wrong with the others goes into ``found``."""
+    names = os.listdir(paths[0] / (name + SUFFIX))  # noqa: PTH208 - only names are asked for
+    generations = []
+    for number in [None, *published(names)]:
+        try:
+            with open_store(paths, name, generation=number, reserved=()) as store:
+                if number is not None:
+                    generations.append(number)
+                wrong = list(store.damage)
+        except StorageError as error:
+            wrong = [str(error)]
+        found["damage"] += [line for line in wrong if line not in found["damage"]]
+    return generations
 
 
 def collect(paths: Sequence[Path]) -> list[dict[str, Any]]:
@@ -110,6 +125,8 @@ def _describe(where: Path, folder: int) -> dict[str, Any]:
         "data_bytes": sum(os.stat(n, dir_fd=folder, follow_symlinks=False).st_size for n in names if _is_data(n)),
         "damage": [],
     }
+    if gone := missing(names):
+        found["damage"].append(gone)
     for number, name in (published(names) | prepared(names)).items():
         try:
             manifest = read_manifest(directory, name)
@@ -177,7 +194,7 @@ def _clean(where: Path, folder: int) -> dict[str, Any]:
             found["state"] = f"in use by {owner.read_owner(folder) or 'another process'}"
             return found
         # Without data.0 it may hold a part of a store whose manifests are under another path.
-        ours = [name for name in names if _is_data(name) or name in (owner.NAME, "new")]
+        ours = [name for name in names if _is_data(name) or name in _BESIDE]
         try:
             if not published(names) and "data.0" in names and len(ours) == len(names):
                 for name in ours:

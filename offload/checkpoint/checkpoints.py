@@ -27,9 +27,10 @@ from offload.checkpoint.native.description import Description, SavedUnits
 from offload.checkpoint.native.folder import CheckpointDirectory, SavingDirectory
 from offload.checkpoint.native.generations import Generations, NoGenerations
 from offload.checkpoint.native.load import Loading
-from offload.checkpoint.native.other_ranks import bring_together, last_run
+from offload.checkpoint.native.other_ranks import bring_together, last_run, what_is_there
 from offload.checkpoint.native.parts import description_of
 from offload.checkpoint.native.records import EngineRecords
+from offload.checkpoint.native.run_identity import RunIdentity
 from offload.checkpoint.native.save import save_copy
 from offload.checkpoint.native.saved_records import Source
 from offload.checkpoint.native.signals import Signals
@@ -74,12 +75,15 @@ class Checkpoints:
         self._access = access
         self._ranks = access.ranks
         self._objects: list[Any] = []
+        self._identity = RunIdentity()
         self.is_due = False
         """A step waits for its boundary, to be committed."""
         self._feed: dict[str, Any] | None = None
         """Source of batches, as it was when the last step returned. Known with ``durable`` only."""
         self._signals = Signals()
         self._committed_step = 0
+        self._saved_step = 0
+        """Step at which the weights were last saved or loaded, by any call."""
         self._records = EngineRecords(units, access, config.gradient_dtype)
         self.generations = NoGenerations()
         if opened is not None and records:
@@ -103,6 +107,15 @@ class Checkpoints:
                 )
             if all(item is not known for known in self._objects):
                 self._objects.append(item)
+
+    def note_saved(self) -> None:
+        """The weights are somewhere else now as they are."""
+        self._saved_step = self._run.progress.global_step
+
+    @property
+    def num_steps_not_saved(self) -> int:
+        """Steps that are lost with the weights. A durable run commits its last one."""
+        return 0 if self._config.durable else abs(self._run.progress.global_step - self._saved_step)
 
     # Commits.
 
@@ -135,6 +148,7 @@ class Checkpoints:
         try:
             generations.finish(self._last_step, self._host.drain, give_up=self._signals.came)
         finally:
+            self._identity.release()
             self._signals.restore()
 
     def _last_step(self) -> bytes | None:
@@ -145,9 +159,7 @@ class Checkpoints:
 
     def save(self, path: str | os.PathLike[str], tag: str | None, client_state: object) -> None:
         """See ``OffloadEngine.save_checkpoint``."""
-        directory = SavingDirectory(path, self._ranks)
-        tag = f"step{self._run.progress.global_step}" if tag is None else tag
-        directory.folder(tag)
+        directory = SavingDirectory(path, tag, self._run.progress.global_step, self._identity, self._ranks)
         self.generations.wait_for_background()
         self.pass_boundary()
         self.generations.wait()
@@ -158,18 +170,20 @@ class Checkpoints:
         def describe(units: SavedUnits) -> Description:
             return self._describe(feed, client_state, units)
 
-        if not self.generations.save(directory, tag, lambda: describe(self._own_units), self._ranks):
+        if not self.generations.save(directory, lambda: describe(self._own_units), self._ranks):
             metadata = describe(self._copied_units).encode()
             self._run.wait_for_updates()
-            save_copy(self._records, directory, tag, metadata)
-            directory.retain(self._config.keep_last, self._config.keep_every, _nothing)
-        _log.info("checkpoint saved: %s, step %d", directory.folder(tag), self._run.progress.global_step)
+            save_copy(self._records, directory, metadata)
+            directory.retain(self._config.keep_last, self._config.keep_every)
+        self.note_saved()
+        _log.info("checkpoint saved: %s, step %d", directory.target, self._run.progress.global_step)
 
     def save_dcp(self, path: str | os.PathLike[str]) -> None:
         """See ``OffloadEngine.save_dcp``."""
         target = Path(path).expanduser()
         self._run.wait_for_updates()
         save_distributed(target, self._run, self._units, self._access)
+        self.note_saved()
         _log.info("torch.distributed.checkpoint saved: %s, step %d", target, self._run.progress.global_step)
 
     # Loading.
@@ -179,6 +193,8 @@ class Checkpoints:
         self._begin_loading()
         if path is not None:
             directory = CheckpointDirectory(path)
+            if self._ranks.rank == 0:
+                directory.recover()
             self._ranks.barrier("load_checkpoint")
             with directory.open(tag) as generation:
                 try:
@@ -228,6 +244,8 @@ class Checkpoints:
         self._ranks.barrier("the run of other ranks")
         found = last_run(base, own)
         if found is None:
+            if self._ranks.rank == 0 and (there := what_is_there(base, own)):
+                warn(f"nothing is committed under {base}: training begins at step 0. But there are {there}")
             return None
         with found:
             return self._load(found, f"the run of {len(found.generations)} ranks under {base}")
@@ -266,6 +284,7 @@ class Checkpoints:
         run = description.run
         self._ranks.barrier("load_checkpoint", lambda: {"the step": run["step"], "the parameter groups": run["groups"]})
         self._replace(description.run, take_records, loading.take_gradients)
+        self._identity.go_on(description.run.get("identity", self._identity.value))
         for item, state in zip(self._objects, description.run["objects"], strict=True):
             item.load_state_dict(state)
         if description.run["random"] is not None:
@@ -282,6 +301,7 @@ class Checkpoints:
             raise self._access.failure.record(error) from None
         self._sink.restored()
         self._committed_step = -1  # what is committed is another state
+        self.note_saved()
 
     def _compare(self, description: Description, where: str) -> None:
         own = self._describe({}, None, self._copied_units, objects=())
@@ -312,6 +332,7 @@ class Checkpoints:
         fed = feed.get("objects", {})
         run = {
             **self._run.get(),
+            "identity": self._identity.value,
             "random": feed.get("random"),
             "objects": [fed[index] if index in fed else states[id(item)] for index, item in enumerate(own)],
             "client_state": client_state,
@@ -348,10 +369,6 @@ class Checkpoints:
 
 def _is_iterated(item: Any) -> bool:
     return isinstance(item, (Iterator, Iterable))
-
-
-def _nothing(folder: Path) -> None:
-    return None
 
 
 def _no_gradients(known: dict[str, list[float]]) -> None:

@@ -13,11 +13,11 @@ import errno
 import json
 import os
 import re
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+from offload.checkpoint.workplace import Workplace, clear_left_over, is_workplace
 from offload.errors import ConfigError
 from swapper import OffloadError, StorageFull, readable_bytes
 from swapper.errors import failed, unusable
@@ -26,8 +26,6 @@ _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP)
 """Error numbers of a file system without hard links."""
 
 INDEX_SUFFIX = ".safetensors.index.json"
-
-_UNFINISHED = re.compile(r"\.unfinished-([0-9]+)-[0-9a-f]{8}")
 
 
 class Unfinished:
@@ -40,12 +38,12 @@ class Unfinished:
         self.target = Path(target).expanduser()
         self._made = not self.target.exists()
         try:
-            self.target.mkdir(parents=True, exist_ok=True)
-            remove_left_over(self.target)
-            self.folder = hidden_in(self.target)
-            self.folder.mkdir()
+            make_directory(self.target)
+            clear_left_over(self.target)
+            self._place = Workplace(self.target)
         except OSError as error:
             raise unusable(f"{self.target} cannot be written to", error) from None
+        self.folder = self._place.new
 
     def require(self, nbytes: int) -> None:
         """Raise ``StorageFull`` unless there is room for so many bytes."""
@@ -64,7 +62,7 @@ class Unfinished:
         that are there."""
         target, index = self.target, stem + INDEX_SUFFIX
         names = [entry.name for entry in self.folder.iterdir() if entry.name not in others]
-        weights = re.compile(re.escape(stem) + r"(-[0-9]{5}-of-[0-9]{5}(-[0-9]+-[0-9a-f]{8})?)?\.safetensors")
+        weights = re.compile(re.escape(stem) + r"(-[0-9]{5}-of-[0-9]{5}(-[0-9a-f]{16})?)?\.safetensors")
         old = [entry.name for entry in target.iterdir() if weights.fullmatch(entry.name)]
         shards = [name for name in names if name != index]
         provisional: list[Path] = []
@@ -99,7 +97,7 @@ class Unfinished:
         sync_folder(self.target)
 
     def _show_under_other_names(self, shards: Sequence[str], index: str) -> list[Path]:
-        mark = self.folder.name.removeprefix(".unfinished-")
+        mark = self._place.mark
         other = {name: name.replace(".safetensors", f"-{mark}.safetensors") for name in shards}
         content = json.loads((self.folder / index).read_text())
         content["weight_map"] = {name: other[shard] for name, shard in content["weight_map"].items()}
@@ -126,7 +124,7 @@ class Unfinished:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._place.close()
         if error is not None and self._made:
             with contextlib.suppress(OSError):
                 self.target.rmdir()
@@ -159,23 +157,18 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
+def make_directory(path: Path) -> None:
+    """Make a directory, and those above it, for good. Raises ``OSError``."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        sync_folder(made.parent)
+
+
 def check_replaceable(target: Path, is_ours: re.Pattern[str]) -> None:
     """Raise ``ConfigError`` if the directory holds other things."""
     if target.exists() and not target.is_dir():
         raise ConfigError(f"{target} is a file: give a directory")
     for entry in target.iterdir() if target.is_dir() else ():
-        if not is_ours.fullmatch(entry.name) and not _UNFINISHED.fullmatch(entry.name):
+        if not is_ours.fullmatch(entry.name) and not is_workplace(entry.name):
             raise ConfigError(f"{target} has other files in it ({entry.name}): give a directory of its own")
-
-
-def hidden_in(target: Path) -> Path:
-    """A new name for a folder that is not complete yet, or none of the target's any more."""
-    return target / f".unfinished-{os.getpid()}-{os.urandom(4).hex()}"
-
-
-def remove_left_over(target: Path) -> None:
-    """Remove what dead processes left unfinished."""
-    for entry in target.iterdir():
-        found = _UNFINISHED.fullmatch(entry.name)
-        if found is not None and not Path(f"/proc/{found[1]}").exists():
-            shutil.rmtree(entry, ignore_errors=True)

@@ -30,7 +30,7 @@ def inspect(
     Of a directory with several it shows which ones are there. Changes nothing.
     """
     from offload.checkpoint.native import inspection
-    from offload.checkpoint.native.opened import is_checkpoint
+    from offload.checkpoint.native.mark import is_checkpoint
 
     path = checkpoint.expanduser()
     if path.is_dir() and not is_checkpoint(path):

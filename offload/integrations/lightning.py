@@ -103,8 +103,8 @@ class _Strategy(OfLightning):  # type: ignore[misc]
         return self._engine
 
     def close(self) -> None:
-        """End the engine: memory and disk are given back, and the model's weights go with them.
-        ``strategy.engine.unwrap()`` ends it and keeps them."""
+        """End the engine: memory and disk are given back. The model has its weights again, if they fit into memory: see
+        ``OffloadEngine.close``."""
         if self._engine is not None:
             engine, self._engine = self._engine, None
             engine.close()

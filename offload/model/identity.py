@@ -57,6 +57,26 @@ def give_back(handle: nn.Parameter, parameter: nn.Parameter) -> nn.Parameter:
     return found
 
 
+class OrdinaryParameters:
+    """What the parameters of a model would be without an engine: a copy of all values and gradients in memory."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._values: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        self._sites: list[tuple[nn.Module, str, int]] = []
+        for module in model.modules():
+            for name, handle in module._parameters.items():
+                if isinstance(handle, Handle):
+                    if id(handle) not in self._values:
+                        self._values[id(handle)] = handle, ordinary(handle)
+                    self._sites.append((module, name, id(handle)))
+
+    def install(self) -> None:
+        """Have them in the model in place of the handles. Nothing is in use, and no hook of the engine is left."""
+        found = {key: give_back(handle, value) for key, (handle, value) in self._values.items()}
+        for module, name, key in self._sites:
+            module._parameters[name] = found[key]
+
+
 def _let_go(module: nn.RNNBase) -> None:
     """A recurrent module lists its weights, and looks at them weakly: where one is another now, it makes a new list."""
     module._flat_weights = []

@@ -118,6 +118,7 @@ def _turn(model: Model, workload: Workload, options: Options) -> float:
                 engine.backward(_loss(engine, model.module, tokens))
             engine.step()
             seconds.append(time.perf_counter() - start)
+        engine.close(discard=True)
     return statistics.median(seconds[_WARM_UP:])
 
 

@@ -6,7 +6,12 @@ start, otherwise when a checkpoint is saved.
 
 [Note: Names] Without ``durable`` the store has no name, and is gone with its process. With it, it is ``run-N.store``
 under the first path, and the next engine goes on from it: in place if its plan has the same extents, else by copying
-(``offload.checkpoint``). The old store is removed when the new one has committed.
+(``offload.checkpoint``). The old store is removed when the new one has committed, and says that it replaces it; any
+other one with a commit stays.
+
+[Note: When a store is written no more] A store of which something is damaged is only read. One whose data has names
+that are not accounted for (a checkpoint that was moved, a copy by hard links) may be somebody's backup: what is written
+there is written into that, too. The run goes on in a new store in both cases.
 """
 
 from __future__ import annotations
@@ -20,11 +25,22 @@ from typing import Any
 
 from aio_ext.profile import IoProfile, load_profile
 from offload.config import OffloadConfig
+from offload.errors import warn
 from offload.plan.plan import Plan, Tier, UnitPlan
 from offload.ranks.machine import queue_share
 from offload.ranks.ranks import Ranks
 from offload.tiers.home import UnitHomes
-from swapper import DurableStore, Extent, OffloadError, StoreMissing, align, create_store, open_store, remove_store
+from swapper import (
+    DurableStore,
+    Extent,
+    OffloadError,
+    StorageCorrupt,
+    StoreMissing,
+    align,
+    create_store,
+    open_store,
+    remove_store,
+)
 
 _CHECKPOINTS_MAX = 8
 """Checkpoints that one store can hold without copying; more of them are copied."""
@@ -102,7 +118,7 @@ class _Opener:
             "block_bytes": 1 << 20 if profile is None else profile.block_bytes,
         }
 
-    def create(self, name: str | None) -> DurableStore:
+    def create(self, name: str | None, replaces: bytes = b"") -> DurableStore:
         return create_store(
             self.paths,
             name,
@@ -110,14 +126,19 @@ class _Opener:
             places=[kind.places for kind in self._kinds],
             retained_max=self.retained_max,
             reserved=[kind.reserved for kind in self._kinds],
+            replaces=replaces,
             **self._queue,
         )
 
     def open(self, name: str) -> tuple[DurableStore, bool]:
-        """A store that is there, and whether it has the layout. If not, it is only to be read."""
+        """A store that is there, and whether it has the layout and may be written. If not, it is only to be read."""
         store = open_store(self.paths, name, reserved=(), **self._queue)
         counts = [1 + kind.places + self.retained_max if kind.places else 1 for kind in self._kinds]
         fits = store.shape == [(align(kind.nbytes), count) for kind, count in zip(self._kinds, counts, strict=True)]
+        reason = _written_no_more(store)
+        if fits and reason:
+            warn(f"{self.paths[0] / name}.store: {reason}. The run goes on in a new store")
+        fits = fits and not reason
         if fits:
             try:
                 store.reserve([kind.reserved for kind in self._kinds])
@@ -160,15 +181,13 @@ def _open_durable(opener: _Opener, ranks: Ranks) -> EngineStore:
     have prepared it, at least. What was prepared and finished by none is given up.
     """
     with contextlib.ExitStack() as closing:
-        found: dict[int, tuple[DurableStore, bool]] = {}
-        for name in run_names(opener.paths[0]):
-            with contextlib.suppress(StoreMissing):  # its creation was never finished
-                found[_number(name)] = store, _ = opener.open(name)
-                closing.callback(store.close)
+        found, damaged = _found(opener, closing)
         last = max(
             ((number, store.generation) for number, (store, _) in found.items() if store.generation), default=None
         )
-        highest = max(found, default=0)
+        if max(damaged, default=-1) > (-1 if last is None else last[0]):
+            raise damaged[max(damaged)]
+        highest = max((*found, *damaged), default=0)
         of_ranks = ranks.all_gather_object("the last commit", (last, highest))
         last = max((of_rank for of_rank, _ in of_ranks if of_rank is not None), default=None)
         highest = max(number for _, number in of_ranks)
@@ -178,15 +197,54 @@ def _open_durable(opener: _Opener, ranks: Ranks) -> EngineStore:
             own = _at_commit(own, last[1], f"run-{number} under {opener.paths[0]}")
         fits = ranks.all("the layout of the store", fits)
         for other, (store, _) in found.items():
-            if other != number:  # nothing was ever committed there, or a newer run has replaced it
-                store.close()
-                remove_store(opener.paths, f"run-{other}")
+            if other == number:
+                continue
+            if store.generation and (own is None or own.replaces != store.identity):
+                warn(f"{opener.paths[0]}/run-{other}.store holds another run, beside run-{number}.store: it stays")
+                continue
+            store.close()  # nothing was ever committed there, or the newer run has replaced it
+            remove_store(opener.paths, f"run-{other}")
         if own is not None and fits:
+            for other, (store, _) in found.items():
+                if other != number:
+                    store.close()
             closing.pop_all()
             return EngineStore(own, opener.paths, opener.profile, True, opener.retained_max, None, f"run-{number}")
+        replaces = b"" if own is None else own.identity
     name = f"run-{highest + 1}"
     previous = None if last is None else f"run-{number}"
-    return EngineStore(opener.create(name), opener.paths, opener.profile, True, opener.retained_max, previous, name)
+    store = opener.create(name, replaces)
+    return EngineStore(store, opener.paths, opener.profile, True, opener.retained_max, previous, name)
+
+
+def _found(
+    opener: _Opener, closing: contextlib.ExitStack
+) -> tuple[dict[int, tuple[DurableStore, bool]], dict[int, StorageCorrupt]]:
+    """By number: the stores that can be opened, as ``_Opener.open`` gives them, and what is wrong with the others."""
+    found: dict[int, tuple[DurableStore, bool]] = {}
+    damaged: dict[int, StorageCorrupt] = {}
+    for name in run_names(opener.paths[0]):
+        try:
+            found[_number(name)] = store, _ = opener.open(name)
+        except StoreMissing:  # its creation was never finished
+            continue
+        except StorageCorrupt as error:
+            way_out = f"To begin with a checkpoint, move {opener.paths[0] / name}.store away, and load one."
+            error.advice = f"{error.advice} {way_out}"
+            damaged[_number(name)] = error
+            continue
+        closing.callback(store.close)
+    return found, damaged
+
+
+def _written_no_more(store: DurableStore) -> str:
+    """Why nothing may be written into this store; nothing if it may. See [Note: When a store is written no more]."""
+    if store.damage:
+        return " ".join(store.damage).rstrip(".")
+    num_unknown = store.links().num_unknown
+    if num_unknown:
+        return f"its data has {num_unknown} more names (hard links), which are not those of its checkpoints"
+    return ""
 
 
 def _at_commit(store: DurableStore | None, generation: int, where: str) -> DurableStore:
@@ -194,7 +252,7 @@ def _at_commit(store: DurableStore | None, generation: int, where: str) -> Durab
     if store is not None:
         if store.prepared == generation:
             store.finish()
-        else:
+        elif store.prepared is not None:
             store.abandon()
         if store.generation == generation:
             return store

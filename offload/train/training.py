@@ -102,4 +102,5 @@ def train(
             seconds_max=SAMPLE_SECONDS_MAX,
             seed=settings.seed,
         )
+        engine.close(discard=True)  # whole in memory, the model would be more than the demo may take
     return Training(rss_imports_bytes, steps, digests, plan, sample, process.peak_rss_bytes())

@@ -26,44 +26,44 @@ def forward_after_close(place):
     return [loss.item() for loss in losses(_closed(place), 1)]
 
 
-@family.refused("the model itself is called after `close()`", _CLOSED)
+@family.works("the model itself is called after `close()`")
 def model_after_close(place):
     engine = _closed(place)
     return engine.module(data(1)[0][0])
 
 
-@family.refused("a weight is read after `close()`", _CLOSED)
+@family.works("a weight is read after `close()`")
 def read_after_close(place):
     return _closed(place).module.head.weight.norm().item()
 
 
-@family.refused("a weight is written after `close()`", _CLOSED)
+@family.works("a weight is written after `close()`")
 def written_after_close(place):
     engine = _closed(place)
     engine.module.head.weight.data.zero_()
     return True
 
 
-@family.refused("`state_dict()` after `close()`", _CLOSED)
+@family.works("`state_dict()` after `close()`")
 def state_dict_after_close(place):
-    return _closed(place).state_dict()
+    return dict(_closed(place).state_dict())
 
 
-@family.refused("`model.state_dict()` after the `with` block", _CLOSED)
+@family.works("`model.state_dict()` after the `with` block")
 def state_dict_after_with(place):
     with place.small() as engine:
         train(engine, 1)
-    return engine.module.state_dict()
+    return dict(engine.module.state_dict())
 
 
-@family.refused("`torch.save(model)` after `close()`", _CLOSED)
+@family.works("`torch.save(model)` after `close()`")
 def saved_after_close(place):
     engine = _closed(place)
     torch.save(engine.module, place.folder / "model.pt")
     return True
 
 
-@family.refused("`copy.deepcopy(model)` after `close()`", _CLOSED)
+@family.works("`copy.deepcopy(model)` after `close()`")
 def copied_after_close(place):
     import copy
 
@@ -93,7 +93,7 @@ def optimizer_state_after_close(place):
     return len(_closed(place).optimizer.state_dict()["state"])
 
 
-@family.works_or_refused("`p.grad` after `close()`", _CLOSED)
+@family.works("`p.grad` after `close()`")
 def gradient_after_close(place):
     engine = place.small()
     next(losses(engine, 1)).backward()
@@ -120,7 +120,7 @@ def closed_twice(place):
     engine.close()
 
 
-@family.refused("the model is wrapped again after `close()`", "closed|unwrap|build the model again")
+@family.works("the model is wrapped again after `close()`")
 def wrapped_after_close(place):
     engine = _closed(place)
     again = place.wrap(engine.module)

@@ -268,12 +268,12 @@ def test_checkpoints_that_are_not_to_stay_go_and_their_space_is_used_again(tmp_p
     options = {"nvme_path": tmp_path, "host_memory": least(tmp_path), "keep_last": 2, "keep_every": 4}
     with OffloadEngine(make_model(), lr=1e-3, **options) as engine:
         train(engine, 14, lambda: engine.save_checkpoint(saved))
-        assert sorted(entry.name for entry in saved.iterdir()) == [
+        assert sorted(entry.name for entry in saved.glob("[!.]*")) == [
             "latest", "step12", "step13", "step14", "step4", "step8",
         ]  # fmt: skip
         shutil.rmtree(saved / "step4")  # by the user's own hand
         train(engine, 15, lambda: engine.save_checkpoint(saved))
-        assert len(engine._session.checkpoints.generations.linked._folders) == 4
+        assert len(engine._session.parts.tiers.store.retained) == 4
     with OffloadEngine(make_model(1), lr=1e-3) as engine:
         for step in (8, 12, 14, 15):
             engine.load_checkpoint(saved, f"step{step}")
@@ -429,7 +429,7 @@ def test_a_disk_without_room_is_said_before_anything_is_written(tmp_path: Path, 
         with pytest.raises(StorageFull, match="are needed"):
             engine.save_checkpoint("/dev/shm/offload-test-full", "second")
         monkeypatch.setattr(os, "fstatvfs", real)
-        assert list(Path("/dev/shm/offload-test-full").iterdir()) == []
+        assert not list(Path("/dev/shm/offload-test-full").glob("[!.]*"))
         expected += train(engine, 3)
     shutil.rmtree("/dev/shm/offload-test-full", ignore_errors=True)
     assert sorted(entry.name for entry in (tmp_path / "saved").iterdir()) == ["latest", "step1"]
@@ -570,7 +570,9 @@ def test_what_a_killed_process_left_unfinished_goes_and_is_no_checkpoint(tmp_pat
     with OffloadEngine(make_model(), lr=1e-3) as engine:
         train(engine, 1)
         engine.save_checkpoint(tmp_path)
-        shutil.copytree(tmp_path / "step1", tmp_path / ".unfinished-999999999-0123abcd")
+        left = tmp_path / ".unfinished-0123456789abcdef"
+        shutil.copytree(tmp_path / "step1", left / "new")
+        (left / "lock").touch()
         (tmp_path / "latest").unlink()
         train(engine, 2)
         engine.load_checkpoint(tmp_path)
@@ -578,3 +580,70 @@ def test_what_a_killed_process_left_unfinished_goes_and_is_no_checkpoint(tmp_pat
         train(engine, 2)
         engine.save_checkpoint(tmp_path)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step1", "step2"]
+
+
+def durable(path: Path, **options) -> OffloadEngine:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*holds step")
+        return OffloadEngine(make_model(), lr=1e-3, nvme_path=path, host_memory=least(path), durable=1, **options)
+
+
+def test_checkpoints_beside_the_store_that_they_come_from_leave_it_alone(tmp_path: Path):
+    with durable(tmp_path, keep_last=1) as engine:
+        expected = train(engine, 4, lambda: engine.save_checkpoint(tmp_path))
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "run-1.store", "step4"]
+    with durable(tmp_path) as engine:
+        engine.load_checkpoint()
+        assert engine.global_step == 4
+        engine.load_checkpoint(tmp_path)
+        assert engine.global_step == len(expected)
+
+
+def test_nothing_is_begun_anew_in_silence_where_checkpoints_are(tmp_path: Path):
+    with durable(tmp_path) as engine:
+        train(engine, 2, lambda: engine.save_checkpoint(tmp_path / "saved"))
+    shutil.rmtree(tmp_path / "run-1.store")
+    with (
+        durable(tmp_path) as engine,
+        pytest.warns(UserWarning, match=r"training begins at step 0. But there are checkpoints: .*'.*saved'\)"),
+    ):
+        assert engine.load_checkpoint() is None
+
+
+@pytest.mark.parametrize("act", ["a moved checkpoint", "a damaged manifest"])
+def test_a_run_goes_on_in_a_new_store_where_the_old_one_must_not_be_written(tmp_path: Path, act: str):
+    with OffloadEngine(make_model(), lr=1e-3) as engine:
+        expected = train(engine, 6)
+    saved, kept = tmp_path / "saved", tmp_path / "kept"
+    with durable(tmp_path) as engine:
+        train(engine, 2, lambda: engine.save_checkpoint(saved))
+    if act == "a moved checkpoint":
+        saved.rename(kept)
+    else:
+        kept = saved
+        manifest = min((tmp_path / "run-1.store").glob("retained.*"))
+        manifest.write_bytes(manifest.read_bytes()[:-1])
+    with pytest.warns(UserWarning, match=r"run-1.store: .*(1|2) more names|run-1.store: manifest retained"):
+        engine = durable(tmp_path)
+    with engine:
+        engine.load_checkpoint()
+        assert train(engine, 6) == expected[2:]
+    assert [entry.name for entry in tmp_path.glob("*.store")] == ["run-2.store"]
+    with OffloadEngine(make_model(1), lr=1e-3) as engine:
+        for step in (1, 2):
+            engine.load_checkpoint(kept, f"step{step}")
+            assert train(engine, 4) == expected[step:4]
+
+
+def test_another_runs_store_on_the_path_stays(tmp_path: Path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        with durable(tmp_path / name) as engine:
+            train(engine, 1 + (name == "b"))
+    (tmp_path / "b" / "run-1.store").rename(tmp_path / "a" / "run-2.store")
+    with pytest.warns(UserWarning, match="run-1.store holds another run, beside run-2.store: it stays"):
+        engine = durable(tmp_path / "a")
+    with engine:
+        engine.load_checkpoint()
+        assert engine.global_step == 2
+    assert len(list((tmp_path / "a").glob("*.store"))) == 2

@@ -1,13 +1,18 @@
-"""The end of the program: ranks close what they have together, so each goes through it in the same order."""
+"""The end of an engine, after which the model has its weights again, and the end of the program."""
 
 from __future__ import annotations
 
+import warnings
 import weakref
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
+import torch
+from runs import backward, bits, least, make_model, train
 
-from offload import closing
+from offload import OffloadEngine, OffloadError, closing
 
 
 def test_what_is_open_at_the_end_of_the_program_is_closed_the_newest_first(monkeypatch: pytest.MonkeyPatch):
@@ -18,3 +23,77 @@ def test_what_is_open_at_the_end_of_the_program_is_closed_the_newest_first(monke
     monkeypatch.setattr(closing, "_open", weakref.WeakSet(made))
     closing._close_all()
     assert closed == list(reversed(range(20)))
+
+
+def small(path: Path, **options) -> OffloadEngine:
+    return OffloadEngine(make_model(), lr=1e-3, nvme_path=path, host_memory=least(path), **options)
+
+
+def without_room(engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine._session.parts.run.processor, "free_bytes", lambda: 1000, raising=False)
+
+
+@pytest.mark.parametrize("end", ["with", "close", "an exception"])
+def test_after_the_end_the_model_is_an_ordinary_one_with_the_weights_of_the_last_step(tmp_path: Path, end: str):
+    engine = small(tmp_path)
+    model = engine.module
+    train(engine, 2)
+    expected = bits(model)
+    if end == "close":
+        engine.close()
+    else:
+        with pytest.raises(KeyboardInterrupt) if end == "an exception" else warnings.catch_warnings(), engine:
+            if end == "an exception":
+                model(torch.zeros(1, 3, dtype=torch.int64))
+                raise KeyboardInterrupt
+    assert {type(parameter) for parameter in model.parameters()} == {torch.nn.Parameter}
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    model.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=True))
+    assert bits(model).equal(expected)
+    with OffloadEngine(model, lr=1e-3) as again:
+        train(again, 1)
+    with pytest.raises(OffloadError, match="the engine is closed, and the model has its weights again"):
+        backward(engine, 0)
+
+
+def test_gradients_of_no_step_come_with_the_weights(tmp_path: Path):
+    engine = small(tmp_path)
+    backward(engine, 0)
+    expected = [parameter.grad.clone() for parameter in engine.module.parameters()]
+    engine.close()
+    assert all(p.grad.equal(gradient) for p, gradient in zip(engine.module.parameters(), expected, strict=True))
+
+
+SAVES: dict[str, Callable[[OffloadEngine, Path], object]] = {
+    "save_checkpoint": lambda engine, path: engine.save_checkpoint(path),
+    "save_model": lambda engine, path: engine.save_model(path),
+    "save_dcp": lambda engine, path: engine.save_dcp(path),
+    "state_dict": lambda engine, path: engine.state_dict(),
+}
+
+
+def test_steps_that_go_with_the_weights_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    engine = small(tmp_path)
+    train(engine, 1)
+    engine.save_checkpoint(tmp_path / "saved")
+    train(engine, 3)
+    without_room(engine, monkeypatch)
+    with pytest.warns(
+        UserWarning, match=r"weights take .*and 2 steps since.*save_checkpoint\(dir\), or engine.save_model"
+    ):
+        engine.close()
+    with pytest.raises(OffloadError, match="the engine is closed, and the weights went with it"):
+        bits(engine.module)
+    engine.close()
+
+
+@pytest.mark.parametrize("save", [*SAVES, "durable", "discard"])
+def test_nothing_is_said_where_nothing_is_lost_or_nobody_wants_it(tmp_path: Path, monkeypatch, save: str):
+    engine = small(tmp_path, durable=int(save == "durable"))
+    train(engine, 1)
+    if save in SAVES:
+        SAVES[save](engine, tmp_path / "saved")
+    without_room(engine, monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.close(discard=save == "discard")

@@ -70,6 +70,7 @@ def test_an_extent_that_was_not_rewritten_stays_through_many_commits(tmp_path: P
         assert store.generation == 5
         assert get(store, 0, lease) == {5} and get(store, 1, lease) == {9}
     assert sorted(entry.name for entry in (tmp_path / "run.store").iterdir()) == [
+        f"committed.{5:016x}",
         "data.0",
         f"generation.{5:016x}",
         "owner",
@@ -325,8 +326,8 @@ def ram():
     """Makes a store on a disk in memory, whose plan strikes after its creation."""
     from store_ram_disk import RamDevice, RamDirectory
 
-    from swapper.durable import begin
     from swapper.manifest import Entry, Manifest
+    from swapper.opening import begin
 
     def make(plan: FaultPlan):
         disk = RamDisk(bytearray(8 * PAGE_BYTES))

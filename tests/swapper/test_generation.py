@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from swapper import (
     open_store,
     remove_store,
 )
+from swapper.links import Links
 
 SIZES = [2 * PAGE_BYTES, PAGE_BYTES, PAGE_BYTES]
 
@@ -52,7 +54,7 @@ def get(store, index: int, lease) -> set[int]:
 def linked(store, folder: Path) -> Path:
     folder.mkdir()
     descriptor = os.open(folder, os.O_RDONLY)
-    store.link(descriptor)
+    store.link(descriptor, folder.parent)
     os.close(descriptor)
     return folder
 
@@ -219,3 +221,77 @@ def test_what_is_not_a_whole_generation_is_refused(tmp_path: Path, lease):
     (folder / "data.0").unlink()
     with pytest.raises(StorageCorrupt, match=r"data\.0 is missing"):
         open_generation(folder)
+
+
+def _moved(saved: Path) -> Path:
+    return (saved / "best").rename(saved / "keep_me")
+
+
+def _moved_away(saved: Path) -> Path:
+    return (saved / "best").rename(saved.parent / "elsewhere")
+
+
+def _parent_moved(saved: Path) -> Path:
+    return saved.rename(saved.parent / "archive") / "best"
+
+
+def _linked_once_more(saved: Path) -> Path:
+    shutil.copytree(saved / "best", saved.parent / "backup", copy_function=os.link)
+    shutil.rmtree(saved / "best")
+    return saved.parent / "backup"
+
+
+@pytest.mark.parametrize("act", [_moved, _moved_away, _parent_moved, _linked_once_more])
+@pytest.mark.parametrize("name", [None, "run"])
+def test_a_linked_generation_stays_whole_wherever_it_is_moved_to(tmp_path: Path, lease, name, act):
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    with create_store([tmp_path], name, SIZES[:1], places=2, retained_max=1) as store:
+        put(store, 0, 1, lease)
+        store.commit(b"one")
+        store.retain()
+        linked(store, saved / "best")
+        kept = act(saved)
+        store.release_unlinked()
+        assert store.retained == (1,)
+        for value in range(2, 7):
+            put(store, 0, value, lease)
+            store.commit()
+        with open_generation(kept) as generation:
+            assert get(generation, 0, lease) == {1}
+        shutil.rmtree(kept)
+        store.release_unlinked()
+        assert store.retained == ()
+
+
+def test_one_name_of_the_data_that_is_not_accounted_for_keeps_every_generation(tmp_path: Path, lease):
+    with create_store([tmp_path], "run", SIZES[:1], retained_max=2) as store:
+        for value in (1, 2):
+            put(store, 0, value, lease)
+            store.commit()
+            store.retain()
+            linked(store, tmp_path / f"step{value}")
+        assert store.links() == Links(frozenset({1, 2}), 0)
+        os.link(tmp_path / "step1" / "data.0", tmp_path / "a name of the user's own")
+        shutil.rmtree(tmp_path / "step1")
+        assert store.links() == Links(frozenset({2}), 1)
+        store.release_unlinked()
+        assert store.retained == (1, 2)
+    with open_store([tmp_path], "run") as store:  # the next owner knows where to look
+        assert store.links() == Links(frozenset({2}), 1)
+        (tmp_path / "a name of the user's own").unlink()
+        store.release_unlinked()
+        assert store.retained == (2,)
+
+
+def test_a_copy_of_a_store_by_hard_links_is_not_taken_for_a_checkpoint(tmp_path: Path, lease):
+    with create_store([tmp_path], "run", SIZES[:1], retained_max=1) as store:
+        put(store, 0, 1, lease)
+        store.commit()
+        store.retain()
+        linked(store, tmp_path / "step1")
+    shutil.copytree(tmp_path / "run.store", tmp_path / "backup.store", copy_function=os.link)
+    with open_store([tmp_path], "run") as store:
+        assert store.links() == Links(frozenset({1}), 1)
+    with open_store([tmp_path], "backup") as store:
+        assert get(store, 0, lease) == {1}

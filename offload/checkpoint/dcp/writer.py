@@ -229,7 +229,7 @@ class _Writing:
             raise told from error
 
     def _begin(self) -> tuple[str, int]:
-        """The name of the folder, and the first of the numbers, one a rank, that no file of the target has."""
+        """The folder in the target, and the first of the numbers, one a rank, that no file of the target has."""
         if not self._is_first:
             return "", 0
         check_replaceable(self._path, _ITS_FILES)
@@ -237,7 +237,9 @@ class _Writing:
         found = (_ITS_FILES.fullmatch(entry.name) for entry in self._path.iterdir())
         numbers = {int(match[1]) for match in found if match is not None and match[1]}
         num_files = self._ranks.size
-        return self._unfinished.folder.name, max(numbers) + 1 if numbers & set(range(num_files)) else 0
+        return str(self._unfinished.folder.relative_to(self._path)), max(numbers) + 1 if numbers & set(
+            range(num_files)
+        ) else 0
 
     def _require(self, plans: Sequence[SavePlan]) -> None:
         if self._unfinished is not None:

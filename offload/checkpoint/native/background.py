@@ -40,19 +40,19 @@ class BackgroundCopy:
         """Error by which the last copy failed. The thread sets it before it ends, who has waited for the thread takes
         it."""
 
-    def begin(self, generation: int, directory: SavingDirectory, tag: str, then: Callable[[], None]) -> None:
+    def begin(self, generation: int, directory: SavingDirectory, then: Callable[[], None]) -> None:
         """Copy a retained generation into ``directory``, give it its tag, call ``then``, and release it. No other copy
         may be under way: see ``wait``."""
-        self._name = str(directory.folder(tag))
+        self._name = str(directory.target)
         self._over.clear()
         self._thread = threading.Thread(
-            target=self._run, args=(generation, directory, tag, then), name="offload-checkpoint", daemon=True
+            target=self._run, args=(generation, directory, then), name="offload-checkpoint", daemon=True
         )
         try:
             self._thread.start()
         except RuntimeError:  # the system gives no more threads
             self._thread = None
-            self._run(generation, directory, tag, then)
+            self._run(generation, directory, then)
 
     def wait(self) -> None:
         """Return when no copy is under way. Raises, once, what the last one has failed with, and ``WaitTimeout``."""
@@ -75,9 +75,9 @@ class BackgroundCopy:
         finally:
             self._is_given_up = True
 
-    def _run(self, generation: int, directory: SavingDirectory, tag: str, then: Callable[[], None]) -> None:
+    def _run(self, generation: int, directory: SavingDirectory, then: Callable[[], None]) -> None:
         try:
-            warning = self._try(generation, directory, tag, then)
+            warning = self._try(generation, directory, then)
             try:
                 self._store.release(generation)
             except OffloadError as error:
@@ -87,10 +87,10 @@ class BackgroundCopy:
         finally:
             self._over.set()
 
-    def _try(self, generation: int, directory: SavingDirectory, tag: str, then: Callable[[], None]) -> str:
+    def _try(self, generation: int, directory: SavingDirectory, then: Callable[[], None]) -> str:
         """Copy, and say what went wrong."""
         try:
-            self._copy(generation, directory, tag)
+            self._copy(generation, directory)
             then()
         except _GivenUp:
             return f"checkpoint {self._name} was not finished: the program is to end"
@@ -102,11 +102,11 @@ class BackgroundCopy:
             return f"{error}\nThe next save_checkpoint, load_checkpoint or close raises this"
         return ""
 
-    def _copy(self, generation: int, directory: SavingDirectory, tag: str) -> None:
+    def _copy(self, generation: int, directory: SavingDirectory) -> None:
         try:
             with directory.unfinished() as folder:
                 copy_generation(self._store, generation, folder, self._passed)
-                directory.publish(folder, tag)
+                directory.publish(folder)
         except OSError as error:
             raise failed(f"saving the checkpoint {self._name}", error) from error
 

@@ -1,8 +1,11 @@
-"""The directory of a run's checkpoints: one folder for each, named by its tag, and a file that names the latest.
+"""The directory of checkpoints: one folder for each, named by its tag, and a file that names the latest.
 
 A checkpoint is made in a folder of another name and renamed when it is complete and synced: what has its tag is whole.
 Ranks save it together, each a part, in a directory that all of them see; the first one makes the folder, and gives it
 its tag. What one rank could not save is no checkpoint: every rank raises, and those before it stay.
+
+[Note: What retention removes] Of the checkpoints of its own run, which are complete and have the names that the run
+gave them, the newest stay. Nothing else goes: no other run's, no copy, nothing that is damaged or being read, no store.
 """
 
 from __future__ import annotations
@@ -16,9 +19,14 @@ from functools import partial
 from pathlib import Path
 
 from offload.checkpoint.every_rank import on_every_rank, tell
+from offload.checkpoint.locks import share, take_unused
+from offload.checkpoint.native.mark import NAME as MARK
+from offload.checkpoint.native.mark import Mark, Saved, is_checkpoint, is_complete, is_store, read_mark, saved_in
 from offload.checkpoint.native.parts import Parts, open_parts, part_name, step_of
-from offload.checkpoint.publish import hidden_in, remove_left_over, sync_folder
-from offload.errors import ConfigError
+from offload.checkpoint.native.run_identity import RunIdentity, clear_held
+from offload.checkpoint.publish import make_directory, sync_folder, write_synced
+from offload.checkpoint.workplace import Workplace, clear_left_over
+from offload.errors import ConfigError, warn
 from offload.ranks.ranks import Ranks
 from swapper import Generation, OffloadError, StoreMissing
 from swapper.errors import failed, unusable
@@ -36,73 +44,104 @@ class CheckpointDirectory:
 
     def folder(self, tag: str) -> Path:
         """Folder of the checkpoint of this tag. Raises ``ConfigError`` for a tag that cannot be a name."""
-        if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag == _LATEST:
-            raise ConfigError(f"tag {tag!r}: expected letters, digits, '.', '_' and '-', at most 100, and not 'latest'")
+        if not isinstance(tag, str) or not _TAG.fullmatch(tag) or tag == _LATEST or tag.endswith(".store"):
+            raise ConfigError(
+                f"tag {tag!r}: expected letters, digits, '.', '_' and '-', at most 100, not 'latest', and no '.store' "
+                "at the end"
+            )
         return self.path / tag
 
-    def tags(self) -> dict[str, int]:
-        """The tags of the checkpoints whose descriptions are whole, with their steps; the oldest step first."""
-        found = {}
-        with contextlib.suppress(OSError):
-            for entry in sorted(self.path.iterdir()):
-                if entry.is_dir() and _TAG.fullmatch(entry.name):
-                    with contextlib.suppress(OffloadError):
-                        found[entry.name] = step_of(entry)
-        return dict(sorted(found.items(), key=lambda item: item[1]))
+    def saved(self) -> list[Saved]:
+        """What is there, the one saved first first."""
+        return [saved for saved in saved_in(self.path) if _TAG.fullmatch(saved.name)]
 
-    def open(self, tag: str | None) -> Generation | Parts:
-        """Open a checkpoint, in parts or not; the latest without a ``tag``.
+    def recover(self) -> None:
+        """Give names back that a process which has died in the middle of a save had taken away."""
+        with contextlib.suppress(OSError):  # a directory to be read only: nothing is made there
+            clear_left_over(self.path)
+
+    @contextlib.contextmanager
+    def open(self, tag: str | None) -> Iterator[Generation | Parts]:
+        """Open a checkpoint, in parts or not; the latest without a ``tag``. Meanwhile no retention removes it.
 
         Raises ``StoreMissing`` or ``StorageCorrupt``, which name the others that are whole.
         """
         name = self._latest() if tag is None else tag
-        if name is None:
+        with contextlib.ExitStack() as closing:
+            try:
+                hold(self.folder(name), closing)
+                generation = open_parts(self.folder(name))
+                closing.callback(generation.close)
+            except OffloadError as error:
+                error.args = (f"checkpoint {name}: {error.args[0]}",)
+                error.advice = self.others(name)
+                raise
+            yield generation
+
+    def others(self, tag: str) -> str:
+        """Sentence on what else there is that is whole."""
+        names = []
+        for saved in self.saved():
+            with contextlib.suppress(OffloadError):
+                if saved.name != tag:
+                    names.append(f"{saved.name} (step {step_of(self.path / saved.name)})")
+        return f"These are there, too: {', '.join(names)}." if names else "There is no other checkpoint beside it."
+
+    def _latest(self) -> str:
+        tag = ""
+        with contextlib.suppress(OSError, ValueError):
+            tag = (self.path / _LATEST).read_text().strip()
+        if _TAG.fullmatch(tag) and (self.path / tag).is_dir():
+            return tag
+        found = self.saved()
+        if not found:
             raise StoreMissing(
                 f"there is no checkpoint in {self.path}.", advice="Give the directory that save_checkpoint was given."
             )
-        try:
-            return open_parts(self.folder(name))
-        except OffloadError as error:
-            error.args = (f"checkpoint {name}: {error.args[0]}",)
-            error.advice = self.others(name)
-            raise
-
-    def others(self, tag: str) -> str:
-        """Sentence on what else there is."""
-        names = [f"{name} (step {step})" for name, step in self.tags().items() if name != tag]
-        return f"These are there, too: {', '.join(names)}." if names else "There is no other checkpoint beside it."
-
-    def _latest(self) -> str | None:
-        with contextlib.suppress(OSError):
-            tag = (self.path / _LATEST).read_text().strip()
-            if _TAG.fullmatch(tag) and (self.path / tag).is_dir():
-                return tag
-        return next(reversed(self.tags()), None)
+        if tag:
+            warn(
+                f"{self.path / _LATEST} names {tag!r}, which is not there. Of the rest {found[-1].name} was saved last"
+            )
+        return found[-1].name
 
 
 class SavingDirectory(CheckpointDirectory):
-    """The same, to save into. All ranks call the methods together."""
+    """The same, to save one checkpoint into. All ranks call the methods together."""
 
-    def __init__(self, path: str | os.PathLike[str], ranks: Ranks) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], tag: str | None, step: int, identity: RunIdentity, ranks: Ranks
+    ) -> None:
+        """Without a ``tag`` it is that of the ``step``. The first rank's ``identity`` is the run's."""
         super().__init__(path)
+        self.tag = f"step{step}" if tag is None else tag
+        self.folder(self.tag)
+        self._is_named = tag is not None
+        self._step = step
+        self._identity = identity
+        self._run = ""
         self._ranks = ranks
         self._part = "" if ranks.size == 1 else part_name(ranks.rank, ranks.size)
-        self._hidden = self.path
+        self._place: Workplace | None = None
+        """That of the first rank, while it saves."""
+        self._new = self.path
         self._has_told = False
         """The other ranks know how it went."""
 
     def make(self) -> None:
-        """Make the directory, and remove what dead processes left unfinished. Raises ``StoreUnsafe``."""
+        """Make the directory, and remove what dead processes left unfinished. Raises ``StoreUnsafe``, and
+        ``ConfigError`` for a tag whose folder is there and is no checkpoint."""
         self._by_first("the directory of checkpoints", self._make)
+        self.tag = self._ranks.all_gather_object("the tag of a checkpoint", self.tag)[0]
         if not self._ranks.all("is the directory of checkpoints there", self.path.is_dir()):
             raise ConfigError(
                 f"{self.path}: some ranks do not see the directory that the first one has made. Give one on a file "
                 "system that all of them share."
             )
 
-    def own_folder(self, tag: str) -> Path:
-        """Folder of what this process saves of it."""
-        return self.folder(tag) / self._part
+    @property
+    def target(self) -> Path:
+        """Folder of the checkpoint."""
+        return self.folder(self.tag)
 
     def require(self, nbytes: int) -> None:
         """Raise ``StorageFull`` unless there is room for so many bytes."""
@@ -116,40 +155,40 @@ class SavingDirectory(CheckpointDirectory):
     def unfinished(self) -> Iterator[Path]:
         """A hidden folder in which this process makes what it saves. What is complete is published from there, and
         nothing else stays."""
-        self._hidden = self.path / self._ranks.all_gather_object("a checkpoint's folder", hidden_in(self.path).name)[0]
-        self._has_told = False
-        own = self._hidden / self._part
-        try:
-            own.mkdir(parents=True, mode=0o700)
-            yield own
-        except BaseException as error:
-            if not self._has_told:
-                tell(self._ranks, "a checkpoint is complete", error)
-            raise
-        finally:
-            shutil.rmtree(own, ignore_errors=True)
-            with contextlib.suppress(OSError):  # others are not done yet: the last one removes it
-                self._hidden.rmdir()
+        with contextlib.ExitStack() as ending:
+            self._by_first("a checkpoint's folder", partial(self._open_place, ending))
+            new = None if self._place is None else str(self._place.new)
+            self._new = Path(self._ranks.all_gather_object("the name of a checkpoint's folder", new)[0])
+            self._has_told = False
+            own = self._new / self._part
+            try:
+                own.mkdir(exist_ok=not self._part, mode=0o700)
+                yield own
+            except BaseException as error:
+                if not self._has_told:
+                    tell(self._ranks, "a checkpoint is complete", error)
+                raise
+            finally:
+                shutil.rmtree(own, ignore_errors=True)
 
-    def publish(self, folder: Path, tag: str) -> None:
+    def publish(self, folder: Path) -> None:
         """Give a complete checkpoint its tag, for good. One that had it before goes. Raises ``OSError``."""
-        whole, own = folder, self._hidden / self._part
-        if self._part:
-            whole = self._hidden
-            if folder != own:
-                complete = self._hidden / f".{self._part}"
-                folder.rename(complete)
-                shutil.rmtree(own)
-                complete.rename(own)
-            sync_folder(whole)
+        own = self._new / self._part
+        if folder != own:
+            complete = self._new.parent / f"complete{self._part}"
+            folder.rename(complete)
+            shutil.rmtree(own)
+            complete.rename(own)
+        sync_folder(self._new)
         self._has_told = True
         tell(self._ranks, "a checkpoint is complete", None)
-        self._by_first(f"the tag {tag}", partial(self._publish, whole, tag))
+        self._by_first(f"the tag {self.tag}", self._publish)
 
-    def retain(self, keep_last: int, keep_every: int, removing: Callable[[Path], None]) -> None:
-        """Remove all checkpoints but the newest ``keep_last``, and those whose step is a multiple of ``keep_every``.
-        Raises ``StorageIOError``. Other ranks see when they next save that the folders are gone."""
-        self._by_first("older checkpoints", partial(self._retain, keep_last, keep_every, removing))
+    def retain(self, keep_last: int, keep_every: int) -> None:
+        """Remove all checkpoints of this run but the newest ``keep_last``, and those whose step is a multiple of
+        ``keep_every``. Raises ``StorageIOError``. See [Note: What retention removes]."""
+        if keep_last:
+            self._by_first("older checkpoints", partial(self._retain, keep_last, keep_every))
 
     def _by_first(self, what: str, call: Callable[[], None]) -> None:
         """Have the first rank make the call, and all know whether it worked."""
@@ -158,42 +197,69 @@ class SavingDirectory(CheckpointDirectory):
 
     def _make(self) -> None:
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            remove_left_over(self.path)
+            make_directory(self.path)
+            clear_left_over(self.path)
+            clear_held(self.path)
+            self._run = self._identity.in_directory(self.path)
         except OSError as error:
             raise unusable(f"{self.path} cannot be made or looked at", error) from None
+        self._choose_tag()
 
-    def _publish(self, folder: Path, tag: str) -> None:
-        target = self.folder(tag)
-        if not target.exists():
-            folder.rename(target)
-        elif exchange(folder, target):
-            shutil.rmtree(folder, ignore_errors=True)
-        else:  # a moment in which the tag has none
-            old = hidden_in(self.path)
-            target.rename(old)
-            folder.rename(target)
-            shutil.rmtree(old, ignore_errors=True)
-        latest = self.path / f".{_LATEST}"
+    def _choose_tag(self) -> None:
+        """A tag that nobody has chosen is never one that belongs to another run."""
+        if not self.target.exists():
+            return
+        mark = read_mark(self.target)
+        if not self._is_named and (mark is None or mark.run != self._run):
+            taken, self.tag = self.target, f"{self.tag}-{self._run[:8]}"
+            warn(f"{taken} is there and not of this run: it stays, and this checkpoint is {self.target}")
+        if self.target.exists() and (is_store(self.target) or not is_checkpoint(self.target)):
+            raise ConfigError(f"{self.target} is there and is no checkpoint: give another tag. Nothing was written")
+
+    def _open_place(self, ending: contextlib.ExitStack) -> None:
+        self._place = ending.enter_context(Workplace(self.path))
+
+    def _publish(self) -> None:
+        assert self._place is not None
+        number = 1 + max((saved.mark.number for saved in self.saved()), default=0)
+        Mark(self._run, number, self._step, self.tag).write(self._new)
+        sync_folder(self._new)
+        if not self.target.exists():
+            self._new.rename(self.target)
+        elif not exchange(self._new, self.target):
+            self._place.put_aside(self.tag)
+            self._new.rename(self.target)
+        sync_folder(self.path)  # only then may what was there go
+        latest = self._place.folder / _LATEST
         try:
-            latest.write_text(tag)
+            write_synced(latest, self.tag.encode())
             latest.rename(self.path / _LATEST)
-        except OSError:  # the disk is full: without the file the highest step is the latest
-            for file in (latest, self.path / _LATEST):
-                file.unlink(missing_ok=True)
+        except OSError:  # the disk is full: without the file the one saved last is the latest
+            (self.path / _LATEST).unlink(missing_ok=True)
         sync_folder(self.path)
 
-    def _retain(self, keep_last: int, keep_every: int, removing: Callable[[Path], None]) -> None:
-        steps = self.tags() if keep_last else {}
-        for tag in list(steps)[:-keep_last]:
-            if not keep_every or steps[tag] % keep_every:
-                folder, old = self.path / tag, hidden_in(self.path)
-                try:
-                    folder.rename(old)
-                except OSError as error:
-                    raise failed(f"removing the old checkpoint {folder}", error) from error
-                shutil.rmtree(old, ignore_errors=True)
-                removing(folder)
+    def _retain(self, keep_last: int, keep_every: int) -> None:
+        own = [saved for saved in self.saved() if saved.mark.run == self._run and not saved.was_moved]
+        whole = [saved for saved in own if is_complete(self.path / saved.name)]
+        old = [s for s in whole[:-keep_last] if s.name != self.tag and (not keep_every or s.mark.step % keep_every)]
+        if not old:
+            return
+        try:
+            with contextlib.ExitStack() as locks, Workplace(self.path) as place:
+                for saved in old:
+                    lock = take_unused(self.path / saved.name / MARK)
+                    if lock is not None:  # nobody reads it
+                        locks.callback(lock.close)
+                        place.remove(saved.name)
+                sync_folder(self.path)
+        except OSError as error:
+            raise failed(f"removing old checkpoints in {self.path}", error) from error
+
+
+def hold(folder: Path, closing: contextlib.ExitStack) -> None:
+    """Have no retention remove a checkpoint until ``closing``. Nothing is known of one without a mark."""
+    with contextlib.suppress(OSError):
+        closing.callback(share(folder / MARK).close)
 
 
 def _nothing() -> None:

@@ -37,7 +37,7 @@ class NoGenerations:
     def wait_for_background(self) -> None:
         """Return when no checkpoint is on its way to another file system. Raises, once, what it has failed with."""
 
-    def save(self, directory: SavingDirectory, tag: str, describe: Callable[[], Description], ranks: Ranks) -> bool:
+    def save(self, directory: SavingDirectory, describe: Callable[[], Description], ranks: Ranks) -> bool:
         """Save a checkpoint that the store retains. False if it cannot: nothing has changed then."""
         return ranks.all(_HOW, False)
 
@@ -75,15 +75,16 @@ class Generations(NoGenerations):
     def wait_for_background(self) -> None:
         self.background.wait()
 
-    def save(self, directory: SavingDirectory, tag: str, describe: Callable[[], Description], ranks: Ranks) -> bool:
+    def save(self, directory: SavingDirectory, describe: Callable[[], Description], ranks: Ranks) -> bool:
         if not ranks.all(_HOW, self.linked.has_room()):
             return False
         description, config, committer = describe(), self._config, self.committer
-        retain = partial(directory.retain, config.keep_last, config.keep_every, self.linked.removing)
+        retain = partial(directory.retain, config.keep_last, config.keep_every)
         if ranks.all(_HOW, directory.path.stat().st_dev == config.paths[0].stat().st_dev):
-            if not self.linked.save(directory, tag, description):
+            if not self.linked.save(directory, description):
                 return False
             retain()
+            self.linked.release_removed()
             return True
         if ranks.size > 1:  # what copies behind the training cannot meet the others
             return False
@@ -92,7 +93,7 @@ class Generations(NoGenerations):
             committer.reserve()
         except StorageFull:  # nothing can be held: training waits for the copy
             return False
-        self.background.begin(committer.commit_retained(description.encode()), directory, tag, retain)
+        self.background.begin(committer.commit_retained(description.encode()), directory, retain)
         return True
 
     def finish(self, last: Callable[[], bytes | None], drain: Callable[[], None], *, give_up: bool) -> None:

@@ -16,77 +16,51 @@ _NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOENT, errno.EOPNOTS
 
 
 class LinkedCheckpoints:
-    """The store keeps what they need until their folders are gone."""
+    """The store keeps what they need as long as its data has their links: see ``swapper.links``."""
 
     def __init__(self, committer: Committer) -> None:
-        """Also knows those of the processes that had the store before. What was never finished is given up."""
+        """What a process that had the store before was still copying elsewhere, or has never finished, is given up."""
         self._committer = committer
-        self._folders: dict[int, Path] = {}
-        for number in committer.store.retained:
-            description = Description.decode(committer.store.metadata_of(number), f"generation {number}")
-            if "folder" in description.run:
-                self._folders[number] = Path(description.run["folder"])
-            else:  # it was on its way to another file system
-                committer.store.release(number)
-        self.release_removed()
+        committer.store.release_unlinked()
 
     @property
     def any(self) -> bool:
         """There are some."""
-        return bool(self._folders)
+        return bool(self._committer.store.retained)
 
     def has_room(self) -> bool:
         """The store can retain one more generation."""
         self.release_removed()
-        return len(self._folders) < self._committer.checkpoints_max
+        return len(self._committer.store.retained) < self._committer.checkpoints_max
 
-    def save(self, directory: SavingDirectory, tag: str, description: Description) -> bool:
+    def save(self, directory: SavingDirectory, description: Description) -> bool:
         """Commit, retain and link the generation; False if the file system cannot link, then nothing was saved.
 
         Raises ``StorageFull`` before anything has changed.
         """
-        store, target = self._committer.store, directory.own_folder(tag).absolute()
-        description.run["folder"] = str(target)
+        store = self._committer.store
         self._committer.reserve()
         generation = self._committer.commit_retained(description.encode())
         try:
             with directory.unfinished() as folder:
-                _link(store, folder)
-                self._publish(directory, folder, tag, generation)
+                _link(store, folder, directory.path)
+                directory.publish(folder)
         except OSError as error:
-            if generation not in self._folders:
-                store.release(generation)
-                if error.errno in _NO_LINKS:
-                    return False
-            raise failed(f"saving the checkpoint {target}", error) from error
+            self.release_removed()
+            if generation not in store.retained and error.errno in _NO_LINKS:
+                return False
+            raise failed(f"saving the checkpoint {directory.target}", error) from error
+        self.release_removed()  # one that had the tag before
         return True
 
-    def _publish(self, directory: SavingDirectory, folder: Path, tag: str, generation: int) -> None:
-        target = directory.own_folder(tag).absolute()
-        replaced = [number for number, path in self._folders.items() if path == target]
-        self._folders[generation] = target  # also if that fails: it may have its tag
-        directory.publish(folder, tag)
-        for number in replaced:
-            self._release(number)
-
-    def removing(self, folder: Path) -> None:
-        """The checkpoint in this folder is gone."""
-        for number in [n for n, path in self._folders.items() if path.is_relative_to(folder.absolute())]:
-            self._release(number)
-
     def release_removed(self) -> None:
-        """Use the space again of checkpoints that the user has removed."""
-        for number in [number for number, path in self._folders.items() if not path.exists()]:
-            self._release(number)
-
-    def _release(self, number: int) -> None:
-        del self._folders[number]
-        self._committer.store.release(number)
+        """Use the space again of checkpoints that are gone, by retention or by the user's hand."""
+        self._committer.store.release_unlinked()
 
 
-def _link(store: DurableStore, folder: Path) -> None:
+def _link(store: DurableStore, folder: Path, directory: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        store.link(descriptor)
+        store.link(descriptor, directory.absolute())
     finally:
         os.close(descriptor)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from offload.checkpoint.native.description import Description
-from offload.checkpoint.native.folder import CheckpointDirectory
+from offload.checkpoint.native.folder import CheckpointDirectory, hold
+from offload.checkpoint.native.mark import holds_generation, is_checkpoint
 from offload.checkpoint.native.parts import Parts, description_of, open_parts, part_folders
 from swapper import (
     Generation,
@@ -26,7 +27,6 @@ from swapper.errors import failed
 from swapper.files import Descriptor
 from swapper.owner import NAME as OWNER
 from swapper.owner import read_owner
-from swapper.publication import published
 
 
 @dataclass(frozen=True)
@@ -47,22 +47,6 @@ class Opened:
         return (self.folder / OWNER).exists()
 
 
-def holds_generation(folder: Path) -> bool:
-    """A generation, whole or damaged, is directly in this folder."""
-    try:
-        return bool(published(os.listdir(folder)))  # noqa: PTH208 - names are all that is asked for
-    except OSError:
-        return False
-
-
-def is_checkpoint(folder: Path) -> bool:
-    """A checkpoint, whole or damaged, is in this folder: a generation, or the parts of ranks."""
-    try:
-        return holds_generation(folder) or bool(part_folders(folder))
-    except OffloadError:  # some of the parts
-        return True
-
-
 @contextlib.contextmanager
 def open_checkpoint(path: Path, *, to_read: bool) -> Iterator[Opened]:
     """Open the checkpoint in ``path``, or the latest of those in it.
@@ -74,11 +58,13 @@ def open_checkpoint(path: Path, *, to_read: bool) -> Iterator[Opened]:
     with contextlib.ExitStack() as closing:
         if holds_generation(path):
             in_use_by = _enter_run(path, closing, to_read=to_read)
+            hold(path, closing)
             generation: Generation | Parts = open_generation(path)
         elif part_folders(path):
+            hold(path, closing)
             in_use_by, generation = None, open_parts(path)
         elif path.is_dir():
-            generation = CheckpointDirectory(path).open(None)
+            generation = closing.enter_context(CheckpointDirectory(path).open(None))
             in_use_by = _enter_run(generation.folder, closing, to_read=to_read)
         else:
             raise StoreMissing(

@@ -10,6 +10,7 @@ import contextlib
 from pathlib import Path
 
 from offload.checkpoint.native.description import Description
+from offload.checkpoint.native.mark import saved_in
 from offload.checkpoint.native.parts import Parts, runs_in_parts
 from offload.tiers.store import run_names
 from swapper import StorageError, generation_metadata, open_store
@@ -29,7 +30,7 @@ def bring_together(base: Path, own: int) -> None:
             for name, store in stores:
                 if newest is not None and (name, store.prepared) == newest:
                     store.finish()
-                else:
+                elif store.prepared is not None:
                     store.abandon()
 
 
@@ -46,6 +47,22 @@ def last_run(base: Path, own: int) -> Parts | None:
                 if len(set(found)) == 1 and (best is None or found[0] > best[0]):
                     best = found[0], stores
     return None if best is None else Parts(base, best[1])
+
+
+def what_is_there(base: Path, own: int) -> str:
+    """What there is under ``base`` where nothing was found that a run of ``own`` ranks goes on from; nothing if there
+    is nothing."""
+    told = [
+        f"ranks {sorted(found)} of a run of {count}, and not the others"
+        for count, found in runs_in_parts(base).items()
+        if count != own and len(found) < count
+    ]
+    with contextlib.suppress(OSError):
+        for directory in (base, *sorted(entry for entry in base.iterdir() if entry.is_dir())):
+            if saved_in(directory):
+                told.append(f"checkpoints: engine.load_checkpoint({str(directory)!r})")
+                break
+    return "; ".join(told)
 
 
 def _folders(base: Path, own: int) -> list[list[Path]]:

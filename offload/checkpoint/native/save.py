@@ -6,12 +6,13 @@ from offload.checkpoint.native.folder import SavingDirectory
 from offload.checkpoint.native.records import EngineRecords
 from swapper import create_store, waiting
 from swapper.errors import failed
+from swapper.owner import NAME as OWNER
 
 _NAME = "copy"
 """Of the store in the unfinished folder: it becomes the checkpoint's."""
 
 
-def save_copy(records: EngineRecords, directory: SavingDirectory, tag: str, metadata: bytes) -> None:
+def save_copy(records: EngineRecords, directory: SavingDirectory, metadata: bytes) -> None:
     """Copy every record into a store in a new folder, and give it its tag, once the last step's update is over.
 
     Memory: the weights or the gradients of one unit, where they are not resident. Raises ``StorageFull`` before
@@ -31,7 +32,7 @@ def save_copy(records: EngineRecords, directory: SavingDirectory, tag: str, meta
                             tickets.append(store.write(target, address + start, extent.nbytes))
                 store.commit(metadata)
             copied = folder / f"{_NAME}.store"
-            (copied / "owner").unlink(missing_ok=True)
-            directory.publish(copied, tag)
+            (copied / OWNER).unlink(missing_ok=True)
+            directory.publish(copied)
     except OSError as error:
         raise failed(f"saving the checkpoint in {directory.path}", error) from error

@@ -87,13 +87,13 @@ class OffloadTrainerMixin(Trainer):
         """The engine that has ``ref_model``, if the trainer has put it into one."""
         return self._reference
 
-    def close(self) -> None:
-        """End the engine and that of the reference model. The weights go with them: ``save_model`` before, or
-        ``trainer.engine.unwrap()`` in its place. Safe to call twice."""
+    def close(self, discard: bool = False) -> None:
+        """End the engine and that of the reference model. The models have their weights again, if they fit into memory:
+        see ``OffloadEngine.close``. Safe to call twice."""
         engines, self._engine, self._reference = (self._engine, self._reference), None, None
         for engine in engines:
             if engine is not None:
-                engine.close()
+                engine.close(discard)
 
     def __enter__(self) -> OffloadTrainerMixin:
         return self
@@ -168,7 +168,7 @@ class OffloadTrainerMixin(Trainer):
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """The former model goes first."""
-        self.close()
+        self.close(discard=True)
         return super().call_model_init(trial)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:

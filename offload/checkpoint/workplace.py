@@ -1,0 +1,107 @@
+"""A hidden folder of a directory, in which one process makes what is to come into the directory, and puts what goes.
+
+[Note: What a dead process leaves] The folder is locked as long as its process works there. One that can be locked is
+a dead process's: what it was making goes. What it had taken out of a name, to put something else there, gets the name
+back if nothing has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from pathlib import Path
+
+from offload.checkpoint.locks import take, take_unused
+from swapper.files import Descriptor
+
+_HIDDEN = re.compile(r"\.unfinished-[0-9a-f]{16}")
+_LOCK, _NEW, _REPLACED, _REMOVED = "lock", "new", "replaced", "removed"
+
+
+class Workplace:
+    """``new`` is an empty folder to make things in. Raises ``OSError``. What is still there at ``close`` goes."""
+
+    def __init__(self, target: Path) -> None:
+        self._target = target
+        self.folder, self._lock = _made_in(target)
+        self.new = self.folder / _NEW
+        self.new.mkdir(mode=0o700)
+
+    @property
+    def mark(self) -> str:
+        """A name that nothing else has."""
+        return self.folder.name.rpartition("-")[2]
+
+    def put_aside(self, name: str) -> None:
+        """Take what is to be replaced out of its name, which it gets back if the process dies before anything else has
+        it."""
+        self._move(name, _REPLACED)
+
+    def remove(self, name: str) -> None:
+        """Take something out of its name; it goes at ``close``."""
+        self._move(name, _REMOVED)
+
+    def close(self) -> None:
+        """Remove all that is still there. Safe to call twice."""
+        _remove(self.folder)
+        self._lock.close()
+
+    def _move(self, name: str, kind: str) -> None:
+        (self.folder / kind).mkdir(exist_ok=True)
+        (self._target / name).rename(self.folder / kind / name)
+
+    def __enter__(self) -> Workplace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _made_in(target: Path) -> tuple[Path, Descriptor]:
+    while True:
+        folder = target / f".unfinished-{os.urandom(8).hex()}"
+        folder.mkdir(mode=0o700)
+        with contextlib.suppress(FileNotFoundError):  # another process took it for one that a dead process left
+            lock = take(folder / _LOCK)
+            if lock is not None:
+                return folder, lock
+
+
+def is_workplace(name: str) -> bool:
+    """A folder of this name is one, or what was left of one."""
+    return _HIDDEN.fullmatch(name) is not None
+
+
+def clear_left_over(target: Path) -> None:
+    """Remove what dead processes left unfinished in ``target``, and give names back. Raises ``OSError``."""
+    for entry in target.iterdir():
+        if not is_workplace(entry.name):
+            continue
+        lock = take_unused(entry / _LOCK)
+        if lock is None:
+            with contextlib.suppress(OSError):  # if its process died before there was a lock: it is empty
+                entry.rmdir()
+            continue
+        try:
+            _give_names_back(entry / _REPLACED, target)
+            _remove(entry)
+        finally:
+            lock.close()
+
+
+def _remove(folder: Path) -> None:
+    """The lock goes last: without it nobody could tell that the rest may go."""
+    with contextlib.suppress(OSError):  # what cannot be removed now is left over
+        for entry in folder.iterdir():
+            if entry.name != _LOCK:
+                shutil.rmtree(entry)
+        (folder / _LOCK).unlink(missing_ok=True)
+        folder.rmdir()
+
+
+def _give_names_back(replaced: Path, target: Path) -> None:
+    for old in replaced.iterdir() if replaced.is_dir() else ():
+        if not (target / old.name).exists():
+            old.rename(target / old.name)

@@ -1,0 +1,218 @@
+"""The directory of checkpoints: which one is the latest, what retention removes, and what a dead process leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from offload import ConfigError
+from offload.checkpoint import workplace
+from offload.checkpoint.native import folder as folder_module
+from offload.checkpoint.native.folder import CheckpointDirectory, SavingDirectory
+from offload.checkpoint.native.mark import read_mark
+from offload.checkpoint.native.run_identity import RunIdentity
+from offload.checkpoint.publish import make_directory
+from offload.checkpoint.workplace import Workplace, clear_left_over
+from offload.ranks.ranks import Ranks
+from swapper import StoreMissing, create_store
+
+
+@pytest.fixture
+def run():
+    """A run; the others of a test are made by ``RunIdentity()``."""
+    identity = RunIdentity()
+    yield identity
+    identity.release()
+
+
+def save(path: Path, identity: RunIdentity, step: int, tag: str | None = None, keep_last: int = 0) -> str:
+    """Save an empty model. Returns the tag."""
+    directory = SavingDirectory(path, tag, step, identity, Ranks.single())
+    directory.make()
+    with directory.unfinished() as folder:
+        with create_store([folder], "copy", [4096]) as store:
+            store.commit(b"")
+        directory.publish(folder / "copy.store")
+    directory.retain(keep_last, 0)
+    return directory.tag
+
+
+def names(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir() if not entry.name.startswith("."))
+
+
+def latest(path: Path) -> str:
+    with CheckpointDirectory(path).open(None) as generation:
+        return generation.folder.name
+
+
+def test_retention_leaves_a_store_that_a_run_trains_with(tmp_path: Path, run):
+    with create_store([tmp_path], "run-1", [4096]) as store:
+        store.commit(b"")
+        for step in (1, 2):
+            save(tmp_path, run, step, keep_last=1)
+    assert names(tmp_path) == ["latest", "run-1.store", "step2"]
+
+
+def test_retention_removes_nothing_of_another_run_and_never_what_was_just_saved(tmp_path: Path, run):
+    for step in (4, 8):
+        save(tmp_path, run, step, keep_last=2)
+    other = RunIdentity()
+    save(tmp_path, other, 2, keep_last=1)
+    assert (names(tmp_path), latest(tmp_path)) == (["latest", "step2", "step4", "step8"], "step2")
+    save(tmp_path, other, 3, keep_last=1)
+    assert (names(tmp_path), latest(tmp_path)) == (["latest", "step3", "step4", "step8"], "step3")
+    other.release()
+
+
+def test_after_a_rollback_the_abandoned_steps_are_the_older_ones(tmp_path: Path, run):
+    for step in (4, 8, 12, 16):
+        save(tmp_path, run, step)
+    save(tmp_path, run, 9, keep_last=2)
+    assert names(tmp_path) == ["latest", "step16", "step9"]
+    (tmp_path / "latest").unlink()
+    assert latest(tmp_path) == "step9"
+
+
+def test_what_somebody_has_moved_or_copied_is_not_retentions(tmp_path: Path, run):
+    save(tmp_path, run, 1)
+    (tmp_path / "step1").rename(tmp_path / "keep_me")
+    shutil.copytree(tmp_path / "keep_me", tmp_path / "copied", copy_function=os.link)
+    for step in (2, 3):
+        save(tmp_path, run, step, keep_last=1)
+    assert names(tmp_path) == ["copied", "keep_me", "latest", "step3"]
+
+
+def test_a_checkpoint_that_is_being_read_goes_at_the_next_save(tmp_path: Path, run):
+    save(tmp_path, run, 1)
+    with CheckpointDirectory(tmp_path).open("step1"):
+        save(tmp_path, run, 2, keep_last=1)
+        assert names(tmp_path) == ["latest", "step1", "step2"]
+    save(tmp_path, run, 3, keep_last=1)
+    assert names(tmp_path) == ["latest", "step3"]
+
+
+def test_a_damaged_checkpoint_neither_counts_nor_goes(tmp_path: Path, run):
+    for step in (1, 2):
+        save(tmp_path, run, step)
+    (tmp_path / "step2" / "data.0").unlink()
+    save(tmp_path, run, 3, keep_last=2)
+    assert names(tmp_path) == ["latest", "step1", "step2", "step3"]
+
+
+def test_a_tag_that_nobody_chose_never_takes_the_place_of_another_run(tmp_path: Path, run):
+    save(tmp_path, run, 2)
+    other = RunIdentity()
+    with pytest.warns(UserWarning, match="step2 is there and not of this run: it stays"):
+        tag = save(tmp_path, other, 2)
+    assert names(tmp_path) == sorted(["latest", "step2", tag]) and latest(tmp_path) == tag
+    assert read_mark(tmp_path / "step2").run == run.value
+    save(tmp_path, other, 3, "step2")  # by name
+    assert read_mark(tmp_path / "step2").run == other.value
+    other.release()
+
+
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path, run):
+    (tmp_path / "thesis").mkdir()
+    with pytest.raises(ConfigError, match="thesis is there and is no checkpoint"):
+        save(tmp_path, run, 1, "thesis")
+    with pytest.raises(ConfigError, match=r"no '\.store' at the end"):
+        save(tmp_path, run, 1, "run-1.store")
+
+
+def test_a_latest_that_names_nothing_is_said_and_the_last_one_saved_is_taken(tmp_path: Path, run):
+    for step in (8, 2, 4):
+        save(tmp_path, run, step)
+    shutil.rmtree(tmp_path / "step4")
+    with pytest.warns(UserWarning, match=r"latest names 'step4', which is not there. Of the rest step2 was saved last"):
+        assert latest(tmp_path) == "step2"
+    for step in (8, 2):
+        shutil.rmtree(tmp_path / f"step{step}")
+    with pytest.raises(StoreMissing, match="there is no checkpoint in"):
+        latest(tmp_path)
+
+
+def test_two_engines_that_go_on_from_one_checkpoint_are_two_runs(tmp_path: Path, run):
+    save(tmp_path, run, 8)
+    before, second = run.value, RunIdentity()
+    second.go_on(before)
+    with pytest.warns(UserWarning, match="step8 is there and not of this run"):
+        save(tmp_path, second, 8, keep_last=1)
+    assert second.value != before == run.value
+    assert "step8" in names(tmp_path) and len(names(tmp_path)) == 3
+    run.release()
+    third = RunIdentity()
+    third.go_on(before)
+    save(tmp_path, third, 9, keep_last=1)
+    assert third.value == before and "step8" not in names(tmp_path)
+    third.release(), second.release()
+    assert not list(tmp_path.glob(".run-*"))
+
+
+# What a process leaves that dies.
+
+
+def test_what_a_live_process_makes_stays_and_what_a_dead_one_made_goes(tmp_path: Path):
+    """Whatever their process ids are: containers count their own."""
+    live, dead = Workplace(tmp_path), Workplace(tmp_path)
+    (dead.new / "data.0").touch()
+    dead._lock.close()
+    clear_left_over(tmp_path)
+    assert list(tmp_path.iterdir()) == [live.folder]
+    live.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("left", [(), ("lock",), ("lock", "new"), ("lock", "new", "removed")])
+def test_a_removal_that_is_killed_leaves_what_the_next_one_removes(tmp_path: Path, left):
+    folder = tmp_path / ".unfinished-0123456789abcdef"
+    folder.mkdir()
+    for name in left:
+        (folder / name).touch() if name == "lock" else (folder / name).mkdir()
+    clear_left_over(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_name_of_what_was_to_be_replaced_is_given_back(tmp_path: Path, run, monkeypatch):
+    """Where the file system cannot exchange two names, there is a moment in which the tag has none."""
+    save(tmp_path, run, 1, "best")
+    monkeypatch.setattr(folder_module, "exchange", lambda path, other: False)
+    real = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if path.name == "new" and target.name == "best":
+            raise KeyboardInterrupt
+        return real(path, target)
+
+    with monkeypatch.context() as dying:
+        dying.setattr(Path, "rename", killed)
+        dying.setattr(workplace, "_remove", lambda folder: None)
+        with contextlib.suppress(KeyboardInterrupt):
+            save(tmp_path, run, 2, "best")
+    assert names(tmp_path) == ["latest"]
+    CheckpointDirectory(tmp_path).recover()
+    assert names(tmp_path) == ["best", "latest"] and read_mark(tmp_path / "best").step == 1
+    save(tmp_path, run, 3, "best")
+    assert names(tmp_path) == ["best", "latest"] and read_mark(tmp_path / "best").step == 3
+
+
+def test_an_exchange_is_on_the_disk_before_what_was_there_goes(tmp_path: Path, run, monkeypatch):
+    save(tmp_path, run, 1, "best")
+    events = []
+    real_exchange, real_sync, real_remove = folder_module.exchange, folder_module.sync_folder, workplace._remove
+    monkeypatch.setattr(folder_module, "exchange", lambda a, b: (events.append("exchange"), real_exchange(a, b))[1])
+    monkeypatch.setattr(folder_module, "sync_folder", lambda f: (events.append(f"sync {f.name}"), real_sync(f)))
+    monkeypatch.setattr(workplace, "_remove", lambda f: (events.append("remove"), real_remove(f)))
+    save(tmp_path, run, 2, "best")
+    assert events == ["sync new", "sync new", "exchange", f"sync {tmp_path.name}", f"sync {tmp_path.name}", "remove"]
+
+
+def test_a_new_directory_and_those_above_it_are_on_the_disk(tmp_path: Path, monkeypatch):
+    synced = []
+    monkeypatch.setattr("offload.checkpoint.publish.sync_folder", synced.append)
+    make_directory(tmp_path / "a" / "b")
+    assert synced == [tmp_path / "a", tmp_path]
