@@ -12,7 +12,7 @@ import math
 import re
 import struct
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from offload.errors import ConfigError
-from swapper import StorageCorrupt
+from swapper import OffloadError, StorageCorrupt
 from swapper.checked import (
     ANY,
     SLACK_BYTES,
@@ -89,12 +89,12 @@ def encode(value: object, what: str) -> bytes:
     return b"".join((_LENGTH.pack(len(text)), text, *memory))
 
 
-def decode(data: bytes, what: str) -> Any:
+def decode(data: bytes, what: str, kind: Callable[[str], OffloadError] = StorageCorrupt) -> Any:
     """The value that ``encode`` was given: tensors on the CPU, mappings as ``dict``.
 
-    Raises ``StorageCorrupt`` for bytes that are not such a value.
+    Raises an error of this ``kind`` for bytes that are not such a value.
     """
-    with refusals(what, StorageCorrupt):
+    with refusals(what, kind):
         decoder = Decoder(data)
         value = decoder.whole()
         decoder.end()

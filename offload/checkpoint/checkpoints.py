@@ -265,7 +265,13 @@ class Checkpoints:
     def _take_over(self, description: Description, loading: Loading, take_records: Callable[[], None]) -> Any:
         self._replace(description.run, take_records, loading.take_gradients)
         for item, state in zip(self._objects, description.run["objects"], strict=True):
-            item.load_state_dict(state)
+            try:
+                item.load_state_dict(state)
+            except Exception as error:
+                raise OffloadError(
+                    f"a registered {type(item).__name__} does not take the state that the checkpoint has: {error!r}",
+                    survives="Weights, optimizer states and what was registered before it are the checkpoint's.",
+                ) from error
         if description.run["random"] is not None:
             set_random_states(description.run["random"], self._access.device)
         _log.info("checkpoint loaded: step %d", self._run.progress.global_step)
@@ -295,6 +301,7 @@ class Checkpoints:
                 f"{len(self._objects)} are registered: call register_for_checkpointing before load_checkpoint, with "
                 "the same objects in the same order. Nothing has changed"
             )
+        self._run.check(description.run)
 
     # What is saved.
 

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import hashlib
 import os
-import pickle
 import socket
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +18,8 @@ from typing import Any
 import torch
 from torch import distributed
 
-from offload.errors import ConfigError
+from offload.encoding import decode, encode
+from offload.errors import ConfigError, RankError
 from offload.ranks.heartbeat import Heartbeat, NoHeartbeat
 from offload.torch_internals import groups_by_members, own_store
 from offload.waiting import Failure
@@ -94,7 +94,7 @@ class World:
         return [] if self.size == 1 else distributed.get_process_group_ranks(self.group)
 
     def all_gather_object(self, own: Any) -> list[Any]:
-        """Gather what every rank gives, any object, in order. All ranks call this together; nobody uses the group
+        """Gather what every rank gives, in order: see ``packed``. All ranks call this together; nobody uses the group
         else."""
         if self.size == 1:
             return [own]
@@ -160,14 +160,24 @@ def _meet(rows: Sequence[Sequence[int]], members: Sequence[int], rank: int, hear
 
 
 def _all_gather_object(own: Any, size: int, group: Any, heartbeat: Heartbeat) -> list[Any]:
-    content = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
+    content = packed(own)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
     heartbeat.wait_for(distributed.all_gather(sizes, torch.tensor([len(content)]), group, async_op=True))
     padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
     padded[: len(content)] = content
     parts = [torch.empty_like(padded) for _ in range(size)]
     heartbeat.wait_for(distributed.all_gather(parts, padded, group, async_op=True))
-    return [pickle.loads(part.numpy().tobytes()) for part in parts]  # what follows the pickle is ignored
+    return unpacked([part[: int(nbytes)] for part, nbytes in zip(parts, sizes, strict=True)])
+
+
+def packed(own: Any) -> torch.Tensor:
+    """A value on its way to other ranks, as bytes: numbers, strings, tensors, and lists, tuples and dicts of them."""
+    return torch.frombuffer(bytearray(encode(own, "what this rank tells")), dtype=torch.uint8)
+
+
+def unpacked(parts: Sequence[torch.Tensor]) -> list[Any]:
+    """The values of all ranks. Raises ``RankError`` for bytes that are none: nothing that comes from outside is run."""
+    return [decode(part.numpy().tobytes(), f"what rank {rank} tells", RankError) for rank, part in enumerate(parts)]
 
 
 def _initialise(backend: str) -> None:

@@ -47,6 +47,13 @@ def text_of(data: bytes) -> str:
         raise Refused(f"it is no text: {error.reason} at byte {error.start}") from None
 
 
+def require_held(text: bytes, more_bytes: int = 0) -> None:
+    """Raise ``Refused`` for text whose values, with ``more_bytes``, would take far more memory than its own bytes."""
+    most = SLACK_BYTES + 6 * len(text)
+    if cost_of(text) + more_bytes > most:
+        raise Refused(f"its values would take more than {most:,} bytes")
+
+
 class Cursor:
     """A place in JSON text, which moves on as values are taken. Raises ``Refused`` for text that is none."""
 

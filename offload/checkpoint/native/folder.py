@@ -17,10 +17,11 @@ from pathlib import Path
 
 from offload.checkpoint.every_rank import on_every_rank, tell
 from offload.checkpoint.native.parts import Parts, open_parts, part_name, step_of
-from offload.checkpoint.publish import hidden_in, remove_left_over, sync_folder
+from offload.checkpoint.publish import hidden_in, remove_left_over, sync_folder, write_synced
 from offload.errors import ConfigError
 from offload.ranks.ranks import Ranks
 from swapper import Generation, OffloadError, StoreMissing
+from swapper.checked import Refused, read_regular
 from swapper.errors import failed, unusable
 from swapper.files import Descriptor, exchange, open_directory, require_room
 
@@ -73,8 +74,8 @@ class CheckpointDirectory:
         return f"These are there, too: {', '.join(names)}." if names else "There is no other checkpoint beside it."
 
     def _latest(self) -> str | None:
-        with contextlib.suppress(OSError):
-            tag = (self.path / _LATEST).read_text().strip()
+        with contextlib.suppress(OSError, Refused):
+            tag = read_regular(self.path / _LATEST, 1000).decode("ascii", "replace").strip()
             if _TAG.fullmatch(tag) and (self.path / tag).is_dir():
                 return tag
         return next(reversed(self.tags()), None)
@@ -174,9 +175,9 @@ class SavingDirectory(CheckpointDirectory):
             target.rename(old)
             folder.rename(target)
             shutil.rmtree(old, ignore_errors=True)
-        latest = self.path / f".{_LATEST}"
+        latest = self.path / f".{_LATEST}-{os.urandom(8).hex()}"
         try:
-            latest.write_text(tag)
+            write_synced(latest, tag.encode())
             latest.rename(self.path / _LATEST)
         except OSError:  # the disk is full: without the file the highest step is the latest
             for file in (latest, self.path / _LATEST):

@@ -139,7 +139,7 @@ def check_records(description: Description, source: Held) -> None:
                     check(tile.extent, tile.nbytes)
             if any(parameter.name in accumulated for parameter in unit.parameters):
                 with within("gradients"):
-                    if unit.gradients is None:
+                    if unit.gradients is None or any(p.name in accumulated for p in unit.parameters if not p.trainable):
                         raise Refused("they are in no extent")
                     check(unit.gradients, unit.trainable_numel * gradient_width)
 
