@@ -23,7 +23,7 @@ from offload.checkpoint.dcp.load import DistributedLoading
 from offload.checkpoint.dcp.save import save as save_distributed
 from offload.checkpoint.every_rank import on_every_rank
 from offload.checkpoint.native.commit import Committer
-from offload.checkpoint.native.description import Description, SavedUnits
+from offload.checkpoint.native.description import Description
 from offload.checkpoint.native.folder import CheckpointDirectory, SavingDirectory
 from offload.checkpoint.native.generations import Generations, NoGenerations
 from offload.checkpoint.native.load import Loading
@@ -32,6 +32,7 @@ from offload.checkpoint.native.parts import description_of
 from offload.checkpoint.native.records import EngineRecords
 from offload.checkpoint.native.save import save_copy
 from offload.checkpoint.native.saved_records import Source
+from offload.checkpoint.native.saved_units import SavedUnits
 from offload.checkpoint.native.signals import Signals
 from offload.checkpoint.random_states import get_random_states, set_random_states
 from offload.checkpoint.run_state import RunState, TakeGradients
@@ -184,7 +185,10 @@ class Checkpoints:
                 try:
                     return self._load(generation, f"checkpoint {generation.folder}")
                 except StorageError as error:
-                    error.survives = "The engine is of no use any more: make model and engine again."
+                    if self._access.failure.is_known:
+                        error.survives = "The engine is of no use any more: make model and engine again."
+                    else:
+                        error.survives = "Nothing has changed."
                     error.advice = directory.others(generation.folder.name)
                     raise
         if tag is not None:

@@ -68,6 +68,14 @@ def unpickled(data: bytes, kind: type | tuple[type, ...]) -> Any:
 def read_metadata(path: Path) -> Metadata:
     """The file ``.metadata`` of a checkpoint. Raises ``Refused`` and ``OSError``."""
     found: Metadata = unpickled(read_regular(path / ".metadata", METADATA_BYTES_MAX, links=True), Metadata)
+    try:
+        _check(found)
+    except (AttributeError, TypeError) as error:  # a value without its fields
+        raise Refused(str(error)) from None
+    return found
+
+
+def _check(found: Metadata) -> None:
     with within("state_dict_metadata"):
         for name, entry in _items(found.state_dict_metadata):
             Text(1 << 20).take(name)
@@ -86,7 +94,6 @@ def read_metadata(path: Path) -> Metadata:
                 _FILE_NAME.take(place.relative_path)
                 _SIZE.take(place.offset)
                 _SIZE.take(place.length)
-    return found
 
 
 def _check_tensor(entry: TensorStorageMetadata) -> None:
