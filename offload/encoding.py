@@ -12,7 +12,7 @@ import math
 import re
 import struct
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from offload.errors import ConfigError
-from swapper import StorageCorrupt
+from swapper import OffloadError, StorageCorrupt
 from swapper.checked import (
     ANY,
     SLACK_BYTES,
@@ -89,12 +89,12 @@ def encode(value: object, what: str) -> bytes:
     return b"".join((_LENGTH.pack(len(text)), text, *memory))
 
 
-def decode(data: bytes, what: str) -> Any:
+def decode(data: bytes, what: str, kind: Callable[[str], OffloadError] = StorageCorrupt) -> Any:
     """The value that ``encode`` was given: tensors on the CPU, mappings as ``dict``.
 
-    Raises ``StorageCorrupt`` for bytes that are not such a value.
+    Raises an error of this ``kind`` for bytes that are not such a value.
     """
-    with refusals(what, StorageCorrupt):
+    with refusals(what, kind):
         decoder = Decoder(data)
         value = decoder.whole()
         decoder.end()
@@ -190,7 +190,7 @@ class Decoder:
         self._memory = memoryview(data)[begin:]
         self._taken_bytes = 0
         self._held_bytes_max = _held_bytes_max(len(data))
-        self.cursor = Cursor(text_of(self._text), self._object)
+        self.cursor = Cursor(text_of(self._text), self._object, list_in="$tuple")
 
     def whole(self) -> Any:
         """The next value, if what it takes is in proportion to the bytes."""
@@ -235,14 +235,14 @@ class Decoder:
             part = self._part(offset, nbytes, math.prod(shape) * dtype.itemsize)
             if dtype is torch.bool and part.nbytes and max(part) > 1:
                 raise Refused("a truth is neither 0 nor 1")
-            if not part.nbytes:
-                return torch.empty(shape, dtype=dtype)
-            return torch.frombuffer(bytearray(part), dtype=dtype).clone().view(shape)
+            flat = torch.empty(part.nbytes, dtype=torch.uint8)
+            flat.numpy()[:] = part
+            return flat.view(dtype).view(shape)
         if name in ("array", "scalar"):
             is_array = name == "array"
             dtype, shape, offset, nbytes = (_ARRAY if is_array else _SCALAR).take(content)
             part = self._part(offset, nbytes, math.prod(shape) * dtype.itemsize)
-            array = np.frombuffer(bytearray(part), dtype=dtype)
+            array = np.frombuffer(part, dtype=dtype).copy()
             return array.reshape(shape) if is_array else array[0]
         if name == "dtype":
             return DTYPE.take(content)

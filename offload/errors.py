@@ -76,6 +76,12 @@ def limits_named() -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+            raise OffloadError(
+                f"{error.strerror}: a file of this process can have {most:,} bytes, and memory is a file, too. "
+                "Raise the limit (ulimit -f)"
+            ) from error
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -16,8 +16,8 @@ import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from swapper.checked import Cursor, Int, Record, Refused, Text, read_regular, text_of
 from swapper.directory import open_file
 from swapper.errors import StoreLocked
 
@@ -52,6 +52,10 @@ class Owner:
         return f"process {self.pid} on {self.host}, which opened it at {self.started}"
 
 
+_NUMBER, _WORDS = Int(-1, 1 << 63), Text(100)
+_OWNER = Record(Owner, {"pid": _NUMBER, "host": _WORDS, "boot": _WORDS, "started": _WORDS, "ticks": _NUMBER})
+
+
 def lock(descriptor: int, directory: int, where: str) -> None:
     """Become the owner, and write that down. Raises ``StoreLocked`` if another process is."""
     deadline = time.monotonic() + _GRACE_S
@@ -83,11 +87,8 @@ def is_locked(descriptor: int) -> bool:
 
 def read_owner(directory: int) -> Owner | None:
     """The owner that was written down last; None if there is none, or its entry makes no sense."""
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        with open_file(directory, NAME, os.O_RDONLY | os.O_NONBLOCK) as file:
-            fields: dict[str, Any] = json.loads(os.pread(file, _BYTES_MAX, 0))
-        texts = {name: str(fields[name])[:100] for name in ("host", "boot", "started")}
-        return Owner(pid=int(fields["pid"]), ticks=int(fields["ticks"]), **texts)
+    with contextlib.suppress(OSError, Refused):
+        return _OWNER.read(Cursor(text_of(read_regular(NAME, _BYTES_MAX, directory=directory))))
     return None
 
 

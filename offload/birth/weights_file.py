@@ -6,19 +6,37 @@ and end), and the bytes. They are read, not mapped: what is mapped counts as mem
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 
 from offload.errors import WeightsError
 from offload.memory import passing_tensor
+from swapper.checked import (
+    TEXT,
+    Cursor,
+    FileName,
+    Int,
+    MapOf,
+    OneOf,
+    Record,
+    Refused,
+    Shape,
+    Text,
+    Tuple,
+    open_regular,
+    read_regular,
+    refusals,
+    require_held,
+    text_of,
+    within,
+)
+from swapper.files import named
 
 INDEX_NAME = "model.safetensors.index.json"
 FILE_NAME = "model.safetensors"
@@ -38,7 +56,21 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _HEADER_BYTES_MAX = 100 << 20
+_INDEX_BYTES_MAX = 100 << 20
 _READ_BYTES = 16 << 20
+
+
+class _Entry(NamedTuple):
+    """Entry of a tensor in a header; offsets are from the header's end."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+_ENTRY = Record(_Entry, {"dtype": OneOf(_DTYPES), "shape": Shape(), "data_offsets": Tuple(Int(), Int())})
+_METADATA = MapOf(Text(_HEADER_BYTES_MAX))
+_WEIGHT_MAP = MapOf(FileName())
 
 
 class WeightsFile:
@@ -47,18 +79,19 @@ class WeightsFile:
     def __init__(self, path: Path) -> None:
         """Raises ``WeightsError`` if the file is not there or is damaged, as far as its header and length tell."""
         self.path = path
-        try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
-            raise WeightsError(f"cannot open the weights file {path}: {error.strerror}") from None
-        try:
-            self.tensors = self._read_header()
-        except BaseException:
-            self.close()
-            raise
+        with refusals(f"the weights file {named(path)}", WeightsError):
+            try:
+                self._file = open_regular(path, links=True)  # those of a cache are links to what was downloaded
+            except OSError as error:
+                raise WeightsError(f"cannot open the weights file {named(path)}: {error.strerror}") from None
+            try:
+                self.tensors = self._read_header()
+            except BaseException:
+                self.close()
+                raise
 
     def close(self) -> None:
-        os.close(self._fd)
+        self._file.close()
 
     def read_into(self, start: int, target: torch.Tensor) -> None:
         """Fill ``target``, contiguous and in host memory, with the file's bytes from ``start`` on.
@@ -69,47 +102,48 @@ class WeightsFile:
         done = 0
         while done < len(memory):
             try:
-                count = os.preadv(self._fd, [memory[done:]], start + done)
+                count = os.preadv(self._file.number, [memory[done:]], start + done)
             except OSError as error:
                 raise self._error(f"cannot be read at byte {start + done}: {error.strerror}") from None
             if count == 0:
                 raise self._error(f"has no byte {start + done} any more: it was cut off while it was read")
             done += count
-        os.posix_fadvise(self._fd, start, len(memory), os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(self._file.number, start, len(memory), os.POSIX_FADV_DONTNEED)
 
     def _read_header(self) -> dict[str, StoredTensor]:
-        status = os.fstat(self._fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise self._error("is not a file")
-        if status.st_size < 8:
-            raise self._error(f"has {status.st_size} bytes: that is no safetensors file")
+        nbytes = os.fstat(self._file.number).st_size
+        if nbytes < 8:
+            raise Refused(f"it has {nbytes} bytes: that is no safetensors file")
         length = int.from_bytes(self._read_bytes(0, 8), "little")
-        if length > min(_HEADER_BYTES_MAX, status.st_size - 8):
-            raise self._error(
-                f"is damaged, cut off, or no safetensors file: its header would have {length} bytes, and the file has "
-                f"{status.st_size}"
+        if length > min(_HEADER_BYTES_MAX, nbytes - 8):
+            raise Refused(
+                f"it is cut off, or no safetensors file: its header would have {length} bytes, and the file has "
+                f"{nbytes}"
             )
-        try:
-            header = json.loads(self._read_bytes(8, length))
-            header.pop("__metadata__", None)
-            tensors = {name: self._tensor(name, entry, 8 + length) for name, entry in header.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise self._error(f"is damaged, or no safetensors file: its header cannot be read ({error})") from None
-        end = max((tensor.start + tensor.nbytes for tensor in tensors.values()), default=8 + length)
-        if end != 8 + length + sum(tensor.nbytes for tensor in tensors.values()):
-            raise self._error("is damaged: its tensors overlap, or leave bytes out")
-        if end != status.st_size:
-            raise self._error(f"is damaged or cut off: it should have {end} bytes, and has {status.st_size}")
+        cursor, tensors = Cursor(text_of(self._read_bytes(8, length))), {}
+        with within("header"):
+            for name in cursor.members():
+                with within(name):
+                    if name == "__metadata__":
+                        _METADATA.read(cursor)
+                    else:
+                        tensors[TEXT.take(name)] = self._tensor(name, _ENTRY.read(cursor), 8 + length)
+            cursor.end()
+        reached = 8 + length
+        for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.nbytes)):
+            if tensor.start != reached:
+                raise Refused(f"its tensors overlap, or leave bytes out, at byte {reached}")
+            reached += tensor.nbytes
+        if reached != nbytes:
+            raise Refused(f"it is cut off, or too long: it should have {reached} bytes, and has {nbytes}")
         return tensors
 
-    def _tensor(self, name: str, entry: dict[str, Any], base: int) -> StoredTensor:
-        if entry["dtype"] not in _DTYPES:
-            raise ValueError(f"tensor {name} has dtype {entry['dtype']}, which torch has no name for")
-        dtype, shape = _DTYPES[entry["dtype"]], torch.Size(entry["shape"])
-        start, end = entry["data_offsets"]
-        if start < 0 or end - start != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"tensor {name} has {end - start} bytes, which is not its shape")
-        return StoredTensor(self, name, dtype, shape, base + start)
+    def _tensor(self, name: str, entry: _Entry, base: int) -> StoredTensor:
+        start, end = entry.data_offsets
+        tensor = StoredTensor(self, name, entry.dtype, torch.Size(entry.shape), base + start)
+        if end - start != tensor.nbytes:
+            raise Refused(f"it has {end - start} bytes, which is not its shape")
+        return tensor
 
     def _read_bytes(self, start: int, count: int) -> bytes:
         target = torch.empty(count, dtype=torch.uint8)
@@ -120,7 +154,7 @@ class WeightsFile:
         return WeightsError(f"the weights file {self.path} {what}")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class StoredTensor:
     """A tensor in a file; its bytes begin at ``start`` there."""
 
@@ -226,14 +260,21 @@ def _index_of(path: Path) -> Path | None:
 
 def _weight_map(index: Path) -> dict[str, str]:
     """The file name of each tensor. Raises ``WeightsError``."""
-    try:
-        found = json.loads(index.read_text())["weight_map"]
-        names = {str(name): str(file_name) for name, file_name in found.items()}
-    except OSError as error:
-        raise WeightsError(f"cannot read the index of weights files {index}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise WeightsError(f"{index} is damaged, or no index of safetensors files: it has no weight_map") from None
-    for file_name in names.values():
-        if Path(file_name).name != file_name:
-            raise WeightsError(f"{index} names a weights file outside of its directory: {file_name}")
-    return names
+    with refusals(f"the index of weights files {named(index)}", WeightsError):
+        try:
+            text = read_regular(index, _INDEX_BYTES_MAX, links=True)
+            require_held(text)
+            cursor = Cursor(text_of(text))
+        except OSError as error:
+            raise WeightsError(f"cannot read the index of weights files {named(index)}: {error.strerror}") from None
+        found = None
+        for name in cursor.members():
+            with within(name):
+                if name == "weight_map":
+                    found = _WEIGHT_MAP.read(cursor)
+                else:
+                    cursor.piece()
+        cursor.end()
+        if found is None:
+            raise Refused("it has no weight_map")
+        return found

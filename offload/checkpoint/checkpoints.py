@@ -23,7 +23,7 @@ from offload.checkpoint.dcp.load import DistributedLoading
 from offload.checkpoint.dcp.save import save as save_distributed
 from offload.checkpoint.every_rank import on_every_rank
 from offload.checkpoint.native.commit import Committer
-from offload.checkpoint.native.description import Description, SavedUnits
+from offload.checkpoint.native.description import Description
 from offload.checkpoint.native.folder import CheckpointDirectory, SavingDirectory
 from offload.checkpoint.native.generations import Generations, NoGenerations
 from offload.checkpoint.native.load import Loading
@@ -33,6 +33,7 @@ from offload.checkpoint.native.records import EngineRecords
 from offload.checkpoint.native.run_identity import RunIdentity
 from offload.checkpoint.native.save import save_copy
 from offload.checkpoint.native.saved_records import Source
+from offload.checkpoint.native.saved_units import SavedUnits
 from offload.checkpoint.native.signals import Signals
 from offload.checkpoint.random_states import get_random_states, set_random_states
 from offload.checkpoint.run_state import RunState, TakeGradients
@@ -200,7 +201,10 @@ class Checkpoints:
                 try:
                     return self._load(generation, f"checkpoint {generation.folder}")
                 except StorageError as error:
-                    error.survives = "The engine is of no use any more: make model and engine again."
+                    if self._access.failure.is_known:
+                        error.survives = "The engine is of no use any more: make model and engine again."
+                    else:
+                        error.survives = "Nothing has changed."
                     error.advice = directory.others(generation.folder.name)
                     raise
         if tag is not None:
@@ -286,7 +290,13 @@ class Checkpoints:
         self._replace(description.run, take_records, loading.take_gradients)
         self._identity.go_on(description.run.get("identity", self._identity.value))
         for item, state in zip(self._objects, description.run["objects"], strict=True):
-            item.load_state_dict(state)
+            try:
+                item.load_state_dict(state)
+            except Exception as error:
+                raise OffloadError(
+                    f"a registered {type(item).__name__} does not take the state that the checkpoint has: {error!r}",
+                    survives="Weights, optimizer states and what was registered before it are the checkpoint's.",
+                ) from error
         if description.run["random"] is not None:
             set_random_states(description.run["random"], self._access.device)
         _log.info("checkpoint loaded: step %d", self._run.progress.global_step)
@@ -317,6 +327,7 @@ class Checkpoints:
                 f"{len(self._objects)} are registered: call register_for_checkpointing before load_checkpoint, with "
                 "the same objects in the same order. Nothing has changed"
             )
+        self._run.check(description.run)
 
     # What is saved.
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from offload.checkpoint.hugging_face import configs_of
 from offload.model.handle import Handle
+from swapper import OffloadError
 
 _EXTRA = "_extra_state"
 """Name in a state dict of what ``nn.Module.get_extra_state`` gives, behind the module's."""
@@ -37,7 +38,12 @@ def set_model_state(model: nn.Module, state: Mapping[str, Any]) -> None:
                 tensor.copy_(state["buffers"][name])
     for name, module in _with_extra_state(model):
         if name in state.get("extra", {}):
-            module.set_extra_state(state["extra"][name])
+            try:
+                module.set_extra_state(state["extra"][name])
+            except Exception as error:
+                raise OffloadError(
+                    f"{name} does not take the extra state that the checkpoint has: {error!r}"
+                ) from error
 
 
 def first_difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:

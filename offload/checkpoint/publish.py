@@ -135,8 +135,9 @@ class Unfinished:
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Write a small file, and wait until the disk has it."""
-    with path.open("wb") as file:
+    """Write a small new file, and wait until the disk has it. What has its name already, a link that others have made
+    for one, is not written to: raises ``FileExistsError``."""
+    with path.open("xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

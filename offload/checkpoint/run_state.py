@@ -16,6 +16,7 @@ from offload.checkpoint.model_state import get_model_state, set_model_state
 from offload.errors import ConfigError
 from offload.optim.rule import Rule, options_of
 from offload.optimizer import OffloadOptimizer
+from offload.option_values import shown
 from offload.progress import Progress
 from offload.tiers.gradients.store import GradientStore
 from offload.units import ParameterSpec, UnitSpec
@@ -126,6 +127,22 @@ class RunState:
         take_gradients(state["gradients"])
         progress.num_backwards, progress.has_other_gradients = state["num_backwards"], state["has_other_gradients"]
 
+    def check(self, state: dict[str, Any]) -> None:
+        """Raise ``ConfigError`` for options that parameter groups here cannot have. Nothing has changed."""
+        training = self._training
+        if training is None:
+            return
+        for index, (own, saved) in enumerate(zip(training.optimizer.param_groups, state["groups"], strict=False)):
+            for name, value in saved["options"].items():
+                if name in own and not _alike(own[name], value):
+                    raise ConfigError(
+                        f"option {name} of parameter group {index} is {shown(value)} there and {shown(own[name])} "
+                        "here. Nothing has changed"
+                    )
+            specs = [spec for parameter in own["params"] for spec in training.specs[parameter]]
+            if specs:
+                training.rule.freeze(specs[0], {**own, **saved["options"]}, 1, 1.0)
+
     def _set_training(self, state: dict[str, Any], training: Training) -> None:
         for own, saved_group in zip(training.optimizer.param_groups, state["groups"], strict=True):
             own.update(saved_group["options"])
@@ -139,3 +156,15 @@ class RunState:
                     num_steps[spec] = steps
         training.verdict.num_steps = num_steps
         training.optimizer.zero_grad()
+
+
+def _alike(own: Any, saved: Any) -> bool:
+    """The two can be values of one option."""
+    if own is None or saved is None:
+        return True
+    if isinstance(own, (tuple, list)):
+        is_list = isinstance(saved, (tuple, list)) and len(own) == len(saved)
+        return is_list and all(map(_alike, own, saved))
+    if isinstance(own, (bool, int, float, torch.Tensor)):
+        return isinstance(saved, (bool, int, float, torch.Tensor))
+    return isinstance(saved, type(own))

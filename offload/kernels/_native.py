@@ -5,9 +5,18 @@ from __future__ import annotations
 import os
 from enum import IntEnum
 
+from swapper.errors import OffloadError
+
 from . import _kernels
 
-_kernels.use_isa(os.environ.get("OFFLOAD_ISA") or _kernels.isas_supported()[0])
+_supported: list[str] = _kernels.isas_supported()
+_wanted = os.environ.get("OFFLOAD_ISA") or _supported[0]
+if _wanted not in _supported:
+    raise OffloadError(
+        f"OFFLOAD_ISA={_wanted!r} is none of the instruction sets that this CPU and this build have: "
+        f"{', '.join(_supported)}. Unset it, or set it to one of these"
+    )
+_kernels.use_isa(_wanted)
 
 ISA: str = _kernels.isa()
 """The instruction set in use: ``scalar``, ``avx2``, ``avx512`` or ``neon``."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import pickle
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,7 @@ from offload.device.protocol import Device
 from offload.ranks.agreement import Facts
 from offload.ranks.collectives import LocalCollectives, Rounds
 from offload.ranks.links import DeviceLinks
-from offload.ranks.world import World
+from offload.ranks.world import World, packed, unpacked
 from offload.units import ParameterSpec, UnitSpec
 from swapper import Arena
 
@@ -79,11 +78,10 @@ class Ranks:
             self.collectives.all_gather(where, torch.empty(0), facts())
 
     def all_gather_object(self, where: str, own: Any) -> list[Any]:
-        """Gather what every rank gives at this place of the program, any object, in order."""
+        """Gather what every rank gives at this place of the program, in order: see ``packed``."""
         if self.size == 1:
             return [own]
-        content = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
-        return [pickle.loads(part.numpy().tobytes()) for part in self.collectives.all_gather_parts(where, content)]
+        return unpacked(self.collectives.all_gather_parts(where, packed(own)))
 
     def all(self, where: str, condition: bool) -> bool:
         """The condition holds on all ranks."""

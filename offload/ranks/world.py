@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 import socket
 import threading
 from collections.abc import Sequence
@@ -14,7 +13,8 @@ from typing import Any
 import torch
 from torch import distributed
 
-from offload.errors import ConfigError
+from offload.encoding import decode, encode
+from offload.errors import ConfigError, RankError
 from offload.ranks.groups import NO_GROUP, Group, next_store, take_group
 from offload.ranks.heartbeat import Heartbeat, NoHeartbeat
 from offload.ranks.launch import initialise, is_launched, local_number, processes_here
@@ -93,7 +93,7 @@ class World:
         return self.local_ranks.index(self.rank)
 
     def all_gather_object(self, own: Any) -> list[Any]:
-        """Gather what every rank gives, any object, in order. All ranks call this together; nobody uses the group
+        """Gather what every rank gives, in order: see ``packed``. All ranks call this together; nobody uses the group
         else."""
         if self.size == 1:
             return [own]
@@ -167,14 +167,24 @@ def _meet(rows: Sequence[Sequence[int]], members: Sequence[int], rank: int, hear
 
 
 def _all_gather_object(own: Any, size: int, group: Any, heartbeat: Heartbeat) -> list[Any]:
-    content = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
+    content = packed(own)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
     heartbeat.wait_for(distributed.all_gather(sizes, torch.tensor([len(content)]), group, async_op=True))
     padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
     padded[: len(content)] = content
     parts = [torch.empty_like(padded) for _ in range(size)]
     heartbeat.wait_for(distributed.all_gather(parts, padded, group, async_op=True))
-    return [pickle.loads(part.numpy().tobytes()) for part in parts]  # what follows the pickle is ignored
+    return unpacked([part[: int(nbytes)] for part, nbytes in zip(parts, sizes, strict=True)])
+
+
+def packed(own: Any) -> torch.Tensor:
+    """A value on its way to other ranks, as bytes: numbers, strings, tensors, and lists, tuples and dicts of them."""
+    return torch.frombuffer(bytearray(encode(own, "what this rank tells")), dtype=torch.uint8)
+
+
+def unpacked(parts: Sequence[torch.Tensor]) -> list[Any]:
+    """The values of all ranks. Raises ``RankError`` for bytes that are none: nothing that comes from outside is run."""
+    return [decode(part.numpy().tobytes(), f"what rank {rank} tells", RankError) for rank, part in enumerate(parts)]
 
 
 def local_index(world: World) -> int | None:

@@ -17,9 +17,11 @@ there is written into that, too. The run goes on in a new store in both cases.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -187,10 +189,11 @@ def _open_durable(opener: _Opener, ranks: Ranks) -> EngineStore:
         )
         if max(damaged, default=-1) > (-1 if last is None else last[0]):
             raise damaged[max(damaged)]
-        highest = max((*found, *damaged), default=0)
-        of_ranks = ranks.all_gather_object("the last commit", (last, highest))
-        last = max((of_rank for of_rank, _ in of_ranks if of_rank is not None), default=None)
-        highest = max(number for _, number in of_ranks)
+        highest, foreign = max((*found, *damaged), default=0), sorted(_taken(opener.paths) - found.keys())
+        of_ranks = ranks.all_gather_object("the last commit", (last, highest, foreign))
+        last = max((of_rank for of_rank, _, _ in of_ranks if of_rank is not None), default=None)
+        highest = max(number for _, number, _ in of_ranks)
+        taken = {number for _, _, numbers in of_ranks for number in numbers}
         number = 0 if last is None else last[0]
         own, fits = found.get(number, (None, False))
         if last is not None:
@@ -211,7 +214,7 @@ def _open_durable(opener: _Opener, ranks: Ranks) -> EngineStore:
             closing.pop_all()
             return EngineStore(own, opener.paths, opener.profile, True, opener.retained_max, None, f"run-{number}")
         replaces = b"" if own is None else own.identity
-    name = f"run-{highest + 1}"
+    name = f"run-{next(number for number in count(highest + 1) if number not in taken)}"
     previous = None if last is None else f"run-{number}"
     store = opener.create(name, replaces)
     return EngineStore(store, opener.paths, opener.profile, True, opener.retained_max, previous, name)
@@ -263,11 +266,23 @@ def _at_commit(store: DurableStore | None, generation: int, where: str) -> Durab
 
 
 def run_names(path: Path) -> list[str]:
-    """The names of durable runs' stores on a path, newest first."""
-    with contextlib.suppress(OSError):
-        found = [match[0].removesuffix(".store") for entry in path.iterdir() if (match := _RUN.fullmatch(entry.name))]
-        return sorted(found, key=_number, reverse=True)
-    return []
+    """The names of durable runs' stores on a path, newest first. Those of other users are none: a path can be
+    shared."""
+    return sorted((f"run-{number}" for number in _runs([path], os.geteuid())), key=_number, reverse=True)
+
+
+def _taken(paths: Sequence[Path]) -> set[int]:
+    """Numbers of all runs on the paths, whoever they belong to."""
+    return set(_runs(paths))
+
+
+def _runs(paths: Sequence[Path], owner: int | None = None) -> Iterator[int]:
+    for path in paths:
+        with contextlib.suppress(OSError), os.scandir(path) as entries:
+            for entry in entries:
+                match = _RUN.fullmatch(entry.name)
+                if match and (owner is None or entry.stat(follow_symlinks=False).st_uid == owner):
+                    yield int(match[1])
 
 
 def run_bytes(path: Path) -> int:

@@ -12,7 +12,7 @@ from swapper.checked.kinds import (
     ANY,
     FLAG,
     TEXT,
-    Either,
+    FileName,
     Int,
     Kind,
     ListOf,
@@ -26,7 +26,7 @@ from swapper.checked.kinds import (
     Tuple,
 )
 from swapper.checked.refused import Refused, refusals, within
-from swapper.checked.text import SLACK_BYTES, Cursor, cost_of, text_of
+from swapper.checked.text import SLACK_BYTES, Cursor, cost_of, require_held, text_of
 
 __all__ = [
     "ANY",
@@ -34,7 +34,7 @@ __all__ = [
     "SLACK_BYTES",
     "TEXT",
     "Cursor",
-    "Either",
+    "FileName",
     "Int",
     "Kind",
     "ListOf",
@@ -52,6 +52,7 @@ __all__ = [
     "read_all",
     "read_regular",
     "refusals",
+    "require_held",
     "text_of",
     "within",
 ]

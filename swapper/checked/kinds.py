@@ -15,6 +15,7 @@ NUMEL_MAX = 1 << 60
 """No tensor has more elements, and no file more bytes."""
 
 _DIMENSIONS_MAX = 64
+_NAME_BYTES_MAX = 255
 
 
 class Kind(Generic[_T]):
@@ -80,6 +81,19 @@ class Text(Kind[str]):
         return value
 
 
+class FileName(Text):
+    """The name of a file in the directory of what names it."""
+
+    def __init__(self) -> None:
+        super().__init__(_NAME_BYTES_MAX)
+
+    def take(self, value: Any) -> str:
+        name = super().take(value)
+        if name in ("", ".", "..") or "/" in name or "\0" in name or len(name.encode()) > _NAME_BYTES_MAX:
+            raise Refused(f"{shown(name)} is not the name of a file in this directory")
+        return name
+
+
 class OneOf(Kind[_T]):
     """One of some strings, which stand for values."""
 
@@ -90,16 +104,6 @@ class OneOf(Kind[_T]):
         if not isinstance(value, str) or value not in self._values:
             raise Refused(f"{shown(value)} is none of {', '.join(self._values)}")
         return self._values[value]
-
-
-class Either(Kind[_T]):
-    """Null, which becomes ``other``, or a value of another kind."""
-
-    def __init__(self, kind: Kind[_T], other: _T) -> None:
-        self._kind, self._other = kind, other
-
-    def take(self, value: Any) -> _T:
-        return self._other if value is None else self._kind.take(value)
 
 
 class Optional(Kind["_T | None"]):

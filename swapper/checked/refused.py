@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
+_SAID = 500
+"""Letters of what is wrong: what others say of a value can be as long as that."""
+
 _SHOWN = 60
 """Of a value, a message shows so many letters."""
 
@@ -13,7 +16,7 @@ class Refused(ValueError):
     """A value that cannot be. The message names the field, from the outermost on."""
 
     def __init__(self, what: str, *place: str | int) -> None:
-        super().__init__(what)
+        super().__init__(what if len(what) <= _SAID else f"{what[:_SAID]}...")
         self.place = place
 
     def __str__(self) -> str:

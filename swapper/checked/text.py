@@ -47,12 +47,21 @@ def text_of(data: bytes) -> str:
         raise Refused(f"it is no text: {error.reason} at byte {error.start}") from None
 
 
+def require_held(text: bytes, more_bytes: int = 0) -> None:
+    """Raise ``Refused`` for text whose values, with ``more_bytes``, would take far more memory than its own bytes."""
+    most = SLACK_BYTES + 6 * len(text)
+    if cost_of(text) + more_bytes > most:
+        raise Refused(f"its values would take more than {most:,} bytes")
+
+
 class Cursor:
     """A place in JSON text, which moves on as values are taken. Raises ``Refused`` for text that is none."""
 
-    def __init__(self, text: str, pairs: Pairs | None = None) -> None:
-        """``pairs`` makes values of objects; without it they are ``dict``, and no name may be there twice."""
+    def __init__(self, text: str, pairs: Pairs | None = None, list_in: str = "") -> None:
+        """``pairs`` makes values of objects; without it they are ``dict``, and no name may be there twice. A list may
+        also be the one member, of the name ``list_in``, of an object."""
         self.at = 0
+        self._list_in = list_in
         self._text = text
         decoder: Any = json.JSONDecoder(object_pairs_hook=_once if pairs is None else pairs)
         self._scan: Callable[[str, int], tuple[Any, int]] = decoder.scan_once
@@ -101,7 +110,13 @@ class Cursor:
 
     def items(self) -> Iterator[int]:
         """The indices of the list that comes next. Its item is to be taken before the next index."""
-        return self._between("[", "]")
+        if self._list_in and self._peek() == "{":
+            for name in self.members():
+                if name != self._list_in:
+                    raise Refused(f"expected a list at letter {self.at}")
+                yield from self._between("[", "]")
+            return
+        yield from self._between("[", "]")
 
     def end(self) -> None:
         """Raise ``Refused`` unless the text ends here."""

@@ -13,27 +13,45 @@ import os
 import pickle
 import struct
 import zipfile
+import zlib
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from offload.access import PART_NUMEL
+from offload.checkpoint.dcp.pickled import read_metadata
 from offload.checkpoint.dcp.writer import boxes
 from offload.errors import WeightsError
 from offload.memory import passing_tensor
+from swapper.checked import Int, open_regular, refusals
 from swapper.errors import failed
+from swapper.files import Descriptor
 
 _NUM_OPEN = 16
 """Files that are open at a time: a checkpoint has one of each rank that wrote it."""
 
 _LOCAL_HEADER = struct.Struct("<26x2H")
 """Of a file in a zip archive: the lengths of its name and of what follows that."""
+
+
+_DAMAGE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    LookupError,
+    ValueError,
+    TypeError,
+    EOFError,
+    NotImplementedError,
+)
+"""Errors that other bytes in the place of a chunk's file lead to."""
+
+_SIZE = Int()
 
 
 class _Place(NamedTuple):
@@ -55,23 +73,21 @@ class _Chunks(NamedTuple):
 class DistributedReader:
     """The tensors and other values in the directory ``path``, by key. Close it at the end.
 
-    Raises ``WeightsError`` if there is no checkpoint, or files of it are missing or too short. As ``torch`` does, it
-    unpickles ``.metadata``: read what you trust.
+    Raises ``WeightsError`` if there is no checkpoint, or files of it are missing or too short.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._files: OrderedDict[str, BinaryIO] = OrderedDict()
+        self._files: OrderedDict[str, Descriptor] = OrderedDict()
         try:
-            metadata = FileSystemReader(path).read_metadata()
+            with refusals(str(path / ".metadata"), WeightsError):
+                metadata = read_metadata(path)
         except (FileNotFoundError, NotADirectoryError):
             raise WeightsError(
                 f"{path} has no torch.distributed.checkpoint in it: there is no file .metadata"
             ) from None
         except OSError as error:
             raise failed(f"reading {path / '.metadata'}", error) from error
-        except Exception as error:  # whatever a pickle of other bytes raises
-            raise WeightsError(f"{path / '.metadata'} is damaged: {type(error).__name__}: {error}") from error
         self.tensors: dict[str, TensorStorageMetadata] = {
             key: entry
             for key, entry in metadata.state_dict_metadata.items()
@@ -183,19 +199,37 @@ class DistributedReader:
             raise failed(f"reading {self.path / place.file}", error) from error
         except (pickle.UnpicklingError, AttributeError):  # another kind of tensor
             return None
-        except (zipfile.BadZipFile, KeyError, EOFError, struct.error) as error:
+        except (
+            zipfile.BadZipFile,
+            zlib.error,
+            LookupError,
+            ValueError,
+            TypeError,
+            EOFError,
+            struct.error,
+            NotImplementedError,
+        ) as error:
             raise WeightsError(f"{self.path / place.file}: {key} at {tuple(offsets)} is damaged: {error}") from error
         is_plain = record.compress_type == zipfile.ZIP_STORED and record.file_size == layout.numel * dtype.itemsize
-        if not is_plain or tuple(layout.stride) != torch.empty(sizes, device="meta").stride():
+        if not is_plain or layout.stride != torch.empty(sizes, device="meta").stride():
             return None
         begin = record.header_offset + _LOCAL_HEADER.size + name + extra + layout.offset * dtype.itemsize
-        return _Place(place.file, place.offset + begin, math.prod(sizes) * dtype.itemsize)
+        nbytes = math.prod(sizes) * dtype.itemsize
+        if not 0 <= layout.offset <= layout.numel - math.prod(sizes) or begin + nbytes > place.nbytes:
+            raise WeightsError(f"{self.path / place.file}: {key} at {tuple(offsets)} is damaged: it ends too early")
+        return _Place(place.file, place.offset + begin, nbytes)
 
     def _whole(self, index: MetadataIndex) -> torch.Tensor:
         """The chunk's flat elements."""
         if self._loaded is None or self._loaded[0] != index:
             self._loaded = None
-            self._loaded = index, self._load(self._place(index), str(index)).detach().reshape(-1)
+            value = self._load(self._place(index), str(index))
+            sizes = next(chunk.sizes for chunk in self.tensors[index.fqn].chunks if chunk.offsets == index.offset)
+            if not isinstance(value, torch.Tensor) or value.shape != sizes:
+                raise WeightsError(
+                    f"{self.path}: {index.fqn} at {tuple(index.offset or ())} is not of shape {tuple(sizes)}"
+                )
+            self._loaded = index, value.detach().reshape(-1)
         return self._loaded[1]
 
     # Files.
@@ -226,7 +260,7 @@ class DistributedReader:
             return torch.load(file, map_location="cpu", weights_only=True)
         except OSError as error:
             raise failed(f"reading {self.path / place.file}", error) from error
-        except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
+        except Exception as error:  # whatever a file of other bytes makes it raise
             raise WeightsError(f"{self.path / place.file}: {what} cannot be read: {error}") from error
 
     def _read(self, file: str, offset: int, target: torch.Tensor) -> None:
@@ -234,25 +268,26 @@ class DistributedReader:
         view, done = memoryview(target.numpy().data), 0
         try:
             while done < len(view):
-                count = os.preadv(self._file(file).fileno(), [view[done:]], offset + done)
+                count = os.preadv(self._file(file).number, [view[done:]], offset + done)
                 if not count:
                     raise WeightsError(f"{self.path / file} has become shorter than {offset + len(view):,} bytes")
                 done += count
         except OSError as error:
             raise failed(f"reading {self.path / file}", error) from error
 
-    def _file(self, name: str) -> BinaryIO:
+    def _file(self, name: str) -> Descriptor:
         if name not in self._files:
             if len(self._files) == _NUM_OPEN:
                 self._files.popitem(last=False)[1].close()
-            self._files[name] = (self.path / name).open("rb", buffering=0)  # type: ignore[assignment]
+            with refusals(str(self.path / name), WeightsError):
+                self._files[name] = open_regular(self.path / name, links=True)
         return self._files[name]
 
 
 class _Slice(io.RawIOBase):
     """Some bytes of an open file as a file of their own."""
 
-    def __init__(self, file: BinaryIO, place: _Place) -> None:
+    def __init__(self, file: Descriptor, place: _Place) -> None:
         self._file = file
         self._place = place
         self._at = 0
@@ -272,7 +307,7 @@ class _Slice(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         numel = max(min(len(buffer), self._place.nbytes - self._at), 0)
-        count = os.preadv(self._file.fileno(), [memoryview(buffer)[:numel]], self._place.offset + self._at)
+        count = os.preadv(self._file.number, [memoryview(buffer)[:numel]], self._place.offset + self._at)
         self._at += count
         return count
 
@@ -303,9 +338,9 @@ class _Layout(pickle.Unpickler):
         return pid
 
 
-def _tensor(storage: Any, offset: int, size: Any, stride: tuple[int, ...], *rest: Any) -> _Tensor:
+def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> _Tensor:
     _, _, key, _, numel = storage
-    return _Tensor(key, numel, offset, stride)
+    return _Tensor(str(key), _SIZE.take(numel), _SIZE.take(offset), tuple(_SIZE.take(step) for step in stride))
 
 
 def nested(reader: DistributedReader, *prefix: Any) -> Any:

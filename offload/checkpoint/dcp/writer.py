@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
+import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -39,12 +40,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from offload.access import PART_NUMEL
 from offload.checkpoint.dcp.names import STATES, TreePath, key_of
+from offload.checkpoint.dcp.pickled import unpickled
 from offload.checkpoint.every_rank import on_every_rank
 from offload.checkpoint.publish import Unfinished, check_replaceable
 from offload.checkpoint.tensors import Entry, Portion
 from offload.errors import ConfigError
 from offload.memory import passing_tensor, tensor_at
 from offload.ranks.ranks import Ranks
+from swapper import OffloadError, StorageIOError
 from swapper.errors import failed
 
 _Result = TypeVar("_Result")
@@ -209,11 +212,13 @@ class _Writing:
                 f"{self._path}: some ranks do not see the folder that the first one has made. Give a directory on a "
                 "file system that all of them share."
             )
-        plans, metadata = self._planner.create_global_plan(self._all("a plan", self._planner.create_local_plan))
+        of_ranks = self._all("a plan", lambda: pickle.dumps(self._planner.create_local_plan()))
+        plans, metadata = self._planner.create_global_plan([unpickled(plan, SavePlan) for plan in of_ranks])
         writer = FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0)
         plans = writer.prepare_global_plan([SavePlan([])] * number + plans)[number:]  # which numbers their files
         self._all("room", partial(self._require, plans))
-        results = self._all("the parts", partial(self._write, writer, plans[self._ranks.rank]))
+        of_ranks = self._all("the parts", lambda: pickle.dumps(self._write(writer, plans[self._ranks.rank])))
+        results = [unpickled(written, list) for written in of_ranks]
         self._all("all of it", partial(self._publish, writer, metadata, results))
 
     def _all(self, what: str, call: Callable[[], _Result]) -> list[_Result]:
@@ -246,7 +251,12 @@ class _Writing:
             self._unfinished.require(sum(_nbytes(item) for plan in plans for item in plan.items))
 
     def _write(self, writer: FileSystemWriter, plan: SavePlan) -> list[WriteResult]:
-        return self._planner.named(writer.write_data(plan, self._planner).wait())
+        try:
+            return self._planner.named(writer.write_data(plan, self._planner).wait())
+        except RuntimeError as error:  # torch.save's, when a file does not take all bytes; it does not say why
+            if isinstance(error, OffloadError):
+                raise
+            raise StorageIOError(f"writing to {self._path} failed: {error}.") from error
 
     def _publish(self, writer: FileSystemWriter, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         if self._unfinished is not None:

@@ -29,6 +29,7 @@ from offload.checkpoint.workplace import Workplace, clear_left_over
 from offload.errors import ConfigError, warn
 from offload.ranks.ranks import Ranks
 from swapper import Generation, OffloadError, StoreMissing
+from swapper.checked import Refused, read_regular
 from swapper.errors import failed, unusable
 from swapper.files import Descriptor, exchange, open_directory, require_room
 
@@ -89,8 +90,8 @@ class CheckpointDirectory:
 
     def _latest(self) -> str:
         tag = ""
-        with contextlib.suppress(OSError, ValueError):
-            tag = (self.path / _LATEST).read_text().strip()
+        with contextlib.suppress(OSError, Refused):
+            tag = read_regular(self.path / _LATEST, 1000).decode("ascii", "replace").strip()
         if _TAG.fullmatch(tag) and (self.path / tag).is_dir():
             return tag
         found = self.saved()

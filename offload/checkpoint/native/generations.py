@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from offload.checkpoint.native.background import BackgroundCopy
 from offload.checkpoint.native.commit import Committer
@@ -80,7 +81,7 @@ class Generations(NoGenerations):
             return False
         description, config, committer = describe(), self._config, self.committer
         retain = partial(directory.retain, config.keep_last, config.keep_every)
-        if ranks.all(_HOW, directory.path.stat().st_dev == config.paths[0].stat().st_dev):
+        if ranks.all(_HOW, _share_file_system(directory.path, config.paths[0])):
             if not self.linked.save(directory, description):
                 return False
             retain()
@@ -119,3 +120,12 @@ class Generations(NoGenerations):
         if not self.committer.failure.is_known and not self._config.durable and self.linked.any:
             drain()
             self.committer.store.give_back()
+
+
+def _share_file_system(directory: Path, store: Path) -> bool:
+    """Files in the one can have further names in the other. Not where the store's path has been renamed meanwhile:
+    nobody knows what is there now."""
+    try:
+        return directory.stat().st_dev == store.stat().st_dev
+    except FileNotFoundError:
+        return False

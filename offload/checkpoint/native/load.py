@@ -12,6 +12,7 @@ import torch
 from offload.access import Elements, ExternalAccess, Loan, Records, Span, first_states
 from offload.checkpoint.native.description import Description
 from offload.checkpoint.native.saved_records import SavedHome, SavedRecords, Source
+from offload.errors import ConfigError
 from offload.optim.rule import TilePart
 from offload.tiers.gradients.store import Gradient
 from offload.tiers.home import TileHomes
@@ -39,6 +40,21 @@ class Loading:
         self._same: dict[Tile, SavedHome] = {}
         """Tiles of the unit at hand whose saved bytes are theirs as they are."""
         self._saved = SavedRecords(source, description, parts_of=self._parts_of)
+        for unit in units:
+            self._check(unit)
+
+    def _check(self, unit: UnitSpec) -> None:
+        """Raise ``ConfigError`` where the unit's bytes would have to be converted, and cannot be."""
+        if self._alike(unit) is None and any(spec.packing is not None for spec in unit.parameters):
+            raise ConfigError(f"unit {unit.name} has quantised weights, and lies otherwise there. Nothing has changed")
+        for saved in self._description.units if self._access.layout.rule is not None else ():
+            for tile in saved.tiles if saved.name == unit.name else ():
+                there = {(part.parameter, part.state): part for part in tile.parts}
+                for part in self._parts_of(unit.name, tile.start, tile.stop) if there else ():
+                    found = there.get((part.parameter, part.state))
+                    if found is None or (found.shape, found.dtype) != (part.shape, part.dtype):
+                        what = f"state {part.state}" if part.state else "the master"
+                        raise ConfigError(f"{what} of {part.parameter} is another one there. Nothing has changed")
 
     def copy(self) -> None:
         """Copy weights and states of all units. What was there before is lost, also if this raises."""

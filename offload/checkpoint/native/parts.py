@@ -15,7 +15,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from offload.checkpoint.native.description import Description, SavedTile, SavedUnit, SavedUnits
+from offload.checkpoint.native.description import Description
+from offload.checkpoint.native.saved_units import SavedTile, SavedUnit, SavedUnits
 from offload.checkpoint.native.whole import check_records
 from swapper import Extent, Generation, StorageCorrupt, StoreMissing, Ticket, generation_metadata, open_generation
 from swapper.checked import refusals

@@ -10,7 +10,8 @@ import torch
 
 import aio_ext
 from offload.access import ExternalAccess, Loan
-from offload.checkpoint.native.description import SavedUnits, describe_units, parts_of
+from offload.checkpoint.native.description import describe_units, parts_of
+from offload.checkpoint.native.saved_units import SavedUnits
 from offload.tiers.home import Home
 from offload.tiers.store import RecordExtents
 from offload.units import UnitSpec

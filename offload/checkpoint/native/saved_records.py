@@ -11,7 +11,8 @@ import torch
 
 import aio_ext
 from offload.access import Layout, Loan
-from offload.checkpoint.native.description import Description, SavedTile, SavedUnit
+from offload.checkpoint.native.description import Description
+from offload.checkpoint.native.saved_units import SavedTile, SavedUnit
 from offload.dtypes import BY_PRECISION
 from offload.errors import ConfigError
 from offload.memory import tensor_at

@@ -9,8 +9,9 @@ from types import TracebackType
 import torch
 
 from offload.access import Elements
-from offload.checkpoint.native.description import Description, SavedParameter
+from offload.checkpoint.native.description import Description
 from offload.checkpoint.native.saved_records import SavedRecords, Source
+from offload.checkpoint.native.saved_units import SavedParameter
 from offload.checkpoint.tensors import Entry, Place, Tensors
 from offload.errors import ConfigError
 from offload.units import ParameterSpec, UnitSpec

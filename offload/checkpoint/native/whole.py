@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from offload.checkpoint.native.saved_units import SavedParameter, SavedTile, SavedUnit
 from offload.dtypes import BY_PRECISION
 from offload.encoding import DTYPE
 from offload.optim.formats import MASTER_BYTES
@@ -17,8 +18,18 @@ from offload.units import ALIGNMENT, GRAIN
 from swapper import Extent, align
 from swapper.checked import Refused, within
 
-if TYPE_CHECKING:
-    from offload.checkpoint.native.description import Description, SavedParameter, SavedTile, SavedUnit
+
+class Described(Protocol):
+    """A description."""
+
+    @property
+    def precision(self) -> str: ...
+    @property
+    def optimizer(self) -> Mapping[str, Any] | None: ...
+    @property
+    def units(self) -> Sequence[SavedUnit]: ...
+    @property
+    def run(self) -> Mapping[str, Any]: ...
 
 
 class Held(Protocol):
@@ -29,7 +40,7 @@ class Held(Protocol):
     def holds(self, extent: Extent) -> bool: ...
 
 
-def check_units(description: Description) -> None:
+def check_units(description: Described) -> None:
     """Raise ``Refused`` unless parameters and tiles lie in each unit, one after the other, and tiles leave out none of
     the elements that are trained."""
     names = set()
@@ -105,7 +116,7 @@ def _check_parts(unit: SavedUnit, tile: SavedTile, master_bytes: int) -> None:
             raise Refused(f"the master of {spec.name} is in none", "parts")
 
 
-def check_records(description: Description, source: Held) -> None:
+def check_records(description: Described, source: Held) -> None:
     """Raise ``Refused`` unless each parameter is there with all of its elements, and each record in extents of its
     size that the generation holds, which no other record has."""
     _check_coverage(description.units)
@@ -139,7 +150,7 @@ def check_records(description: Description, source: Held) -> None:
                     check(tile.extent, tile.nbytes)
             if any(parameter.name in accumulated for parameter in unit.parameters):
                 with within("gradients"):
-                    if unit.gradients is None:
+                    if unit.gradients is None or any(p.name in accumulated for p in unit.parameters if not p.trainable):
                         raise Refused("they are in no extent")
                     check(unit.gradients, unit.trainable_numel * gradient_width)
 
