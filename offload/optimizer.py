@@ -1,11 +1,18 @@
-"""The optimizer that users and schedulers see: parameter groups over handles; the states are the engine's."""
+"""The optimizer that users and schedulers see: parameter groups over handles; the states are the engine's.
+
+[Note: One optimizer, one object] The optimizer that a user has built stays the object that it is, with its groups,
+attributes, hooks and methods: its class becomes a subclass of its own whose ``step``, ``zero_grad``, ``state`` and
+state dicts are the engine's (``OffloadOptimizer.over``). So whatever holds it, a scheduler or a trainer, holds the
+engine's.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterator, MutableMapping
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -14,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload.errors import ConfigError
 from offload.optim.rule import Group, options_of
+from offload.optimizer_state import States, StateView
 from offload.progress import Progress
 from offload.torch_internals import never_compiled
 
@@ -32,91 +40,93 @@ class Steps(Protocol):
     def drop_gradients(self) -> None: ...
 
 
-class States(Protocol):
-    """The states that rest in the engine, by parameter as in ``torch.optim``."""
+@dataclass(eq=False)
+class _EngineSide:
+    """What stands behind the optimizer."""
 
-    def of_all(self) -> dict[nn.Parameter, dict[str, Any]]: ...
-
-    def replace_all(self, states: dict[nn.Parameter, dict[str, Any]]) -> None: ...
-
-    def parameters(self) -> list[nn.Parameter]: ...
-
-    def of(self, parameter: nn.Parameter) -> dict[str, Any]: ...
-
-    def replace(self, parameter: nn.Parameter, states: dict[str, Any]) -> None: ...
+    states: States
+    progress: Progress
+    view: Any
+    """What ``optimizer.state`` gives."""
+    engine: Steps | None = None
+    """None while the engine is being made."""
+    is_stepping: bool = False
 
 
 class OffloadOptimizer(torch.optim.Optimizer):
-    """Parameter groups as of any ``torch.optim.Optimizer``; ``step`` is the engine's ``step``.
-
-    The groups are those of ``source``, if it is given: its ``step`` and ``zero_grad`` are this one's from now on, so
-    that a scheduler that was built on it keeps working.
-    """
+    """Parameter groups as of any ``torch.optim.Optimizer``; ``step`` is the engine's ``step``."""
 
     _step_supports_amp_scaling = True
     """For ``torch.amp.GradScaler``: gradients may come as they are. For the time of a step it sets ``found_inf`` and
     ``grad_scale``, which they are to be divided by (None: it is done)."""
 
-    def __init__(
-        self,
-        groups: list[Group],
-        states: States,
-        progress: Progress,
-        source: torch.optim.Optimizer | None = None,
-    ) -> None:
-        super().__init__(groups, options_of(groups[0]) if source is None else source.defaults)
-        self._states = states
-        self._progress = progress
-        self._source = source
-        self.state = _StateView(states)  # type: ignore[assignment]
-        if source is not None:
-            source.state = self.state
-            source.step = _Forward(self)  # type: ignore[method-assign,assignment]
-            for name in ("zero_grad", "add_param_group", "state_dict", "load_state_dict"):
-                setattr(source, name, getattr(self, name))
+    _engine_side: _EngineSide
+
+    def __init__(self, groups: list[Group], states: States, progress: Progress) -> None:
+        self._engine_side = _EngineSide(states, progress, StateView(states))
+        torch.optim.Optimizer.__init__(self, groups, options_of(groups[0]))
+
+    @classmethod
+    def over(
+        cls, source: torch.optim.Optimizer, groups: list[Group], states: States, progress: Progress
+    ) -> OffloadOptimizer:
+        """Make ``source`` the engine's, over these groups. See [Note: One optimizer, one object]."""
+        own = vars(source)
+        own.pop("step", None)  # a scheduler's, which counts steps: ours does that, too
+        entries = {key: value for key, value in source.state.items() if not isinstance(key, torch.Tensor)}
+        own.pop("state")
+        source.__class__ = _class_over(type(source))  # type: ignore[arg-type]
+        optimizer = cast(OffloadOptimizer, source)
+        optimizer._engine_side = _EngineSide(states, progress, StateView(states, entries))
+        optimizer.param_groups = groups
+        return optimizer
 
     def attach(self, engine: Steps) -> None:
         """Steps and new parameters are those of ``engine`` from now on."""
-        self._engine = engine
+        self._engine_side.engine = engine
 
-    @never_compiled
-    @torch.no_grad()
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The states of each parameter that has taken a step, as handles."""
+        return self._engine_side.view
+
+    @state.setter
+    def state(self, value: Mapping[Any, dict[str, Any]]) -> None:
+        self._engine_side.view.become(value)
+
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Take the step. As in ``torch.optim``, a ``closure`` computes the loss and its gradients before it, once.
 
         With ``torch.amp.GradScaler`` the gradients are divided by its scale, and where one is infinite nothing happens.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
-        if found_inf is None:
-            self._engine.take_step()
-        elif not found_inf:
-            scale: torch.Tensor | None = getattr(self, "grad_scale", None)
-            self._engine.take_step(1.0 if scale is None else float(scale))
-        if self._source is not None:
-            self._source._opt_called = True  # type: ignore[attr-defined]  # what schedulers on it look at
-        return loss
+        side = self._engine_side
+        was_stepping, side.is_stepping = side.is_stepping, True
+        try:
+            loss: float | None = _step_with_hooks(self, closure)
+            return loss
+        finally:
+            side.is_stepping = was_stepping
+            self._opt_called = True  # what schedulers look at
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch calls no hooks beside
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers put none of their own in its place
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that no step has used; without ``set_to_none`` they become zeros."""
         if set_to_none:
             self._engine.drop_gradients()
         else:
-            super().zero_grad(set_to_none=False)
+            torch.optim.Optimizer.zero_grad(self, set_to_none=False)
 
     def add_param_group(self, param_group: Group) -> None:
         """As in ``torch.optim``, for parameters that the engine holds. Raises ``ConfigError`` for others."""
-        engine: Steps | None = getattr(self, "_engine", None)
-        if engine is not None:
+        if self._engine_side.engine is not None:
             params = param_group["params"]
             params = [params] if isinstance(params, torch.Tensor) else list(params)
             for parameter in params:
-                engine.accept(parameter[1] if isinstance(parameter, tuple) else parameter)
+                self._engine.accept(parameter[1] if isinstance(parameter, tuple) else parameter)
             param_group = {**param_group, "params": params}
-        super().add_param_group(param_group)
+        _class_of_user(self).add_param_group(self, param_group)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigError(
@@ -130,59 +140,74 @@ class OffloadOptimizer(torch.optim.Optimizer):
         with the model's state dict that is all that a continuation with the same bits needs. What rests on NVMe is
         copied to a nameless file there, so that it takes no memory; it goes when the tensors go.
         """
-        resting = self.state
-        self.state = defaultdict(dict, self._states.of_all())  # type: ignore[arg-type]
+        side = self._engine_side
+        resting, side.view = side.view, {**side.view.entries, **side.states.of_all()}
         try:
-            return {**super().state_dict(), _POSITION: self._progress.state_dict()}
+            return {**_class_of_user(self).state_dict(self), _POSITION: side.progress.state_dict()}
         finally:
-            self.state = resting
+            side.view = resting
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over groups' options and states, as ``state_dict`` gave them. Weights stay."""
+        state_dict = state_dict.copy()
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         groups = state_dict["param_groups"]
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
             raise ValueError("loaded state dict has other parameter groups than the optimizer")
         for own, loaded in zip(self.param_groups, groups, strict=True):
             own.update({name: value for name, value in loaded.items() if name != "params"})
-        by_index = {
+        by_index: dict[Hashable, nn.Parameter] = {
             index: parameter
             for own, loaded in zip(self.param_groups, groups, strict=True)
             for index, parameter in zip(loaded["params"], own["params"], strict=True)
         }
-        self._states.replace_all(
-            {by_index[index]: states for index, states in state_dict["state"].items() if index in by_index}
-        )
+        self.state = {by_index.get(key, key): states for key, states in state_dict["state"].items()}
         if _POSITION in state_dict:
-            self._progress.load_state_dict(state_dict[_POSITION])
+            self._engine_side.progress.load_state_dict(state_dict[_POSITION])
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    @property
+    def _engine(self) -> Steps:
+        engine = self._engine_side.engine
+        if engine is None:
+            raise RuntimeError("the optimizer's engine is not made yet")
+        return engine
 
 
-class _StateView(MutableMapping[nn.Parameter, dict[str, Any]]):
-    """``optimizer.state``: the states of each parameter that has taken a step, as handles."""
+@cache
+def _class_over(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """A subclass of the user's, under its name, with what is the engine's. It has no other base: only then may an
+    object change its class."""
+    own = {name: value for name, value in vars(OffloadOptimizer).items() if name not in ("__dict__", "__weakref__")}
+    return type(kind.__name__, (kind,), {**own, "__module__": kind.__module__, "__doc__": kind.__doc__})
 
-    def __init__(self, states: States) -> None:
-        self._states = states
 
-    def __getitem__(self, parameter: nn.Parameter) -> dict[str, Any]:
-        return self._states.of(parameter)
+def _class_of_user(optimizer: OffloadOptimizer) -> type[torch.optim.Optimizer]:
+    """The class that the engine's stands on."""
+    return type(optimizer).__mro__[1]
 
-    def __setitem__(self, parameter: nn.Parameter, states: dict[str, Any]) -> None:
-        self._states.replace(parameter, states)
 
-    def __delitem__(self, parameter: nn.Parameter) -> None:
-        raise ConfigError(
-            "optimizer states rest in the engine and cannot be taken out. To begin anew: "
-            'optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})'
-        )
+@never_compiled
+@torch.no_grad()
+def _step(optimizer: OffloadOptimizer, closure: Callable[[], float] | None = None) -> float | None:
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    found_inf: torch.Tensor | None = getattr(optimizer, "found_inf", None)
+    if found_inf is None:
+        optimizer._engine.take_step()
+    elif not found_inf:
+        scale: torch.Tensor | None = getattr(optimizer, "grad_scale", None)
+        optimizer._engine.take_step(1.0 if scale is None else float(scale))
+    return loss
 
-    def clear(self) -> None:
-        """Make all states what they are before the first step."""
-        self._states.replace_all({})
 
-    def __iter__(self) -> Iterator[nn.Parameter]:
-        return iter(self._states.parameters())
-
-    def __len__(self) -> int:
-        return len(self._states.parameters())
+_step_with_hooks = torch.optim.Optimizer.profile_hook_step(_step)
+"""The same, between the hooks that users have registered."""
 
 
 def refuse_others(own: OffloadOptimizer) -> RemovableHandle:
@@ -193,7 +218,14 @@ def refuse_others(own: OffloadOptimizer) -> RemovableHandle:
 
     def refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         own = of_engine()
-        if own is None or optimizer is own:
+        if own is None:
+            return
+        if optimizer is own:
+            if not own._engine_side.is_stepping:
+                raise ConfigError(
+                    f"this is the step that {type(own).__name__} had before the engine was made, and it would change "
+                    "weights beside the engine: call optimizer.step(), which is another one since"
+                )
             return
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         num_held = sum(map(own._engine.trains, parameters))
@@ -205,17 +237,3 @@ def refuse_others(own: OffloadOptimizer) -> RemovableHandle:
             )
 
     return register_optimizer_step_pre_hook(refuse)
-
-
-class _Forward:
-    """The ``step`` of the optimizer that the user had built."""
-
-    _wrapped_by_lr_sched = True
-    """Schedulers put a step of their own in place of one without this mark, or warn that theirs is gone."""
-
-    def __init__(self, target: OffloadOptimizer) -> None:
-        self._target = target
-
-    def __call__(self, closure: Callable[[], float] | None = None) -> float | None:
-        loss: float | None = self._target.step(closure)
-        return loss

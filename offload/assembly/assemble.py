@@ -286,7 +286,10 @@ class _Assembler:
         for group, of_group in choice.groups:
             group["params"] = list(dict.fromkeys(of_model[spec] for spec in of_group))
         groups = [group for group, _ in choice.groups]
-        optimizer = OffloadOptimizer(groups, states, self.progress, choice.source)
+        if choice.source is None:
+            optimizer = OffloadOptimizer(groups, states, self.progress)
+        else:
+            optimizer = OffloadOptimizer.over(choice.source, groups, states, self.progress)
         self.closers.callback(refuse_others(optimizer).remove)
         if had_states:
             states.replace_all({of_model[spec]: of_spec for spec, of_spec in had_states.items()})

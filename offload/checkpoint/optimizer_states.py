@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from offload.access import ExternalAccess
+from offload.errors import ConfigError
 from offload.model.backing import ParameterBacking
 from offload.model.state_handle import StatesOfParameter
 from offload.optim.rule import Rule
@@ -76,21 +77,29 @@ class OptimizerStates:
     def of(self, parameter: nn.Parameter) -> States:
         """The states of one parameter, as handles. None are there before its first step."""
         specs = self.specs[parameter]
-        if specs[0] not in self.verdict.num_steps:
-            return {}
+        name = specs[0].piece.whole.name if specs[0].piece is not None else specs[0].name
 
         def read() -> States:
+            if specs[0] not in self.verdict.num_steps:
+                return {}
             self.wait_for_updates()
             found: dict[ParameterSpec, States] = {}
             for unit in self.units:
                 found.update(self._read(unit, [spec for spec in specs if spec in unit.parameters]))
             return self._joined({spec: found[spec] for spec in specs})
 
-        def write(some: States) -> None:
-            self.replace(parameter, {**read(), **some})
+        def write(states: States) -> None:
+            if not states:
+                self.forget(parameter)
+            elif not read():
+                raise ConfigError(
+                    f"parameter {name} has taken no step since its states were made anew, and has none to put "
+                    f"{', '.join(states)} beside: give all of them, optimizer.state[parameter] = {{...}}"
+                )
+            else:
+                self.replace(parameter, states)
 
-        name = specs[0].piece.whole.name if specs[0].piece is not None else specs[0].name
-        return StatesOfParameter(name, read, write)
+        return StatesOfParameter(name, self.rule.names(specs[0]), read, write)
 
     def replace(self, parameter: nn.Parameter, states: States) -> None:
         """Take over the states of one parameter."""
@@ -106,6 +115,17 @@ class OptimizerStates:
             "a change of optimizer states",
             lambda: {"the new state": {spec.name: fact_of_all(states) for spec, states in by_spec.items()}},
         )
+
+    def forget(self, parameter: nn.Parameter) -> None:
+        """Make the states of one parameter what they are before its first step."""
+        present = {spec for spec in self.specs[parameter] if spec in self.verdict.num_steps}
+        if not present:
+            return
+        with self.access.failure:
+            self.access.changing(self.units)
+            self._reset(present)
+            for spec in present:
+                del self.verdict.num_steps[spec]
 
     # Of parameters and pieces.
 

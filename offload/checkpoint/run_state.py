@@ -97,7 +97,8 @@ class RunState:
 
     def of_optimizer(self) -> dict[str, Any]:
         """``groups``: the options of each parameter group, and the names of its parameters. ``states``: by parameter
-        the steps that it has taken, and what lies in no tile. Empty if nothing is trained."""
+        the steps that it has taken, and what lies in no tile. ``shared``: what the optimizer keeps beside both. Empty
+        if nothing is trained."""
         training = self._training
         if training is None:
             return {"groups": [], "states": {}}
@@ -110,7 +111,7 @@ class RunState:
             groups.append({"options": options_of(group), "parameters": names})
         steps = training.verdict.num_steps.items()
         states = {spec.name: {"steps": step, **rule.loose_states(spec, step)} for spec, step in steps}
-        return {"groups": groups, "states": states}
+        return {"groups": groups, "states": states, "shared": rule.get_shared()}
 
     def set(self, state: dict[str, Any], take_gradients: TakeGradients) -> None:
         """Take over what ``get`` gave, of a run with the same parameter groups."""
@@ -155,6 +156,8 @@ class RunState:
                 if steps:
                     num_steps[spec] = steps
         training.verdict.num_steps = num_steps
+        if state.get("shared"):
+            training.rule.set_shared(state["shared"])
         training.optimizer.zero_grad()
 
 

@@ -15,7 +15,7 @@ from offload.config import OffloadConfig
 from offload.errors import ConfigError
 from offload.optim.formats import Formats
 from offload.optim.kernel_rule import KERNELS, KernelRule, NativeOptimizer
-from offload.optim.rule import Group, Rule, options_of
+from offload.optim.rule import Group, Rule
 from offload.optim.torch_rule import TorchRule
 from offload.units import ParameterSpec, UnitSpec
 
@@ -32,7 +32,7 @@ _KERNEL_OF_CLASS = {
 class OptimizerChoice:
     """Choice of how the model is trained: ``groups`` are parameter groups without ``params``, each with its parameters.
 
-    ``source`` is the optimizer that the user had built, if that is where the groups come from.
+    ``source`` is the optimizer that the user has built, or that was built of the class that was given.
     """
 
     rule: Rule
@@ -71,25 +71,25 @@ def choose(config: OffloadConfig, units: Sequence[UnitSpec]) -> OptimizerChoice 
         return _native(config, kernel, [(group, trainable)])
     if isinstance(optimizer, type):
         built = _build(optimizer, config.optimizer_settings)
-        groups = [(options_of(built.param_groups[0]), trainable)]
+        groups = [(built.param_groups[0], trainable)]
     else:
         built = optimizer
         if config.optimizer_settings:
             raise ConfigError(
                 f"{', '.join(config.optimizer_settings)}: the optimizer that was given is built already; set this there"
             )
+        _refuse_replaced_step(built)
         specs: dict[int, list[ParameterSpec]] = {}
         for spec in trainable:
             specs.setdefault(id(spec.parameter), []).append(spec)
         groups = [(group, _specs_of(group, specs)) for group in built.param_groups]
-    source = built if built is optimizer else None
     if _kernel_name(built) is not None:
-        return _native(config, KERNELS[_kernel_name(built) or ""], groups, source)
+        return _native(config, KERNELS[_kernel_name(built) or ""], groups, built)
     if config.moments_dtype != "fp32":
         raise ConfigError(
             f"moments_dtype={config.moments_dtype!r} needs an optimizer with a kernel: {', '.join(KERNELS)}"
         )
-    return OptimizerChoice(TorchRule(built, groups, Formats.of(config), config.gradient_dtype), groups, source)
+    return OptimizerChoice(TorchRule(built, groups, Formats.of(config), config.gradient_dtype), groups, built)
 
 
 def _native(
@@ -132,6 +132,17 @@ def _build(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> torch
         raise ConfigError(
             f"optimizer {kind.__name__} cannot be built with {option_values.shown(settings)}: {said}"
         ) from error
+
+
+def _refuse_replaced_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``ConfigError`` if somebody else than a scheduler has put a ``step`` of his own on the optimizer."""
+    step = vars(optimizer).get("step")
+    if step is not None and not hasattr(step, "_wrapped_by_lr_sched"):
+        raise ConfigError(
+            f"optimizer {type(optimizer).__name__}: its step was replaced on the object, by one that calls the step of "
+            "before, which is not the engine's. Replace the step of engine.optimizer, once the engine is made, or use "
+            "register_step_pre_hook and register_step_post_hook"
+        )
 
 
 def _specs_of(group: Group, specs: dict[int, list[ParameterSpec]]) -> list[ParameterSpec]:

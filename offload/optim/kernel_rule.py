@@ -15,7 +15,7 @@ from offload.errors import ConfigError
 from offload.memory import tensor_at
 from offload.optim.formats import Formats
 from offload.optim.moments import copy_moments, is_in_codes, num_blocks, scale_name
-from offload.optim.rule import Group, TileBytes, TilePart
+from offload.optim.rule import Group, SteppingParameter, TileBytes, TilePart
 from offload.units import GRAIN, ParameterSpec, Tile, UnitSpec
 
 _SCALE_BYTES = 4
@@ -88,6 +88,8 @@ class KernelRule:
         self._weight_dtype, self._grad_dtype = map(kernel_dtype, dtypes)
         self._dtype = _DTYPES[moments]
         self._torch_dtype = _TORCH_DTYPES[moments]
+        self._others: dict[ParameterSpec, dict[str, Any]] = {}
+        """Entries that the user has put beside a parameter's states. They rest in RAM."""
         self._first_value = max((float(group.get("initial_accumulator_value", 0.0)) for group in groups), default=0.0)
         if self._first_value and moments == "int8":
             raise ConfigError("initial_accumulator_value needs moments_dtype fp32 or bf16, not int8")
@@ -117,6 +119,9 @@ class KernelRule:
 
     def master_offset(self, tile: Tile, element: int) -> int:
         return (element - tile.start) * self._formats.master
+
+    def begin_step(self, stepping: Mapping[ParameterSpec, SteppingParameter]) -> None:
+        pass
 
     def freeze(self, spec: ParameterSpec, group: Group, step: int, grad_scale: float) -> Hashable:
         coefficients = self._kernel.coefficients(group, step, grad_scale)
@@ -194,10 +199,17 @@ class KernelRule:
         return {name: self.shape(spec, name) for name in (*self._names, *scales)}
 
     def loose_states(self, spec: ParameterSpec, step: int) -> dict[str, Any]:
-        return {"step": torch.tensor(float(step))}
+        return {"step": torch.tensor(float(step)), **self._others.get(spec, {})}
 
     def set_loose_states(self, spec: ParameterSpec, states: dict[str, Any]) -> int:
+        self._others[spec] = {name: value for name, value in states.items() if name != "step"}
         return int(states.get("step", 1))
+
+    def get_shared(self) -> dict[str, Any]:
+        return {}
+
+    def set_shared(self, shared: Mapping[str, Any]) -> None:
+        pass
 
     def _nbytes(self, numel: int) -> int:
         return numel * self._formats.master + len(self._names) * self._state_bytes(numel)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import nn
 
 from offload import kernels
 from offload.ranks.agreement import Facts
@@ -34,6 +35,13 @@ class TileBytes(NamedTuple):
     states: int
     weights: int
     grads: int
+
+
+class SteppingParameter(NamedTuple):
+    """A parameter that takes part in a step, as the optimizer has it."""
+
+    parameter: nn.Parameter
+    group: Group
 
 
 def options_of(group: Group) -> Group:
@@ -106,6 +114,9 @@ class Rule(TileLayout, Protocol):
     def begin(self, tile: Tile, address: int) -> None:
         """Write the states that are there before the first step."""
 
+    def begin_step(self, stepping: Mapping[ParameterSpec, SteppingParameter]) -> None:
+        """A step of the optimizer is certain; these parameters take part in it, each of which is frozen next."""
+
     def freeze(self, spec: ParameterSpec, group: Group, step: int, grad_scale: float) -> Hashable:
         """All that the ``step``-th step of one parameter depends on, as it is now.
 
@@ -132,6 +143,12 @@ class Rule(TileLayout, Protocol):
 
     def loose_states(self, spec: ParameterSpec, step: int) -> dict[str, Any]:
         """Return what belongs to the parameter's state and lies in no tile: the number of steps and the like."""
+
+    def get_shared(self) -> dict[str, Any]:
+        """Return what the optimizer keeps beside options of groups and states of parameters; empty if nothing."""
+
+    def set_shared(self, shared: Mapping[str, Any]) -> None:
+        """Take over what ``get_shared`` gave."""
 
     def set_loose_states(self, spec: ParameterSpec, states: dict[str, Any]) -> int:
         """Take over what ``loose_states`` gave; the number of steps taken."""

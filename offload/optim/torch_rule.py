@@ -1,13 +1,14 @@
 """Any ``torch.optim.Optimizer``, run one parameter at a time over tiles that hold whole parameters.
 
 A tile is ``[master of a | states of a | master of b | ...]``. Which states there are is seen in one step on a stand-in
-of the same shape: tensors of more than one element rest in the tile, everything else (the number of steps) in RAM.
+of the same shape: tensors of more than one element rest in the tile, everything else in RAM: numbers, lists of tensors,
+and what an optimizer makes after its first step.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,14 +17,20 @@ import torch
 from torch import nn
 
 from offload import kernels
-from offload.errors import ConfigError
+from offload.errors import ConfigError, warn
 from offload.memory import tensor_at
 from offload.optim.formats import Formats
-from offload.optim.rule import Group, TileBytes, TilePart, options_of
+from offload.optim.rule import Group, SteppingParameter, TileBytes, TilePart
+from offload.optim.shared_state import SharedState, cannot, is_data
+from offload.optim.trial import Kind, try_alone
+from offload.optim.twin import SIDE, Representatives, Twin, as_when_training
 from offload.units import GRAIN, ParameterSpec, Tile, UnitSpec
 from swapper import OffloadError
 
 _ALIGNMENT = 64
+
+_KINDS_MAX = 3
+"""Kinds of parameters of a group that a trial has."""
 
 
 @dataclass(frozen=True)
@@ -47,18 +54,29 @@ class _Record:
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """One parameter's step: equal to no other, so that each is run by itself."""
+    """A step of the optimizer: its shared state before and after it."""
 
+    before: SharedState
+    after: SharedState
+
+
+@dataclass(frozen=True, eq=False)
+class _ParameterStep:
+    """One parameter's part of a step: equal to no other, so that each is run by itself."""
+
+    step: _Step
     spec: ParameterSpec
-    options: Group
+    group: int
+    attributes: Mapping[str, Any]
     grad_scale: float
 
 
 class TorchRule:
-    """``optimizer`` as it was built, over parameters that it never saw together. See ``Rule``.
+    """The optimizer of the user's, over parameters that come in one after the other. See ``Rule`` and
+    [Note: Once a step, parameter by parameter].
 
-    Only its class and settings are used: its own parameters and states stay as they are. It sees fp32 masters and
-    gradients, whatever the precision. Its temporaries, a few copies of one parameter, are outside of the budget.
+    Its own options and attributes go on once a step; its parameters and states stay as they are. It sees fp32 masters
+    and gradients, whatever the precision. Its temporaries, a few copies of one parameter, are outside of the budget.
     """
 
     repeatable = False
@@ -72,12 +90,25 @@ class TorchRule:
         formats: Formats,
         grad_dtype: torch.dtype,
     ) -> None:
-        self._optimizer = copy.copy(optimizer)
-        self._name = type(optimizer).__name__
+        """Raises ``ConfigError`` for an optimizer that cannot run one parameter at a time, with the reason."""
+        self._optimizer = weakref.ref(optimizer)
+        self._twin, ahead = Twin(optimizer), Twin(optimizer)
+        self._name = self._twin.kind.__name__
         self._formats = formats
         self._grad_dtype = grad_dtype
-        self._groups = [options_of(group) for group, _ in groups]
         self._group_of = {spec: index for index, (_, specs) in enumerate(groups) for spec in specs}
+        self._shared = as_when_training(self._twin, SharedState.of(optimizer))
+        self._known = frozenset(self._shared.attributes)
+        """Names of attributes that it had when the engine was made."""
+        kinds = [_kinds(specs) for _, specs in groups]
+        try_alone(ahead, self._shared, kinds)
+        self._representatives = Representatives(ahead, [of_group[0] for of_group in kinds])
+        self._first = [next((spec for spec in specs if spec.numel), None) for _, specs in groups]
+        """Of each group the parameter that it was cut from."""
+        self._step = _Step(self._shared, self._shared)
+        self._stepping: Mapping[ParameterSpec, SteppingParameter] = {}
+        self._late: set[str] = set()
+        """States that have come after the first step, and were warned of."""
         self._records: dict[Tile, dict[ParameterSpec, _Record]] = {}
         self._schemas: dict[tuple[torch.Size, int], dict[str, tuple[torch.Size, torch.dtype]]] = {}
         self._loose: dict[ParameterSpec, dict[str, Any]] = {}
@@ -110,7 +141,7 @@ class TorchRule:
 
     @property
     def identity(self) -> dict[str, Any]:
-        kind = type(self._optimizer)
+        kind = self._twin.kind
         return {"optimizer": f"{kind.__module__}.{kind.__qualname__}", "moments": "fp32"}
 
     def tile_between(self, unit: UnitSpec, start: int, stop: int) -> Tile:
@@ -143,26 +174,69 @@ class TorchRule:
         )
         return record.master + (element - record.spec.offset) * self._formats.master
 
+    def begin_step(self, stepping: Mapping[ParameterSpec, SteppingParameter]) -> None:
+        optimizer = self._its_owner()
+        before = SharedState.of(optimizer, self._known)
+        if len(before.groups) != len(self._representatives):
+            raise ConfigError(
+                f"optimizer {self._name} had {len(self._representatives)} parameter groups when the engine was made, "
+                f"and has {len(before.groups)} now: an optimizer without a kernel keeps its groups"
+            )
+        self._index = {id(group): index for index, group in enumerate(optimizer.param_groups)}
+        indices = frozenset(self._index[id(parameter.group)] for parameter in stepping.values())
+        after = self._representatives.step(before, indices)
+        after.give(optimizer, before)
+        self._step, self._stepping = _Step(before, after), stepping
+
     def freeze(self, spec: ParameterSpec, group: Group, step: int, grad_scale: float) -> Hashable:
-        return _Step(spec, options_of(group), grad_scale)
+        attributes = _attributes_of(self._stepping[spec].parameter)
+        return _ParameterStep(self._step, spec, self._index[id(group)], attributes, grad_scale)
+
+    def get_shared(self) -> dict[str, Any]:
+        optimizer = self._its_owner()
+        attributes = {name: value for name, value in vars(optimizer).items() if name in self._known and is_data(value)}
+        entries = {key: optimizer.state[key] for key in optimizer.state if isinstance(key, str)}
+        return {"attributes": attributes, "entries": entries, "representatives": self._representatives.states}
+
+    def set_shared(self, shared: Mapping[str, Any]) -> None:
+        optimizer = self._its_owner()
+        vars(optimizer).update(copy.deepcopy(shared["attributes"]))
+        for key, value in shared["entries"].items():
+            optimizer.state[key] = copy.deepcopy(value)
+        for index, states in enumerate(shared["representatives"]):
+            self._representatives.set_states(index, states)
+
+    def _its_owner(self) -> torch.optim.Optimizer:
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise RuntimeError(f"the {self._name} that the engine was given is gone")
+        return optimizer
 
     def apply(self, frozen: Hashable, tile: Tile, start: int, stop: int, at: TileBytes, native: kernels.Native) -> None:
-        assert isinstance(frozen, _Step)
+        assert isinstance(frozen, _ParameterStep)
         spec = frozen.spec
         record = self._records[tile][spec]
         master = self._formats.get_master(spec.numel, at.weights, at.states + record.master)
         parameter = nn.Parameter(master.view(spec.shape))
+        vars(parameter).update(frozen.attributes)
         gradient = tensor_at(at.grads, spec.numel, self._grad_dtype).to(torch.float32, copy=True)
         parameter.grad = gradient.mul_(frozen.grad_scale).view(spec.shape)
         resting = self.states(tile, at.states, spec)
-        before: dict[str, Any] = {}
+        states: dict[str, Any] = {}
         if spec in self._loose:
-            before = {
+            states = {
                 **self._loose[spec],
                 **{state.name: resting[state.name].view(state.shape) for state in record.states},
             }
-        after = self._run(parameter, frozen.options, before)
-        self._keep(spec, record, resting, after)
+        borrowed = {tensor.untyped_storage().data_ptr() for tensor in (parameter, parameter.grad, *resting.values())}
+        shared, found = self._twin.run(frozen.step.before.of_group(frozen.group), [[parameter]], {parameter: states})
+        difference = frozen.step.after.of_group(frozen.group).difference(shared)
+        if difference is not None:
+            why = (
+                f"its {difference} came out of the step of {spec.name} otherwise than out of that of a small parameter"
+            )
+            raise OffloadError(cannot(self._name, why))
+        self._keep(spec, record, resting, found.get(parameter, {}), borrowed)
         self._formats.put_master(parameter.detach().reshape(-1), at.weights, at.states + record.master)
 
     def states(self, tile: Tile, address: int, spec: ParameterSpec) -> dict[str, torch.Tensor]:
@@ -176,6 +250,8 @@ class TorchRule:
     def put_states(self, tile: Tile, address: int, spec: ParameterSpec, states: Mapping[str, Any], first: int) -> None:
         for name, view in self.states(tile, address, spec).items():  # a tile has all of the parameter
             view.copy_(torch.as_tensor(states[name]).reshape(-1))
+        if spec in self._first:
+            self._representatives.set_states(self._group_of[spec], states)
 
     def names(self, spec: ParameterSpec) -> tuple[str, ...]:
         return tuple(self._schema(spec))
@@ -194,6 +270,8 @@ class TorchRule:
             self._loose[spec] = copy.deepcopy(states)
         else:  # as before the first step, which makes them all anew
             self._loose.pop(spec, None)
+            if spec in self._first:
+                self._representatives.set_states(self._group_of[spec], {})
         return int(states.get("step", 1))
 
     def _lay_out(self, spec: ParameterSpec, offset: int) -> tuple[_Record, int]:
@@ -213,46 +291,74 @@ class TorchRule:
             return {}
         key = (spec.shape, group)
         if key not in self._schemas:
-            stand_in = nn.Parameter(torch.zeros(spec.shape))
-            stand_in.grad = torch.zeros(spec.shape)
+            parameter = nn.Parameter(torch.zeros(spec.shape))
+            vars(parameter).update(_attributes_of(spec.parameter))
+            parameter.grad = torch.zeros(spec.shape)
             try:
-                states = self._run(stand_in, self._groups[group], {})
+                _, states = self._twin.run(self._shared.of_group(group), [[parameter]], {})
             except Exception as error:
-                raise ConfigError(
-                    f"optimizer {self._name} cannot run one parameter at a time: a step on {spec.name} "
-                    f"{tuple(spec.shape)} raised {type(error).__name__}: {error}"
-                ) from error
-            self._schemas[key] = {name: (v.shape, v.dtype) for name, v in states.items() if _rests_in_tile(v)}
+                why = f"a step on {spec.name} {tuple(spec.shape)} raised {type(error).__name__}: {error}"
+                raise ConfigError(cannot(self._name, why)) from error
+            of_parameter = states.get(parameter, {})
+            self._schemas[key] = {name: (v.shape, v.dtype) for name, v in of_parameter.items() if _rests_in_tile(v)}
         return self._schemas[key]
 
-    def _run(self, parameter: nn.Parameter, options: Group, states: dict[str, Any]) -> dict[str, Any]:
-        """One step of the optimizer on this parameter alone; its states afterwards."""
-        optimizer = self._optimizer
-        optimizer.param_groups = [{**options, "params": [parameter]}]
-        optimizer.state = defaultdict(dict)
-        if states:
-            optimizer.state[parameter] = states
-        try:
-            optimizer.step()
-            return dict(optimizer.state[parameter])
-        finally:
-            optimizer.param_groups, optimizer.state = [], defaultdict(dict)
-
     def _keep(
-        self, spec: ParameterSpec, record: _Record, resting: dict[str, torch.Tensor], states: dict[str, Any]
+        self,
+        spec: ParameterSpec,
+        record: _Record,
+        resting: dict[str, torch.Tensor],
+        states: dict[str, Any],
+        borrowed: set[int],
     ) -> None:
-        """Bring the states back to where they rest."""
-        kept = {name: (value.shape, value.dtype) for name, value in states.items() if _rests_in_tile(value)}
+        """Bring the states back to where they rest. ``borrowed`` is memory that will be another's."""
+        found = {state.name: states.get(state.name) for state in record.states}
         expected = {state.name: (state.shape, state.dtype) for state in record.states}
+        present = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+        kept = {name: (value.shape, value.dtype) for name, value in present.items()}
         if kept != expected:
             raise OffloadError(
                 f"optimizer {self._name} changed its states of {spec.name}: room was reserved for "
-                f"{_describe(expected)}, now there are {_describe(kept)}. States that come later cannot be kept."
+                f"{_describe(expected)}, now there are {_describe(kept)}"
             )
-        for name, tensor in resting.items():
-            if states[name].data_ptr() != tensor.data_ptr():
-                tensor.copy_(states[name].detach().reshape(-1))
-        self._loose[spec] = {name: value for name, value in states.items() if name not in kept}
+        moved = {name: value for name, value in present.items() if value.data_ptr() != resting[name].data_ptr()}
+        for name, value in _owned(moved, borrowed).items():
+            resting[name].copy_(value.detach().reshape(-1))
+        self._loose[spec] = _owned({name: value for name, value in states.items() if name not in kept}, borrowed)
+        late = {name for name, value in self._loose[spec].items() if _rests_in_tile(value)} - self._late
+        if late:
+            self._late |= late
+            warn(
+                f"optimizer {self._name} has made the states {', '.join(sorted(late))} after its first step: they rest "
+                "in RAM, and host_memory does not count them"
+            )
+
+
+def _owned(value: Any, borrowed: set[int]) -> Any:
+    """The same; tensors in borrowed memory are copied."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone() if value.untyped_storage().data_ptr() in borrowed else value
+    if type(value) is dict:
+        return {key: _owned(item, borrowed) for key, item in value.items()}
+    return type(value)(_owned(item, borrowed) for item in value) if type(value) in (list, tuple) else value
+
+
+def _kinds(specs: Sequence[ParameterSpec]) -> list[Kind]:
+    """Parameters of a group for a trial: a few that differ when they are small, and two at least, if it has two."""
+    found: list[Kind] = []
+    seen: list[tuple[list[int], Mapping[str, Any]]] = []
+    for spec in specs:
+        kind = spec.shape, _attributes_of(spec.parameter)
+        small = [min(length, SIDE) for length in spec.shape], kind[1]
+        if spec.numel and small not in seen and len(found) < _KINDS_MAX:
+            found.append(kind)
+            seen.append(small)
+    return (found * 2 if len(found) == 1 and len(specs) > 1 else found) or [(torch.Size([SIDE]), {})]
+
+
+def _attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
+    """Attributes that the user has given it. Private ones are libraries', and the engine's."""
+    return {name: value for name, value in vars(parameter).items() if not name.startswith("_")}
 
 
 def _rests_in_tile(value: Any) -> bool:

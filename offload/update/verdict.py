@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from offload.errors import ConfigError, NonFiniteGradient
-from offload.optim.rule import Group, Rule, facts_of
+from offload.optim.rule import Group, Rule, SteppingParameter, facts_of
 from offload.ranks.agreement import Facts
 from offload.tiers.gradients.store import Gradient, GradientStore
 from offload.units import ALIGNMENT, ParameterSpec, UnitSpec
@@ -99,18 +99,20 @@ class Verdict:
         groups = groups_by_parameter(param_groups)
         common: _Common = {}
         updates = []
-        stepping: list[ParameterSpec] = []
-        units: list[UnitSpec] = []
-        for unit in self.units:
-            taking_part = self._taking_part(unit, groups)
-            stepping += taking_part
-            units += [unit] if taking_part else []
-            update = self._update(unit, taking_part, common)
+        taking_part = {unit: found for unit in self.units if (found := self._taking_part(unit, groups))}
+        stepping = {
+            spec: SteppingParameter(self.parameters[spec], group)
+            for found in taking_part.values()
+            for spec, group in found.items()
+        }
+        self.rule.begin_step(stepping)
+        for unit, found in taking_part.items():
+            update = self._update(unit, found, common)
             if update is not None:
                 updates.append(update)
         for spec in stepping:
             self.num_steps[spec] = self.num_steps.get(spec, 0) + 1
-        self.stepping, self.stepping_units = stepping, units
+        self.stepping, self.stepping_units = list(stepping), list(taking_part)
         return updates
 
     def freeze_unit(self, unit: UnitSpec, groups: dict[int, Group], factor: float) -> UnitUpdate | None:

@@ -19,7 +19,7 @@ from offload.optim.kernel_rule import KERNELS, KernelRule
 from offload.optim.moments import read_moments
 from offload.optim.torch_rule import TorchRule
 from offload.tiers.home import Home, TileHomes
-from offload.units import GRAIN, ParameterSpec, Tile, UnitSpec, shard_unit
+from offload.units import GRAIN, ParameterSpec, Site, Tile, UnitSpec, shard_unit
 
 PRECISIONS = {
     torch.bfloat16: Formats(weights=2, master=2, grads=2),
@@ -34,7 +34,9 @@ def unit_of(*numels: int, frozen: Sequence[int] = (), num_grains: int = 0) -> Un
     for index, numel in enumerate((*numels, *frozen)):
         if index == len(numels):
             trained = end = max(-(-end // GRAIN), num_grains) * GRAIN
-        specs.append(ParameterSpec(f"p{index}", torch.Size([numel]), numel, end, index < len(numels), ()))
+        site = Site(nn.Module(), "value")
+        site.module.value = nn.Parameter(torch.zeros(numel, device="meta"))
+        specs.append(ParameterSpec(f"p{index}", torch.Size([numel]), numel, end, index < len(numels), (site,)))
         end += -(-numel // CODE_BLOCK) * CODE_BLOCK
     end = max(-(-end // GRAIN), num_grains) * GRAIN
     return UnitSpec(0, "unit", (), tuple(specs), trained if frozen else end, end, 0)

@@ -24,6 +24,9 @@ class Rule:
         self.uniform = uniform
         self.asked: list[str] = []
 
+    def begin_step(self, stepping: object) -> None:
+        pass
+
     def freeze(self, spec: ParameterSpec, group: dict, step: int, grad_scale: float) -> tuple[object, ...]:
         self.asked.append(spec.name)
         return (*(() if self.uniform else (spec.name,)), group["lr"], step, grad_scale)

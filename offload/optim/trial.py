@@ -1,0 +1,191 @@
+"""Trial of an optimizer on small tensors, before training: does it work parameter by parameter?
+
+Its own step over all of them is compared with steps over one at a time (see [Note: Once a step, parameter by
+parameter]): in both orders of parameters, for several steps, with small and large gradients, with a change of the
+options in between, and with some gradients missing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from offload.errors import ConfigError
+from offload.optim.shared_state import SharedState, cannot, same
+from offload.optim.twin import Representatives, States, Twin, stand_in
+
+_GRADIENTS = (1e-4, 1.0, 1e3)
+"""Size of the gradients in each step."""
+
+_CONTRAST = 8
+"""A parameter's gradients are so many times as large as those of the one before it, or as small as those of the
+first: what depends on all of them together depends on which there are."""
+
+Kind = tuple[torch.Size, Mapping[str, Any]]
+"""Shape and attributes of a parameter."""
+
+
+def try_alone(twin: Twin, shared: SharedState, groups: Sequence[Sequence[Kind]]) -> None:
+    """Raise ``ConfigError`` with the reason if the optimizer cannot run one parameter at a time. ``groups`` has
+    parameters of each group, a few of each kind. Random generators are afterwards what they were."""
+    name = twin.kind.__name__
+    for backwards in (False, True):
+        with _generators_kept() as before:
+            try:
+                whole = _Run(twin, groups, backwards=backwards).whole(shared)
+            except Exception as error:  # a class of the user's may raise anything
+                raise ConfigError(cannot(name, f"a step without a closure raised {_said(error)}")) from error
+            if _generators() != before:
+                why = (
+                    "its step draws random numbers, in the order of all parameters, and the engine takes it beside the "
+                    "next forward, which may draw from the same generator"
+                )
+                raise ConfigError(cannot(name, why))
+            try:
+                alone = _Run(twin, groups, backwards=backwards).alone(shared)
+            except Exception as error:
+                raise ConfigError(
+                    cannot(name, f"over all parameters a step works, and over one it raised {_said(error)}")
+                ) from error
+        for number, (expected, found) in enumerate(zip(whole, alone, strict=True), 1):
+            reason = found.reason or expected.difference(found)
+            if reason is not None:
+                raise ConfigError(cannot(name, f"in step {number} of a trial {reason}"))
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+class _Moment:
+    """Everything after a step."""
+
+    def __init__(
+        self,
+        shared: SharedState,
+        params: Sequence[nn.Parameter],
+        states: Mapping[nn.Parameter, States],
+        reason: str | None = None,
+    ) -> None:
+        self.shared = shared
+        self.values = [parameter.detach().clone() for parameter in params]
+        self.states = [_copied(states.get(parameter, {})) for parameter in params]
+        self.reason = reason
+
+    def difference(self, alone: _Moment) -> str | None:
+        """What steps over one parameter at a time have made otherwise."""
+        shared = self.shared.difference(alone.shared)
+        if shared is not None:
+            return f"{shared} depended on what parameters there were beside one, or on their gradients"
+        if not all(map(same, self.values, alone.values)) or not all(map(same, self.states, alone.states)):
+            return (
+                "what it made of a parameter depended on the others: on their number or order, or on a quantity of all "
+                "gradients, such as their norm (an option like max_grad_norm asks for it: turn it off there, and use "
+                "the engine's gradient_clipping)"
+            )
+        return None
+
+
+class _Run:
+    """The same parameters and gradients each time."""
+
+    def __init__(self, twin: Twin, groups: Sequence[Sequence[Kind]], *, backwards: bool) -> None:
+        self._twin = twin
+        self._groups = [
+            [stand_in(*kind, 100 * index + number) for number, kind in enumerate(kinds)]
+            for index, kinds in enumerate(groups)
+        ]
+        self._representatives = Representatives(twin, [kinds[0] for kinds in groups])
+        self._generator = torch.Generator().manual_seed(7)
+        self._attributes = {p: dict(vars(p)) for group in self._groups for p in group}
+        self._all = [parameter for group in self._groups for parameter in group]
+        self._order = [group[::-1] for group in self._groups] if backwards else self._groups
+
+    def whole(self, shared: SharedState) -> list[_Moment]:
+        """Steps over all parameters."""
+        moments: list[_Moment] = []
+        states: dict[nn.Parameter, States] = {}
+        for before in self._steps(shared, moments):
+            after, states = self._twin.run(before, self._order, states)
+            moments.append(_Moment(after, self._all, states))
+        return moments
+
+    def alone(self, shared: SharedState) -> list[_Moment]:
+        """Steps over one parameter at a time."""
+        moments: list[_Moment] = []
+        states: dict[nn.Parameter, States] = {}
+        for before in self._steps(shared, moments):
+            stepping = frozenset(
+                index for index, group in enumerate(self._groups) if any(p.grad is not None for p in group)
+            )
+            after, reason = self._representatives.step(before, stepping), None
+            for index, group in enumerate(self._order):
+                for parameter in group:
+                    if parameter.grad is None:
+                        continue
+                    found, of_one = self._twin.run(
+                        before.of_group(index), [[parameter]], {parameter: states.get(parameter, {})}
+                    )
+                    states.update(of_one)
+                    difference = after.of_group(index).difference(found)
+                    if difference is not None:
+                        reason = f"{difference} depended on the parameter that it was run with"
+                    if not same(vars(parameter), self._attributes[parameter]):
+                        reason = "it kept something in an attribute of a parameter"
+            moments.append(_Moment(after, self._all, states, reason))
+        return moments
+
+    def _steps(self, shared: SharedState, moments: Sequence[_Moment]) -> Iterator[SharedState]:
+        """The shared state before each step, once the gradients are there."""
+        for number, size in enumerate(_GRADIENTS):
+            shared = moments[-1].shared if moments else shared
+            for index, parameter in enumerate(self._all):
+                size_of_one = size * _CONTRAST ** (index % 4)
+                gradient = torch.randn(parameter.shape, generator=self._generator) * size_of_one
+                missing = number == len(_GRADIENTS) - 1 and index % 2 == 1
+                parameter.grad = None if missing else gradient
+            if number == 1:
+                shared = _halved(shared)
+            yield shared
+
+
+def _halved(shared: SharedState) -> SharedState:
+    """The same with learning rates of half the size, as after a step of a scheduler."""
+    groups = [
+        {**group, "lr": group["lr"] * 0.5} if isinstance(group.get("lr"), (float, torch.Tensor)) else group
+        for group in shared.groups
+    ]
+    return SharedState(groups, shared.attributes, shared.entries)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    return value
+
+
+def _generators() -> tuple[Any, ...]:
+    """The states of the random generators that a step may draw from."""
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), repr(np.random.get_state(legacy=False))
+
+
+@contextmanager
+def _generators_kept() -> Iterator[tuple[Any, ...]]:
+    """Give the generators their states again at the end; as they are at the beginning, to compare."""
+    of_torch, of_python, of_numpy = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
+    try:
+        yield _generators()
+    finally:
+        torch.set_rng_state(of_torch)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)

@@ -1,0 +1,309 @@
+"""Optimizers of users, put together from pieces, which the engine runs one parameter at a time: as in torch, or refused
+with the reason."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+
+import pytest
+import torch
+from optimizer_pieces import (
+    ALONE,
+    TOGETHER,
+    FromPieces,
+    attribute_counter,
+    decayed_sum,
+    entry_of_no_parameter,
+    group_counter,
+    late_state,
+    momentum,
+    noise,
+    own_norm,
+)
+from torch import nn
+
+from offload import ConfigError, OffloadEngine
+from offload.optim.shared_state import SharedState
+from offload.optim.trial import try_alone
+from offload.optim.twin import Twin
+
+SHAPES = [(3, 4), (5,), (2, 2), (7, 3)]
+
+
+def optimizer_of(pieces: Sequence[Callable]) -> FromPieces:
+    parameters = [nn.Parameter(torch.ones(shape)) for shape in SHAPES]
+    return FromPieces([{"params": parameters[:3]}, {"params": parameters[3:], "lr": 0.02}], pieces)
+
+
+def tried(optimizer: torch.optim.Optimizer) -> None:
+    groups = [[(p.shape, {}) for p in group["params"]] for group in optimizer.param_groups]
+    try_alone(Twin(optimizer), SharedState.of(optimizer), groups)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_mixture_of_pieces_that_look_at_one_parameter_can_run_alone(seed):
+    chance = random.Random(seed)
+    optimizer = optimizer_of(chance.sample(ALONE, chance.randint(1, 5)))
+    tried(optimizer)
+    assert optimizer.count == 0 and not optimizer.state and "k" not in optimizer.param_groups[0]
+
+
+@pytest.mark.parametrize("piece", TOGETHER, ids=lambda piece: piece.__name__)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_piece_that_needs_several_parameters_is_refused_with_the_reason_among_any_others(piece, seed):
+    chance = random.Random(seed)
+    others = chance.sample([own_norm, attribute_counter, momentum, decayed_sum], chance.randint(0, 3))
+    with pytest.raises(ConfigError, match=TOGETHER[piece]):
+        tried(optimizer_of([*others, piece]))
+
+
+def test_a_trial_leaves_random_generators_as_they_were():
+    before = torch.get_rng_state()
+    with pytest.raises(ConfigError):
+        tried(optimizer_of([noise]))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_an_optimizer_around_another_one_is_refused():
+    optimizer = optimizer_of([])
+    optimizer.inner = optimizer_of([])
+    with pytest.raises(ConfigError, match="another optimizer, a FromPieces, in its attribute 'inner'"):
+        tried(optimizer)
+
+
+def test_what_cannot_be_copied_for_a_trial_is_named():
+    optimizer = optimizer_of([])
+    optimizer.lines = (line for line in "ab")
+    with pytest.raises(ConfigError, match="attribute 'lines' cannot be copied"):
+        tried(optimizer)
+
+
+# Engines.
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(6, 9), nn.LayerNorm(9), nn.Linear(9, 4)
+        self.down.weight.lr_scale = 0.25
+
+    def forward(self, x):
+        return self.down(self.norm(self.up(x)).relu())
+
+
+def grouped(model: nn.Module, pieces, **options) -> FromPieces:
+    first, *rest = model.parameters()
+    return FromPieces([{"params": rest}, {"params": [first], "lr": 0.03}], pieces, **options)
+
+
+def train(model: nn.Module, optimizer, steps=4) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.randn(5, 6, generator=generator)).square().mean()
+        if step == 2:
+            optimizer.param_groups[0]["lr"] *= 0.5
+            loss = model.down.bias.square().sum()  # the others get no gradient
+        loss.backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_an_engine_trains_with_pieces_to_the_bits_of_torch(seed):
+    chance = random.Random(seed)
+    pieces = chance.sample(ALONE, 4)
+    plain = net()
+    theirs = grouped(plain, pieces)
+    expected = train(plain, theirs)
+    model = net()
+    optimizer = grouped(model, pieces)
+    with OffloadEngine(model, optimizer=optimizer, precision="fp32"):
+        assert all(map(torch.equal, train(model, optimizer), expected))
+        assert optimizer.count == theirs.count and optimizer.history == theirs.history
+        for own, other in zip(optimizer.param_groups, theirs.param_groups, strict=True):
+            assert own.keys() == other.keys()
+            assert all(own[name] == other[name] for name in own if name != "params")
+
+
+def test_steps_go_on_to_the_same_bits_from_a_checkpoint(tmp_path):
+    pieces = [group_counter, attribute_counter, momentum, entry_of_no_parameter, late_state]
+    plain = net()
+    expected = train(plain, grouped(plain, pieces), 4)
+    for first, second in ((True, False), (False, True)):
+        model = net()
+        with OffloadEngine(model, optimizer=grouped(model, pieces), precision="fp32") as engine:
+            if first:
+                train(model, engine.optimizer, 3)
+                engine.save_checkpoint(tmp_path)
+                continue
+            assert second
+            engine.load_checkpoint(tmp_path)
+            generator = torch.Generator().manual_seed(2)
+            inputs = [torch.randn(5, 6, generator=generator) for _ in range(4)]
+            engine.optimizer.zero_grad()
+            model(inputs[3]).square().mean().backward()
+            engine.optimizer.step()
+            assert all(map(torch.equal, [p.detach() for p in model.parameters()], expected))
+
+
+def test_an_optimizer_that_was_built_is_the_engines_with_class_name_attributes_and_hooks():
+    model, calls = net(), []
+    optimizer = grouped(model, [group_counter])
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    with OffloadEngine(model, optimizer=optimizer, precision="fp32") as engine:
+        assert engine.optimizer is optimizer and isinstance(optimizer, FromPieces)
+        assert type(optimizer).__name__ == "FromPieces"
+        optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+        train(model, engine.optimizer, 3)
+    assert calls == ["before", "after"] * 3
+
+
+def test_a_step_that_raises_in_the_users_own_code_changes_nothing():
+    def stop(optimizer, group, params, factors):
+        if optimizer.scale < 1:
+            raise RuntimeError("not in this mode")
+
+    model = net()
+    optimizer = grouped(model, [group_counter, stop])
+    with OffloadEngine(model, optimizer=optimizer, precision="fp32"):
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.scale = torch.zeros(1)
+        with pytest.raises(RuntimeError, match="not in this mode"):
+            train(model, optimizer, 1)
+        assert all(map(torch.equal, [p.detach() for p in model.parameters()], before))
+        assert "k" not in optimizer.param_groups[0]
+
+
+def test_an_option_that_comes_out_otherwise_later_on_is_one_error():
+    def turns(optimizer, group, params, factors):
+        group["k"] = group.get("k", 0) + 1
+        if group["k"] > 5:
+            group["seen"] = sum(p.numel() for p in params)
+
+    model = net()
+    optimizer = grouped(model, [turns])
+    with (
+        OffloadEngine(model, optimizer=optimizer, precision="fp32") as engine,
+        pytest.raises(Exception, match="'seen'"),
+    ):
+        train(model, optimizer, 8)
+        engine.synchronize()
+
+
+# What users do to the object.
+
+
+def one_step(**options):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    engine = OffloadEngine(model, optimizer=optimizer, precision="fp32", **options)
+    train(model, optimizer, 1)
+    return SimpleNamespace(engine=engine, model=model, optimizer=optimizer, p=model.down.weight)
+
+
+def test_states_are_written_by_update_and_by_the_or_operator():
+    with (found := one_step()).engine:
+        state = found.optimizer.state[found.p]
+        state.update(exp_avg=torch.full_like(found.p, 2.0))
+        state |= {"exp_avg_sq": torch.full((4, 9), 3.0)}
+        read = found.optimizer.state[found.p]
+        assert float(read["exp_avg"].max()) == 2 and float(read["exp_avg_sq"].min()) == 3
+        found.optimizer.state |= {found.p: {**read, "exp_avg": torch.zeros(4, 9)}}
+        assert not found.optimizer.state[found.p]["exp_avg"].any()
+
+
+@pytest.mark.parametrize(
+    "forget", [lambda o, p: o.state[p].clear(), lambda o, p: o.state.pop(p), lambda o, p: o.state.__delitem__(p)]
+)
+def test_states_of_a_parameter_that_are_cleared_begin_anew(forget):
+    with (found := one_step()).engine:
+        forget(found.optimizer, found.p)
+        assert found.p not in found.optimizer.state and len(found.optimizer.state) == 5
+        assert found.optimizer.state[found.p] == {}
+        train(found.model, found.optimizer, 1)
+        assert int(found.optimizer.state[found.p]["step"]) == 1
+
+
+def test_a_new_mapping_in_the_place_of_all_states_is_taken_over():
+    with (found := one_step()).engine:
+        found.optimizer.state = defaultdict(dict)
+        assert len(found.optimizer.state) == 0
+        train(found.model, found.optimizer, 1)
+        assert int(found.optimizer.state[found.p]["step"]) == 1
+
+
+def test_an_entry_of_the_users_own_stays_beside_the_states():
+    with (found := one_step()).engine:
+        found.optimizer.state[found.p]["slow"] = torch.ones(4, 9)
+        train(found.model, found.optimizer, 1)
+        found.optimizer.state[found.p]["slow"].mul_(3)
+        assert found.optimizer.state_dict()["state"][4]["slow"].eq(3).all()
+        assert found.optimizer.state[found.p].pop("slow").eq(3).all()
+        assert "slow" not in found.optimizer.state[found.p]
+
+
+def test_a_state_that_the_optimizer_needs_cannot_be_taken_out_alone():
+    with (found := one_step()).engine, pytest.raises(ConfigError, match=r"exp_avg of down\.weight cannot be taken out"):
+        del found.optimizer.state[found.p]["exp_avg"]
+
+
+def test_an_entry_beside_states_that_are_not_there_is_refused():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with OffloadEngine(model, optimizer=optimizer, precision="fp32"), pytest.raises(ConfigError, match="no step"):
+        optimizer.state[model.down.weight]["slow"] = torch.ones(1)
+
+
+def test_hooks_of_load_state_dict_are_called():
+    calls = []
+    with (found := one_step()).engine:
+        found.optimizer.register_load_state_dict_pre_hook(lambda o, state: calls.append("before"))
+        found.optimizer.register_load_state_dict_post_hook(lambda o: calls.append("after"))
+        found.optimizer.load_state_dict(found.optimizer.state_dict())
+    assert calls == ["before", "after"]
+
+
+def test_a_new_list_of_groups_is_what_the_next_step_takes():
+    with (found := one_step()).engine:
+        before = [p.detach().clone() for p in found.model.parameters()]
+        found.optimizer.param_groups = [{**found.optimizer.param_groups[0], "params": [found.p]}]
+        train(found.model, found.optimizer, 1)
+        moved = [not torch.equal(p.detach(), b) for p, b in zip(found.model.parameters(), before, strict=True)]
+    assert moved == [False] * 4 + [True, False]
+
+
+def test_a_step_that_was_replaced_on_the_object_is_refused_before_the_engine_and_kept_after_it():
+    model, calls = net(), []
+
+    def counted(optimizer):
+        step = optimizer.step
+        optimizer.step = lambda *args: (calls.append("step"), step(*args))[1]
+
+    optimizer = torch.optim.AdamW(model.parameters())
+    counted(optimizer)
+    with pytest.raises(ConfigError, match="step was replaced on the object"):
+        OffloadEngine(model, optimizer=optimizer, precision="fp32")
+    with (found := one_step()).engine:
+        counted(found.optimizer)
+        train(found.model, found.optimizer, 2)
+        assert calls == ["step"] * 2 and int(found.optimizer.state[found.p]["step"]) == 3
+
+
+def test_the_step_of_before_the_engine_is_refused_when_it_is_called():
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = optimizer.step
+    with (
+        OffloadEngine(model, optimizer=optimizer, precision="fp32"),
+        pytest.raises(ConfigError, match="before the engine"),
+    ):
+        step()
