@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterator, MutableMapping
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +29,7 @@ class Steps(Protocol):
 
     def take_step(self, loss_scale: float | None = None) -> None: ...
 
-    def drop_gradients(self) -> None: ...
+    def zero_grad(self, parameters: Collection[nn.Parameter]) -> None: ...
 
 
 class States(Protocol):
@@ -103,7 +103,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that no step has used; without ``set_to_none`` they become zeros."""
         if set_to_none:
-            self._engine.drop_gradients()
+            self._engine.zero_grad([parameter for group in self.param_groups for parameter in group["params"]])
         else:
             super().zero_grad(set_to_none=False)
 
