@@ -23,6 +23,7 @@ from offload.optim.rule import Rule, TileLayout
 from offload.ranks.agreement import fact_of
 from offload.ranks.ranks import Ranks
 from offload.spooled import Spooled
+from offload.tiers.gradients.own import OwnGradients
 from offload.tiers.gradients.store import GradientStore
 from offload.tiers.home import Home, TileHomes, UnitHomes
 from offload.tiers.weights.host import HostLevel
@@ -329,12 +330,27 @@ class ExternalAccess:
     homes: Sequence[UnitHomes]
     levels: Levels
     gradients: GradientStore
+    own_gradients: OwnGradients
     before: BeforeChange
     ranks: Ranks
     device: torch.device
     failure: Failure
     spooled: Spooled
     zeroing: Zeroing = Zeroing.DONE
+
+    def __post_init__(self) -> None:
+        self.own_gradients.write = self.write_gradient
+
+    def write_gradient(self, unit: UnitSpec, spec: ParameterSpec, value: torch.Tensor) -> None:
+        """Make the gradient for the coming step what the whole parameter's is to be: see ``GradientStore.write``."""
+        with self.failure:
+            self.agree(f"the gradient of {spec.name}", value)
+            self.changing([unit])
+            self.gradients.write(unit, spec, spec.shard_of(value.detach()))
+
+    def has_gradients(self, unit: UnitSpec) -> bool:
+        """The unit's parameters have gradients, as far as that is known without a wait."""
+        return self.gradients.has_any(unit) or self.own_gradients.has_any(unit)
 
     def wait_for_updates(self) -> None:
         """Wait until the last step's update is done everywhere."""

@@ -26,7 +26,6 @@ _PRECISIONS: dict[torch.dtype, Literal["bf16", "fp16", "fp32"]] = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float32: "fp32",
-    torch.float64: "fp32",
 }
 
 _LEAST_TILE_BYTES = 64 << 10
@@ -57,7 +56,7 @@ class OffloadConfig:
     initialisers make those that are on the meta device."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """dtype of weights and gradients. The 16-bit ones keep an fp32 master; "fp16" scales the loss, dynamically. "auto":
-    the dtype that the model has."""
+    the dtype that the model has, or most of it; not float64."""
     optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer | None = "adamw"
     """Optimizer that updates the weights: "adam", "adamw", "adagrad", "lion" or "sgd"; a ``torch.optim.Optimizer``
     class; or one that is built already over the model's parameters, whose groups, settings and states are taken over.
@@ -185,6 +184,12 @@ class OffloadConfig:
             numel[parameter.dtype] += parameter.numel()
         config = self
         if self.precision == "auto":
+            wide = next((n for n, p in model.named_parameters() if p.dtype == torch.float64), None)
+            if wide is not None:
+                raise ConfigError(
+                    f'precision: "auto" takes the dtype that the model has, and parameter {wide} is torch.float64, in '
+                    'which nothing is trained: precision="fp32" makes it torch.float32'
+                )
             most = max(numel, key=lambda dtype: numel[dtype], default=torch.float32)
             if most not in _PRECISIONS:
                 raise ConfigError(

@@ -220,7 +220,7 @@ class OffloadEngine:
         self._session.failure.check()
         if self._session.step.is_due():
             optimizer.step()  # through the optimizer, so that schedulers see it
-            self._session.zeroing_is_done()
+            self._session.step.forget_used()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients so that their global 2-norm is at most ``max_norm``; the norm before. Moves no bytes.

@@ -9,7 +9,7 @@ engine's.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol, cast
@@ -37,7 +37,7 @@ class Steps(Protocol):
 
     def take_step(self, loss_scale: float | None = None) -> None: ...
 
-    def drop_gradients(self) -> None: ...
+    def zero_grad(self, parameters: Collection[nn.Parameter]) -> None: ...
 
 
 @dataclass(eq=False)
@@ -114,7 +114,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that no step has used; without ``set_to_none`` they become zeros."""
         if set_to_none:
-            self._engine.drop_gradients()
+            self._engine.zero_grad([parameter for group in self.param_groups for parameter in group["params"]])
         else:
             torch.optim.Optimizer.zero_grad(self, set_to_none=False)
 

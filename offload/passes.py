@@ -91,7 +91,7 @@ class TrainingPasses(Passes):
             self.failure.raise_first(error)
         if scale is None:
             self.progress.has_other_gradients = True
-            if self.access.zeroing is Zeroing.DUE:
+            if self.access.zeroing is Zeroing.DUE and self.access.own_gradients.of(spec) is None:
                 self.access.zeroing = Zeroing.MISSED
         if not self._backward_has_begun:
             self._backward_has_begun = True

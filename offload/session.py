@@ -102,6 +102,7 @@ class Session:
     def zeroing_is_done(self) -> None:
         """Nobody expects the gradients that the last step has used up to be there still."""
         self.parts.access.zeroing = Zeroing.DONE
+        self.parts.access.gradients.forget_used()
 
     def wait_for_updates(self) -> None:
         """Wait until the last step's update is done everywhere."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -113,19 +113,43 @@ class Step:
                 self._judge(loss_scale)
         self.watch.step(self.reporter.last, self.param_groups())
 
+    def zero_grad(self, parameters: Collection[nn.Parameter]) -> None:
+        """Forget the gradients of these parameters. Those of others, if there are some, stay."""
+        wanted = {spec for parameter in parameters for spec in self.specs.get(parameter, ())}
+        gradients = self.access.gradients
+        if all(gradients.of(unit).keys() <= wanted for unit in self.verdict.units):
+            self.drop_gradients()
+            return
+        self._end_interrupted()
+        for spec in wanted:
+            self.backings[spec].drop_gradient()
+
     def drop_gradients(self) -> None:
-        """Forget the gradients that were gathered for the coming step."""
-        self.hooks.refuse_others("zero_grad()")
-        if self.hooks.end_interrupted():
-            self.uses.reset()
+        """Forget all gradients. Who holds one keeps it."""
+        self._end_interrupted()
         self.access.zeroing = Zeroing.DONE
         self.progress.begin_step()
         self.passes.forget_gradients()
         with self.failure:
-            self.sink.settle()
+            self.access.before.settle()
+            for backing in self.backings.values():
+                backing.leave_gradient()
             self.updater.drop_all()
             for unit in self.units:
                 self.sink.forget(unit)
+
+    def forget_used(self) -> None:
+        """Forget the gradients that the step has used, as if ``zero_grad()`` of the optimizer came after it."""
+        self.access.zeroing = Zeroing.DONE
+        self.access.gradients.forget_used()
+        for spec in self.verdict.stepping:
+            self.access.own_gradients.drop(spec)
+
+    def _end_interrupted(self) -> None:
+        """End the calls that an interrupt has left."""
+        self.hooks.refuse_others("zero_grad()")
+        if self.hooks.end_interrupted():
+            self.uses.reset()
 
     # What the engine asks.
 
@@ -215,8 +239,9 @@ class Step:
         on_host = self.resident.update(step)
         self.host.begin_updates([update.unit for update in on_host])
         remaining = speculative.confirm(on_host)
+        stepping = frozenset(verdict.stepping)
         for unit in verdict.stepping_units:
-            self.sink.forget(unit)
+            self.sink.use_up(unit, stepping)
         self.passes.forget_gradients()
         self.progress.global_step += 1
         self.checkpoints.step_taken()

@@ -27,6 +27,7 @@ from offload.device.host import Cpu
 from offload.device.protocol import Device
 from offload.growth import FixedPlan, GrowingPlan
 from offload.model.backing import ParameterBacking
+from offload.model.encoders import show_first_layers
 from offload.model.hooks import Hooks, UnitInModel
 from offload.model.make import Handles, convert_statistics, give_ordinary_state_dicts, make_handles, move_to_device
 from offload.model.parameter_metadata import ParameterMetadata
@@ -46,6 +47,7 @@ from offload.spooled import Spooled
 from offload.step import Step
 from offload.step_warnings import StepWarnings
 from offload.tiers.fence import UpdateFence
+from offload.tiers.gradients.own import OwnGradients
 from offload.torch_internals import outside_of_graphs
 from offload.units import ParameterSpec
 from offload.update.forecast import Forecast
@@ -218,6 +220,7 @@ class _Assembler:
             tiers.homes,
             Levels(tiers.host, computing.level, computing.whole),
             tiers.gradients,
+            OwnGradients(computing.sink),
             before,
             self.ranks,
             self.run.processor.torch_device,
@@ -301,7 +304,7 @@ class _Assembler:
             checkpoints,
             self.failure,
             self.closers,
-            tiers.computing.sink,
+            access.own_gradients,
             # Where ranks have shards, the gradients that compute makes are no update's, and the exchange waits.
             tiers.host.fence if self.ranks.size == 1 else UpdateFence.open(),
             updates.speculative,
@@ -320,7 +323,7 @@ class _Assembler:
             passes=passes,
             level=tiers.computing.level,
             host=tiers.host,
-            sink=tiers.computing.sink,
+            sink=access.own_gradients,
             updater=updates.updater,
             resident=updates.resident,
             verdict=verdict,
@@ -358,12 +361,16 @@ class _Assembler:
 
     def _hooks(self, shared: _Shared, passes: Passes) -> Hooks:
         tiers, handles = shared.tiers, shared.handles
+        has_gradients = shared.access.has_gradients if self.run.choice is not None else lambda unit: False
         in_model = [
-            UnitInModel(unit, window, parameters)
+            UnitInModel(unit, window, parameters, has_gradients)
             for unit, window, parameters in zip(self.run.units, tiers.windows, tiers.parameters, strict=True)
         ]
         one_thread = isinstance(self.run.processor, Cpu)
-        return Hooks(in_model, handles.at_sites, handles.of_model, passes, outside_of_graphs, one_thread=one_thread)
+        hooks = Hooks(in_model, handles.at_sites, handles.of_model, passes, outside_of_graphs, one_thread=one_thread)
+        owners = {site[0]: unit for unit in in_model for site in unit.sites}
+        self.closers.callback(show_first_layers(self.model, owners))
+        return hooks
 
     def _together(self, hooks: Hooks, trained: Trained | None) -> Together | NotTogether:
         if self.ranks.size > 1:
@@ -388,7 +395,7 @@ class _Assembler:
             tiers.opened,
             tiers.records,
             tiers.host,
-            tiers.computing.sink,
+            access.own_gradients,
             access,
             speculative=self.run.plan.speculative,
         )

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import weakref
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from offload.access import Elements, ExternalAccess, Zeroing, source_of
-from offload.memory import tensor_at
+from offload.memory import available_bytes, tensor_at
 from offload.model.distributed_handle import DistributedGradientHandle
 from offload.model.gradient_handle import GradientBacking, GradientHandle
 from offload.model.handle import value_of
+from offload.tiers.gradients.own import can_be_own
 from offload.tiers.gradients.store import Gradient
 from offload.units import ParameterSpec, UnitSpec, WeightInPieces
 from swapper import OffloadError
@@ -28,6 +31,8 @@ class ParameterBacking:
         self._unit = unit
         self._spec = spec
         self._access = access
+        self._gradient_backing: PlainGradientBacking | None = None
+        """Of the gradient that was asked for last."""
         self._gradient_handle: GradientHandle | None = None
 
     def read(self) -> torch.Tensor:
@@ -74,37 +79,76 @@ class ParameterBacking:
 
     @property
     def gradient(self) -> torch.Tensor | None:
-        """A handle on the gradient for the coming step, or None if there is none."""
-        backing = self.gradient_backing()
+        """The gradient: the user's own tensor, or a handle; None if there is none."""
+        return self._shown_gradient(wait=True)
+
+    @gradient.setter
+    def gradient(self, value: torch.Tensor | None) -> None:
+        access, unit, spec = self._access, self._unit, self._spec
+        if isinstance(value, GradientHandle) and value.is_of(self.gradient_backing()):
+            return
+        if value is not None and value is access.own_gradients.of(spec):
+            return
+        content = None if value is None else value_of(value).detach()
+        self.drop_gradient()
+        if value is not None and spec.whole is None and can_be_own(value, access.device):
+            access.own_gradients.adopt(unit, spec, value)
+        elif content is not None:
+            self.write_gradient(content)
+
+    @property
+    def gradient_so_far(self) -> torch.Tensor | None:
+        """The same, of what is known without a wait."""
+        return self._shown_gradient(wait=False)
+
+    def _shown_gradient(self, *, wait: bool) -> torch.Tensor | None:
+        own = self._access.own_gradients.of(self._spec)
+        if own is not None:
+            return own
+        backing = self.gradient_backing(wait=wait)
         if backing is None:
             return None
         if self._gradient_handle is None:
             self._gradient_handle = self.gradient_handle(backing, self._spec.model_shape)
         return self._gradient_handle
 
-    @gradient.setter
-    def gradient(self, value: torch.Tensor | None) -> None:
-        access, unit, spec = self._access, self._unit, self._spec
-        if isinstance(value, GradientHandle) and value.is_of(spec):
-            return
-        access.zeroing = Zeroing.DONE
-        with access.failure:
-            if value is None:
-                access.dropping(unit)
-                access.gradients.discard(unit, spec)
-            else:
-                access.agree(f"the gradient of {spec.name}", value_of(value))
-                access.changing([unit])
-                access.gradients.write(unit, spec, spec.shard_of(value_of(value).detach()))
+    def write_gradient(self, value: torch.Tensor) -> None:
+        """Make this the gradient, where there is none."""
+        self._access.write_gradient(self._unit, self._spec, value)
 
-    def gradient_backing(self) -> PlainGradientBacking | None:
-        """Return what a handle on the gradient needs, if there is a gradient."""
-        self._access.before.settle()
-        if self._spec in self._access.gradients.of(self._unit):
-            return PlainGradientBacking(self._unit, self._spec, self._access)
-        if self._access.zeroing is Zeroing.DUE:
-            self._access.zeroing = Zeroing.DONE
-        return None
+    def drop_gradient(self) -> None:
+        """There is no gradient. Who holds the one that there was keeps it."""
+        access, unit, spec = self._access, self._unit, self._spec
+        self.leave_gradient()
+        access.zeroing = Zeroing.DONE
+        access.own_gradients.drop(spec)
+        with access.failure:
+            access.dropping(unit)
+            access.gradients.discard(unit, spec)
+
+    def leave_gradient(self) -> None:
+        """The gradient is about to go. Who holds it gets it in memory of his own, if there is room."""
+        of_gradient = None if self._gradient_backing is None else weakref.ref(self._gradient_backing)
+        self._gradient_handle = self._gradient_backing = None
+        held = None if of_gradient is None else of_gradient()
+        if held is not None and self._spec.whole is None:
+            held.take_out()
+
+    def gradient_backing(self, *, wait: bool = True) -> PlainGradientBacking | None:
+        """Return what a handle on the gradient needs, if there is a gradient. Who does not ``wait`` sees what has come
+        so far."""
+        if wait:
+            self._access.before.settle()
+        found = self._access.gradients.find(self._unit, self._spec)
+        before = self._gradient_backing
+        if before is not None and (found is None or before.origin is not found.origin):
+            self._gradient_handle = self._gradient_backing = None
+        if found is None:
+            if self._access.zeroing is Zeroing.DUE:
+                self._access.zeroing = Zeroing.DONE
+        elif self._gradient_backing is None:
+            self._gradient_backing = PlainGradientBacking(self._unit, self._spec, self._access, found.origin)
+        return self._gradient_backing
 
     def gradient_handle(self, backing: GradientBacking, shape: torch.Size) -> GradientHandle:
         """A handle on a gradient of this parameter, or of the whole that it is a piece of."""
@@ -135,32 +179,54 @@ class PiecewiseBacking:
     @property
     def gradient(self) -> torch.Tensor | None:
         """A handle on the gradient, or None if one of the pieces has none."""
-        parts = [part for piece in self._pieces if (part := piece.gradient_backing()) is not None]
-        if len(parts) < len(self._pieces):
-            return None
-        return self._pieces[0].gradient_handle(PiecewiseGradientBacking(self.whole, parts), self.whole.shape)
+        backing = self._gradient_backing()
+        return None if backing is None else self._pieces[0].gradient_handle(backing, self.whole.shape)
 
     @gradient.setter
     def gradient(self, value: torch.Tensor | None) -> None:
-        if isinstance(value, GradientHandle) and value.is_of(self.whole):
+        if isinstance(value, GradientHandle) and value.is_of(self._gradient_backing()):
             return
-        parts = [None] * len(self._pieces) if value is None else self.whole.split(value_of(value).detach())
-        for piece, part in zip(self._pieces, parts, strict=True):
-            piece.gradient = part
+        parts = None if value is None else self.whole.split(value_of(value).detach().clone())
+        for piece in self._pieces:
+            piece.drop_gradient()
+        for piece, part in zip(self._pieces, () if parts is None else parts, strict=parts is not None):
+            piece.write_gradient(part)
+
+    @property
+    def gradient_so_far(self) -> None:
+        """No forward sees the gradient of the whole: pieces have their own."""
+        return None
+
+    def _gradient_backing(self) -> PiecewiseGradientBacking | None:
+        parts = [part for piece in self._pieces if (part := piece.gradient_backing()) is not None]
+        return PiecewiseGradientBacking(self.whole, parts) if len(parts) == len(self._pieces) else None
 
 
 class PlainGradientBacking:
-    """Backs the handle of one gradient, ``parameter.grad``."""
+    """Backs the handle of one gradient, ``parameter.grad``: of all that has the ``origin``."""
 
     in_use: Sequence[nn.Parameter] = ()
 
-    def __init__(self, unit: UnitSpec, spec: ParameterSpec, access: ExternalAccess) -> None:
+    def __init__(self, unit: UnitSpec, spec: ParameterSpec, access: ExternalAccess, origin: object) -> None:
         self.name = f"the gradient of {spec.name}"
         self.spec = spec
+        self.origin = origin
         self._unit = unit
         self._access = access
+        self._own: torch.Tensor | None = None
+        """The gradient, once it is here and nowhere else."""
+
+    def take_out(self) -> None:
+        """Take the gradient into memory of its own, if there is room: another one will rest in its place."""
+        if self._access.gradients.find(self._unit, self.spec) is None:
+            return
+        if self.spec.numel * self._access.layout.dtype.itemsize < available_bytes():
+            with contextlib.suppress(OffloadError):  # a step has used it, and it is not in memory
+                self._own = self.read()
 
     def read(self) -> torch.Tensor:
+        if self._own is not None:
+            return self._own.clone()
         with self._access.failure:
             self._known()
             own = self._access.gradients.read(self._unit, self.spec)
@@ -168,31 +234,46 @@ class PlainGradientBacking:
         return self.spec.in_model(value.to(self._access.layout.dtype))
 
     def write(self, value: torch.Tensor) -> None:
+        if self._own is not None:
+            self._own.copy_(value)
+            return
+        self._known()
         self._access.zeroing = Zeroing.DONE  # zeros, it may be
-        with self._access.failure:
-            self._access.agree(self.name, value)
-            self._access.changing([self._unit])
-            self._access.gradients.write(self._unit, self.spec, self.spec.shard_of(value))
+        self._access.write_gradient(self._unit, self.spec, value)
 
-    # What clip_grad_norm_ asks of each gradient, without bringing it in.
+    # What clip_grad_norm_ and zero_grad ask of each gradient, without bringing it in.
+
+    def zero(self) -> None:
+        """Make it zeros."""
+        if self._own is not None:
+            self._own.zero_()
+            return
+        self._known()
+        self._access.zeroing = Zeroing.DONE
+        with self._access.failure:
+            self._access.changing([self._unit])
+            self._access.gradients.zero(self._unit, self.spec)
 
     def norm(self) -> float:
         """Its 2-norm, from the sum that was added up while it came."""
-        return float(self._known().ask() ** 0.5)
+        return float(self._known().ask() ** 0.5) if self._own is None else float(self._own.norm())
 
     def is_finite(self) -> bool:
         """No element is infinite or NaN."""
-        return math.isfinite(self._known().norm_squared)
+        return math.isfinite(self._known().norm_squared if self._own is None else float(self._own.norm()))
 
     def multiply(self, factor: float) -> None:
         """Multiply it, when the update reads it. A speculative update with another factor does not pass the verdict."""
-        self._known().scale *= factor
+        if self._own is None:
+            self._known().scale *= factor
+        else:
+            self._own.mul_(factor)
 
     def _known(self) -> Gradient:
-        """Return what is known of the gradient. Raises ``OffloadError`` if there is none any more."""
+        """Return what is known of the gradient. Raises ``OffloadError`` if it is there no more."""
         self._access.before.settle()
-        found = self._access.gradients.of(self._unit).get(self.spec)
-        if found is None:
+        found = self._access.gradients.find(self._unit, self.spec)
+        if found is None or found.origin is not self.origin:
             raise OffloadError(
                 f"{self.name} is gone: a step has used it, or it was dropped. Take a copy before: "
                 "parameter.grad.detach().clone()"
@@ -208,6 +289,7 @@ class PiecewiseGradientBacking:
     def __init__(self, whole: WeightInPieces, pieces: Sequence[PlainGradientBacking]) -> None:
         self.name = f"the gradient of {whole.name}"
         self.spec = whole
+        self.origin = tuple(piece.origin for piece in pieces)
         self._pieces = pieces
 
     def read(self) -> torch.Tensor:
@@ -216,6 +298,10 @@ class PiecewiseGradientBacking:
     def write(self, value: torch.Tensor) -> None:
         for piece, part in zip(self._pieces, self.spec.split(value), strict=True):
             piece.write(part)
+
+    def zero(self) -> None:
+        for piece in self._pieces:
+            piece.zero()
 
     def norm(self) -> float:
         return float(sum(piece.norm() ** 2 for piece in self._pieces) ** 0.5)

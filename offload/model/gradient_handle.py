@@ -8,21 +8,23 @@ up while the gradient came, and its product with a number, which the update appl
 from __future__ import annotations
 
 import math
-import weakref
 from typing import Any, Protocol
 
 import torch
 
 from offload.model.handle import Backing, Handle
+from swapper import OffloadError
 
 _aten = torch.ops.aten
 
 
 class GradientBacking(Backing, Protocol):
-    """The gradient of one parameter, ``spec``."""
+    """The gradient of one parameter, of this ``origin``, as long as it is that."""
 
     @property
-    def spec(self) -> object: ...
+    def origin(self) -> object: ...
+
+    def zero(self) -> None: ...
 
     def norm(self) -> float: ...
 
@@ -36,25 +38,36 @@ class GradientHandle(Handle):
 
     _backing: GradientBacking
 
-    def is_of(self, spec: object) -> bool:
-        """True if this is the gradient of the parameter ``spec``."""
-        return self._backing.spec is spec
+    def is_of(self, backing: GradientBacking | None) -> bool:
+        """True if this is the gradient that ``backing`` has."""
+        return backing is not None and self._backing.origin == backing.origin
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        try:
+            return super().__repr__()
+        except OffloadError as error:
+            return f"<{type(self).__name__}: {error}>"
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
             return _unscale(*args)
+        if func is _aten._foreach_zero_.default:
+            return _zero(*args)
         handle = args[0] if args else None
         if isinstance(handle, GradientHandle):
             if func is _aten.linalg_vector_norm.default and _is_2_norm(*args[1:], **kwargs):
                 norm, dtype = handle._backing.norm(), kwargs.get("dtype") or handle.dtype
                 return torch.full((), norm, dtype=dtype, device=handle.device)  # a copy would wait for the device
             if func in (_aten.mul_.Tensor, _aten.mul_.Scalar) and _is_number(args[1]):
-                handle._backing.multiply(_number_in(args[1]))
+                handle._backing.multiply(float(args[1]))
+                return handle
+            if func is _aten.zero_.default:
+                handle._backing.zero()
                 return handle
             if func in (_aten.div_.Tensor, _aten.div_.Scalar) and _is_number(args[1]):
-                number = _number_in(args[1])
+                number = float(args[1])
                 handle._backing.multiply(1 / number if number else math.inf)
                 return handle
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -72,20 +85,9 @@ def _unscale(gradients: list[torch.Tensor], found_inf: torch.Tensor, factor: tor
         gradient._backing.multiply(number)
 
 
-_last_number: tuple[weakref.ref[torch.Tensor], int, float] | None = None
-"""The tensor that was read last, its version then, and what it held."""
-
-
-def _number_in(value: Any) -> float:
-    """The number that ``value`` is or holds. To read one tensor waits for a device, and ``clip_grad_norm_`` multiplies
-    every gradient by the same one: it is read once."""
-    global _last_number
-    if not isinstance(value, torch.Tensor) or value.is_inference():
-        return float(value)
-    last = _last_number
-    if last is None or last[0]() is not value or last[1] != value._version:
-        _last_number = last = weakref.ref(value), value._version, float(value)
-    return last[2]
+def _zero(gradients: list[torch.Tensor]) -> None:
+    for gradient in gradients:
+        gradient.zero_()
 
 
 def _is_2_norm(ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> bool:

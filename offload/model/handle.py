@@ -47,6 +47,9 @@ class BackingOfParameter(Backing, Protocol):
     gradient: torch.Tensor | None
     trainable: bool
 
+    @property
+    def gradient_so_far(self) -> torch.Tensor | None: ...
+
 
 class _View:
     """A view of another backing's value: one output of ``function`` applied to it."""
@@ -177,6 +180,11 @@ class Handle(torch.Tensor):
         if value is not None:
             _check_gradient(self, value)
         self._backing.gradient = value
+
+    @property
+    def gradient_so_far(self) -> torch.Tensor | None:
+        """The same of a parameter, as far as it is known without a wait."""
+        return self._backing.gradient_so_far if self._is_managed else None  # type: ignore[no-any-return]
 
     def take_autograd_gradient(self, *, keep: bool = False) -> torch.Tensor | None:
         """Take what autograd has left here, which is here no longer, unless others ask for it, too (``keep``)."""

@@ -79,7 +79,7 @@ class OrdinaryParameters:
 
 def _let_go(module: nn.RNNBase) -> None:
     """A recurrent module lists its weights, and looks at them weakly: where one is another now, it makes a new list."""
-    module._flat_weights = []
+    module._flat_weights = [None] * len(module._flat_weights_names)
     module._flat_weight_refs = [_gone] * len(module._flat_weights_names)  # type: ignore[list-item]
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
+import torch
 from torch import nn
 
+from offload.model.handle import Handle
 from offload.model.own_writes import OwnWrites
 from offload.tiers.window import Window
 from offload.torch_internals import SavedTensorsHooks
@@ -45,10 +47,12 @@ class UnitInModel:
 
     __slots__ = (
         "__weakref__",
+        "_shown",
         "begin_address",
         "call",
         "end_address",
         "forward_depth",
+        "has_gradients",
         "in_backward",
         "is_over",
         "num_users",
@@ -61,8 +65,18 @@ class UnitInModel:
         "window",
     )
 
-    def __init__(self, spec: UnitSpec, window: Window, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        spec: UnitSpec,
+        window: Window,
+        parameters: Sequence[nn.Parameter],
+        has_gradients: Callable[[UnitSpec], bool] = lambda unit: False,
+    ) -> None:
+        """``has_gradients``: handles of the unit's parameters have some, which their forward may look at."""
         self.spec = spec
+        self.has_gradients = has_gradients
+        self._shown: list[tuple[Handle, nn.Parameter, torch.Tensor]] = []
+        """Gradients that parameters have from their handles now."""
         self.window = window
         self.parameters = parameters
         self.sites: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
@@ -102,9 +116,25 @@ class UnitInModel:
         for module, name, handle, parameter in self.sites:
             if module._parameters.get(name) is handle:
                 module._parameters[name] = parameter
+        if self.has_gradients(self.spec):
+            self._show_gradients()
 
     def show_handles(self) -> None:
         """The handles stand there."""
         for module, name, handle, parameter in self.sites:
             if module._parameters.get(name) is parameter:
                 module._parameters[name] = handle
+        shown, self._shown = self._shown, []
+        for owner, parameter, gradient in shown:
+            now, parameter.grad = parameter.grad, None
+            if now is not gradient:
+                owner.grad = now
+
+    def _show_gradients(self) -> None:
+        for _, _, handle, parameter in self.sites:
+            if not isinstance(handle, Handle) or parameter.grad is not None:
+                continue
+            gradient = handle.gradient_so_far
+            if gradient is not None:
+                parameter.grad = gradient
+                self._shown.append((handle, parameter, gradient))

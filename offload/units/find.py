@@ -49,6 +49,11 @@ def find_units(
     groups: dict[nn.Module, dict[str, nn.Parameter]] = {}
     claimed: dict[int, nn.Module] = {}
     for prefix, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            raise ConfigError(
+                f"module {prefix or '(root)'} is a torch.jit.ScriptModule, whose compiled code keeps its parameters "
+                "for itself: make the engine with the module that it was compiled from."
+            )
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue

@@ -104,10 +104,7 @@ def zero_grad_before_step(place):
     return values(engine.module)
 
 
-_USED_UP = "a step uses gradients up: `p.grad` is None after it, as after `zero_grad()`. Read them before the step."
-
-
-@family.differs("gradients are read after the step, to log their norms", _USED_UP)
+@family.works_or_refused("gradients are read after the step: those on NVMe are not kept", "Take a copy before the step")
 def gradients_read_after_step(place):
     engine = place.small()
     for loss in losses(engine, 1):
@@ -209,7 +206,7 @@ def model_zero_grad(place):
     return values(engine.module)
 
 
-@family.differs("`model.zero_grad(set_to_none=False)` after the step: zeros, which are read", _USED_UP)
+@family.works("`model.zero_grad(set_to_none=False)` after the step: zeros, which are read")
 def model_zero_grad_to_zero(place):
     engine = place.small()
     for loss in losses(engine, 3):

@@ -307,7 +307,7 @@ def test_auto_is_the_dtype_of_the_model_and_says_nothing(dtypes: tuple[torch.dty
             (torch.bfloat16, torch.float32),
             "precision='fp32': 30 parameters are torch.bfloat16, and become torch.float32",
         ),
-        ("auto", (torch.float64,), "precision='fp32': 30 parameters are torch.float64, and become torch.float32"),
+        ("fp32", (torch.float64,), "precision='fp32': 30 parameters are torch.float64, and become torch.float32"),
     ],
 )
 def test_parameters_that_get_another_dtype_are_told_of_once(precision, dtypes, said):
@@ -320,6 +320,12 @@ def test_a_model_without_values_is_not_converted():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert OffloadConfig(precision="bf16").of_model(model_of(torch.float32, device="meta")).precision == "bf16"
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float64,), (torch.float32, torch.float64)])
+def test_a_float64_parameter_is_narrowed_only_when_that_is_asked_for(dtypes):
+    with pytest.raises(ConfigError, match=r'parameter \w+.* is torch\.float64.*precision="fp32"'):
+        OffloadConfig().of_model(model_of(*dtypes))
 
 
 def test_a_dtype_in_which_nothing_is_trained_is_not_guessed_around():

@@ -232,7 +232,7 @@ def test_a_group_may_come_later():
     ) as engine:
         for index, (tokens, targets) in enumerate(batches(4)):
             if index == 2:
-                engine.optimizer.zero_grad()
+                engine.module.zero_grad()
                 engine.optimizer.add_param_group({"params": model.head.weight, "lr": 3e-3})
                 late.add_param_group({"params": other.head.weight, "lr": 3e-3})
             backward(engine, tokens, targets)

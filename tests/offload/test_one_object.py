@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload import OffloadEngine
+from offload import ConfigError, OffloadEngine
 from offload.model.leaves import Leaves
 
 
@@ -103,3 +103,45 @@ def test_hooks_of_one_leaf_are_called_in_each_backward_and_after_the_others_are_
         (3 * leaf).sum().backward()
     (5 * leaf).sum().backward()
     assert seen == [[2.0, 2.0], [3.0, 3.0]]
+
+
+def test_an_encoder_in_evaluation_hides_what_its_mask_hides():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    encoder, x = nn.TransformerEncoder(layer, 2).eval(), torch.randn(2, 4, 16)
+    mask = torch.tensor([[False] * 4, [False, False, True, True]])
+    with torch.no_grad():
+        expected = encoder(x, src_key_padding_mask=mask)
+        assert not expected[1, 2:].any()
+        with OffloadEngine(nn.Sequential(nn.Linear(4, 4), encoder), optimizer="sgd", precision="fp32") as engine:
+            assert torch.equal(engine.module[1](x, src_key_padding_mask=mask), expected)
+            assert encoder.layers[0].linear1.weight is not engine.module[0].weight
+            assert all(type(p).__name__ == "Handle" for p in encoder.parameters())
+
+
+def test_a_weight_of_a_recurrent_module_may_be_a_tensor_that_is_set_anew():
+    inner, raw = nn.LSTM(4, 4), nn.Parameter(torch.randn(16, 4))
+    del inner._parameters["weight_hh_l0"]
+    inner.weight_hh_l0 = raw.detach()
+    x = torch.randn(3, 1, 4)
+    expected = inner(x)[0]
+    with OffloadEngine(nn.ModuleList([inner, nn.ParameterList([raw])]), optimizer="sgd", precision="fp32"):
+        inner.weight_hh_l0 = 1 * raw
+        assert torch.equal(inner(x)[0], expected)
+
+
+def test_compiled_modules_with_parameters_are_refused():
+    model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
+    with pytest.raises(ConfigError, match=r"module 1 is a torch\.jit\.ScriptModule"):
+        OffloadEngine(model)
+    assert type(model[0].weight) is nn.Parameter
+
+
+def test_the_engine_is_not_the_model_whose_attributes_it_names(engine: OffloadEngine):
+    engine.module.temperature = 1.0
+    with pytest.raises(AttributeError, match=r"set engine\.module\.temperature"):
+        engine.temperature = 0.1
+    with pytest.raises(AttributeError, match=r"use engine\.module\.temperature"):
+        _ = engine.temperature
+    engine.note = "of the caller's own"
+    assert not hasattr(engine, "generate")

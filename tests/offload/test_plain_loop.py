@@ -10,6 +10,7 @@ from tiny import Tiny, batches, loss_of
 
 from offload import NonFiniteGradient, OffloadEngine
 from offload.tiers.home import StoredHome
+from swapper import OffloadError
 
 ADAMW = {"lr": 1e-2, "weight_decay": 0.01, "eps": 1e-4}
 
@@ -90,7 +91,11 @@ def test_gradients_are_seen_changed_and_dropped(engine):
     before = model.norm.bias.detach().clone()
     engine.optimizer.step()
     assert torch.equal(model.norm.bias.detach().clone(), before)
-    assert model.head.weight.grad is None
+    used = model.head.weight.grad
+    assert used.norm().item() == pytest.approx(3 * plain.head.weight.grad.norm().item(), rel=1e-3)
+    with pytest.raises(OffloadError, match="used by the last step, and rests on NVMe"):
+        used.clone()
+    assert "used by the last step" in repr(used)
     loss_of(model(tokens), targets).backward()
     model.zero_grad()
     assert all(p.grad is None for p in model.parameters())

@@ -14,7 +14,7 @@ collectives has scattered it, and free else.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -154,10 +154,18 @@ class GradientExchange:
         self._unsettled = True
         self.sink.restored()
 
+    def use_up(self, unit: UnitSpec, specs: Collection[ParameterSpec]) -> None:
+        """``specs`` are those of the rank's shards."""
+        self._drop(unit)
+        self.sink.use_up(self.shards[unit.index], specs)
+
     def forget(self, unit: UnitSpec) -> None:
+        self._drop(unit)
+        self.sink.forget(self.shards[unit.index])
+
+    def _drop(self, unit: UnitSpec) -> None:
         self._open.pop(unit.index, None)
         self._used_up = self.links.mark()
-        self.sink.forget(self.shards[unit.index])
 
     def _free_bucket(self, unit: UnitSpec, nbytes: int) -> Bucket:
         def find() -> Bucket | None:

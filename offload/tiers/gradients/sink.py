@@ -2,7 +2,8 @@
 
 ::
 
-    hooks -> [GradientExchange] -> [GradientTransport] -> GradientStore -> UnitGradients: a home, or a buffer and NVMe
+    hooks -> OwnGradients -> [GradientExchange] -> [GradientTransport] -> GradientStore
+    GradientStore -> UnitGradients: a home, or a buffer and NVMe
 
 Ranks exchange theirs first; a transport brings those to the host that do not stay on a device. Each sink looks the
 same from before it.
@@ -10,7 +11,7 @@ same from before it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,8 +44,11 @@ class GradientSink(Protocol):
     def restored(self) -> None:
         """Gradients of a checkpoint, which all ranks load, have taken the place of those in the store."""
 
+    def use_up(self, unit: UnitSpec, specs: Collection[ParameterSpec]) -> None:
+        """The gradients of these parameters of the unit belong to a step now: the next ones begin new sums."""
+
     def forget(self, unit: UnitSpec) -> None:
-        """The gradients belong to a step now, or are not wanted: the next one begins a new sum."""
+        """The gradients are not wanted: the next one begins a new sum."""
 
 
 @dataclass(frozen=True)

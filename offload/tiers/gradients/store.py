@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -34,6 +34,8 @@ class Gradient:
     """``scale`` as it was before anything was multiplied between backward and step."""
     own_squares: float = math.nan
     """Of this rank's elements, once ``sum_squares`` is of all ranks'."""
+    origin: object = field(default_factory=object, compare=False, repr=False)
+    """What it has in common with what it was before others were added to it. One in its place has another."""
 
     def __post_init__(self) -> None:
         if math.isnan(self.came_with):
@@ -90,6 +92,10 @@ class _OfUnit:
     def __init__(self, gradients: UnitGradients) -> None:
         self.gradients = gradients
         self.known: dict[ParameterSpec, Gradient] = {}
+        self.used: dict[ParameterSpec, Gradient] = {}
+        """Gradients that the last step has used, until others come. Those that spill are known and not read."""
+        self.zeroed: set[ParameterSpec] = set()
+        """Those known to be zeros, which are not in their places so far."""
         self.is_open = False
         """Gradients of the present backward may still come."""
 
@@ -110,6 +116,16 @@ class GradientStore:
         """The unit's gradients for the coming step: of each parameter that has one."""
         return self._of[unit.index].known
 
+    def find(self, unit: UnitSpec, spec: ParameterSpec) -> Gradient | None:
+        """What is known of the parameter's gradient: of the one for the coming step, else of that of the last one."""
+        of = self._of[unit.index]
+        return of.known.get(spec) or of.used.get(spec)
+
+    def has_any(self, unit: UnitSpec) -> bool:
+        """There are gradients of the unit, for the coming step or of the last one."""
+        of = self._of[unit.index]
+        return bool(of.known or of.used)
+
     def gradients_of(self, unit: UnitSpec) -> UnitGradients:
         """Home of the unit's gradients."""
         return self._of[unit.index].gradients
@@ -128,7 +144,9 @@ class GradientStore:
     def landed(self, unit: UnitSpec, spec: ParameterSpec, scale: float, sum_squares: float) -> None:
         """The gradient, the first one of a step, has been put where ``gradients_of(unit).landing(spec)`` says."""
         self._num_changes += 1
-        self._of[unit.index].known[spec] = Gradient(sum_squares, scale)
+        of = self._of[unit.index]
+        of.used.pop(spec, None)
+        of.known[spec] = Gradient(sum_squares, scale)
 
     def close(self, unit: UnitSpec) -> None:
         self.put_away(unit)
@@ -138,6 +156,7 @@ class GradientStore:
         """All gradients of this backward are in their places: spilled ones go to the store."""
         of = self._of[unit.index]
         of.is_open = False
+        self._put_zeros(of)
         of.gradients.close()
 
     def complete(self) -> Iterator[UnitSpec]:
@@ -147,6 +166,10 @@ class GradientStore:
                 yield unit
 
     def settle(self, at: Place | None = None) -> None:
+        for of in self._of if at is not None else ():
+            if of.zeroed:
+                self._put_zeros(of)
+                self._close_outside(of)
         seen = self._num_changes
         if seen != self._num_whole or at is not None:
             self._make_whole((of.known for of in self._of), at)
@@ -155,31 +178,68 @@ class GradientStore:
     def restored(self) -> None:
         self._num_changes += 1
 
+    def use_up(self, unit: UnitSpec, specs: Collection[ParameterSpec]) -> None:
+        of = self._of[unit.index]
+        of.used = {spec: gradient for spec, gradient in of.known.items() if spec in specs}
+        of.known = {spec: gradient for spec, gradient in of.known.items() if spec not in specs}
+        of.is_open = False
+        if not of.known:
+            of.gradients.forget()
+
+    def forget_used(self) -> None:
+        """Nobody asks for the gradients of the last step any more."""
+        for of in self._of:
+            of.used = {}
+
     def forget(self, unit: UnitSpec) -> None:
         of = self._of[unit.index]
         of.known = {}
+        of.used = {}
+        of.zeroed.clear()
         of.is_open = False
         of.gradients.forget()
 
     # What is asked from outside of a backward.
 
     def read(self, unit: UnitSpec, spec: ParameterSpec) -> torch.Tensor:
-        """A copy of the gradient, which must be there, in host memory."""
+        """A copy of the gradient, which must be there, in host memory. Raises ``OffloadError`` for one that a step has
+        used and that does not rest in memory."""
         of = self._of[unit.index]
-        gradient = of.gradients.read(spec) * of.known[spec].scale
+        known = of.known.get(spec)
+        if spec in of.zeroed:
+            return torch.zeros(spec.shape, dtype=torch.float32)
+        if known is None and of.gradients.spills:
+            raise OffloadError(
+                f"the gradient of {spec.name} was used by the last step, and rests on NVMe, where it is not kept: its "
+                "norm is known still. Take a copy before the step: parameter.grad.detach().clone()"
+            )
+        gradient = of.gradients.read(spec) * (known or of.used[spec]).scale
         self._close_outside(of)
         return gradient
 
     def write(self, unit: UnitSpec, spec: ParameterSpec, value: torch.Tensor) -> None:
-        """Put ``value``, which may be of any dtype and device, in the place of the gradient, if there was one."""
-        of = self._of[unit.index]
+        """Make the gradient ``value``, which may be of any dtype and device. If there is one, it is that still."""
+        of, before = self._of[unit.index], self.find(unit, spec)
         of.known.pop(spec, None)
+        of.zeroed.discard(spec)
         self._add(unit, spec, value.to("cpu", torch.float32), 1.0)
+        if before is not None:
+            of.known[spec].origin = before.origin
         self._close_outside(of)
+
+    def zero(self, unit: UnitSpec, spec: ParameterSpec) -> None:
+        """Make the gradient, of which there is one, zeros. Moves no bytes if another one is added next."""
+        of, before = self._of[unit.index], self.find(unit, spec)
+        assert before is not None
+        self._num_changes += 1
+        of.used.pop(spec, None)
+        of.zeroed.add(spec)
+        of.known[spec] = Gradient(0.0, 1.0, origin=before.origin)
 
     def copy_to(self, unit: UnitSpec, address: int, dtype: torch.dtype) -> None:
         """Copy the elements of the unit's gradients, as they rest, to host memory at ``address``."""
         of = self._of[unit.index]
+        self._put_zeros(of)
         for spec in of.known:
             target = tensor_at(address + spec.offset * dtype.itemsize, spec.numel, dtype)
             target.copy_(of.gradients.read(spec).view(-1))
@@ -188,7 +248,8 @@ class GradientStore:
     def restore(self, unit: UnitSpec, known: dict[ParameterSpec, Gradient], address: int, dtype: torch.dtype) -> None:
         """Take over gradients that ``copy_to`` gave, and what was known of them."""
         of = self._of[unit.index]
-        of.known = {}
+        of.known, of.used = {}, {}
+        of.zeroed.clear()
         for spec, gradient in known.items():
             rest = tensor_at(address + spec.offset * dtype.itemsize, spec.numel, dtype).view(spec.shape)
             of.gradients.put(spec, rest)
@@ -196,8 +257,11 @@ class GradientStore:
         self._close_outside(of)
 
     def discard(self, unit: UnitSpec, spec: ParameterSpec) -> None:
-        """The parameter has no gradient for the coming step."""
-        self._of[unit.index].known.pop(spec, None)
+        """The parameter has no gradient."""
+        of = self._of[unit.index]
+        of.known.pop(spec, None)
+        of.used.pop(spec, None)
+        of.zeroed.discard(spec)
 
     def multiply(self, units: Sequence[UnitSpec], factor: float) -> None:
         """Multiply all gradients of these units, when the update reads them."""
@@ -208,8 +272,11 @@ class GradientStore:
     def _add(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor, scale: float) -> None:
         self._num_changes += 1
         of, gradient = self._of[unit.index], plain(gradient)
+        of.used.pop(spec, None)
         before = of.known.get(spec)
-        if before is None:
+        origin = object() if before is None else before.origin
+        if before is None or spec in of.zeroed:
+            of.zeroed.discard(spec)
             sum_squares = of.gradients.put(spec, gradient)
         else:
             is_alike = before.scale == scale
@@ -218,7 +285,12 @@ class GradientStore:
                 sum_squares = of.gradients.add(spec, gradient)
             else:
                 sum_squares, scale = of.gradients.rescale_and_add(spec, before.scale, gradient, scale), 1.0
-        of.known[spec] = Gradient(sum_squares, scale)
+        of.known[spec] = Gradient(sum_squares, scale, origin=origin)
+
+    def _put_zeros(self, of: _OfUnit) -> None:
+        for spec in of.zeroed:
+            of.gradients.put(spec, torch.zeros(spec.shape))
+        of.zeroed.clear()
 
     def _close_outside(self, of: _OfUnit) -> None:
         if not of.is_open:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -142,6 +142,11 @@ class GradientTransport:
 
     def restored(self) -> None:
         self.store.restored()
+
+    def use_up(self, unit: UnitSpec, specs: Collection[ParameterSpec]) -> None:
+        self._num_taken[unit.index] += 1
+        self._begun.difference_update(specs)
+        self.store.use_up(unit, specs)
 
     def forget(self, unit: UnitSpec) -> None:
         self._num_taken[unit.index] += 1
