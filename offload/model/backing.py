@@ -216,6 +216,11 @@ class PlainGradientBacking:
         self._own: torch.Tensor | None = None
         """The gradient, once it is here and nowhere else."""
 
+    @property
+    def is_kept(self) -> bool:
+        """The gradient can be read: no step has used it, or it rests in memory."""
+        return self._own is not None or self._access.gradients.is_kept(self._unit, self.spec)
+
     def take_out(self) -> None:
         """Take the gradient into memory of its own, if there is room: another one will rest in its place."""
         if self._access.gradients.find(self._unit, self.spec) is None:
@@ -291,6 +296,10 @@ class PiecewiseGradientBacking:
         self.spec = whole
         self.origin = tuple(piece.origin for piece in pieces)
         self._pieces = pieces
+
+    @property
+    def is_kept(self) -> bool:
+        return all(piece.is_kept for piece in self._pieces)
 
     def read(self) -> torch.Tensor:
         return torch.cat([piece.read() for piece in self._pieces])

@@ -24,6 +24,9 @@ class GradientBacking(Backing, Protocol):
     @property
     def origin(self) -> object: ...
 
+    @property
+    def is_kept(self) -> bool: ...
+
     def zero(self) -> None: ...
 
     def norm(self) -> float: ...
@@ -37,6 +40,11 @@ class GradientHandle(Handle):
     """See the module's docstring."""
 
     _backing: GradientBacking
+
+    @property
+    def is_kept(self) -> bool:
+        """It can be read: no step has used it, or it rests in memory."""
+        return self._backing.is_kept
 
     def is_of(self, backing: GradientBacking | None) -> bool:
         """True if this is the gradient that ``backing`` has."""

@@ -14,6 +14,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from offload.errors import ConfigError
+from offload.model.gradient_handle import GradientHandle
 from offload.model.handle import Handle
 from offload.units import Site
 
@@ -42,6 +43,8 @@ def ordinary(handle: Handle) -> nn.Parameter:
     parameter = handle.ordinary()
     vars(parameter).update(handle.attributes())
     gradient = handle.grad
+    if isinstance(gradient, GradientHandle) and not gradient.is_kept:
+        gradient = None  # a step has used it
     parameter.grad = None if gradient is None else gradient.detach().clone()
     return parameter  # type: ignore[return-value]
 

@@ -201,6 +201,11 @@ class GradientStore:
 
     # What is asked from outside of a backward.
 
+    def is_kept(self, unit: UnitSpec, spec: ParameterSpec) -> bool:
+        """The gradient, which must be there, can be read: no step has used it, or it rests in memory."""
+        of = self._of[unit.index]
+        return spec in of.known or not of.gradients.spills
+
     def read(self, unit: UnitSpec, spec: ParameterSpec) -> torch.Tensor:
         """A copy of the gradient, which must be there, in host memory. Raises ``OffloadError`` for one that a step has
         used and that does not rest in memory."""
@@ -208,7 +213,7 @@ class GradientStore:
         known = of.known.get(spec)
         if spec in of.zeroed:
             return torch.zeros(spec.shape, dtype=torch.float32)
-        if known is None and of.gradients.spills:
+        if not self.is_kept(unit, spec):
             raise OffloadError(
                 f"the gradient of {spec.name} was used by the last step, and rests on NVMe, where it is not kept: its "
                 "norm is known still. Take a copy before the step: parameter.grad.detach().clone()"
