@@ -59,8 +59,8 @@ class OffloadEngine:
             raise ConfigError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
         if self.holds(model):
             raise ConfigError(
-                "the model's parameters are in an engine already. Its unwrap() gives an ordinary model back, and so does "
-                "close(), if memory has room for it; else they are gone: build the model again."
+                "the model's parameters are in an engine already. Its unwrap() gives an ordinary model back, and so "
+                "does close(), if memory has room for it; else they are gone: build the model again."
             )
         self.module = model
         self.config = config.of_model(model)

@@ -132,7 +132,7 @@ class OffloadAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return model
 
     def free_memory(self, *objects: Any) -> Any:
-        """As of any ``Accelerator``; engines are closed, and models have their weights again, if they fit into memory."""
+        """As of any ``Accelerator``; engines are closed, and models have their weights again, if memory has room."""
         objects = super().free_memory(*objects)
         engines = [*self._evaluated, *([] if self._engine is None else [self._engine])]
         self._engine, self._own_optimizer, self._evaluated = None, None, []
