@@ -448,6 +448,7 @@ def live(folder, host_memory, **sizes):
             trainer.train(resume_from_checkpoint=resume)
             trainer.evaluate()
             trainer.save_model(str(folder / "saved"))
+            trainer.close(discard=True)
     return 16 * sum(parameter.numel() for parameter in model.parameters())
 
 folder = Path(sys.argv[1])

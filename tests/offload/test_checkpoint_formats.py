@@ -348,7 +348,7 @@ def test_a_description_that_is_too_large_is_refused_before_anything_is_written(t
             expected = train(engine, 1)
             with pytest.raises(ConfigError, match=words):
                 engine.save_checkpoint(tmp_path / "saved", client_state={"large": large})
-            assert not any((tmp_path / "saved").iterdir())
+            assert not any((tmp_path / "saved").glob("[!.]*"))
             engine.save_checkpoint(tmp_path / "saved", client_state={"large": large[: 60 << 20]})
             expected += train(engine, 2)
         with OffloadEngine(make_model(1), lr=1e-3) as engine:

@@ -34,7 +34,7 @@ def names(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir())
 
 
-@pytest.mark.parametrize("call", ["mkdir", "open", "pwrite", "posix_fallocate", "write", "fsync"])
+@pytest.mark.parametrize("call", ["mkdir", "open", "posix_fallocate", "write", "fsync"])
 def test_a_store_that_has_no_room_leaves_nothing(call: str, tmp_path: Path, monkeypatch):
     real: Callable[..., int] = os.open
 
