@@ -109,7 +109,7 @@ def test_groups_and_settings_are_those_of_the_arguments(tmp_path: Path, offloade
     ("dtype", "changes", "elsewhere"),
     [
         (torch.float32, {}, False),
-        (torch.bfloat16, {"gradient_accumulation_steps": 2, "save_steps": 2}, False),
+        (torch.bfloat16, {"gradient_accumulation_steps": 2, "save_steps": 2, "per_device_train_batch_size": 4}, False),
         (torch.bfloat16, {"save_total_limit": 2}, True),
     ],
     ids=["linked", "linked, accumulated", "copied"],
@@ -122,7 +122,8 @@ def test_a_run_that_goes_on_in_the_middle_of_an_epoch_has_the_same_bits(tmp_path
             pytest.skip("there is no second file system")
         folder = memory / f"offload-test-{os.getpid()}"
     try:
-        saving = {"save_strategy": "steps", "save_steps": 8, "max_grad_norm": 0.5, **changes}
+        every = {"save_strategy": "steps", "save_steps": 4, "per_device_train_batch_size": 8}  # of 2 x 3 steps
+        saving = {**every, "max_grad_norm": 0.5, **changes}
         whole = offloaded(llama().to(dtype), folder, **saving)
         complete = []
 
@@ -153,14 +154,13 @@ def test_a_run_that_goes_on_in_the_middle_of_an_epoch_has_the_same_bits(tmp_path
 def test_the_best_model_is_loaded_and_older_checkpoints_go_as_ever(tmp_path: Path, offloaded):
     changes = {
         "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "save_total_limit": 2,
-        "load_best_model_at_end": True, "metric_for_best_model": "eval_loss",
-        "greater_is_better": True,
+        "load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True, "max_steps": 6,
     }  # fmt: skip
     other = plain(llama(), tmp_path / "plain", **changes)
     other.train()
     trainer = offloaded(llama(), tmp_path / "own", **changes)
     trainer.train()
-    assert trainer.state.best_global_step == other.state.best_global_step < 12, "the last one must not be the best"
+    assert trainer.state.best_global_step == other.state.best_global_step < 6, "the last one must not be the best"
     assert losses(trainer, "eval_loss") == pytest.approx(losses(other, "eval_loss"), rel=1e-3)
     best = losses(trainer, "eval_loss")[trainer.state.best_global_step // 2 - 1]
     assert trainer.evaluate()["eval_loss"] == best
@@ -169,10 +169,10 @@ def test_the_best_model_is_loaded_and_older_checkpoints_go_as_ever(tmp_path: Pat
 
 
 def test_the_weights_of_checkpoints_and_of_save_model_load_elsewhere(tmp_path: Path, offloaded):
-    trainer = offloaded(llama(), tmp_path / "run", save_strategy="steps", save_steps=12)
+    trainer = offloaded(llama(), tmp_path / "run", save_strategy="steps", save_steps=2, max_steps=2)
     trainer.train()
     trainer.save_model(str(tmp_path / "saved"))
-    checkpoint = tmp_path / "run" / "checkpoint-12"
+    checkpoint = tmp_path / "run" / "checkpoint-2"
     assert main(["export", str(checkpoint), str(tmp_path / "exported")]) == 0
     for folder in ("saved", "exported"):
         loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / folder)
@@ -182,10 +182,10 @@ def test_the_weights_of_checkpoints_and_of_save_model_load_elsewhere(tmp_path: P
 
 
 def test_with_save_only_model_checkpoints_are_models(tmp_path: Path, offloaded):
-    changes = {"save_strategy": "steps", "save_steps": 12, "save_only_model": True}
+    changes = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2, "save_only_model": True}
     trainer = offloaded(bert(), tmp_path / "run", **changes)
     trainer.train()
-    saved = tmp_path / "run" / "checkpoint-12"
+    saved = tmp_path / "run" / "checkpoint-2"
     assert not (saved / "offload").exists()
     assert bits(transformers.BertForMaskedLM.from_pretrained(saved)).equal(bits(trainer.model))
 
@@ -218,11 +218,11 @@ def test_a_checkpoint_that_was_not_completed_is_refused(tmp_path: Path, offloade
 
 
 def test_a_checkpoint_of_the_trainer_in_memory_is_gone_on_from(tmp_path: Path, offloaded):
-    changes = {"save_strategy": "steps", "save_steps": 8}
+    changes = {"save_strategy": "steps", "save_steps": 4, "per_device_train_batch_size": 8}
     other = plain(llama(), tmp_path / "run", **changes)
     other.train()
     trainer = offloaded(llama(7), tmp_path / "run", **changes)
-    trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-8"))
+    trainer.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-4"))
     assert losses(trainer) == pytest.approx(losses(other), rel=1e-5)
 
 
@@ -261,14 +261,14 @@ def test_the_norm_that_is_logged_brings_no_gradient_in(tmp_path: Path, made):
     options = {"nvme_path": tmp_path, "host_memory": least(llama(), tmp_path)}
 
     def read_bytes(kind: Any) -> int:
-        args = TrainingArguments(**arguments(tmp_path, max_grad_norm=0, max_steps=6))
+        args = TrainingArguments(**arguments(tmp_path, max_grad_norm=0, max_steps=4))
         made.append(kind(llama(), args, train_dataset=rows(), offload=options))
         made[-1].train()
         return sum(losses(made[-1], "offload_nvme_read_bytes"))
 
-    gradient_bytes = 6 * state_bytes(llama()) // 4
+    gradient_bytes = 4 * state_bytes(llama()) // 4
     assert abs(read_bytes(OffloadTrainer) - read_bytes(Normless)) < gradient_bytes / 2
-    assert len(losses(made[0], "grad_norm")) == 6 and not losses(made[1], "grad_norm")
+    assert len(losses(made[0], "grad_norm")) == 4 and not losses(made[1], "grad_norm")
 
 
 def test_logs_have_the_figures_of_a_step(tmp_path: Path, offloaded):
