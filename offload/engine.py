@@ -345,8 +345,8 @@ class OffloadEngine:
 
         All ranks call this, and each reads what it needs. Masters become exactly the weights. Without ``states`` the
         optimizer stays as it is. Random generators, the loss scale and registered objects do in any case, and
-        accumulated gradients are dropped with the states that they belong to. ``.metadata`` is a pickle, which can run
-        code: load what you trust.
+        accumulated gradients are dropped with the states that they belong to. Of the pickle ``.metadata`` only torch's
+        own classes of metadata are made, so it runs no code.
 
         Raises ``WeightsError`` for a checkpoint that is not whole, of another model, or without optimizer states:
         nothing has changed then. If damage shows while it is read, the engine is of no use any more.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import struct
 import sys
 import tracemalloc
@@ -470,6 +471,38 @@ def test_a_crafted_index_is_refused_by_its_field(tmp_path: Path, content: Any, w
     os.mkfifo(path)
     with pytest.raises(WeightsError, match="it is not a regular file"):
         Weights(path)
+
+
+# One room.
+
+_PARSING = re.compile(
+    r"json\.loads?\(|pickle\.(loads?\(|_?Unpickler)|torch\.load\(|frombuffer\(|unpack(_from)?\(|\.read_(text|bytes)\(|open\(\"rb?\""
+)
+
+_PARSERS = {
+    "offload/encoding.py": "the memory behind checked text",
+    "swapper/manifest.py": "a layout of numbers, each with its bound",
+    "offload/checkpoint/dcp/pickled.py": "a few classes alone",
+    "offload/checkpoint/dcp/reader.py": "weights_only, and a field of a zip archive",
+    "offload/checkpoint/hugging_face.py": "what a model's config has just said",
+    "offload/checkpoint/publish.py": "what was written by this process in a hidden folder",
+    "offload/ranks/world.py": "what this rank tells, and what the kernel says",
+    "offload/ranks/topology.py": "what the kernel says",
+    "swapper/owner.py": "what the kernel says",
+}
+"""Beside the room: who parses, and what."""
+
+
+def test_nothing_but_one_room_parses_files_that_others_may_have_written():
+    root = Path(__file__).parents[2]
+    rooms = ("swapper", "offload/checkpoint", "offload/birth", "offload/tiers", "offload/ranks", "offload/encoding.py")
+    found = {
+        str(path.relative_to(root))
+        for room in rooms
+        for path in ((root / room).rglob("*.py") if (root / room).is_dir() else [root / room])
+        if path.parent.name != "checked" and _PARSING.search(path.read_text())
+    }
+    assert found == _PARSERS.keys()
 
 
 # All of it, at random.

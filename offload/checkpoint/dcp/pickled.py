@@ -17,9 +17,12 @@ from torch.distributed.checkpoint import filesystem, metadata, planner, storage
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from offload.encoding import DTYPES
-from swapper.checked import FileName, Int, Refused, Shape, Text, read_regular, within
+from swapper.checked import SLACK_BYTES, FileName, Int, Refused, Shape, Text, read_regular, within
 
 METADATA_BYTES_MAX = 1 << 30
+
+_EMPTY_BYTES, _GROWTH = 72, 24
+"""Bytes that a list or dict takes for which a pickle has one; and those that values take, for each of a pickle's."""
 
 _CLASSES = {
     metadata: (
@@ -43,7 +46,12 @@ _KNOWN: dict[tuple[str, str], Any] = {
 }
 
 
-class _Unpickler(pickle.Unpickler):
+class PlainUnpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]
+    """The unpickler that is written in Python. The one in C takes 16 bytes for each number that a value could be
+    remembered under, up to the largest that a pickle names."""
+
+
+class _Unpickler(PlainUnpickler):
     def find_class(self, module: str, name: str) -> Any:
         return _KNOWN.get((module, name)) or _refuse(f"{module}.{name}")
 
@@ -54,6 +62,8 @@ def _refuse(name: str) -> Any:
 
 def unpickled(data: bytes, kind: type | tuple[type, ...]) -> Any:
     """The value in a pickle. Raises ``Refused`` for one of another ``kind``, or that needs other classes."""
+    if (data.count(b"]") + data.count(b"}")) * _EMPTY_BYTES > SLACK_BYTES + _GROWTH * len(data):
+        raise Refused("its values would take far more memory than its bytes")
     try:
         found = _Unpickler(io.BytesIO(data)).load()
     except Refused:

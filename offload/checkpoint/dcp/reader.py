@@ -24,7 +24,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from offload.access import PART_NUMEL
-from offload.checkpoint.dcp.pickled import read_metadata
+from offload.checkpoint.dcp.pickled import PlainUnpickler, read_metadata
 from offload.checkpoint.dcp.writer import boxes
 from offload.errors import WeightsError
 from offload.memory import passing_tensor
@@ -50,6 +50,9 @@ _DAMAGE = (
     NotImplementedError,
 )
 """Errors that other bytes in the place of a chunk's file lead to."""
+
+_LAYOUT_BYTES_MAX = 1 << 20
+"""Of a chunk, what is not its numbers has no more."""
 
 _SIZE = Int()
 
@@ -191,6 +194,8 @@ class DistributedReader:
             file = _Slice(self._file(place.file), place)
             with zipfile.ZipFile(file) as archive:
                 records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+                if records["data.pkl"].file_size > _LAYOUT_BYTES_MAX:
+                    raise ValueError("it has too much beside its numbers")
                 layout = _Layout(io.BytesIO(archive.read(records["data.pkl"]))).load()
             record = records[f"data/{layout.storage}"]
             file.seek(record.header_offset)
@@ -322,7 +327,7 @@ class _Tensor(NamedTuple):
     stride: tuple[int, ...]
 
 
-class _Layout(pickle.Unpickler):
+class _Layout(PlainUnpickler):
     """Reads how a pickled tensor lies, and not its elements. Raises ``UnpicklingError`` for other things."""
 
     def find_class(self, module: str, name: str) -> Any:
