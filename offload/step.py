@@ -109,6 +109,7 @@ class Step:
             self._prepare(loss_scale)
             with held_back():
                 self._judge(loss_scale)
+            self.hooks.refresh()
         self.watch.step(self.reporter.last, self.param_groups())
 
     def drop_gradients(self) -> None:
