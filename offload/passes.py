@@ -34,12 +34,12 @@ class Passes:
     closers: Closers
     """Made when neither model nor engine nor optimizer, all of which refer to this, is referred to any more."""
 
-    def begin_use(self, unit: UnitSpec) -> None:
+    def begin_use(self, unit: UnitSpec) -> bool:
         self.failure.check()
         if self.checkpoints.is_due:
             self.checkpoints.pass_boundary()
         try:
-            self._begin(unit)
+            return self._begin(unit)
         except FATAL as error:
             self.failure.raise_first(error)
 
@@ -58,8 +58,8 @@ class Passes:
     def changed_in_use(self, unit: UnitSpec, spec: ParameterSpec, value: torch.Tensor) -> None:
         self.backings[spec].write(value)
 
-    def _begin(self, unit: UnitSpec) -> None:
-        self.uses.begin(unit, training=False)
+    def _begin(self, unit: UnitSpec) -> bool:
+        return self.uses.begin(unit, training=False)
 
 
 @dataclass(eq=False)
@@ -111,8 +111,8 @@ class TrainingPasses(Passes):
         self._backward_has_begun = False
         self.policy.forget()
 
-    def _begin(self, unit: UnitSpec) -> None:
+    def _begin(self, unit: UnitSpec) -> bool:
         in_backward = graph_task() != -1
         if in_backward and self.speculative.of_unit:  # more gradients of the unit will come
             self.speculative.invalidate(unit)
-        self.uses.begin(unit, training=in_backward or torch.is_grad_enabled())
+        return self.uses.begin(unit, training=in_backward or torch.is_grad_enabled())

@@ -111,6 +111,7 @@ class Step:
             self._prepare(loss_scale)
             with held_back():
                 self._judge(loss_scale)
+            self.hooks.refresh()
         self.watch.step(self.reporter.last, self.param_groups())
 
     def zero_grad(self, parameters: Collection[nn.Parameter]) -> None:

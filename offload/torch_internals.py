@@ -193,6 +193,18 @@ def swap_memory(left: torch.UntypedStorage, right: torch.UntypedStorage) -> None
     left._swap_data_ptr_(right)  # type: ignore[attr-defined]
 
 
+def num_tensors_over(storage: torch.UntypedStorage) -> int:
+    """The number of tensors, arrays and other storages' objects that look out on it, in Python or in C++."""
+    return _storage_uses(storage._cdata)
+
+
+_storage_uses: Callable[[int], int] = _found(torch._C, "_storage_Use_Count")
+
+num_uses: Callable[[torch.Tensor], int] = methodcaller("_use_count")
+"""The number of owners that a tensor has in C++: its object in Python, views of it, the node that accumulates its
+gradient, nodes that have saved it."""
+
+
 @cache
 def can_swap_memory() -> bool:
     """``swap_memory`` works: views see the other memory."""
@@ -288,6 +300,20 @@ def _try_saved_tensors() -> bool:
     return is_on_top and top_saved_tensors_hooks() is None and bool(gradient == 6)
 
 
+def _try_counts() -> bool:
+    weight = nn.Parameter(torch.ones(2))
+    storage = weight.untyped_storage()
+    before = num_tensors_over(storage), num_uses(weight), sys.getrefcount(weight)
+    (weight * 2).sum().backward()  # type: ignore[no-untyped-call]
+    weight.grad = None
+    after = num_tensors_over(storage), num_uses(weight), sys.getrefcount(weight)
+    view = weight.detach()
+    with_view = num_tensors_over(storage)
+    array = view.numpy()
+    del view
+    return before == after and with_view == num_tensors_over(storage) == before[0] + 1 and array is not None
+
+
 def _try_version_counter() -> bool:
     tensor = torch.zeros(1)
     before = tensor._version
@@ -328,6 +354,7 @@ _TRIALS: dict[str, Callable[[], bool]] = {
     "the numbers and callbacks of a backward": _try_graph_tasks,
     "modes and hooks of saved tensors": _try_listeners,
     "the stack of hooks of saved tensors": _try_saved_tensors,
+    "the counts of who looks at a tensor's memory": _try_counts,
     "changes that keep a tensor's version": _try_version_counter,
     "torch.utils._pytree": _try_containers,
     "wrapper subclasses of Tensor": _try_wrapper,

@@ -11,7 +11,7 @@ from offload.device.protocol import Device, Event
 from offload.report.meter import Meter
 from offload.report.trace import Span
 from offload.tiers.weights.level import Level
-from offload.tiers.weights.pin import Pin
+from offload.tiers.weights.pin import Pin, UnitState
 from offload.tiers.window import DeviceWindow, HostWindow
 from offload.units import UnitSpec
 from swapper import OffloadError
@@ -20,8 +20,8 @@ from swapper import OffloadError
 class Windows(Protocol):
     """The memory under the parameters of each unit, while it is used."""
 
-    def open(self, pin: Pin[Any]) -> None:
-        """Put the pinned weights under the parameters."""
+    def open(self, pin: Pin[Any]) -> bool:
+        """Put the pinned weights under the parameters. Whether these are a copy, beside what rests elsewhere."""
 
     def close(self, pin: Pin[Any]) -> None:
         """The use is over. Safe to call twice, or without ``open``."""
@@ -33,8 +33,9 @@ class HostWindows:
     def __init__(self, windows: Sequence[HostWindow]) -> None:
         self._windows = windows
 
-    def open(self, pin: Pin[Any]) -> None:
+    def open(self, pin: Pin[Any]) -> bool:
         self._windows[pin.entry.unit.index].open(pin.place.address)
+        return pin.entry.state is not UnitState.PERMANENT
 
     def close(self, pin: Pin[Any]) -> None:
         self._windows[pin.entry.unit.index].close()
@@ -48,8 +49,8 @@ class DeviceWindows:
         self._windows = windows
         self._parameters = parameters
 
-    def open(self, pin: Pin[Any]) -> None:
-        pass
+    def open(self, pin: Pin[Any]) -> bool:
+        return pin.entry.state is not UnitState.PERMANENT
 
     def close(self, pin: Pin[Any]) -> None:
         unit, place = pin.entry.unit, pin.entry.place
@@ -125,19 +126,21 @@ class Uses:
         self._open: dict[int, Span | None] = {}
         """By unit, what the trace has of its use."""
 
-    def begin(self, unit: UnitSpec, *, training: bool) -> None:
-        """Put the unit's weights under its parameters, for the model's next work. ``training``: a step will follow."""
+    def begin(self, unit: UnitSpec, *, training: bool) -> bool:
+        """Put the unit's weights under its parameters, for the model's next work: see ``Windows.open``. ``training``: a
+        step will follow."""
         pin = self._pins[unit.index]
         try:
             self._open[unit.index] = None
             pin.take(training=training)
-            self._windows.open(pin)
+            is_copy = self._windows.open(pin)
             if len(self._open) == 1:
                 self._clock.begin(training=training)
             self._open[unit.index] = self._trace.begin("compute", unit.name)
         except BaseException:  # a failed fetch, or an interrupt: nobody will end this use
             self.end(unit)
             raise
+        return is_copy
 
     def end(self, unit: UnitSpec) -> None:
         """The use is over, or was abandoned."""

@@ -11,7 +11,7 @@ from torch import nn
 from offload.model.handle import make_handle
 from offload.model.hooks import Hooks
 from offload.model.unit_in_model import UnitInModel
-from offload.torch_internals import keeps_version
+from offload.torch_internals import keeps_version, num_tensors_over
 from offload.units import ParameterSpec, Site, UnitSpec
 from swapper import StorageIOError
 
@@ -22,12 +22,33 @@ class Window:
     def __init__(self, weights: torch.Tensor) -> None:
         self.weights = weights
         self.flat = torch.full_like(weights, torch.nan)
+        self._keeps = False
 
     def holds(self, tensor: torch.Tensor) -> bool:
         try:
             return tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
         except RuntimeError:
             return False
+
+    def num_tensors(self) -> int:
+        return num_tensors_over(self.flat.untyped_storage())
+
+    def keep(self, keeps: bool) -> None:
+        self._keeps = keeps
+
+    def has_copy(self) -> bool:
+        return not bool(torch.isnan(self.flat).any())
+
+    def drop_copy(self) -> None:
+        self.look_at(torch.nan)
+
+    def open(self) -> None:
+        self.look_at(self.weights)
+
+    def close(self) -> None:
+        """Nobody sees NaN but those who are not known to the engine."""
+        if not self._keeps:
+            self.look_at(torch.nan)
 
     def look_at(self, value: torch.Tensor | float) -> None:
         with torch.no_grad(), keeps_version(self.flat):
@@ -95,19 +116,24 @@ class Story:
 
     # What the hooks tell.
 
-    def begin_use(self, unit: UnitSpec) -> None:
+    def begin_use(self, unit: UnitSpec) -> bool:
         self.events.append(f"begin {unit.name}")
         if self.refused == unit.name:
             raise StorageIOError(f"read of {unit.name} failed.")
         assert unit.name not in self.in_use, "it is in use already"
         self.in_use.add(unit.name)
+        self.units[unit.index].window.open()
+        return True
+
+    def changed_in_use(self, unit: UnitSpec, spec: ParameterSpec, value: torch.Tensor) -> None:
+        self.events.append(f"change {spec.name}")
         window = self.units[unit.index].window
-        window.look_at(window.weights)
+        window.weights[spec.offset : spec.offset + spec.numel] = value.flatten()
 
     def end_use(self, unit: UnitSpec) -> None:
         self.events.append(f"end {unit.name}")
         self.in_use.remove(unit.name)
-        self.units[unit.index].window.look_at(torch.nan)
+        self.units[unit.index].window.close()
 
     def take_gradient(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor, scale: float | None) -> None:
         self.events.append(f"take {spec.name}")
@@ -130,7 +156,7 @@ class Story:
         assert self.hooks.context.open == []
         for unit in self.units:
             assert (unit.forward_depth, unit.in_backward) == (0, False)
-            assert bool(torch.isnan(unit.window.flat).all())
+            assert unit.strays.are_left or bool(torch.isnan(unit.window.flat).all())
             for parameter in unit.parameters:
                 assert parameter.grad is None
         for spec, handle in self.handles.items():

@@ -16,23 +16,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node
 
 from offload.errors import ConfigError
 from offload.model.handle import Handle
 from offload.model.hook_context import HookContext
 from offload.model.installed_hooks import HookOfModel, InstalledHooks
 from offload.model.listeners import Interleaving, Listener
+from offload.model.outputs import first_node, own_copy, tensors_in
 from offload.model.saved_tensors import SavedTensors
 from offload.model.unit_in_model import Call, UnitInModel
 from offload.torch_internals import (
-    belongs_to_backward,
     graph_task,
     in_module_call,
-    leaves_of,
     map_leaves,
     next_sequence_number,
-    sequence_number,
     when_backward_ends,
 )
 from offload.units import ParameterSpec
@@ -44,36 +41,6 @@ __all__ = ["Hooks", "UnitInModel"]
 _IN_PARTS = "an OffloadEngine brings weights in around each unit: compile its model without fullgraph=True"
 
 _TOGETHER = "engine.together()"
-
-
-def _tensors(output: Any) -> list[torch.Tensor]:
-    """The tensors in what a module returned."""
-    leaves = [output] if isinstance(output, torch.Tensor) else leaves_of(output)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
-def _own(unit: UnitInModel, leaf: Any) -> Any:
-    """A module may return its parameter, or a view of it: such an output must stay when the unit is released."""
-    return leaf.clone() if isinstance(leaf, torch.Tensor) and unit.window.holds(leaf) else leaf
-
-
-def _first_node(sequence: int, output: torch.Tensor) -> Node | None:
-    """The node through which gradients of ``output`` reach those that the unit has made since ``sequence``.
-
-    None for what a unit has merely passed through: its gradient tells nothing of the unit's backward. A view that the
-    caller changes in place gets a new history, which goes through its base alone: the base's node is the one.
-    """
-    for tensor in (output._base, output):
-        node = None if tensor is None else tensor.grad_fn
-        if node is not None and sequence_number(node) >= sequence and not _is_older(node):
-            return node
-    return None
-
-
-def _is_older(node: Node) -> bool:
-    """The unit is being recomputed, and the node was made before. Each thread counts its nodes by itself, and autograd
-    may recompute in another one than that which ran the forward: there the numbers tell nothing."""
-    return graph_task() != -1 and belongs_to_backward(node)
 
 
 def _take_gradient(
@@ -127,6 +94,9 @@ class Hooks:
         self._lost: set[ParameterSpec] = set()
         """Parameters that were said to be lost."""
         self._saved_tensors = SavedTensors(self)
+        self._with_strays: dict[UnitInModel, None] = {}
+        """Units of which a tensor has outlived a use."""
+        self._has_warned = False
         self._installed = InstalledHooks()
         for unit in units:
             self._install(unit)
@@ -147,6 +117,26 @@ class Hooks:
             unit.num_users, unit.in_backward = 0, False
             if unit.is_over:
                 self._end_backward(unit)
+        self._drop_strays()
+        for unit in self._with_strays:
+            unit.strays.check()
+
+    def refresh(self) -> None:
+        """Weights have changed: bring copies that were left to others up to date."""
+        for unit in list(self._with_strays):
+            if not self._has_warned:
+                self._has_warned = True
+                unit.strays.warn()
+            self._begin_use(unit)
+            self._end_use(unit)
+
+    def _drop_strays(self) -> None:
+        """Give back the copies that nobody looks at any more."""
+        for unit in list(self._with_strays):
+            if unit.strays.are_left:
+                unit.strays.drop()
+            if not unit.strays.are_left:
+                self._with_strays.pop(unit, None)
 
     def end_calls(self) -> None:
         """Close what the context that computes has left open."""
@@ -281,29 +271,23 @@ class Hooks:
         if not unit.in_backward:
             self._begin_use(unit)
         self._serial += 1
-        unit.call = call = Call(unit, self.context, self._serial, next_sequence_number())
+        unit.call = call = Call(unit, self.context, get_ident(), self._serial, next_sequence_number())
         self.context.in_forward.append(unit)
         unit.show_parameters()
         if not torch.compiler.is_compiling():
-            unit.own_writes.begin()
             unit.begin_address = unit.window.flat.data_ptr()
             unit.end_address = unit.begin_address + unit.window.flat.nbytes
             self._saved_tensors.begin(call)
 
     def _finish_forward(self, unit: UnitInModel, output: Any) -> Any:
         """It is over. Returns its output, without views of the weights."""
-        leaves = _tensors(output)
+        leaves = tensors_in(output)
         if any(map(unit.window.holds, leaves)):
-            output = map_leaves(lambda leaf: _own(unit, leaf), output)
-            leaves = _tensors(output)
-        if not torch.compiler.is_compiling():
-            for index, value in unit.own_writes.end():
-                if self._turns is not None:
-                    self._turns.changed(unit)
-                self._listener.changed_in_use(unit.spec, unit.watched[index], value)
+            output = map_leaves(lambda leaf: own_copy(unit, leaf), output)
+            leaves = tensors_in(output)
         call = self._leave_forward(unit)
         arrived = partial(self._pre_backward, call)
-        nodes = [node for leaf in leaves if (node := _first_node(call.sequence, leaf)) is not None]
+        nodes = [node for leaf in leaves if (node := first_node(call.sequence, leaf)) is not None]
         for node in nodes:
             node.register_prehook(arrived)
         if nodes and self._turns is not None:
@@ -328,18 +312,41 @@ class Hooks:
         if unit in self._kept:
             self._kept.remove(unit)
         elif unit.num_users == 0:
-            self._listener.begin_use(unit.spec)
+            if self._with_strays:
+                self._drop_strays()
+            unit.strays.begin_use()
+            unit.is_copy = self._listener.begin_use(unit.spec)
+        if unit.num_users == 0:
+            unit.own_writes.begin(is_copy=unit.is_copy)
         unit.num_users += 1
 
     def _end_use(self, unit: UnitInModel) -> None:
         unit.num_users -= 1
-        if unit.num_users == 0:
-            if self._turns is not None and self._turns.is_awaited(unit):
+        try:
+            if unit.num_users == 0 or self._turns is not None:  # others would use what one has changed
+                self._pass_on_writes(unit)
+        finally:
+            if unit.num_users > 0:
+                if self._turns is not None:
+                    unit.own_writes.begin(is_copy=unit.is_copy)
+            elif self._turns is not None and self._turns.is_awaited(unit):
                 self._kept.append(unit)
             else:
                 self._release(unit)
 
+    def _pass_on_writes(self, unit: UnitInModel) -> None:
+        for index, value, is_another in unit.own_writes.end():
+            if is_another:
+                unit.reassigned[unit.watched[index]] = self._serial
+            if self._turns is not None:
+                self._turns.changed(unit)
+            self._listener.changed_in_use(unit.spec, unit.watched[index], value)
+
     def _release(self, unit: UnitInModel) -> None:
+        if unit.is_over or graph_task() == -1:  # what is recomputed is looked at when its backward is over
+            unit.strays.end_use()
+            if unit.strays.are_left:
+                self._with_strays[unit] = None
         self._listener.end_use(unit.spec)
         if unit.is_over:
             self._end_backward(unit)
@@ -371,7 +378,7 @@ class Hooks:
         self._reach(call)
 
     def needed(self, call: Call) -> bool:
-        """A node of the call asks for a weight. See ``UsesOfUnits``."""
+        """See ``UsesOfUnits``."""
         if not call.unit.in_backward or call.context is not self.context:
             if graph_task() == -1:
                 return False
@@ -389,9 +396,9 @@ class Hooks:
 
     def _reach(self, call: Call) -> None:
         """The backward that this thread is in has come to the call."""
-        unit, context = call.unit, call.context
+        unit, context = call.unit, self.context
         self._enter(forward=False)
-        if context is not self.context:
+        if call.context is not context:
             raise OffloadError(
                 f"{_TOGETHER}: a backward reaches a forward that ran in another micro-batch, or outside of the call. "
                 "Call the backward within the function whose forward it belongs to"

@@ -27,7 +27,7 @@ def take_over(parameter: nn.Parameter, handle: nn.Parameter, sites: Collection[S
     """
     for module, _ in sites:
         if isinstance(module, nn.RNNBase):
-            _let_go(module)
+            let_go(module)
     if parameter.requires_grad and not parameter.is_inference():  # only graphs that are there keep this node
         get_gradient_edge(parameter).node.register_prehook(_refuse_old_graph)
     if not _exchange(parameter, handle):
@@ -80,7 +80,7 @@ class OrdinaryParameters:
             module._parameters[name] = found[key]
 
 
-def _let_go(module: nn.RNNBase) -> None:
+def let_go(module: nn.RNNBase) -> None:
     """A recurrent module lists its weights, and looks at them weakly: where one is another now, it makes a new list."""
     module._flat_weights = [None] * len(module._flat_weights_names)
     module._flat_weight_refs = [_gone] * len(module._flat_weights_names)  # type: ignore[list-item]

@@ -12,9 +12,11 @@ from offload.units import ParameterSpec, UnitSpec
 
 class Listener(Protocol):
     """Receiver of what the hooks tell: a unit is needed, is no longer needed, got a gradient, has all its gradients;
-    its forward has given one of its weights another value."""
+    one of its weights was given another value while it was in use."""
 
-    def begin_use(self, unit: UnitSpec) -> None: ...
+    def begin_use(self, unit: UnitSpec) -> bool:
+        """Return whether what is in the window is a copy of the weights, which a change of its bytes does not
+        reach."""
 
     def end_use(self, unit: UnitSpec) -> None: ...
 
@@ -46,7 +48,7 @@ class Interleaving(Protocol):
         """A gradient has come; ``in_its_place``: during its unit's backward."""
 
     def changed(self, unit: UnitInModel) -> None:
-        """A forward of the unit has changed its weights."""
+        """A use of the unit has changed its weights."""
 
     def refuse_others(self, what: str) -> None:
         """``what`` comes in one context. Raises ``OffloadError`` if another one has calls under way, or will have

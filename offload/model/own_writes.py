@@ -1,77 +1,93 @@
-"""Finds what a module writes to its own weights while its forward runs: a largest norm, a clamp, a projection.
+"""Finds what is written to a unit's weights while it is in use, through whichever tensor: a largest norm, a clamp, a
+projection, a codebook.
 
-Code outside of a forward writes to handles, which pass it on. Inside of it there are ordinary parameters over memory
-that is not the weights' home: a change must be found, or it is lost when the unit is evicted.
+Code outside of a use writes to handles, which pass it on. Within one there are ordinary parameters. Their versions and
+addresses are looked at when the use ends: a change through autograd's eyes moves the one, ``parameter.data = tensor``
+the other. A change through ``.data``, an array or a view of these shows in the bytes alone. It counts where the weights
+rest; where the memory is a copy, it would go with that. So hashes of a copy's bytes are compared, at each use.
 
-A change through autograd's eyes moves the parameter's version, and ``parameter.data = tensor`` its address: both are
-looked at after each forward. A change in place of ``parameter.data`` shows in the bytes alone. They are compared in the
-first forward with gradients and in the first one without; a module that changed them there has them compared in each.
+A hash of a device's memory would have the host wait for the device: there they are compared in the first use with
+gradients and in the first one without, and from then on where they have changed.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 
 import torch
-
-_AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+import xxhash
 
 
 class OwnWrites:
-    """Looks at the parameters in one unit's window, before and after each of its forwards."""
+    """Looks at the parameters in one unit's window, before and after each of its uses."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         """They may be the tensors that parameters wrap."""
         self._parameters = parameters
         self._views = [parameter.data for parameter in parameters]
         """Memory to which each parameter belongs."""
-        self._compares_bytes = {True: True, False: True}
-        """In forwards with gradients, and in those without."""
+        self._looks = {True: True, False: True}
+        """At the bytes of a device's memory: in uses with gradients, and in those without."""
         self._mode = True
-        """Of the forward that runs: with gradients."""
+        """Of the use that is under way: with gradients."""
         self._versions: list[int] = []
-        self._sums: list[torch.Tensor] = []
+        self._hashes: list[int] = []
 
-    def begin(self) -> None:
-        """The forward begins; the weights are there."""
+    def begin(self, *, is_copy: bool) -> None:
+        """The use begins; the weights are there, or a copy of them."""
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            if parameter.data_ptr() != view.data_ptr():  # what an interrupt has left
+                parameter.data = view
         self._versions = [parameter._version for parameter in self._parameters]
-        self._sums = []
         self._mode = torch.is_grad_enabled()
-        if self._compares_bytes[self._mode]:
-            self._sums = self._added_up()
+        is_seen = all(map(_is_here, self._views)) or self._looks[self._mode]
+        self._hashes = self.hashes() if is_copy and is_seen else []
 
-    def end(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """The forward is over: the index of each parameter that was changed and its value, an own copy. Parameters that
-        were pointed elsewhere are put back."""
-        changed = []
-        for index, (parameter, view) in enumerate(zip(self._parameters, self._views, strict=True)):
-            moved = parameter.data_ptr() != view.data_ptr()
-            if moved or parameter._version != self._versions[index]:
-                changed.append(index)
-        if self._sums:
-            pairs = enumerate(zip(self._sums, self._added_up(), strict=True))
-            by_bytes = [index for index, (before, after) in pairs if not torch.equal(before, after)]
-            self._compares_bytes[self._mode] = bool(by_bytes)
+    def end(self) -> Iterator[tuple[int, torch.Tensor, bool]]:
+        """The use is over: the index of each parameter that was changed, its value, an own copy, and whether it was
+        pointed to another tensor. Such a one is put back."""
+        pairs = zip(self._parameters, self._views, strict=True)
+        moved = [index for index, (parameter, view) in enumerate(pairs) if parameter.data_ptr() != view.data_ptr()]
+        versions = enumerate(zip(self._parameters, self._versions, strict=True))
+        changed = sorted({*moved, *(index for index, (parameter, v) in versions if parameter._version != v)})
+        if self._hashes:
+            hashes = enumerate(zip(self._hashes, self.hashes(), strict=True))
+            by_bytes = [index for index, (before, after) in hashes if before != after]
+            self._looks[self._mode] = bool(by_bytes)
             changed = sorted({*changed, *by_bytes})
         for index in changed:
             parameter, view = self._parameters[index], self._views[index]
             value = parameter.detach().clone()
             parameter.data = view
-            yield index, value
+            yield index, value, index in moved
 
-    def _added_up(self) -> list[torch.Tensor]:
-        """A number for each parameter's bytes."""
-        with torch.no_grad():
-            sums = [_sum_of_words(parameter.detach().reshape(-1)) for parameter in self._parameters]
-        return sums if all(type(number) is torch.Tensor for number in sums) else []  # a fake one has no value
+    def hashes(self) -> list[int]:
+        """A hash of the bytes of each parameter's memory."""
+        return list(map(bytes_hash, self._views))
 
 
-def _sum_of_words(flat: torch.Tensor) -> torch.Tensor:
-    """The bytes of a one-dimensional tensor, added up eight at a time: a sum of narrower numbers would first copy
-    all of them into the sum's dtype."""
-    in_word = 8 // flat.itemsize
-    if flat.storage_offset() % in_word:
-        flat = flat.clone()
-    rest = flat.numel() % in_word
-    words, left = flat[: flat.numel() - rest], flat[flat.numel() - rest :]
-    return words.view(torch.int64).sum() + left.view(_AS_INTEGERS[flat.itemsize]).sum(dtype=torch.int64)
+def bytes_hash(tensor: torch.Tensor) -> int:
+    """A hash of the tensor's bytes, at about 20 GB/s. Of contiguous tensors."""
+    if not tensor.numel():
+        return 0
+    if not _is_here(tensor):
+        return _hash_there(tensor)
+    return xxhash.xxh3_64_intdigest((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+
+
+def _is_here(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+_COLUMNS = 4096
+
+
+def _hash_there(tensor: torch.Tensor) -> int:
+    """The device adds up the bytes by columns, which are few; the host hashes the sums, in their order."""
+    words = tensor.detach().reshape(-1).view(torch.uint8)
+    whole = words.numel() // _COLUMNS * _COLUMNS
+    by_column = words[:whole].view(-1, _COLUMNS).sum(0, dtype=torch.int64)
+    by_row = words[:whole].view(-1, _COLUMNS).sum(1, dtype=torch.int64)
+    sums = torch.cat([by_column, by_row, words[whole:].to(torch.int64)]).cpu()
+    return xxhash.xxh3_64_intdigest(bytes(sums.numpy()))

@@ -70,7 +70,7 @@ class SavedTensors:
 
     def end(self, call: Call) -> None:
         """It is over, or was abandoned. Safe to call twice."""
-        if call.hooks is None or call.context.thread != get_ident():
+        if call.hooks is None or call.thread != get_ident():
             return  # each thread has hooks of its own
         with nullcontext() if call.hooks[1] is None else held_back():
             take_out_saved_tensors_hooks(*call.hooks)
@@ -80,7 +80,7 @@ class SavedTensors:
         unit = _unit_around(tensor, self._uses.context)
         if unit is None:
             return _without_history(tensor), tensor._version
-        return _without_history(tensor), tensor._version, unit.call, unit.saved
+        return _without_history(tensor), tensor._version, unit.call, unit.strays.saved
 
     def unpack(self, packed: Any) -> torch.Tensor:
         tensor, version = packed[0], packed[1]
@@ -91,9 +91,7 @@ class SavedTensors:
                 "instead. Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
                 "with torch.autograd.set_detect_anomaly(True)."
             )
-        if len(packed) > 2 and not self._uses.needed(packed[2]):
-            return self._uses.look(packed[2], lambda: tensor)
-        return tensor  # type: ignore[no-any-return]
+        return tensor if len(packed) == 2 else _from_use(self._uses, packed[2], lambda: tensor)
 
     pack.steps_aside = unpack.steps_aside = True  # type: ignore[attr-defined]
 
@@ -112,11 +110,21 @@ class HooksAbove:
 
     def unpack(self, packed: Any) -> torch.Tensor:
         below, call = packed
-        if call is not None and not self._uses.needed(call):
-            return self._uses.look(call, lambda: self._unpack_below(below))
-        return self._unpack_below(below)
+        if call is None:
+            return self._unpack_below(below)
+        return _from_use(self._uses, call, lambda: self._unpack_below(below))
 
     pack.steps_aside = unpack.steps_aside = True  # type: ignore[attr-defined]
+
+
+def _from_use(uses: UsesOfUnits, call: Call, get: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """What ``get`` gives while the call's unit is in use: a copy, if it is in none for a backward."""
+    if not uses.needed(call):
+        return uses.look(call, get)
+    tensor = get()
+    if call.unit.reassigned:
+        call.unit.check_saved(call, tensor)
+    return tensor
 
 
 def _are_ours(hooks: SavedTensorsHooks) -> bool:

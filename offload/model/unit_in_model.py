@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
 from offload.model.handle import Handle
+from offload.model.identity import let_go
 from offload.model.own_writes import OwnWrites
+from offload.model.strays import Strays
 from offload.tiers.window import Window
 from offload.torch_internals import SavedTensorsHooks
-from offload.units import UnitSpec, local_tensor
-
-if TYPE_CHECKING:
-    from offload.model.hook_context import HookContext
+from offload.units import ParameterSpec, UnitSpec, local_tensor
+from swapper import OffloadError
 
 
 class Call:
-    """An outermost call of a unit's modules, in ``context``."""
+    """An outermost call of a unit's modules, by a thread, in a ``HookContext``."""
 
-    __slots__ = ("context", "end", "hooks", "sequence", "start", "unit")
+    __slots__ = ("context", "end", "hooks", "sequence", "start", "thread", "unit")
 
-    def __init__(self, unit: UnitInModel, context: HookContext, start: int, sequence: int) -> None:
+    def __init__(self, unit: UnitInModel, context: object, thread: int, start: int, sequence: int) -> None:
         self.unit = unit
         self.context = context
+        self.thread = thread
         self.start = start
         """Serial number of the moment when it began."""
         self.end = sys.maxsize
@@ -47,6 +48,7 @@ class UnitInModel:
 
     __slots__ = (
         "__weakref__",
+        "_recurrent",
         "_shown",
         "begin_address",
         "call",
@@ -54,13 +56,15 @@ class UnitInModel:
         "forward_depth",
         "has_gradients",
         "in_backward",
+        "is_copy",
         "is_over",
         "num_users",
         "own_writes",
         "parameters",
-        "saved",
+        "reassigned",
         "sites",
         "spec",
+        "strays",
         "watched",
         "window",
     )
@@ -81,23 +85,40 @@ class UnitInModel:
         self.parameters = parameters
         self.sites: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         """Place of each parameter in the model: module, name, handle, parameter."""
+        self._recurrent = [module for module in spec.modules if isinstance(module, nn.RNNBase)]
         self.forward_depth = 0
         """Modules of this unit whose forward is running."""
         self.call: Call | None = None
         """The outermost of them; None only before the first."""
         self.begin_address = self.end_address = 0
         """The memory under its parameters while it is in forward."""
-        self.saved = object()
-        """Each tensor over that memory that autograd has saved refers to it."""
         self.in_backward = False
         self.num_users = 0
         """Micro-batches that use the unit now."""
+        self.is_copy = False
+        """What is in the window is a copy of the weights."""
         self.is_over = False
         """A backward of it is over, and the end of it has not been told."""
+        self.reassigned: dict[ParameterSpec, int] = {}
+        """Parameters that a forward has pointed to another tensor, and a serial number after that."""
         self.watched = [item for item in spec.parameters if item.packing is None]
         """Parameters that ``own_writes`` looks at, in order: no forward writes to quantised parameters."""
         of_spec = dict(zip(spec.parameters, parameters, strict=True))
         self.own_writes = OwnWrites([local_tensor(of_spec[item]) for item in self.watched])
+        names = [item.name for item in self.watched]
+        self.strays = Strays(spec, window, parameters, self.own_writes, names)
+
+    def check_saved(self, call: Call, tensor: torch.Tensor) -> None:
+        """Raise ``OffloadError`` if the tensor, saved in the call, looks at a parameter that has become another tensor
+        since: a graph keeps the old one."""
+        for spec, serial in self.reassigned.items():
+            if serial > call.start and self.window.holds(tensor):
+                first = local_tensor(tensor).storage_offset()
+                if spec.offset <= first < spec.offset + spec.numel:
+                    raise OffloadError(
+                        f"{spec.name}: a forward has assigned to its .data once it was used, and this backward needs "
+                        "the value before. There is one: assign before the use, or after the step."
+                    )
 
     def save(self) -> CallsOfUnit:
         """Its calls, for ``restore``. None is under way from now on."""
@@ -121,6 +142,8 @@ class UnitInModel:
 
     def show_handles(self) -> None:
         """The handles stand there."""
+        for recurrent in self._recurrent:
+            let_go(recurrent)
         for module, name, handle, parameter in self.sites:
             if module._parameters.get(name) is parameter:
                 module._parameters[name] = handle

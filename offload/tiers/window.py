@@ -14,7 +14,7 @@ import torch
 import aio_ext
 from offload.device.protocol import Device
 from offload.memory import tensor_at
-from offload.torch_internals import can_swap_memory, keeps_version, swap_memory
+from offload.torch_internals import can_swap_memory, keeps_version, num_tensors_over, swap_memory
 from offload.units import local_tensor
 
 POISON = 0x7FFF
@@ -23,7 +23,9 @@ POISON = 0x7FFF
 
 class Window(Protocol):
     """``flat`` is the tensor whose storage the window changes; ``close`` puts poison, or nothing, under it.
-    ``holds`` tells whether a tensor looks into that storage, while the window is open.
+    ``holds`` tells whether a tensor looks into that storage, while the window is open. ``num_tensors`` counts those.
+    ``keep``, while it is open: what is in it can be read on when it is closed, from memory of its own, a copy.
+    ``has_copy``: that copy is under it now, as it was left.
 
     A new window is neither open nor closed: take views of ``flat``, then close it.
     """
@@ -31,6 +33,14 @@ class Window(Protocol):
     flat: torch.Tensor
 
     def holds(self, tensor: torch.Tensor) -> bool: ...
+
+    def num_tensors(self) -> int: ...
+
+    def keep(self, keeps: bool) -> None: ...
+
+    def has_copy(self) -> bool: ...
+
+    def drop_copy(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -53,6 +63,9 @@ class _Holds:
             return False
         return address == self.flat.untyped_storage().data_ptr()
 
+    def num_tensors(self) -> int:
+        return num_tensors_over(self.flat.untyped_storage())
+
 
 class SwapWindow(_Holds):
     """Exchanges the pointer of the storage: no copy, nothing freed, a stray read of a closed window gives NaN."""
@@ -64,17 +77,38 @@ class SwapWindow(_Holds):
         self._under = 0, self._storage
         """The address of the memory that was last under the window, or is now, and that memory: made once for a unit
         that is resident in RAM. One value: an interrupt may come at any line."""
+        self._kept: tuple[int, torch.UntypedStorage] | None = None
+        """The address of the copy that is under the window while it is closed, if one is to be, and what was there."""
+        self._keeps = False
+
+    def keep(self, keeps: bool) -> None:
+        self._keeps = keeps
+
+    def has_copy(self) -> bool:
+        return self._kept is not None and self.flat.data_ptr() == self._kept[0]
+
+    def drop_copy(self) -> None:
+        if self._kept is not None:
+            if self.has_copy():
+                swap_memory(self._storage, self._kept[1])
+            self._kept = None
 
     def open(self, address: int) -> None:
         self.close()  # an interrupt may have left it open
+        self.drop_copy()
         if self._under[0] != address:
             self._under = address, tensor_at(address, self.flat.numel(), self.flat.dtype).untyped_storage()
         swap_memory(self._storage, self._under[1])
 
     def close(self) -> None:
         """Safe to call twice: the address says whether it is open."""
-        if self.flat.data_ptr() != self._poison.address:
-            swap_memory(self._storage, self._under[1])
+        if self.flat.data_ptr() == self._poison.address or self.has_copy():
+            return
+        copy = self.flat.clone().untyped_storage() if self._keeps else None
+        swap_memory(self._storage, self._under[1])
+        if copy is not None:
+            self._kept = copy.data_ptr(), copy
+            swap_memory(self._storage, copy)
 
 
 class CopyWindow(_Holds):
@@ -83,6 +117,16 @@ class CopyWindow(_Holds):
     def __init__(self, numel: int, dtype: torch.dtype, poison: aio_ext.Pattern) -> None:
         self.flat = torch.empty(numel, dtype=dtype)
         self._nbytes = self.flat.untyped_storage().nbytes()
+        self._keeps = False
+
+    def keep(self, keeps: bool) -> None:
+        self._keeps = keeps
+
+    def has_copy(self) -> bool:
+        return self.flat.untyped_storage().nbytes() > 0
+
+    def drop_copy(self) -> None:
+        self.flat.untyped_storage().resize_(0)
 
     def open(self, address: int) -> None:
         self.flat.untyped_storage().resize_(self._nbytes)
@@ -90,7 +134,8 @@ class CopyWindow(_Holds):
             self.flat.copy_(tensor_at(address, self.flat.numel(), self.flat.dtype))
 
     def close(self) -> None:
-        self.flat.untyped_storage().resize_(0)
+        if not self._keeps:
+            self.flat.untyped_storage().resize_(0)
 
 
 class DeviceWindow(_Holds):
@@ -102,12 +147,27 @@ class DeviceWindow(_Holds):
         self.dtype = dtype
         self.nbytes = numel * dtype.itemsize
         self._device = device
+        self._keeps = False
+        self._has_copy = False
+        """Memory of its own is under the closed window."""
         self._storage = torch.UntypedStorage(0, device=device.torch_device)
         self.allocate()
         self.flat = torch.empty(0, dtype=dtype, device=device.torch_device).set_(self._storage, 0, (numel,))  # type: ignore[call-overload]
         self.target = torch.empty(0, dtype=dtype, device=device.torch_device).set_(self._storage, 0, (numel,))  # type: ignore[call-overload]
 
+    def keep(self, keeps: bool) -> None:
+        self._keeps = keeps
+
+    def has_copy(self) -> bool:
+        return False  # it may have been filled anew before it was left, ahead of a use
+
+    def drop_copy(self) -> None:
+        if self._has_copy:
+            self._has_copy = False
+            self._storage.resize_(0)
+
     def allocate(self) -> None:
+        self.drop_copy()
         self._device.allocate(self._storage, self.nbytes)
 
     def used(self) -> None:
@@ -115,7 +175,14 @@ class DeviceWindow(_Holds):
         self._device.used(self._storage)
 
     def close(self) -> None:
+        if self._has_copy:
+            return
+        copy = self.target.clone() if self._keeps else None
         self._device.free(self._storage)
+        if copy is not None:
+            self._has_copy = True
+            self._storage.resize_(self.nbytes)
+            self.target.copy_(copy)
 
 
 def window_class() -> type[SwapWindow] | type[CopyWindow]:

@@ -162,9 +162,9 @@ def written_after_use_through_data(place):
     return _trained(place, forward)
 
 
-@family.differs(
+@family.refused(
     "`self.up.weight.data = t` after the use: backward has the old values",
-    "backward has the new ones: there is one value, and a graph has no copy. Assign before the use, or after the step.",
+    "assign before the use, or after the step",
 )
 def data_assigned_after_use(place):
     def forward(self, x):
@@ -254,11 +254,7 @@ def weight_kept_over_forwards(place):
     return _trained(place, forward)
 
 
-@family.differs(
-    "forward keeps `self.up.weight.detach()` and it is read after the forward",
-    "what is read is NaN: weights leave with their forward, and so do views of them. Keep a `clone()`, or read the "
-    "parameter itself.",
-)
+@family.works("forward keeps `self.up.weight.detach()` and it is read after the forward")
 def detached_weight_kept(place):
     def forward(self, x):
         self.__dict__["kept"] = self.up.weight.detach()

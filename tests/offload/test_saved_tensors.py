@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offload.torch_internals import push_saved_tensors_hooks, take_out_saved_tensors_hooks, top_saved_tensors_hooks
+from swapper import OffloadError
 
 
 @pytest.fixture(autouse=True)
@@ -253,3 +254,151 @@ def test_hooks_are_taken_out_from_below_others():
     take_out_saved_tensors_hooks(own, None)
     assert top_saved_tensors_hooks() == other
     take_out_saved_tensors_hooks(other, None)
+
+
+# Tensors over the weights' memory that outlive a use.
+
+
+KEPT = {
+    "view": lambda self: self.weight.view(-1),
+    "detached": lambda self: self.weight.detach(),
+    "data": lambda self: self.weight.data,
+    "array": lambda self: self.weight.detach().numpy(),
+    "parameter": lambda self: self.weight,
+}
+
+
+def keeping(how: Callable[[nn.Module], object]) -> Story:
+    class Keeps(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.__dict__["kept"] = how(self)
+            return super().forward(x)
+
+    return Story(Model(lambda self, x: self.b(self.a(x)), a=Keeps(4, 4), b=nn.Linear(4, 4)), "a", "b")
+
+
+@pytest.mark.filterwarnings("ignore:unit a")
+@pytest.mark.parametrize("how", KEPT)
+def test_what_a_forward_keeps_of_its_weights_can_be_read_until_nobody_has_it(how):
+    story = keeping(KEPT[how])
+    story.train()
+    kept = story.model.a.kept
+    found = torch.as_tensor(kept).detach().flatten()
+    assert torch.equal(found, story.plain.a.weight.detach().flatten())
+    del story.model.a.__dict__["kept"], kept, found
+    story.hooks.reset()
+    assert not story.units[0].strays.are_left
+    story.check_at_rest()
+
+
+@pytest.mark.filterwarnings("ignore:unit a")
+@pytest.mark.parametrize("how", KEPT)
+def test_a_write_to_what_a_forward_has_kept_is_one_error_that_names_the_parameter(how):
+    story = keeping(KEPT[how])
+    story.train()
+    kept = torch.as_tensor(story.model.a.kept)
+    with torch.no_grad():
+        kept.flatten()[3:4].add_(1)
+    with pytest.raises(OffloadError, match=r"^a.weight: a tensor that a forward has kept"):
+        story.hooks.reset()
+    story.hooks.reset()  # once
+
+
+def test_a_copy_that_a_unit_leaves_is_said_once():
+    story = keeping(KEPT["data"])
+    with pytest.warns(UserWarning, match=r"unit a: a forward has kept a tensor over its weights") as warned:
+        for _ in range(2):
+            story.train()
+            story.hooks.refresh()
+    assert len(warned) == 1
+
+
+def test_what_autograd_saves_is_no_stray():
+    story = Story(chain("a", "b"), "a", "b")
+    losses = [story.model(batch(requires_grad=True)).sum() for _ in range(3)]
+    assert not any(unit.strays.are_left for unit in story.units)
+    for loss in losses:
+        loss.backward()
+    story.check_at_rest()
+
+
+# Writes through whichever tensor, at any moment within a use.
+
+
+WRITES = {
+    "permuted rows": lambda weight: weight.data.copy_(weight.data.flip(0).clone()),
+    "in place": lambda weight: weight.data.mul_(2),
+    "an array": lambda weight: weight.detach().numpy().__setitem__((0, 0), 5.0),
+    "a view": lambda weight: weight.data.t()[1].zero_(),
+    "a function": lambda weight: weight.data.apply_(lambda number: number + 1),
+    "another tensor": lambda weight: setattr(weight, "data", weight.data * 3),
+}
+
+
+class Writes(nn.Linear):
+    """Writes to its weight in the forwards that ``when`` names, by their numbers, or in their backwards."""
+
+    def __init__(self, write: Callable[[torch.Tensor], object], when: set[int], in_backward: bool = False) -> None:
+        super().__init__(4, 4)
+        self.write, self.when, self.in_backward = write, when, in_backward
+        self.num_calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        if self.num_calls not in self.when:
+            return super().forward(x)
+        if self.in_backward:
+            return WritesInBackward.apply(x, self.weight, self.write)
+        self.write(self.weight)
+        return super().forward(x)
+
+
+class WritesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, write):
+        ctx.save_for_backward(x, weight)
+        ctx.write = write
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        of_x = gradient @ weight
+        ctx.write(weight)
+        return of_x, gradient.t() @ x, None
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("when", [{1}, {3}, {2, 4}])
+def test_a_write_to_the_weights_in_any_forward_is_kept(write, when):
+    story = Story(Model(lambda self, x: self.b(self.a(x)), a=Writes(WRITES[write], when), b=nn.Linear(4, 4)), "a", "b")
+    for index in range(4):
+        if index == 2:
+            with torch.no_grad():
+                assert torch.equal(story.model(batch()), story.plain(batch()))
+            story.told()
+        else:
+            story.train()
+        assert torch.equal(story.units[0].window.weights[:16], story.plain.a.weight.detach().flatten())
+
+
+def test_a_write_to_the_weights_in_a_backward_is_kept():
+    layer = Writes(WRITES["permuted rows"], {2}, in_backward=True)
+    story = Story(Model(lambda self, x: self.b(self.a(x)), a=layer, b=nn.Linear(4, 4)), "a", "b")
+    for _ in range(3):
+        story.train()
+    assert torch.equal(story.units[0].window.weights[:16], story.plain.a.weight.detach().flatten())
+
+
+def test_a_backward_that_needs_what_a_parameter_was_before_it_became_another_tensor_is_refused():
+    class Assigns(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            self.weight.data = self.weight.data * 0.5
+            return y
+
+    story = Story(Model(lambda self, x: self.a(x), a=Assigns(4, 4)), "a")
+    with pytest.raises(OffloadError, match=r"^a.weight: a forward has assigned to its .data once it was used"):
+        story.model(batch(requires_grad=True)).sum().backward()
+    story.hooks.reset()
+    story.check_at_rest()

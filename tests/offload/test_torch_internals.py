@@ -20,6 +20,7 @@ SEQUENCE = "the sequence numbers of autograd's nodes"
 BACKWARD = "the numbers and callbacks of a backward"
 LISTENERS = "modes and hooks of saved tensors"
 SAVED = "the stack of hooks of saved tensors"
+COUNTS = "the counts of who looks at a tensor's memory"
 VERSION = "changes that keep a tensor's version"
 PYTREE = "torch.utils._pytree"
 WRAPPER = "wrapper subclasses of Tensor"
@@ -122,6 +123,7 @@ class _NoGradient:
         ("keeps_version", lambda tensor: nullcontext(), VERSION),
         ("_top_hooks", lambda ignores: None, LISTENERS),
         ("_function_modes", lambda: [object()], LISTENERS),
+        ("num_tensors_over", lambda storage: 1, COUNTS),
         ("_push_hooks", lambda pack, unpack: None, SAVED),
         ("leaves_of", lambda nested: [nested], PYTREE),
         ("map_leaves", lambda change, nested: nested, PYTREE),
@@ -175,7 +177,7 @@ def test_a_class_whose_operations_come_by_another_way_is_refused(monkeypatch: py
 
 def test_every_trial_is_tried_and_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     trials = torch_internals._TRIALS
-    assert list(trials) == [SEQUENCE, BACKWARD, LISTENERS, SAVED, VERSION, PYTREE, WRAPPER]
+    assert list(trials) == [SEQUENCE, BACKWARD, LISTENERS, SAVED, COUNTS, VERSION, PYTREE, WRAPPER]
     for name in list(trials):
         with monkeypatch.context() as patch:
             patch.setitem(trials, name, lambda: False)

@@ -1,0 +1,114 @@
+"""Strays: tensors over a unit's memory that outlive its use. A forward has put away a view of a weight, its ``.data``,
+an array, or the parameter itself; a transform of ``torch.func`` has saved it.
+
+They can be counted, and not be found: each of them owns the storage that the window keeps for the unit's whole life.
+What autograd has saved through the engine's hooks owns it, too, and is known; it comes back through a use. So where
+others are left at the end of a use, a copy of the weights stays under the closed window for them, and a step brings it
+up to date. Such a copy can be read. What is written to it reaches nobody, and is an error as soon as it is noticed:
+before the next use, the next step and the next ``zero_grad()``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from operator import gt
+
+from torch import nn
+
+from offload.errors import warn
+from offload.model.own_writes import OwnWrites
+from offload.tiers.window import Window
+from offload.torch_internals import num_uses
+from offload.units import UnitSpec
+from swapper import OffloadError, readable_bytes
+
+_USES_AT_REST = 2
+"""Owners of a parameter in C++: its object in Python, and the node that accumulates its gradient."""
+
+
+class Saved:
+    """What autograd has saved of a unit: each such tensor refers to the one object of this class, and owns the unit's
+    storage once."""
+
+
+class Strays:
+    """Those of one unit."""
+
+    def __init__(
+        self,
+        unit: UnitSpec,
+        window: Window,
+        parameters: Sequence[nn.Parameter],
+        writes: OwnWrites,
+        names: Sequence[str],
+    ) -> None:
+        """``names`` are those of the parameters that ``writes`` looks at."""
+        self.saved = Saved()
+        self.are_left = False
+        """At the end of the last use there were some."""
+        self._unit = unit
+        self._window = window
+        self._parameters = parameters
+        self._writes = writes
+        self._names = names
+        self._hashes: list[int] = []
+        """Of the parameters, as they were left to strays."""
+        self._at_rest: tuple[int, ...] = ()
+
+    def begin_use(self) -> None:
+        """Before it. Raises ``OffloadError`` if what was left to strays has been written to."""
+        if not self._at_rest:
+            self._at_rest = self._counted()
+        elif self.are_left:
+            self.check()
+            self.are_left = False
+
+    def end_use(self) -> None:
+        """See whether there are some, while the weights are there."""
+        self.are_left = self._are_there()
+        self._window.keep(self.are_left)
+        if self.are_left:
+            self._hashes = self._writes.hashes()
+
+    def drop(self) -> None:
+        """Give the copy back if nobody has it any more: a frame that has ended since held what a module returned.
+        Raises as ``begin_use``."""
+        if not self._are_there():
+            self.check()
+            self.are_left = False
+            self._window.keep(False)
+            self._window.drop_copy()
+
+    def check(self) -> None:
+        """See whether what was left to strays is as it was. Raises ``OffloadError``, once."""
+        if not self._window.has_copy():  # an interrupt has ended the use before there was one
+            return
+        pairs = zip(self._names, self._hashes, self._writes.hashes(), strict=True)
+        changed = [name for name, before, after in pairs if before != after]
+        if changed:
+            self.are_left = False
+            raise OffloadError(
+                f"{', '.join(changed)}: a tensor that a forward has kept (a view, .data, an array, the parameter) was "
+                "written to outside of it. It is a copy there, and the weight has not changed. Write to the model's "
+                "parameter, or within the forward."
+            )
+
+    def warn(self) -> None:
+        """Say what it costs."""
+        warn(
+            f"unit {self._unit.name}: a forward has kept a tensor over its weights (a view, .data, an array, the "
+            f"parameter itself). A copy of {readable_bytes(self._window.flat.nbytes)} stays in memory for it, beside "
+            "the budget, and one for each other such unit. Keep a clone of what is needed, or nothing."
+        )
+
+    def _are_there(self) -> bool:
+        if any(map(gt, self._counted(), self._at_rest)):
+            return True
+        return max(map(num_uses, self._parameters), default=0) > _USES_AT_REST
+
+    def _counted(self) -> tuple[int, ...]:
+        num_tensors = self._window.num_tensors() - sys.getrefcount(self.saved)
+        # A parameter with owners in C++ beside its object is referred to by these, once.
+        references = [sys.getrefcount(parameter) - (num_uses(parameter) > 1) for parameter in self._parameters]
+        return num_tensors, *references
