@@ -208,12 +208,14 @@ class DeviceLinks(_Transfers):
         them."""
         own = torch.zeros(1, device=self._device.torch_device)
         into = torch.zeros(peers.size, device=self._device.torch_device)
+        made = self.mark()  # the thread that connects may be another, with another stream
 
         def connect() -> None:
-            with self.turn(self._device.compute.record()):
+            with self.turn(made):
                 self.all_gather(into, own, peers)
 
         self._heartbeat.wait_for_call(connect, "connect their devices")
+        self.after(self.point())  # until then both must live: the streams know no other order of them
         self.received_bytes = 0
 
     def _abort(self) -> None:

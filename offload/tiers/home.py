@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 import aio_ext
-from offload.device.protocol import Device
+from offload.device.protocol import Device, Event
 from offload.memory import passing_tensor, tensor_at
 from offload.report.trace import Trace
 from offload.tiers.bounce import Bounce
@@ -71,6 +71,10 @@ class Home:
         """The address of memory, with any bytes, that is to become the whole record: it is in the home when the block
         is over. Nothing else may use the record meanwhile."""
         raise NotImplementedError
+
+    def changes_until(self, event: Event) -> None:
+        """The stream that computes was given work that changes the record, until ``event``. Whoever borrows it, in
+        whatever thread and under whatever stream, comes after that."""
 
     def bring(self, address: int) -> None:
         """Fill a record that has moved here from host memory at ``address``. Returns when that is done."""
@@ -196,13 +200,19 @@ class StoredHome(Home):
 
 
 class DeviceHome(Home):
-    """In a device's memory, ordered by the stream that computes."""
+    """In a device's memory, ordered by the streams that compute: the one that is current where it is asked for, and the
+    one that was when it was changed last, which may be another: a commit reads it in a thread of its own."""
 
     def __init__(self, device: Device, tensor: torch.Tensor, bounce: Bounce) -> None:
         super().__init__(tensor.nbytes)
         self._device = device
         self._bounce = bounce
+        self._changed: Event | None = None
+        """The end of the last change."""
         self.tensor: torch.Tensor = tensor
+
+    def changes_until(self, event: Event) -> None:
+        self._changed = event
 
     @contextlib.contextmanager
     def borrow(self, *, change: bool) -> Iterator[int]:
@@ -214,7 +224,9 @@ class DeviceHome(Home):
         """The address of a copy of the bytes ``[start, stop)``."""
         device, part = self._device, self.tensor.view(torch.uint8)[start:stop]
         host = passing_tensor(part.nbytes)  # on a page of its own, as direct I/O asks for
-        device.to_host.wait(device.compute.record())
+        for event in (device.compute.record(), self._changed):
+            if event is not None:
+                device.to_host.wait(event)
         self._bounce.to_host(host, part)
         yield host.data_ptr()
         if change:
@@ -230,7 +242,9 @@ class DeviceHome(Home):
         self._bring(self.tensor.view(torch.uint8), tensor_at(address, self.nbytes, torch.uint8))
 
     def _bring(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self._device.to_device.wait(self._device.compute.record())
+        for event in (self._device.compute.record(), self._changed):
+            if event is not None:
+                self._device.to_device.wait(event)
         self._bounce.to_device(target, source)
 
 

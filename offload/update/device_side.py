@@ -26,7 +26,7 @@ from offload.plan.buffers import NUM_DEVICE_TILES, tile_parts, tile_sizes
 from offload.report.meter import Meter
 from offload.report.report import LinkRates
 from offload.report.trace import Span
-from offload.tiers.home import UnitHomes
+from offload.tiers.home import Home, UnitHomes
 from offload.units import Tile
 from offload.update.step import UnitUpdate, apply
 
@@ -185,7 +185,8 @@ class ResidentUpdates:
 
     def update(self, step: Sequence[UnitUpdate]) -> list[UnitUpdate]:
         """Give the device its part of a step, after the work that compute has been given; the updates that are left."""
-        left = []
+        left: list[UnitUpdate] = []
+        changed: list[Home] = []
         for update in step:
             homes = self._homes[update.unit.index]
             weights, grads = homes.weights.tensor, None if homes.grads is None else homes.grads.tensor
@@ -200,4 +201,9 @@ class ResidentUpdates:
                     grads.data_ptr() + tile.start * self._formats.grads,
                 )
                 apply(self._rule, self._formats, update, tile, at, self._device.compute.kernel)
+            changed += [homes.weights, *(home.states for home in homes.tiles)]
+        if changed:
+            event = self._device.compute.record()
+            for home in changed:
+                home.changes_until(event)
         return left

@@ -66,6 +66,21 @@ def test_a_copy_fetched_under_one_stream_and_dropped_under_another_is_over_befor
     assert device.violations == [] and device.allocated_bytes == 0
 
 
+def test_a_commit_reads_what_a_step_has_changed_under_another_stream_after_that(
+    make_model: Callable[..., Tiny], tmp_path: Path
+) -> None:
+    device = SimulatedDevice(seed=3)
+    side = device.new_compute_stream()
+    with OffloadEngine(make_model(), nvme_path=tmp_path, device=device, precision="bf16", durable=1) as engine:
+        assert engine.plan.device.resident
+        side.wait(device.compute.record())
+        with device.current(side), device_schedules.watched(device, engine):
+            for tokens, targets in batches(2):  # and nobody waits for the device
+                engine.backward(loss_of(engine(tokens), targets))
+                engine.step()
+    assert device.violations == []
+
+
 # Inputs.
 
 

@@ -169,7 +169,8 @@ class FakeDevice:
         self.stream = SimpleNamespace(waited=[])
         self.stream.wait = self.stream.waited.append
         self.stream.record = lambda: "the end of the links"
-        self.compute = SimpleNamespace(record=lambda: "built")
+        self.compute = SimpleNamespace(record=lambda: "built", waited=[])
+        self.compute.wait = self.compute.waited.append
 
     def new_compute_stream(self) -> Any:
         return self.stream
@@ -216,6 +217,7 @@ def test_devices_are_connected_by_a_group_for_each_row_and_column(
     assert told == [("take", [4, 6, 7], backend), ("take", [4, 7], backend)]
     assert [asked[:2] for asked in distributed.asked] == [("all_gather", 12), ("all_gather", 8)]
     assert device.stream.waited == ["built"] * 2 and of_devices.received_bytes == 0
+    assert device.compute.waited == ["the end of the links"] * 2  # the memory that they connect by is free after it
     with of_devices.turn("a copy", None):
         of_devices.all_gather(torch.zeros(6, dtype=torch.uint8), OWN, PEERS)
     assert device.stream.waited[2:] == ["a copy"] and of_devices.received_bytes == 4
