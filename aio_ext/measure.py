@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Literal
 
 from .memory import Memory
@@ -85,7 +86,7 @@ class Range:
 
     def _stream(self, mode: Literal["read", "write", "mixed"], num_requests: int) -> None:
         in_flight: deque[Ticket] = deque()
-        kinds = _kinds(mode)
+        kinds = _mixed() if mode == "mixed" else repeat(mode)
         at = {"read": 0, "write": 0 if mode == "write" else self._nbytes // 2}
         for number in range(num_requests):
             if len(in_flight) == self._requests_in_flight:
@@ -185,11 +186,8 @@ def mixed_q(read_seconds: float, write_seconds: float, both_seconds: float) -> f
     return (low + high) / 2
 
 
-def _kinds(mode: Literal["read", "write", "mixed"]) -> Iterator[Literal["read", "write"]]:
+def _mixed() -> Iterator[Literal["read", "write"]]:
     """Reads and writes, spread evenly."""
-    if mode != "mixed":
-        while True:
-            yield mode
     due = 0
     while True:
         due += READS

@@ -197,11 +197,8 @@ class RamDevice:
     def register(self, arena: Arena) -> None:
         pass
 
-    def statistics(self) -> aio_ext.Statistics:
-        return aio_ext.Statistics()
-
     def statistics_by_file(self) -> list[aio_ext.Statistics]:
-        return [self.statistics()]
+        return [aio_ext.Statistics()]
 
     def close(self) -> None:
         self._plan.release()

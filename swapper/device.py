@@ -66,7 +66,6 @@ class Device(Protocol):
         """Let the space of these ranges be used by others; what they hold is lost."""
 
     def register(self, arena: Arena) -> None: ...
-    def statistics(self) -> aio_ext.Statistics: ...
 
     def statistics_by_file(self) -> Sequence[aio_ext.Statistics]:
         """Bytes that each file has moved, in the order of ``descriptors``."""
@@ -114,9 +113,6 @@ class _Files:
     def register(self, arena: Arena) -> None:
         for file in self._files:
             file.queue.register_memory(arena.address, arena.nbytes)
-
-    def statistics(self) -> aio_ext.Statistics:
-        return add_up(self.statistics_by_file())
 
     def statistics_by_file(self) -> Sequence[aio_ext.Statistics]:
         return [file.queue.statistics() for file in self._files]

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 import aio_ext
 from swapper.arena import Arena
 from swapper.checksum import seed
-from swapper.device import IO_TIMEOUT_S, Device, Transfer
+from swapper.device import IO_TIMEOUT_S, Device, Transfer, add_up
 from swapper.directory import Directory, RealDirectory
 from swapper.errors import (
     OffloadError,
@@ -222,7 +222,7 @@ class DurableStore:
 
     def statistics(self) -> aio_ext.Statistics:
         """Statistics of what the queue has moved so far."""
-        return self._transfers.device.statistics()
+        return add_up(self.statistics_by_path())
 
     def statistics_by_path(self) -> Sequence[aio_ext.Statistics]:
         """The same by path, in the order in which the paths were given."""

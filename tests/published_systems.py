@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offload.predict.machine import COMPUTE_SHARE, GPUS
-from offload.predict.prediction import Phase
 from offload.report.report import Bandwidths
 
 GB = 1e9
@@ -35,15 +34,16 @@ class System:
     memory_rate: float = 200 * GB
 
     def seconds(self, parameters: float, tokens: int) -> float:
-        return sum(self._phase(part, parameters, tokens).seconds for part in self.parts)
+        return sum(self._part_seconds(part, parameters, tokens) for part in self.parts)
 
-    def _phase(self, part: Part, parameters: float, tokens: int) -> Phase:
+    def _part_seconds(self, part: Part, parameters: float, tokens: int) -> float:
+        """The least that it takes: of each part of a machine at once, or of one after the other."""
         loads = {
             "slow tier": self.disk.seconds(int(part.read * parameters), int(part.written * parameters)),
             "host memory": part.memory * parameters / self.memory_rate,
             "compute": part.flops * parameters * tokens / self.flops,
         }
-        return Phase(part.name, loads, part.overlapped)
+        return max(loads.values()) if part.overlapped else sum(loads.values())
 
 
 @dataclass(frozen=True)

@@ -60,18 +60,16 @@ class PinnedMemory:
             self._registry.register(address, nbytes)
             self._addresses.add(address)
         except DriverError as error:
-            self._warn(f"{readable_bytes(nbytes)} of host memory could not be pinned: {error}")
+            if not self._has_warned:
+                self._has_warned = True
+                warn(
+                    f"{readable_bytes(nbytes)} of host memory could not be pinned: {error}. Training goes on with the "
+                    "same bits, and with copies that block, at a fraction of the link's speed. Raise the limit of "
+                    "locked memory (ulimit -l unlimited), or lower host_memory."
+                )
 
     def unpin(self, address: int) -> None:
         """Undo ``pin``, whether or not it could be done. Nothing may be in flight."""
         if address in self._addresses:
             self._addresses.remove(address)
             self._registry.unregister(address)
-
-    def _warn(self, what: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warn(
-                f"{what}. Training goes on with the same bits, and with copies that block, at a fraction of the link's "
-                "speed. Raise the limit of locked memory (ulimit -l unlimited), or lower host_memory."
-            )

@@ -23,8 +23,8 @@ class GpuPrograms:
         """``cuda_version`` is that of torch, such as ``12.8``; None: torch is built without CUDA."""
         self._context = context
         self._cuda_version = cuda_version
-        self._functions: dict[tuple[Program, str], ctypes.c_void_p] = {}
-        self._modules: dict[Program, ctypes.c_void_p] = {}
+        self._function = cache(self._load_function)
+        self._module = cache(self._load_module)
 
     def unsupported_reason(self) -> str | None:
         """Return the reason why there can be no kernels on this GPU; None if there can."""
@@ -49,21 +49,15 @@ class GpuPrograms:
     ) -> None:
         self._context.launch(self._function(program, function), num_blocks, num_threads, stream, arguments)
 
-    def _function(self, program: Program, name: str) -> ctypes.c_void_p:
-        found = self._functions.get((program, name))
-        if found is None:
-            found = self._functions[program, name] = self._context.function(self._module(program), name)
-        return found
+    def _load_function(self, program: Program, name: str) -> ctypes.c_void_p:
+        return self._context.function(self._module(program), name)
 
-    def _module(self, program: Program) -> ctypes.c_void_p:
-        found = self._modules.get(program)
-        if found is None:
-            if self._cuda_version is None:
-                raise CompilerMissing("this torch is built without CUDA, and ROCm's compiler (hipRTC) is not used")
-            major, minor = self._context.capability()
-            binary = compile_kernels(self._cuda_version, f"sm_{major}{minor}", program.definitions())
-            found = self._modules[program] = self._context.load(binary)
-        return found
+    def _load_module(self, program: Program) -> ctypes.c_void_p:
+        if self._cuda_version is None:
+            raise CompilerMissing("this torch is built without CUDA, and ROCm's compiler (hipRTC) is not used")
+        major, minor = self._context.capability()
+        binary = compile_kernels(self._cuda_version, f"sm_{major}{minor}", program.definitions())
+        return self._context.load(binary)
 
 
 @cache

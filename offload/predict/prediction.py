@@ -9,7 +9,7 @@ and tensor parallelism are no part of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from offload.config import OffloadConfig
@@ -41,25 +41,6 @@ no matrix of its own. Source: Korthikanti et al., arXiv:2205.05198, section 4.""
 
 _EARLY_SHARES = 8
 """The engine finds out how many units to update during backward. So many shares of them are tried here."""
-
-
-@dataclass(frozen=True)
-class Phase:
-    """A part of a step, and the seconds that it takes of each part of a machine: at once, or one after the other."""
-
-    name: str
-    loads: Mapping[str, float]
-    overlapped: bool = True
-
-    @property
-    def limit(self) -> str:
-        """Part of the machine that it takes longest of."""
-        return max(self.loads, key=lambda name: self.loads[name])
-
-    @property
-    def seconds(self) -> float:
-        """The least that it takes."""
-        return self.loads[self.limit] if self.overlapped else sum(self.loads.values())
 
 
 @dataclass(frozen=True)
@@ -102,17 +83,17 @@ class Prediction:
     @property
     def limit(self) -> str:
         """The part of the machine that a step takes longest of."""
-        return Phase("step", self.links).limit
+        return max(self.links, key=lambda name: self.links[name])
 
     @property
     def bound_seconds(self) -> float:
         """No schedule takes less."""
-        return Phase("step", self.links).seconds
+        return max(self.links.values())
 
     @property
     def unoverlapped_seconds(self) -> float:
         """Seconds of a step if nothing were done beside anything else."""
-        return Phase("step", self.links, overlapped=False).seconds
+        return sum(self.links.values())
 
     @property
     def tokens(self) -> int:
