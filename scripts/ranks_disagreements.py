@@ -80,8 +80,8 @@ class Run:
     def evaluate(self, engine: OffloadEngine, times: int = 1) -> None:
         with torch.no_grad():
             for number in range(times):
-                engine.module[number % 4](self.data(77))
-                engine.module[:4](self.data(77))
+                for layer in (number % 4, *range(4)):
+                    engine.module[layer](self.data(77))
 
     def train(self, engine: OffloadEngine, steps: Sequence[int], act: Callable[[Run, OffloadEngine], Any]) -> None:
         for step in steps:

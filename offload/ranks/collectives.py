@@ -19,11 +19,13 @@ and never on its speed. A gather asks nothing of the training thread of a rank t
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -81,24 +83,16 @@ class Operation:
         """It was carried out."""
         return self._over.is_set()
 
-    @property
-    def members(self) -> Sequence[int]:
-        """The ranks that carry it out, as the whole program counts them."""
-        return self._rounds.world.members
-
-    def stuck_s(self) -> float:
-        """Seconds since which it has waited for other ranks to come to it."""
-        return self._rounds.waited_s()
-
     def wait(self) -> None:
         """Block until it was. Raises the first error of any rank."""
         heartbeat, deadline = self._rounds.world.heartbeat, time.monotonic() + PATIENCE_S
-        while not self._over.wait(_SLICE_S):
-            heartbeat.check()
-            if time.monotonic() > deadline:
-                heartbeat.failure.raise_first(
-                    RankError(f"a rank is at {self.name}, and others have not come there for {PATIENCE_S:g} s")
-                )
+        with self._rounds.needed():
+            while not self._over.wait(_SLICE_S):
+                heartbeat.check()
+                if time.monotonic() > deadline:
+                    heartbeat.failure.raise_first(
+                        RankError(f"a rank is at {self.name}, and others have not come there for {PATIENCE_S:g} s")
+                    )
 
     def end(self) -> None:
         self._over.set()
@@ -174,6 +168,10 @@ class LocalCollectives:
         return True
 
 
+_all: weakref.WeakSet[Rounds] = weakref.WeakSet()
+"""Those of this process: what one waits for may be ended by the ranks of another alone."""
+
+
 class Rounds:
     """The collectives of several ranks: see the module's docstring. Operations are submitted by any thread."""
 
@@ -193,12 +191,14 @@ class Rounds:
         self._queue: deque[Operation] = deque()
         self._worker = Worker("offload-ranks")
         self._met_at: float | None = None
-        """Since when the worker waits for the others to come to a round."""
+        """Since when the worker waits for the others to come to a round in which something is done."""
         self._is_giving = False
         """Takes part in rounds without an operation. Guarded by the lock, like the next one."""
         self._num_suspended = 1
         """Changes of this rank's weights that are under way: the making of the engine is the first."""
-        self._places = Places(world.members, Operation.wait.__code__)
+        self._needed_since: float | None = None
+        self._places = Places(world.members)
+        _all.add(self)
         world.heartbeat.attach(self)
 
     def register(self, kind: Kind, carry_out: CarryOut) -> None:
@@ -242,6 +242,15 @@ class Rounds:
         if not self.world.held.is_destroyed:  # else nobody can be told, or can ask
             self.submit(Kind.LEAVE, 0, "the end (close())", None).wait()
 
+    @contextlib.contextmanager
+    def needed(self) -> Iterator[None]:
+        """Within, the training thread waits for operations that it has submitted."""
+        before, self._needed_since = self._needed_since, time.monotonic()
+        try:
+            yield
+        finally:
+            self._needed_since = before
+
     def suspend(self) -> None:
         with self._lock:
             self._num_suspended += 1
@@ -277,7 +286,20 @@ class Rounds:
         self._worker.submit(self._give)
 
     def place(self) -> Place:
-        return self._places.look()
+        return self._places.look(self, list(_all))
+
+    @property
+    def members(self) -> Sequence[int]:
+        return self.world.members
+
+    @property
+    def needed_for(self) -> str:
+        with self._lock:
+            return self._queue[0].name if self._queue and self._needed_since is not None else ""
+
+    def stuck_s(self) -> float:
+        since = self._needed_since
+        return 0.0 if since is None else min(time.monotonic() - since, self.waited_s())
 
     # On the worker's thread.
 
@@ -308,9 +330,8 @@ class Rounds:
             shown = [self._queue[index] for index in range(min(len(self._queue), _NUM_SHOWN))]
         own = torch.zeros(_NUM_SHOWN, dtype=torch.int64)
         own[: len(shown)] = torch.tensor([operation.code for operation in shown])
-        self._met_at = time.monotonic()
+        self._met_at = time.monotonic() if self._met_at is None else self._met_at
         rows = self.all_gather_rows(own)
-        self._met_at = None
         for column, codes in enumerate(rows.t().tolist()):
             if codes[0] and codes.count(codes[0]) == len(codes):
                 self._do(codes[0], range(self.world.size))
@@ -343,6 +364,7 @@ class Rounds:
         raise RankError(f"the ranks are at different places of the program: {where}")
 
     def _do(self, code: int, wanting: Sequence[int]) -> None:
+        self._met_at = None
         own = self._queue[0] if self.world.rank in wanting else None
         self._carry_out[code >> 32](code & 0xFFFFFFFF, wanting, own)
         if own is not None:

@@ -30,7 +30,9 @@ PATIENCE_S = 1800.0
 """A rank that lives may let the others wait for this long."""
 
 _FIRST = "first error"
-_NUM_CALLS = "calls of ranks that wait"
+_CALLS = "calls of ranks that wait"
+_WANTS = 1 << 32
+"""A call of a rank that can be given what it waits for counts so many more."""
 _CALL_S = 0.5
 """A rank that wants what others can give lets them come to the same by themselves for so long."""
 _NUM_KNOWING = "ranks that know the end"
@@ -87,8 +89,8 @@ class Heartbeat:
         self._rank = rank
         self._signs = signs
         self._attached: Waiting = NOBODY_WAITS
-        self._num_calls = 0
-        """Calls of all ranks that were seen."""
+        self._num_calls = self._num_wants = 0
+        """Calls of all ranks that were seen, and those that wanted something."""
         self._has_told = False
         self._size = size
         self._store = store
@@ -233,11 +235,13 @@ class Heartbeat:
         this rank is."""
         waited_s = self._attached.waited_s()
         if waited_s > self._timeout_s / 2 or (waited_s > _CALL_S and self._attached.can_be_given()):
-            self._store.add(_NUM_CALLS, 1)
-        num_calls = self._store.add(_NUM_CALLS, 0)
+            self._store.add(_CALLS, 1 + _WANTS * self._attached.can_be_given())
+        num_wants, num_calls = divmod(self._store.add(_CALLS, 0), _WANTS)
+        if num_wants != self._num_wants:
+            self._num_wants = num_wants
+            self._attached.give()
         if num_calls != self._num_calls:
             self._num_calls = num_calls
-            self._attached.give()
             place = self._attached.place()
             self._store.set(f"place of {self._rank}", f"{num_calls} {place.stuck_s} {place.name}")
         if waited_s > self._timeout_s:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from itertools import count
 from typing import Any
 
@@ -20,6 +22,8 @@ _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _HEARD_S = 1.0
 """Time in which all processes that have come hear why they cannot start."""
 
+_OTHERS_STORE = timedelta(seconds=10)
+
 _starts = count()
 """Of ``torch.distributed``, here: a program may destroy it and go on."""
 
@@ -34,7 +38,7 @@ def initialise() -> bool:
         return False
     rank = _number("RANK")
     try:
-        store, *_ = next(distributed.rendezvous("env://"))  # type: ignore[attr-defined]
+        store = _meet(rank, size)
         own = distributed.PrefixStore(f"{start_name()}.{next(_starts)}", store)  # type: ignore[attr-defined]
         _call_the_roll(own, rank, size)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -79,6 +83,19 @@ def start_name() -> str:
     the error that ended them."""
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if is_torchruns else '0'}"
+
+
+def _meet(rank: int, size: int) -> Any:
+    """The store that all processes share."""
+    try:
+        return next(distributed.rendezvous("env://"))[0]  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        said = str(error).partition(chr(10))[0]
+    if rank == 0:  # another process may have the store, and this number: the roll call tells both
+        with contextlib.suppress(RuntimeError):
+            address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            return distributed.TCPStore(address, port, size, False, _OTHERS_STORE)  # type: ignore[attr-defined]
+    raise ConfigError(f"torch.distributed cannot start: {said}")
 
 
 def _call_the_roll(store: Any, rank: int, size: int) -> None:

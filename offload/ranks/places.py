@@ -1,4 +1,4 @@
-"""Places of a process: what its threads wait for, as a message names it, and whether other ranks alone can end that.
+"""Places of a process: what its program waits for, as a message names it, and whether other ranks alone can end that.
 
 Nobody asks for them but ranks that have waited for long.
 """
@@ -8,15 +8,15 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from types import CodeType, FrameType
-from typing import Any
+from types import FrameType
+from typing import Any, Protocol
 
 from torch import distributed
 
 _DISTRIBUTED = "/torch/distributed/distributed_c10d.py"
-_OURS = ("/torch/", "/offload/ranks/")
+_OURS = ("torch", "offload", "swapper", "aio_ext", "threading", "contextlib")
 
 
 @dataclass(frozen=True)
@@ -27,35 +27,43 @@ class Place:
     stuck_s: float
 
 
-class Places:
-    """Those of this process, as looked for again and again. ``waits`` is the code that waits for an operation of ranks,
-    and whose ``self`` is that."""
+class Needed(Protocol):
+    """Operations of ranks that a thread cannot go on without."""
 
-    def __init__(self, members: Sequence[int], waits: CodeType) -> None:
+    @property
+    def needed_for(self) -> str:
+        """Name of the first of them; empty if no thread waits for one."""
+
+    @property
+    def members(self) -> Sequence[int]:
+        """The ranks that carry them out, as the whole program counts them."""
+
+    def stuck_s(self) -> float:
+        """Seconds since which a thread has waited for them, and they for other ranks."""
+
+
+class Places:
+    """Those of this process, as looked for again and again by a world of these ``members``."""
+
+    def __init__(self, members: Sequence[int]) -> None:
         self._members = frozenset(members)
-        self._waits = waits
         self._seen: tuple[FrameType | None, float] = None, 0.0
         """A frame, and since when it was seen. What is referred to is no other call's."""
 
-    def look(self) -> Place:
-        """The place where the process is now."""
-        frames = sys._current_frames()
-        main = frames.get(threading.main_thread().ident or 0)
-        for frame in frames.values():
-            for waiting in _outwards(frame):
-                if waiting.f_code is self._waits:
-                    return self._at_operation(waiting)
+    def look(self, own: Needed, others: Iterable[Needed]) -> Place:
+        """The place where the process is now: ``own`` operations are this world's, the ``others`` of its other
+        engines."""
+        for needed in (own, *others):
+            if name := needed.needed_for:
+                name += "" if needed is own else ", of another engine"
+                return Place(name, needed.stuck_s() if self._members.issuperset(needed.members) else 0.0)
+        main = sys._current_frames().get(threading.main_thread().ident or 0)
         found = self._in_torch(main)
         if found is not None:
             return found
         self._seen = None, 0.0
         at = next((frame for frame in _outwards(main) if _is_users(frame)), None)
         return Place("an unknown place" if at is None else _line(at), 0.0)
-
-    def _at_operation(self, frame: FrameType) -> Place:
-        operation = frame.f_locals["self"]
-        is_known = self._members.issuperset(operation.members)
-        return Place(operation.name, min(self._since(frame), operation.stuck_s()) if is_known else 0.0)
 
     def _in_torch(self, main: FrameType | None) -> Place | None:
         """In a collective that the program has called itself."""
@@ -88,7 +96,7 @@ def _members(group: Any) -> list[int]:
 
 
 def _is_users(frame: FrameType) -> bool:
-    return not any(part in frame.f_code.co_filename for part in _OURS) and "importlib" not in frame.f_code.co_filename
+    return frame.f_globals.get("__name__", "").partition(".")[0] not in _OURS
 
 
 def _line(frame: FrameType) -> str:

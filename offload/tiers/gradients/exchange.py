@@ -181,7 +181,7 @@ class GradientExchange:
                 )
                 self._buckets.append(self.memory.make_bucket(nbytes))
             while (bucket := find()) is None:
-                with self.meter.stall("gradients"):
+                with self.meter.stall("gradients"), self.collectives.needed():
                     self._scattered.wait_until(
                         lambda: find() is not None, lambda: f"memory for gradients of {unit.name}"
                     )
