@@ -193,15 +193,15 @@ class ResidentUpdates:
             if weights is None or grads is None:
                 left.append(update)
                 continue
-            for home in homes.tiles:
-                tile, states = home.tile, home.states.tensor
+            for of_tile in homes.tiles:
+                tile, states = of_tile.tile, of_tile.states.tensor
                 at = TileBytes(
                     0 if states is None else states.data_ptr(),
                     weights.data_ptr() + tile.start * self._formats.weights,
                     grads.data_ptr() + tile.start * self._formats.grads,
                 )
                 apply(self._rule, self._formats, update, tile, at, self._device.compute.kernel)
-            changed += [homes.weights, *(home.states for home in homes.tiles)]
+            changed += [homes.weights, *(of_tile.states for of_tile in homes.tiles)]
         if changed:
             event = self._device.compute.record()
             for home in changed:

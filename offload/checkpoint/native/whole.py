@@ -43,7 +43,7 @@ class Held(Protocol):
 def check_units(description: Described) -> None:
     """Raise ``Refused`` unless parameters and tiles lie in each unit, one after the other, and tiles leave out none of
     the elements that are trained."""
-    names = set()
+    names, parameters = set(), set()
     dtype, optimizer = BY_PRECISION[description.precision], description.optimizer
     for index, unit in enumerate(description.units):
         with within("units"), within(index):
@@ -52,6 +52,10 @@ def check_units(description: Described) -> None:
             names.add(unit.name)
             if unit.trainable_numel > unit.numel or unit.numel % GRAIN or unit.trainable_numel % GRAIN:
                 raise Refused(f"{unit.trainable_numel} of {unit.numel} elements cannot be trained")
+            for parameter in unit.parameters:
+                if parameter.name in parameters:
+                    raise Refused(f"parameter {parameter.name} is there twice")
+                parameters.add(parameter.name)
             _check_parameters(unit)
             if optimizer is None and unit.tiles:
                 raise Refused("there are tiles, and nothing is trained", "tiles")
@@ -156,7 +160,8 @@ def check_records(description: Described, source: Held) -> None:
 
 
 def _check_coverage(units: Iterable[SavedUnit]) -> None:
-    """Raise ``Refused`` for a parameter of which elements are missing, or in two places."""
+    """Raise ``Refused`` for a parameter of which elements are missing, or in places that differ: replicas have saved
+    the same."""
     found: dict[str, list[SavedParameter]] = {}
     for unit in units:
         for parameter in unit.parameters:
@@ -164,13 +169,16 @@ def _check_coverage(units: Iterable[SavedUnit]) -> None:
     for name, shards in found.items():
         with within(name):
             first, reached = shards[0], 0
-            if len(shards) > 1 and first.flat_of is None:
-                raise Refused(f"it is there {len(shards)} times")
-            for shard in sorted(shards, key=lambda shard: shard.begin):
-                if (shard.flat_of, shard.trainable, shard.start) != (first.flat_of, first.trainable, first.start):
-                    raise Refused("its shards are those of different parameters")
-                if shard.numel and shard.begin != reached:
-                    raise Refused(f"elements from {reached} on are missing, or there twice")
-                reached += shard.numel
+            if any(_is_of(shard) != _is_of(first) for shard in shards):
+                raise Refused("its shards are those of different parameters")
+            for begin, numel in sorted({(shard.begin, shard.numel) for shard in shards if shard.numel}):
+                if begin != reached:
+                    raise Refused(f"elements from {reached} on are missing, or in parts that overlap")
+                reached += numel
             if reached != math.prod(first.model_shape):
                 raise Refused(f"{reached} of {math.prod(first.model_shape)} elements are there")
+
+
+def _is_of(shard: SavedParameter) -> tuple[Any, ...]:
+    """Equal for shards of one parameter."""
+    return shard.model_shape, shard.flat_of is None, shard.trainable, shard.start, shard.packing
