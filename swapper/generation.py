@@ -18,10 +18,12 @@ from swapper.device import Device, open_device
 from swapper.directory import RealDirectory
 from swapper.errors import StorageCorrupt, StoreMissing, StoreMisuse, StoreUnsafe, failed, readable_bytes
 from swapper.extent import Extent
-from swapper.files import Descriptor, named, open_direct
+from swapper.files import Descriptor, named
 from swapper.manifest import Manifest
 from swapper.publication import layout_of, published, read_manifest, used_bytes
 from swapper.ticket import Checksum, Ticket, Transfers
+
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def open_generation(folder: Path) -> Generation:
@@ -118,7 +120,10 @@ class Generation:
     def _open_file(self, path: Path) -> tuple[int, int]:
         """A descriptor and the size of a data file."""
         try:
-            number = open_direct(path, 0, access=os.O_RDONLY)
+            try:
+                number = os.open(path, _READ | os.O_DIRECT)
+            except OSError:
+                number = os.open(path, _READ)
         except FileNotFoundError:
             raise StorageCorrupt(f"{named(path)} is missing.") from None
         except OSError as error:
