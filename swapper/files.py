@@ -60,12 +60,12 @@ def open_nameless(path: Path, directory: int) -> int:
     return descriptor
 
 
-def open_direct(path: str | Path, flags: int, directory: int | None = None, *, access: int = os.O_RDWR) -> int:
+def open_direct(path: str | Path, flags: int, directory: int | None = None) -> int:
     """A descriptor for I/O past the page cache, or through it where the file system can do no better.
 
     A new file is 0600 under any umask.
     """
-    flags |= access | os.O_CLOEXEC | os.O_NOFOLLOW
+    flags |= os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         descriptor = os.open(path, flags | os.O_DIRECT, 0o600, dir_fd=directory)
     except OSError as error:
