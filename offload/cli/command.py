@@ -35,11 +35,8 @@ def _status_of(error: Exception) -> int | None:
 
     if isinstance(error, (ConfigError, StoreMissing, StoreUnsafe, StorageFull)):
         return 2
-    if isinstance(error, (OffloadError, OSError, MemoryError)):
-        return 1
-    if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):  # torch's way to say MemoryError
-        return 1
-    return None
+    no_memory = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's MemoryError
+    return 1 if no_memory or isinstance(error, (OffloadError, OSError, MemoryError)) else None
 
 
 def _message_of(error: Exception) -> str:

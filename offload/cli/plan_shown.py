@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from offload.run.units import nbytes
+
 Facts = dict[str, Any]
 
 _PARTS = {
@@ -144,8 +146,8 @@ def _wear(facts: Facts) -> Iterator[str]:
         yield "Nothing is written to SSDs."
         return
     yield (
-        f"A step reads {_decimal(facts['nvme_read_bytes'])} and writes {_decimal(facts['nvme_write_bytes'])} on "
-        f"NVMe{_each(facts['machine'])}. SSDs rated for {_decimal(wear['rated_bytes'])} a node last {wear['steps']:,} "
+        f"A step reads {nbytes(facts['nvme_read_bytes'])} and writes {nbytes(facts['nvme_write_bytes'])} on "
+        f"NVMe{_each(facts['machine'])}. SSDs rated for {nbytes(wear['rated_bytes'])} a node last {wear['steps']:,} "
         f"steps, {_days(wear['days'])} of training."
     )
 
@@ -158,15 +160,7 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:,.0f} s" if seconds >= 100 else f"{seconds:.3g} s"
 
 
-def _size(nbytes: int) -> str:
+def _size(size: int) -> str:
     """As memory is counted."""
-    power = min((max(nbytes, 1).bit_length() - 1) // 10, 4)
-    return f"{nbytes / (1 << 10 * power):,.1f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
-
-
-def _decimal(nbytes: float) -> str:
-    """As drives are counted."""
-    for name, unit in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9)):
-        if nbytes >= unit:
-            return f"{nbytes / unit:,.3g} {name}" if nbytes < 1000 * unit else f"{nbytes / unit:,.0f} {name}"
-    return f"{nbytes / 1e6:,.0f} MB"
+    power = min((max(size, 1).bit_length() - 1) // 10, 4)
+    return f"{size / (1 << 10 * power):,.1f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

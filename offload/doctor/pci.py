@@ -19,10 +19,6 @@ class Link:
     def __str__(self) -> str:
         return f"PCIe {self.speed:g} GT/s x{self.width}"
 
-    @property
-    def most(self) -> str:
-        return f"{self.speed_max:g} GT/s x{self.width_max}"
-
 
 def link_of(device: Path) -> Link | None:
     """The link of the nearest PCI Express device on the way from ``device`` (a folder of sysfs) to the root, if any."""

@@ -98,7 +98,8 @@ def pcie(path: Path) -> Iterator[Finding]:
     for each in drives_under(path):
         link = link_of(each.folder)
         if link is not None and (link.speed < link.speed_max or link.width < link.width_max):
-            yield better("PCIe link", f"{each.name}: {link} of {link.most}", "another slot, or its setting in the BIOS")
+            says = f"{each.name}: {link} of {link.speed_max:g} GT/s x{link.width_max}"
+            yield better("PCIe link", says, "another slot, or its setting in the BIOS")
         elif link is not None:
             yield good("PCIe link", f"{each.name}: {link}")
         node = nearest_node(each.folder)

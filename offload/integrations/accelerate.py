@@ -280,7 +280,7 @@ def _pair(args: tuple[Any, ...]) -> tuple[nn.Module, torch.optim.Optimizer] | No
 
 def _give_bf16(module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Before a forward: its floating-point inputs in the dtype of the weights."""
-    return recursively_apply(_to_bf16, (args, kwargs), test_type=_is_floating)
+    return recursively_apply(torch.Tensor.bfloat16, (args, kwargs), test_type=_is_floating)
 
 
 def _take_fp32(module: nn.Module, args: Any, output: Any) -> Any:
@@ -290,7 +290,3 @@ def _take_fp32(module: nn.Module, args: Any, output: Any) -> Any:
 
 def _is_floating(data: Any) -> bool:
     return isinstance(data, torch.Tensor) and data.is_floating_point()
-
-
-def _to_bf16(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(torch.bfloat16)

@@ -27,6 +27,7 @@ from offload.config import OffloadConfig
 from offload.engine import OffloadEngine
 from offload.errors import ConfigError
 from offload.integrations.lightning_precision import PRECISIONS, OfLightning, precision_over
+from offload.integrations.random_states import RandomStates, random_states_kept
 from swapper import OffloadError
 
 _NAME = "offload_nvme"
@@ -87,8 +88,8 @@ class _Strategy(OfLightning):  # type: ignore[misc]
         self._engine: OffloadEngine | None = None
         self._checkpoint: tuple[Path, str] | None = None
         """The folder and the name of the checkpoint that the present run begins with, if the engine saved it."""
-        self._generators: contextlib.AbstractContextManager[None] | None = None
-        """Gives the random generators the states again that the checkpoint has."""
+        self._generators: RandomStates | None = None
+        """Those of the checkpoint, while the run has not begun."""
         self._has_nvme_path = nvme_path is not None
         self._config = OffloadConfig(nvme_path=nvme_path or (), host_memory=host_memory, **options)
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
@@ -191,7 +192,7 @@ class _Strategy(OfLightning):  # type: ignore[misc]
         """Undo the draws that Lightning has made before this to find out whether a loader can be iterated over: the
         uninterrupted run has not made them, and the epoch's iterator is made with the checkpoint's random numbers."""
         if self._generators is not None and self.lightning_module.trainer.training:
-            self._rewind()
+            self._generators.restore()
         return dataloader
 
     def on_train_start(self) -> None:
@@ -200,19 +201,8 @@ class _Strategy(OfLightning):  # type: ignore[misc]
         loop = self.lightning_module.trainer.fit_loop
         is_inside = loop.restarted_mid_epoch and not loop.epoch_loop.batch_progress.is_last_batch
         if self._generators is not None and is_inside:
-            self._rewind()
+            self._generators.restore()
         self._generators = None
-
-    def _rewind(self) -> None:
-        """Give the random generators the states of the checkpoint again."""
-        assert self._generators is not None
-        self._generators.__exit__(None, None, None)
-        self._keep_generators()
-
-    def _keep_generators(self) -> None:
-        """Have ``_rewind`` make the random generators again what they are now."""
-        self._generators = self.package.utilities.seed.isolate_rng()
-        self._generators.__enter__()
 
     @property
     def engine_runs_backward(self) -> bool:
@@ -338,14 +328,13 @@ class _Strategy(OfLightning):  # type: ignore[misc]
             optimizer.load_state_dict(state)
 
     def _load(self, trainer: Any, folder: Path, name: str) -> None:
-        isolate_rng = self.package.utilities.seed.isolate_rng
         is_fitting = trainer.state.fn == self.package.trainer.states.TrainerFn.FITTING
-        with contextlib.nullcontext() if is_fitting else isolate_rng():
+        with contextlib.nullcontext() if is_fitting else random_states_kept():
             found = self.engine.load_checkpoint(folder, _ENGINE_TAG)
         if found != name:
             raise ConfigError(f"{folder} was being replaced when a run ended: its parts are of two checkpoints")
         if is_fitting:
-            self._keep_generators()
+            self._generators = RandomStates()
 
 
 def _local(path: Any) -> Path:

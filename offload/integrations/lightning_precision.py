@@ -33,8 +33,7 @@ class EnginePrecision(OfLightning):  # type: ignore[misc]
         """Weights are made in fp32, whatever they are trained in: masters begin with all bits."""
         return contextlib.nullcontext()
 
-    def module_init_context(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    module_init_context = tensor_init_context
 
     def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         """By the engine where the loss needs its scale, or an update may begin before the backward is over."""

@@ -6,6 +6,7 @@ import fcntl
 import json
 import math
 from array import array
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,27 +20,24 @@ class Columns:
     """Numbers of steps, by name. A number that a step has not is NaN."""
 
     def __init__(self) -> None:
-        self._of: dict[str, array[float]] = {}
         self._length = 0
-
-    def __len__(self) -> int:
-        return self._length
+        self._of: defaultdict[str, array[float]] = defaultdict(self._unknown)
 
     def __getitem__(self, name: str) -> array[float]:
         """All of one name, in the order of steps; NaN throughout if there is none."""
-        return self._of.get(name) or array("d", [math.nan]) * self._length
+        return self._of.get(name) or self._unknown()
 
     @property
     def names(self) -> list[str]:
         return list(self._of)
 
     def append(self, numbers: dict[str, float]) -> None:
-        for name, column in self._of.items():
-            column.append(numbers.get(name, math.nan))
-        for name in numbers.keys() - self._of.keys():
-            self._of[name] = array("d", [math.nan]) * self._length
-            self._of[name].append(numbers[name])
+        for name in {**self._of, **numbers}:
+            self._of[name].append(numbers.get(name, math.nan))
         self._length += 1
+
+    def _unknown(self) -> array[float]:
+        return array("d", [math.nan]) * self._length
 
     def truncate(self, length: int) -> None:
         for column in self._of.values():

@@ -19,12 +19,9 @@ def summary(settings: Settings, training: Training, verification: Verification |
     steps = training.steps
     budget_bytes = training.plan.host_budget_bytes
     state_bytes = training.plan.num_parameters * sum(STATE_BYTES[settings.precision].values())
-    measured = verification is not None
     activation_bytes = verification.activation_bytes if verification else settings.activation_bytes_estimated
-    rss_expected_bytes = training.rss_imports_bytes + activation_bytes + budget_bytes
     step_seconds = median(step.seconds for step in steps)
     bound_seconds = median(step.report.bound_seconds for step in steps)
-    written_bytes = sum(step.report.nvme_write_bytes for step in steps)
     write_bytes_per_step = round(median(step.report.nvme_write_bytes for step in steps))
     return {
         "parameters": training.plan.num_parameters,
@@ -34,8 +31,8 @@ def summary(settings: Settings, training: Training, verification: Verification |
         "peak_rss_bytes": training.peak_rss_bytes,
         "rss_imports_bytes": training.rss_imports_bytes,
         "activation_bytes": activation_bytes,
-        "activation_bytes_measured": measured,
-        "rss_expected_bytes": rss_expected_bytes,
+        "activation_bytes_measured": verification is not None,
+        "rss_expected_bytes": training.rss_imports_bytes + activation_bytes + budget_bytes,
         "steps": len(steps),
         "tokens_per_step": settings.batch * settings.context,
         "precision": settings.precision,
@@ -49,7 +46,7 @@ def summary(settings: Settings, training: Training, verification: Verification |
         "in_memory_step_seconds_median": verification.step_seconds_median if verification else None,
         "nvme_read_bytes_per_step": round(median(step.report.nvme_read_bytes for step in steps)),
         "nvme_write_bytes_per_step": write_bytes_per_step,
-        "nvme_write_bytes": written_bytes,
+        "nvme_write_bytes": sum(step.report.nvme_write_bytes for step in steps),
         "drive_endurance_steps": round(DRIVE_ENDURANCE_BYTES / write_bytes_per_step) if write_bytes_per_step else None,
         "io_backend": training.last_report.io_backend,
         "verified": verification.difference is None if verification else None,

@@ -9,6 +9,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from offload.engine import OffloadEngine
 from swapper import OffloadError
 
+_FIGURES = (
+    "bound_seconds", "efficiency", "nvme_read_bytes", "nvme_write_bytes", "nvme_write_bytes_total", "host_memory_bytes",
+)  # fmt: skip
+"""Numbers of a report that are logged, beside the seconds of the step."""
+
 
 class OffloadCallback(TrainerCallback):
     """Adds figures of the last step to each log that has a training loss, and to ``state.log_history``.
@@ -38,15 +43,8 @@ class OffloadCallback(TrainerCallback):
         except OffloadError:  # each step so far was skipped: its gradients were infinite in fp16
             return
         self.engine.log(**{name: value for name, value in logs.items() if isinstance(value, (int, float))})
-        figures = {
-            "offload_step_seconds": report.seconds,
-            "offload_bound_seconds": report.bound_seconds,
-            "offload_efficiency": report.efficiency,
-            "offload_nvme_read_bytes": report.nvme_read_bytes,
-            "offload_nvme_write_bytes": report.nvme_write_bytes,
-            "offload_nvme_write_bytes_total": report.nvme_write_bytes_total,
-            "offload_host_memory_bytes": report.host_memory_bytes,
-        }
+        figures = {"offload_step_seconds": report.seconds}
+        figures |= {f"offload_{name}": getattr(report, name) for name in _FIGURES}
         logs.update(figures)
         if state.log_history:
             state.log_history[-1].update(figures)

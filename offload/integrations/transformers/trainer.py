@@ -17,8 +17,8 @@ from transformers import Trainer
 from offload.config import OffloadConfig
 from offload.engine import OffloadEngine
 from offload.errors import ConfigError
+from offload.integrations.random_states import random_states_kept
 from offload.integrations.transformers.callback import OffloadCallback
-from offload.integrations.transformers.random_states import random_states_kept
 from offload.integrations.transformers.reference import Sharing
 from offload.integrations.transformers.settings import engine_config, for_arguments, refuse_arguments
 
