@@ -29,6 +29,20 @@ _NUM_NAMED = 3
 
 
 @dataclass(frozen=True)
+class OfEach:
+    """As a mapping among facts, where ranks have agreed on the ``names`` before: only the values are looked at."""
+
+    names: Sequence[str]
+    values: Sequence[Any]
+
+    def __repr__(self) -> str:
+        return repr(self.values)
+
+    def items(self) -> Iterable[tuple[str, Any]]:
+        return zip(self.names, self.values, strict=True)
+
+
+@dataclass(frozen=True)
 class Place:
     """A place of the program that all ranks come to, and what they must agree on there."""
 
@@ -40,7 +54,7 @@ def told(facts: Facts) -> dict[str, str]:
     """Facts as ranks tell each other, and messages show them."""
     found: dict[str, str] = {}
     for name, value in facts.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, (Mapping, OfEach)):
             found.update((f"{name} of {which}", _shown(one)) for which, one in value.items())
         else:
             found[name] = _shown(value)

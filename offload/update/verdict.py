@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from offload.errors import ConfigError, NonFiniteGradient
 from offload.optim.rule import Group, Rule, SteppingParameter, facts_of
-from offload.ranks.agreement import Facts
+from offload.ranks.agreement import Facts, OfEach
 from offload.tiers.gradients.store import Gradient, GradientStore
 from offload.units import ALIGNMENT, ParameterSpec, UnitSpec
 from offload.update.step import Segment, UnitUpdate
@@ -39,6 +39,8 @@ class Verdict:
         """Their units. One whose parameters have no element here (on this rank) has no update."""
         self._names = {id(parameter): spec.name for spec, parameter in self.parameters.items()}
         """Of the parameters that may be in groups, by ``id``."""
+        self._trained = [spec for unit in self.units for spec in unit.trainable]
+        self._trained_names = [spec.name for spec in self._trained]
 
     @property
     def groups_may_change(self) -> bool:
@@ -56,16 +58,16 @@ class Verdict:
     def facts(self, param_groups: Sequence[Group]) -> Facts:
         """Facts that the coming step follows from, beside the elements of gradients: ranks must agree on them."""
         groups = ((group, [self._names[id(parameter)] for parameter in group["params"]]) for group in param_groups)
-        of_parameters: dict[str, dict[str, Any]] = {"requires_grad": {}, "the number of steps": {}, "the factor": {}}
-        trained, num_steps, factors = of_parameters.values()
-        for unit in self.units:
-            known = self.gradients.of(unit)
-            for spec in unit.trainable:
-                trained[spec.name] = self.parameters[spec].requires_grad
-                num_steps[spec.name] = self.num_steps.get(spec, 0)
-                if spec in known:
-                    factors[f"the gradient of {spec.name}"] = known[spec].scale
-        return {**facts_of(groups), **of_parameters}
+        factors: dict[ParameterSpec, float] = {spec: gradient.scale for spec, gradient in self._present()}
+        return {
+            **facts_of(groups),
+            "requires_grad": self._of_each(lambda spec: self.parameters[spec].requires_grad),
+            "the number of steps": self._of_each(lambda spec: self.num_steps.get(spec, 0)),
+            "the factor of the gradient": self._of_each(factors.get),
+        }
+
+    def _of_each(self, value: Callable[[ParameterSpec], Any]) -> OfEach:
+        return OfEach(self._trained_names, list(map(value, self._trained)))
 
     def norm(self) -> float:
         """The norm of all gradients of the coming step; not finite if one of them is not."""

@@ -9,11 +9,13 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from offload import RankError
 from offload.ranks import heartbeat as heartbeat_module
 from offload.ranks.heartbeat import Heartbeat, NoHeartbeat
+from offload.ranks.places import Place
+from offload.ranks.signs import OwnStores
 from offload.waiting import Failure
 
 
@@ -197,6 +199,132 @@ def test_who_was_stopped_itself_blames_nobody():
         own.check()
     store.goes_on.set()
     own.leave(None)
+
+
+# Ranks that wait for each other.
+
+
+class Waits:
+    """What a rank waits for, and whether it was asked to give."""
+
+    def __init__(self, waited_s: float = 0.0, stuck_s: float = 0.0, *, can_be_given: bool = False) -> None:
+        self._waited_s = waited_s
+        self._stuck_s = stuck_s
+        self._can_be_given = can_be_given
+        self.given = threading.Event()
+
+    def waited_s(self) -> float:
+        return self._waited_s
+
+    def can_be_given(self) -> bool:
+        return self._can_be_given
+
+    def give(self) -> None:
+        self.given.set()
+
+    def place(self) -> Place:
+        return Place("step 3" if self._waited_s else "train.py, line 7", self._stuck_s)
+
+
+def test_a_rank_that_can_be_given_what_it_waits_for_calls_the_others(ranks: Callable[..., list[Heartbeat]]):
+    given = [Waits(100.0, can_be_given=True), Waits(), Waits()]
+    for heartbeat, waits in zip(ranks(3, timeout_s=800.0), given, strict=True):
+        heartbeat._interval_s = 0.02
+        heartbeat.attach(waits)
+        heartbeat._wake.set()
+    assert all(waits.given.wait(20) for waits in given[1:])
+
+
+def test_one_that_cannot_be_given_anything_asks_for_nothing(ranks: Callable[..., list[Heartbeat]]):
+    given = [Waits(100.0), Waits()]
+    own, other = ranks(2, timeout_s=150.0)
+    for heartbeat, waits in zip((own, other), given, strict=True):
+        heartbeat._interval_s = 0.02
+        heartbeat.attach(waits)
+        heartbeat._wake.set()
+    deadline = time.monotonic() + 20
+    while other._num_calls < 2 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert other._num_calls >= 2 and not given[1].given.is_set()
+
+
+def test_ranks_that_wait_for_each_other_end_with_the_place_of_each(ranks: Callable[..., list[Heartbeat]]):
+    own, other = ranks(2, timeout_s=0.8)
+    own.attach(Waits(1.0, 0.9))
+    other.attach(Waits(0.0, 0.5))
+    said = "the ranks wait for each other: rank 0 at step 3, rank 1 at train.py, line 7"
+    assert [first_error(each).partition("\n")[0] for each in (own, other)] == [said] * 2
+
+
+def test_one_that_waits_for_a_rank_which_may_go_on_says_so_once(
+    ranks: Callable[..., list[Heartbeat]], caplog: pytest.LogCaptureFixture
+):
+    own, other = ranks(2, timeout_s=0.4)
+    other.attach(Waits())
+    own.attach(Waits(90.0, 90.0))
+    deadline = time.monotonic() + 20
+    while own._num_calls < 8 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    own.check()
+    (said,) = {record.getMessage() for record in caplog.records}
+    assert "rank 0 has waited for 90 s for the others: " in said and len(caplog.records) == 1
+
+
+# Ranks that stand still.
+
+
+class Answers:
+    """Of ranks that are asked."""
+
+    def __init__(self, answers: bool) -> None:
+        self.num_asked = 0
+        self._answers = answers
+        self._is_asked = False
+
+    def ask(self, rank: int) -> None:
+        self.num_asked += 1
+        self._is_asked = True
+
+    def has_answered(self, rank: int) -> bool:
+        asked, self._is_asked = self._is_asked, False
+        return asked and self._answers
+
+
+def test_a_rank_that_counts_no_more_but_answers_is_not_gone():
+    """Something keeps its interpreter."""
+    store, answers = PrefixStore("world", HashStore()), Answers(True)
+    store.add("1", 1)
+    own = Heartbeat(0, 2, store, 0.2, Failure(), answers)
+    deadline = time.monotonic() + 20
+    while answers.num_asked < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    own.check()
+    own.leave(None)
+
+
+def test_a_rank_that_is_asked_and_does_not_answer_is_gone():
+    store, answers = PrefixStore("world", HashStore()), Answers(False)
+    store.add("1", 1)
+    own = Heartbeat(0, 2, store, 0.2, Failure(), answers)
+    assert "rank 1 is gone, or hangs" in first_error(own) and answers.num_asked
+    own.leave(None)
+
+
+def test_processes_answer_by_stores_of_their_own():
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    first, second = (OwnStores(rank, PrefixStore("world", store), 5.0) for rank in range(2))
+    assert not first.has_answered(1)
+    first.ask(1), second.ask(7)  # which is not there
+    deadline = time.monotonic() + 20
+    while not (answered := first.has_answered(1)) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert answered and not first.has_answered(1) and not second.has_answered(7)
+
+
+def test_where_processes_share_a_store_in_another_way_nobody_answers():
+    signs = OwnStores(0, PrefixStore("world", HashStore()), 5.0)
+    signs.ask(0)
+    assert not signs.has_answered(0)
 
 
 def test_one_rank_waits_for_nobody():
