@@ -397,7 +397,7 @@ class DurableStore:
 
     def links(self) -> Links:
         """Account for the names that the data has beside the store's own."""
-        return find_links(self._directory, self._transfers.device.descriptors[0], self._retained)
+        return find_links(self._directory, self._transfers.device.descriptors, self._retained)
 
     def release_unlinked(self) -> None:
         """Let the retained generations go that no folder holds any more. All stay as long as the data has a name that

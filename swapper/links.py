@@ -39,8 +39,11 @@ class Links:
     num_unknown: int
 
 
-def find_links(directory: Directory, data: int, retained: Collection[int]) -> Links:
-    """Account for the names of the open file ``data`` of a store whose small files are in ``directory``."""
+def find_links(directory: Directory, files: Sequence[int], retained: Collection[int]) -> Links:
+    """Account for the names of the first of the open data files of a store, whose small files are in ``directory``."""
+    if not files:  # the data is no file
+        return Links(frozenset(), 0)
+    data = files[0]
     held: set[int] = set()
     num_known = 1 if directory.is_name_of(DATA, data) else 0
     for folder in _folders_of(os.fstat(data), linked_in(directory)):

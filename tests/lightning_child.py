@@ -31,7 +31,7 @@ def run(root: Path, epochs: int, ckpt_path: Path | None) -> int:
     module = module_over(package, __init__=__init__)
     trainer.fit(module, loader(2), ckpt_path=ckpt_path)
     trainer.save_checkpoint(root / "saved.ckpt")
-    strategy.close()
+    strategy.engine.close(discard=True)
     return sum(parameter.numel() for parameter in module.parameters())
 
 

@@ -18,6 +18,7 @@ from _full_disk import CannotMount, in_own_mounts  # noqa: E402
     ("script", "options", "words"),
     [
         ("run_kill.py", ["--seed", "11", "--kills", "3"], "kills: the same bits"),
+        ("run_administrator.py", ["--seed", "11", "--acts", "12"], "acts: nothing was lost"),
         ("run_power_cut.py", ["--seed", "11", "--states", "24"], "'at the acknowledged step': "),
     ],
 )
