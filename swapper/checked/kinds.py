@@ -232,15 +232,14 @@ class Record(Kind[_T]):
     def take(self, value: Any) -> _T:
         if not isinstance(value, dict):
             raise Refused(f"expected an object, not {shown(value)}")
-        found, name = {}, ""
-        try:
-            for name, item in value.items():
-                found[name] = self._kinds[name].take(item)
-        except KeyError:
-            raise Refused(f"a field {shown(name)} is none of {', '.join(self._kinds)}") from None
-        except Refused as error:
-            error.place = (name, *error.place)
-            raise
+        found = {}
+        for name, item in value.items():
+            kind = self._kind(name)
+            try:
+                found[name] = kind.take(item)
+            except Refused as error:
+                error.place = (name, *error.place)
+                raise
         return self._made(found)
 
     def read(self, cursor: Cursor) -> _T:
@@ -248,11 +247,15 @@ class Record(Kind[_T]):
             return self.take(small if self._in_parts else cursor.piece())
         found = {}
         for name in cursor.members():
-            if name not in self._kinds:
-                raise Refused(f"a field {shown(name)} is none of {', '.join(self._kinds)}")
             with within(name):
-                found[name] = self._kinds[name].read(cursor)
+                found[name] = self._kind(name).read(cursor)
         return self._made(found)
+
+    def _kind(self, name: str) -> Kind[Any]:
+        kind = self._kinds.get(name)
+        if kind is None:
+            raise Refused(f"a field {shown(name)} is none of {', '.join(self._kinds)}")
+        return kind
 
     def _made(self, found: dict[str, Any]) -> _T:
         for name in self._needed:

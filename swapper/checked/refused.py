@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 _SAID = 500
 """Letters of what is wrong: what others say of a value can be as long as that."""
 
-_SHOWN = 60
+_SHOWN = 80
 """Of a value, a message shows so many letters."""
 
 
@@ -20,7 +20,7 @@ class Refused(ValueError):
         self.place = place
 
     def __str__(self) -> str:
-        names = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in self.place)
+        names = "".join(f"[{name}]" if isinstance(name, int) else f".{_line(name)}" for name in self.place)
         return ": ".join(part for part in (names.removeprefix("."), str(self.args[0])) if part)
 
 
@@ -30,7 +30,7 @@ def within(name: str | int) -> Iterator[None]:
     try:
         yield
     except Refused as error:
-        error.place = (shown_name(name), *error.place)
+        error.place = (name, *error.place)
         raise
 
 
@@ -45,20 +45,16 @@ def refusals(where: str, kind: Callable[[str], Exception]) -> Iterator[None]:
 
 
 def shown(value: object) -> str:
-    """A value as a message shows it: in one line, and not a long one."""
+    """A value as a message shows it."""
     if isinstance(value, (dict, list, tuple, set)):
         return f"a {type(value).__name__} of {len(value)}"
     if isinstance(value, int) and not -(1 << 128) < value < 1 << 128:
         return "a number beyond all bounds"
-    text = repr(value[: 2 * _SHOWN] if isinstance(value, (str, bytes)) else value)
+    return _line(repr(value[: 2 * _SHOWN] if isinstance(value, (str, bytes)) else value))
+
+
+def _line(text: str) -> str:
+    """The beginning of a text, in one line."""
+    text = text[: 2 * _SHOWN]
     text = text if text.isprintable() else ascii(text)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-
-
-def shown_name(name: str | int) -> str | int:
-    """A field's name in the same way."""
-    if isinstance(name, int):
-        return name
-    text = name[: 2 * _SHOWN]
-    text = text if text.isprintable() else ascii(text)
-    return text if len(text) <= 2 * _SHOWN - 1 else f"{text}..."

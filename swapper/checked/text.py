@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from swapper.checked.refused import Refused, shown_name
+from swapper.checked.refused import Refused, shown
 
 SLACK_BYTES = 64 << 20
 """Memory that any text may take beside a multiple of its length."""
@@ -101,9 +101,11 @@ class Cursor:
         """The names in the object that comes next. Its value is to be taken before the next name."""
         seen = set()
         for _ in self._between("{", "}"):
-            name = self.whole()
-            if not isinstance(name, str) or name in seen:
-                raise Refused(f"a name is there twice: {shown_name(str(name))}")
+            if self._peek() != '"':
+                raise Refused(f"expected a name at letter {self.at}")
+            name: str = self.whole()
+            if name in seen:
+                raise Refused(f"a name is there twice: {shown(name)}")
             seen.add(name)
             self._skip(":")
             yield name

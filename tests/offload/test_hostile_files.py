@@ -437,7 +437,7 @@ F32 = {"dtype": "F32", "shape": [1]}
         (header({"a": {**F32, "dtype": ["F32"], "data_offsets": [0, 8]}}), "a list of 1 is none of F64"),
         (header({"a": {**F32, "data_offsets": [0, 4, 8]}}), "expected a list of 2"),
         (header({"__metadata__": {"a": 1}}), "__metadata__.a: expected a string"),
-        (header(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{}}'), "a name is there twice: a"),
+        (header(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{}}'), "a name is there twice: 'a'"),
         (header(b'{"\\ud800":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'), "half of a letter"),
         (header(b"[" * 100_000), r"expected \{"),
         (header(b'{"a":' + b"[" * 100_000), "too deep"),

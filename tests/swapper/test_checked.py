@@ -119,7 +119,8 @@ def test_text_is_read_record_by_record_as_it_is_taken_at_once():
     ("text", "words"),
     [
         ("", r"expected \{"),
-        ("{", "there is no value"),
+        ("{", "expected a name at letter 1"),
+        ("{[[]]: 1}", "expected a name at letter 1"),
         ('{"a"', "expected :"),
         ('{"a": [1, 2}', "expected , at letter 11"),
         ('{"a": [1]} x', "there is more behind it"),

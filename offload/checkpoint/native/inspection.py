@@ -137,10 +137,11 @@ def _on_disk(folder: Path) -> tuple[int, int]:
     """Bytes that its files take, and how many names the data have."""
     total, links = 0, 1
     for entry in folder.rglob("*"):
-        status = entry.stat()
-        total += status.st_blocks * 512
-        if entry.name.startswith("data."):
-            links = max(links, status.st_nlink)
+        with contextlib.suppress(OSError):  # it has gone meanwhile
+            status = entry.lstat()
+            total += status.st_blocks * 512
+            if entry.name.startswith("data."):
+                links = max(links, status.st_nlink)
     return total, links
 
 
