@@ -24,6 +24,8 @@ class GradientBacking(Backing, Protocol):
     @property
     def origin(self) -> object: ...
 
+    def own_tensor(self) -> torch.Tensor: ...
+
     def zero(self) -> None: ...
 
     def norm(self) -> float: ...
@@ -37,6 +39,10 @@ class GradientHandle(Handle):
     """See the module's docstring."""
 
     _backing: GradientBacking
+
+    def own_tensor(self) -> torch.Tensor:
+        """The gradient as an ordinary tensor, which parameters can have in common."""
+        return self._backing.own_tensor()
 
     def is_of(self, backing: GradientBacking | None) -> bool:
         """True if this is the gradient that ``backing`` has."""

@@ -212,6 +212,6 @@ class ResidentUpdates:
             changed += [homes.weights, *(home.states for home in homes.tiles)]
         if changed:
             event = self._device.compute.record()
-            for home in changed:
-                home.changes_until(event)
+            for record in changed:
+                record.changes_until(event)
         return left
