@@ -87,6 +87,8 @@ class ParameterBacking:
         access, unit, spec = self._access, self._unit, self._spec
         if isinstance(value, GradientHandle) and value.is_of(self.gradient_backing()):
             return
+        if isinstance(value, GradientHandle):
+            value = value.own_tensor()
         if value is not None and value is access.own_gradients.of(spec):
             return
         content = None if value is None else value_of(value).detach()
@@ -227,7 +229,19 @@ class PlainGradientBacking:
             return
         if self.spec.numel * self._access.layout.dtype.itemsize < available_bytes():
             with contextlib.suppress(OffloadError):  # a step has used it, and it is not in memory
-                self._own = self.read()
+                self._own = self.read().to(self._access.device)
+
+    def own_tensor(self) -> torch.Tensor:
+        """The gradient as a tensor that parameters can have in common, of which this one is one as long as it has the
+        gradient."""
+        if self._own is None:
+            value = self.read().to(self._access.device)
+            if self.spec.whole is not None or not can_be_own(value, self._access.device):
+                return value
+            self._own = value
+            self._access.gradients.discard(self._unit, self.spec)
+            self._access.own_gradients.adopt(self._unit, self.spec, value)
+        return self._own
 
     def read(self) -> torch.Tensor:
         if self._own is not None:
@@ -300,6 +314,10 @@ class PiecewiseGradientBacking:
     @property
     def is_kept(self) -> bool:
         return all(piece.is_kept for piece in self._pieces)
+
+    def own_tensor(self) -> torch.Tensor:
+        """A copy: pieces have gradients of their own."""
+        return self.read()
 
     def read(self) -> torch.Tensor:
         return torch.cat([piece.read() for piece in self._pieces])

@@ -27,6 +27,8 @@ class GradientBacking(Backing, Protocol):
     @property
     def is_kept(self) -> bool: ...
 
+    def own_tensor(self) -> torch.Tensor: ...
+
     def zero(self) -> None: ...
 
     def norm(self) -> float: ...
@@ -45,6 +47,10 @@ class GradientHandle(Handle):
     def is_kept(self) -> bool:
         """It can be read: no step has used it, or it rests in memory."""
         return self._backing.is_kept
+
+    def own_tensor(self) -> torch.Tensor:
+        """The gradient as an ordinary tensor, which parameters can have in common."""
+        return self._backing.own_tensor()
 
     def is_of(self, backing: GradientBacking | None) -> bool:
         """True if this is the gradient that ``backing`` has."""

@@ -204,6 +204,6 @@ class ResidentUpdates:
             changed += [homes.weights, *(of_tile.states for of_tile in homes.tiles)]
         if changed:
             event = self._device.compute.record()
-            for home in changed:
-                home.changes_until(event)
+            for record in changed:
+                record.changes_until(event)
         return left

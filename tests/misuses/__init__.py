@@ -17,6 +17,8 @@ _FILES = (
     "clipping",
     "gradients",
     "objects",
+    "random_objects",
+    "methods",
     "reading_and_writing",
     "conversions",
     "surgery",

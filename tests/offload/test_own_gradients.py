@@ -96,6 +96,18 @@ def test_gradients_are_swapped(engine: OffloadEngine):
     assert torch.equal(q.grad, of_p)
 
 
+def test_two_weights_share_a_gradient_that_one_was_given_from_the_other(engine: OffloadEngine):
+    p, q = _backward(engine)
+    of_p, kept = p.detach().clone(), q.grad
+    value = kept.clone()
+    p.grad = q.grad
+    assert p.grad is q.grad
+    q.grad.mul_(2)
+    assert torch.equal(kept, 2 * value)
+    engine.optimizer.step()
+    assert torch.equal(p, of_p - 2 * value)
+
+
 @pytest.mark.parametrize("drop", [lambda e: e.optimizer.zero_grad(), lambda e: e.module.zero_grad()])
 def test_who_holds_a_gradient_keeps_it_when_it_is_dropped(engine: OffloadEngine, drop):
     p, _ = _backward(engine)
