@@ -17,15 +17,19 @@ import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
+import json
+import os
 import sys
 import tempfile
 import types
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+os.environ["TORCH_COMPILE_DISABLE"] = "1"  # some compile their step, which takes longer than all of this
 
 import torch
 from torch import nn
@@ -34,6 +38,14 @@ from offload import BudgetError, ConfigError, OffloadEngine
 
 STEPS = 6
 ROUNDING = 1e-4
+
+BEGIN, END = "<!-- table -->", "<!-- end of table -->"
+
+Row = tuple[str, str, str, str]
+"""Library, name, result and note."""
+
+TOO_SLOW = {"pytorch_optimizer Kron": "without opt_einsum a step of it takes minutes"}
+"""Not tried, and why."""
 
 Build = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -185,7 +197,9 @@ def of_torch() -> Iterator[Candidate]:
 def of_pytorch_optimizer() -> Iterator[Candidate]:
     library = importlib.import_module("pytorch_optimizer")
     for name in sorted(library.get_supported_optimizers()):
-        yield candidate("pytorch_optimizer", library.load_optimizer(name))
+        kind = library.load_optimizer(name)
+        if f"pytorch_optimizer {kind.__name__}" not in TOO_SLOW:
+            yield candidate("pytorch_optimizer", kind)
 
 
 def of_timm() -> Iterator[Candidate]:
@@ -232,27 +246,54 @@ def main() -> int:
         "--nvme-path", type=Path, help="where to put what goes to NVMe (default: a temporary directory)"
     )
     parser.add_argument("--only", help="candidates whose library or name contains this")
-    parser.add_argument("--out", type=Path, help="the page to write")
+    parser.add_argument("--results", type=Path, help="file of results: those that it has are not tried again")
+    parser.add_argument("--page", type=Path, help="the page to write the table into, between its two marks")
     options = parser.parse_args()
     if options.libraries is not None:
         sys.path.append(str(options.libraries))
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    rows: list[tuple[Candidate, str, str]] = []
+    known: dict[str, Row] = {}
+    if options.results is not None and options.results.exists():
+        known = {" ".join(row[:2]): tuple(row) for row in map(json.loads, options.results.read_text().splitlines())}
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory(dir=options.nvme_path) as folder:
-        for package, candidates in LIBRARIES.items():
-            if importlib.util.find_spec(package) is None:
-                print(f"{package} is not installed")
+        for candidate in available():
+            name = f"{candidate.library} {candidate.name}"
+            if options.only and options.only not in name:
                 continue
-            for candidate in candidates():
-                if options.only and options.only not in f"{candidate.library} {candidate.name}":
-                    continue
-                result, note = judge(candidate, Path(folder))
-                print(f"{candidate.library:18} {candidate.name:28} {result:10} {note[:230]}", flush=True)
-                rows.append((candidate, result, note))
-    counts = Counter(result for _, result, _ in rows)
+            row = known.get(name) or (*name.split(" ", 1), *judge(candidate, Path(folder)))
+            if options.results is not None and name not in known:
+                with options.results.open("a") as results:
+                    print(json.dumps(row), file=results)
+            print(f"{row[0]:18} {row[1]:28} {row[2]:10} {row[3][:230]}", flush=True)
+            rows.append(row)
+    rows += [(*name.split(" ", 1), "not tried", why) for name, why in TOO_SLOW.items()]
+    counts = Counter(result for _, _, result, _ in rows)
     print(dict(counts))
+    if options.page is not None:
+        write(options.page, rows, counts)
     return 1 if counts["WRONG"] else 0
+
+
+def available() -> Iterator[Candidate]:
+    for package, candidates in LIBRARIES.items():
+        if importlib.util.find_spec(package) is None:
+            print(f"{package} is not installed")
+        else:
+            yield from candidates()
+
+
+def write(page: Path, rows: Sequence[Row], counts: Counter[str]) -> None:
+    """Put the table between the marks of the page."""
+    packages = {"lion-pytorch": "lion-pytorch", "optimi": "torch-optimi"}
+    libraries = dict.fromkeys(row[0] for row in rows)
+    versions = ", ".join(f"{name} {importlib.metadata.version(packages.get(name, name))}" for name in libraries)
+    lines = [f"{len(rows)} optimizers: " + ", ".join(f"{number} {result}" for result, number in counts.items()) + "."]
+    lines += [f"Versions: {versions}.", "", "| optimizer | library | result | |", "|---|---|---|---|"]
+    lines += [f"| {name} | {library} | {result} | {note} |" for library, name, result, note in rows]
+    before, _, rest = page.read_text().partition(BEGIN)
+    page.write_text(before + BEGIN + "\n" + "\n".join(lines) + "\n" + END + rest.partition(END)[2])
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ class FromPieces(torch.optim.Optimizer):
         self.count = 0
         self.history = []
         self.scale = torch.ones(1)
+        for piece in pieces:
+            getattr(piece, "at_start", lambda optimizer: None)(self)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -109,7 +111,33 @@ def _see(optimizer):
 
 entry_of_no_parameter.at_end = _see
 
+
+def masked(optimizer, group, params, factors):
+    for p in params:
+        p.grad.mul_(optimizer.state[p]["mask"])
+
+
+def _make_masks(optimizer):
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            optimizer.state[p]["mask"] = torch.ones_like(p).mul_(0.5)
+
+
+masked.at_start = _make_masks
+
+
+def every_second_time(optimizer, group, params, factors):
+    for p in params:
+        state = optimizer.state[p]
+        if "before" in state:
+            p.grad.add_(state.pop("before"))
+        else:
+            state["before"] = p.grad.clone()
+
+
 ALONE = [
+    masked,
+    every_second_time,
     group_counter,
     group_tensor,
     decayed_sum,
@@ -171,7 +199,17 @@ def parameters_in_attribute(optimizer, group, params, factors):
     optimizer.params = params
 
 
+class Packed(torch.Tensor):
+    """A kind of tensor that a library keeps states in."""
+
+
+def tensors_of_own_kind(optimizer, group, params, factors):
+    for p in params:
+        optimizer.state[p]["moment"] = torch.zeros_like(p).as_subclass(Packed)
+
+
 TOGETHER = {
+    tensors_of_own_kind: "keeps states in Packed",
     norm_of_all: "depended on the others",
     noise: "draws random numbers",
     own_noise: "generator|depended on the others",

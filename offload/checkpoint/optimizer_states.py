@@ -183,7 +183,7 @@ class OptimizerStates:
                         for name, view in elements.states(span).items():
                             view.copy_(values[name])
         for spec in specs:
-            self.rule.set_loose_states(spec, {})
+            self.rule.forget_states(spec)
 
     def _whole(self, spec: ParameterSpec, name: str, views: list[torch.Tensor]) -> torch.Tensor:
         shape = self.rule.shape(spec, name)

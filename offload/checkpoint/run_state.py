@@ -152,9 +152,11 @@ class RunState:
             for spec in unit.trainable:
                 of_spec = dict(state["states"].get(spec.name, {}))
                 steps = of_spec.pop("steps", 0)
-                training.rule.set_loose_states(spec, of_spec)
                 if steps:
+                    training.rule.set_loose_states(spec, of_spec)
                     num_steps[spec] = steps
+                else:
+                    training.rule.forget_states(spec)
         training.verdict.num_steps = num_steps
         if state.get("shared"):
             training.rule.set_shared(state["shared"])

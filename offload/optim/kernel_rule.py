@@ -205,6 +205,9 @@ class KernelRule:
         self._others[spec] = {name: value for name, value in states.items() if name != "step"}
         return int(states.get("step", 1))
 
+    def forget_states(self, spec: ParameterSpec) -> None:
+        self._others.pop(spec, None)
+
     def get_shared(self) -> dict[str, Any]:
         return {}
 

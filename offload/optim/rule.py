@@ -152,3 +152,6 @@ class Rule(TileLayout, Protocol):
 
     def set_loose_states(self, spec: ParameterSpec, states: dict[str, Any]) -> int:
         """Take over what ``loose_states`` gave; the number of steps taken."""
+
+    def forget_states(self, spec: ParameterSpec) -> None:
+        """The parameter has no states, as before its first step."""

@@ -22,8 +22,8 @@ from offload.memory import tensor_at
 from offload.optim.formats import Formats
 from offload.optim.rule import Group, SteppingParameter, TileBytes, TilePart
 from offload.optim.shared_state import SharedState, cannot, is_data
-from offload.optim.trial import Kind, try_alone
-from offload.optim.twin import SIDE, Representatives, Twin, as_when_training
+from offload.optim.trial import try_alone
+from offload.optim.twin import SIDE, Kind, Representatives, Twin, as_when_training
 from offload.units import GRAIN, ParameterSpec, Tile, UnitSpec
 from swapper import OffloadError
 
@@ -100,7 +100,7 @@ class TorchRule:
         self._shared = as_when_training(self._twin, SharedState.of(optimizer))
         self._known = frozenset(self._shared.attributes)
         """Names of attributes that it had when the engine was made."""
-        kinds = [_kinds(specs) for _, specs in groups]
+        kinds = [_kinds(specs, optimizer.state) for _, specs in groups]
         try_alone(ahead, self._shared, kinds)
         self._representatives = Representatives(ahead, [of_group[0] for of_group in kinds])
         self._first = [next((spec for spec in specs if spec.numel), None) for _, specs in groups]
@@ -110,6 +110,8 @@ class TorchRule:
         self._late: set[str] = set()
         """States that have come after the first step, and were warned of."""
         self._records: dict[Tile, dict[ParameterSpec, _Record]] = {}
+        self._absent: dict[ParameterSpec, frozenset[str]] = {}
+        """States for which there is room and that are not there, of parameters that have others."""
         self._schemas: dict[tuple[torch.Size, int], dict[str, tuple[torch.Size, torch.dtype]]] = {}
         self._loose: dict[ParameterSpec, dict[str, Any]] = {}
         """Of each parameter that has taken a step: its states that lie in no tile."""
@@ -196,13 +198,16 @@ class TorchRule:
         optimizer = self._its_owner()
         attributes = {name: value for name, value in vars(optimizer).items() if name in self._known and is_data(value)}
         entries = {key: optimizer.state[key] for key in optimizer.state if isinstance(key, str)}
-        return {"attributes": attributes, "entries": entries, "representatives": self._representatives.states}
+        absent = {spec.name: sorted(names) for spec, names in self._absent.items() if names}
+        states = self._representatives.states
+        return {"attributes": attributes, "entries": entries, "representatives": states, "absent": absent}
 
     def set_shared(self, shared: Mapping[str, Any]) -> None:
         optimizer = self._its_owner()
         vars(optimizer).update(copy.deepcopy(shared["attributes"]))
         for key, value in shared["entries"].items():
             optimizer.state[key] = copy.deepcopy(value)
+        self._absent = {spec: frozenset(shared["absent"].get(spec.name, ())) for spec in self._group_of}
         for index, states in enumerate(shared["representatives"]):
             self._representatives.set_states(index, states)
 
@@ -226,7 +231,11 @@ class TorchRule:
         if spec in self._loose:
             states = {
                 **self._loose[spec],
-                **{state.name: resting[state.name].view(state.shape) for state in record.states},
+                **{
+                    state.name: resting[state.name].view(state.shape)
+                    for state in record.states
+                    if state.name not in self._absent.get(spec, ())
+                },
             }
         borrowed = {tensor.untyped_storage().data_ptr() for tensor in (parameter, parameter.grad, *resting.values())}
         shared, found = self._twin.run(frozen.step.before.of_group(frozen.group), [[parameter]], {parameter: states})
@@ -248,31 +257,34 @@ class TorchRule:
         }
 
     def put_states(self, tile: Tile, address: int, spec: ParameterSpec, states: Mapping[str, Any], first: int) -> None:
-        for name, view in self.states(tile, address, spec).items():  # a tile has all of the parameter
-            view.copy_(torch.as_tensor(states[name]).reshape(-1))
+        views = self.states(tile, address, spec)  # a tile has all of the parameter
+        for name in views.keys() & states.keys():
+            views[name].copy_(torch.as_tensor(states[name]).reshape(-1))
+        self._absent[spec] = frozenset(views.keys() - states.keys())
         if spec in self._first:
             self._representatives.set_states(self._group_of[spec], states)
 
     def names(self, spec: ParameterSpec) -> tuple[str, ...]:
-        return tuple(self._schema(spec))
+        return tuple(name for name in self._schema(spec) if name not in self._absent.get(spec, ()))
 
     def shape(self, spec: ParameterSpec, name: str) -> torch.Size:
         return self._schema(spec)[name][0]
 
     def shapes_like(self, spec: ParameterSpec, states: Mapping[str, Any]) -> dict[str, torch.Size]:
-        return {name: shape for name, (shape, _) in self._schema(spec).items()}
+        return {name: shape for name, (shape, _) in self._schema(spec).items() if name in states}
 
     def loose_states(self, spec: ParameterSpec, step: int) -> dict[str, Any]:
         return dict(self._loose.get(spec, {}))
 
     def set_loose_states(self, spec: ParameterSpec, states: dict[str, Any]) -> int:
-        if states:
-            self._loose[spec] = copy.deepcopy(states)
-        else:  # as before the first step, which makes them all anew
-            self._loose.pop(spec, None)
-            if spec in self._first:
-                self._representatives.set_states(self._group_of[spec], {})
+        self._loose[spec] = copy.deepcopy(states)
         return int(states.get("step", 1))
+
+    def forget_states(self, spec: ParameterSpec) -> None:
+        self._loose.pop(spec, None)
+        self._absent.pop(spec, None)
+        if spec in self._first:
+            self._representatives.set_states(self._group_of[spec], {})
 
     def _lay_out(self, spec: ParameterSpec, offset: int) -> tuple[_Record, int]:
         """The parameter's record when it begins at ``offset`` of a tile, and where the record ends."""
@@ -295,7 +307,8 @@ class TorchRule:
             vars(parameter).update(_attributes_of(spec.parameter))
             parameter.grad = torch.zeros(spec.shape)
             try:
-                _, states = self._twin.run(self._shared.of_group(group), [[parameter]], {})
+                had = copy.deepcopy(dict(self._its_owner().state.get(spec.parameter, {})))
+                _, states = self._twin.run(self._shared.of_group(group), [[parameter]], {parameter: had})
             except Exception as error:
                 why = f"a step on {spec.name} {tuple(spec.shape)} raised {type(error).__name__}: {error}"
                 raise ConfigError(cannot(self._name, why)) from error
@@ -312,9 +325,9 @@ class TorchRule:
         borrowed: set[int],
     ) -> None:
         """Bring the states back to where they rest. ``borrowed`` is memory that will be another's."""
-        found = {state.name: states.get(state.name) for state in record.states}
-        expected = {state.name: (state.shape, state.dtype) for state in record.states}
-        present = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+        names = [state.name for state in record.states]
+        present = {name: states[name] for name in names if isinstance(states.get(name), torch.Tensor)}
+        expected = {state.name: (state.shape, state.dtype) for state in record.states if state.name in present}
         kept = {name: (value.shape, value.dtype) for name, value in present.items()}
         if kept != expected:
             raise OffloadError(
@@ -325,6 +338,7 @@ class TorchRule:
         for name, value in _owned(moved, borrowed).items():
             resting[name].copy_(value.detach().reshape(-1))
         self._loose[spec] = _owned({name: value for name, value in states.items() if name not in kept}, borrowed)
+        self._absent[spec] = frozenset(names) - present.keys()
         late = {name for name, value in self._loose[spec].items() if _rests_in_tile(value)} - self._late
         if late:
             self._late |= late
@@ -343,17 +357,17 @@ def _owned(value: Any, borrowed: set[int]) -> Any:
     return type(value)(_owned(item, borrowed) for item in value) if type(value) in (list, tuple) else value
 
 
-def _kinds(specs: Sequence[ParameterSpec]) -> list[Kind]:
+def _kinds(specs: Sequence[ParameterSpec], states: Mapping[Any, Any]) -> list[Kind]:
     """Parameters of a group for a trial: a few that differ when they are small, and two at least, if it has two."""
     found: list[Kind] = []
     seen: list[tuple[list[int], Mapping[str, Any]]] = []
     for spec in specs:
-        kind = spec.shape, _attributes_of(spec.parameter)
-        small = [min(length, SIDE) for length in spec.shape], kind[1]
+        kind = Kind(spec.shape, _attributes_of(spec.parameter), dict(states.get(spec.parameter, {})))
+        small = [min(length, SIDE) for length in spec.shape], kind.attributes
         if spec.numel and small not in seen and len(found) < _KINDS_MAX:
             found.append(kind)
             seen.append(small)
-    return (found * 2 if len(found) == 1 and len(specs) > 1 else found) or [(torch.Size([SIDE]), {})]
+    return (found * 2 if len(found) == 1 and len(specs) > 1 else found) or [Kind(torch.Size([SIDE]))]
 
 
 def _attributes_of(parameter: nn.Parameter) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from torch import nn
 
 from offload.errors import ConfigError
 from offload.optim.shared_state import SharedState, cannot, same
-from offload.optim.twin import Representatives, States, Twin, stand_in
+from offload.optim.twin import Kind, Representatives, States, Twin, cut, stand_in
+from offload.torch_internals import leaves_of
 
 _GRADIENTS = (1e-4, 1.0, 1e3)
 """Size of the gradients in each step."""
@@ -26,9 +27,6 @@ _GRADIENTS = (1e-4, 1.0, 1e3)
 _CONTRAST = 8
 """A parameter's gradients are so many times as large as those of the one before it, or as small as those of the
 first: what depends on all of them together depends on which there are."""
-
-Kind = tuple[torch.Size, Mapping[str, Any]]
-"""Shape and attributes of a parameter."""
 
 
 def try_alone(twin: Twin, shared: SharedState, groups: Sequence[Sequence[Kind]]) -> None:
@@ -39,8 +37,15 @@ def try_alone(twin: Twin, shared: SharedState, groups: Sequence[Sequence[Kind]])
         with _generators_kept() as before:
             try:
                 whole = _Run(twin, groups, backwards=backwards).whole(shared)
+            except ConfigError:
+                raise
             except Exception as error:  # a class of the user's may raise anything
                 raise ConfigError(cannot(name, f"a step without a closure raised {_said(error)}")) from error
+            for value in leaves_of(whole[-1].states):
+                if isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, nn.Parameter):
+                    kind = type(value).__name__
+                    why = f"it keeps states in {kind}, tensors of a kind that has no place in the engine's tiles. "
+                    raise ConfigError(cannot(name, why + '8-bit moments are optimizer="adamw", moments_dtype="int8"'))
             if _generators() != before:
                 why = (
                     "its step draws random numbers, in the order of all parameters, and the engine takes it beside the "
@@ -98,9 +103,12 @@ class _Run:
     def __init__(self, twin: Twin, groups: Sequence[Sequence[Kind]], *, backwards: bool) -> None:
         self._twin = twin
         self._groups = [
-            [stand_in(*kind, 100 * index + number) for number, kind in enumerate(kinds)]
+            [stand_in(kind, 100 * index + number) for number, kind in enumerate(kinds)]
             for index, kinds in enumerate(groups)
         ]
+        kinds = (kind for of_group in groups for kind in of_group)
+        stand_ins = (parameter for group in self._groups for parameter in group)
+        self._states = {p: cut(kind.states) for p, kind in zip(stand_ins, kinds, strict=True) if kind.states}
         self._representatives = Representatives(twin, [kinds[0] for kinds in groups])
         self._generator = torch.Generator().manual_seed(7)
         self._attributes = {p: dict(vars(p)) for group in self._groups for p in group}
@@ -110,7 +118,7 @@ class _Run:
     def whole(self, shared: SharedState) -> list[_Moment]:
         """Steps over all parameters."""
         moments: list[_Moment] = []
-        states: dict[nn.Parameter, States] = {}
+        states: dict[nn.Parameter, States] = _copied(self._states)
         for before in self._steps(shared, moments):
             after, states = self._twin.run(before, self._order, states)
             moments.append(_Moment(after, self._all, states))
@@ -119,7 +127,7 @@ class _Run:
     def alone(self, shared: SharedState) -> list[_Moment]:
         """Steps over one parameter at a time."""
         moments: list[_Moment] = []
-        states: dict[nn.Parameter, States] = {}
+        states: dict[nn.Parameter, States] = _copied(self._states)
         for before in self._steps(shared, moments):
             stepping = frozenset(
                 index for index, group in enumerate(self._groups) if any(p.grad is not None for p in group)

@@ -10,7 +10,8 @@ is tried before anything is trained (``trial.py``), and every step of a paramete
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,6 +22,14 @@ States = dict[str, Any]
 
 SIDE = 4
 """Elements that a representative has along each dimension, at most."""
+
+
+class Kind(NamedTuple):
+    """A parameter, as far as a small one can stand for it. ``states`` are those that it has already."""
+
+    shape: torch.Size
+    attributes: Mapping[str, Any] = MappingProxyType({})
+    states: Mapping[str, Any] = MappingProxyType({})
 
 
 class Twin:
@@ -78,11 +87,11 @@ class Representatives:
     It is cut from the first of them, with its attributes; its states are of the same shapes as if they were cut, too.
     """
 
-    def __init__(self, twin: Twin, of_groups: Sequence[tuple[torch.Size, Mapping[str, Any]]]) -> None:
+    def __init__(self, twin: Twin, of_groups: Sequence[Kind]) -> None:
         self._twin = twin
-        self._parameters = [stand_in(shape, attributes, seed) for seed, (shape, attributes) in enumerate(of_groups)]
+        self._parameters = [stand_in(kind, seed) for seed, kind in enumerate(of_groups)]
         self._values = [parameter.detach().clone() for parameter in self._parameters]
-        self.states: list[States] = [{} for _ in of_groups]
+        self.states: list[States] = [cut(kind.states) for kind in of_groups]
 
     def __len__(self) -> int:
         return len(self._parameters)
@@ -101,15 +110,15 @@ class Representatives:
 
     def set_states(self, group: int, states: Mapping[str, Any]) -> None:
         """Cut the states of the group's representative out of those of a parameter."""
-        self.states[group] = {name: cut(value) for name, value in states.items()}
+        self.states[group] = cut(states)
 
 
-def stand_in(shape: torch.Size, attributes: Mapping[str, Any], seed: int) -> nn.Parameter:
-    """A small parameter in place of one of this shape, with random values of its own and the same attributes."""
-    small = [min(length, SIDE) for length in shape]
+def stand_in(kind: Kind, seed: int) -> nn.Parameter:
+    """A small parameter in place of one of this kind, with random values of its own and the same attributes."""
+    small = [min(length, SIDE) for length in kind.shape]
     generator = torch.Generator().manual_seed(seed + 1)
     parameter = nn.Parameter(torch.randn(small, generator=generator))
-    vars(parameter).update(attributes)
+    vars(parameter).update(kind.attributes)
     return parameter
 
 

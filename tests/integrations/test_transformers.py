@@ -105,6 +105,22 @@ def test_groups_and_settings_are_those_of_the_arguments(tmp_path: Path, offloade
     assert groups(own) == groups(others)
 
 
+@pytest.mark.parametrize("asks", [True, False], ids=["if there is none", "each time"])
+def test_an_optimizer_that_a_subclass_creates_is_taken_over(tmp_path: Path, made, asks):
+    class Own(OffloadTrainer):
+        def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+            if self.optimizer is None or not asks:
+                self.optimizer = torch.optim.NAdam(self.model.parameters(), lr=1e-3)
+            return self.optimizer
+
+    args = TrainingArguments(**arguments(tmp_path / "run", max_steps=2))
+    made.append(Own(llama(), args, train_dataset=rows(), offload={"nvme_path": tmp_path}))
+    made[0].train()
+    assert made[0].engine.global_step == 2
+    assert type(made[0].engine.optimizer).__name__ == "NAdam"
+    assert made[0].create_optimizer() is made[0].engine.optimizer
+
+
 @pytest.mark.parametrize(
     ("dtype", "changes", "elsewhere"),
     [

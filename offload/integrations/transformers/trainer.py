@@ -66,6 +66,8 @@ class OffloadTrainerMixin(Trainer):
         self._checkpoint_has_weights = False
         """While a checkpoint is saved: the engine's part of it has the weights."""
         given = offload if isinstance(offload, OffloadEngine) else None
+        # The class's method builds what the engine takes over, a subclass's as well; who asks the trainer gets it.
+        self.create_optimizer = self._optimizer_of_engine  # type: ignore[method-assign]
         self._config = engine_config(None if isinstance(offload, OffloadEngine) else offload)
         if given is not None and not args:
             kwargs.setdefault("model", given.module)
@@ -128,7 +130,7 @@ class OffloadTrainerMixin(Trainer):
         reference = self._frozen()
         sharing = Sharing(config, reference) if reference is not None else None
         if trains:
-            super().create_optimizer()
+            type(self).create_optimizer(self)
         optimizer = self.optimizer if trains else None
         model: Any = self.model
         if sharing is None:
@@ -171,8 +173,8 @@ class OffloadTrainerMixin(Trainer):
         self.close(discard=True)
         return super().call_model_init(trial)
 
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """The engine's optimizer."""
+    def _optimizer_of_engine(self, model: Any = None) -> torch.optim.Optimizer:
+        """The engine's optimizer: it is made, if the model is not in an engine yet."""
         self._make_engine()
         if self.optimizer is None:
             raise ConfigError(
