@@ -10,18 +10,18 @@ from tiny import Tiny, batches, loss_of
 from torch import nn
 from torch.utils.data import DataLoader
 
-VOCAB = 64
+VOCAB, NUM_BLOCKS = 64, 8
 
 
 def module_over(package: Any, **attributes: Any) -> Any:
-    """A ``LightningModule`` of ``package``: a model of twelve blocks with dropout, AdamW, and a falling learning rate.
+    """A ``LightningModule`` of ``package``: a model of a few blocks with dropout, AdamW, and a falling learning rate.
     ``attributes`` take the place of its own. ``module.losses`` are those of its training."""
 
     class Module(package.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.net = Tiny(width=32, num_blocks=12, vocab=VOCAB)
+            self.net = Tiny(width=32, num_blocks=NUM_BLOCKS, vocab=VOCAB)
             self.dropout = nn.Dropout(0.2)
             self.losses: list[float] = []
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 import lightning.pytorch
 import pytorch_lightning
 from lightning_modules import (
+    NUM_BLOCKS,
     VOCAB,
     Resumable,
     bits,
@@ -130,7 +131,7 @@ def test_precision_is_the_engines(tmp_path, strategy, precision, own, max_norm):
             torch.set_default_dtype(default)
 
     torch.manual_seed(0)
-    net = Tiny(width=32, num_blocks=12, vocab=VOCAB)
+    net = Tiny(width=32, num_blocks=NUM_BLOCKS, vocab=VOCAB)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 8)
     dropout = torch.nn.Dropout(0.2)
@@ -339,7 +340,7 @@ def test_a_module_that_is_built_without_memory_has_the_weights_that_it_would_hav
     def configure_model(self):
         if self.net is None:
             torch.manual_seed(0)
-            self.net = deferred_init(Tiny, width=32, num_blocks=12, vocab=VOCAB)
+            self.net = deferred_init(Tiny, width=32, num_blocks=NUM_BLOCKS, vocab=VOCAB)
             torch.manual_seed(1)
 
     plain, _ = fit(PL, tmp_path, strategy())
