@@ -369,8 +369,7 @@ class ExternalAccess:
 
     def agree(self, what: str, value: torch.Tensor) -> None:
         """Have all ranks say what they are about to write: the same, or all of them end with an error."""
-        own = local_tensor(value)
-        self.ranks.barrier(f"a change of {what}", lambda: {"the new value": fact_of(own)})
+        self.ranks.barrier(f"a change of {what}", lambda: {"the new value": fact_of(local_tensor(value))})
 
     def dropping(self, unit: UnitSpec) -> None:
         """Gradients of the unit are about to be forgotten. An update of the last step may go on reading them."""

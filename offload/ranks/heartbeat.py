@@ -11,6 +11,7 @@ import contextlib
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
@@ -88,7 +89,7 @@ class Heartbeat:
     ) -> None:
         self._rank = rank
         self._signs = signs
-        self._attached: Waiting = NOBODY_WAITS
+        self._attached: Callable[[], Waiting | None] = lambda: None
         self._num_calls = self._num_wants = 0
         """Calls of all ranks that were seen, and those that wanted something."""
         self._has_told = False
@@ -109,8 +110,8 @@ class Heartbeat:
         self._thread.start()
 
     def attach(self, waiting: Waiting) -> None:
-        """Look after what waits for other ranks from now on."""
-        self._attached = waiting
+        """Look after what waits for other ranks from now on, as long as it is referred to elsewhere."""
+        self._attached = weakref.ref(waiting)
 
     def check(self) -> None:
         """Raise the first error of any rank. Whoever waits for ranks calls this again and again."""
@@ -233,16 +234,17 @@ class Heartbeat:
     def _call_and_answer(self) -> None:
         """Call the others if this rank has waited for long; if one has called, give it what it waits for, and say where
         this rank is."""
-        waited_s = self._attached.waited_s()
-        if waited_s > self._timeout_s / 2 or (waited_s > _CALL_S and self._attached.can_be_given()):
-            self._store.add(_CALLS, 1 + _WANTS * self._attached.can_be_given())
+        attached = self._attached() or NOBODY_WAITS
+        waited_s = attached.waited_s()
+        if waited_s > self._timeout_s / 2 or (waited_s > _CALL_S and attached.can_be_given()):
+            self._store.add(_CALLS, 1 + _WANTS * attached.can_be_given())
         num_wants, num_calls = divmod(self._store.add(_CALLS, 0), _WANTS)
         if num_wants != self._num_wants:
             self._num_wants = num_wants
-            self._attached.give()
+            attached.give()
         if num_calls != self._num_calls:
             self._num_calls = num_calls
-            place = self._attached.place()
+            place = attached.place()
             self._store.set(f"place of {self._rank}", f"{num_calls} {place.stuck_s} {place.name}")
         if waited_s > self._timeout_s:
             self._tell_who_waits(waited_s)

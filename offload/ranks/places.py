@@ -73,8 +73,16 @@ class Places:
             return None
         outermost = called[-1]
         at = next((frame for frame in _outwards(outermost) if _is_users(frame)), outermost)
-        stuck_s = self._since(outermost) if self._members.issuperset(_members(outermost.f_locals["group"])) else 0.0
+        stuck_s = self._since(outermost) if self._are_all_of(outermost.f_locals["group"]) else 0.0
         return Place(f"torch.distributed.{outermost.f_code.co_name} ({_line(at)})", stuck_s)
+
+    def _are_all_of(self, group: Any) -> bool:
+        """All ranks of the group are this world's."""
+        try:
+            ranks = distributed.get_process_group_ranks(distributed.group.WORLD if group is None else group)
+        except (KeyError, ValueError, RuntimeError, AttributeError):  # it is destroyed
+            return False
+        return self._members.issuperset(ranks)
 
     def _since(self, frame: FrameType) -> float:
         seen, since = self._seen
@@ -89,10 +97,6 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def _members(group: Any) -> list[int]:
-    return distributed.get_process_group_ranks(distributed.group.WORLD if group is None else group)
 
 
 def _is_users(frame: FrameType) -> bool:

@@ -250,8 +250,8 @@ def test_one_that_cannot_be_given_anything_asks_for_nothing(ranks: Callable[...,
 
 def test_ranks_that_wait_for_each_other_end_with_the_place_of_each(ranks: Callable[..., list[Heartbeat]]):
     own, other = ranks(2, timeout_s=0.8)
-    own.attach(Waits(1.0, 0.9))
-    other.attach(Waits(0.0, 0.5))
+    waits = Waits(1.0, 0.9), Waits(0.0, 0.5)
+    own.attach(waits[0]), other.attach(waits[1])
     said = "the ranks wait for each other: rank 0 at step 3, rank 1 at train.py, line 7"
     assert [first_error(each).partition("\n")[0] for each in (own, other)] == [said] * 2
 
@@ -260,8 +260,8 @@ def test_one_that_waits_for_a_rank_which_may_go_on_says_so_once(
     ranks: Callable[..., list[Heartbeat]], caplog: pytest.LogCaptureFixture
 ):
     own, other = ranks(2, timeout_s=0.4)
-    other.attach(Waits())
-    own.attach(Waits(90.0, 90.0))
+    waits = Waits(), Waits(90.0, 90.0)
+    other.attach(waits[0]), own.attach(waits[1])
     deadline = time.monotonic() + 20
     while own._num_calls < 8 and time.monotonic() < deadline:
         time.sleep(0.01)
