@@ -87,7 +87,7 @@ class OffloadConfig:
     """Commit every so many steps under ``nvme_path``: after any end of the process ``load_checkpoint()`` goes on from
     there. 0: what is on NVMe is gone with the process, and checkpoints are saved by ``save_checkpoint`` alone."""
     keep_last: int = 0
-    """Checkpoints that ``save_checkpoint`` leaves in its directory; it removes older ones. 0: all of them."""
+    """Checkpoints of this run that ``save_checkpoint`` leaves in its directory, those saved last. 0: all of them."""
     keep_every: int = 0
     """Of the older ones, those whose step is a multiple of this stay, too."""
     run_dir: str | os.PathLike[str] | None = None

@@ -169,7 +169,8 @@ class Session:
             if self.parts.ranks.size > 1:  # the others learn of it before they would wait for this rank
                 self.parts.ranks.leave(error)
                 discard = True
-            discard = discard or isinstance(error, SystemExit)  # there is little time
+            durable = bool(self.parts.run.config.durable)
+            discard = discard or (durable and isinstance(error, SystemExit))  # a signal: there is little time
         try:
             if not discard and not self.failure.is_known:
                 values = self._values_if_there_is_room(error)

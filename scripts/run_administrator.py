@@ -116,7 +116,13 @@ def train(folder: Path, log: Path, saved: Path, budget: int, seed: int, *, durab
                 if rng.random() < 0.6:
                     tag = "best" if rng.random() < 0.2 else None
                     engine.save_checkpoint(saved, tag)
-                    told("saved", saved, engine.global_step, engine._session.checkpoints._identity.value)
+                    run = engine._session.checkpoints._identity.value
+                    marks = [
+                        mark for mark in map(read_mark, saved.glob("[!.]*")) if mark is not None and mark.run == run
+                    ]
+                    if marks:  # else the administrator has moved it
+                        newest = max(marks, key=lambda mark: mark.number)
+                        told("saved", run, newest.number, newest.tag)
             engine.close(discard=True)
     except StorageCorrupt as error:
         told("corrupt", str(error.args[0]).replace("\n", " "))
@@ -141,6 +147,8 @@ class Administrator:
         """Checkpoints that must be there, with their steps: those acknowledged, and copies of them."""
         self._seen: dict[Key, str] = {}
         """Tags under which checkpoints were ever saved."""
+        self._acknowledged: dict[Key, str] = {}
+        """Tags of those that ``save_checkpoint`` has returned from."""
         self._stores: dict[Path, int] = {}
         """Copies of stores that must be there, with their steps."""
         self._durable: int | None = None
@@ -180,6 +188,7 @@ class Administrator:
         jobs, self._jobs = self._jobs, []
         for job in jobs:
             self._take_log(job)
+        self._check_acknowledged()
         self._look_at_all()
 
     def take_logs(self) -> None:
@@ -197,6 +206,8 @@ class Administrator:
                 if not self._is_damaged:
                     raise SystemExit(f"a store that nobody has damaged: {' '.join(words)}")
                 self.done["damage said"] += 1
+            elif kind == "saved":
+                self._acknowledged[words[0], int(words[1])] = words[2]
             elif kind == "resumed":
                 self._check_resumed(int(words[0]), words[1])
         self._learn()
@@ -250,10 +261,21 @@ class Administrator:
 
     def _check_retention(self, folder: Path, key: Key) -> None:
         """It is gone: by retention, because enough newer ones of its run were saved."""
-        newer = [other for other in self._seen if other[0] == key[0] and other[1] > key[1]]
-        if self._seen.get(key) != folder.name or len(newer) < KEEP_LAST:
-            raise SystemExit(f"{folder} is gone, and its run has saved {len(newer)} newer ones")
+        if self._seen.get(key) != folder.name or len(self._newer(key)) < KEEP_LAST:
+            raise SystemExit(f"{folder} is gone, and its run has saved {len(self._newer(key))} newer ones")
         self.done["retained away"] += 1
+
+    def _newer(self, key: Key) -> list[str]:
+        """Tags of those that its run has saved after it."""
+        saved = self._acknowledged | self._seen
+        return [tag for other, tag in saved.items() if other[0] == key[0] and other[1] > key[1]]
+
+    def _check_acknowledged(self) -> None:
+        """Each was seen, or went before anybody looked, as it had to."""
+        for key, tag in self._acknowledged.items():
+            newer = self._newer(key)
+            if key not in self._seen and len(newer) < KEEP_LAST and tag not in newer:
+                raise SystemExit(f"checkpoint {tag}, number {key[1]} of run {key[0]}, was saved and never seen")
 
     # Acts.
 

@@ -14,6 +14,7 @@ from offload.checkpoint import workplace
 from offload.checkpoint.native import folder as folder_module
 from offload.checkpoint.native.folder import CheckpointDirectory, SavingDirectory
 from offload.checkpoint.native.mark import read_mark
+from offload.checkpoint.native.other_ranks import what_is_there
 from offload.checkpoint.native.run_identity import RunIdentity
 from offload.checkpoint.publish import make_directory
 from offload.checkpoint.workplace import Workplace, clear_left_over
@@ -151,6 +152,26 @@ def test_two_engines_that_go_on_from_one_checkpoint_are_two_runs(tmp_path: Path,
     assert third.value == before and "step8" not in names(tmp_path)
     third.release(), second.release()
     assert not list(tmp_path.glob(".run-*"))
+
+
+def test_what_a_run_cannot_go_on_from_is_named(tmp_path: Path, run):
+    assert what_is_there(tmp_path, 1) == ""
+    for rank in (0, 2):
+        (tmp_path / f"rank-{rank}-of-4").mkdir()
+    save(tmp_path / "saved", run, 1)
+    assert what_is_there(tmp_path, 1) == (
+        f"ranks [0, 2] of a run of 4, and not the others; checkpoints: engine.load_checkpoint('{tmp_path / 'saved'}')"
+    )
+
+
+@pytest.mark.parametrize("content", ["", "[" * 4000, '{"format": 1}', '{"format": 2, "run": "a"}', "\x00"])
+def test_a_mark_that_makes_no_sense_belongs_to_no_run(tmp_path: Path, run, content: str):
+    save(tmp_path, run, 1)
+    (tmp_path / "step1" / "checkpoint.json").write_text(content)
+    assert read_mark(tmp_path / "step1") is None
+    for step in (2, 3):
+        save(tmp_path, run, step, keep_last=1)
+    assert names(tmp_path) == ["latest", "step1", "step3"]
 
 
 # What a process leaves that dies.

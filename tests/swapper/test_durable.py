@@ -338,3 +338,14 @@ def ram():
         return store
 
     return make
+
+
+def test_the_names_of_a_new_store_are_on_the_disk_on_each_of_its_paths(tmp_path: Path, monkeypatch):
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.mkdir()
+    synced, real = set(), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.add(os.fstat(descriptor).st_ino), real(descriptor))[1])
+    with create_store(paths, "run", [4096]):
+        pass
+    assert {folder.stat().st_ino for path in paths for folder in (path, path / "run.store")} <= synced

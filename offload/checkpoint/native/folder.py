@@ -21,7 +21,16 @@ from pathlib import Path
 from offload.checkpoint.every_rank import on_every_rank, tell
 from offload.checkpoint.locks import share, take_unused
 from offload.checkpoint.native.mark import NAME as MARK
-from offload.checkpoint.native.mark import Mark, Saved, is_checkpoint, is_complete, is_store, read_mark, saved_in
+from offload.checkpoint.native.mark import (
+    Mark,
+    Saved,
+    is_checkpoint,
+    is_complete,
+    is_store,
+    read_mark,
+    read_small,
+    saved_in,
+)
 from offload.checkpoint.native.parts import Parts, open_parts, part_name, step_of
 from offload.checkpoint.native.run_identity import RunIdentity, clear_held
 from offload.checkpoint.publish import make_directory, sync_folder, write_synced

@@ -56,8 +56,8 @@ class Saved:
 
 def read_mark(folder: Path) -> Mark | None:
     """The mark in a folder; None if there is none that makes sense."""
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        content = json.loads(_read_small(folder / NAME))
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+        content = json.loads(read_small(folder / NAME))
         mark = Mark(*(content[name] for name in ("run", "number", "step", "tag")))
         kinds = (mark.run, str), (mark.number, int), (mark.step, int), (mark.tag, str)
         if content["format"] == _FORMAT and all(type(value) is kind for value, kind in kinds):
@@ -114,7 +114,8 @@ def is_complete(folder: Path) -> bool:
     return True
 
 
-def _read_small(path: Path) -> bytes:
+def read_small(path: Path) -> bytes:
+    """Content of a small regular file, no link. Raises ``OSError`` and ``ValueError``."""
     file = Descriptor(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC))
     try:
         if not stat.S_ISREG(os.fstat(file.number).st_mode):

@@ -15,6 +15,9 @@ from pathlib import Path
 from offload.checkpoint.locks import take, take_unused
 from swapper.files import Descriptor
 
+_DIRECTORIES_MAX = 8
+"""Directories in which a run holds its identity at a time: a trainer makes a new one for each checkpoint."""
+
 _HELD = re.compile(r"\.run-[0-9a-f]{16}")
 
 
@@ -37,6 +40,7 @@ class RunIdentity:
         path = directory / f".run-{self.value}"
         if path in self._held and path.exists():
             return self.value
+        self._release(*[*self._held][: 1 - _DIRECTORIES_MAX])
         held = take(path)
         if held is None:
             self.go_on(secrets.token_hex(8))
@@ -46,11 +50,13 @@ class RunIdentity:
 
     def release(self) -> None:
         """The engine saves nothing more as this run. Safe to call twice."""
-        for path, held in self._held.items():
+        self._release(*self._held)
+
+    def _release(self, *paths: Path) -> None:
+        for path in paths:
             with contextlib.suppress(OSError):
                 path.unlink()
-            held.close()
-        self._held.clear()
+            self._held.pop(path).close()
 
 
 def clear_held(directory: Path) -> None:
