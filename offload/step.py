@@ -172,7 +172,9 @@ class Step:
             self.sink.settle()
         norm = self.verdict.norm()
         if math.isfinite(norm):
-            self.verdict.scale(min(max_norm / (norm + 1e-6), 1.0))
+            factor = min(max_norm / (norm + 1e-6), 1.0)
+            self.verdict.scale(factor)
+            self.access.own_gradients.multiply(factor)
         return norm
 
     # The stages of a step.

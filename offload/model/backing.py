@@ -6,6 +6,8 @@ import contextlib
 import math
 import weakref
 from collections.abc import Sequence
+from types import NoneType
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,6 +36,9 @@ class ParameterBacking:
         self._gradient_backing: PlainGradientBacking | None = None
         """Of the gradient that was asked for last."""
         self._gradient_handle: GradientHandle | None = None
+
+    def __reduce__(self) -> Any:
+        return NoneType, ()  # a parameter that is saved in its unit's forward is an ordinary one
 
     def read(self) -> torch.Tensor:
         """A copy of the value, once the last step's update has reached it."""

@@ -7,6 +7,7 @@ outside of a unit has used them. A call that names handles is made with all of t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -28,11 +29,17 @@ def grad(
     """As ``torch.autograd.grad``. The gradients are ordinary tensors, all of them in memory."""
     groups = [in_graphs(item) for item in inputs]
     flat = [leaf for group in groups for leaf in group]
-    found = iter(torch.autograd.grad(outputs, flat, grad_outputs, allow_unused=True, **options))
+    hooked = {id(item): leaves for item in inputs if (leaves := getattr(item, "_leaves", None)) is not None}
+    with ExitStack() as joining:
+        for leaves in hooked.values():
+            joining.enter_context(leaves.joined_outside())
+        found = iter(torch.autograd.grad(outputs, flat, grad_outputs, allow_unused=True, **options))
     gradients = []
     for item, group in zip(inputs, groups, strict=True):
         parts = [part for part in (next(found) for _ in group) if part is not None]
         gradient = sum(parts[1:], parts[0]) if parts else None
+        if gradient is not None and id(item) in hooked:
+            gradient = hooked[id(item)].hooked(gradient)
         if gradient is None and materialize_grads:
             gradient = torch.zeros(item.shape, dtype=item.dtype, device=item.device)
         if gradient is None and not allow_unused:

@@ -438,7 +438,7 @@ class Hooks:
             whole = parameter.take_autograd_gradient(keep=spec.another_piece_follows)
             gradient = None if whole is None else spec.part_of(whole)
         else:
-            gradient, parameter.grad = parameter.grad, None
+            gradient = unit.take_gradient(parameter)
             if gradient is not None and spec.distribution is not None:
                 gradient = spec.distribution.part_of(gradient)
         if gradient is not None:

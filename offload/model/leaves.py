@@ -8,8 +8,10 @@ in one backward the first waits for the other, and zeros go in its place.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import torch
@@ -23,10 +25,16 @@ class Removers:
 
     def __init__(self, hooks: Sequence[Any]) -> None:
         self._hooks = hooks
+        self._then: Callable[[], Any] = NoneType
 
     def remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        self._then()
+
+    def then(self, call: Callable[[], Any]) -> None:
+        """Make this call when they are out."""
+        self._then = call
 
     def __enter__(self) -> Removers:
         return self
@@ -46,6 +54,9 @@ class Leaves:
         """Leaves whose gradients have come in it."""
         self._part: torch.Tensor | None = None
         """Gradient that waits for that of another leaf."""
+        self._hooks: dict[int, Callable[[torch.Tensor], Any]] = {}
+        """Those that see the gradient before it is accumulated."""
+        self._is_joined_outside = False
         for index, leaf in enumerate(leaves):
             torch.Tensor.register_hook(leaf, partial(self._take, index))
 
@@ -53,9 +64,12 @@ class Leaves:
         """Call ``hook`` with the whole gradient, before it is accumulated."""
 
         def call(index: int, gradient: torch.Tensor) -> Any:
-            return None if self._waits(index) else hook(gradient)
+            return None if self._is_joined_outside or self._waits(index) else hook(gradient)
 
-        return self._register(torch.Tensor.register_hook, call)
+        removers = self._register(torch.Tensor.register_hook, call)
+        self._hooks[id(removers)] = hook
+        removers.then(partial(self._hooks.pop, id(removers), None))
+        return removers
 
     def register_post_hook(self, hook: Callable[[torch.Tensor], None]) -> Removers:
         """Call ``hook`` with the first leaf when the whole gradient is accumulated."""
@@ -67,6 +81,25 @@ class Leaves:
 
         return self._register(torch.Tensor.register_post_accumulate_grad_hook, call)
 
+    @contextmanager
+    def joined_outside(self) -> Iterator[None]:
+        """Within, somebody else gets the gradient of each leaf (``torch.autograd.grad``): hooks are not called."""
+        self._is_joined_outside = True
+        try:
+            yield
+        finally:
+            self._is_joined_outside = False
+
+    def hooked(self, gradient: torch.Tensor) -> torch.Tensor:
+        """What hooks make of the whole gradient."""
+        for hook in list(self._hooks.values()):
+            result = hook(gradient)
+            gradient = gradient if result is None else result
+        return gradient
+
+    def __reduce__(self) -> Any:
+        return NoneType, ()  # a parameter that is saved in its unit's forward is an ordinary one
+
     def end(self) -> None:
         """The hooks are those of an ordinary parameter from now on."""
         self._leaves.clear()
@@ -77,6 +110,8 @@ class Leaves:
 
     def _take(self, index: int, gradient: torch.Tensor) -> torch.Tensor | None:
         """The gradient of a leaf has come, before all hooks of others."""
+        if self._is_joined_outside:
+            return None
         if self._task != graph_task():
             self._task, self._come, self._part = graph_task(), [], None
         self._come.append(index)

@@ -153,6 +153,15 @@ class UnitInModel:
             if now is not gradient:
                 owner.grad = now
 
+    def take_gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Take what autograd has left there. None if a backward within the forward has added to the gradient that the
+        parameter has from its handle: it is where it belongs."""
+        gradient = parameter.grad
+        if any(gradient is shown for _, _, shown in self._shown):
+            return None
+        parameter.grad = None
+        return gradient
+
     def _show_gradients(self) -> None:
         for _, _, handle, parameter in self.sites:
             if not isinstance(handle, Handle) or parameter.grad is not None:

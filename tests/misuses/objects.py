@@ -472,3 +472,155 @@ def float64_parameter(place):
     model = small(2)
     model.norm.double()
     return values(place.wrap(model, precision="auto").module)
+
+
+# Gradients and hooks, together with what else a step has.
+
+
+def _net(width=16):
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(5)))
+
+
+def _input(seed=0):
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def _micro_batches(place, kind):
+    model = _net()
+    model[2] = kind(16, 16)
+    engine = place.wrap(model)
+    for index in range(3):
+        model(_input(index)).pow(2).mean().backward()
+    found = gradients(model)
+    engine.optimizer.step()
+    return found, values(model)
+
+
+class _DropsGradient(nn.Linear):
+    def forward(self, x):
+        self.weight.grad = None
+        return super().forward(x)
+
+
+class _HalvesGradient(nn.Linear):
+    def forward(self, x):
+        if self.weight.grad is not None:
+            self.weight.grad.mul_(0.5)
+        return super().forward(x)
+
+
+class _PutsGradient(nn.Linear):
+    def forward(self, x):
+        self.weight.grad = torch.ones_like(self.weight)
+        return super().forward(x)
+
+
+class _GoesBackward(nn.Linear):
+    def forward(self, x):
+        super().forward(x.detach()).abs().mean().backward()
+        return super().forward(x)
+
+
+@family.works("a forward drops its weight's gradient")
+def gradient_dropped_in_forward(place):
+    return _micro_batches(place, _DropsGradient)
+
+
+@family.works("a forward halves its weight's gradient")
+def gradient_halved_in_forward(place):
+    return _micro_batches(place, _HalvesGradient)
+
+
+@family.works("a forward sets its weight's gradient")
+def gradient_set_in_forward(place):
+    return _micro_batches(place, _PutsGradient)
+
+
+@family.works("a forward makes a backward of its own, gradients add up")
+def backward_in_forward(place):
+    return _micro_batches(place, _GoesBackward)
+
+
+@family.works("`engine.clip_grad_norm_` of gradients that were assigned")
+def assigned_and_clipped(place):
+    engine = place.wrap(_net())
+    for index in range(2):
+        engine.module(_input(index)).pow(2).mean().backward()
+        for p in engine.module.parameters():
+            p.grad = p.grad * 1.5
+        norm = engine.clip_grad_norm_(0.01)
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+    return norm, values(engine.module)
+
+
+@family.works("`gradient_clipping=` and `gradient_accumulation_steps=` with gradients that were assigned")
+def assigned_and_clipped_by_options(place):
+    engine = place.wrap(_net(), gradient_clipping=0.01, gradient_accumulation_steps=2)
+    for index in range(4):
+        engine.backward(engine.module(_input(index)).pow(2).mean())
+        for p in engine.module.parameters():
+            p.grad = p.grad * 1.5
+        engine.step()
+    return values(engine.module)
+
+
+@family.works("`GradScaler` with a gradient that was assigned")
+def assigned_and_unscaled(place):
+    engine = place.wrap(_net())
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for index in range(2):
+        engine.optimizer.zero_grad()
+        scaler.scale(engine.module(_input(index)).pow(2).mean()).backward()
+        weight = engine.module[0].weight
+        weight.grad = weight.grad.clone()
+        scaler.unscale_(engine.optimizer)
+        scaler.step(engine.optimizer)
+        scaler.update()
+    return values(engine.module)
+
+
+@family.works("`torch.autograd.grad` by a weight that has hooks and stands in a penalty, too")
+def autograd_grad_with_hooks(place):
+    engine = place.wrap(_net())
+    weight, seen = engine.module[2].weight, []
+    weight.register_hook(lambda gradient: (seen.append(gradient.norm().item()), gradient * 2)[1])
+    loss = engine.module(_input()).pow(2).mean() + weight.abs().mean()
+    return torch.autograd.grad(loss, [weight, engine.module[0].weight]), seen
+
+
+class _Cached(nn.Linear):
+    """Rounds its weight once for each version of it."""
+
+    def forward(self, x):
+        if getattr(self, "version", None) != self.weight._version:
+            self.version = self.weight._version
+            self.rounded = (self.weight.detach() * 16).round() / 16
+        return F.linear(x, self.rounded + (self.weight - self.weight.detach()), self.bias)
+
+
+@family.works("a rounded weight is kept as long as `self.weight._version` is the same")
+def cached_by_version(place):
+    model = _net()
+    model[1] = _Cached(16, 16)
+    engine = place.wrap(model)
+    for index in range(3):
+        engine.optimizer.zero_grad()
+        model(_input(index)).pow(2).mean().backward()
+        engine.optimizer.step()
+    with torch.no_grad():
+        model[1].weight.mul_(0.5)
+    return model(_input()), values(model)
+
+
+@family.works("views of a gradient are changed, the gradient is clipped, and the views see it")
+def views_of_a_gradient(place):
+    engine = place.wrap(_net())
+    engine.module(_input()).pow(2).mean().backward()
+    gradient = engine.module[0].weight.grad
+    row, turned = gradient.view(-1)[:4], gradient.t()
+    row.mul_(3)
+    turned[0].zero_()
+    norm = nn.utils.clip_grad_norm_(engine.module.parameters(), 0.1)
+    return norm, gradient.clone(), row.clone(), turned.clone()

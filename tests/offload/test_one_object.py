@@ -3,6 +3,7 @@ outside."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 
 import pytest
@@ -145,3 +146,33 @@ def test_the_engine_is_not_the_model_whose_attributes_it_names(engine: OffloadEn
         _ = engine.temperature
     engine.note = "of the caller's own"
     assert not hasattr(engine, "generate")
+
+
+def test_autograd_grad_gives_what_hooks_make_of_the_whole(engine: OffloadEngine):
+    weight = engine.module[1].weight
+    with weight.register_hook(lambda gradient: gradient.clamp(max=4.0)):
+        loss = engine.module[1](_X).sum() + 3 * weight.sum()
+        (gradient,) = torch.autograd.grad(loss, [weight], retain_graph=True)
+        assert torch.equal(gradient, torch.full((4, 4), 4.0))
+    (gradient,) = torch.autograd.grad(loss, [weight])
+    assert torch.equal(gradient, torch.full((4, 4), 5.0))
+
+
+class _Saves(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.mark = 1  # type: ignore[assignment]
+        with self.weight.register_hook(print):
+            self.content = io.BytesIO()
+            torch.save(self.weight, self.content)
+        return super().forward(x)
+
+
+def test_a_weight_is_saved_in_its_units_forward():
+    model = nn.Sequential(nn.Linear(4, 4), _Saves(4, 4))
+    with OffloadEngine(model, optimizer="sgd", precision="fp32"):
+        model(_X)
+        model[1].content.seek(0)
+        loaded = torch.load(model[1].content, weights_only=False)
+        assert type(loaded) is nn.Parameter
+        assert loaded.mark == 1
+        assert torch.equal(loaded, model[1].weight)

@@ -214,3 +214,33 @@ def test_a_forward_sees_gradients_of_its_weights():
         model[1].weight.grad = torch.ones(4, 4)
         engine(torch.ones(1, 4))
     assert model[1].seen == [None, pytest.approx(value), None, 16.0]
+
+
+class _GoesBackward(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        super().forward(x.detach()).sum().backward()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("assigned", [False, True])
+def test_a_backward_within_a_forward_adds_to_the_gradient_that_the_forward_sees(assigned: bool):
+    model = nn.Sequential(nn.Linear(4, 4), _GoesBackward(4, 4, bias=False))
+    with OffloadEngine(model, optimizer="sgd", lr=1.0, precision="fp32") as engine, torch.no_grad():
+        weight, expected = model[1].weight, torch.zeros(4, 4)
+        if assigned:
+            weight.grad = torch.zeros(4, 4)
+        for _ in range(2):
+            with torch.enable_grad():
+                _backward(engine)
+            expected += 2 * model[0](torch.ones(2, 4)).sum(0).expand(4, 4)
+        torch.testing.assert_close(weight.grad.clone(), expected)
+
+
+def test_the_engines_clipping_reaches_gradients_that_were_assigned(engine: OffloadEngine):
+    p, _ = _backward(engine)
+    p.grad = given = 2 * p.grad
+    norm = engine.clip_grad_norm_(0.5)
+    total = sum(x.grad.norm() ** 2 for x in engine.module.parameters()) ** 0.5
+    assert norm > 0.5
+    assert total.item() == pytest.approx(0.5, rel=1e-4)
+    assert p.grad is given

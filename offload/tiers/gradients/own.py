@@ -68,6 +68,12 @@ class OwnGradients:
         """It is not any more."""
         self._own.pop(spec, None)
 
+    def multiply(self, factor: float) -> None:
+        """Multiply them all, in place."""
+        tensors = {id(tensor): tensor for own in self._own.values() if (tensor := own.tensor()) is not None}
+        for tensor in tensors.values():
+            tensor.mul_(factor)
+
     # The sink: see ``GradientSink``.
 
     def take(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor, scale: float = 1.0) -> None:
