@@ -22,8 +22,8 @@ from offload.memory import tensor_at
 from offload.optim.formats import Formats
 from offload.optim.rule import Group, SteppingParameter, TileBytes, TilePart
 from offload.optim.shared_state import SharedState, cannot, is_data
-from offload.optim.trial import try_alone
-from offload.optim.twin import SIDE, Kind, Representatives, Twin, as_when_training
+from offload.optim.trial import check_kinds, try_alone
+from offload.optim.twin import SIDE, Kind, Representatives, Twin, as_when_training, without_compiling
 from offload.units import GRAIN, ParameterSpec, Tile, UnitSpec
 from swapper import OffloadError
 
@@ -308,11 +308,13 @@ class TorchRule:
             parameter.grad = torch.zeros(spec.shape)
             try:
                 had = copy.deepcopy(dict(self._its_owner().state.get(spec.parameter, {})))
-                _, states = self._twin.run(self._shared.of_group(group), [[parameter]], {parameter: had})
+                with without_compiling():
+                    _, states = self._twin.run(self._shared.of_group(group), [[parameter]], {parameter: had})
             except Exception as error:
                 why = f"a step on {spec.name} {tuple(spec.shape)} raised {type(error).__name__}: {error}"
                 raise ConfigError(cannot(self._name, why)) from error
             of_parameter = states.get(parameter, {})
+            check_kinds(self._name, of_parameter)
             self._schemas[key] = {name: (v.shape, v.dtype) for name, v in of_parameter.items() if _rests_in_tile(v)}
         return self._schemas[key]
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from offload.errors import ConfigError
 from offload.optim.shared_state import SharedState, cannot, same
-from offload.optim.twin import Kind, Representatives, States, Twin, cut, stand_in
+from offload.optim.twin import Kind, Representatives, States, Twin, cut, stand_in, without_compiling
 from offload.torch_internals import leaves_of
 
 _GRADIENTS = (1e-4, 1.0, 1e3)
@@ -34,18 +34,14 @@ def try_alone(twin: Twin, shared: SharedState, groups: Sequence[Sequence[Kind]])
     parameters of each group, a few of each kind. Random generators are afterwards what they were."""
     name = twin.kind.__name__
     for backwards in (False, True):
-        with _generators_kept() as before:
+        with _generators_kept() as before, without_compiling():
             try:
                 whole = _Run(twin, groups, backwards=backwards).whole(shared)
             except ConfigError:
                 raise
             except Exception as error:  # a class of the user's may raise anything
                 raise ConfigError(cannot(name, f"a step without a closure raised {_said(error)}")) from error
-            for value in leaves_of(whole[-1].states):
-                if isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, nn.Parameter):
-                    kind = type(value).__name__
-                    why = f"it keeps states in {kind}, tensors of a kind that has no place in the engine's tiles. "
-                    raise ConfigError(cannot(name, why + '8-bit moments are optimizer="adamw", moments_dtype="int8"'))
+            check_kinds(name, whole[-1].states)
             if _generators() != before:
                 why = (
                     "its step draws random numbers, in the order of all parameters, and the engine takes it beside the "
@@ -62,6 +58,16 @@ def try_alone(twin: Twin, shared: SharedState, groups: Sequence[Sequence[Kind]])
             reason = found.reason or expected.difference(found)
             if reason is not None:
                 raise ConfigError(cannot(name, f"in step {number} of a trial {reason}"))
+
+
+def check_kinds(name: str, states: Any) -> None:
+    """Raise ``ConfigError`` if states of the optimizer of this name are no ordinary tensors."""
+    for value in leaves_of(states):
+        if isinstance(value, torch.Tensor) and type(value) not in (torch.Tensor, nn.Parameter):
+            raise ConfigError(
+                f"optimizer {name} keeps states in {type(value).__name__}, tensors of a kind that has no place in the "
+                'engine\'s tiles. Moments in 8 bits are optimizer="adamw" with moments_dtype="int8"'
+            )
 
 
 def _said(error: Exception) -> str:

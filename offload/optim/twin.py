@@ -10,6 +10,7 @@ is tried before anything is trained (``trial.py``), and every step of a paramete
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -74,6 +75,11 @@ def as_when_training(twin: Twin, shared: SharedState) -> SharedState:
     if callable(begin):
         begin()
     return SharedState.of(optimizer)
+
+
+def without_compiling() -> AbstractContextManager[None]:
+    """Where a step is only tried, functions that it has compiled run as they are written: compiling takes minutes."""
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Plain(torch.optim.Optimizer):

@@ -115,10 +115,10 @@ def test_an_optimizer_that_a_subclass_creates_is_taken_over(tmp_path: Path, made
 
     args = TrainingArguments(**arguments(tmp_path / "run", max_steps=2))
     made.append(Own(llama(), args, train_dataset=rows(), offload={"nvme_path": tmp_path}))
+    assert made[0].create_optimizer() is made[0].engine.optimizer
+    assert type(made[0].engine.optimizer).__name__ == "NAdam"
     made[0].train()
     assert made[0].engine.global_step == 2
-    assert type(made[0].engine.optimizer).__name__ == "NAdam"
-    assert made[0].create_optimizer() is made[0].engine.optimizer
 
 
 @pytest.mark.parametrize(
