@@ -7,6 +7,8 @@ use a file goes on, and who wants to remove it leaves it.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -17,9 +19,17 @@ _OPEN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def share(path: Path) -> Descriptor:
-    """Open a file and have it in use, as others may, until the descriptor is closed. Raises ``OSError``."""
+    """Open a file and have it in use, as others may, until the descriptor is closed. Who is removing it is waited for.
+    Raises ``OSError``, also if it was removed."""
     found = Descriptor(os.open(path, os.O_RDONLY | _OPEN))
-    _lock(found, fcntl.LOCK_SH)
+    try:
+        with contextlib.suppress(OSError):  # the file system cannot
+            fcntl.flock(found.number, fcntl.LOCK_SH)
+        if not os.fstat(found.number).st_nlink:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    except BaseException:
+        found.close()
+        raise
     return found
 
 

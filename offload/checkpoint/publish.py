@@ -72,6 +72,7 @@ class Unfinished:
             provisional = self._show_under_other_names(shards, index)
         for name in shards:
             (self.folder / name).replace(target / name)
+        sync_folder(target)  # an index is seen only with its shards
         if index in names:
             (self.folder / index).replace(target / index)
         sync_folder(target)

@@ -27,7 +27,11 @@ class Workplace:
         self._target = target
         self.folder, self._lock = _made_in(target)
         self.new = self.folder / _NEW
-        self.new.mkdir(mode=0o700)
+        try:
+            self.new.mkdir(mode=0o700)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def mark(self) -> str:
@@ -92,13 +96,22 @@ def clear_left_over(target: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """The lock goes last: without it nobody could tell that the rest may go."""
+    """The lock goes last, and only if all else has gone: without it nobody could tell that the rest may go."""
     with contextlib.suppress(OSError):  # what cannot be removed now is left over
         for entry in folder.iterdir():
             if entry.name != _LOCK:
-                shutil.rmtree(entry)
-        (folder / _LOCK).unlink(missing_ok=True)
-        folder.rmdir()
+                with contextlib.suppress(OSError):
+                    _remove_one(entry)
+        if {entry.name for entry in folder.iterdir()} <= {_LOCK}:
+            (folder / _LOCK).unlink(missing_ok=True)
+            folder.rmdir()
+
+
+def _remove_one(entry: Path) -> None:
+    if entry.is_dir() and not entry.is_symlink():
+        shutil.rmtree(entry)
+    else:
+        entry.unlink()
 
 
 def _give_names_back(replaced: Path, target: Path) -> None:

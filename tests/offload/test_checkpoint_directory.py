@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from offload import ConfigError
-from offload.checkpoint import workplace
+from offload.checkpoint import locks, workplace
 from offload.checkpoint.native import folder as folder_module
 from offload.checkpoint.native.folder import CheckpointDirectory, SavingDirectory
 from offload.checkpoint.native.mark import read_mark
@@ -237,3 +237,54 @@ def test_a_new_directory_and_those_above_it_are_on_the_disk(tmp_path: Path, monk
     monkeypatch.setattr("offload.checkpoint.publish.sync_folder", synced.append)
     make_directory(tmp_path / "a" / "b")
     assert synced == [tmp_path / "a", tmp_path]
+
+
+def test_a_folder_that_cannot_be_looked_into_hides_no_checkpoint(tmp_path: Path, run, monkeypatch):
+    for step in (1, 2):
+        save(tmp_path, run, step)
+    (tmp_path / "a-private-one").mkdir()
+    real = Path.exists
+
+    def exists(path: Path) -> bool:
+        if path.parent.name == "a-private-one":
+            raise PermissionError(13, "Permission denied")
+        return real(path)
+
+    monkeypatch.setattr(Path, "exists", exists)
+    assert [saved.name for saved in CheckpointDirectory(tmp_path).saved()] == ["step1", "step2"]
+
+
+def test_all_that_a_workplace_holds_goes_and_its_lock_stays_with_what_does_not(tmp_path: Path, monkeypatch):
+    with Workplace(tmp_path) as place:
+        (place.folder / "latest").write_bytes(b"step1")
+        (place.new / "data.0").write_bytes(b"half of it")
+    assert list(tmp_path.iterdir()) == []
+    with Workplace(tmp_path) as place, monkeypatch.context() as patched:
+        patched.setattr(workplace, "_remove_one", lambda entry: place.folder.rmdir())
+        place.close()
+        assert (place.folder / "lock").exists()
+
+
+def test_a_folder_that_cannot_be_made_leaves_no_workplace_in_use(tmp_path: Path, monkeypatch):
+    real = Path.mkdir
+
+    def mkdir(path: Path, *given, **named) -> None:
+        if path.name == "new":
+            raise OSError(28, "No space left on device")
+        real(path, *given, **named)
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
+        patched.setattr(Path, "mkdir", mkdir)
+        Workplace(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_comes_to_read_what_was_removed_is_told(tmp_path: Path):
+    file = tmp_path / "mark"
+    file.touch()
+    number = os.open(file, os.O_RDONLY)
+    real = os.fstat
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(FileNotFoundError):
+        patched.setattr(locks.os, "fstat", lambda descriptor: file.unlink(missing_ok=True) or real(descriptor))
+        locks.share(file)
+    os.close(number)

@@ -28,7 +28,6 @@ from offload.checkpoint.native.mark import (
     is_complete,
     is_store,
     read_mark,
-    read_small,
     saved_in,
 )
 from offload.checkpoint.native.parts import Parts, open_parts, part_name, step_of

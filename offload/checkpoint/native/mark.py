@@ -11,14 +11,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from offload.checkpoint.native.parts import part_folders, step_of
 from offload.checkpoint.publish import write_synced
 from swapper import OffloadError, check_generation
-from swapper.files import Descriptor
+from swapper.checked import Cursor, Int, Record, Refused, Text, read_regular, text_of
 from swapper.owner import NAME as OWNER
 from swapper.publication import committed, published
 
@@ -41,6 +40,12 @@ class Mark:
         write_synced(folder / NAME, json.dumps({"format": _FORMAT, **asdict(self)}).encode())
 
 
+_MARK = Record(
+    lambda format, **fields: Mark(**fields),
+    {"format": Int(_FORMAT, _FORMAT), "run": Text(64), "number": Int(), "step": Int(), "tag": Text(255)},
+)
+
+
 @dataclass(frozen=True)
 class Saved:
     """A checkpoint under the name that it has now. ``mark`` says what it was saved as."""
@@ -56,28 +61,23 @@ class Saved:
 
 def read_mark(folder: Path) -> Mark | None:
     """The mark in a folder; None if there is none that makes sense."""
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-        content = json.loads(read_small(folder / NAME))
-        mark = Mark(*(content[name] for name in ("run", "number", "step", "tag")))
-        kinds = (mark.run, str), (mark.number, int), (mark.step, int), (mark.tag, str)
-        if content["format"] == _FORMAT and all(type(value) is kind for value, kind in kinds):
-            return mark
+    with contextlib.suppress(OSError, Refused):
+        return _MARK.read(Cursor(text_of(read_regular(folder / NAME, _BYTES_MAX))))
     return None
 
 
 def saved_in(directory: Path) -> list[Saved]:
     """The checkpoints in a directory, the one saved first first. Those of earlier versions, without a mark, come before
     all others, by step, if their descriptions are whole."""
+    try:
+        entries = sorted(directory.iterdir())
+    except OSError:
+        return []
     found = []
-    with contextlib.suppress(OSError):
-        for entry in sorted(directory.iterdir()):
-            if entry.name.startswith(".") or not entry.is_dir() or is_store(entry):
-                continue
-            mark = read_mark(entry)
-            if mark is None:
-                with contextlib.suppress(OffloadError):
-                    mark = Mark("", 0, step_of(entry), entry.name)
-            if mark is not None:
+    for entry in entries:
+        with contextlib.suppress(OSError, OffloadError):  # another user's: it hides no other one
+            if not entry.name.startswith(".") and entry.is_dir() and not is_store(entry):
+                mark = read_mark(entry) or Mark("", 0, step_of(entry), entry.name)
                 found.append(Saved(entry.name, mark))
     return sorted(found, key=lambda saved: (saved.mark.number, saved.mark.step))
 
@@ -112,14 +112,3 @@ def is_complete(folder: Path) -> bool:
     except OffloadError:
         return False
     return True
-
-
-def read_small(path: Path) -> bytes:
-    """Content of a small regular file, no link. Raises ``OSError`` and ``ValueError``."""
-    file = Descriptor(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC))
-    try:
-        if not stat.S_ISREG(os.fstat(file.number).st_mode):
-            raise ValueError(f"{path} is no regular file")
-        return os.read(file.number, _BYTES_MAX)
-    finally:
-        file.close()

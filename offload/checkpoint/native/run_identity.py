@@ -40,6 +40,8 @@ class RunIdentity:
         path = directory / f".run-{self.value}"
         if path in self._held and path.exists():
             return self.value
+        if path in self._held:  # the directory was removed, and is there again
+            self._held.pop(path).close()
         self._release(*[*self._held][: 1 - _DIRECTORIES_MAX])
         held = take(path)
         if held is None:
