@@ -9,7 +9,7 @@ from tiny import Tiny, batches, loss_of
 from torch import nn
 from torch.utils.data import DataLoader
 
-VOCAB = 64
+VOCAB, NUM_BLOCKS = 64, 8
 
 
 class Noisy(nn.Module):
@@ -17,7 +17,7 @@ class Noisy(nn.Module):
 
     def __init__(self, **sizes: int) -> None:
         super().__init__()
-        self.net = Tiny(**{"width": 32, "num_blocks": 12, "vocab": VOCAB, **sizes})
+        self.net = Tiny(**{"width": 32, "num_blocks": NUM_BLOCKS, "vocab": VOCAB, **sizes})
         self.dropout = nn.Dropout(0.2)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,9 @@ the folder, and what Accelerate saves beside it (schedulers, samplers, random st
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -209,27 +210,16 @@ class OffloadAccelerator(accelerate.Accelerator):  # type: ignore[misc]
             return super().save_state(output_dir, safe_serialization, **kwargs)
         self._engine.wait_for_checkpoint()
         self.wait_for_everyone()  # older ones may be removed now
-        hook = self.register_save_state_pre_hook(self._save_engine)  # behind those of the script
-        optimizers, self._optimizers = self._optimizers, self._other_optimizers()
-        self._saved_elsewhere = {}
-        try:
+        with self._without_its_parts(self.register_save_state_pre_hook(self._save_engine)):  # behind the script's own
             return super().save_state(output_dir, safe_serialization, **kwargs)
-        finally:
-            hook.remove()
-            self._optimizers, self._saved_elsewhere = optimizers, None
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
         """As of any ``Accelerator``. A folder that was saved without the engine is read as it is, through memory."""
         if self._engine is None:
             super().load_state(input_dir, load_kwargs, **kwargs)
             return
-        hook = self.register_load_state_pre_hook(self._load_engine)
-        optimizers, self._optimizers = self._optimizers, self._other_optimizers()
-        try:
+        with self._without_its_parts(self.register_load_state_pre_hook(self._load_engine)):
             super().load_state(input_dir, load_kwargs, **kwargs)
-        finally:
-            hook.remove()
-            self._optimizers = optimizers
 
     def save_model(
         self, model: nn.Module, save_directory: Any, max_shard_size: int | str = "10GB", safe_serialization: bool = True
@@ -240,8 +230,16 @@ class OffloadAccelerator(accelerate.Accelerator):  # type: ignore[misc]
             return
         self._engine.save_model(save_directory, max_shard_bytes=max_shard_size)
 
-    def _other_optimizers(self) -> list[Any]:
-        return [optimizer for optimizer in self._optimizers if optimizer is not self._own_optimizer]
+    @contextlib.contextmanager
+    def _without_its_parts(self, hook: Any) -> Iterator[None]:
+        """Within, Accelerate asks the engine's model and optimizer for nothing, but calls ``hook``, which ends then."""
+        optimizers, self._saved_elsewhere = self._optimizers, {}
+        self._optimizers = [optimizer for optimizer in optimizers if optimizer is not self._own_optimizer]
+        try:
+            yield
+        finally:
+            hook.remove()
+            self._optimizers, self._saved_elsewhere = optimizers, None
 
     def _save_engine(self, models: list[nn.Module], weights: list[Any], output_dir: Any) -> None:
         weights[:] = [state for state in weights if state is not self._saved_elsewhere]
