@@ -170,6 +170,8 @@ def _alike(own: Any, saved: Any) -> bool:
     if isinstance(own, (tuple, list)):
         is_list = isinstance(saved, (tuple, list)) and len(own) == len(saved)
         return is_list and all(map(_alike, own, saved))
-    if isinstance(own, (bool, int, float, torch.Tensor)):
-        return isinstance(saved, (bool, int, float, torch.Tensor))
+    if isinstance(own, bool):
+        return isinstance(saved, (bool, int)) and saved in (False, True)
+    if isinstance(own, (int, float, torch.Tensor)):
+        return isinstance(saved, (int, float)) or (isinstance(saved, torch.Tensor) and saved.numel() == 1)
     return isinstance(saved, type(own))

@@ -1,0 +1,93 @@
+"""Machines that others use, too: their links, folders, limits and pickles do no harm."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import forked
+import pytest
+import torch
+
+import offload.checkpoint.native.generations as generations
+import offload.tiers.store as tiers_store
+from offload import OffloadEngine, OffloadError, WeightsError
+from offload.checkpoint.dcp.reader import DistributedReader
+from offload.checkpoint.publish import write_synced
+from offload.errors import RankError, limits_named
+from offload.ranks.world import packed, unpacked
+from swapper import create_store
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+
+import fuzz_files
+
+
+def test_a_link_in_the_place_of_a_new_file_is_not_written_through(tmp_path: Path):
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / ".latest").symlink_to(victim)
+    with pytest.raises(FileExistsError):
+        write_synced(tmp_path / ".latest", b"t")
+    with fuzz_files.make_engine(0) as engine:
+        engine.save_checkpoint(tmp_path, "t")
+    assert victim.read_text() == "mine" and (tmp_path / "latest").read_text() == "t"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to others")
+def test_runs_of_other_users_under_a_path_are_none_of_ours(tmp_path: Path):
+    for number in (2, 999):
+        (tmp_path / f"run-{number}.store").mkdir()
+        os.chown(tmp_path / f"run-{number}.store", 12345, 12345)
+    create_store([tmp_path], "run-1", [4096]).close()
+    assert tiers_store.run_names(tmp_path) == ["run-1"]
+    with OffloadEngine(fuzz_files.make_model(0), nvme_path=tmp_path, durable=1) as engine:
+        fuzz_files.backward(engine)
+        engine.step()
+    assert tiers_store.run_names(tmp_path) == ["run-3"]
+
+
+def test_a_store_whose_path_was_renamed_shares_no_file_system(tmp_path: Path):
+    assert generations._share_file_system(tmp_path, tmp_path)
+    assert not generations._share_file_system(tmp_path, tmp_path / "gone")
+
+
+def test_a_limit_of_the_size_of_files_is_named():
+    with pytest.raises(OffloadError, match=r"a file of this process can have .*ulimit -f"), limits_named():
+        raise OSError(27, "File too large")
+
+
+def test_an_instruction_set_that_is_none_is_one_error():
+    program = "import importlib; from offload.kernels import _native; importlib.reload(_native)"
+    found = forked.run(program, OFFLOAD_ISA="bogus")
+    assert found.returncode == 1
+    assert "OffloadError: OFFLOAD_ISA='bogus' is none of the instruction sets" in found.stderr
+
+
+# Pickles.
+
+
+class Evil:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_ranks_run_nothing_that_others_tell(tmp_path: Path):
+    assert unpacked([packed({"a": (1, None)}), packed(["b" * 1000])]) == [{"a": (1, None)}, ["b" * 1000]]
+    told = torch.frombuffer(bytearray(pickle.dumps(Evil(tmp_path / "evil"))), dtype=torch.uint8)
+    with pytest.raises(RankError, match="what rank 1 tells is damaged"):
+        unpacked([packed(1), told])
+    assert not (tmp_path / "evil").exists()
+
+
+def test_metadata_of_torch_that_names_other_classes_is_refused_and_not_run(tmp_path: Path):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "evil")))
+    with pytest.raises(WeightsError, match=r"\.metadata is damaged: it names .*, which is none of the classes"):
+        DistributedReader(tmp_path)
+    assert not (tmp_path / "evil").exists()
