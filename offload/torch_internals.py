@@ -193,12 +193,9 @@ def swap_memory(left: torch.UntypedStorage, right: torch.UntypedStorage) -> None
     left._swap_data_ptr_(right)  # type: ignore[attr-defined]
 
 
-def num_tensors_over(storage: torch.UntypedStorage) -> int:
-    """The number of tensors, arrays and other storages' objects that look out on it, in Python or in C++."""
-    return _storage_uses(storage._cdata)
+num_owners: Callable[[int], int] = _found(torch._C, "_storage_Use_Count")
+"""The number of owners of a storage, by its ``_cdata``: tensors over it, in Python or in C++, and arrays of these."""
 
-
-_storage_uses: Callable[[int], int] = _found(torch._C, "_storage_Use_Count")
 
 num_uses: Callable[[torch.Tensor], int] = methodcaller("_use_count")
 """The number of owners that a tensor has in C++: its object in Python, views of it, the node that accumulates its
@@ -302,16 +299,16 @@ def _try_saved_tensors() -> bool:
 
 def _try_counts() -> bool:
     weight = nn.Parameter(torch.ones(2))
-    storage = weight.untyped_storage()
-    before = num_tensors_over(storage), num_uses(weight), sys.getrefcount(weight)
+    storage = weight.untyped_storage()._cdata
+    before = num_owners(storage), num_uses(weight), sys.getrefcount(weight)
     (weight * 2).sum().backward()  # type: ignore[no-untyped-call]
     weight.grad = None
-    after = num_tensors_over(storage), num_uses(weight), sys.getrefcount(weight)
+    after = num_owners(storage), num_uses(weight), sys.getrefcount(weight)
     view = weight.detach()
-    with_view = num_tensors_over(storage)
+    with_view = num_owners(storage)
     array = view.numpy()
     del view
-    return before == after and with_view == num_tensors_over(storage) == before[0] + 1 and array is not None
+    return before == after and with_view == num_owners(storage) == before[0] + 1 and array is not None
 
 
 def _try_version_counter() -> bool:

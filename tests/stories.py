@@ -11,7 +11,7 @@ from torch import nn
 from offload.model.handle import make_handle
 from offload.model.hooks import Hooks
 from offload.model.unit_in_model import UnitInModel
-from offload.torch_internals import keeps_version, num_tensors_over
+from offload.torch_internals import keeps_version
 from offload.units import ParameterSpec, Site, UnitSpec
 from swapper import StorageIOError
 
@@ -29,9 +29,6 @@ class Window:
             return tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
         except RuntimeError:
             return False
-
-    def num_tensors(self) -> int:
-        return num_tensors_over(self.flat.untyped_storage())
 
     def keep(self, keeps: bool) -> None:
         self._keeps = keeps

@@ -115,6 +115,7 @@ class Hooks:
         self.end_calls()
         for unit in self.units:  # an interrupt may have come between a use and what is known of it
             unit.num_users, unit.in_backward = 0, False
+            unit.own_writes.put_back()
             if unit.is_over:
                 self._end_backward(unit)
         self._drop_strays()
@@ -276,7 +277,7 @@ class Hooks:
         unit.show_parameters()
         if not torch.compiler.is_compiling():
             unit.begin_address = unit.window.flat.data_ptr()
-            unit.end_address = unit.begin_address + unit.window.flat.nbytes
+            unit.end_address = unit.begin_address + unit.nbytes
             self._saved_tensors.begin(call)
 
     def _finish_forward(self, unit: UnitInModel, output: Any) -> Any:

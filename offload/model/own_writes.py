@@ -27,6 +27,10 @@ class OwnWrites:
         self._parameters = parameters
         self._views = [parameter.data for parameter in parameters]
         """Memory to which each parameter belongs."""
+        self._with_memory = [index for index, view in enumerate(self._views) if view.numel()]
+        first = self._address()
+        self._offsets = [view.data_ptr() - first for view in self._views]
+        """Bytes, from the first one with memory."""
         self._looks = {True: True, False: True}
         """At the bytes of a device's memory: in uses with gradients, and in those without."""
         self._mode = True
@@ -36,21 +40,25 @@ class OwnWrites:
 
     def begin(self, *, is_copy: bool) -> None:
         """The use begins; the weights are there, or a copy of them."""
-        for parameter, view in zip(self._parameters, self._views, strict=True):
-            if parameter.data_ptr() != view.data_ptr():  # what an interrupt has left
-                parameter.data = view
         self._versions = [parameter._version for parameter in self._parameters]
-        self._mode = torch.is_grad_enabled()
-        is_seen = all(map(_is_here, self._views)) or self._looks[self._mode]
-        self._hashes = self.hashes() if is_copy and is_seen else []
+        self._hashes = []
+        if is_copy:
+            self._mode = torch.is_grad_enabled()
+            if all(map(_is_here, self._views)) or self._looks[self._mode]:
+                self._hashes = self.hashes()
 
     def end(self) -> Iterator[tuple[int, torch.Tensor, bool]]:
         """The use is over: the index of each parameter that was changed, its value, an own copy, and whether it was
         pointed to another tensor. Such a one is put back."""
-        pairs = zip(self._parameters, self._views, strict=True)
-        moved = [index for index, (parameter, view) in enumerate(pairs) if parameter.data_ptr() != view.data_ptr()]
-        versions = enumerate(zip(self._parameters, self._versions, strict=True))
-        changed = sorted({*moved, *(index for index, (parameter, v) in versions if parameter._version != v)})
+        first = self._address()
+        changed, moved = [], []
+        for index in self._with_memory:
+            parameter = self._parameters[index]
+            if parameter.data_ptr() != first + self._offsets[index]:
+                moved.append(index)
+                changed.append(index)
+            elif parameter._version != self._versions[index]:
+                changed.append(index)
         if self._hashes:
             hashes = enumerate(zip(self._hashes, self.hashes(), strict=True))
             by_bytes = [index for index, (before, after) in hashes if before != after]
@@ -61,6 +69,15 @@ class OwnWrites:
             value = parameter.detach().clone()
             parameter.data = view
             yield index, value, index in moved
+
+    def _address(self) -> int:
+        return self._views[self._with_memory[0]].data_ptr() if self._with_memory else 0
+
+    def put_back(self) -> None:
+        """Parameters that an interrupt has left pointed elsewhere."""
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            if parameter.data_ptr() != view.data_ptr():
+                parameter.data = view
 
     def hashes(self) -> list[int]:
         """A hash of the bytes of each parameter's memory."""

@@ -19,12 +19,9 @@ from torch import nn
 from offload.errors import warn
 from offload.model.own_writes import OwnWrites
 from offload.tiers.window import Window
-from offload.torch_internals import num_uses
+from offload.torch_internals import num_owners, num_uses
 from offload.units import UnitSpec
 from swapper import OffloadError, readable_bytes
-
-_USES_AT_REST = 2
-"""Owners of a parameter in C++: its object in Python, and the node that accumulates its gradient."""
 
 
 class Saved:
@@ -54,29 +51,39 @@ class Strays:
         self._names = names
         self._hashes: list[int] = []
         """Of the parameters, as they were left to strays."""
-        self._at_rest: tuple[int, ...] = ()
+        self._storage: int = window.flat.untyped_storage()._cdata
+        self._keeps = False
+        """The window does."""
+        self._knows = False
+        """What is counted where there are none is known: before the first use."""
+        self._owners_at_rest = 0
+        self._references_at_rest: list[int] = []
 
     def begin_use(self) -> None:
         """Before it. Raises ``OffloadError`` if what was left to strays has been written to."""
-        if not self._at_rest:
-            self._at_rest = self._counted()
-        elif self.are_left:
+        if self.are_left:
             self.check()
             self.are_left = False
+        elif not self._knows:
+            self._knows = True
+            self._owners_at_rest = num_owners(self._storage) - sys.getrefcount(self.saved)
+            self._references_at_rest = self._references()
 
     def end_use(self) -> None:
         """See whether there are some, while the weights are there."""
         self.are_left = self._are_there()
-        self._window.keep(self.are_left)
         if self.are_left:
             self._hashes = self._writes.hashes()
+        if self.are_left != self._keeps:
+            self._keeps = self.are_left
+            self._window.keep(self._keeps)
 
     def drop(self) -> None:
         """Give the copy back if nobody has it any more: a frame that has ended since held what a module returned.
         Raises as ``begin_use``."""
         if not self._are_there():
             self.check()
-            self.are_left = False
+            self.are_left = self._keeps = False
             self._window.keep(False)
             self._window.drop_copy()
 
@@ -103,12 +110,11 @@ class Strays:
         )
 
     def _are_there(self) -> bool:
-        if any(map(gt, self._counted(), self._at_rest)):
+        if num_owners(self._storage) - sys.getrefcount(self.saved) > self._owners_at_rest:
             return True
-        return max(map(num_uses, self._parameters), default=0) > _USES_AT_REST
+        return any(map(gt, self._references(), self._references_at_rest))
 
-    def _counted(self) -> tuple[int, ...]:
-        num_tensors = self._window.num_tensors() - sys.getrefcount(self.saved)
-        # A parameter with owners in C++ beside its object is referred to by these, once.
-        references = [sys.getrefcount(parameter) - (num_uses(parameter) > 1) for parameter in self._parameters]
-        return num_tensors, *references
+    def _references(self) -> list[int]:
+        """References to each parameter. Owners in C++ beside its object refer to that once, and the node that
+        accumulates its gradient may be one."""
+        return [sys.getrefcount(p) + ((uses := num_uses(p)) > 2) - (uses == 2) for p in self._parameters]

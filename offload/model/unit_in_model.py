@@ -58,6 +58,7 @@ class UnitInModel:
         "in_backward",
         "is_copy",
         "is_over",
+        "nbytes",
         "num_users",
         "own_writes",
         "parameters",
@@ -90,6 +91,7 @@ class UnitInModel:
         """Modules of this unit whose forward is running."""
         self.call: Call | None = None
         """The outermost of them; None only before the first."""
+        self.nbytes = window.flat.nbytes
         self.begin_address = self.end_address = 0
         """The memory under its parameters while it is in forward."""
         self.in_backward = False

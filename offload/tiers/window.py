@@ -14,7 +14,7 @@ import torch
 import aio_ext
 from offload.device.protocol import Device
 from offload.memory import tensor_at
-from offload.torch_internals import can_swap_memory, keeps_version, num_tensors_over, swap_memory
+from offload.torch_internals import can_swap_memory, keeps_version, swap_memory
 from offload.units import local_tensor
 
 POISON = 0x7FFF
@@ -23,7 +23,7 @@ POISON = 0x7FFF
 
 class Window(Protocol):
     """``flat`` is the tensor whose storage the window changes; ``close`` puts poison, or nothing, under it.
-    ``holds`` tells whether a tensor looks into that storage, while the window is open. ``num_tensors`` counts those.
+    ``holds`` tells whether a tensor looks into that storage, while the window is open.
     ``keep``, while it is open: what is in it can be read on when it is closed, from memory of its own, a copy.
     ``has_copy``: that copy is under it now, as it was left.
 
@@ -33,8 +33,6 @@ class Window(Protocol):
     flat: torch.Tensor
 
     def holds(self, tensor: torch.Tensor) -> bool: ...
-
-    def num_tensors(self) -> int: ...
 
     def keep(self, keeps: bool) -> None: ...
 
@@ -62,9 +60,6 @@ class _Holds:
         except (RuntimeError, NotImplementedError):  # a sparse tensor, a handle, or what a collective still brings
             return False
         return address == self.flat.untyped_storage().data_ptr()
-
-    def num_tensors(self) -> int:
-        return num_tensors_over(self.flat.untyped_storage())
 
 
 class SwapWindow(_Holds):
@@ -95,14 +90,15 @@ class SwapWindow(_Holds):
 
     def open(self, address: int) -> None:
         self.close()  # an interrupt may have left it open
-        self.drop_copy()
+        if self._kept is not None:
+            self.drop_copy()
         if self._under[0] != address:
             self._under = address, tensor_at(address, self.flat.numel(), self.flat.dtype).untyped_storage()
         swap_memory(self._storage, self._under[1])
 
     def close(self) -> None:
         """Safe to call twice: the address says whether it is open."""
-        if self.flat.data_ptr() == self._poison.address or self.has_copy():
+        if self.flat.data_ptr() == self._poison.address or (self._kept is not None and self.has_copy()):
             return
         copy = self.flat.clone().untyped_storage() if self._keeps else None
         swap_memory(self._storage, self._under[1])

@@ -123,7 +123,7 @@ class _NoGradient:
         ("keeps_version", lambda tensor: nullcontext(), VERSION),
         ("_top_hooks", lambda ignores: None, LISTENERS),
         ("_function_modes", lambda: [object()], LISTENERS),
-        ("num_tensors_over", lambda storage: 1, COUNTS),
+        ("num_owners", lambda storage: 1, COUNTS),
         ("_push_hooks", lambda pack, unpack: None, SAVED),
         ("leaves_of", lambda nested: [nested], PYTREE),
         ("map_leaves", lambda change, nested: nested, PYTREE),
