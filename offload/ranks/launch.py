@@ -60,12 +60,14 @@ def is_launched() -> bool:
 
 def processes_here() -> int:
     """Processes that a launcher has started on this machine, as far as it says so."""
-    return _number("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else 1
+    value = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(value) if value.isdecimal() else 1
 
 
 def local_number() -> int | None:
-    """Number of this process among those on this machine, if a launcher says so."""
-    return _number("LOCAL_RANK") if "LOCAL_RANK" in os.environ else None
+    """Number of this process among those on this machine, if a launcher says so: some say -1 for one process."""
+    value = os.environ.get("LOCAL_RANK", "")
+    return int(value) if value.isdecimal() else None
 
 
 def _number(name: str) -> int:

@@ -82,10 +82,11 @@ def other_options(rank: int, size: int, name: str, folder: Path) -> tuple[str, b
 
 @dataclass(frozen=True)
 class Step:
-    """What the last rank does before the second step."""
+    """What the last rank does before the second step, and what the others do."""
 
     said: str
     act: Callable[[OffloadEngine], Any]
+    others: Callable[[OffloadEngine], Any] = lambda _: None
 
 
 def _set(**options: Any) -> Callable[[OffloadEngine], Any]:
@@ -100,6 +101,23 @@ def _drop_one(engine: OffloadEngine) -> None:
     del engine.optimizer.param_groups[0]["params"][0]
 
 
+def _weight(value: float) -> Callable[[OffloadEngine], Any]:
+    return lambda engine: engine.module.gain.data.fill_(value)
+
+
+def _gradient(value: float) -> Callable[[OffloadEngine], Any]:
+    return lambda engine: setattr(engine.module.gain, "grad", torch.full_like(engine.module.gain, value))
+
+
+def _states(factor: float) -> Callable[[OffloadEngine], Any]:
+    def load(engine: OffloadEngine) -> None:
+        found = engine.optimizer.state_dict()
+        found["state"][0]["exp_avg"] = found["state"][0]["exp_avg"] * factor
+        engine.optimizer.load_state_dict(found)
+
+    return load
+
+
 def _scheduler(engine: OffloadEngine) -> None:
     torch.optim.lr_scheduler.ExponentialLR(engine.optimizer, 0.5).step()
 
@@ -111,6 +129,9 @@ STEPS = {
     "a scheduler": Step("lr of parameter group 0 is 0.01 on rank 0, 0.005 on rank 1", _scheduler),
     "clipping by hand": Step("the factor of the gradient of ", lambda engine: engine.clip_grad_norm_(1e-3)),
     "requires_grad": Step("requires_grad of gain is True on rank 0, False on rank 1", _freeze_later),
+    "a weight": Step("a change of gain: the ranks differ", _weight(2.0), _weight(3.0)),
+    "a gradient": Step("a change of the gradient of gain: the ranks differ", _gradient(2.0), _gradient(3.0)),
+    "states": Step("a change of optimizer states: the ranks differ", _states(1.0), _states(0.5)),
     "a group": Step("the list of parameters of parameter group 0", _drop_one),
 }
 
@@ -123,8 +144,8 @@ def other_step(rank: int, size: int, name: str, folder: Path) -> str:
                 engine.backward(loss_of(engine(tokens), targets))
                 if step and name == "clipping by hand":
                     engine.clip_grad_norm_(1e9)  # which all of them do
-                if step and rank == size - 1:
-                    STEPS[name].act(engine)
+                if step:
+                    (STEPS[name].act if rank == size - 1 else STEPS[name].others)(engine)
                 engine.step()
 
     return raised(loop)

@@ -218,6 +218,8 @@ def test_the_launcher_says_which_process_of_the_machine_this_is(monkeypatch: pyt
     assert local_index(World.single()) is None and local_index(world) == 0
     monkeypatch.setenv("LOCAL_RANK", "5")
     assert local_index(World.single()) == local_index(world) == 5
+    monkeypatch.setenv("LOCAL_RANK", "-1")
+    assert local_index(World.single()) is None and local_index(world) == 0
 
 
 # Groups.
