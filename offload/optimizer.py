@@ -74,7 +74,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         own = vars(source)
         own.pop("step", None)  # a scheduler's, which counts steps: ours does that, too
         entries = {key: value for key, value in source.state.items() if not isinstance(key, torch.Tensor)}
-        own.pop("state")
+        own.pop("state", None)
         source.__class__ = _class_over(type(source))  # type: ignore[arg-type]
         optimizer = cast(OffloadOptimizer, source)
         optimizer._engine_side = _EngineSide(states, progress, StateView(states, entries))
