@@ -24,6 +24,7 @@ from swapper.checked import (
     Real,
     Record,
     Refused,
+    Text,
     Tuple,
     within,
 )
@@ -108,6 +109,16 @@ _CONFIGS = MapOf(
 )
 """By the names of the files that they become: there are no others."""
 
+_SHARED: Kind[dict[str, Any]] = Record(
+    dict,
+    {
+        "attributes": MapOf(ANY),
+        "entries": MapOf(ANY),
+        "representatives": ListOf(MapOf(ANY)),
+        "absent": MapOf(ListOf(TEXT)),
+    },
+)
+
 RUN: Kind[dict[str, Any]] = Record(
     dict,
     {
@@ -123,5 +134,5 @@ RUN: Kind[dict[str, Any]] = Record(
         "objects": ListOf(ANY),
         "client_state": ANY,
     },
-    {"buffers": MapOf(_Tensor()), "extra": MapOf(ANY), "configs": _CONFIGS, "folder": TEXT},
+    {"identity": Text(64), "shared": _SHARED, "buffers": MapOf(_Tensor()), "extra": MapOf(ANY), "configs": _CONFIGS, "folder": TEXT},
 )

@@ -97,8 +97,8 @@ class RunState:
 
     def of_optimizer(self) -> dict[str, Any]:
         """``groups``: the options of each parameter group, and the names of its parameters. ``states``: by parameter
-        the steps that it has taken, and what lies in no tile. ``shared``: what the optimizer keeps beside both. Empty
-        if nothing is trained."""
+        the steps that it has taken, and what lies in no tile. ``shared``: what the optimizer keeps beside both, if it
+        does. Empty if nothing is trained."""
         training = self._training
         if training is None:
             return {"groups": [], "states": {}}
@@ -111,7 +111,8 @@ class RunState:
             groups.append({"options": options_of(group), "parameters": names})
         steps = training.verdict.num_steps.items()
         states = {spec.name: {"steps": step, **rule.loose_states(spec, step)} for spec, step in steps}
-        return {"groups": groups, "states": states, "shared": rule.get_shared()}
+        shared = rule.get_shared()
+        return {"groups": groups, "states": states} | ({"shared": shared} if shared else {})
 
     def set(self, state: dict[str, Any], take_gradients: TakeGradients) -> None:
         """Take over what ``get`` gave, of a run with the same parameter groups."""
@@ -158,7 +159,7 @@ class RunState:
                 else:
                     training.rule.forget_states(spec)
         training.verdict.num_steps = num_steps
-        if state.get("shared"):
+        if "shared" in state:
             training.rule.set_shared(state["shared"])
         training.optimizer.zero_grad()
 

@@ -21,13 +21,16 @@ from offload.errors import ConfigError, warn
 from offload.memory import tensor_at
 from offload.optim.formats import Formats
 from offload.optim.rule import Group, SteppingParameter, TileBytes, TilePart
-from offload.optim.shared_state import SharedState, cannot, is_data
+from offload.optim.shared_state import SharedState, cannot, is_data, same
 from offload.optim.trial import check_kinds, try_alone
 from offload.optim.twin import SIDE, Kind, Representatives, Twin, as_when_training, without_compiling
 from offload.units import GRAIN, ParameterSpec, Tile, UnitSpec
 from swapper import OffloadError
 
 _ALIGNMENT = 64
+
+_Schema = dict[str, tuple[torch.Size, torch.dtype]]
+"""Shapes and dtypes of states, by their names."""
 
 _KINDS_MAX = 3
 """Kinds of parameters of a group that a trial has."""
@@ -112,7 +115,8 @@ class TorchRule:
         self._records: dict[Tile, dict[ParameterSpec, _Record]] = {}
         self._absent: dict[ParameterSpec, frozenset[str]] = {}
         """States for which there is room and that are not there, of parameters that have others."""
-        self._schemas: dict[tuple[torch.Size, int], dict[str, tuple[torch.Size, torch.dtype]]] = {}
+        self._schemas: dict[tuple[torch.Size, int], list[tuple[Any, _Schema]]] = {}
+        """States of parameters of a shape in a group: by what else tells them apart."""
         self._loose: dict[ParameterSpec, dict[str, Any]] = {}
         """Of each parameter that has taken a step: its states that lie in no tile."""
 
@@ -296,27 +300,33 @@ class TorchRule:
             offset = _align(offset + shape.numel() * dtype.itemsize)
         return _Record(spec, master, tuple(states)), offset
 
-    def _schema(self, spec: ParameterSpec) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """The states of a parameter of this shape, seen in one step on a stand-in."""
+    def _schema(self, spec: ParameterSpec) -> _Schema:
+        """The states of a parameter of this kind, seen in one step on a stand-in."""
         group = self._group_of.get(spec)
         if group is None or spec.numel == 0:  # in no group: it never takes a step
             return {}
-        key = (spec.shape, group)
-        if key not in self._schemas:
-            parameter = nn.Parameter(torch.zeros(spec.shape))
-            vars(parameter).update(_attributes_of(spec.parameter))
-            parameter.grad = torch.zeros(spec.shape)
-            try:
-                had = copy.deepcopy(dict(self._its_owner().state.get(spec.parameter, {})))
-                with without_compiling():
-                    _, states = self._twin.run(self._shared.of_group(group), [[parameter]], {parameter: had})
-            except Exception as error:
-                why = f"a step on {spec.name} {tuple(spec.shape)} raised {type(error).__name__}: {error}"
-                raise ConfigError(cannot(self._name, why)) from error
-            of_parameter = states.get(parameter, {})
-            check_kinds(self._name, of_parameter)
-            self._schemas[key] = {name: (v.shape, v.dtype) for name, v in of_parameter.items() if _rests_in_tile(v)}
-        return self._schemas[key]
+        attributes = _attributes_of(spec.parameter)
+        # Fractions, such as factors of the learning rate, tell parameters apart that have the same states.
+        kind = {name: value for name, value in attributes.items() if not isinstance(value, float)}
+        found = self._schemas.setdefault((spec.shape, group), [])
+        for other, schema in found:
+            if same(kind, other):
+                return schema
+        parameter = nn.Parameter(torch.zeros(spec.shape))
+        vars(parameter).update(attributes)
+        parameter.grad = torch.zeros(spec.shape)
+        try:
+            had = copy.deepcopy(dict(self._its_owner().state.get(spec.parameter, {})))
+            with without_compiling():
+                _, states = self._twin.run(self._shared.of_group(group), [[parameter]], {parameter: had})
+        except Exception as error:
+            why = f"a step on {spec.name} {tuple(spec.shape)} raised {type(error).__name__}: {error}"
+            raise ConfigError(cannot(self._name, why)) from error
+        of_parameter = states.get(parameter, {})
+        check_kinds(self._name, of_parameter)
+        schema = {name: (v.shape, v.dtype) for name, v in of_parameter.items() if _rests_in_tile(v)}
+        found.append((kind, schema))
+        return schema
 
     def _keep(
         self,
@@ -362,11 +372,11 @@ def _owned(value: Any, borrowed: set[int]) -> Any:
 def _kinds(specs: Sequence[ParameterSpec], states: Mapping[Any, Any]) -> list[Kind]:
     """Parameters of a group for a trial: a few that differ when they are small, and two at least, if it has two."""
     found: list[Kind] = []
-    seen: list[tuple[list[int], Mapping[str, Any]]] = []
+    seen: list[tuple[Any, ...]] = []
     for spec in specs:
         kind = Kind(spec.shape, _attributes_of(spec.parameter), dict(states.get(spec.parameter, {})))
         small = [min(length, SIDE) for length in spec.shape], kind.attributes
-        if spec.numel and small not in seen and len(found) < _KINDS_MAX:
+        if spec.numel and not any(same(small, other) for other in seen) and len(found) < _KINDS_MAX:
             found.append(kind)
             seen.append(small)
     return (found * 2 if len(found) == 1 and len(specs) > 1 else found) or [Kind(torch.Size([SIDE]))]

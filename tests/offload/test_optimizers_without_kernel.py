@@ -118,6 +118,42 @@ def net() -> Net:
     return Net()
 
 
+class Masked(torch.optim.SGD):
+    """Momentum for parameters that ask for it by an attribute, which may be a tensor."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in (one for one in group["params"] if one.grad is not None):
+                step = parameter.grad * parameter.mask
+                if parameter.mask.numel() > 1:
+                    step = self.state[parameter].setdefault("buffer", torch.zeros_like(parameter)).mul_(0.5).add_(step)
+                parameter.sub_(step, alpha=group["lr"])
+
+
+def test_parameters_of_one_shape_have_the_states_that_their_attributes_ask_for():
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+        model[0].weight.mask, model[1].weight.mask = torch.ones(()), torch.full((3, 3), 0.5)
+        return model, Masked(model.parameters(), lr=0.1)
+
+    def run(call, optimizer) -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            call(torch.ones(2, 3)).square().sum().backward()
+            optimizer.step()
+
+    plain, theirs = make()
+    run(plain, theirs)
+    model, own = make()
+    with OffloadEngine(model, optimizer=own, precision="fp32") as engine:
+        run(engine, engine.optimizer)
+        for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(ours.detach(), expected.detach())
+        assert sorted(len(states) for states in engine.optimizer.state_dict()["state"].values()) == [0, 1]
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_an_engine_trains_with_pieces_to_the_bits_of_torch(seed):
     chance = random.Random(seed)

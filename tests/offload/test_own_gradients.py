@@ -68,11 +68,14 @@ def test_beyond_a_bound_the_oldest_are_held_by_the_user_alone(chain, monkeypatch
     gradients.adopt(unit, bias, torch.ones(2))
     assert written == [("weight", [[1.0, 1.0], [1.0, 1.0]])]
     assert gradients.of(weight) is first
+    gradients.take(unit, weight, torch.ones(2, 2))
+    assert first.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+    assert sink.taken == [4.0], "a backward is lost with the tensor"
     del first
     assert gradients.of(weight) is None
     assert gradients.of(bias) is not None
     gradients.take(unit, weight, torch.ones(2, 2))
-    assert sink.taken == [4.0]
+    assert sink.taken == [4.0, 4.0]
 
 
 @pytest.fixture

@@ -77,12 +77,13 @@ class OwnGradients:
     # The sink: see ``GradientSink``.
 
     def take(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor, scale: float = 1.0) -> None:
-        own = self.of(spec)
-        if own is None:
-            self._sink.take(unit, spec, gradient, scale)
-        else:
+        own = self._own.get(spec)
+        tensor = None if own is None else own.tensor()
+        if tensor is not None:
             with torch.no_grad():
-                own.add_(plain(gradient), alpha=scale)
+                tensor.add_(plain(gradient), alpha=scale)
+        if own is None or own.held is None:  # the user may let go of it: then what rests is the gradient
+            self._sink.take(unit, spec, gradient, scale)
 
     def close(self, unit: UnitSpec) -> None:
         self._sink.close(unit)
