@@ -191,10 +191,6 @@ class Administrator:
         self._check_acknowledged()
         self._look_at_all()
 
-    def take_logs(self) -> None:
-        for job in self._jobs:
-            self._take_log(job)
-
     def _take_log(self, job: Job) -> None:
         lines = job.log.read_text().split("\n")[:-1]
         new, job.num_taken = lines[job.num_taken :], len(lines)
@@ -250,8 +246,6 @@ class Administrator:
             found = result(lambda: weights_of(folder.parent, folder.name))
             if found != [self._known[folder][1], self._expected[self._known[folder][1]]]:
                 raise SystemExit(f"{folder} has other weights than were saved: step {found[0]}")
-        left = [entry for entry in self._folder.rglob(".unfinished-*") if entry.parent.name in ("saved", "nvme")]
-        self.done["unfinished"] += len(left)
 
     def _look_at(self, folder: Path, at: int) -> None:
         facts = inspect(folder, verify=True, check=lambda: None)
@@ -280,9 +274,10 @@ class Administrator:
     # Acts.
 
     def act(self) -> None:
-        self.take_logs()
+        for job in self._jobs:
+            self._take_log(job)
         acts: list[Callable[[], str | None]] = [
-            self._move, self._rename, self._copy, self._link, self._remove, self._move_directory, self._remove_latest
+            self._move, self._rename, self._copy, self._copy, self._remove, self._move_directory
         ]  # fmt: skip
         if not self._jobs:
             acts += [self._back_up, self._link_store, self._put_back, self._lose_manifest]
@@ -336,10 +331,8 @@ class Administrator:
         return True
 
     def _copy(self) -> str | None:
-        return "copy" if self._copied(shutil.copy2) else None
-
-    def _link(self) -> str | None:
-        return "hard links" if self._copied(os.link) else None
+        name, copy = self._rng.choice([("copy", shutil.copy2), ("hard links", os.link)])
+        return name if self._copied(copy) else None
 
     def _remove(self) -> str | None:
         folder = self._some()
@@ -348,13 +341,6 @@ class Administrator:
         self._known.pop(folder)
         shutil.rmtree(folder, ignore_errors=True)
         return "remove"
-
-    def _remove_latest(self) -> str | None:
-        latest = self._folder / "saved" / "latest"
-        if not latest.exists():
-            return None
-        latest.unlink()
-        return "remove latest"
 
     def _move_directory(self) -> str | None:
         """The checkpoints of a run that goes on, or the attic."""

@@ -397,7 +397,10 @@ class DurableStore:
 
     def links(self) -> Links:
         """Account for the names that the data has beside the store's own."""
-        return find_links(self._directory, self._transfers.device.descriptors, self._retained)
+        try:
+            return find_links(self._directory, self._transfers.device.descriptors, self._retained)
+        except OSError as error:
+            raise failed(f"looking for links to {self._transfers.where}", error) from error
 
     def release_unlinked(self) -> None:
         """Let the retained generations go that no folder holds any more. All stay as long as the data has a name that

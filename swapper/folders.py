@@ -109,10 +109,13 @@ def create_store(
 
 
 def _note_replaced(directory: Directory, identity: bytes) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        directory.remove(REPLACES)
-    if identity:
-        directory.create(REPLACES, identity)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            directory.remove(REPLACES)
+        if identity:
+            directory.create(REPLACES, identity)
+    except OSError as error:
+        raise failed("noting which store this one replaces", error) from error
 
 
 def _each(places: int | Sequence[int], num_extents: int) -> list[int]:

@@ -47,7 +47,9 @@ def find_links(directory: Directory, files: Sequence[int], retained: Collection[
     held: set[int] = set()
     num_known = 1 if directory.is_name_of(DATA, data) else 0
     for folder in _folders_of(os.fstat(data), linked_in(directory)):
-        names = os.listdir(folder)  # noqa: PTH208 - only names are asked for
+        names: list[str] = []
+        with contextlib.suppress(OSError):  # it was removed just now
+            names = [entry.name for entry in folder.iterdir()]
         generations = set(published(names))
         if generations and generations <= set(retained) and OWNER not in names:
             held |= generations
