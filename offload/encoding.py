@@ -310,8 +310,8 @@ DTYPES = {
 """Dtypes of tensors whose bytes are numbers, by the names that torch gives them."""
 
 
-class _Dtype(OneOf[torch.dtype]):
-    """A dtype of ``DTYPES``, by its name, or decoded already."""
+class Dtype(OneOf[torch.dtype]):
+    """One of some dtypes, by its name, or decoded already."""
 
     def take(self, value: Any) -> torch.dtype:
         return super().take(str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value)
@@ -324,7 +324,7 @@ class _List(Kind[list[Any]]):
         return value
 
 
-DTYPE = _Dtype(DTYPES)
+DTYPE = Dtype(DTYPES)
 _LIST, _PAIR = _List(), Tuple(ANY, ANY)
 _RANGE = Tuple(Int(), Int())
 _TENSOR = Tuple(DTYPE, Shape(), Int(), Int())

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from offload.checkpoint.hugging_face import CONFIG, GENERATION_CONFIG
-from offload.encoding import DTYPE
+from offload.dtypes import BY_PRECISION
+from offload.encoding import Dtype
 from swapper.checked import (
     ANY,
     FLAG,
@@ -99,10 +100,11 @@ _GENERATORS: dict[str, Callable[[Any], object]] = {
     "torch": lambda state: torch.Generator().set_state(state),
 }
 
-_NUMBER, _PLAIN = Real(), _Plain()
+_NUMBER, _PLAIN = Real(finite=True), _Plain()
 _PLAIN_LIST, _PLAIN_MAP = ListOf(_PLAIN, make=list), MapOf(_PLAIN)
 _RANDOM: Kind[dict[str, Any]] = Record(dict, {"python": ANY, "numpy": ANY, "torch": _Tensor()}, {"device": _Tensor()})
 _COUNT = Int(0, 1 << 53)
+_GRADIENT_DTYPE = Dtype({str(dtype).removeprefix("torch."): dtype for dtype in BY_PRECISION.values()})
 _CONFIGS = MapOf(
     _With({"architectures": Optional(ListOf(TEXT, make=list))}, _PLAIN),
     OneOf({name: name for name in (CONFIG, GENERATION_CONFIG)}),
@@ -126,7 +128,7 @@ RUN: Kind[dict[str, Any]] = Record(
         "num_backwards": _COUNT,
         "has_other_gradients": FLAG,
         "loss_scale": Optional(Tuple(Real(finite=True, above=0.0), _COUNT)),
-        "gradient_dtype": DTYPE,
+        "gradient_dtype": _GRADIENT_DTYPE,
         "groups": ListOf(Record(dict, {"options": _With({"lr": _Scalar()}), "parameters": ListOf(TEXT, make=list)})),
         "states": MapOf(_With({"steps": _COUNT, "step": _Scalar()})),
         "gradients": MapOf(Tuple(Real(), Real(), Real(), optional=1)),

@@ -145,6 +145,11 @@ def more(by: int) -> Callable[[int], int]:
         (setter("run.step", None), "run.step: expected a whole number, not None"),
         (setter("run.loss_scale", {"$tuple": [float("nan"), 1]}), r"run.loss_scale\[0\]: nan is not a number"),
         (setter("run.gradient_dtype", {"$dtype": "quint8"}), "'quint8' is none of float64"),
+        (
+            setter("run.gradient_dtype", {"$dtype": "bool"}),
+            "gradient_dtype: 'bool' is none of bfloat16, float16",
+        ),
+        (setter("run.states.x", {"steps": 1, "step": float("inf")}), "run.states.x.step: inf is not a number"),
         (setter("run.groups.0.options.lr", "fast"), "run.groups.*lr: expected a number, not 'fast'"),
         (setter("run.groups.0.options.betas", {"$tuple": [0.9]}), "option betas of parameter group 0 is"),
         (setter("run.groups.0.options.amsgrad", 1 << 40), "option amsgrad of parameter group 0 is 1099511627776 there"),
