@@ -74,10 +74,9 @@ class Leaves:
     def register_post_hook(self, hook: Callable[[torch.Tensor], None]) -> Removers:
         """Call ``hook`` with the first leaf when the whole gradient is accumulated."""
 
-        def call(index: int, leaf: torch.Tensor) -> None:
+        def call(index: int, leaf: torch.Tensor) -> Any:
             first = self._leaves[0]() if self._leaves else leaf
-            if first is not None and not self._waits(index):
-                hook(first)
+            return None if first is None or self._waits(index) else hook(first)  # torch refuses what is not None
 
         return self._register(torch.Tensor.register_post_accumulate_grad_hook, call)
 
