@@ -258,6 +258,17 @@ class PlainGradientBacking:
         self._access.zeroing = Zeroing.DONE  # zeros, it may be
         self._access.write_gradient(self._unit, self.spec, value)
 
+    def begin_anew(self, value: torch.Tensor) -> bool:
+        """Take what a backward adds to a gradient that a step has used: it is the first of a new sum, as elsewhere.
+        False: no step has used it."""
+        access = self._access
+        if self._own is not None or self.spec in access.gradients.of(self._unit):
+            return False
+        access.write_gradient(self._unit, self.spec, value)
+        if access.zeroing is Zeroing.DUE:
+            access.zeroing = Zeroing.MISSED
+        return True
+
     # What clip_grad_norm_ and zero_grad ask of each gradient, without bringing it in.
 
     def zero(self) -> None:
@@ -319,6 +330,10 @@ class PiecewiseGradientBacking:
     def write(self, value: torch.Tensor) -> None:
         for piece, part in zip(self._pieces, self.spec.split(value), strict=True):
             piece.write(part)
+
+    def begin_anew(self, value: torch.Tensor) -> bool:
+        """No forward sees it, and so no backward adds to it."""
+        return False
 
     def zero(self) -> None:
         for piece in self._pieces:

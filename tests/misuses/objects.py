@@ -691,9 +691,7 @@ def post_hook_returns(place):
     return place.attempt(engine.module(_input()).sum().backward)
 
 
-_OTHER_OBJECT = (
-    "in its unit's forward `self.weight` is another object than outside: look it up by its name."
-)
+_OTHER_OBJECT = "in its unit's forward `self.weight` is another object than outside: look it up by its name."
 
 
 class _LooksUp(nn.Linear):
