@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
+from collections import OrderedDict
 from collections.abc import Sequence
-from types import NoneType
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class ParameterBacking:
         self._gradient_handle: GradientHandle | None = None
 
     def __reduce__(self) -> Any:
-        return NoneType, ()  # a parameter that is saved in its unit's forward is an ordinary one
+        return OrderedDict, ()  # a parameter that is saved in its unit's forward is an ordinary one
 
     def read(self) -> torch.Tensor:
         """A copy of the value, once the last step's update has reached it."""

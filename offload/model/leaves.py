@@ -8,6 +8,7 @@ in one backward the first waits for the other, and zeros go in its place.
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -97,7 +98,7 @@ class Leaves:
         return gradient
 
     def __reduce__(self) -> Any:
-        return NoneType, ()  # a parameter that is saved in its unit's forward is an ordinary one
+        return OrderedDict, ()  # a parameter that is saved in its unit's forward is an ordinary one
 
     def end(self) -> None:
         """The hooks are those of an ordinary parameter from now on."""
