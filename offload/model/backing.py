@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
+from collections import OrderedDict
 from collections.abc import Sequence
-from types import NoneType
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ class ParameterBacking:
         self._gradient_handle: GradientHandle | None = None
 
     def __reduce__(self) -> Any:
-        return NoneType, ()  # a parameter that is saved in its unit's forward is an ordinary one
+        return OrderedDict, ()  # a parameter that is saved in its unit's forward is an ordinary one
 
     def read(self) -> torch.Tensor:
         """A copy of the value, once the last step's update has reached it."""
@@ -265,6 +265,17 @@ class PlainGradientBacking:
         self._access.zeroing = Zeroing.DONE  # zeros, it may be
         self._access.write_gradient(self._unit, self.spec, value)
 
+    def begin_anew(self, value: torch.Tensor) -> bool:
+        """Take what a backward adds to a gradient that a step has used: it is the first of a new sum, as elsewhere.
+        False: no step has used it."""
+        access = self._access
+        if self._own is not None or self.spec in access.gradients.of(self._unit):
+            return False
+        access.write_gradient(self._unit, self.spec, value)
+        if access.zeroing is Zeroing.DUE:
+            access.zeroing = Zeroing.MISSED
+        return True
+
     # What clip_grad_norm_ and zero_grad ask of each gradient, without bringing it in.
 
     def zero(self) -> None:
@@ -330,6 +341,10 @@ class PiecewiseGradientBacking:
     def write(self, value: torch.Tensor) -> None:
         for piece, part in zip(self._pieces, self.spec.split(value), strict=True):
             piece.write(part)
+
+    def begin_anew(self, value: torch.Tensor) -> bool:
+        """No forward sees it, and so no backward adds to it."""
+        return False
 
     def zero(self) -> None:
         for piece in self._pieces:

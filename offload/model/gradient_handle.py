@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from offload.model.handle import Backing, Handle
+from offload.torch_internals import graph_task
 from swapper import OffloadError
 
 _aten = torch.ops.aten
@@ -28,6 +29,8 @@ class GradientBacking(Backing, Protocol):
     def is_kept(self) -> bool: ...
 
     def own_tensor(self) -> torch.Tensor: ...
+
+    def begin_anew(self, value: torch.Tensor) -> bool: ...
 
     def zero(self) -> None: ...
 
@@ -76,6 +79,8 @@ class GradientHandle(Handle):
                 return torch.full((), norm, dtype=dtype, device=handle.device)  # a copy would wait for the device
             if func in (_aten.mul_.Tensor, _aten.mul_.Scalar) and _is_number(args[1]):
                 handle._backing.multiply(float(args[1]))
+                return handle
+            if func is _aten.add_.Tensor and graph_task() != -1 and handle._backing.begin_anew(args[1]):
                 return handle
             if func is _aten.zero_.default:
                 handle._backing.zero()

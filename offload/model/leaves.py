@@ -8,6 +8,7 @@ in one backward the first waits for the other, and zeros go in its place.
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -74,10 +75,9 @@ class Leaves:
     def register_post_hook(self, hook: Callable[[torch.Tensor], None]) -> Removers:
         """Call ``hook`` with the first leaf when the whole gradient is accumulated."""
 
-        def call(index: int, leaf: torch.Tensor) -> None:
+        def call(index: int, leaf: torch.Tensor) -> Any:
             first = self._leaves[0]() if self._leaves else leaf
-            if first is not None and not self._waits(index):
-                hook(first)
+            return None if first is None or self._waits(index) else hook(first)  # torch refuses what is not None
 
         return self._register(torch.Tensor.register_post_accumulate_grad_hook, call)
 
@@ -98,7 +98,7 @@ class Leaves:
         return gradient
 
     def __reduce__(self) -> Any:
-        return NoneType, ()  # a parameter that is saved in its unit's forward is an ordinary one
+        return OrderedDict, ()  # a parameter that is saved in its unit's forward is an ordinary one
 
     def end(self) -> None:
         """The hooks are those of an ordinary parameter from now on."""

@@ -624,3 +624,85 @@ def views_of_a_gradient(place):
     turned[0].zero_()
     norm = nn.utils.clip_grad_norm_(engine.module.parameters(), 0.1)
     return norm, gradient.clone(), row.clone(), turned.clone()
+
+
+def _train_step(engine, seed):
+    engine.optimizer.zero_grad()
+    engine.module(_input(seed)).pow(2).mean().backward()
+    engine.optimizer.step()
+
+
+@family.works(
+    "gradients of a worker's plain model are the engine's: `p.grad = q.grad`, and the worker's backward adds to them"
+)
+def gradients_of_a_worker(place):
+    engine, worker = place.wrap(_net(), optimizer="sgd", lr=0.1), _net()
+    worker(_input()).pow(2).mean().backward()
+    for p, q in zip(engine.module.parameters(), worker.parameters(), strict=True):
+        p.grad = q.grad
+    for index in range(2):
+        worker.zero_grad(set_to_none=False)
+        worker(_input(index)).pow(2).mean().backward()
+        engine.optimizer.step()
+    return values(engine.module)
+
+
+@family.works("gradients of the engine's model are a plain one's: `q.grad = p.grad`")
+def gradients_for_a_plain_model(place):
+    engine, other = place.wrap(_net()), _net()
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    engine.module(_input()).pow(2).mean().backward()
+    for p, q in zip(engine.module.parameters(), other.parameters(), strict=True):
+        q.grad = p.grad
+    optimizer.step()
+    engine.optimizer.step()
+    return values(engine.module), values(other)
+
+
+@family.works("fast weights `p - 0.1 * g` by `functional_call`: gradients reach the parameters (higher, first order)")
+def fast_weights(place):
+    engine = place.wrap(_net())
+    model = engine.module
+    found = torch.autograd.grad(model(_input()).pow(2).mean(), list(model.parameters()))
+    fast = {name: p - 0.1 * g for (name, p), g in zip(model.named_parameters(), found, strict=True)}
+    torch.func.functional_call(model, fast, (_input(3),)).abs().mean().backward()
+    engine.optimizer.step()
+    return values(model)
+
+
+@family.works("a step post-hook, and code after the scheduler, log norms of gradients")
+def norms_in_a_post_hook(place):
+    engine, seen = place.wrap(_net()), []
+    schedule = torch.optim.lr_scheduler.StepLR(engine.optimizer, 1, 0.5)
+    engine.optimizer.register_step_post_hook(
+        lambda *_: seen.append([p.grad.norm().item() for p in engine.module.parameters()])
+    )
+    for index in range(2):
+        _train_step(engine, index)
+        schedule.step()
+        seen.append(torch.stack([p.grad.norm() for p in engine.module.parameters()]).norm().item())
+    return seen
+
+
+@family.works("a post-accumulate hook that returns something raises")
+def post_hook_returns(place):
+    engine = place.wrap(_net())
+    engine.module[0].weight.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1e-3, 1e-3))
+    return place.attempt(engine.module(_input()).sum().backward)
+
+
+_OTHER_OBJECT = "in its unit's forward `self.weight` is another object than outside: look it up by its name."
+
+
+class _LooksUp(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * self.factors.get(self.weight, 1.0)
+
+
+@family.differs("a dict keyed by parameters is looked up in a forward by `self.weight`", _OTHER_OBJECT)
+def looked_up_in_forward(place):
+    torch.manual_seed(0)
+    model = nn.Sequential(_LooksUp(16, 16), nn.Linear(16, 4))
+    engine = place.wrap(model)
+    model[0].factors = {model[0].weight: 2.0}
+    return engine.module(_input())

@@ -172,7 +172,7 @@ def test_a_weight_is_saved_in_its_units_forward():
     with OffloadEngine(model, optimizer="sgd", precision="fp32"):
         model(_X)
         model[1].content.seek(0)
-        loaded = torch.load(model[1].content, weights_only=False)
+        loaded = torch.load(model[1].content, weights_only=True)
         assert type(loaded) is nn.Parameter
         assert loaded.mark == 1
         assert torch.equal(loaded, model[1].weight)

@@ -239,6 +239,17 @@ def test_a_backward_within_a_forward_adds_to_the_gradient_that_the_forward_sees(
         torch.testing.assert_close(weight.grad.clone(), expected)
 
 
+def test_a_backward_within_a_forward_adds_nothing_to_a_gradient_that_a_step_has_used():
+    model = nn.Sequential(nn.Linear(4, 4), _GoesBackward(4, 4, bias=False))
+    with OffloadEngine(model, optimizer="sgd", lr=0.0, precision="fp32") as engine, pytest.warns(match="zero_grad"):
+        _backward(engine)
+        value = model[1].weight.grad.clone()
+        engine.optimizer.step()
+        _backward(engine)
+        assert torch.equal(model[1].weight.grad, value)
+        engine.optimizer.step()
+
+
 def test_the_engines_clipping_reaches_gradients_that_were_assigned(engine: OffloadEngine):
     p, _ = _backward(engine)
     p.grad = given = 2 * p.grad
