@@ -136,5 +136,12 @@ RUN: Kind[dict[str, Any]] = Record(
         "objects": ListOf(ANY),
         "client_state": ANY,
     },
-    {"identity": Text(64), "shared": _SHARED, "buffers": MapOf(_Tensor()), "extra": MapOf(ANY), "configs": _CONFIGS, "folder": TEXT},
+    {
+        "identity": Text(64),
+        "shared": _SHARED,
+        "buffers": MapOf(_Tensor()),
+        "extra": MapOf(ANY),
+        "configs": _CONFIGS,
+        "folder": TEXT,
+    },
 )
