@@ -338,7 +338,8 @@ class Files:
 
     def _latest(self, data: bytes, number: int) -> bool:
         (self.folder / "kernel" / "latest").write_bytes(data)
-        CheckpointDirectory(self.folder / "kernel").open(None).close()
+        with CheckpointDirectory(self.folder / "kernel").open(None):
+            pass
         return True
 
     def _owner(self, data: bytes, number: int) -> bool:

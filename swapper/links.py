@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from swapper.checked import TEXT, Cursor, ListOf, Refused, text_of
 from swapper.directory import Directory
 from swapper.owner import NAME as OWNER
 from swapper.publication import published
@@ -28,6 +29,7 @@ REPLACES = "replaces"
 
 _WRITTEN = "links.new"
 _BYTES_MAX = 1 << 20
+_PATHS = ListOf(TEXT)
 DATA = "data.0"
 
 
@@ -59,10 +61,8 @@ def find_links(directory: Directory, files: Sequence[int], retained: Collection[
 
 def linked_in(directory: Directory) -> list[Path]:
     """Directories in which folders with generations of this store have been made."""
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        found = json.loads(directory.read(NAME, _BYTES_MAX))
-        if isinstance(found, list):
-            return [Path(path) for path in found if isinstance(path, str)]
+    with contextlib.suppress(OSError, Refused):
+        return [Path(path) for path in _PATHS.read(Cursor(text_of(directory.read(NAME, _BYTES_MAX))))]
     return []
 
 

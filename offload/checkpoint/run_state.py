@@ -143,7 +143,7 @@ class RunState:
                     )
             specs = [spec for parameter in own["params"] for spec in training.specs[parameter]]
             if specs:
-                training.rule.freeze(specs[0], {**own, **saved["options"]}, 1, 1.0)
+                training.rule.check_options(specs[0], {**own, **saved["options"]})
 
     def _set_training(self, state: dict[str, Any], training: Training) -> None:
         for own, saved_group in zip(training.optimizer.param_groups, state["groups"], strict=True):

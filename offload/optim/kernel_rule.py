@@ -133,6 +133,9 @@ class KernelRule:
             )
         return coefficients
 
+    def check_options(self, spec: ParameterSpec, group: Group) -> None:
+        self.freeze(spec, group, 1, 1.0)
+
     @property
     def device_unsupported_reason(self) -> str | None:
         """Reason why ``apply`` cannot run on a device, if it cannot."""

@@ -123,6 +123,9 @@ class Rule(TileLayout, Protocol):
         Neighbours for which it is equal are updated in one call. Raises ``ConfigError`` for settings that cannot work.
         """
 
+    def check_options(self, spec: ParameterSpec, group: Group) -> None:
+        """Raise ``ConfigError`` for options with which this parameter of a group could not take a step."""
+
     def apply(self, frozen: Hashable, tile: Tile, start: int, stop: int, at: TileBytes, native: kernels.Native) -> None:
         """Update the elements ``[start, stop)`` of the tile, whose weights and gradients begin where ``at`` says.
         ``native`` runs the kernels: on the CPU, or on a device

@@ -194,6 +194,9 @@ class TorchRule:
         after.give(optimizer, before)
         self._step, self._stepping = _Step(before, after), stepping
 
+    def check_options(self, spec: ParameterSpec, group: Group) -> None:
+        """The optimizer looks at them itself, when it takes a step."""
+
     def freeze(self, spec: ParameterSpec, group: Group, step: int, grad_scale: float) -> Hashable:
         attributes = _attributes_of(self._stepping[spec].parameter)
         return _ParameterStep(self._step, spec, self._index[id(group)], attributes, grad_scale)
