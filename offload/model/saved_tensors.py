@@ -52,20 +52,20 @@ class SavedTensors:
 
     def __init__(self, uses: UsesOfUnits) -> None:
         hooks_step_aside()
-        self._uses = uses
+        self.uses = uses
         self._hooks: SavedTensorsHooks = self.pack, self.unpack
 
     def begin(self, call: Call) -> None:
         """The call's forward begins in this thread."""
         below = top_saved_tensors_hooks()
-        if below is not None and _are_ours(below):
+        if below is not None and self._are_ours(below):
             return  # a call around this one has put them there
         if below is None:
             call.hooks = self._hooks, None
             push_saved_tensors_hooks(self._hooks)
         else:
             with held_back():  # what is below goes with them: see ``take_out_saved_tensors_hooks``
-                call.hooks = HooksAbove(self._uses, below).pair, below
+                call.hooks = HooksAbove(self.uses, below).pair, below
                 push_saved_tensors_hooks(call.hooks[0])
 
     def end(self, call: Call) -> None:
@@ -76,8 +76,13 @@ class SavedTensors:
             take_out_saved_tensors_hooks(*call.hooks)
             call.hooks = None
 
+    def _are_ours(self, hooks: SavedTensorsHooks) -> bool:
+        """And not those of another engine, whose model has called this one's."""
+        owner = getattr(hooks[0], "__self__", None)
+        return isinstance(owner, (SavedTensors, HooksAbove)) and owner.uses is self.uses
+
     def pack(self, tensor: torch.Tensor) -> Any:
-        unit = _unit_around(tensor, self._uses.context)
+        unit = _unit_around(tensor, self.uses.context)
         if unit is None:
             return _without_history(tensor), tensor._version
         return _without_history(tensor), tensor._version, unit.call, unit.strays.saved
@@ -91,7 +96,7 @@ class SavedTensors:
                 "instead. Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
                 "with torch.autograd.set_detect_anomaly(True)."
             )
-        return tensor if len(packed) == 2 else _from_use(self._uses, packed[2], lambda: tensor)
+        return tensor if len(packed) == 2 else _from_use(self.uses, packed[2], lambda: tensor)
 
     pack.steps_aside = unpack.steps_aside = True  # type: ignore[attr-defined]
 
@@ -100,19 +105,19 @@ class HooksAbove:
     """The hooks of one call, above some of the user's: see [Note: Hooks below]."""
 
     def __init__(self, uses: UsesOfUnits, below: SavedTensorsHooks) -> None:
-        self._uses = uses
+        self.uses = uses
         self._pack_below, self._unpack_below = below
         self.pair: SavedTensorsHooks = self.pack, self.unpack
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        unit = _unit_around(tensor, self._uses.context)
+        unit = _unit_around(tensor, self.uses.context)
         return self._pack_below(tensor), None if unit is None else unit.call
 
     def unpack(self, packed: Any) -> torch.Tensor:
         below, call = packed
         if call is None:
             return self._unpack_below(below)
-        return _from_use(self._uses, call, lambda: self._unpack_below(below))
+        return _from_use(self.uses, call, lambda: self._unpack_below(below))
 
     pack.steps_aside = unpack.steps_aside = True  # type: ignore[attr-defined]
 
@@ -125,10 +130,6 @@ def _from_use(uses: UsesOfUnits, call: Call, get: Callable[[], torch.Tensor]) ->
     if call.unit.reassigned:
         call.unit.check_saved(call, tensor)
     return tensor
-
-
-def _are_ours(hooks: SavedTensorsHooks) -> bool:
-    return isinstance(getattr(hooks[0], "__self__", None), (SavedTensors, HooksAbove))
 
 
 def _without_history(tensor: torch.Tensor) -> torch.Tensor:
