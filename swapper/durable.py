@@ -112,8 +112,8 @@ class DurableStore:
         self._failure: OffloadError | None = None
         self._lock = threading.Condition()
         """Lock of the store. Guards: records, ``_writes``, ``_shadow``, ``_failure``, generations and ``_turn_of``.
-        Order: after all of the engine's; the lock of the counts is taken under it. No I/O is waited for under it, but the
-        reserving of space for extents that are written for the first time.
+        Order: after all of the engine's; the lock of the counts is taken under it. No I/O is waited for under it, but
+        that space is reserved for extents that are written for the first time.
         One exception: with 16384 requests in flight a submission waits until one is over. The threads of ``aio_ext``
         see to that, and they take no lock of the store."""
         self._turn_of: object | None = None

@@ -43,6 +43,7 @@ class InMemoryAdamW(torch.optim.Optimizer):
         """Update every parameter with its gradient, scaled so that the global norm is at most the bound."""
         grads = {parameter: _gradient(parameter) for parameter in self._parameters()}
         threads = torch.get_num_threads()
+        native = kernels.OnHost(lambda numel: threads)
         squares = [
             kernels.sum_squares(grad.data_ptr(), grad.numel(), _KERNEL_DTYPE[grad.dtype], threads)
             for grad in grads.values()
@@ -72,7 +73,7 @@ class InMemoryAdamW(torch.optim.Optimizer):
                     rest=0 if rest is None else rest.data_ptr(),
                     exp_avg=self.state[parameter]["exp_avg"].data_ptr(),
                     exp_avg_sq=self.state[parameter]["exp_avg_sq"].data_ptr(),
-                    num_threads=threads,
+                    native=native,
                 )
 
     def _parameters(self) -> list[nn.Parameter]:

@@ -208,7 +208,7 @@ def test_shapes_that_do_not_fit_and_damage_are_errors(tmp_path: Path) -> None:
         OffloadEngine.from_pretrained(model_class, tmp_path, model_kwargs={"config": config})
     shard = next(tmp_path.glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(WeightsError, match=f"{shard} is damaged or cut off"):
+    with pytest.raises(WeightsError, match=f"{shard} is damaged: it is cut off"):
         OffloadEngine.from_pretrained(model_class, tmp_path)
 
 
