@@ -8,6 +8,7 @@ up while the gradient came, and its product with a number, which the update appl
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any, Protocol
 
 import torch
@@ -78,7 +79,7 @@ class GradientHandle(Handle):
                 norm, dtype = handle._backing.norm(), kwargs.get("dtype") or handle.dtype
                 return torch.full((), norm, dtype=dtype, device=handle.device)  # a copy would wait for the device
             if func in (_aten.mul_.Tensor, _aten.mul_.Scalar) and _is_number(args[1]):
-                handle._backing.multiply(float(args[1]))
+                handle._backing.multiply(_number(args[1]))
                 return handle
             if func is _aten.add_.Tensor and graph_task() != -1 and handle._backing.begin_anew(args[1]):
                 return handle
@@ -86,7 +87,7 @@ class GradientHandle(Handle):
                 handle._backing.zero()
                 return handle
             if func in (_aten.div_.Tensor, _aten.div_.Scalar) and _is_number(args[1]):
-                number = float(args[1])
+                number = _number(args[1])
                 handle._backing.multiply(1 / number if number else math.inf)
                 return handle
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -94,7 +95,7 @@ class GradientHandle(Handle):
 
 def _unscale(gradients: list[torch.Tensor], found_inf: torch.Tensor, factor: torch.Tensor) -> None:
     """Do what ``torch.amp.GradScaler`` does to gradients before a step, without bringing them in."""
-    number = float(factor)
+    number = _number(factor)
     for gradient in gradients:
         if not isinstance(gradient, GradientHandle):
             torch._amp_foreach_non_finite_check_and_unscale_([gradient], found_inf, factor)
@@ -111,6 +112,24 @@ def _zero(gradients: list[torch.Tensor]) -> None:
 
 def _is_2_norm(ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> bool:
     return bool(ord == 2) and dim is None and not keepdim
+
+
+_last: tuple[weakref.ref[torch.Tensor], int, float] | None = None
+"""The number of a device that was read last, and its version then."""
+
+
+def _number(value: Any) -> float:
+    """The number. One of a device is read once, however many gradients it is for: each read waits for the device."""
+    global _last
+    if not isinstance(value, torch.Tensor) or _is_here(value):
+        return float(value)
+    if _last is None or _last[0]() is not value or _last[1] != value._version:
+        _last = weakref.ref(value), value._version, float(value)
+    return _last[2]
+
+
+def _is_here(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
 
 
 def _is_number(value: Any) -> bool:

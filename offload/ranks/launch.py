@@ -19,6 +19,8 @@ from offload.ranks.heartbeat import PATIENCE_S, STORE_IS_GONE
 _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that a launcher such as torchrun puts into the environment."""
 
+_START = "Start them by torchrun, or call torch.distributed.init_process_group before the engine is made."
+
 _HEARD_S = 1.0
 """Time in which all processes that have come hear why they cannot start."""
 
@@ -36,6 +38,8 @@ def initialise() -> bool:
     size = _number("WORLD_SIZE")
     if size < 2:
         return False
+    if "RANK" not in os.environ:
+        raise ConfigError(f"this is one of {size} processes (WORLD_SIZE), and RANK is not set. {_START}")
     rank = _number("RANK")
     try:
         store = _meet(rank, size)
@@ -47,8 +51,7 @@ def initialise() -> bool:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
-            f"this is one of {size} processes (WORLD_SIZE), and torch.distributed cannot start: {error}. Start them by "
-            "torchrun, or call torch.distributed.init_process_group before the engine is made."
+            f"this is one of {size} processes (WORLD_SIZE), and torch.distributed cannot start: {error}. {_START}"
         ) from None
     return True
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from offload import BudgetError, OffloadEngine
-from offload.model import hooks
+from offload.model import outputs
 from offload.model.inputs import Inputs
 from offload.testing.simulated import SimulatedDevice
 from offload.tiers.window import DeviceWindow
@@ -218,7 +218,7 @@ def _forget_that_inputs_are_read(patch: pytest.MonkeyPatch) -> None:
 
 
 def _take_passed_tensors_for_own(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(hooks, "_is_older", lambda node: False)
+    patch.setattr(outputs, "_is_older", lambda node: False)
 
 
 def _do_nothing(*args: object) -> None:
