@@ -28,7 +28,7 @@ from offload.checkpoint.native.folder import CheckpointDirectory, SavingDirector
 from offload.checkpoint.native.generations import Generations, NoGenerations
 from offload.checkpoint.native.load import Loading
 from offload.checkpoint.native.other_ranks import bring_together, last_run, what_is_there
-from offload.checkpoint.native.parts import description_of
+from offload.checkpoint.native.parts import description_of, own_description
 from offload.checkpoint.native.records import EngineRecords
 from offload.checkpoint.native.run_identity import RunIdentity
 from offload.checkpoint.native.save import save_copy
@@ -272,7 +272,7 @@ class Checkpoints:
         if store is None:
             return None
         where = "the run under nvme_path"
-        description = description_of(store, where)
+        description = own_description(store, where)
         self._compare(description, where)
         loading = Loading(store, description, self._units, self._access)
 

@@ -17,8 +17,17 @@ from typing import Any
 
 from offload.checkpoint.native.description import Description
 from offload.checkpoint.native.saved_units import SavedTile, SavedUnit, SavedUnits
-from offload.checkpoint.native.whole import check_records
-from swapper import Extent, Generation, StorageCorrupt, StoreMissing, Ticket, generation_metadata, open_generation
+from offload.checkpoint.native.whole import check_coverage, check_records
+from swapper import (
+    DurableStore,
+    Extent,
+    Generation,
+    StorageCorrupt,
+    StoreMissing,
+    Ticket,
+    generation_metadata,
+    open_generation,
+)
 from swapper.checked import refusals
 
 _PART = re.compile(r"rank-([0-9]{1,6})-of-([0-9]{1,6})")
@@ -144,7 +153,17 @@ def description_of(source: Any, where: str, rank: int = 0) -> Description:
     """
     description = source.description(rank) if isinstance(source, Parts) else Description.decode(source.metadata, where)
     with refusals(f"the description of {where}", StorageCorrupt):
+        check_coverage(description.units)
         check_records(description, source)
+    return description
+
+
+def own_description(store: DurableStore, where: str) -> Description:
+    """Return what the store of one rank says of itself: of its shards, where there are several. Raises as
+    ``description_of``, but does not look for elements that are other ranks'."""
+    description = Description.decode(store.metadata, where)
+    with refusals(f"the description of {where}", StorageCorrupt):
+        check_records(description, store)
     return description
 
 

@@ -121,9 +121,8 @@ def _check_parts(unit: SavedUnit, tile: SavedTile, master_bytes: int) -> None:
 
 
 def check_records(description: Described, source: Held) -> None:
-    """Raise ``Refused`` unless each parameter is there with all of its elements, and each record in extents of its
-    size that the generation holds, which no other record has."""
-    _check_coverage(description.units)
+    """Raise ``Refused`` unless each record is in extents of its size that the generation holds, which no other record
+    has."""
     extents, taken = source.extents, set()
     width = BY_PRECISION[description.precision].itemsize
     gradient_width = DTYPE.take(description.run["gradient_dtype"]).itemsize
@@ -159,7 +158,7 @@ def check_records(description: Described, source: Held) -> None:
                     check(unit.gradients, unit.trainable_numel * gradient_width)
 
 
-def _check_coverage(units: Iterable[SavedUnit]) -> None:
+def check_coverage(units: Iterable[SavedUnit]) -> None:
     """Raise ``Refused`` for a parameter of which elements are missing, or in places that differ: replicas have saved
     the same."""
     found: dict[str, list[SavedParameter]] = {}
