@@ -274,6 +274,7 @@ def test_a_rank_whose_weights_change_gives_nothing(make: Callable[..., Program])
     second.rounds.resume()
     second.rounds.give()
     one.wait()
+    assert program.run(gather("the end")) == [[[0.0, 0.0], [1.0, 1.0]]] * 2  # who gave goes on to what comes next
 
 
 def test_what_cannot_be_given_waits_for_all_and_nobody_asks_again_and_again(make: Callable[..., Program]):
