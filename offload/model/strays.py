@@ -51,6 +51,8 @@ class Strays:
         self._names = names
         self._hashes: list[int] = []
         """Of the parameters, as they were left to strays."""
+        self._is_seen = any(spec.piece is None for spec in unit.parameters)
+        """By the user's code: with a piece of a weight the engine alone computes."""
         self._storage: int = window.flat.untyped_storage()._cdata
         self._keeps = False
         """The window does."""
@@ -110,6 +112,8 @@ class Strays:
         )
 
     def _are_there(self) -> bool:
+        if not self._is_seen:
+            return False
         if num_owners(self._storage) - sys.getrefcount(self.saved) > self._owners_at_rest:
             return True
         return any(map(gt, self._references(), self._references_at_rest))

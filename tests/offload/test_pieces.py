@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import time
+import warnings
 import weakref
 from pathlib import Path
 
@@ -350,3 +351,27 @@ def test_a_compiled_model_uses_its_pieces():
                 engine.step()
             results.append((loss.item(), model.embed.weight.detach().clone()))
     assert results[0][0] == results[1][0] and torch.equal(results[0][1], results[1][1])
+
+
+def test_a_weight_in_pieces_leaves_nothing_behind_that_a_forward_has_kept(tmp_path: Path):
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens, self.block = nn.Embedding(4000, 32), nn.Linear(32, 32)
+            self.head = nn.Linear(32, 4000, bias=False)
+            self.head.weight = self.tokens.weight
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.head(self.block(self.tokens(tokens)))
+
+    with pytest.raises(BudgetError) as refused:
+        OffloadEngine(Tied(), nvme_path=tmp_path, host_memory=1)
+    with (
+        OffloadEngine(Tied(), nvme_path=tmp_path, host_memory=refused.value.needed_bytes) as engine,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error")
+        assert any("[" in item.unit.name for item in engine.plan.units)
+        for _ in range(2):
+            engine.backward(engine(torch.arange(6).view(2, 3)).square().mean())
+            engine.step()
