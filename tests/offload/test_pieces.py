@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import time
-import warnings
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +17,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offload import BudgetError, OffloadEngine
+from offload.model.own_writes import OwnWrites
+from offload.model.strays import Strays
 from offload.testing.simulated import SimulatedDevice
 from offload.units.find import find_units
 
@@ -353,25 +355,14 @@ def test_a_compiled_model_uses_its_pieces():
     assert results[0][0] == results[1][0] and torch.equal(results[0][1], results[1][1])
 
 
-def test_a_weight_in_pieces_leaves_nothing_behind_that_a_forward_has_kept(tmp_path: Path):
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tokens, self.block = nn.Embedding(4000, 32), nn.Linear(32, 32)
-            self.head = nn.Linear(32, 4000, bias=False)
-            self.head.weight = self.tokens.weight
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return self.head(self.block(self.tokens(tokens)))
-
-    with pytest.raises(BudgetError) as refused:
-        OffloadEngine(Tied(), nvme_path=tmp_path, host_memory=1)
-    with (
-        OffloadEngine(Tied(), nvme_path=tmp_path, host_memory=refused.value.needed_bytes) as engine,
-        warnings.catch_warnings(),
-    ):
-        warnings.simplefilter("error")
-        assert any("[" in item.unit.name for item in engine.plan.units)
-        for _ in range(2):
-            engine.backward(engine(torch.arange(6).view(2, 3)).square().mean())
-            engine.step()
+@pytest.mark.parametrize("piece", [None, "rows 0 to 4"])
+def test_what_a_forward_has_kept_is_looked_for_where_others_than_the_engine_see_the_weights(piece: object):
+    flat = torch.zeros(16)
+    window = SimpleNamespace(flat=flat, keep=lambda keeps: None, has_copy=lambda: True)
+    parameter = nn.Parameter(flat.view(4, 4))
+    unit = SimpleNamespace(name="unit", parameters=[SimpleNamespace(piece=piece)])
+    strays = Strays(unit, window, [parameter], OwnWrites([parameter]), ["weight"])
+    strays.begin_use()
+    kept = parameter.data
+    strays.end_use()
+    assert strays.are_left == (piece is None) and kept.shape == (4, 4)
