@@ -18,7 +18,7 @@ os.environ.setdefault("PYTHONWARNINGS", "ignore:nvme_path")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--copy-windows", action="store_true", help="windows as with a torch that cannot exchange the memory of storages"
+        "--copy-windows", action="store_true", help="windows of a torch that cannot exchange memory of storages"
     )
 
 
