@@ -67,10 +67,15 @@ def _made_in(target: Path) -> tuple[Path, Descriptor]:
     while True:
         folder = target / f".unfinished-{os.urandom(8).hex()}"
         folder.mkdir(mode=0o700)
-        with contextlib.suppress(FileNotFoundError):  # another process took it for one that a dead process left
+        try:
             lock = take(folder / _LOCK)
-            if lock is not None:
-                return folder, lock
+        except FileNotFoundError:  # another process took it for one that a dead process left
+            continue
+        except BaseException:
+            _remove(folder)
+            raise
+        if lock is not None:
+            return folder, lock
 
 
 def is_workplace(name: str) -> bool:

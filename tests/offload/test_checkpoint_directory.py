@@ -279,6 +279,16 @@ def test_a_folder_that_cannot_be_made_leaves_no_workplace_in_use(tmp_path: Path,
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_lock_that_cannot_be_made_leaves_no_folder(tmp_path: Path, monkeypatch):
+    def take(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
+        patched.setattr(workplace, "take", take)
+        Workplace(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_who_comes_to_read_what_was_removed_is_told(tmp_path: Path):
     file = tmp_path / "mark"
     file.touch()
