@@ -116,17 +116,18 @@ class OffloadEngine:
             raise
 
     def _make_in(self, world: World, model: nn.Module) -> Session:
-        plan = plan_run(model, self.config, world)
-        self._inputs = Inputs(plan.processor, self.config.converted_dtypes(model), self.config.dtype)
-        path = self.config.run_path if world.rank == 0 else None
-        run = None if path is None else RunDirectory(path, fingerprint(plan.plan))
-        try:
-            with contextlib.closing(Birth(model, self.config.weights_path)) as birth:
+        with contextlib.closing(Birth(model, self.config.weights_path)) as birth:
+            plan = plan_run(model, self.config, world, birth)
+            self._inputs = Inputs(plan.processor, self.config.converted_dtypes(model), self.config.dtype)
+            path = self.config.run_path if world.rank == 0 else None
+            run = None if path is None else RunDirectory(path, fingerprint(plan.plan))
+            try:
+                birth.begin()
                 session = Session(assemble(model, plan, birth))
-        except BaseException:
-            if run is not None:
-                run.abandon()
-            raise
+            except BaseException:
+                if run is not None:
+                    run.abandon()
+                raise
         _log.info("engine made: %s", _summary(session.plan, session.bandwidths))
         session.watch.about = partial(about, self.config, session.plan, type(model).__name__, session.bandwidths)
         if run is not None:

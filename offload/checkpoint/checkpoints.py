@@ -14,7 +14,6 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +85,8 @@ class Checkpoints:
         self._saved_step = 0
         """Step at which the weights were last saved or loaded, by any call."""
         self._records = EngineRecords(units, access, config.gradient_dtype)
+        self._units_described: dict[str, tuple[SavedUnits, int]] = {}
+        """Units as they are saved, and how many checksums of what is in files were known then."""
         self.generations = NoGenerations()
         if opened is not None and records:
             committer = Committer(opened, self._records, records, speculative=speculative)
@@ -258,13 +259,13 @@ class Checkpoints:
         """Copy a generation into the engine."""
         description = description_of(source, where, self._ranks.rank)
         self._compare(description, where)
-        loading = Loading(source, description, self._units, self._access)
-        if description.run["gradients"] and not loading.can_take_gradients():
-            raise ConfigError(
-                f"{where} was saved in the middle of an accumulation, by another number of ranks: its gradients can "
-                "only be taken over by as many. Save after a step. Nothing has changed"
-            )
-        return self._take_over(description, loading, loading.copy)
+        with contextlib.closing(Loading(source, description, self._units, self._access)) as loading:
+            if description.run["gradients"] and not loading.can_take_gradients():
+                raise ConfigError(
+                    f"{where} was saved in the middle of an accumulation, by another number of ranks: its gradients "
+                    "can only be taken over by as many. Save after a step. Nothing has changed"
+                )
+            return self._take_over(description, loading, loading.copy)
 
     def _rewind(self) -> Any:
         """Go back to the last generation of the engine's own store."""
@@ -274,15 +275,15 @@ class Checkpoints:
         where = "the run under nvme_path"
         description = own_description(store, where)
         self._compare(description, where)
-        loading = Loading(store, description, self._units, self._access)
+        with contextlib.closing(Loading(store, description, self._units, self._access)) as loading:
 
-        def take() -> None:
-            with self._access.changing_weights(self._units):
-                self._host.forget_copies()
-                store.rewind()
-                loading.take_residents(self._extents)
+            def take() -> None:
+                with self._access.changing_weights(self._units):
+                    self._host.forget_copies()
+                    store.rewind()
+                    loading.take_residents(self._extents)
 
-        return self._take_over(description, loading, take)
+            return self._take_over(description, loading, take)
 
     def _take_over(self, description: Description, loading: Loading, take_records: Callable[[], None]) -> Any:
         run = description.run
@@ -349,17 +350,25 @@ class Checkpoints:
             "client_state": client_state,
         }
         rule = self._access.layout.rule
-        return Description(self._config.precision, None if rule is None else rule.identity, units, run)
+        identity = None if rule is None else rule.identity
+        return Description(self._config.precision, identity, units, run, self._records.files)
 
-    @cached_property
+    @property
     def _own_units(self) -> SavedUnits:
         """In the extents of the engine's store."""
-        return self._records.describe(self._extents)
+        return self._described("own", lambda: self._extents)
 
-    @cached_property
+    @property
     def _copied_units(self) -> SavedUnits:
         """In the extents of a copy."""
-        return self._records.describe(self._records.layout())
+        return self._described("copied", self._records.layout)
+
+    def _described(self, where: str, extents: Callable[[], Sequence[RecordExtents]]) -> SavedUnits:
+        """They stay the same once all checksums of what is in files are known."""
+        known = self._records.num_checksums
+        if self._units_described.get(where, (None, -1))[1] != known:
+            self._units_described[where] = self._records.describe(extents()), known
+        return self._units_described[where][0]
 
     def _present_feed(self) -> dict[str, Any]:
         iterated = {index: item.state_dict() for index, item in enumerate(self._objects) if _is_iterated(item)}
