@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from aio_ext.profile import IoProfile, load_profile
+from aio_ext.queue import DEPTH
 from offload.config import OffloadConfig
 from offload.errors import warn
 from offload.plan.plan import Plan, Tier, UnitPlan
@@ -354,7 +355,7 @@ def open_files(config: OffloadConfig, plan: Plan, sharers: int) -> InPlaceFiles 
 def _queue_of(config: OffloadConfig, profile: IoProfile | None, sharers: int) -> dict[str, Any]:
     return {
         "backend": config.io_backend if profile is None else profile.backend,
-        "queue_depth": queue_share(32, sharers) if profile is None else profile.queue_depth,
+        "queue_depth": queue_share(DEPTH, sharers) if profile is None else profile.queue_depth,
         "block_bytes": 1 << 20 if profile is None else profile.block_bytes,
     }
 
