@@ -73,8 +73,11 @@ def probe(
         assumptions.append(
             f"NVMe reads {nvme.read / 1e9:,.2f} and writes {nvme.write / 1e9:,.2f} GB/s, q = {nvme.q:.2f} ({how})"
         )
+    free = available_bytes()
+    host_bytes = int(free * AUTO_SHARE) if host_bytes is None else host_bytes
     return Machine(
-        host_bytes=int(available_bytes() * AUTO_SHARE) if host_bytes is None else host_bytes,
+        host_bytes=host_bytes,
+        beside_bytes=max(free - host_bytes, 0) / ranks,
         nvme_bytes=free_bytes_of(paths),
         nvme=nvme,
         cores=cores,
