@@ -73,8 +73,10 @@ def _options(asked: Asked, prediction: Prediction) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if machine.device.computes:
         options["device"] = "cuda"
-    if asked.host_bytes is not None or asked.takes_least:
-        options["host_memory"] = f"{machine.host_bytes * asked.given['gpus'] // 2**20}MiB"
+    if asked.host_bytes is not None:
+        options["host_memory"] = given["host_memory"]
+    elif asked.takes_least:
+        options["host_memory"] = machine.host_bytes * given["gpus"]
     if asked.paths:
         options["nvme_path"] = [str(path) for path in asked.paths]
     elif asked.drives:

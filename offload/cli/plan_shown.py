@@ -91,7 +91,8 @@ def _asked(facts: Facts) -> Iterator[str]:
     trained = ""
     if model["trained"] < model["parameters"]:
         base = f" over a base in {facts['base']}" if facts["base"] else ""
-        trained = f"; {facts['lora'] or 'trained'}: {model['trained']:,} are trained{base}"
+        adapters = f"{facts['lora']}: " if facts["lora"] else ""
+        trained = f"; {adapters}{model['trained']:,} of them are trained{base}"
     yield (
         f"model: {model['name']}, {_billions(model['parameters'])} parameters{active} ({model['layers']} layers of "
         f"{model['width']:,}){trained}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import subprocess
@@ -148,7 +147,7 @@ def test_a_model_of_the_hub_is_planned_by_its_name_in_three_ways(capsys: pytest.
     assert lora["tokens_per_second"] == narrow["tokens_per_second"] and lora["ways"] == []
     assert main([*arguments, "--lora", "16"]) == 0
     text = capsys.readouterr().out
-    assert "LoRA r=16 on all linear layers: 11,272,192 are trained" in text
+    assert "LoRA r=16 on all linear layers: 11,272,192 of them are trained" in text
     assert 'peft.LoraConfig(r=16, target_modules="all-linear")' in text
 
 
@@ -161,7 +160,7 @@ def test_the_code_to_paste_makes_the_engine(tmp_path: Path, capsys: pytest.Captu
     monkeypatch.syspath_prepend(tmp_path)
     described = ["--gpu", "4090", "--host-memory", "1GiB", "--precision", "fp32", "--moments-dtype", "bf16"]
     code = answer(capsys, "plan", "pasted_models:build", *described)["code"]
-    assert isinstance(code, str) and "device='cuda', " in code
+    assert isinstance(code, str) and "device='cuda', host_memory='1GiB', " in code
     names: dict[str, Any] = {}
     exec(code.replace("device='cuda', ", ""), names)
     with names["engine"] as engine:
@@ -281,14 +280,29 @@ def _tried(options: dict[str, object]) -> tuple[Trial, ...]:
     return tune(build, Workload(sequence=4, precision="fp32"), {"host_memory": "1MiB", **options}).trials
 
 
-def test_the_page_shows_what_the_code_gives():
-    spec = importlib.util.spec_from_file_location("plan_page", ROOT / "scripts" / "plan_page.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def test_the_page_shows_what_the_code_gives(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import plan_page
+
     text = PAGE.read_text()
-    assert text.count("$ offload plan ") == 3 and "| 70B |" in text
-    assert module.page(text) == text, "run scripts/plan_page.py"
+    assert text.count("$ offload plan ") == 4 and "| 70B |" in text
+    assert plan_page.page(text) == text, "run scripts/plan_page.py"
+
+
+def test_the_page_has_twelve_published_set_ups_and_a_reason_where_the_forecast_is_far_off(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    from _published_setups import SETUPS
+
+    text = PAGE.read_text()
+    rows = [line for line in text.splitlines() if "(compute) |" in line or "(NVMe) |" in line or "(link to" in line]
+    for setup in SETUPS:
+        assert any(f"| {setup.published:,.0f} |" in row and setup.system in row for row in rows), setup
+    assert len(SETUPS) == 12
+    for row in rows:
+        *_, deviation, reason = (cell.strip() for cell in row.strip("|").split("|"))
+        assert reason or abs(int(deviation.rstrip("%"))) <= 20
+    for setup in (SETUPS[0], SETUPS[7], SETUPS[8]):  # all of them take seconds
+        assert setup.row() in text, "run scripts/plan_page.py"
 
 
 def test_the_page_of_ranks_shows_what_the_code_gives(monkeypatch: pytest.MonkeyPatch):

@@ -184,6 +184,22 @@ def test_a_factory_is_built_without_memory(tmp_path: Path, monkeypatch: pytest.M
     sys.modules.pop("planned_models")
 
 
+def test_a_factory_draws_no_random_number_for_its_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "drawing_models.py").write_text(
+        "import torch\n"
+        "def build():\n"
+        "    model = torch.nn.Linear(1 << 20, 1 << 20)\n"  # four terabytes
+        "    torch.nn.init.trunc_normal_(model.weight)\n"
+        "    model.table = torch.nn.Parameter(torch.randn(1 << 20, 1 << 20))\n"
+        "    return model\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    before = torch.get_rng_state()
+    model = from_factory("drawing_models:build")
+    assert model.num_parameters == 2**41 + 2**20 and torch.equal(torch.get_rng_state(), before)
+    sys.modules.pop("drawing_models")
+
+
 def test_a_model_without_floats_is_refused():
     model = from_count(20 * 10**6)
     empty = type(model)("nothing", nn.Identity(), 1, 1, 1, 0)
