@@ -172,8 +172,8 @@ class Plan:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the model, each counted once, padding not counted."""
-        return sum(spec.shape.numel() for item in self.units for spec in item.unit.parameters)
+        """Parameters of the model, each counted once, padding not counted. Of several ranks all have the same."""
+        return sum(spec.whole_shape.numel() for item in self.units for spec in item.unit.parameters)
 
     @property
     def arena_bytes(self) -> int:
@@ -251,7 +251,7 @@ _NAMES = {"nvme": "nvme MiB", "host": "host MiB", "device": "device MiB"}
 def _lines(plan: Plan) -> Iterator[str]:
     yield (
         f"{len(plan.units)} units, {plan.num_parameters:,} parameters, "
-        f"{plan.model_state_bytes / _MIB:,.1f} MiB of model state"
+        f"{plan.model_state_bytes / _MIB:,.1f} MiB of model state{' on this rank' if plan.ranks.gathers else ''}"
     )
     yield from _table(plan)
     if parts := _staging(plan):
