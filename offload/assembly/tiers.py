@@ -100,11 +100,15 @@ def make_tiers(
         make_unit_gradients(unit, homes[unit.index], pool, config.gradient_dtype, squares, host_meter) for unit in units
     ]
     over: list[AddUp] = []
+    spilled_by_ranks: set[int] = set()
     if ranks.size > 1:
         over.append(partial(add_up_shards, ranks))
+        own = [unit.index for unit, gradients in zip(units, by_unit, strict=True) if gradients.spills]
+        spilled_by_ranks.update(*ranks.all_gather_object("where gradients rest", own))
     if run.parts.size > 1:
         over.append(DistributedParts(units, run.parts, failure).add_up)
-    gradients = GradientStore(by_unit, RankSquares(units, over).make_whole if over else of_one_rank)
+    make_whole = RankSquares(units, over).make_whole if over else of_one_rank
+    gradients = GradientStore(by_unit, make_whole, spilled_by_ranks)
     base = Base(run, ranks, arena, homes, slots, host, gradients, holds_gradients, failure, meter, closers)
     return Tiers(
         arena=arena,
