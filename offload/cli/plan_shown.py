@@ -82,6 +82,9 @@ def _verdict(facts: Facts) -> Iterator[str]:
             else "a shorter --sequence (no batch fits)"
         )
         yield f"Activations of this batch take {_size(facts['activation_bytes'])}. Try {recomputed}{smaller}."
+    for way in facts["ways"]:
+        if way["fits"]:
+            yield f"With {way['options']} it fits: {way['tokens_per_second']:,.0f} tokens a second."
 
 
 def _asked(facts: Facts) -> Iterator[str]:

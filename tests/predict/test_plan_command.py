@@ -52,6 +52,7 @@ def test_what_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str]):
     assert main(small) == 0
     text = capsys.readouterr().out
     assert text.startswith("It does not fit: host memory of ") and "With one of these it fits" in text
+    assert "\nWith --lora r=16 --base nf4 it fits: " in text.partition("model:")[0]
     assert main([*ONE[:-1], "least"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("It fits: ") and "(the least that works)" in text
