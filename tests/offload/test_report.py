@@ -66,6 +66,7 @@ def test_where_updates_had_to_wait_forward_and_backward_have_bounds_of_their_own
     reporter = Reporter(
         meter,
         store,
+        None,
         [Path("a")],
         lambda: (0, 0),
         lambda: next(received),
