@@ -238,8 +238,8 @@ class OffloadEngine:
         self._session.synchronize()
 
     def report(self) -> Report:
-        """The report of the last step, with the memory that the engine takes now. Raises ``OffloadError`` before the
-        first one."""
+        """The report of the last step, with the memory that the engine takes now. An engine with ``optimizer=None``
+        reports the last forward of the model: in generation, a token. Raises ``OffloadError`` before the first one."""
         if self._session.last_report is None:
             raise OffloadError("no step has been taken yet: there is nothing to report")
         on_host, on_device = self._session.memory_bytes()
@@ -255,7 +255,8 @@ class OffloadEngine:
         self._session.watch.log(self.global_step, values)
 
     def add_observer(self, observer: Observer) -> None:
-        """Have ``observer`` told of each step, of what is logged, and of the end: ``offload.LiveLine``,
+        """Have ``observer`` told of each step (of each forward, if nothing is trained), of what is logged, and of the
+        end: ``offload.LiveLine``,
         ``offload.TensorBoard``, ``offload.Prometheus``, or a subclass of ``offload.Observer`` of your own."""
         self._session.failure.check()
         self._session.watch.add(observer)
@@ -272,7 +273,7 @@ class OffloadEngine:
     def state_dict(self) -> dict[str, Any]:
         """The model's state dict, with ordinary tensors: it holds the whole model in memory."""
         found = self.module.state_dict()
-        self._session.checkpoints.note_saved()
+        self._session.checkpoints.note_saved("the state dict that was taken")
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> Any:
@@ -298,7 +299,7 @@ class OffloadEngine:
         weights = self._session.weights()
         with weights.together():
             save_model(self.module, weights, dir, dtype or self.config.precision, max_shard_bytes)
-        self._session.checkpoints.note_saved()
+        self._session.checkpoints.note_saved(dir)
 
     def save_checkpoint(self, dir: str | os.PathLike[str], tag: str | None = None, client_state: object = None) -> None:
         """Save all that a bit-identical continuation needs as ``dir/tag``; ``tag`` is "stepN" unless it is given.
