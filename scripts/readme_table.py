@@ -15,15 +15,15 @@ from offload.cli import main as offload
 PAGE = Path(__file__).parents[1] / "README.md"
 
 MACHINE = ("--gpu", "4090", "--host-memory", "64GiB", "--nvme", "7GB/s,5GB/s,2TB", "--sustained-write", "1.5GB/s")
-STEP = ("--activation-checkpointing", "--sequence", "2048", "--batch", "4")
+STEP = ("--activation-checkpointing", "--sequence", "2048")
 ROWS = (
-    ("Llama 3.1 8B, LoRA (r=16)", "meta-llama/Llama-3.1-8B", ("--lora", "r=16")),
-    ("Llama 3.1 8B, full", "meta-llama/Llama-3.1-8B", ()),
-    ("Llama 3.1 8B, full, 8-bit moments", "meta-llama/Llama-3.1-8B", ("--moments-dtype", "int8")),
-    ("Qwen3 32B, LoRA (r=16)", "Qwen/Qwen3-32B", ("--lora", "r=16")),
-    ("Llama 3.1 70B, LoRA (r=16), base in 4 bits", "meta-llama/Llama-3.1-70B", ("--lora", "r=16", "--base", "nf4")),
-    ("Llama 3.1 70B, LoRA (r=16)", "meta-llama/Llama-3.1-70B", ("--lora", "r=16")),
-    ("Llama 3.1 70B, full", "meta-llama/Llama-3.1-70B", ()),
+    ("Llama 3.1 8B, LoRA (r=16)", 4, "meta-llama/Llama-3.1-8B", ("--lora", "r=16")),
+    ("Llama 3.1 8B, full", 4, "meta-llama/Llama-3.1-8B", ()),
+    ("Llama 3.1 8B, full, 8-bit moments", 4, "meta-llama/Llama-3.1-8B", ("--moments-dtype", "int8")),
+    ("Qwen3 32B, LoRA (r=16)", 1, "Qwen/Qwen3-32B", ("--lora", "r=16")),
+    ("Llama 3.1 70B, LoRA (r=16), base in 4 bits", 1, "meta-llama/Llama-3.1-70B", ("--lora", "r=16", "--base", "nf4")),
+    ("Llama 3.1 70B, LoRA (r=16)", 1, "meta-llama/Llama-3.1-70B", ("--lora", "r=16")),
+    ("Llama 3.1 70B, full", 1, "meta-llama/Llama-3.1-70B", ()),
 )
 
 
@@ -38,13 +38,12 @@ def page(text: str) -> str:
     return re.sub(r"<!-- forecast -->.*?<!-- end of forecast -->", lambda _: table, text, flags=re.DOTALL)
 
 
-def _row(row: tuple[str, str, tuple[str, ...]]) -> str:
-    title, model, options = row
-    found = plan(model, *MACHINE, *STEP, *options)
+def _row(title: str, batch: int, model: str, options: tuple[str, ...]) -> str:
+    found = plan(model, *MACHINE, *STEP, "--batch", str(batch), *options)
     if not found["fits"]:
-        return f"| {title} | does not fit: {found['shortage']['kind']} | | | |"
+        return f"| {title} | {batch} | does not fit: {found['shortage']['kind']} | | | |"
     return (
-        f"| {title} | {found['step_seconds']:,.1f} s | {found['tokens_per_second']:,.0f} "
+        f"| {title} | {batch} | {found['seconds']:,.1f} s | {found['tokens_per_second']:,.0f} "
         f"| {found['nvme_write_bytes'] / 1e9:,.1f} GB | {found['limit']} |"
     )
 

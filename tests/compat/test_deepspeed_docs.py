@@ -48,12 +48,12 @@ def test_the_examples_run_as_they_stand(folder: Path):
 def test_the_command_prints_options_and_keys(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert cli.main(["config", "from-deepspeed", "ds_config.json"]) == 0
     printed = capsys.readouterr().out
-    assert f"    nvme_path=[{str(folder)!r}],\n    gradient_clipping=1.0,\n" in printed
+    assert "    nvme_path=['.'],\n    gradient_clipping=1.0,\n" in printed
     assert "scheduler = schedules.WarmupLR(engine.optimizer, warmup_min_lr=0.0, warmup_max_lr=0.001" in printed
     assert "# A step takes 8 samples, in 2 forwards of 4." in printed and "accepted, no effect:" in printed
-    code = printed.partition("\n\n")[0]
+    code = "\n\n".join(printed.split("\n\n")[:2])  # imports and calls, before the table
     names = {"model": torch.nn.Linear(4, 4)}
-    exec("from offload import OffloadEngine\n" + code, names)
+    exec(code, names)
     assert names["engine"].config.lr == 1e-3
     names["engine"].close()
 

@@ -46,7 +46,7 @@ _NOT_RUN = {
     "docs/migration.md": 5,
     "docs/plan.md": 5,
     "docs/quickstart.md": 2,
-    "docs/ranks.md": 4,
+    "docs/ranks.md": 3,
     "docs/meshes.md": 2,
     "docs/gpu.md": 1,
     "docs/questions.md": 1,
