@@ -29,11 +29,8 @@ ROWS = (
 
 def page(text: str) -> str:
     """The page with its table as the forecast is now."""
-    lines = [
-        "| training | a step | tokens/s | written a step | limited by |",
-        "|---|---|---|---|---|",
-        *map(_row, ROWS),
-    ]
+    head = "| training | sequences | a step | tokens/s | written a step | limited by |"
+    lines = [head, "|---|---|---|---|---|---|", *(_row(*row) for row in ROWS)]
     table = "<!-- forecast -->\n\n" + "\n".join(lines) + "\n\n<!-- end of forecast -->"
     return re.sub(r"<!-- forecast -->.*?<!-- end of forecast -->", lambda _: table, text, flags=re.DOTALL)
 
