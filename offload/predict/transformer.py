@@ -130,7 +130,8 @@ class _Attention(nn.Module):
         return out
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self._head_width)).transpose(1, 2)
+        heads: Tensor = x.unflatten(-1, (-1, self._head_width)).transpose(1, 2)
+        return heads
 
 
 class _LatentAttention(nn.Module):
