@@ -238,8 +238,8 @@ class OffloadEngine:
         self._session.synchronize()
 
     def report(self) -> Report:
-        """The report of the last step, with the memory that the engine takes now. Raises ``OffloadError`` before the
-        first one."""
+        """The report of the last step, with the memory that the engine takes now. An engine with ``optimizer=None``
+        reports the last forward of the model: in generation, a token. Raises ``OffloadError`` before the first one."""
         if self._session.last_report is None:
             raise OffloadError("no step has been taken yet: there is nothing to report")
         on_host, on_device = self._session.memory_bytes()
@@ -255,7 +255,8 @@ class OffloadEngine:
         self._session.watch.log(self.global_step, values)
 
     def add_observer(self, observer: Observer) -> None:
-        """Have ``observer`` told of each step, of what is logged, and of the end: ``offload.LiveLine``,
+        """Have ``observer`` told of each step (of each forward, if nothing is trained), of what is logged, and of the
+        end: ``offload.LiveLine``,
         ``offload.TensorBoard``, ``offload.Prometheus``, or a subclass of ``offload.Observer`` of your own."""
         self._session.failure.check()
         self._session.watch.add(observer)

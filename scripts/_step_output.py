@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 _MIB = 1 << 20
@@ -34,6 +35,34 @@ def print_table(result: dict[str, Any]) -> None:
             f"{trial['step_seconds_median']:.2f} s, {trial['peak_rss_bytes'] / _MIB:,.0f} MiB"
         )
         print(f"tried: {trial['size']} {trial['system']} {brief(trial['settings'])}: {outcome}")
+
+
+END_OF_RECORD = "<!-- end of the record -->"
+
+
+def record(result: dict[str, Any], commit: str, page: Path) -> None:
+    """Add a row for each run of the engine to the table of ``page`` that ends before ``END_OF_RECORD``."""
+    text = page.read_text()
+    before, mark, after = text.partition(f"\n{END_OF_RECORD}")
+    if not mark:
+        raise SystemExit(f"{page}: no {END_OF_RECORD!r}, before which rows are added")
+    rows = [_recorded(run, result, commit) for run in result["runs"] if run["system"].startswith("engine")]
+    page.write_text("\n".join([before.rstrip(), *rows, ""]) + mark + after)
+
+
+def _recorded(run: dict[str, Any], result: dict[str, Any], commit: str) -> str:
+    machine, seconds = result["machine"], run["step_seconds_median"]
+    beside = [one for one in result["runs"] if (one["size"], one["clipping"]) == (run["size"], run["clipping"])]
+    ratios = []
+    for kind, name in (("in_memory", "plain PyTorch"), ("deepspeed", "DeepSpeed")):
+        for other in (one for one in beside if one["system"].startswith(kind)):
+            ratios.append(f"{seconds / other['step_seconds_median']:.2f} x {name}")
+    share = f"{run['bound_seconds'] / seconds:.0%} ({run['bound_by']})" if run["bound_seconds"] else ""
+    cpu = f"{machine['cores']} cores {machine['cpu']}, torch {machine['torch']}"
+    return (
+        f"| {result['date']} | {commit} | {cpu} | {run['size']} {result['config']['precision']}, {run['budget']} "
+        f"| {seconds:.3f} s | {share} | {', '.join(ratios)} |"
+    )
 
 
 def _row(run: dict[str, Any]) -> str:

@@ -22,6 +22,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -44,6 +45,8 @@ STATE_BYTES = {"fp32": 16, "bf16": 14}
 
 NEVER = 1e9
 """A norm that no gradient here reaches."""
+
+_PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 
 ALL = 1 << 40
 """More memory than any model here needs."""
@@ -85,8 +88,19 @@ def main() -> None:
         output.print_table(result)
     if arguments.plot:
         output.plot(result, arguments.plot)
+    if arguments.record and runs:
+        output.record(result, _commit(), arguments.record)
     if not runs:
         sys.exit("nothing ran to its end")
+
+
+def _commit() -> str:
+    """Short name of the commit, with a star if the tree has changes."""
+    here = Path(__file__).parent
+    done = subprocess.run(
+        ["git", "describe", "--always", "--exclude=*", "--dirty=*"], cwd=here, capture_output=True, text=True
+    )
+    return done.stdout.strip() or "unknown"
 
 
 def _plain(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -141,6 +155,8 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--lock", help="hold this file's lock while steps are taken, so that other jobs keep still")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--record", type=Path, nargs="?", const=_PAGE, metavar="PAGE", help="add a row for each run to "
+                        "the table by version of this page (default: docs/performance.md)")  # fmt: skip
     parser.add_argument("--plot", help="write efficiency over budget, and time over size, to this image")
     arguments = parser.parse_args()
     if arguments.systems is None:

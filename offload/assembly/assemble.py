@@ -13,6 +13,7 @@ from torch import nn
 
 from offload.access import BeforeChange, ExternalAccess, Layout, Levels
 from offload.assembly.compute import OnDevice, OnHost
+from offload.assembly.forwards import count_forwards
 from offload.assembly.run_plan import RunPlan
 from offload.assembly.tiers import Tiers, make_tiers, store_bandwidths
 from offload.assembly.updates import Updates, make_updates
@@ -42,6 +43,7 @@ from offload.ranks.ranks import Ranks
 from offload.report.meter import Meter
 from offload.report.report import Bandwidths, LinkRates
 from offload.report.reporter import Reporter
+from offload.run.forwards import Forwards
 from offload.run.watch import Watch
 from offload.spooled import Spooled
 from offload.step import Step
@@ -173,6 +175,7 @@ class _Assembler:
             checkpoints = self._checkpoints(shared, None)
             passes = Passes(tiers.computing.uses, shared.backings, checkpoints, self.failure, closers)
             hooks, trained = self._hooks(shared, passes), None
+            count_forwards(self.model, Forwards(reporter, self.watch, lambda: growth.plan.memory), closers)
         else:
             hooks, checkpoints, trained = self._train(shared, choice, updates, had_states)
         # After the engine's own hooks: those that were there before see a gradient that was taken.

@@ -39,7 +39,8 @@ def _group(help: str, *commands: Callable[..., int]) -> typer.Typer:
     return group
 
 
-def _make_app() -> typer.Typer:
+def make_app() -> typer.Typer:
+    """The command with all of its subcommands."""
     app = _group("Train models that do not fit into memory.", *_COMMANDS)
     app.callback()(_options)
     of_config = _group("Translate the configuration of another library.", config.from_deepspeed, config.deepspeed_keys)
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signals = Signals()
     try:
         with signals:
-            command = typer.main.get_command(_make_app())
+            command = typer.main.get_command(make_app())
             status = command.main(given or ["--help"], prog_name="offload", standalone_mode=False, obj=signals)
             sys.stdout.flush()
             return int(status or 0)

@@ -46,6 +46,10 @@ class Meter:
         """Seconds since the last restart, and those of them that were stalls."""
         return time.perf_counter() - self.started, sum(self.stalls.values())
 
+    def idle_seconds(self) -> float:
+        """Seconds since the last restart."""
+        return time.perf_counter() - self.started
+
     def restart(self) -> tuple[float, dict[str, float], float]:
         """Seconds since the last restart, stalls by cause and update seconds in them."""
         now = time.perf_counter()

@@ -66,7 +66,8 @@ class LinkRates:
 
 @dataclass(frozen=True)
 class Report:
-    """The last step, from the end of one ``step()`` to the end of the next.
+    """The last step, from the end of one ``step()`` to the end of the next; of an engine that does not train, the last
+    forward of the model, from the end of the one before it.
 
     Seconds are wall time. ``compute_seconds`` is the time that the training thread did not wait for the engine, or, on
     a device, how long it worked on units; ``nvme_seconds``, ``to_device_seconds`` and ``to_host_seconds`` are the times
@@ -112,6 +113,13 @@ class Report:
     """Before clipping."""
     loss_scale: float
     """Factor that the loss was multiplied by: 1 unless ``precision="fp16"``."""
+    sequences: int = 0
+    """Sequences of a forward without training, each of which gets a token in generation; 0 for a step of training."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens that generation makes at this rate; 0 for a step of training."""
+        return self.sequences / self.seconds if self.seconds else 0.0
 
     @property
     def efficiency(self) -> float:
@@ -125,7 +133,11 @@ def _lines(report: Report) -> Iterator[str]:
     """The report for people. What is nothing is left out."""
     limit = f"{_LIMITS[report.bound_by]} {_seconds(report.bound_seconds)}"
     limit += f", {report.efficiency:.0%} of it"
-    yield f"step {report.step} took {_seconds(report.seconds)}; {limit}"
+    if report.sequences:
+        yield f"forward {report.step} took {_seconds(report.seconds)}; {limit}"
+        yield f"in generation that is {report.tokens_per_second:,.2f} tokens/s, of {report.sequences} sequences"
+    else:
+        yield f"step {report.step} took {_seconds(report.seconds)}; {limit}"
     parts = {
         "compute": report.compute_seconds,
         "NVMe": report.nvme_seconds,

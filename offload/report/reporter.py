@@ -74,7 +74,14 @@ class Reporter:
             self._forward = self._moment(*self.meter.so_far())
 
     def report(
-        self, memory: dict[str, dict[str, int]], step: int, grad_norm: float, loss_scale: float, *, updates_wait: bool
+        self,
+        memory: dict[str, dict[str, int]],
+        step: int,
+        grad_norm: float | None,
+        loss_scale: float,
+        *,
+        updates_wait: bool,
+        sequences: int = 0,
     ) -> Report:
         """The step since the last call. ``memory`` is by kind and tier; the memory taken is measured when asked for.
         ``updates_wait``: the updates of this step, which overlap with the next one, had to wait for its verdict."""
@@ -128,6 +135,7 @@ class Reporter:
             bandwidths=self.bandwidths,
             grad_norm=grad_norm,
             loss_scale=loss_scale,
+            sequences=sequences,
         )
         return self.last
 

@@ -63,7 +63,8 @@ class Line:
 
 class LiveLine(Observer):
     """One line in the terminal: step, loss, seconds of a step, share of the bound, what compute waited for, what was
-    logged, and, if ``num_steps`` is given, how long the rest will take."""
+    logged, and, if ``num_steps`` is given, how long the rest will take. Of an engine that does not train, a line of
+    tokens: ``LiveLine(what="generation")``."""
 
     def __init__(self, num_steps: int | None = None, what: str = "training") -> None:
         self._num_steps = num_steps
@@ -82,6 +83,8 @@ class LiveLine(Observer):
         loss = self._logged.get("loss") if record.loss is None else record.loss
         values = [] if loss is None else [f"loss {units.number(loss)}"]
         values += [f"{name} {units.number(value)}" for name, value in self._logged.items() if name != "loss"]
+        if report.sequences:
+            values.append(f"{units.number(report.tokens_per_second)} tokens/s")
         values += [units.seconds(report.seconds), f"{units.share(report.efficiency)} of the bound"]
         waits = sorted(report.stall_seconds.items(), key=lambda wait: -wait[1])
         worth = [f"{name} {units.seconds(value)}" for name, value in waits if value >= _WORTH_SECONDS]

@@ -79,11 +79,11 @@ def table(figures: dict[str, Any], settings: Settings, verification: Verificatio
     step_seconds, bound_seconds = figures["step_seconds_median"], figures["bound_seconds"]
     rows = [
         ("parameters", f"{numel:,}"),
-        ("model state", f"{_mb(figures['model_state_bytes'])} = {sum(state.values())} bytes a parameter ({formula})"),
-        ("budget", f"{_mb(budget)} of host memory, {budget / figures['model_state_bytes']:.0%} of the model state; "
-                   f"{_mb(used)} of it used"),
-        ("peak RSS", f"{_mb(peak)}: {_mb(imports)} imports, {_mb(activations)} activations and working memory of torch "
-                     f"({how}), {_mb(peak - imports - activations)} engine; {peak / expected:.1%} of imports + "
+        ("model state", f"{_mib(figures['model_state_bytes'])} = {sum(state.values())} bytes a parameter ({formula})"),
+        ("budget", f"{_mib(budget)} of host memory, {budget / figures['model_state_bytes']:.0%} of the model state; "
+                   f"{_mib(used)} of it used"),
+        ("peak RSS", f"{_mib(peak)}: {_mib(imports)} imports, {_mib(activations)} activations and working memory of "
+                     f"torch ({how}), {_mib(peak - imports - activations)} engine; {peak / expected:.1%} of imports + "
                      f"activations + budget"),
         ("NVMe", "nothing rests there" if figures["io_backend"] is None else
                  f"{_mb(read)} read and {_mb(write)} written a step: {read / numel:.1f} + {write / numel:.1f} bytes "
@@ -124,3 +124,8 @@ def _endurance(figures: dict[str, Any]) -> str:
 
 def _mb(nbytes: float) -> str:
     return f"{nbytes / 1e9:,.2f} GB" if nbytes >= 10e9 else f"{nbytes / 1e6:,.1f} MB"
+
+
+def _mib(nbytes: float) -> str:
+    """Of memory: drives are counted in powers of ten."""
+    return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 10 * 2**30 else f"{nbytes / 2**20:,.1f} MiB"

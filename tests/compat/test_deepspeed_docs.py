@@ -3,18 +3,20 @@
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from offload import cli
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "deepspeed.md").read_text()
+_DOCS = Path(__file__).parents[2] / "docs"
+GUIDE = (_DOCS / "deepspeed.md").read_text()
+KEYS = (_DOCS / "deepspeed-keys.md").read_text()
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", GUIDE, re.DOTALL)
+    return re.findall(rf"```{language}[^\n]*\n(.*?)```", GUIDE, re.DOTALL)
 
 
 @pytest.fixture
@@ -22,25 +24,22 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The present folder, with the guide's configuration in it."""
     monkeypatch.chdir(tmp_path)
     (config,) = blocks("json")
-    (tmp_path / "ds_config.json").write_text(config.replace("/local_nvme", str(tmp_path)))
+    (tmp_path / "ds_config.json").write_text(config)
     return tmp_path
 
 
 def test_the_tables_are_those_of_the_program(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["config", "deepspeed-keys"]) == 0
-    assert GUIDE.partition("<!-- generated -->\n")[2] == capsys.readouterr().out
+    assert KEYS.partition("<!-- generated -->\n")[2] == capsys.readouterr().out
 
 
 def test_the_examples_run_as_they_stand(folder: Path):
     script, trainer = blocks("python")
     torch.manual_seed(0)
-    loader = [(torch.randn(4, 64), torch.randn(4, 64)) for _ in range(4)]
-    names = {"torch": torch, "loader": loader}
+    names: dict[str, Any] = {}
     exec(compile(script, "deepspeed.md", "exec"), names)
     assert names["model_engine"].global_steps == 2 and (folder / "checkpoints" / "global_step2").is_dir()
     names["model_engine"].destroy()
-    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
-    names = {"model": model, "args": SimpleNamespace(max_steps=5)}
     exec(compile(trainer, "deepspeed.md", "exec"), names)
     assert names["scheduler"].optimizer is names["engine"].optimizer
     names["engine"].close()
@@ -49,12 +48,12 @@ def test_the_examples_run_as_they_stand(folder: Path):
 def test_the_command_prints_options_and_keys(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert cli.main(["config", "from-deepspeed", "ds_config.json"]) == 0
     printed = capsys.readouterr().out
-    assert f"    nvme_path=[{str(folder)!r}],\n    gradient_clipping=1.0,\n" in printed
+    assert "    nvme_path=['.'],\n    gradient_clipping=1.0,\n" in printed
     assert "scheduler = schedules.WarmupLR(engine.optimizer, warmup_min_lr=0.0, warmup_max_lr=0.001" in printed
     assert "# A step takes 8 samples, in 2 forwards of 4." in printed and "accepted, no effect:" in printed
-    code = printed.partition("\n\n")[0]
+    code = "\n\n".join(printed.split("\n\n")[:2])  # imports and calls, before the table
     names = {"model": torch.nn.Linear(4, 4)}
-    exec("from offload import OffloadEngine\n" + code, names)
+    exec(code, names)
     assert names["engine"].config.lr == 1e-3
     names["engine"].close()
 

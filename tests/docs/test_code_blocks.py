@@ -46,7 +46,16 @@ _NOT_RUN = {
     "docs/migration.md": 5,
     "docs/plan.md": 5,
     "docs/quickstart.md": 2,
-    "docs/ranks.md": 5,
+    "docs/ranks.md": 3,
+    "docs/meshes.md": 2,
+    "docs/gpu.md": 1,
+    "docs/questions.md": 1,
+    "docs/recipes/experts.md": 2,
+    "docs/recipes/from-deepspeed.md": 2,
+    "docs/recipes/full.md": 2,
+    "docs/recipes/generation.md": 2,
+    "docs/recipes/go-on.md": 2,
+    "docs/recipes/lora.md": 2,
 }
 """How many ``py`` and ``console`` blocks each page has."""
 
@@ -90,19 +99,13 @@ def test_the_blocks_of_a_page_run_in_order(page: str, folder: Path, monkeypatch:
         warnings.filterwarnings("error", category=UserWarning)
         warnings.filterwarnings("ignore", message="nvme_path: .* is on")  # the tests' directory may be in memory
         for block in _BLOCKS[page]:
-            text = _here(block.text, folder)
             if block.title:
-                (folder / block.title).write_text(text)
+                (folder / block.title).write_text(block.text)
             elif block.language == "python":
-                exec(compile(text, page, "exec"), names)
+                exec(compile(block.text, page, "exec"), names)
             elif block.language == "sh":
-                for command in text.replace("\\\n", " ").splitlines():
+                for command in block.text.replace("\\\n", " ").splitlines():
                     _run(shlex.split(command, comments=True), monkeypatch)
-
-
-def _here(text: str, folder: Path) -> str:
-    """With ``folder`` for what stands on pages for a directory of the reader's own."""
-    return re.sub(r"(?<![\w.])/(mnt/nvme|tmp)\b", str(folder), text)
 
 
 def _run(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

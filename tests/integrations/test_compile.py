@@ -154,11 +154,10 @@ def test_a_whole_model_is_compiled_in_parts() -> None:
         assert train(engine.module, engine.optimizer, range(1)) != []
 
 
-def test_the_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     (example,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
-    example = example.replace('"/tmp"', f'"{tmp_path}"').replace(
-        "block.compile()", 'block.compile(backend="aot_eager")'
-    )
-    assert str(tmp_path) in example and "aot_eager" in example
+    example = example.replace("block.compile()", 'block.compile(backend="aot_eager")')
+    assert "aot_eager" in example
     exec(compile(example, str(DOCUMENT), "exec"), {})
     assert capsys.readouterr().out.count("loss") == 4

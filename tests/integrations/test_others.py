@@ -18,15 +18,14 @@ diffusers = pytest.importorskip("diffusers")
 _PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "others.md"
 
 
-def test_the_example_of_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_example_of_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     code = re.search(r"```python\n(.*?)```", _PAGE.read_text(), re.DOTALL)
     assert code is not None
-    generator = torch.Generator().manual_seed(0)
-    loader = [(torch.randn(8, 64, generator=generator), torch.randn(8, 64, generator=generator)) for _ in range(4)]
+    monkeypatch.chdir(tmp_path)
 
     def run(source: str) -> tuple[str, dict[str, torch.Tensor]]:
         torch.manual_seed(0)
-        names: dict[str, object] = {"loader": loader}
+        names: dict[str, object] = {}
         exec(source, names)
         average = names["average"]
         assert isinstance(average, nn.Module)
@@ -36,8 +35,7 @@ def test_the_example_of_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[s
             engine.close()
         return capsys.readouterr().out, values
 
-    least = least_budget(nn.Sequential(*(nn.Linear(64, 64) for _ in range(16))), tmp_path, lr=1e-2)
-    ours = run(code[1].replace('"/local_nvme"', repr(str(tmp_path))).replace('"8GiB"', str(least)))
+    ours = run(code[1])
     optimizer = "engine = type('', (), {'optimizer': torch.optim.AdamW(model.parameters(), lr=1e-2)})"
     plain = run(re.sub(r"engine = OffloadEngine\(.*\)", optimizer, code[1]))
     numbers = [[float(number) for number in re.findall(r"-?\d+\.\d+", out)] for out in (ours[0], plain[0])]

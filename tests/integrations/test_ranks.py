@@ -64,13 +64,17 @@ def test_a_stage_says_what_ranks_hold_parts_of(found: list[dict[str, Any]]):
     assert [by_library["deepspeed"]["shard"] for by_library in found] == ["weights", "weights"]
 
 
-def test_the_trainers_page_gives_the_same_model_on_two_ranks_with_half_the_batch(tmp_path: Path):
+def test_the_trainers_page_gives_the_same_model_on_two_ranks_with_half_the_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
     (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     example = example.replace("max_steps=6,", 'max_steps=6, train_sampling_strategy="sequential",')  # by ranks: others
     folders = [tmp_path / str(num_ranks) for num_ranks in (1, 2)]
     for folder, size in zip(folders, (4, 2), strict=True):
         folder.mkdir()
-        text = example.replace('"/tmp', f'"{folder}').replace("train_batch_size=4", f"train_batch_size={size}")
+        there = f"import os; os.chdir({str(folder)!r})\n"
+        text = there + example.replace("train_batch_size=4", f"train_batch_size={size}")
         (folder / "script.py").write_text(text)
     exec(compile((folders[0] / "script.py").read_text(), PAGE.name, "exec"), {})
     launcher = ["accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"]

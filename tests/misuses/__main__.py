@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="cases of exactly this name")
     parser.add_argument("--only", action="append", default=[], metavar="PART", help="cases with this in their name")
     parser.add_argument("--family", action="append", default=[], metavar="NAME", help="families of this name")
-    parser.add_argument("--markdown", action="store_true", help="write the table docs/outside.md to the output")
+    parser.add_argument("--markdown", action="store_true", help="write the table docs/outside-table.md to the output")
     parser.add_argument("--patience", type=float, default=1.0, help="a factor for the time that a case has")
     parser.add_argument("--at-once", type=int, default=3, help="processes")
     parser.add_argument("-v", action="store_true", help="print where an error was raised")

@@ -8,12 +8,12 @@ from itertools import groupby
 from misuses.judging import Result, Verdict
 
 _HEAD = """\
-# What people do from outside, and what comes of it
+# What works in a loop: all programs that were tried
 
-Each line is a small program. It runs three times: under plain PyTorch, under the engine with everything in RAM, and
-under the engine with the least budget and the rest on NVMe (programs with `torch.compile` run in RAM only). "The same"
-means the numbers of plain PyTorch, and the same bits in RAM and on NVMe. This page is made by
-`PYTHONPATH=tests python -m misuses --markdown > docs/outside.md`.
+[What works in a loop](outside.md) has the rules. Each line is a small program. It runs three times: under plain
+PyTorch, under the engine with everything in RAM, and under the engine with the least budget and the rest on NVMe
+(programs with `torch.compile` run in RAM only). "The same" means the numbers of plain PyTorch, and the same bits in RAM
+and on NVMe. This page is made by `PYTHONPATH=tests python -m misuses --markdown > docs/outside-table.md`.
 """
 
 

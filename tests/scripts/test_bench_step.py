@@ -13,6 +13,7 @@ _ROOT = Path(__file__).parents[2]
 _SCRIPT = _ROOT / "scripts" / "bench_step.py"
 sys.path.append(str(_SCRIPT.parent))
 
+import _step_output as output  # noqa: E402
 from _step_process import Turns, WorkerFailed  # noqa: E402
 
 _TINY = ["--sizes", "chain:8x256", "--rounds", "1", "--warm-up", "1", "--steps", "2"]
@@ -53,3 +54,22 @@ def test_another_installation_is_imported_in_place_of_this_one(tmp_path: Path):
     (other / "__init__.py").write_text("raise SystemExit('this is the other one')")
     with pytest.raises(WorkerFailed, match="this is the other one"):
         Turns(None).take({"installation": str(other.parent)}, 1, 1)
+
+
+def test_rows_by_version_are_added_to_the_end_of_the_table(tmp_path: Path):
+    def run(system: str, seconds: float) -> dict[str, object]:
+        return {"size": "4x64", "clipping": "1", "system": system, "budget": "least", "step_seconds_median": seconds,
+                "bound_seconds": 1.0, "bound_by": "nvme"}  # fmt: skip
+
+    page = tmp_path / "page.md"
+    page.write_text(f"| old |\n\n{output.END_OF_RECORD}\n\nafter\n")
+    result = {
+        "date": "2026-01-01", "machine": {"cores": 2, "cpu": "a CPU", "torch": "2.13"}, "config": {"precision": "fp32"},
+        "runs": [run("in_memory", 1.0), run("deepspeed_nvme", 4.0), run("engine", 2.0)],
+    }  # fmt: skip
+    output.record(result, "abc1234", page)
+    row = (
+        "| 2026-01-01 | abc1234 | 2 cores a CPU, torch 2.13 | 4x64 fp32, least | 2.000 s | 50% (nvme) "
+        "| 2.00 x plain PyTorch, 0.50 x DeepSpeed |"
+    )
+    assert page.read_text() == f"| old |\n{row}\n\n{output.END_OF_RECORD}\n\nafter\n"

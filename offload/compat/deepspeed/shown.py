@@ -25,8 +25,8 @@ def facts_of(translation: Translation) -> dict[str, Any]:
 
 
 def text_of(translation: Translation) -> str:
-    """The call of ``OffloadEngine`` and of the scheduler as Python, and the table of keys."""
-    lines = ["engine = OffloadEngine(", "    model,"]
+    """The call of ``OffloadEngine`` and of the scheduler as Python to paste, and the table of keys."""
+    lines = [*_imports(translation), "", "engine = OffloadEngine(", "    model,"]
     for name, value in translation.options.items():
         shown = f"torch.optim.{value.__name__}" if isinstance(value, type) else repr(value)
         lines.append(f"    {name}={shown},")
@@ -40,6 +40,17 @@ def text_of(translation: Translation) -> str:
     return "\n".join([*lines, "", table_of(translation.rows)])
 
 
+def _imports(translation: Translation) -> list[str]:
+    """What the call needs beside ``model``."""
+    names = [value for value in translation.options.values() if isinstance(value, type)]
+    of_torch = translation.scheduler is not None and translation.scheduler.kind.__module__.startswith("torch.")
+    lines = ["import torch", ""] if names or of_torch else []
+    lines.append("from offload import OffloadEngine")
+    if translation.scheduler is not None and not of_torch:
+        lines.append("from offload.compat.deepspeed import schedules")
+    return lines
+
+
 def _scheduler_lines(translation: Translation) -> list[str]:
     scheduler = translation.scheduler
     assert scheduler is not None
@@ -47,7 +58,5 @@ def _scheduler_lines(translation: Translation) -> list[str]:
     params = {**dict.fromkeys(scheduler.missing, ...), **scheduler.params}
     given = "".join(f", {name}={'...' if value is ... else repr(value)}" for name, value in params.items())
     lines = [f"scheduler = {module}.{scheduler.name}(engine.optimizer{given})"]
-    if module == "schedules":
-        lines.insert(0, "from offload.compat.deepspeed import schedules")
     lines += [f"# scheduler.params.{name} is auto: write the number." for name in scheduler.missing]
     return lines

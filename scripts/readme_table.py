@@ -1,0 +1,58 @@
+#!/usr/bin/env python
+"""The table of models of README.md, by ``offload plan``. ``python scripts/readme_table.py`` writes it into the page."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from offload.cli import main as offload
+
+PAGE = Path(__file__).parents[1] / "README.md"
+
+MACHINE = ("--gpu", "4090", "--host-memory", "64GiB", "--nvme", "7GB/s,5GB/s,2TB", "--sustained-write", "1.5GB/s")
+STEP = ("--activation-checkpointing", "--sequence", "2048")
+ROWS = (
+    ("Llama 3.1 8B, LoRA (r=16)", 4, "meta-llama/Llama-3.1-8B", ("--lora", "r=16")),
+    ("Llama 3.1 8B, full", 4, "meta-llama/Llama-3.1-8B", ()),
+    ("Llama 3.1 8B, full, 8-bit moments", 4, "meta-llama/Llama-3.1-8B", ("--moments-dtype", "int8")),
+    ("Qwen3 32B, LoRA (r=16)", 1, "Qwen/Qwen3-32B", ("--lora", "r=16")),
+    ("Llama 3.1 70B, LoRA (r=16), base in 4 bits", 1, "meta-llama/Llama-3.1-70B", ("--lora", "r=16", "--base", "nf4")),
+    ("Llama 3.1 70B, LoRA (r=16)", 1, "meta-llama/Llama-3.1-70B", ("--lora", "r=16")),
+    ("Llama 3.1 70B, full", 1, "meta-llama/Llama-3.1-70B", ()),
+)
+
+
+def page(text: str) -> str:
+    """The page with its table as the forecast is now."""
+    head = "| training | sequences | a step | tokens/s | written a step | limited by |"
+    lines = [head, "|---|---|---|---|---|---|", *(_row(*row) for row in ROWS)]
+    table = "<!-- forecast -->\n\n" + "\n".join(lines) + "\n\n<!-- end of forecast -->"
+    return re.sub(r"<!-- forecast -->.*?<!-- end of forecast -->", lambda _: table, text, flags=re.DOTALL)
+
+
+def _row(title: str, batch: int, model: str, options: tuple[str, ...]) -> str:
+    found = plan(model, *MACHINE, *STEP, "--batch", str(batch), *options)
+    if not found["fits"]:
+        return f"| {title} | {batch} | does not fit: {found['shortage']['kind']} | | | |"
+    return (
+        f"| {title} | {batch} | {found['seconds']:,.1f} s | {found['tokens_per_second']:,.0f} "
+        f"| {found['nvme_write_bytes'] / 1e9:,.1f} GB | {found['limit']} |"
+    )
+
+
+def plan(*arguments: str) -> dict[str, Any]:
+    """The answer of ``offload plan`` to these arguments."""
+    with contextlib.redirect_stdout(io.StringIO()) as answer:
+        status = offload(["plan", *arguments, "--json"])
+    if status:
+        raise SystemExit(status)
+    return dict(json.loads(answer.getvalue()))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))
