@@ -44,6 +44,7 @@ class Options(TypedDict, total=False):
     mesh: Any
     shard: Literal["auto", "states", "gradients", "weights"]
     rank_timeout: float
+    experts: str | Sequence[str]
     prefetch: bool
 
 
