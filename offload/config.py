@@ -58,6 +58,10 @@ class OffloadConfig:
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """dtype of weights and gradients. The 16-bit ones keep an fp32 master; "fp16" scales the loss, dynamically. "auto":
     the dtype that the model has, or most of it; not float64."""
+    experts: str | Sequence[str] = EXPERTS
+    """Modules whose experts are brought in one by one, by the last part of their names or by their classes: such with
+    parameters of three dimensions, whose code takes one row of them for an expert, or an ``nn.ModuleList`` of experts.
+    Classes of ``transformers`` that take an experts implementation need no name."""
     optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer | None = "adamw"
     """Optimizer that updates the weights: "adam", "adamw", "adagrad", "lion" or "sgd"; a ``torch.optim.Optimizer``
     class; or one that is built already over the model's parameters, whose groups, settings and states are taken over.
@@ -106,10 +110,6 @@ class OffloadConfig:
     rank_timeout: float = 60.0
     """Seconds without a sign of life after which a rank counts as gone, and all end with one error. A rank that
     computes for longer gives signs of life."""
-    experts: str | Sequence[str] = EXPERTS
-    """Modules whose experts are brought in one by one, by the last part of their names or by their classes: such with
-    parameters of three dimensions, whose code takes one row of them for an expert, or an ``nn.ModuleList`` of experts.
-    Classes of ``transformers`` that take an experts implementation need no name."""
     prefetch: bool = True
     """Read weights before they are asked for. False: on demand only, to measure what prefetching gains."""
 

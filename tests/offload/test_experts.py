@@ -205,4 +205,5 @@ def test_lora_beside_experts_trains_as_without_the_engine_and_never_writes_the_b
         assert all(torch.equal(value, own_gradients[name]) for name, value in gradients.items())
         base = sum((item.unit.numel - item.unit.trainable_numel) * 4 for item in engine.plan.units)
         assert all(not item.unit.trainable_numel for item in engine.plan.units if item.unit.experts is not None)
-        assert engine.report().nvme_write_bytes <= engine.plan.step_write_bytes < base / 10
+        written = engine.report().nvme_write_bytes  # by updates of the step, and of the one before
+        assert written <= 2 * engine.plan.step_write_bytes < base / 5
