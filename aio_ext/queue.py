@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from ._aio import Queue as CoreQueue
     from ._aio import Ticket as CoreTicket
 
+DEPTH = 16
+"""Blocks in flight unless something else is asked for. With blocks of 1 MiB a drive moves as much as it can, and an
+urgent read has no more before it than what is in flight: twice as many only make it wait twice as long."""
+
 _CLOSE_SECONDS = 30.0
 """Seconds that a queue that was dropped, or the end of the program, waits for I/O in flight."""
 
@@ -41,7 +45,7 @@ class Queue:
     """Faults that tests inject."""
 
     def __init__(
-        self, backend: str = "auto", depth: int = 32, block_bytes: int = 1 << 20, num_threads: int = 4
+        self, backend: str = "auto", depth: int = DEPTH, block_bytes: int = 1 << 20, num_threads: int = 4
     ) -> None:
         self._core = _make_core(backend, depth, block_bytes, num_threads, self._plan)
         self._names: dict[int, str] = {}

@@ -116,17 +116,18 @@ class OffloadEngine:
             raise
 
     def _make_in(self, world: World, model: nn.Module) -> Session:
-        plan = plan_run(model, self.config, world)
-        self._inputs = Inputs(plan.processor, self.config.converted_dtypes(model), self.config.dtype)
-        path = self.config.run_path if world.rank == 0 else None
-        run = None if path is None else RunDirectory(path, fingerprint(plan.plan))
-        try:
-            with contextlib.closing(Birth(model, self.config.weights_path)) as birth:
+        with contextlib.closing(Birth(model, self.config.weights_path)) as birth:
+            plan = plan_run(model, self.config, world, birth)
+            self._inputs = Inputs(plan.processor, self.config.converted_dtypes(model), self.config.dtype)
+            path = self.config.run_path if world.rank == 0 else None
+            run = None if path is None else RunDirectory(path, fingerprint(plan.plan))
+            try:
+                birth.begin()
                 session = Session(assemble(model, plan, birth))
-        except BaseException:
-            if run is not None:
-                run.abandon()
-            raise
+            except BaseException:
+                if run is not None:
+                    run.abandon()
+                raise
         _log.info("engine made: %s", _summary(session.plan, session.bandwidths))
         session.watch.about = partial(about, self.config, session.plan, type(model).__name__, session.bandwidths)
         if run is not None:
@@ -275,7 +276,7 @@ class OffloadEngine:
     def state_dict(self) -> dict[str, Any]:
         """The model's state dict, with ordinary tensors: it holds the whole model in memory."""
         found = self.module.state_dict()
-        self._session.checkpoints.note_saved()
+        self._session.checkpoints.note_saved("the state dict that was taken")
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> Any:
@@ -301,7 +302,7 @@ class OffloadEngine:
         weights = self._session.weights()
         with weights.together():
             save_model(self.module, weights, dir, dtype or self.config.precision, max_shard_bytes)
-        self._session.checkpoints.note_saved()
+        self._session.checkpoints.note_saved(dir)
 
     def save_checkpoint(self, dir: str | os.PathLike[str], tag: str | None = None, client_state: object = None) -> None:
         """Save all that a bit-identical continuation needs as ``dir/tag``; ``tag`` is "stepN" unless it is given.

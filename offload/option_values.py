@@ -12,8 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-import torch
-
 from offload.errors import ConfigError
 
 Bytes = int | Literal["auto"]
@@ -110,6 +108,8 @@ def as_choice(option: str, value: object, allowed: Sequence[str]) -> str:
     """One of the names in ``allowed``. The error says which one may have been meant by a text, a dtype or its bits."""
     if isinstance(value, str) and value in allowed:
         return value
+    import torch  # here: a command that only reads its options does not wait for it
+
     text = ""
     if isinstance(value, (str, int, type, torch.dtype)):
         text = value if isinstance(value, str) else getattr(value, "__name__", shown(value))
@@ -168,6 +168,8 @@ def as_paths(option: str, value: object, expected: str = "a directory, or a list
 
 def as_device(option: str, value: object) -> Any:
     """The CPU, a GPU, or a ``Device`` of one's own."""
+    import torch
+
     if not isinstance(value, (str, torch.device)):
         if not isinstance(value, type) and hasattr(value, "torch_device") and hasattr(value, "allocate"):
             return value

@@ -137,7 +137,7 @@ def plan_for(
             plan = plan_within(config, shards, choice, room, ranks)
         except OffloadError as raised:
             error = raised
-        fits = plan is not None and not any(plan.nvme_bytes.values()) and _device_fits(plan, config, room)
+        fits = plan is not None and not plan.streams and _device_fits(plan, config, room)
         told = None
         if error is not None:
             told = (str(error.args[0]), 0, False)

@@ -186,7 +186,7 @@ class Session:
     def _end(self, values: OrdinaryParameters | None, error: BaseException | None) -> None:
         ranks, hooks = self.parts.ranks, self.parts.hooks
         try:
-            self.checkpoints.finish()
+            self.checkpoints.finish(error)
         finally:
             ranks.leave(error)
             self.failure.record(OffloadError(_GONE if values is None else _GIVEN_BACK))

@@ -1,6 +1,6 @@
 #!/usr/bin/env python
-"""What of docs/plan.md is made by the code: the printed examples of described machines, and the table of what models of
-several sizes take at the least. ``python scripts/plan_page.py`` writes them into the page anew."""
+"""What of docs/plan.md is made by the code: the printed examples of described machines, the table of what models of
+several sizes take at the least, and that of published set-ups. ``python scripts/plan_page.py`` writes them anew."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+
+import _published_setups
 
 from offload.cli import main
 from offload.predict.endurance import Endurance
@@ -34,8 +36,17 @@ PAGE = Path(__file__).parents[1] / "docs" / "plan.md"
 def page(text: str) -> str:
     """The page with its examples and its table as the code gives them now."""
     text = re.sub(r"```console\n\$ offload (plan [^\n]*--gpu[^\n]*)\n.*?```", _example, text, flags=re.DOTALL)
-    table = "\n".join(lines())
-    return re.sub(r"\| parameters \| least host memory.*?\n\n", lambda _: f"{table}\n\n", text, flags=re.DOTALL)
+    return _with_table(text, r"\| parameters \| least host memory", lines())
+
+
+def with_published(text: str) -> str:
+    """The page with the table of published set-ups as the code gives it now."""
+    return _with_table(text, r"\| system \| model \| GPUs", _published_setups.lines())
+
+
+def _with_table(text: str, begin: str, rows: Iterator[str]) -> str:
+    table = "\n".join(rows)
+    return re.sub(rf"{begin}.*?\n\n", lambda _: f"{table}\n\n", text, flags=re.DOTALL)
 
 
 def _example(found: re.Match[str]) -> str:
@@ -72,4 +83,4 @@ def _row(name: str, count: int) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text()))
+    PAGE.write_text(with_published(page(PAGE.read_text())))

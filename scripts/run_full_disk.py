@@ -44,6 +44,7 @@ from torch import nn
 import offload.checkpoint.dcp.save
 import offload.checkpoint.native.inspection  # noqa: F401
 from offload import BudgetError, OffloadEngine, StorageFull
+from offload.checkpoint.native.run_identity import clear_held
 from offload.cli import main as offload_command
 
 NUM_STEPS = 6
@@ -418,6 +419,8 @@ class Trial:
         """The step of the newest one; 0 if there is none, and none was acknowledged."""
         acknowledged = max(self._told_all(name), default=0)
         tags = [entry.name for entry in folder.glob("step*")]
+        if folder.exists():
+            clear_held(folder)  # as the next save would: a run that just ended has held its identity there
         others = {entry.name for entry in folder.glob("*")} - {*tags, "latest"}
         if others:
             raise Wrong(f"beside the checkpoints: {others}")

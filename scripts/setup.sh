@@ -67,12 +67,15 @@ install_packages() {
 
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check -qq "$@"; }
 
+oldest_torch=$(sed -n 's/^ *"torch>=\(.*\)",$/\1/p' "$root/pyproject.toml")
+
 torch_version() { # of the torch that an interpreter sees, if it is new enough
-  "$1" - <<'PY' 2>/dev/null
+  "$1" - "$oldest_torch" <<'PY' 2>/dev/null
 import re
+import sys
 from importlib.metadata import version
-found = version("torch")
-assert tuple(map(int, re.findall(r"\d+", found)[:2])) >= (2, 6)
+found, oldest = version("torch"), sys.argv[1]
+assert tuple(map(int, re.findall(r"\d+", found)[:2])) >= tuple(map(int, oldest.split(".")))
 print(found)
 PY
 }
@@ -92,7 +95,7 @@ install_torch() {
   say "installing torch"
   pip install "${index[@]}" --constraint "$root/scripts/constraints.txt" torch ||
     fail "pip found no $(grep '^torch' "$root/scripts/constraints.txt") for $("$python" --version) on this machine. Set" \
-      "OFFLOAD_TORCH_INDEX to an index that has it, or install any torch >= 2.8 for $python, and remove .venv"
+      "OFFLOAD_TORCH_INDEX to an index that has it, or install any torch >= $oldest_torch for $python, and remove .venv"
 }
 
 # The GPU kernels' compiler for the tests. With a torch for CUDA comes one; else a release whose libraries do not find each

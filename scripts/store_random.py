@@ -58,7 +58,7 @@ class Twin:
             operation()
         except OffloadError as error:
             self._counts[type(error).__name__] = self._counts.get(type(error).__name__, 0) + 1
-            if self._store._failure is not None:
+            if self._store._turns.failure is not None:
                 self._reopen()
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ class Twin:
 
     def _has_spare(self, extent: Extent) -> bool:
         """True if a write leaves what is current as it is."""
-        return self._store._records[extent.index].spare(self._store._needed(extent)) is not None
+        return self._store._places.records[extent.index].spare(self._store._places.needed()[extent.index]) is not None
 
     def _where(self, extent: Extent) -> str:
         return f"operation {self._counts['operations']}: extent {extent.index}"

@@ -15,6 +15,7 @@ from swapper.errors import (
     StoreMissing,
     StoreMisuse,
     StoreUnsafe,
+    WeightsChanged,
     readable_bytes,
 )
 from swapper.extent import Extent
@@ -26,6 +27,7 @@ from swapper.generation import (
     generation_metadata,
     open_generation,
 )
+from swapper.in_place import FilePart, InPlaceFiles, InPlaceRecord, ReadOnlyFile, edge_bytes
 from swapper.spool import Spool, let_go
 from swapper.ticket import Ticket, waiting
 
@@ -34,9 +36,13 @@ __all__ = [
     "Arena",
     "DurableStore",
     "Extent",
+    "FilePart",
     "Generation",
+    "InPlaceFiles",
+    "InPlaceRecord",
     "Lease",
     "OffloadError",
+    "ReadOnlyFile",
     "Spool",
     "StorageCorrupt",
     "StorageError",
@@ -49,10 +55,12 @@ __all__ = [
     "StoreMisuse",
     "StoreUnsafe",
     "Ticket",
+    "WeightsChanged",
     "align",
     "check_generation",
     "copy_generation",
     "create_store",
+    "edge_bytes",
     "generation_manifest",
     "generation_metadata",
     "let_go",

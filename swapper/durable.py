@@ -5,62 +5,31 @@ A copy that a kept generation needs is never written: a write goes to a copy tha
 writes over the current one if there is no other. So until a commit is complete the last generation is untouched,
 and a retained generation costs no time, only its space. An extent with one place is scratch: it is written over, and
 is no part of any generation.
-
-[Note: Space] The space of a place is taken when the store is made, or else by ``reserve``, or when it is first written.
-So there can be room for many generations in the layout that takes no room on the disk before they are there.
-
-[Note: The commit] 1. All writes are over, and good. 2. The data is synced. 3. The manifest, which names the copy and
-the checksum of every extent, is written under a temporary name and synced. 4. It is renamed. 5. The directory is
-synced. A crash before 4 leaves the last generation, one after 5 the new one; in between it is one of the two, both
-whole.
-After a failure in 2, 4 or 5 the content of the disk is unknown, so the store serves nothing more.
-
-[Note: Two phases] Several stores can have one commit in common: each one prepares it (1 to 3, and the manifest gets a
-name that stays, durably), and once all have, each one finishes it (4 and 5). In between the prepared generation is kept
-beside the last one: no place that either needs is written. It outlives the process, and whoever opens the store next
-decides what becomes of it. ``commit`` does both at once, under the temporary name, and never leaves one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import aio_ext
 from swapper.arena import Arena
-from swapper.checksum import seed
-from swapper.device import IO_TIMEOUT_S, Device, Transfer, add_up
+from swapper.device import Device, Transfer, add_up
 from swapper.directory import Directory, RealDirectory
-from swapper.errors import (
-    OffloadError,
-    StorageCorrupt,
-    StorageError,
-    StorageFull,
-    StorageIOError,
-    StorageTimeout,
-    StoreMissing,
-    StoreMisuse,
-    failed,
-)
+from swapper.errors import OffloadError, StoreMisuse, failed
 from swapper.extent import Extent
+from swapper.kept import KeptGenerations
 from swapper.links import REPLACES, Links, find_links, note_linked_in
-from swapper.manifest import Entry, Manifest
-from swapper.publication import (
-    NEW,
-    committed_name,
-    last_name,
-    layout_of,
-    prepared_name,
-    publish,
-    put_new,
-    retained_name,
-)
-from swapper.record import Place
-from swapper.ticket import Checksum, Ticket, Transfers
+from swapper.manifest import Manifest
+from swapper.places import Places
+from swapper.publication import NEW, layout_of, prepared_name, publish
+from swapper.space import Space
+from swapper.ticket import Ticket, Transfers
+from swapper.turns import Turns
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -96,42 +65,18 @@ class DurableStore:
         self.damage = tuple(damage)
         self._directory = directory
         self._transfers = Transfers(device, where)
-        self._kept = dict(kept)
-        self._last = last
-        self._retained = set(retained)
-        self._base = kept[base]
-        self._extents, self._records, _ = layout_of(self._base)
-        self._reserved = [record.num_places if reserved is None else 0 for record in self._records]
-        """Number of places of each extent that have their space taken."""
-        self._writes: dict[int, Ticket | None] = {}
-        """The last write of what is current and came after the last commit or ``prepare``, by extent; None while it is
-        submitted."""
-        self._take_base()
-        self._shadow: dict[int, Ticket] = {}
-        """The last write beside of each extent that was not flipped."""
-        self._failure: OffloadError | None = None
-        self._lock = threading.Condition()
-        """Lock of the store. Guards: records, ``_writes``, ``_shadow``, ``_failure``, generations and ``_turn_of``.
-        Order: after all of the engine's; the lock of the counts is taken under it. No I/O is waited for under it, but
-        that space is reserved for extents that are written for the first time.
-        One exception: with 16384 requests in flight a submission waits until one is over. The threads of ``aio_ext``
-        see to that, and they take no lock of the store."""
-        self._turn_of: object | None = None
-        """The call that has the store alone: a commit, another change of the generations, or ``close``. It waits for
-        I/O, so it holds no lock; what it changes is its own until ``_turn_of`` is None again."""
-        self._reads_go_on = False
-        """That call lets reads begin meanwhile."""
-        self._pid = os.getpid()
+        self._turns = Turns(where, damage)
+        self._generations = KeptGenerations(directory, self._turns, where, kept, retained, last, base)
+        extents, records, _ = layout_of(self._generations.base)
+        self._space = Space(self._transfers, extents, records, () if damage else reserved)
+        self._places = Places(self._transfers, self._turns, self._generations, self._space, extents, records)
         self._closers = contextlib.ExitStack()
         self._closers.callback(self._transfers.close)
-        if reserved is not None and not damage:
-            self.reserve(reserved)
+        self._closers.callback(self._space.close)
 
     def publish_first(self) -> None:
         """Publish generation 0 of a new store."""
-        self._write_new(self._base)
-        with self._renamed(NEW, last_name(0)):
-            pass
+        self._generations.publish_first()
 
     def __enter__(self) -> Self:
         return self
@@ -142,7 +87,7 @@ class DurableStore:
     @property
     def extents(self) -> tuple[Extent, ...]:
         """The extents, in the order in which their sizes were given."""
-        return self._extents
+        return self._places.extents
 
     @property
     def backend(self) -> str:
@@ -167,28 +112,27 @@ class DurableStore:
     @property
     def generation(self) -> int:
         """The number of the generation that the store was last committed as, or opened at."""
-        return self._base.generation
+        return self._generations.base.generation
 
     @property
     def metadata(self) -> bytes:
         """Metadata that was given to ``commit`` with that generation."""
-        return self._base.metadata
+        return self._generations.base.metadata
 
     @property
     def generations(self) -> tuple[int, ...]:
         """The generations that can be opened, oldest first: those retained, and the last."""
-        return tuple(sorted(self._retained | {self._last}))
+        return tuple(sorted(self._generations.retained | {self._generations.last}))
 
     @property
     def retained(self) -> tuple[int, ...]:
         """The generations that stay until they are released, oldest first."""
-        return tuple(sorted(self._retained))
+        return tuple(sorted(self._generations.retained))
 
     @property
     def prepared(self) -> int | None:
         """The generation that was prepared, by this owner or the one before, and is neither finished nor abandoned."""
-        newest = max(self._kept)
-        return newest if newest > self._last else None
+        return self._generations.prepared
 
     def metadata_of(self, generation: int) -> bytes:
         """Metadata that was given to ``commit`` or ``prepare`` with a generation that is kept. Raises
@@ -202,7 +146,7 @@ class DurableStore:
     @property
     def identity(self) -> bytes:
         """Identity of the store, which no other one has: 16 bytes."""
-        return self._base.store
+        return self._generations.base.store
 
     @property
     def replaces(self) -> bytes:
@@ -215,7 +159,8 @@ class DurableStore:
     @property
     def shape(self) -> list[tuple[int, int]]:
         """Bytes and places of each extent."""
-        return [(extent.nbytes, record.num_places) for extent, record in zip(self._extents, self._records, strict=True)]
+        pairs = zip(self._places.extents, self._places.records, strict=True)
+        return [(extent.nbytes, record.num_places) for extent, record in pairs]
 
     def register(self, arena: Arena) -> None:
         """Tell the queue where its buffers are, so that the kernel need not map them for each transfer."""
@@ -236,9 +181,7 @@ class DurableStore:
         A ``write_shadow`` may be in flight. A commit that is under way does not hold it up.
         Raises ``StoreMisuse`` for another size, and for an extent that was never written.
         """
-        with self._entered(extent, nbytes, reads=True):
-            place = self._records[extent.index].readable()
-            return self._transfers.read(place.offset, address, nbytes, place.checksum, urgent=urgent)
+        return self._places.read(extent, address, nbytes, urgent=urgent)
 
     def write(self, extent: Extent, address: int, nbytes: int, *, urgent: bool = False) -> Ticket:
         """Start writing ``extent`` from memory at ``address``; later reads take these bytes.
@@ -249,19 +192,7 @@ class DurableStore:
         Waits while a commit is under way. A write that fails may be repeated; until then nothing can be committed.
         Raises ``StoreMisuse`` if kept generations, a prepared one among them, need all copies: see ``prepare``.
         """
-        with self._entered(extent, nbytes):
-            record = self._records[extent.index]
-            place = self._place(extent, record.replaceable(self._needed(extent)), self._last + 1)
-            self._take_space(extent, place.number)
-            record.give_up_shadow()
-            self._shadow.pop(extent.index, None)
-            if record.num_places > 1:
-                self._writes[extent.index] = None  # should Ctrl-C strike before there is a ticket
-            ticket = self._transfers.write(place.offset, address, nbytes, place.checksum, urgent=urgent)
-            record.replaced(place)
-            if record.num_places > 1:
-                self._writes[extent.index] = ticket
-            return ticket
+        return self._places.write(extent, address, nbytes, urgent=urgent)
 
     def write_shadow(self, extent: Extent, address: int, nbytes: int, *, urgent: bool = False) -> Ticket:
         """Start writing ``extent`` from memory at ``address``, beside what is current, which stays current.
@@ -272,30 +203,7 @@ class DurableStore:
         Raises ``StorageFull`` if there is no such copy, ``StoreMisuse`` if the extent has one place only: see
         ``places`` of ``create_store``.
         """
-        with self._entered(extent, nbytes):
-            record = self._records[extent.index]
-            if record.num_places == 1:
-                raise StoreMisuse(
-                    f"extent {extent.index} has one place: nothing can be written beside what is current.",
-                    advice="Create the store with places=2, for this extent or for all.",
-                )
-            needed = self._needed(extent)
-            number = record.spare(needed)
-            if number is None:
-                raise StorageFull(
-                    f"nothing can be written beside extent {extent.index}: {self._transfers.where} has "
-                    f"{record.num_places} copies, of which the generations {sorted(self._kept)} need "
-                    f"{len(needed)}, and what is current takes one.",
-                    survives="Nothing has changed.",
-                    advice="Release a retained generation, commit or finish first, or create the store with places=2.",
-                )
-            place = self._place(extent, number, self._last + 1)
-            self._take_space(extent, number)
-            record.give_up_shadow()
-            ticket = self._transfers.write(place.offset, address, nbytes, place.checksum, urgent=urgent)
-            self._shadow[extent.index] = ticket
-            record.put_shadow(place)
-            return ticket
+        return self._places.write_shadow(extent, address, nbytes, urgent=urgent)
 
     def flip(self, extent: Extent) -> None:
         """Make current what was written beside ``extent`` last.
@@ -305,9 +213,7 @@ class DurableStore:
         Raises ``StoreMisuse`` if nothing was written beside since the last flip or write, and the error of the write
         if that has failed already. Nothing has changed then.
         """
-        with self._entered(extent, extent.nbytes):
-            self._records[extent.index].flip()
-            self._writes[extent.index] = self._shadow.pop(extent.index)
+        self._places.flip(extent)
 
     def commit(self, metadata: bytes = b"") -> int:
         """Make everything written so far durable, as the next generation; returns its number.
@@ -317,7 +223,7 @@ class DurableStore:
         ``commit`` may be called again. Any other failure is final: the store raises it from then on, and ``open_store``
         finds the last generation or this one.
         """
-        with self._alone(reads=True):
+        with self._turns.alone(reads=True):
             manifest = self._new_generation(metadata)
             self._publish(manifest, NEW)
             return manifest.generation
@@ -334,12 +240,10 @@ class DurableStore:
         Raises as ``commit``. After a failure that is final, ``open_store`` finds the last generation, with this one
         prepared or without it.
         """
-        with self._alone(reads=True):
+        with self._turns.alone(reads=True):
             manifest = self._new_generation(metadata)
-            generation = manifest.generation
-            with self._renamed(NEW, prepared_name(generation)):
-                self._kept = self._kept | {generation: manifest}
-            return generation
+            self._generations.prepare(manifest)
+            return manifest.generation
 
     def finish(self) -> int:
         """Make the prepared generation the committed one; returns its number.
@@ -348,11 +252,11 @@ class DurableStore:
         was opened, hold what the generation has. Raises ``StoreMisuse`` if none is prepared. Any other failure is
         final: ``open_store`` finds the generation committed, or still prepared.
         """
-        with self._alone(reads=True):
+        with self._turns.alone(reads=True):
             generation = self.prepared
             if generation is None:
                 raise StoreMisuse(f"{self._transfers.where} has no prepared generation.", advice="Call prepare first.")
-            self._publish(self._kept[generation], prepared_name(generation))
+            self._publish(self._generations.manifest_of(generation), prepared_name(generation))
             return generation
 
     def abandon(self) -> None:
@@ -360,46 +264,27 @@ class DurableStore:
 
         A failure is final: ``open_store`` finds the last generation, with the other still prepared or without it.
         """
-        with self._alone(reads=True):
-            generation = self.prepared
-            if generation is not None:
-                self._remove_for_good(prepared_name(generation), generation)
+        with self._turns.alone(reads=True):
+            self._generations.abandon()
 
     def retain(self) -> int:
         """Keep the last generation until it is released, through all commits to come; returns its number.
 
         Raises ``StorageFull`` if the store has no room for one more: see ``retained_max`` of ``create_store``.
         """
-        with self._alone(reads=True):
-            if self._last in self._retained:
-                return self._last
-            if len(self._retained) >= self._base.num_copies - 2:
-                raise StorageFull(
-                    f"generation {self._last} cannot be retained: {self._transfers.where} has room for "
-                    f"{self._base.num_copies - 2} retained generations, and holds {sorted(self._retained)}.",
-                    survives="Nothing has changed.",
-                    advice="Release one, or create the store with a larger retained_max.",
-                )
-            with self._renamed(last_name(self._last), retained_name(self._last)):
-                self._retained.add(self._last)
-            return self._last
+        with self._turns.alone(reads=True):
+            self._generations.retain()
+            return self._generations.last
 
     def release(self, generation: int) -> None:
         """Let a retained generation go; its space is used again. Raises ``StoreMissing`` if it is not retained."""
-        with self._alone(reads=True):
-            if generation not in self._retained:
-                raise StoreMissing(f"generation {generation} is not retained; {sorted(self._retained)} are.")
-            name = retained_name(generation)
-            if generation == self._last:
-                with self._renamed(name, last_name(generation)):
-                    self._retained.discard(generation)
-                return
-            self._remove_for_good(name, generation)
+        with self._turns.alone(reads=True):
+            self._generations.release(generation)
 
     def links(self) -> Links:
         """Account for the names that the data has beside the store's own."""
         try:
-            return find_links(self._directory, self._transfers.device.descriptors, self._retained)
+            return find_links(self._directory, self._transfers.device.descriptors, self._generations.retained)
         except OSError as error:
             raise failed(f"looking for links to {self._transfers.where}", error) from error
 
@@ -414,23 +299,12 @@ class DurableStore:
     def rewind(self) -> None:
         """Give up everything written since the last commit, or since the store was opened. No transfer of the caller's
         may be in flight."""
-        with self._alone():
-            for ticket in (*self._writes.values(), *self._shadow.values()):
-                if ticket is not None:
-                    with contextlib.suppress(StorageIOError, StorageFull):  # it is not wanted
-                        ticket.wait()
-            self._writes.clear()
-            self._shadow.clear()
-            for record in self._records:
-                record.forget()
-            self._take_base()
+        with self._turns.alone():
+            self._places.give_up()
 
     def manifest_of(self, generation: int) -> Manifest:
         """Manifest of a generation that is kept. Raises ``StoreMissing``."""
-        manifest = self._kept.get(generation)
-        if manifest is None:
-            raise StoreMissing(f"generation {generation} is not kept; {sorted(self._kept)} are.")
-        return manifest
+        return self._generations.manifest_of(generation)
 
     def read_part(self, generation: int, extent: Extent, start: int, address: int, nbytes: int) -> Transfer:
         """Start reading ``nbytes``, from ``start`` on, of what ``extent`` holds in a generation that is kept, whatever
@@ -438,39 +312,20 @@ class DurableStore:
 
         Raises ``StoreMissing`` if it is not kept, ``StoreMisuse`` if the extent is no part of it.
         """
-        with self._entered(extent, extent.nbytes, reads=True):
-            entry = self.manifest_of(generation).entries[extent.index]
-            if not entry.generation:
-                raise StoreMisuse(f"extent {extent.index} is no part of generation {generation}.")
-            offset = self._records[extent.index].offset_of(entry.copy) + start
-            return self._transfers.read_part(f"extent {extent.index}, generation {generation}", offset, address, nbytes)
+        return self._places.read_part(generation, extent, start, address, nbytes)
 
     def reserve(self, num_places: Sequence[int]) -> None:
         """Take the space of so many places of each of the first extents. Raises ``StorageFull``; nothing that was
         there is lost then."""
-        with self._alone(reads=True):
-            ranges: list[tuple[int, int]] = []
-            reserved = list(self._reserved)
-            for extent, want in zip(self._extents, num_places, strict=False):
-                record, have = self._records[extent.index], reserved[extent.index]
-                reserved[extent.index] = max(have, min(want, record.num_places))
-                numbers = range(have, reserved[extent.index])
-                ranges += [(record.offset_of(number), extent.nbytes) for number in numbers]
-            self._transfers.reserve(ranges)
-            self._reserved = reserved
+        with self._turns.alone(reads=True):
+            self._space.reserve(num_places)
 
     def give_back(self) -> None:
         """Give back all space that no kept generation needs. What was written since the last commit is lost; a place is
         reserved again when it is needed. No transfer of the caller's may be in flight."""
         self.rewind()
-        with self._alone():
-            ranges = []
-            for extent in self._extents:
-                record, needed = self._records[extent.index], self._needed(extent)
-                numbers = (number for number in range(record.num_places) if number not in needed)
-                ranges += [(record.offset_of(number), extent.nbytes) for number in numbers]
-            self._transfers.device.give_back(ranges)
-            self._reserved = [0] * len(self._reserved)
+        with self._turns.alone():
+            self._space.give_back(self._places.needed())
 
     def link(self, folder: int, directory: Path) -> None:
         """Make the last generation a part of the empty directory ``folder`` (a descriptor), without copying it: hard
@@ -479,16 +334,16 @@ class DurableStore:
         It must be retained as long as the directory is needed: see ``release_unlinked``, which looks for it in
         ``directory``, and two below that. Raises ``OSError`` where the file system cannot link.
         """
-        with self._alone(reads=True):
+        with self._turns.alone(reads=True):
             note_linked_in(self._directory, directory)
             for index, descriptor in enumerate(self._transfers.device.descriptors):
                 os.link(f"/proc/self/fd/{descriptor}", f"data.{index}", dst_dir_fd=folder)
-            publish(RealDirectory(folder), self._kept[self._last])
+            publish(RealDirectory(folder), self._generations.manifest_of(self._generations.last))
 
     def close(self) -> None:
         """Wait for what is in flight, give files and lock back. Uncommitted writes are lost. May be called twice."""
-        with self._alone(checked=False):
-            self._failure = self._failure or _closed(self._transfers.where)
+        with self._turns.alone(checked=False):
+            self._turns.failure = self._turns.failure or _closed(self._transfers.where)
             self._closers.close()
 
     def closing(self, call: Callable[[], object]) -> None:
@@ -498,200 +353,28 @@ class DurableStore:
             order.push(self._closers.pop_all())
             self._closers = order.pop_all()
 
-    @contextlib.contextmanager
-    def _entered(self, extent: Extent, nbytes: int, *, reads: bool = False) -> Iterator[None]:
-        """Under the lock, once no call has the store alone, or one that lets ``reads`` go on. Raises if the store or
-        the caller is not fit for it."""
-        self._check_process()
-        with self._lock:
-            if not (reads and self._reads_go_on):
-                self._wait_for_turn()
-                if self._failure is not None:
-                    raise self._failure
-            if not reads:
-                self._check_whole()
-            if nbytes != extent.nbytes:
-                raise StoreMisuse(f"extent {extent.index} has {extent.nbytes} bytes, not {nbytes}.")
-            yield
-
-    @contextlib.contextmanager
-    def _alone(self, *, checked: bool = True, reads: bool = False) -> Iterator[None]:
-        """Without the lock, while all other calls wait: no write begins, and no generation changes. No read begins
-        either, unless ``reads`` says that what is current and kept stays as it is."""
-        if checked:
-            self._check_process()
-            self._check_whole()
-        me = object()
-        try:
-            with self._lock:
-                self._wait_for_turn()
-                if checked and self._failure is not None:
-                    raise self._failure
-                self._turn_of, self._reads_go_on = me, reads
-            yield
-        finally:
-            with self._lock:
-                if self._turn_of is me:
-                    self._turn_of, self._reads_go_on = None, False
-                    self._lock.notify_all()
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise StoreMisuse(f"{self._transfers.where} belongs to process {self._pid}: a forked child opens its own.")
-
-    def _check_whole(self) -> None:
-        if self.damage:
-            error = StorageCorrupt(f"{self._transfers.where} is only read: {' '.join(self.damage)}")
-            error.advice = "Copy what it holds into another store."
-            raise error
-
-    def _wait_for_turn(self) -> None:
-        """Sleep, without the lock, until no call has the store alone."""
-        if not self._lock.wait_for(lambda: self._turn_of is None, IO_TIMEOUT_S):
-            raise StorageTimeout(
-                f"{self._transfers.where}: a commit, or another change of generations, is not over for "
-                f"{IO_TIMEOUT_S:.0f} s."
-            )
-
-    def _take_base(self) -> None:
-        """Make current what the generation that the store goes on from holds, where nothing was written since."""
-        for extent, record, entry in zip(self._extents, self._records, self._base.entries, strict=True):
-            if record.num_places == 1 or extent.index in self._writes:
-                continue
-            current, wanted = record.current, entry.copy if entry.generation else None
-            if wanted is None:
-                record.reset(None)
-            elif current is None or current.number != wanted:
-                record.reset(self._place(extent, wanted, entry.generation, entry.checksum))
-
-    def _take_space(self, extent: Extent, number: int) -> None:
-        """The place ``number`` is about to be written."""
-        have = self._reserved[extent.index]
-        if number < have:
-            return
-        record = self._records[extent.index]
-        self._transfers.reserve([(record.offset_of(k), extent.nbytes) for k in range(have, number + 1)])
-        self._reserved[extent.index] = number + 1
-
-    def _place(self, extent: Extent, copy: int, generation: int, value: int | None = None) -> Place:
-        """Copy number ``copy`` with bytes of ``generation``, whose checksum is ``value`` if they are there already."""
-        label = f"extent {extent.index}, generation {generation}"
-        checksum = Checksum(label, seed(self._base.store, extent.index, generation, extent.nbytes), value)
-        return Place(copy, self._records[extent.index].offset_of(copy), checksum, generation)
-
-    def _needed(self, extent: Extent) -> set[int]:
-        """The copies of ``extent`` that kept generations need."""
-        entries = [manifest.entries[extent.index] for manifest in self._kept.values()]
-        return {entry.copy for entry in entries if entry.generation}
-
-    def _describe(self, generation: int, metadata: bytes) -> Manifest:
-        entries = []
-        for extent, record in zip(self._extents, self._records, strict=True):
-            place, places = record.current, self._base.entries[extent.index].places
-            if place is None or record.num_places == 1:
-                entries.append(Entry(extent.nbytes, 0, 0, 0, places))
-            else:
-                entries.append(Entry(extent.nbytes, place.generation, place.number, _sealed(place), places))
-        chunks = tuple(self._transfers.device.table())
-        base = self._base
-        return Manifest(
-            base.store, generation, base.num_copies, base.num_paths, tuple(entries), chunks, bytes(metadata)
-        )
-
     def _new_generation(self, metadata: bytes) -> Manifest:
         """Everything written so far as the next generation: steps 1 to 3 of [Note: The commit]."""
-        if self.prepared is not None:
-            raise StoreMisuse(
-                f"generation {self.prepared} of {self._transfers.where} is prepared.", advice="Finish or abandon it."
-            )
-        for index, ticket in self._writes.items():
-            if ticket is None:
-                raise StorageIOError(f"write of extent {index} was interrupted.", advice="Repeat it.")
-            ticket.wait()
-        for ticket in self._shadow.values():
-            with contextlib.suppress(StorageIOError, StorageFull):  # no part of the generation
-                ticket.wait()
-        generation = self._last + 1
-        with self._fatal(f"sync of the data of generation {generation}"):
+        self._generations.check_none_prepared()
+        self._places.wait_for_writes()
+        base, generation = self._generations.base, self._generations.next
+        with self._turns.fatal(f"sync of the data of generation {generation}"):
             self._transfers.sync()
-        manifest = self._describe(generation, metadata)
-        self._write_new(manifest)
-        self._writes.clear()
+        manifest = replace(
+            base,
+            generation=generation,
+            entries=self._places.entries(),
+            chunks=tuple(self._transfers.device.table()),
+            metadata=bytes(metadata),
+        )
+        self._generations.write_new(manifest)
+        self._places.described()
         return manifest
-
-    def _write_new(self, manifest: Manifest) -> None:
-        try:
-            put_new(self._directory, manifest)
-        except OSError as error:
-            raise failed(f"manifest of generation {manifest.generation} of {self._transfers.where}", error) from error
 
     def _publish(self, manifest: Manifest, name: str) -> None:
         """Make it the last generation; so far its manifest is called ``name``."""
-        before, generation = self._last, manifest.generation
-        with self._renamed(name, last_name(generation)):
-            self._base, self._last = manifest, generation
-            self._kept = {number: self._kept[number] for number in self._retained} | {generation: manifest}
-            with self._lock:
-                self._take_base()
-        with contextlib.suppress(OSError):  # the next owner removes what is left, and what is not said is not known
-            self._say_committed(before, generation)
-            if before not in self._retained:
-                self._directory.remove(last_name(before))
-
-    def _say_committed(self, before: int, generation: int) -> None:
-        """See [Note: What was acknowledged]."""
-        try:
-            self._directory.rename(committed_name(before), committed_name(generation))
-        except FileNotFoundError:
-            self._directory.create(committed_name(generation), b"")
-
-    def _remove_for_good(self, name: str, generation: int) -> None:
-        """Give up a generation, whose manifest is called ``name``: that must be gone for good before its copies are
-        written again."""
-        with self._for_good(f"removal of {name}", lambda: self._directory.remove(name)):
-            self._retained.discard(generation)
-            if generation != self._base.generation:
-                self._kept = {number: kept for number, kept in self._kept.items() if number != generation}
-
-    @contextlib.contextmanager
-    def _renamed(self, old: str, new: str) -> Iterator[None]:
-        with self._for_good(f"publication of {new}", lambda: self._directory.rename(old, new)):
-            yield
-
-    @contextlib.contextmanager
-    def _for_good(self, what: str, change: Callable[[], None]) -> Iterator[None]:
-        """Change a name on disk; what it means in memory is done in the body.
-
-        If that fails or is interrupted before both are done, the store may believe what the disk does not hold: it
-        serves nothing more.
-        """
-        with self._fatal(what):
-            try:
-                change()
-                self._directory.sync()
-            except OSError as error:
-                raise failed(f"{what} of {self._transfers.where}", error) from error
-            yield
-
-    @contextlib.contextmanager
-    def _fatal(self, what: str) -> Iterator[None]:
-        """An error or an interruption in the body is final: the store raises it from then on."""
-        self._failure = StorageIOError(f"{what} was interrupted on {self._transfers.where}.")
-        try:
-            yield
-        except StorageError as error:
-            self._failure = error
-            raise
-        self._failure = None
-
-
-def _sealed(place: Place) -> int:
-    """The checksum of a place whose write is over and good."""
-    if place.checksum.error is not None:
-        raise place.checksum.error
-    if place.checksum.value is None:
-        raise StorageIOError(f"write of {place.checksum.label} has no checksum.", advice="Repeat it.")
-    return place.checksum.value
+        with self._generations.published(manifest, name), self._turns.lock:
+            self._places.take_base()
 
 
 def _closed(where: str) -> OffloadError:

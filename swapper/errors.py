@@ -143,6 +143,18 @@ class StorageCorrupt(StorageError):
         self.seen = seen
 
 
+class WeightsChanged(StorageError):
+    """A file whose weights are read where they are is not what it was, or was to be changed. Nothing wrong was used."""
+
+    happened = (
+        "A weights file that is read in place has another size, inode, time of change or checksum than before, or its "
+        "frozen weights were to be changed."
+    )
+    numbers = "the file, the range, and what it was and is"
+    survives = "What was trained, up to the last commit or checkpoint. The file was not written."
+    advice = "Put the file back as it was, or make the engine anew with the file that is there now."
+
+
 def failed(what: str, error: OSError) -> StorageError:
     """Turn what the system said of an operation into the error that the user gets."""
     kind = StorageFull if error.errno in NO_ROOM else StorageIOError

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from aio_ext.queue import DEPTH
 from swapper import owner
 from swapper.arena import align
 from swapper.device import Device, open_device
@@ -48,7 +49,7 @@ def create_store(
     metadata: bytes = b"",
     replaces: bytes = b"",
     backend: str = "auto",
-    queue_depth: int = 32,
+    queue_depth: int = DEPTH,
     block_bytes: int = 1 << 20,
 ) -> DurableStore:
     """Make an empty durable store, generation 0, with its space reserved, and open it.
@@ -136,7 +137,7 @@ def open_store(
     generation: int | None = None,
     reserved: Sequence[int] | None = None,
     backend: str = "auto",
-    queue_depth: int = 32,
+    queue_depth: int = DEPTH,
     block_bytes: int = 1 << 20,
 ) -> DurableStore:
     """Open a durable store at its last generation, or at a retained one, and clear away what a crash left of it.

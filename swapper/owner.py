@@ -19,7 +19,7 @@ from pathlib import Path
 
 from swapper.checked import Cursor, Int, Record, Refused, Text, read_regular, text_of
 from swapper.directory import open_file
-from swapper.errors import StoreLocked
+from swapper.errors import NO_ROOM, StoreLocked
 
 NAME = "owner"
 WRITTEN = "owner.new"
@@ -57,7 +57,7 @@ _OWNER = Record(Owner, {"pid": _NUMBER, "host": _WORDS, "boot": _WORDS, "started
 
 
 def lock(descriptor: int, directory: int, where: str) -> None:
-    """Become the owner, and write that down. Raises ``StoreLocked`` if another process is."""
+    """Become the owner, and write that down if there is room. Raises ``StoreLocked`` if another process is."""
     deadline = time.monotonic() + _GRACE_S
     while True:
         try:
@@ -68,11 +68,21 @@ def lock(descriptor: int, directory: int, where: str) -> None:
             if owner is None or not owner.is_dead() or time.monotonic() > deadline:
                 raise StoreLocked(f"{where} is in use by {owner or 'another process'}.") from None
             time.sleep(0.005)  # its last transfers are still coming in: nothing tells when they are over
+    _unlink(WRITTEN, directory)
+    try:
+        with open_file(directory, WRITTEN, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
+            os.write(file, json.dumps(vars(Owner.me())).encode())
+        os.rename(WRITTEN, NAME, src_dir_fd=directory, dst_dir_fd=directory)  # a copy of hard links keeps its own
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        _unlink(WRITTEN, directory)  # a store can be read and removed on a full disk, by an owner without a name
+        _unlink(NAME, directory)
+
+
+def _unlink(name: str, directory: int) -> None:
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(WRITTEN, dir_fd=directory)
-    with open_file(directory, WRITTEN, os.O_WRONLY | os.O_CREAT | os.O_EXCL) as file:
-        os.write(file, json.dumps(vars(Owner.me())).encode())
-    os.rename(WRITTEN, NAME, src_dir_fd=directory, dst_dir_fd=directory)  # a copy of hard links keeps its own
+        os.unlink(name, dir_fd=directory)
 
 
 def is_locked(descriptor: int) -> bool:

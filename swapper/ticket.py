@@ -168,37 +168,38 @@ class _SecondTry:
         self._transfer.wait(timeout_s)
 
 
-class Transfers:
-    """Moves extents to and from a device, sealed and verified, and remembers what is under way."""
+class Reads:
+    """Reads that are judged when they have come, and the work on memory that is under way."""
 
-    def __init__(self, device: Device, where: str) -> None:
-        self.device = device
+    def __init__(self, where: str) -> None:
         self.where = where
         self.num_second_reads = 0
         """Reads that went wrong and were tried again."""
-        self.num_second_writes = 0
-        """Writes that failed and were tried again."""
         self._counts_lock = threading.Lock()
-        """Lock of the counts. Guards: the two numbers above. Order: last. Nothing is waited for under it."""
-        self._arenas: list[Arena] = []
+        """Lock of the counts. Guards: the number above, and that of ``Transfers``. Order: last. Nothing is waited for
+        under it."""
         self._under_way: set[Once] = set()
         """The work that looks at memory. Each change is one step of the interpreter, so there is no lock."""
         self._abandoned: StorageTimeout | None = None
 
-    def register(self, arena: Arena) -> None:
-        """Tell the device where its buffers are; keeps the arena alive."""
-        self._arenas.append(arena)
-        self.device.register(arena)
-
-    def read(self, offset: int, address: int, nbytes: int, expected: Checksum, *, urgent: bool) -> Ticket:
-        """Start reading; the ticket is done when the bytes are there and are the ones that ``expected`` tells of."""
-        name = f"read of {expected.label}"
-        transfer = self._start(name, self.device.read, offset, address, nbytes, urgent=urgent)
+    def begin(
+        self,
+        name: str,
+        submit: Callable[[bool], Transfer],
+        judge: Callable[[], StorageError | None],
+        *,
+        urgent: bool,
+        then: Callable[[], object] = lambda: None,
+    ) -> Ticket:
+        """Start a read by ``submit``, which is told whether it is urgent. The ticket is done when the bytes are there
+        and ``judge`` has found nothing wrong with them; it may also raise what no second try can mend. ``then`` is
+        called when all is over."""
+        transfer = submit(urgent)
 
         def submit_again() -> Transfer:
             with self._counts_lock:
                 self.num_second_reads += 1
-            return self._start(name, self.device.read, offset, address, nbytes, urgent=True)
+            return submit(True)
 
         again = _SecondTry(submit_again)
 
@@ -207,7 +208,7 @@ class Transfers:
                 raise self._abandoned
             if not again.begun():
                 error = transfer.error
-                if error is None and digest(address, nbytes, expected.seed) == expected.value:
+                if error is None and judge() is None:
                     return
                 if error is not None and error.errno in _OVER:
                     raise self.failed(name, error)
@@ -217,18 +218,78 @@ class Transfers:
                 raise
             except OSError as second:
                 raise self.failed(name, second) from second
-            seen = digest(address, nbytes, expected.seed)
-            if seen != expected.value:
-                raise StorageCorrupt(
-                    f"{name} gave wrong bytes, twice: {self.where} [{offset}, {offset + nbytes}), "
-                    f"checksum {_hex(seen)}, expected {_hex(expected.value)}.",
-                    expected=expected.value or 0,
-                    seen=seen,
-                )
+            wrong = judge()
+            if wrong is not None:
+                raise wrong
 
-        work = self._begun(verify)
+        work = self._begun(verify, then)
         transfer.add_done_callback(lambda _: work.start())
         return Ticket(name, transfer, work)
+
+    def failed(self, name: str, error: OSError) -> StorageError:
+        """Turn what the device said into the error that the user gets."""
+        return failed(f"{name} on {self.where}", error)
+
+    def finish(self, close: Callable[[], object]) -> None:
+        """Wait for what is in flight, by ``close``, and for the work on it. Raises ``StorageTimeout`` if it does not
+        come back."""
+        try:
+            close()
+        except StorageTimeout as error:
+            self._abandoned = error  # should it come back after all, its memory may be gone: no work may look at it
+            raise
+        for work in tuple(self._under_way):
+            try:
+                work.run()
+            except TimeoutError:
+                raise StorageTimeout(f"closing {self.where}: a checksum is not done for {IO_TIMEOUT_S:g} s.") from None
+
+    def _begun(self, call: Callable[[float], None], then: Callable[[], object] = lambda: None) -> Once:
+        """Work on memory, which ``finish`` waits for."""
+
+        def over(work: Once) -> None:
+            self._under_way.discard(work)
+            then()
+
+        work = Once(call, then=over)
+        self._under_way.add(work)
+        return work
+
+
+class Transfers(Reads):
+    """Moves extents to and from a device, sealed and verified, and remembers what is under way."""
+
+    def __init__(self, device: Device, where: str) -> None:
+        super().__init__(where)
+        self.device = device
+        self.num_second_writes = 0
+        """Writes that failed and were tried again."""
+        self._arenas: list[Arena] = []
+
+    def register(self, arena: Arena) -> None:
+        """Tell the device where its buffers are; keeps the arena alive."""
+        self._arenas.append(arena)
+        self.device.register(arena)
+
+    def read(self, offset: int, address: int, nbytes: int, expected: Checksum, *, urgent: bool) -> Ticket:
+        """Start reading; the ticket is done when the bytes are there and are the ones that ``expected`` tells of."""
+        name = f"read of {expected.label}"
+
+        def submit(urgent: bool) -> Transfer:
+            return self._start(name, self.device.read, offset, address, nbytes, urgent=urgent)
+
+        def judge() -> StorageError | None:
+            seen = digest(address, nbytes, expected.seed)
+            if seen == expected.value:
+                return None
+            return StorageCorrupt(
+                f"{name} gave wrong bytes, twice: {self.where} [{offset}, {offset + nbytes}), "
+                f"checksum {_hex(seen)}, expected {_hex(expected.value)}.",
+                expected=expected.value or 0,
+                seen=seen,
+            )
+
+        return self.begin(name, submit, judge, urgent=urgent)
 
     def read_part(self, label: str, offset: int, address: int, nbytes: int) -> Transfer:
         """Start reading bytes that the caller verifies, behind all that is urgent."""
@@ -296,22 +357,7 @@ class Transfers:
 
     def close(self) -> None:
         """Wait for what is in flight. Raises ``StorageTimeout`` if it does not come back."""
-        try:
-            self.device.close()
-        except StorageTimeout as error:
-            self._abandoned = error  # should it come back after all, its memory may be gone: no work may look at it
-            raise
-        for work in tuple(self._under_way):
-            try:
-                work.run()
-            except TimeoutError:
-                raise StorageTimeout(f"closing {self.where}: a checksum is not done for {IO_TIMEOUT_S:g} s.") from None
-
-    def _begun(self, call: Callable[[float], None]) -> Once:
-        """Work on memory, which ``close`` waits for."""
-        work = Once(call, then=self._under_way.discard)
-        self._under_way.add(work)
-        return work
+        self.finish(self.device.close)
 
     def _start(self, name: str, submit: Callable[..., Transfer], *request: int, urgent: bool) -> Transfer:
         try:
@@ -322,10 +368,6 @@ class Transfers:
             if error.errno == errno.ESHUTDOWN:
                 raise StoreMisuse(f"{name}: {self.where} is closed.") from None
             raise self.failed(name, error) from error
-
-    def failed(self, name: str, error: OSError) -> StorageError:
-        """Turn what the device said into the error that the user gets."""
-        return failed(f"{name} on {self.where}", error)
 
 
 def _hex(value: int | None) -> str:

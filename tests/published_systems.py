@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.predict.machine import COMPUTE_SHARE, GPUS
+from offload.predict.gpus import GPUS
 from offload.report.report import Bandwidths
 
 GB = 1e9
@@ -61,7 +61,7 @@ class Row:
         return self.system.seconds(self.parameters, self.tokens)
 
 
-_H100S = 4 * COMPUTE_SHARE * GPUS["h100"].peak_flops
+_H100S = 4 * GPUS["h100"].reach.share * GPUS["h100"].peak_flops
 
 ZERO_INFINITY = System(
     "ZeRO-Infinity, 4 x H100",

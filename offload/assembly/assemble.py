@@ -162,6 +162,7 @@ class _Assembler:
         reporter = Reporter(
             self.meter,
             tiers.store,
+            tiers.files,
             self.config.paths,
             _copied_bytes(tiers, updates),
             lambda: ranks.received_bytes,
@@ -227,7 +228,7 @@ class _Assembler:
             self.ranks,
             self.run.processor.torch_device,
             self.failure,
-            Spooled(config.paths if any(plan.nvme_bytes.values()) else ()),
+            Spooled(config.paths if plan.streams else ()),
         )
 
     def _take_over(self, tiers: Tiers, access: ExternalAccess, handles: Handles) -> None:
@@ -247,7 +248,7 @@ class _Assembler:
         loader = Loader(tiers.homes, access.layout, value, *buffers)
         shown = zip(self.birth.shown(run.units), run.shards, strict=True)
         loader.load(shown, handles.at_sites, handles.of_model)
-        self.birth.fill_rest()
+        self.birth.fill_rest(run.units)
         for name, buffer in model.named_buffers():
             first = ranks.broadcast(name, buffer)
             if first is not buffer:

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from offload import torch_internals
+from offload.birth.birth import Birth
 from offload.config import OPTIMIZERS, OffloadConfig
 from offload.device.protocol import Processor
 from offload.errors import ConfigError, warn
 from offload.optim.choose import OptimizerChoice, choose, has_kernel
 from offload.optim.rule import facts_of
-from offload.plan.plan import Plan
+from offload.plan.plan import Plan, Tier
 from offload.planning import check_backend, check_paths, open_processor, plan_for
 from offload.ranks.agreement import Facts, disagreement, fact_of_all, told
 from offload.ranks.machine import bind, share
@@ -54,8 +55,9 @@ def join_world(config: OffloadConfig) -> World:
     return find_world(config.mesh, config.rank_timeout)
 
 
-def plan_run(model: nn.Module, given: OffloadConfig, world: World) -> RunPlan:
-    """Plan an engine over ``model``. Raises what the engine raises for options, models and budgets that cannot be."""
+def plan_run(model: nn.Module, given: OffloadConfig, world: World, birth: Birth) -> RunPlan:
+    """Plan an engine over ``model``, whose values come from ``birth``. Raises what the engine raises for options,
+    models and budgets that cannot be."""
     processor = open_processor(given.device, local_index(world))
     config, sharers = _of_rank(given, world, processor)
     units = find_units(
@@ -74,11 +76,23 @@ def plan_run(model: nn.Module, given: OffloadConfig, world: World) -> RunPlan:
     if distributions:
         _refuse_for_parts(distributions, given, world)
     parts = find_peers(distributions[0].members if distributions else ())
-    shards = units if world.size == 1 else [shard_unit(unit, world.shards.own, world.shards.size) for unit in units]
+    if world.size == 1:
+        units = shards = [birth.in_place(unit, config.dtype) for unit in units]
+    else:
+        shards = [shard_unit(unit, world.shards.own, world.shards.size) for unit in units]
+        shards = [birth.in_place(shard, config.dtype) for shard in shards]
     choice = choose(given, shards)
-    _refuse_disagreement(model, given, units, choice, world)
+    _refuse_disagreement(model, given, units, choice, world, birth)
     _refuse_quantised_elsewhere(units, given, processor.torch_device)
     plan = plan_for(config, units, choice, processor, world, shards)
+    streamed = (item.unit for item in plan.units if item.weights is Tier.NVME)
+    cast = [unit.name for unit in streamed if birth.is_cast(unit, config.dtype)]
+    if cast:
+        warn(
+            f"the weights files have frozen weights of {len(cast)} units ({cast[0]}, ...) in another dtype than the "
+            f"model and precision={config.precision!r}: they are cast, and copied to nvme_path. Files in that dtype "
+            "are read in place"
+        )
     return RunPlan(config, world, parts, sharers, processor, units, shards, choice, plan)
 
 
@@ -153,25 +167,31 @@ _OF_ONE_RANK = (
 
 
 def _refuse_disagreement(
-    model: nn.Module, config: OffloadConfig, units: Sequence[UnitSpec], choice: OptimizerChoice | None, world: World
+    model: nn.Module,
+    config: OffloadConfig,
+    units: Sequence[UnitSpec],
+    choice: OptimizerChoice | None,
+    world: World,
+    birth: Birth,
 ) -> None:
     """Raise ``ConfigError`` on all ranks where they were given what would train another model on each."""
     if world.size == 1:
         return
-    facts = told(_facts_of(model, config, units, choice))
+    facts = told(_facts_of(model, config, units, choice, birth))
     difference = disagreement(world.all_gather_object(facts), world.members)
     if difference:
         raise ConfigError(f"{difference}. They train one model together: give all of them the same")
 
 
 def _facts_of(
-    model: nn.Module, config: OffloadConfig, units: Sequence[UnitSpec], choice: OptimizerChoice | None
+    model: nn.Module, config: OffloadConfig, units: Sequence[UnitSpec], choice: OptimizerChoice | None, birth: Birth
 ) -> Facts:
     options = {field.name: getattr(config, field.name) for field in fields(config) if field.name not in _OF_ONE_RANK}
     parameters = {id(spec.parameter): spec for unit in units for spec in unit.parameters}
     found: dict[str, Any] = {
         **options,
         "the weights": "from files" if config.weights is not None else "the model's",
+        "the sizes and headers of weights files": birth.headers,
         "the mesh": None if config.mesh is None else config.mesh.mesh.tolist(),
         "requires_grad": {spec.name: spec.parameter.requires_grad for spec in parameters.values()},
         "the dtype": {spec.name: str(spec.parameter.dtype) for spec in parameters.values()},

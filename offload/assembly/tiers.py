@@ -21,12 +21,12 @@ from offload.tiers.gradients.spill import BufferPool
 from offload.tiers.gradients.store import GradientStore, of_one_rank
 from offload.tiers.home import UnitHomes
 from offload.tiers.make import make_homes
-from offload.tiers.store import EngineStore, RecordExtents, extents_of_records, open_engine_store
+from offload.tiers.store import EngineStore, RecordExtents, extents_of_records, open_engine_store, open_files
 from offload.tiers.weights.host import HostLevel
 from offload.tiers.weights.shadow import Slot
 from offload.tiers.window import Window
 from offload.waiting import Failure
-from swapper import Arena, DurableStore, Lease
+from swapper import Arena, DurableStore, InPlaceFiles, Lease
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class Tiers:
 
     arena: Arena
     store: DurableStore | None
+    files: InPlaceFiles | None
+    """Files that frozen weights are read from in place."""
     opened: EngineStore | None
     """How the store was opened."""
     records: Sequence[RecordExtents]
@@ -75,11 +77,16 @@ def make_tiers(
         closers.callback(opened.close)
         opened.store.register(arena)
     windows, parameters = variant.make_windows(run.units)
-    homes = make_homes(plan, arena, store, variant.make_homes(units, windows), meter.trace)
+    files = open_files(config, plan, run.sharers)
+    if files is not None:
+        closers.callback(files.close)
     staging = plan.staging
+    homes = make_homes(plan, arena, store, files, variant.make_homes(units, windows), meter.trace)
     slots = [Slot(arena.lease(staging.slot_bytes)) for _ in range(staging.num_slots)]
     grad_buffers = [arena.lease(staging.grad_buffer_bytes) for _ in range(staging.num_grad_buffers)]
     tile_buffers = [arena.lease(staging.tile_buffer_bytes) for _ in range(staging.num_tile_buffers)]
+    if files is not None:
+        files.use(arena, staging.edge_bytes, staging.num_slots)
     is_computed_on = isinstance(variant, OnHost) and ranks.size == 1
     host_meter = meter if is_computed_on else Meter(meter.trace, track="waiting for weights")
     host = HostLevel(
@@ -100,15 +107,20 @@ def make_tiers(
         make_unit_gradients(unit, homes[unit.index], pool, config.gradient_dtype, squares, host_meter) for unit in units
     ]
     over: list[AddUp] = []
+    spilled_by_ranks: set[int] = set()
     if ranks.size > 1:
         over.append(partial(add_up_shards, ranks))
+        own = [unit.index for unit, gradients in zip(units, by_unit, strict=True) if gradients.spills]
+        spilled_by_ranks.update(*ranks.all_gather_object("where gradients rest", own))
     if run.parts.size > 1:
         over.append(DistributedParts(units, run.parts, failure).add_up)
-    gradients = GradientStore(by_unit, RankSquares(units, over).make_whole if over else of_one_rank)
+    make_whole = RankSquares(units, over).make_whole if over else of_one_rank
+    gradients = GradientStore(by_unit, make_whole, spilled_by_ranks)
     base = Base(run, ranks, arena, homes, slots, host, gradients, holds_gradients, failure, meter, closers)
     return Tiers(
         arena=arena,
         store=store,
+        files=files,
         opened=opened,
         records=extents_of_records(plan, homes, opened) if opened is not None and opened.holds_generations else (),
         homes=homes,

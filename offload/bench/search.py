@@ -8,6 +8,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from aio_ext.queue import DEPTH
 from offload.bench.subject import ENGINE_BYTES, KIB, MIB, Setting, Subject
 
 BLOCKS = (256 * KIB, 512 * KIB, 1 * MIB, 2 * MIB, 4 * MIB)
@@ -21,7 +22,7 @@ FASTER = 1.05
 
 def default(backend: str) -> Setting:
     """Setting that the engine takes without a profile."""
-    return Setting(backend, MIB, 32 if backend == "io_uring" else max(THREADS))
+    return Setting(backend, MIB, DEPTH if backend == "io_uring" else max(THREADS))
 
 
 def grid(backend: str, blocks: Sequence[int] = BLOCKS) -> list[Setting]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,32 +17,66 @@ from offload.birth.stored import origins_in
 from offload.birth.weights_file import Weights
 from offload.memory import trim_heap
 from offload.units import ParameterSpec, Site, UnitSpec
+from swapper import FilePart
 
 
 class Birth:
     """Gives values one at a time: the model is never whole in memory. Close it at the end."""
 
     def __init__(self, model: nn.Module, weights: Path | None) -> None:
-        """``weights`` are files to read. What is on the meta device and not there is left to the model's initialisers.
+        """``weights`` are files to read. What is on the meta device and not there is left to the model's initialisers:
+        see ``begin``.
 
         Raises ``ConfigError``, and ``WeightsError`` for files that do not fit. The model has not changed then.
         """
         self._model = model
         self._weights = None if weights is None else Weights(weights)
         self._origins: Mapping[Site, Origin] = {}
-        self._read: frozenset[Site] = frozenset()
+        if self._weights is not None:
+            try:
+                self._origins = origins_in(self._weights, model)
+            except BaseException:
+                self.close()
+                raise
+        self._read = frozenset(self._origins)
         """Those that come from ``weights``."""
-        self._given: set[Site] = set()
-        """Sites that ``value`` was asked for, and those of the same tensors."""
-        try:
-            self._origins = self._find_origins(model)
-        except BaseException:
-            self.close()
-            raise
+
+    def begin(self) -> None:
+        """Find where everything else comes from: random numbers are drawn now. Raises ``ConfigError``."""
+        self._origins = {**self._origins, **self._find_rest(self._model)}
+
+    def in_place(self, unit: UnitSpec, dtype: torch.dtype) -> UnitSpec:
+        """The unit, or a rank's shard of one, which knows where its frozen weights lie in the files, if all of them lie
+        there in this dtype as they are."""
+        parts: list[FilePart] = []
+        for spec in unit.parameters:
+            if spec.trainable or not spec.numel:
+                continue
+            origin = self._origins.get(spec.owners[0])
+            if origin is None or origin.dtype != dtype or not origin.parts:
+                return unit
+            row_numel = spec.model_shape[1:].numel()
+            first = spec.start + (0 if spec.piece is None else spec.piece.start * row_numel)
+            begin, end = (element * dtype.itemsize for element in (first, first + spec.numel))
+            found = (part.within(begin, end) for part in origin.parts)
+            base = spec.offset * dtype.itemsize
+            parts += [replace(part, offset=part.offset + base) for part in found if part is not None]
+        return replace(unit, in_files=tuple(parts))
+
+    def is_cast(self, unit: UnitSpec, dtype: torch.dtype) -> bool:
+        """Frozen weights of the unit lie in files, in another dtype than this or the model's."""
+        frozen = (spec.owners[0] for spec in unit.parameters if not spec.trainable and spec.owners[0] in self._read)
+        origins = [self._origins[site] for site in frozen]
+        return any(origin.dtype is not None and (origin.dtype != dtype or not origin.parts) for origin in origins)
+
+    @property
+    def headers(self) -> list[tuple[int, int]]:
+        """Bytes and checksum of the header of each weights file. Equal for copies."""
+        files = () if self._weights is None else self._weights.files
+        return sorted((file.read_only.nbytes, file.read_only.header) for file in files)
 
     def value(self, spec: ParameterSpec) -> torch.Tensor:
         """The parameter's value, or the piece's, in its shape. May be the model's own tensor."""
-        self._given.update(spec.owners)
         origin = self._origins.get(spec.owners[0])
         if origin is None:
             return spec.value()
@@ -63,10 +98,11 @@ class Birth:
                 if self._origins:
                     trim_heap()
 
-    def fill_rest(self) -> None:
-        """Put into the model what nobody has asked for: buffers, and parameters that the engine does not hold."""
+    def fill_rest(self, units: Sequence[UnitSpec]) -> None:
+        """Put into the model what is in no unit: buffers, and parameters that the engine does not hold."""
+        held = {site for unit in units for spec in unit.parameters for site in spec.owners}
         made: dict[int, torch.Tensor] = {}
-        for site in [site for site in self._origins if site not in self._given]:
+        for site in [site for site in self._origins if site not in held]:
             tensor = tensor_of(site)
             if id(tensor) not in made:
                 made[id(tensor)] = _filled(tensor, self._origins[site].whole())
@@ -82,13 +118,11 @@ class Birth:
         if self._weights is not None:
             self._weights.close()
 
-    def _find_origins(self, model: nn.Module) -> Mapping[Site, Origin]:
-        origins = {} if self._weights is None else origins_in(self._weights, model)
-        self._read = frozenset(origins)
-        rest = {site for site in sites_of(model) if site not in origins and tensor_of(site).device.type == "meta"}
+    def _find_rest(self, model: nn.Module) -> Mapping[Site, Origin]:
+        rest = {site for site in sites_of(model) if site not in self._read and tensor_of(site).device.type == "meta"}
         if self._weights is not None and hugging_face.is_pretrained(model):
-            return {**origins, **initialise_missing(model, rest)}
-        return {**origins, **initialise(model, rest)}
+            return initialise_missing(model, rest)
+        return initialise(model, rest)
 
 
 @torch.no_grad()

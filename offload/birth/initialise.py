@@ -12,7 +12,7 @@ from torch import nn
 
 from offload.birth import hugging_face
 from offload.birth.origin import Origin
-from offload.birth.recording import Recording
+from offload.birth.recording import Recording, Shapes
 from offload.errors import ConfigError
 from offload.units import Site
 
@@ -29,9 +29,21 @@ def deferred_init(build: Callable[..., _Model], *args: Any, **kwargs: Any) -> _M
     the same random numbers, which count as drawn. Raises ``ConfigError`` if a program looks into its weights.
     """
     recording = Recording()
+    model = _built(recording, partial(build, *args, **kwargs))
+    _recordings[model] = recording
+    return model
+
+
+def shapes_of(build: Callable[[], _Model]) -> _Model:
+    """The model that ``build`` returns, of which nothing but shapes is known: no random number is drawn, so it takes
+    no longer than its modules. Raises ``ConfigError`` if a program looks into its weights."""
+    return _built(Shapes(), build)
+
+
+def _built(recording: Recording, build: Callable[[], _Model]) -> _Model:
     try:
         with recording:
-            model = build(*args, **kwargs)
+            model = build()
     except (NotImplementedError, RuntimeError) as error:
         if "meta" not in str(error):
             raise
@@ -40,7 +52,6 @@ def deferred_init(build: Callable[..., _Model], *args: Any, **kwargs: Any) -> _M
         ) from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"deferred_init: expected a function that returns a model, and got {type(model).__name__}")
-    _recordings[model] = recording
     return model
 
 

@@ -58,11 +58,16 @@ class Loader:
         self._records.drain()
 
     def _store_unit(self, unit: UnitSpec) -> None:
+        """Frozen weights that are to be read from their files stay there."""
+        stays = bool(unit.in_files) and self._records.are_stored(unit)
+        wanted = unit.trainable if stays else unit.parameters
+        if not wanted:
+            return
         with torch.no_grad(), NewElements(self._records, self._layout, self._begin) as elements:
             weights = elements.weights(unit)
-            tensor_at(weights, unit.numel, self._layout.dtype).zero_()
-            values = {spec: self._value_of(spec).detach().flatten() for spec in unit.parameters}
-            for span in elements.spans(unit):
+            tensor_at(weights, unit.stored_numel if stays else unit.numel, self._layout.dtype).zero_()
+            values = {spec: self._value_of(spec).detach().flatten() for spec in wanted}
+            for span in elements.spans(unit, wanted):
                 value = values[span.spec]
                 if span.spec.packing is None:
                     elements.write(span, source_of(value))
@@ -81,6 +86,10 @@ class _FilledRecords:
 
     def tiles(self, unit: UnitSpec) -> Sequence[TileHomes]:
         return self._homes[unit.index].tiles
+
+    def are_stored(self, unit: UnitSpec) -> bool:
+        """The unit's weights rest on NVMe."""
+        return self._homes[unit.index].weights.stored is not None
 
     def lend_weights(self, unit: UnitSpec) -> contextlib.AbstractContextManager[int]:
         return self._slots.lend(self._homes[unit.index].weights)
@@ -113,7 +122,7 @@ class _Ring:
         if transfer is not None:
             transfer.wait()
         yield address
-        self._transfers[address] = home.stored.fill(address)
+        self._transfers[address] = home.stored.begin(address)
 
     def drain(self) -> None:
         for transfer in self._transfers.values():

@@ -201,6 +201,13 @@ class Recording(TorchDispatchMode):
         return needed
 
 
+class Shapes(Recording):
+    """The same without values: nothing is recorded, and nothing drawn."""
+
+    def _record(self, *call: Any, **known: Any) -> None:
+        """Leave it out."""
+
+
 class _AsInMemory(TorchFunctionMode):
     """Initialisers do what they do in memory. Weights that they make are made on the meta device where they name no
     other; and no tensor says that it is there, since ``torch.nn.init`` would leave it as it is."""

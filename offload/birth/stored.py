@@ -16,6 +16,7 @@ from offload.birth.origin import Origin
 from offload.birth.weights_file import StoredTensor, Weights
 from offload.errors import ConfigError, WeightsError, warn
 from offload.units import Site
+from swapper import FilePart
 
 
 def origins_in(weights: Weights, model: nn.Module) -> dict[Site, Origin]:
@@ -68,7 +69,10 @@ def _origin(item: StoredTensor | Converted, dtype: torch.dtype) -> Origin:
     """The origin that is read from files when it is needed, and cast to the dtype that the model has."""
     if isinstance(item, Converted):
         return Origin(item.whole)
-    return Origin(partial(item.whole, dtype), partial(item.rows, dtype=dtype))
+    parts: tuple[FilePart, ...] = ()
+    if torch.promote_types(item.dtype, dtype) == dtype:  # else the model's dtype rounds it
+        parts = (FilePart(item.file.read_only, item.start, item.nbytes, 0),)
+    return Origin(partial(item.whole, dtype), partial(item.rows, dtype=dtype), item.dtype, parts)
 
 
 def _sites_by_name(model: nn.Module) -> dict[str, Site]:

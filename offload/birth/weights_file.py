@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import xxhash
 
 from offload.errors import WeightsError
 from offload.memory import passing_tensor
+from swapper import ReadOnlyFile
 from swapper.checked import (
     TEXT,
     Cursor,
@@ -85,7 +87,9 @@ class WeightsFile:
             except OSError as error:
                 raise WeightsError(f"cannot open the weights file {named(path)}: {error.strerror}") from None
             try:
-                self.tensors = self._read_header()
+                status = os.fstat(self._file.number)
+                self.tensors, checksum = self._read_header(status.st_size)
+                self.read_only = ReadOnlyFile(path, self._file.number, checksum, status)
             except BaseException:
                 self.close()
                 raise
@@ -110,8 +114,8 @@ class WeightsFile:
             done += count
         os.posix_fadvise(self._file.number, start, len(memory), os.POSIX_FADV_DONTNEED)
 
-    def _read_header(self) -> dict[str, StoredTensor]:
-        nbytes = os.fstat(self._file.number).st_size
+    def _read_header(self, nbytes: int) -> tuple[dict[str, StoredTensor], int]:
+        """The tensors, and a checksum of what is said of them."""
         if nbytes < 8:
             raise Refused(f"it has {nbytes} bytes: that is no safetensors file")
         length = int.from_bytes(self._read_bytes(0, 8), "little")
@@ -120,7 +124,8 @@ class WeightsFile:
                 f"it is cut off, or no safetensors file: its header would have {length} bytes, and the file has "
                 f"{nbytes}"
             )
-        cursor, tensors = Cursor(text_of(self._read_bytes(8, length))), {}
+        header = self._read_bytes(8, length)
+        cursor, tensors = Cursor(text_of(header)), {}
         with within("header"):
             for name in cursor.members():
                 with within(name):
@@ -136,7 +141,7 @@ class WeightsFile:
             reached += tensor.nbytes
         if reached != nbytes:
             raise Refused(f"it is cut off, or too long: it should have {reached} bytes, and has {nbytes}")
-        return tensors
+        return tensors, xxhash.xxh3_64_intdigest(header)
 
     def _tensor(self, name: str, entry: _Entry, base: int) -> StoredTensor:
         start, end = entry.data_offsets
@@ -209,14 +214,14 @@ class Weights:
         """``path`` is a ``.safetensors`` file, an index of shards, or a directory with one of the two under the names
         that Hugging Face gives them. Raises ``WeightsError``."""
         self.path = path
-        self._files: list[WeightsFile] = []
+        self.files: list[WeightsFile] = []
         self.tensors: dict[str, StoredTensor] = {}
         index = _index_of(path)
         file_names = {} if index is None else _weight_map(index)
         try:
             for file in [_only_file(path)] if index is None else _shards(index, file_names):
-                self._files.append(WeightsFile(file))
-                for name, tensor in self._files[-1].tensors.items():
+                self.files.append(WeightsFile(file))
+                for name, tensor in self.files[-1].tensors.items():
                     if name in self.tensors:
                         raise WeightsError(f"{name} is in two weights files: {self.tensors[name].file.path} and {file}")
                     self.tensors[name] = tensor
@@ -228,9 +233,9 @@ class Weights:
             raise
 
     def close(self) -> None:
-        for file in self._files:
+        for file in self.files:
             file.close()
-        self._files = []
+        self.files = []
 
 
 def _shards(index: Path, file_names: Mapping[str, str]) -> list[Path]:

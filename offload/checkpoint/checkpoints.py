@@ -12,9 +12,9 @@ import atexit
 import contextlib
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from offload.checkpoint.random_states import get_random_states, set_random_state
 from offload.checkpoint.run_state import RunState, TakeGradients
 from offload.config import OffloadConfig
 from offload.errors import ConfigError, warn
+from offload.ranks.ranks import program_error
 from offload.tiers.gradients.sink import GradientSink
 from offload.tiers.store import EngineStore, RecordExtents
 from offload.tiers.weights.host import HostLevel
@@ -85,7 +86,12 @@ class Checkpoints:
         self._committed_step = 0
         self._saved_step = 0
         """Step at which the weights were last saved or loaded, by any call."""
+        self._saved_in = ""
+        """Where that is, in words."""
+        self._is_over = False
         self._records = EngineRecords(units, access, config.gradient_dtype)
+        self._units_described: dict[str, tuple[SavedUnits, int]] = {}
+        """Units as they are saved, and how many checksums of what is in files were known then."""
         self.generations = NoGenerations()
         if opened is not None and records:
             committer = Committer(opened, self._records, records, speculative=speculative)
@@ -109,14 +115,30 @@ class Checkpoints:
             if all(item is not known for known in self._objects):
                 self._objects.append(item)
 
-    def note_saved(self) -> None:
-        """The weights are somewhere else now as they are."""
+    def note_saved(self, where: object) -> None:
+        """The weights are somewhere else now as they are: ``where``, in words."""
         self._saved_step = self._run.progress.global_step
+        self._saved_in = str(where)
 
     @property
     def num_steps_not_saved(self) -> int:
         """Steps that are lost with the weights. A durable run commits its last one."""
         return 0 if self._config.durable else abs(self._run.progress.global_step - self._saved_step)
+
+    @property
+    def _kept(self) -> str:
+        """What is left of the run when its process has ended, and how it goes on."""
+        step, since = self._run.progress.global_step, self.num_steps_not_saved
+        if self._config.durable:
+            return f"step {step} is committed under {self._config.paths[0]}: engine.load_checkpoint() goes on from it"
+        if not self._saved_in:
+            return (
+                f"none of its {step} steps is saved. With durable=1, or engine.save_checkpoint(dir) in the loop, "
+                "a run goes on where it was"
+            )
+        return f"step {self._saved_step} is in {self._saved_in}" + (
+            f"; {since} steps since are not saved" if since else ""
+        )
 
     # Commits.
 
@@ -142,12 +164,17 @@ class Checkpoints:
         description.run.update(gradients={}, num_backwards=0, has_other_gradients=False)
         return description.encode()
 
-    def finish(self) -> None:
-        """The end of the engine: the last step is committed, if nothing has failed, and a checkpoint that is on its way
-        is finished, unless a signal ends the run. Raises what it has failed with. Safe to call twice."""
+    def finish(self, error: BaseException | None) -> None:
+        """The end of the engine, because of this ``error`` if of one: the last step is committed, if nothing has
+        failed, and a checkpoint that is on its way is finished, unless a signal ends the run. After Ctrl-C a line says
+        what is kept. Raises what it has failed with. Safe to call twice."""
         generations, self.generations = self.generations, NoGenerations()
+        is_first, self._is_over = not self._is_over, True
         try:
             generations.finish(self._last_step, self._host.drain, give_up=self._signals.came)
+            steps = self._run.progress.global_step
+            if isinstance(error, KeyboardInterrupt) and is_first and steps and self._ranks.rank == 0:
+                print(f"offload: interrupted after step {steps}: {self._kept}", file=sys.stderr, flush=True)
         finally:
             self._identity.release()
             self._signals.restore()
@@ -176,7 +203,7 @@ class Checkpoints:
             self._run.wait_for_updates()
             save_copy(self._records, directory, metadata)
             directory.retain(self._config.keep_last, self._config.keep_every)
-        self.note_saved()
+        self.note_saved(directory.target)
         _log.info("checkpoint saved: %s, step %d", directory.target, self._run.progress.global_step)
 
     def save_dcp(self, path: str | os.PathLike[str]) -> None:
@@ -184,7 +211,7 @@ class Checkpoints:
         target = Path(path).expanduser()
         self._run.wait_for_updates()
         save_distributed(target, self._run, self._units, self._access)
-        self.note_saved()
+        self.note_saved(target)
         _log.info("torch.distributed.checkpoint saved: %s, step %d", target, self._run.progress.global_step)
 
     # Loading.
@@ -232,7 +259,7 @@ class Checkpoints:
         loading = DistributedLoading(target, self._run, self._units, self._access, rule)
         with contextlib.closing(loading):
             on_every_rank(self._ranks, f"load_dcp({target})", loading.open)
-            self._replace(loading.state, loading.copy, _no_gradients)
+            self._replace(loading.state, loading.copy, _no_gradients, f"checkpoint {target}")
         _log.info("torch.distributed.checkpoint loaded: %s, step %d", target, self._run.progress.global_step)
 
     def _begin_loading(self) -> None:
@@ -258,13 +285,13 @@ class Checkpoints:
         """Copy a generation into the engine."""
         description = description_of(source, where, self._ranks.rank)
         self._compare(description, where)
-        loading = Loading(source, description, self._units, self._access)
-        if description.run["gradients"] and not loading.can_take_gradients():
-            raise ConfigError(
-                f"{where} was saved in the middle of an accumulation, by another number of ranks: its gradients can "
-                "only be taken over by as many. Save after a step. Nothing has changed"
-            )
-        return self._take_over(description, loading, loading.copy)
+        with contextlib.closing(Loading(source, description, self._units, self._access)) as loading:
+            if description.run["gradients"] and not loading.can_take_gradients():
+                raise ConfigError(
+                    f"{where} was saved in the middle of an accumulation, by another number of ranks: its gradients "
+                    "can only be taken over by as many. Save after a step. Nothing has changed"
+                )
+            return self._take_over(description, loading, loading.copy, where)
 
     def _rewind(self) -> Any:
         """Go back to the last generation of the engine's own store."""
@@ -274,20 +301,22 @@ class Checkpoints:
         where = "the run under nvme_path"
         description = own_description(store, where)
         self._compare(description, where)
-        loading = Loading(store, description, self._units, self._access)
+        with contextlib.closing(Loading(store, description, self._units, self._access)) as loading:
 
-        def take() -> None:
-            with self._access.changing_weights(self._units):
-                self._host.forget_copies()
-                store.rewind()
-                loading.take_residents(self._extents)
+            def take() -> None:
+                with self._access.changing_weights(self._units):
+                    self._host.forget_copies()
+                    store.rewind()
+                    loading.take_residents(self._extents)
 
-        return self._take_over(description, loading, take)
+            return self._take_over(description, loading, take, where)
 
-    def _take_over(self, description: Description, loading: Loading, take_records: Callable[[], None]) -> Any:
+    def _take_over(
+        self, description: Description, loading: Loading, take_records: Callable[[], None], where: str
+    ) -> Any:
         run = description.run
         self._ranks.barrier("load_checkpoint", lambda: {"the step": run["step"], "the parameter groups": run["groups"]})
-        self._replace(description.run, take_records, loading.take_gradients)
+        self._replace(description.run, take_records, loading.take_gradients, where)
         self._identity.go_on(description.run.get("identity", self._identity.value))
         for item, state in zip(self._objects, description.run["objects"], strict=True):
             try:
@@ -302,7 +331,9 @@ class Checkpoints:
         _log.info("checkpoint loaded: step %d", self._run.progress.global_step)
         return description.run["client_state"]
 
-    def _replace(self, run: dict[str, Any], take_records: Callable[[], None], take_gradients: TakeGradients) -> None:
+    def _replace(
+        self, run: dict[str, Any], take_records: Callable[[], None], take_gradients: TakeGradients, where: str
+    ) -> None:
         """Records first: while they come the engine is neither the old one nor the new one."""
         try:
             take_records()
@@ -311,7 +342,7 @@ class Checkpoints:
             raise self._access.failure.record(error) from None
         self._sink.restored()
         self._committed_step = -1  # what is committed is another state
-        self.note_saved()
+        self.note_saved(where)
 
     def _compare(self, description: Description, where: str) -> None:
         own = self._describe({}, None, self._copied_units, objects=())
@@ -349,17 +380,25 @@ class Checkpoints:
             "client_state": client_state,
         }
         rule = self._access.layout.rule
-        return Description(self._config.precision, None if rule is None else rule.identity, units, run)
+        identity = None if rule is None else rule.identity
+        return Description(self._config.precision, identity, units, run, self._records.files)
 
-    @cached_property
+    @property
     def _own_units(self) -> SavedUnits:
         """In the extents of the engine's store."""
-        return self._records.describe(self._extents)
+        return self._described("own", lambda: self._extents)
 
-    @cached_property
+    @property
     def _copied_units(self) -> SavedUnits:
         """In the extents of a copy."""
-        return self._records.describe(self._records.layout())
+        return self._described("copied", self._records.layout)
+
+    def _described(self, where: str, extents: Callable[[], Sequence[RecordExtents]]) -> SavedUnits:
+        """They stay the same once all checksums of what is in files are known."""
+        known = self._records.num_checksums
+        if self._units_described.get(where, (None, -1))[1] != known:
+            self._units_described[where] = self._records.describe(extents()), known
+        return self._units_described[where][0]
 
     def _present_feed(self) -> dict[str, Any]:
         iterated = {index: item.state_dict() for index, item in enumerate(self._objects) if _is_iterated(item)}
@@ -390,7 +429,7 @@ def _finish_all() -> None:
     """The program ends without having closed its engines."""
     for checkpoints in list(_open):
         with contextlib.suppress(Exception):  # an engine that has failed has nothing to commit
-            checkpoints.finish()
+            checkpoints.finish(program_error())
 
 
 atexit.register(_finish_all)  # before the calls of ``offload.closing``, which was imported first

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import filecmp
 import json
 import os
 import re
@@ -44,6 +45,7 @@ class Unfinished:
         except OSError as error:
             raise unusable(f"{self.target} cannot be written to", error) from None
         self.folder = self._place.new
+        self._survives = "What was there is whole, and nothing of the new files is left."
 
     def require(self, nbytes: int) -> None:
         """Raise ``StorageFull`` unless there is room for so many bytes."""
@@ -59,15 +61,19 @@ class Unfinished:
 
     def publish(self, stem: str, others: Sequence[str] = ()) -> None:
         """Put the synced weights files, which begin with ``stem``, and ``others`` into the target, in place of those
-        that are there."""
+        that are there. See [Note: How weights become visible]."""
         target, index = self.target, stem + INDEX_SUFFIX
         names = [entry.name for entry in self.folder.iterdir() if entry.name not in others]
         weights = re.compile(re.escape(stem) + r"(-[0-9]{5}-of-[0-9]{5}(-[0-9a-f]{16})?)?\.safetensors")
         old = [entry.name for entry in target.iterdir() if weights.fullmatch(entry.name)]
         shards = [name for name in names if name != index]
         provisional: list[Path] = []
-        for name in others:
-            (self.folder / name).replace(target / name)
+        changed = [name for name in others if not _is_same(self.folder / name, target / name)]
+        if changed:
+            self._put_out_of_sight(target / index, target / f"{stem}.safetensors")
+            for name in changed:
+                (self.folder / name).replace(target / name)
+            sync_folder(target)
         if index in names and (target / index).exists() and set(shards) & set(old):
             provisional = self._show_under_other_names(shards, index)
         for name in shards:
@@ -97,6 +103,16 @@ class Unfinished:
             (self.target / name).unlink()
         sync_folder(self.target)
 
+    def _put_out_of_sight(self, *readers_begin_with: Path) -> None:
+        """Remove what old weights are found by, once the new ones cannot be lost any more."""
+        found = [path for path in readers_begin_with if path.exists()]
+        for folder in (self.folder, self.folder.parent, self.target) if found else ():
+            sync_folder(folder)
+        for path in found:
+            self._survives = "The old weights had made way for new ones, which are not there: write them again."
+            path.unlink()
+            sync_folder(self.target)
+
     def _show_under_other_names(self, shards: Sequence[str], index: str) -> list[Path]:
         mark = self._place.mark
         other = {name: name.replace(".safetensors", f"-{mark}.safetensors") for name in shards}
@@ -108,6 +124,7 @@ class Unfinished:
             for name, new in other.items():
                 os.link(self.folder / name, self.target / new)
                 linked.append(self.target / new)
+            sync_folder(self.target)
             (self.folder / "provisional").replace(self.target / index)
         except OSError as error:
             if error.errno in _NO_LINKS:  # no weights are better than mixed ones
@@ -131,8 +148,12 @@ class Unfinished:
                 self.target.rmdir()
         if isinstance(error, OSError) and not isinstance(error, OffloadError):
             told = failed(f"writing to {self.target}", error)
-            told.survives = "What was there is whole, and nothing of the new files is left."
+            told.survives = self._survives
             raise told from error
+
+
+def _is_same(new: Path, old: Path) -> bool:
+    return old.is_file() and filecmp.cmp(new, old, shallow=False)
 
 
 def write_synced(path: Path, content: bytes) -> None:

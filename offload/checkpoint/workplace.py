@@ -3,6 +3,10 @@
 [Note: What a dead process leaves] The folder is locked as long as its process works there. One that can be locked is
 a dead process's: what it was making goes. What it had taken out of a name, to put something else there, gets the name
 back if nothing has it.
+
+Earlier versions had no lock, and wrote their process id into the name. What they left goes if no other process of
+that id lives, and nobody has a file of it open as a store; but a whole generation stays: it may have been taken out of
+a name, and which one is not known.
 """
 
 from __future__ import annotations
@@ -14,9 +18,11 @@ import shutil
 from pathlib import Path
 
 from offload.checkpoint.locks import take, take_unused
+from swapper import OffloadError, check_generation
 from swapper.files import Descriptor
 
 _HIDDEN = re.compile(r"\.unfinished-[0-9a-f]{16}")
+_WITHOUT_LOCK = re.compile(r"\.unfinished-([0-9]+)-[0-9a-f]{8}(\.store)?")
 _LOCK, _NEW, _REPLACED, _REMOVED = "lock", "new", "replaced", "removed"
 
 
@@ -39,8 +45,7 @@ class Workplace:
         return self.folder.name.rpartition("-")[2]
 
     def put_aside(self, name: str) -> None:
-        """Take what is to be replaced out of its name, which it gets back if the process dies before anything else has
-        it."""
+        """Take what is to be replaced out of its name, which it gets back if nothing else has it in the end."""
         self._move(name, _REPLACED)
 
     def remove(self, name: str) -> None:
@@ -48,8 +53,10 @@ class Workplace:
         self._move(name, _REMOVED)
 
     def close(self) -> None:
-        """Remove all that is still there. Safe to call twice."""
-        _remove(self.folder)
+        """Give names back, and remove all that is still there. Safe to call twice."""
+        with contextlib.suppress(OSError):  # then the next process does, as soon as this one is gone
+            _give_names_back(self.folder / _REPLACED, self._target)
+            _remove(self.folder)
         self._lock.close()
 
     def _move(self, name: str, kind: str) -> None:
@@ -67,21 +74,28 @@ def _made_in(target: Path) -> tuple[Path, Descriptor]:
     while True:
         folder = target / f".unfinished-{os.urandom(8).hex()}"
         folder.mkdir(mode=0o700)
-        with contextlib.suppress(FileNotFoundError):  # another process took it for one that a dead process left
+        try:
             lock = take(folder / _LOCK)
-            if lock is not None:
-                return folder, lock
+        except FileNotFoundError:  # another process took it for one that a dead process left
+            continue
+        except BaseException:
+            _remove(folder)
+            raise
+        if lock is not None:
+            return folder, lock
 
 
 def is_workplace(name: str) -> bool:
     """A folder of this name is one, or what was left of one."""
-    return _HIDDEN.fullmatch(name) is not None
+    return any(kind.fullmatch(name) for kind in (_HIDDEN, _WITHOUT_LOCK))
 
 
 def clear_left_over(target: Path) -> None:
     """Remove what dead processes left unfinished in ``target``, and give names back. Raises ``OSError``."""
     for entry in target.iterdir():
-        if not is_workplace(entry.name):
+        if (former := _WITHOUT_LOCK.fullmatch(entry.name)) and not _may_be_needed(entry, int(former[1])):
+            shutil.rmtree(entry, ignore_errors=True)
+        if not _HIDDEN.fullmatch(entry.name):
             continue
         lock = take_unused(entry / _LOCK)
         if lock is None:
@@ -93,6 +107,26 @@ def clear_left_over(target: Path) -> None:
             _remove(entry)
         finally:
             lock.close()
+
+
+def _may_be_needed(folder: Path, process: int) -> bool:
+    """Of a folder without a lock, which a process of this id has made."""
+    if folder.is_symlink() or (process != os.getpid() and Path(f"/proc/{process}").exists()):
+        return True
+    for data in folder.rglob("data.*"):
+        lock = take_unused(data)
+        if lock is None:
+            return True
+        lock.close()
+    return any(_holds_generation(inner) for inner in (folder, *folder.glob("rank-*")))
+
+
+def _holds_generation(folder: Path) -> bool:
+    try:
+        check_generation(folder)
+    except OffloadError:
+        return False
+    return True
 
 
 def _remove(folder: Path) -> None:

@@ -19,7 +19,8 @@ import offload
 from offload.cli import bench, config, doctor, explain, export, inspect, plan, report, train
 from offload.cli.command import Command
 from offload.cli.console import show_error
-from offload.cli.signals import Signals, Stopped
+from offload.cli.signals import Signals
+from offload.train.stopped import Stopped
 
 _COMMANDS = (
     train.train, plan.plan, doctor.doctor, report.report, bench.bench, inspect.inspect, export.export, explain.explain,
@@ -75,9 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
     except TyperException as error:
         return _refuse(error)
-    except Stopped:
+    except Stopped as stopped:
         number = signal.Signals(signals.received or signal.SIGINT)
-        print(f"offload: stopped by {number.name}", file=sys.stderr, flush=True)
+        print(f"offload: stopped by {number.name}{stopped}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(128 + number)  # all that is ours is closed; the interpreter would take a second to take torch apart
 

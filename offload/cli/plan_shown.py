@@ -17,82 +17,119 @@ _PARTS = {
     "gradients": "Each GPU holds a part of the states and gradients, and weights as far as it has room.",
     "weights": "Each GPU holds a part of everything, and gathers a unit's weights for its use.",
 }
+_UNITS = {"device": (1 << 30, "GPU, GiB"), "host": (1 << 30, "host, GiB"), "nvme": (10**9, "NVMe, GB")}
+"""By tier: memory is counted in GiB, drives in GB."""
 
 
 def shown(facts: Facts) -> RenderableType:
-    """The answer, a table of bytes, one of seconds, what would help, and what was assumed."""
+    """The answer, what was asked, tables of bytes, seconds, ways and advice, code, and what was assumed."""
     return Group(*_parts(facts))
 
 
 def _parts(facts: Facts) -> Iterator[RenderableType]:
     yield from _answer(facts)
     tables = [_memory(facts), _links(facts)] if facts["fits"] else []
+    tables += [_ways(facts)] if facts["ways"] else []
     tables += [_advice(facts)] if facts["advice"] else []
     for table in tables:
         yield from ("", table)
     if facts["fits"]:
         yield from ("", *_wear(facts))
+    if facts["code"]:
+        yield from ("", "To train it:", "", *(f"    {line}".rstrip() for line in facts["code"].splitlines()))
     yield from ("", "Assumed:", *(f"- {line}" for line in facts["assumptions"]))
     if "plot" in facts:
         yield f"The picture is in {facts['plot']}."
 
 
 def _answer(facts: Facts) -> Iterator[str]:
-    model, machine, workload = facts["model"], facts["machine"], facts["workload"]
-    yield f"{model['parameters']:,} parameters ({model['layers']} layers of {model['width']:,}), {_where(machine)}"
-    clipped = ", every step clipped" if workload["clipped"] else ""
-    micro = f" x {workload['micro_batches']}" if workload["micro_batches"] > 1 else ""
-    yield (
-        f"batch {workload['batch']}{micro} of {workload['sequence']:,} tokens, {workload['precision']}, "
-        f"{workload['optimizer']} with {workload['moments_dtype']} moments"
-        + (", activations recomputed" if workload["recomputed"] else "")
-        + clipped
-    )
+    yield from _verdict(facts)
     yield ""
+    yield from _asked(facts)
     if not facts["fits"]:
-        yield from _shortage(facts)
         return
-    yield (
-        f"It fits. A step takes {_seconds(facts['seconds'])}: {facts['tokens_per_second']:,.0f} tokens a second, "
-        f"limited by {_limit(facts)}."
-    )
+    yield ""
     if facts["shard"] is not None:
         yield _PARTS[facts["shard"]]
     if (least := facts["least_host_memory_bytes"]) is not None:
-        yield f"The least host memory is {_size(least)}{_each(machine)}."
-    yield f"One part after the other would take {_seconds(facts['unoverlapped_seconds'])}."
-    if facts["limit"] == "compute":
-        yield "The run is compute-bound: no link takes longer than compute."
-    else:
-        yield f"From a batch of {facts['compute_bound_batch']:,} on, the run is compute-bound."
+        yield f"The least host memory that works is {_size(least)}{_each(facts['machine'])}."
+    yield f"Without overlap a step would take {_seconds(facts['unoverlapped_seconds'])}."
+    yield from _batches(facts)
     if facts.get("seconds_if_clipped"):
         yield f"Where every step is clipped, it takes {_seconds(facts['seconds_if_clipped'])}."
+    if facts["hours"] is not None:
+        yield f"{facts['tokens_wanted']:,} tokens take {_hours(facts['hours'])}."
 
 
-def _where(machine: Facts) -> str:
-    if machine["device"] == "cpu":
-        return "on this machine's CPU"
-    nodes = f" on {machine['nodes']} nodes" if machine["nodes"] > 1 else ""
-    return f"{machine['ranks']} x {machine['device']}{nodes}" if machine["ranks"] > 1 else f"on one {machine['device']}"
-
-
-def _each(machine: Facts) -> str:
-    return " for each GPU" if machine["ranks"] > 1 else ""
-
-
-def _shortage(facts: Facts) -> Iterator[str]:
-    shortage = facts["shortage"]
-    each = _each(facts["machine"])
+def _verdict(facts: Facts) -> Iterator[str]:
+    """The first lines: does it fit, how fast, and what limits; or what there is too little of."""
+    if facts["fits"]:
+        yield (
+            f"It fits: {facts['tokens_per_second']:,.0f} tokens a second, a step of {_seconds(facts['seconds'])}, "
+            f"limited by {_limit(facts)}."
+        )
+        return
+    shortage, each = facts["shortage"], _each(facts["machine"])
     yield (
         f"It does not fit: {shortage['kind']} of {_size(shortage['needed_bytes'])}{each} is the least that works, and "
         f"there is {_size(shortage['given_bytes'])}."
     )
-    if shortage["kind"] == "device memory":
+    if shortage["kind"] in ("device memory", "memory for activations"):
         recomputed = "" if facts["workload"]["recomputed"] else "--activation-checkpointing, "
-        yield (
-            f"That is what is left: activations of this batch take {_size(facts['activation_bytes'])}. Try "
-            f"{recomputed}a smaller --batch or a shorter --sequence."
+        smaller = (
+            f"--batch {facts['largest_batch']}, the largest that fits"
+            if facts["largest_batch"]
+            else "a shorter --sequence (no batch fits)"
         )
+        yield f"Activations of this batch take {_size(facts['activation_bytes'])}. Try {recomputed}{smaller}."
+
+
+def _asked(facts: Facts) -> Iterator[str]:
+    """The model, the machine and the step in words."""
+    model, machine, workload = facts["model"], facts["machine"], facts["workload"]
+    active = f", {_billions(model['active'])} of them active" if model["active"] < 0.99 * model["parameters"] else ""
+    trained = ""
+    if model["trained"] < model["parameters"]:
+        base = f" over a base in {facts['base']}" if facts["base"] else ""
+        adapters = f"{facts['lora']}: " if facts["lora"] else ""
+        trained = f"; {adapters}{model['trained']:,} of them are trained{base}"
+    yield (
+        f"model: {model['name']}, {_billions(model['parameters'])} parameters{active} ({model['layers']} layers of "
+        f"{model['width']:,}){trained}"
+    )
+    host = f"{_size(machine['host_memory_bytes'] * machine['ranks'] // machine['nodes'])} of host memory"
+    node = " a node" if machine["nodes"] > 1 else ""
+    yield f"machine: {_where(machine)}, {host}{node} ({machine['host_memory_from']})"
+    micro = f" x {workload['micro_batches']}" if workload["micro_batches"] > 1 else ""
+    yield (
+        f"step: batch {workload['batch']}{micro} of {workload['sequence']:,} tokens, {workload['precision']}, "
+        f"{workload['optimizer']} with {workload['moments_dtype']} moments"
+        + (", activations recomputed" if workload["recomputed"] else "")
+        + (", every step clipped" if workload["clipped"] else "")
+    )
+
+
+def _batches(facts: Facts) -> Iterator[str]:
+    largest, computing = facts["largest_batch"], facts["compute_bound_batch"]
+    each = _each(facts["machine"])
+    said = f"The largest batch that fits is {largest:,}{each}"
+    if computing is None:
+        yield f"{said}: with none that fits does compute limit."
+    elif computing <= facts["workload"]["batch"]:
+        yield f"{said}. Compute limits: nothing takes longer."
+    else:
+        yield f"{said}; from a batch of {computing:,} on, compute limits."
+
+
+def _where(machine: Facts) -> str:
+    if machine["device"] == "cpu":
+        return "this one, computing on its CPU"
+    nodes = f" on {machine['nodes']} nodes" if machine["nodes"] > 1 else ""
+    return f"{machine['ranks']} x {machine['device']}{nodes}" if machine["ranks"] > 1 else f"one {machine['device']}"
+
+
+def _each(machine: Facts) -> str:
+    return " for each GPU" if machine["ranks"] > 1 else ""
 
 
 def _limit(facts: Facts) -> str:
@@ -102,17 +139,29 @@ def _limit(facts: Facts) -> str:
     return f"{facts['limit']} ({_seconds(facts['bound_seconds'])}){beyond}"
 
 
+def _tiers(facts: Facts) -> list[str]:
+    return ["device", "host", "nvme"] if facts["machine"]["device"] != "cpu" else ["host", "nvme"]
+
+
 def _memory(facts: Facts) -> Table:
-    on_device = facts["machine"]["device"] != "cpu"
-    tiers = ["device", "host", "nvme"] if on_device else ["host", "nvme"]
-    table = _table(f"Bytes{_each(facts['machine'])}", *({"nvme": "NVMe"}.get(tier, tier) for tier in tiers))
+    tiers = _tiers(facts)
+    table = _table(f"Bytes{_each(facts['machine'])}", *(_UNITS[tier][1] for tier in tiers))
     rows = facts["memory"]
     for kind, places in rows.items():
         if any(places.get(tier) for tier in tiers):
-            table.add_row(kind, *(_size(places.get(tier, 0)) if places.get(tier) else "" for tier in tiers))
+            table.add_row(kind, *_amounts(places, tiers))
+        elif kind == "spare copies" and facts["nvme_write_bytes"]:
+            table.add_row("spare copies: no room", *_amounts({}, tiers))
     table.add_section()
-    table.add_row("in all", *(_size(sum(places.get(tier, 0) for places in rows.values())) for tier in tiers))
+    table.add_row("in all", *_amounts({tier: sum(row.get(tier, 0) for row in rows.values()) for tier in tiers}, tiers))
     return table
+
+
+def _amounts(places: dict[str, int], tiers: list[str]) -> Iterator[str]:
+    """Bytes in the unit of each tier; nothing where there is none."""
+    for tier in tiers:
+        nbytes, (size, _) = places.get(tier, 0), _UNITS[tier]
+        yield "" if not nbytes else f"{nbytes / size:,.1f}" if nbytes >= size / 10 else f"{nbytes / size:.2g}"
 
 
 def _links(facts: Facts) -> Table:
@@ -120,6 +169,20 @@ def _links(facts: Facts) -> Table:
     for name, seconds in sorted(facts["link_seconds"].items(), key=lambda item: -item[1]):
         if seconds:
             table.add_row(name, f"{seconds:,.3g}", f"{seconds / facts['seconds']:.0%}")
+    return table
+
+
+def _ways(facts: Facts) -> Table:
+    tiers = _tiers(facts)
+    title = "Ways to train it"
+    table = _table(title, "tokens a second", "limited by", *(_UNITS[tier][1] for tier in tiers), "written a step, GB")
+    for row in facts["ways"]:
+        if row["fits"]:
+            written = f"{row['nvme_write_bytes'] / 1e9:,.1f}"
+            speed = f"{row['tokens_per_second']:,.0f}"
+            table.add_row(row["way"], speed, row["limit"], *_amounts(row["memory"], tiers), written)
+        else:
+            table.add_row(row["way"], "does not fit", f"{row['shortage']}", *("" for _ in tiers), "")
     return table
 
 
@@ -147,13 +210,27 @@ def _wear(facts: Facts) -> Iterator[str]:
         return
     yield (
         f"A step reads {nbytes(facts['nvme_read_bytes'])} and writes {nbytes(facts['nvme_write_bytes'])} on "
-        f"NVMe{_each(facts['machine'])}. SSDs rated for {nbytes(wear['rated_bytes'])} a node last {wear['steps']:,} "
-        f"steps, {_days(wear['days'])} of training."
+        f"NVMe{_each(facts['machine'])}. SSDs rated for {nbytes(wear['rated_bytes'])} a node (--endurance) last "
+        f"{wear['steps']:,} steps: {_hours(wear['hours'])} of training on {_billions(wear['tokens'])} tokens."
     )
+    if facts["no_spare_copies"]:
+        yield (
+            "NVMe has no room for spare copies: no update begins during backward, and a write that fails loses what it "
+            "was writing over. Give the drives more room."
+        )
 
 
-def _days(days: float) -> str:
-    return f"{days:,.0f} days" if days >= 10 else f"{days:,.1f} days" if days >= 1 else f"{days * 24:,.1f} hours"
+def _hours(hours: float) -> str:
+    if hours < 48:
+        return f"{hours:,.1f} hours"
+    return f"{hours / 24:,.0f} days" if hours >= 240 else f"{hours / 24:,.1f} days"
+
+
+def _billions(count: int) -> str:
+    for size, name in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):
+        if count >= size:
+            return f"{count / size:,.4g} {name}"
+    return f"{count:,}"
 
 
 def _seconds(seconds: float) -> str:
@@ -162,5 +239,5 @@ def _seconds(seconds: float) -> str:
 
 def _size(size: int) -> str:
     """As memory is counted."""
-    power = min((max(size, 1).bit_length() - 1) // 10, 4)
-    return f"{size / (1 << 10 * power):,.1f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+    gib = size / (1 << 30)
+    return f"{gib:,.1f} GiB" if gib >= 1 or not size else f"{gib:.2g} GiB"

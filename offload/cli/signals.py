@@ -6,12 +6,10 @@ import signal
 from types import FrameType
 from typing import Any
 
+from offload.train.stopped import Stopped
+
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Ctrl-C, a request of the system, and the terminal that goes away."""
-
-
-class Stopped(BaseException):
-    """The user or the system wants the program to end. Not an ``Exception``: nothing on the way may swallow it."""
 
 
 class Signals:

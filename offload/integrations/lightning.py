@@ -229,6 +229,13 @@ class _Strategy(OfLightning):  # type: ignore[misc]
             raise
         self._engine.wait_for_checkpoint()
 
+    def on_exception(self, exception: BaseException) -> None:
+        """Ctrl-C ends the engine, which says what is kept: Lightning ends the program without a traceback."""
+        super().on_exception(exception)
+        if isinstance(exception, KeyboardInterrupt) and self._engine is not None:
+            engine, self._engine = self._engine, None
+            engine.__exit__(type(exception), exception, exception.__traceback__)
+
     def _make(self, trainer: Any, optimizer: torch.optim.Optimizer | None) -> OffloadEngine:
         options: dict[str, Any] = {}
         if not self._has_nvme_path:

@@ -10,7 +10,7 @@ from offload.optim.formats import DEFAULT_TILE_BYTES, Formats
 from offload.plan.device import GOLDEN
 from offload.plan.plan import Plan, Staging, Tier, TilesOf, UnitPlan
 from offload.units import UnitSpec, num_nested
-from swapper import align, readable_bytes
+from swapper import align, edge_bytes, readable_bytes
 
 _TILES_A_UNIT = 8
 """Tiles smaller than the largest unit's weights divided by this save no memory worth the speed they cost."""
@@ -52,7 +52,7 @@ def make_plan(
     everything = placement.with_all_resident()
     if everything.total_bytes <= host_bytes:
         return everything.plan(host_bytes)
-    if nvme_bytes == 0:
+    if nvme_bytes == 0 and any(unit.stored_numel for unit in units):
         raise BudgetError(
             "host_memory is too small to hold everything and there is no nvme_path: "
             f"{readable_bytes(everything.total_bytes)} are needed, {readable_bytes(host_bytes)} are given. "
@@ -119,6 +119,7 @@ class _Placement:
         self.weights_resident = [unit.reused for unit in self.units]
         self.grads_resident = [unit.reused or unit.trainable_numel * self.formats.grads == 0 for unit in self.units]
         self.tiles_resident = [[tile.nbytes == 0 for tile in tiles] for tiles in self.tiles]
+        self._edges = [edge_bytes(unit.in_files) for unit in self.units]
 
     def with_all_resident(self) -> _Placement:
         placement = replace(self)
@@ -215,6 +216,7 @@ class _Placement:
     def _buffers(self) -> Staging:
         """The staging cut down to what streams."""
         streamed = [self._weight_bytes(i) for i, resident in enumerate(self.weights_resident) if not resident]
+        in_place = (self._edges[i] for i, resident in enumerate(self.weights_resident) if not resident)
         spilled = [self._grad_bytes(i) for i, resident in enumerate(self.grads_resident) if not resident]
         spilled_tile = any(spilled) * self.formats.grads
         tiles = [
@@ -229,6 +231,7 @@ class _Placement:
             num_grad_buffers=min(self.staging.num_grad_buffers, len(spilled)),
             num_tile_buffers=min(self.staging.num_tile_buffers, sum(1 for nbytes in tiles if nbytes)),
             slot_bytes=max(streamed, default=0),
+            edge_bytes=max((align(edges) for edges in in_place), default=0),
             grad_buffer_bytes=max(spilled, default=0),
             tile_buffer_bytes=max(tiles, default=0),
         )

@@ -12,7 +12,7 @@ from offload.plan.device import MARGIN, ON_HOST, DeviceNeeds, DevicePlan, plan_d
 from offload.plan.ranks import ONE_RANK, RanksPlan
 from offload.report.report import Bandwidths
 from offload.units import Tile, UnitSpec
-from swapper import align
+from swapper import ReadOnlyFile, align
 
 _MIB = 1 << 20
 
@@ -47,11 +47,14 @@ class Staging:
     slot_bytes: int = 0
     grad_buffer_bytes: int = 0
     tile_buffer_bytes: int = 0
+    edge_bytes: int = 0
+    """Beside each slot, for what is read from files that are not aligned."""
 
     @property
     def nbytes(self) -> int:
         """Of all of them."""
-        slots, grads = self.num_slots * self.slot_bytes, self.num_grad_buffers * self.grad_buffer_bytes
+        slots = self.num_slots * (self.slot_bytes + self.edge_bytes)
+        grads = self.num_grad_buffers * self.grad_buffer_bytes
         return slots + grads + self.num_tile_buffers * self.tile_buffer_bytes
 
 
@@ -110,11 +113,30 @@ class Plan:
         """Bytes of each kind that rest on NVMe."""
         return self._bytes_in(Tier.NVME)
 
+    @cached_property
+    def in_place_bytes(self) -> int:
+        """Bytes of frozen weights that are read from the files that they were given in, and rest nowhere else."""
+        units = (item.unit for item in self.units if item.weights is Tier.NVME)
+        return sum(unit.numel - unit.stored_numel for unit in units) * self.formats.weights
+
+    @property
+    def files(self) -> tuple[ReadOnlyFile, ...]:
+        """Files that frozen weights are read from in place."""
+        units = (item.unit for item in self.units if item.weights is Tier.NVME)
+        return tuple(dict.fromkeys(part.file for unit in units for part in unit.in_files))
+
+    @property
+    def streams(self) -> bool:
+        """Something of the model state is not in memory between uses."""
+        return any(self.nvme_bytes.values()) or self.in_place_bytes > 0
+
     def _bytes_in(self, tier: Tier) -> dict[str, int]:
         formats, units = self.formats, self.units
         tiles = (tile for item in units for tile, of_tile in item.tiles if of_tile is tier)
+        weights = (item.unit for item in units if item.weights is tier)
         return {
-            "weights": sum(item.unit.numel for item in units if item.weights is tier) * formats.weights,
+            "weights": sum(unit.stored_numel if tier is Tier.NVME else unit.numel for unit in weights)
+            * formats.weights,
             "grads": sum(item.unit.trainable_numel for item in units if item.grads is tier) * formats.grads,
             "states": sum(align(tile.nbytes) for tile in tiles),
         }
@@ -138,7 +160,8 @@ class Plan:
         found = sum(unit.trainable_numel for unit in spilled) * self.formats.grads
         again = sum(item.unit.numel for item in speculative) * self.formats.weights * self.device.computes
         nvme = self.nvme_bytes
-        return nvme["weights"] * (2 if training else 1) + again + nvme["states"] + nvme["grads"] - found
+        weights = nvme["weights"] + self.in_place_bytes
+        return weights * (2 if training else 1) + again + nvme["states"] + nvme["grads"] - found
 
     @property
     def step_write_bytes(self) -> int:
@@ -149,8 +172,8 @@ class Plan:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the model, each counted once, padding not counted."""
-        return sum(spec.shape.numel() for item in self.units for spec in item.unit.parameters)
+        """Parameters of the model, each counted once, padding not counted. Of several ranks all have the same."""
+        return sum(spec.whole_shape.numel() for item in self.units for spec in item.unit.parameters)
 
     @property
     def arena_bytes(self) -> int:
@@ -184,7 +207,7 @@ class Plan:
     @property
     def model_state_bytes(self) -> int:
         """Weights, master, moments and gradients, wherever they rest."""
-        return sum(sum(self.memory[kind].values()) for kind in self.resident_bytes)
+        return sum(sum(self.memory[kind].values()) for kind in self.resident_bytes) + self.in_place_bytes
 
     def with_resident(self, resident: Sequence[UnitPlan], device: DevicePlan) -> Plan:
         """The plan with these units beside its own, which are resident in a device's memory."""
@@ -228,7 +251,7 @@ _NAMES = {"nvme": "nvme MiB", "host": "host MiB", "device": "device MiB"}
 def _lines(plan: Plan) -> Iterator[str]:
     yield (
         f"{len(plan.units)} units, {plan.num_parameters:,} parameters, "
-        f"{plan.model_state_bytes / _MIB:,.1f} MiB of model state"
+        f"{plan.model_state_bytes / _MIB:,.1f} MiB of model state{' on this rank' if plan.ranks.gathers else ''}"
     )
     yield from _table(plan)
     if parts := _staging(plan):
@@ -282,7 +305,7 @@ def _reasons(plan: Plan) -> Iterator[str]:
     """Reasons why things rest where they do."""
     on_host = [item for item in plan.units if item.unit.index not in plan.device.resident]
     training = bool(plan.formats.grads)
-    if not any(plan.nvme_bytes.values()):
+    if not plan.streams:
         if on_host:
             yield "all of it fits into host memory"
     elif plan.speculative:
@@ -320,6 +343,13 @@ def _reasons(plan: Plan) -> Iterator[str]:
                 f"trained records on NVMe are written in place, for want of {second} more: a write that fails loses "
                 "its record, and no update begins during backward"
             )
+    if plan.in_place_bytes:
+        names = [str(file.path) for file in plan.files]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        yield (
+            f"{_size(plan.in_place_bytes)} of frozen weights are read where they are, in {', '.join(names[:3])}{more}: "
+            "they take no room under nvme_path, and are never written"
+        )
     if plan.nvme_bytes["grads"]:
         yield "gradients are spilled to NVMe: the budget is below what would keep them all in RAM"
     if plan.vacant_bytes:
@@ -330,7 +360,7 @@ def _reasons(plan: Plan) -> Iterator[str]:
 def _step(plan: Plan) -> Iterator[str]:
     """Bytes that a step moves, by what means, and the time that it must take."""
     what = "step" if plan.formats.grads else "forward"
-    if not any(plan.nvme_bytes.values()):
+    if not plan.streams:
         yield f"a {what} moves nothing to or from NVMe"
     else:
         written = f" and writes {plan.step_write_bytes / _MIB:,.1f}" if plan.step_write_bytes else ""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from offload.errors import ConfigError
 from offload.predict.machine import Machine, with_second_drive
 from offload.predict.prediction import Prediction, predict
+from offload.predict.variants import AS_WEIGHTS, BASES, Lora
 from offload.predict.workload import Workload
 
 _WORTH = 1.01
@@ -36,6 +38,24 @@ def advise(prediction: Prediction) -> list[Advice]:
     return sorted(found, key=lambda advice: -advice.prediction.tokens_per_second)
 
 
+def ways(prediction: Prediction) -> list[tuple[str, Prediction]]:
+    """Ways to train the model that differ in what is trained: all of it, adapters, adapters over a base in four bits.
+    Empty if a part of it is frozen already, or there is nothing to put adapters over."""
+    model, machine, workload = prediction.model, prediction.machine, prediction.workload
+    if model.num_trained < model.num_parameters:
+        return []
+    found = [("full", prediction)]
+    bases = [AS_WEIGHTS] if machine.num_ranks > 1 else [AS_WEIGHTS, BASES["nf4"]]
+    for base in bases:
+        try:
+            changed = model.with_adapters(Lora(), base)
+        except ConfigError:
+            return []
+        name = f"LoRA r={Lora().rank}" + (f" over {base.name}" if base.name else "")
+        found.append((name, predict(changed, machine, workload)))
+    return found
+
+
 def _changes(machine: Machine, workload: Workload) -> Iterator[tuple[str, Machine, Workload]]:
     yield "twice the host memory", replace(machine, host_bytes=2 * machine.host_bytes), workload
     if machine.nvme is not None:
@@ -50,4 +70,4 @@ def _changes(machine: Machine, workload: Workload) -> Iterator[tuple[str, Machin
         yield "weights in bf16", machine, replace(workload, precision="bf16")
     if workload.clipped:
         yield "a bound of the gradient norm that steps do not reach", machine, replace(workload, clipped=False)
-    yield "twice the batch", machine, replace(workload, batch=2 * workload.batch)
+    yield f"batch {2 * workload.batch}", machine, replace(workload, batch=2 * workload.batch)

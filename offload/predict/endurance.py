@@ -15,12 +15,14 @@ class Endurance:
     rated_bytes: int
     seconds: float
     """Of a step."""
+    step_tokens: int
+    """Of a step."""
 
     @classmethod
     def of(cls, prediction: Prediction, rated_bytes: int) -> Endurance:
         """Return how much drives with this rating bear of such steps."""
         written = prediction.written_bytes * prediction.machine.network.ranks_a_node
-        return cls(written, rated_bytes, prediction.seconds)
+        return cls(written, rated_bytes, prediction.seconds, prediction.tokens)
 
     @property
     def steps(self) -> int | None:
@@ -28,6 +30,11 @@ class Endurance:
         return self.rated_bytes // self.written_bytes if self.written_bytes else None
 
     @property
-    def days(self) -> float | None:
+    def hours(self) -> float | None:
         """The same, training without a pause."""
-        return None if self.steps is None else self.steps * self.seconds / 86_400
+        return None if self.steps is None else self.steps * self.seconds / 3600
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens that are trained on until then."""
+        return None if self.steps is None else self.steps * self.step_tokens

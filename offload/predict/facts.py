@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from offload.predict.advice import Advice
 from offload.predict.endurance import Endurance
-from offload.predict.prediction import Prediction
+from offload.predict.prediction import Batches, Prediction
 
 
 def facts_of(
@@ -20,6 +20,8 @@ def facts_of(
         "model": {
             "name": model.name,
             "parameters": model.num_parameters,
+            "trained": model.num_trained,
+            "active": model.num_active,
             "layers": model.layers,
             "width": model.width,
             "vocabulary": model.vocabulary,
@@ -32,7 +34,7 @@ def facts_of(
             "nvme_bytes": machine.nvme_bytes,
             "nvme": None if machine.nvme is None else asdict(machine.nvme),
         },
-        "assumptions": list(machine.assumptions),
+        "assumptions": [*machine.assumptions, *_of_model(prediction)],
         "workload": asdict(prediction.workload),
         "shard": prediction.shard,
         "fits": prediction.fits,
@@ -54,6 +56,20 @@ def facts_of(
     return facts
 
 
+def _of_model(prediction: Prediction) -> Iterator[str]:
+    """Assumptions about the model, in words."""
+    model, workload = prediction.model, prediction.workload
+    kept = model.kept(workload.sequence, workload.dtype)
+    each = kept.blocks / max(model.layers * model.width * workload.sequence, 1)
+    counted = f"{each:,.1f} bytes a token, layer and unit of width"
+    if kept.reason:
+        yield f"activations: {counted}, since the model's forward cannot be followed without memory ({kept.reason})"
+    else:
+        yield f"activations: {counted}, counted in the model's forward, with attention that keeps no matrix"
+    if model.active < 1:
+        yield "a unit moves whole: all experts of a layer, of which those compute that tokens are sent to"
+
+
 def _of_step(prediction: Prediction, endurance: Endurance) -> dict[str, Any]:
     return {
         "memory": memory_of(prediction),
@@ -64,10 +80,46 @@ def _of_step(prediction: Prediction, endurance: Endurance) -> dict[str, Any]:
         "link_seconds": prediction.links,
         "tokens": prediction.tokens,
         "tokens_per_second": prediction.tokens_per_second,
-        "compute_bound_batch": prediction.compute_bound_batch,
         "nvme_read_bytes": prediction.read_bytes,
         "nvme_write_bytes": prediction.written_bytes,
-        "endurance": {**asdict(endurance), "steps": endurance.steps, "days": endurance.days},
+        "endurance": {
+            **asdict(endurance),
+            "steps": endurance.steps,
+            "hours": endurance.hours,
+            "tokens": endurance.tokens,
+        },
+        "no_spare_copies": prediction.plan is not None
+        and prediction.plan.record_copies == 1
+        and prediction.plan.spare_copy_bytes > 0,
+    }
+
+
+def of_batches(batches: Batches) -> dict[str, Any]:
+    """Facts about other batches."""
+    return {"largest_batch": batches.largest, "compute_bound_batch": batches.computing}
+
+
+def of_training(prediction: Prediction, tokens: int | None) -> dict[str, Any]:
+    """Facts about a training on so many tokens, if they are known."""
+    hours = tokens / prediction.tokens_per_second / 3600 if tokens is not None and prediction.fits else None
+    return {"tokens_wanted": tokens, "hours": hours}
+
+
+def of_ways(ways: Sequence[tuple[str, Prediction]]) -> list[dict[str, Any]]:
+    """Rows of a table: each way to train the model with its speed and its bytes, or what there is too little of."""
+    return [{"way": way, **_of_way(prediction)} for way, prediction in ways]
+
+
+def _of_way(prediction: Prediction) -> dict[str, Any]:
+    if prediction.shortage is not None:
+        return {"fits": False, "shortage": prediction.shortage.kind}
+    rows = memory_of(prediction).values()
+    return {
+        "fits": True,
+        "tokens_per_second": prediction.tokens_per_second,
+        "limit": prediction.limit,
+        "memory": {tier: sum(row[tier] for row in rows) for tier in ("device", "host", "nvme")},
+        "nvme_write_bytes": prediction.written_bytes,
     }
 
 

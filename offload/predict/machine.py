@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from offload import option_values
 from offload.predict import rates
+from offload.predict.gpus import Gpu, find_gpu
 from offload.predict.network import ALONE, Network
 from offload.report.report import Bandwidths
-
-COMPUTE_SHARE = 0.45
-"""Of a GPU's dense peak a training step is assumed to reach this much, unless the compute rate is given."""
 
 LINK_SHARE = 0.8
 """Of the rate that a PCIe or NVLink data sheet names, copies of pinned memory are assumed to reach this much."""
 
-MEMORY_BANDWIDTH = 200e9
-"""Host memory bandwidth of a described node that updates are assumed to get, bytes a second."""
+SERVER_MEMORY, DESKTOP_MEMORY = 200e9, 70e9
+"""Host memory bandwidth of a described node that updates are assumed to get, bytes a second. A desktop has two channels
+of DDR5-5600, 89.6 GB/s by JEDEC's JESD79-5, of which streams reach about 80 %."""
+
+UNKNOWN_CAPACITY = 1 << 50
+"""Bytes of a drive of which only the rate was given."""
 
 NETWORK = 50e9
 """Rate at which a described node is assumed to send and receive over the network at once, bytes a second: 400 Gb/s."""
@@ -28,42 +30,6 @@ HOP = 25e-6
 
 CONTEXT_BYTES = 2 << 30
 """Device memory that libraries and the allocator's gaps are assumed to take."""
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU as its data sheet has it: bytes, dense bf16 FLOP/s with fp32 sums, bytes a second each way.
-
-    ``peers`` is the rate of NVLink, each way; None: GPUs talk over ``link``.
-    """
-
-    name: str
-    memory_bytes: int
-    peak_flops: float
-    link: float
-    peers: float | None
-    source: str
-
-
-_GB = 10**9
-_GEN3, _GEN4, _GEN5 = 15.8e9, 31.5e9, 63.0e9  # PCI-SIG, 16 lanes, after encoding
-
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu("v100", 32 * _GB, 125e12, _GEN3, 150e9, "NVIDIA V100 data sheet, SXM2 32 GB (fp16: it has no bf16)"),
-        Gpu("a100", 80 * _GB, 312e12, _GEN4, 300e9, "NVIDIA A100 data sheet, SXM4 80 GB"),
-        Gpu("a100-40", 40 * _GB, 312e12, _GEN4, 300e9, "NVIDIA A100 data sheet, SXM4 40 GB"),
-        Gpu("h100", 80 * _GB, 989e12, _GEN5, 450e9, "NVIDIA H100 data sheet, SXM5, without sparsity"),
-        Gpu("h100-pcie", 80 * _GB, 756e12, _GEN5, None, "NVIDIA H100 data sheet, PCIe, without sparsity"),
-        Gpu("h200", 141 * _GB, 989e12, _GEN5, 450e9, "NVIDIA H200 data sheet, SXM, without sparsity"),
-        Gpu("b200", 180 * _GB, 2250e12, _GEN5, 900e9, "NVIDIA HGX B200 data sheet, without sparsity"),
-        Gpu("l40s", 48 * _GB, 362e12, _GEN4, None, "NVIDIA L40S data sheet, without sparsity"),
-        Gpu("rtx3090", 24 * _GB, 71e12, _GEN4, None, "NVIDIA GA102 white paper, fp32 sums, without sparsity"),
-        Gpu("rtx4090", 24 * _GB, 165e12, _GEN4, None, "NVIDIA Ada white paper, fp32 sums, without sparsity"),
-    )
-}
-"""By the names that ``--gpu`` takes."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +81,8 @@ class Machine:
     record_seconds: float
     device: DeviceMachine = CPU
     network: Network = ALONE
+    beside_bytes: float = math.inf
+    """Host memory beside the engine's, where the CPU computes: for activations."""
     assumptions: tuple[str, ...] = ()
     """Assumptions about what was not measured or given, in words."""
 
@@ -137,12 +105,14 @@ class Drive:
 
 
 def parse_drive(text: str) -> Drive:
-    """``7GB/s,5GB/s,3.8TB``: read, write, capacity. Raises ``ConfigError``."""
-    parts = text.split(",")
-    if len(parts) != 3:
-        option_values.refuse("--nvme", 'read, write and capacity such as "7GB/s,5GB/s,3.8TB"', text)
-    read, write = (rates.bytes_per_second("--nvme", part) for part in parts[:2])
-    return Drive(read, write, rates.nbytes("--nvme", parts[2]))
+    """``7GB/s,5GB/s,3.8TB``: read, write, capacity; or one rate for both, and what is left out is not known. Raises
+    ``ConfigError``."""
+    parts = [part.strip() for part in text.split(",")]
+    nbytes = UNKNOWN_CAPACITY if parts[-1].endswith("/s") else rates.nbytes("--nvme", parts.pop())
+    if not 1 <= len(parts) <= 2:
+        option_values.refuse("--nvme", 'read, write and capacity such as "7GB/s,5GB/s,3.8TB", or one rate', text)
+    read, write = (rates.bytes_per_second("--nvme", part) for part in (parts[0], parts[-1]))
+    return Drive(read, write, nbytes)
 
 
 def described(
@@ -153,31 +123,43 @@ def described(
     nodes: int = 1,
     drives: Sequence[Drive] = (),
     compute: float | None = None,
-    memory_bandwidth: float = MEMORY_BANDWIDTH,
+    memory_bandwidth: float | None = None,
     network: float = NETWORK,
+    sustained_write: float | None = None,
     added_inside: bool = False,
 ) -> Machine:
     """One rank of a described machine; ``host_bytes``, ``drives``, ``memory_bandwidth`` and ``network`` are a node's,
-    ``compute`` is what a GPU achieves in FLOP/s; ``added_inside`` is that of ``Network``. Raises ``ConfigError`` for
-    a GPU that is not in the table."""
-    if gpu not in GPUS:
-        option_values.refuse("--gpu", option_values.one_of(tuple(GPUS)), gpu)
-    found = GPUS[gpu]
-    device = DeviceMachine(gpu, found.memory_bytes, LINK_SHARE * found.link)
-    assumptions = [f"{gpu}: {found.source}"]
+    ``compute`` is what a GPU achieves in FLOP/s; ``sustained_write`` what each drive still writes when its fast cache
+    is full; ``added_inside`` is that of ``Network``. Raises ``ConfigError`` for a GPU that is not in the table."""
+    found = find_gpu("--gpu", gpu)
+    memory_bytes = found.memory_bytes - (host_bytes // gpus if found.unified else 0)
+    device = DeviceMachine(found.name, max(memory_bytes, 0), LINK_SHARE * found.link)
+    assumptions = [f"{found.name}: {found.source}"]
+    if found.unified:
+        assumptions.append(f"GPU and host share {found.memory_bytes / 1e9:,.0f} GB: what one has the other lacks")
     if compute is None:
-        compute = COMPUTE_SHARE * found.peak_flops
+        compute, reach = found.reach.share * found.peak_flops, found.reach
         assumptions.append(
-            f"compute reaches {COMPUTE_SHARE:.0%} of the dense peak: {compute / 1e12:,.0f} TFLOPS a GPU (--compute)"
+            f"compute reaches {reach.share:.0%} of the dense peak ({reach.source}): {compute / 1e12:,.0f} TFLOPS a GPU "
+            "(--compute)"
         )
-    assumptions.append(f"links reach {LINK_SHARE:.0%} of what is named: PCIe {device.link / 1e9:,.0f} GB/s each way")
+    assumptions.append(
+        f"links reach {LINK_SHARE:.0%} of what is named: {'memory' if found.unified else 'PCIe'} "
+        f"{device.link / 1e9:,.0f} GB/s each way"
+    )
     joined = ALONE
     if gpus * nodes > 1:
         joined = _network(found, gpus, nodes, network, added_inside)
         assumptions.append(_of_ranks(found, joined))
-    assumptions.append(f"updates on the CPU get {memory_bandwidth / 1e9:,.0f} GB/s of a node's memory bandwidth")
+    if memory_bandwidth is None:
+        memory_bandwidth = DESKTOP_MEMORY if found.desktop and gpus == 1 else SERVER_MEMORY
+    assumptions.append(
+        f"updates on the CPU get {memory_bandwidth / 1e9:,.0f} GB/s of a node's memory bandwidth (--memory-bandwidth)"
+    )
     if drives:
-        assumptions.append("reads and writes of a drive add up; drives are as fast for long as they are named")
+        assumptions += _of_drives(drives, sustained_write)
+    if sustained_write is not None:
+        drives = [replace(drive, write=min(drive.write, sustained_write)) for drive in drives]
     return Machine(
         host_bytes=host_bytes // gpus,
         nvme_bytes=sum(drive.nbytes for drive in drives) // gpus,
@@ -191,6 +173,19 @@ def described(
         network=joined,
         assumptions=tuple(assumptions),
     )
+
+
+def _of_drives(drives: Sequence[Drive], sustained_write: float | None) -> Iterator[str]:
+    yield "reads and writes of a drive add up"
+    if sustained_write is None:
+        yield (
+            "drives write as fast for long as they are named: those for desktops fall to a third or less when their "
+            "fast cache, tens to hundreds of GB, is full (--sustained-write)"
+        )
+    else:
+        yield f"each drive writes {sustained_write / 1e9:,.1f} GB/s in the long run, as given"
+    if any(drive.nbytes == UNKNOWN_CAPACITY for drive in drives):
+        yield "a drive without a capacity has room for all"
 
 
 def _network(gpu: Gpu, gpus: int, nodes: int, between: float, added_inside: bool) -> Network:

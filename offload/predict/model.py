@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from offload.birth.initialise import deferred_init
+from offload.birth.initialise import deferred_init, shapes_of
 from offload.errors import ConfigError
+from offload.predict.activations import Kept, blocks_of, kept_of
+from offload.predict.adapted import adapted, matrix_bytes, of_base
+from offload.predict.architecture import Architecture
+from offload.predict.transformer import Transformer
+from offload.predict.variants import AS_WEIGHTS, Base, Lora
 from offload.units import UnitSpec
 from offload.units.find import find_units
 
 VOCABULARY = 32_000
 
+_HEAD_WIDTH = 128
 _WIDTH_A_LAYER = 128
 """Width over layers of published models: 4096 / 32 at 7B, 12288 / 96 at 175B."""
 
@@ -28,7 +36,7 @@ _WIDTH_A_LAYER = 128
 @dataclass(frozen=True)
 class Model:
     """A model without memory. ``attention_width`` is that of all heads of a layer together; ``active`` the share of
-    its experts that a token passes."""
+    its experts that a token passes; ``base`` the format of frozen matrices in its blocks."""
 
     name: str
     module: nn.Module
@@ -37,14 +45,40 @@ class Model:
     attention_width: int
     vocabulary: int
     active: float = 1.0
+    base: Base = AS_WEIGHTS
 
     @property
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.module.parameters())
 
+    @property
+    def num_trained(self) -> int:
+        return sum(parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad)
+
+    @property
+    def num_active(self) -> int:
+        """Parameters that a token passes: of experts those that it is sent to."""
+        return sum(
+            int(parameter.numel() * (self.active if _of_experts(name, parameter.dim()) else 1))
+            for name, parameter in self.module.named_parameters()
+        )
+
+    def kept(self, sequence: int, dtype: torch.dtype) -> Kept:
+        """What backward needs of a forward of one sequence."""
+        return kept_of(self.module, self.layers, self.width, sequence, dtype)
+
+    def widened_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the largest matrix of the base, which is widened while it computes; 0 where none is narrow."""
+        return matrix_bytes(self.module, dtype) if self.base.bits else 0
+
+    def with_adapters(self, lora: Lora, base: Base) -> Model:
+        """The model with adapters over a frozen base of this format. Raises ``ConfigError``."""
+        return replace(self, module=adapted(self.module, lora), base=base)
+
     def units(self, dtype: torch.dtype, num_ranks: int = 1) -> list[UnitSpec]:
         """As the engine finds them where an optimizer with a kernel trains, to be divided among ranks."""
-        units = find_units(self.module, in_pieces=True, dtype=dtype, num_ranks=num_ranks)
+        trained = tuple(parameter.requires_grad for parameter in self.module.parameters())
+        units = list(_units(self.module, self.base, dtype, num_ranks, trained))
         if not units:
             raise ConfigError(f"{self.name} has no floating-point parameters: there is nothing to offload")
         return units
@@ -57,7 +91,7 @@ class Model:
             modules = [site.module for site in spec.owners]
             if len(spec.shape) < 2 or all(isinstance(module, nn.Embedding) for module in modules):
                 continue
-            share = self.active if len(spec.shape) > 2 or ".experts." in spec.name else 1.0
+            share = self.active if _of_experts(spec.name, len(spec.shape)) else 1.0
             flops = 2.0 * spec.shape.numel() * share
             forward += flops
             trained += flops if spec.trainable else 0.0
@@ -68,15 +102,48 @@ class Model:
         return 2.0 * sequence * self.attention_width
 
 
+@functools.lru_cache(maxsize=8)
+def _units(
+    module: nn.Module, base: Base, dtype: torch.dtype, num_ranks: int, trained: tuple[bool, ...]
+) -> tuple[UnitSpec, ...]:
+    """``trained`` says of each parameter whether it is, so that what was found before it was frozen is found anew."""
+    units = find_units(module, in_pieces=True, dtype=dtype, num_ranks=num_ranks)
+    return tuple(of_base(units, module, base, dtype, num_ranks) if base.bits else units)
+
+
+def from_architecture(name: str, shapes: Architecture) -> Model:
+    """The model of these shapes."""
+    with torch.device("meta"):
+        module = Transformer(shapes)
+    experts = shapes.experts
+    return Model(
+        name, module, shapes.layers, shapes.width, shapes.attention_width, shapes.vocabulary,
+        active=experts.chosen / experts.count if experts is not None else 1.0,
+    )  # fmt: skip
+
+
 def from_hugging_face(path: Path) -> Model:
     """The model of a ``config.json``, or of a directory with one. Raises ``ConfigError``."""
     if not path.exists():
         raise ConfigError(f"{path}: there is no such file or directory")
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        fields = json.loads(file.read_text())
+        fields = fields.get("text_config", fields)
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{file} is not a config of a model: {' '.join(str(error).split())}") from error
+    shapes = Architecture.of_config(fields)
+    return _from_transformers(path) if shapes is None else from_architecture(str(path), shapes)
+
+
+def _from_transformers(path: Path) -> Model:
+    """The model of a config that is not known here, as ``transformers`` builds it."""
     try:
         import transformers
     except ImportError:
         raise ConfigError(
-            f"{path} is a Hugging Face config, and transformers is not installed: pip install transformers"
+            f"{path} is the config of a model that is not known here, and transformers is not installed: "
+            "pip install transformers"
         ) from None
     try:
         config = transformers.AutoConfig.from_pretrained(path)
@@ -99,7 +166,14 @@ def from_hugging_face(path: Path) -> Model:
     )  # fmt: skip
 
 
-def from_factory(name: str) -> Model:
+def to_train(name: str) -> Model:
+    """The model of a ``config.json`` or a factory as it is trained: with its own forward, and weights to come. Raises
+    ``ConfigError``."""
+    path = Path(name).expanduser()
+    return _from_transformers(path) if path.exists() else from_factory(name, deferred_init)
+
+
+def from_factory(name: str, build: Callable[[Any], nn.Module] = shapes_of) -> Model:
     """The model that ``module:factory`` returns, built without memory. Raises ``ConfigError``."""
     module_name, _, function = name.partition(":")
     sys.path.insert(0, "")
@@ -115,7 +189,7 @@ def from_factory(name: str) -> Model:
         sys.path.remove("")
     if not callable(factory):
         raise ConfigError(f"{name} is no function that returns a model")
-    return _model(name, deferred_init(factory))
+    return _model(name, build(factory))
 
 
 def from_count(
@@ -143,37 +217,17 @@ def from_count(
             f"{parameters:,} parameters are too few for {layers} layers of width {width:,} and a vocabulary of "
             f"{vocabulary:,}: give fewer layers, a smaller width or a smaller vocabulary"
         )
-    with torch.device("meta"):
-        module = _Transformer(layers, width, hidden, vocabulary, tied=tied)
-    name = f"{parameters / 1e9:,.3g} billion parameters, {layers} layers of {width:,}"
-    return Model(name, module, layers, width, width, vocabulary)
+    name = f"{parameters / 1e9:,.3g} billion parameters"
+    heads = max(width // _HEAD_WIDTH, 1)
+    shapes = Architecture(
+        layers=layers, width=width, heads=heads, vocabulary=vocabulary, hidden=hidden, kv_heads=heads,
+        head_width=width // heads, tied=tied,
+    )  # fmt: skip
+    return from_architecture(name, shapes)
 
 
-class _Layer(nn.Module):
-    """The weights of a block as Llama has them. Only their shapes are used."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.norm_attention = nn.LayerNorm(width, bias=False)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
-        self.out = nn.Linear(width, width, bias=False)
-        self.norm_mlp = nn.LayerNorm(width, bias=False)
-        self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
-        self.down = nn.Linear(hidden, width, bias=False)
-
-
-class _Transformer(nn.Module):
-    def __init__(self, layers: int, width: int, hidden: int, vocabulary: int, *, tied: bool) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList(_Layer(width, hidden) for _ in range(layers))
-        self.norm = nn.LayerNorm(width, bias=False)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        if tied:
-            self.head.weight = self.tokens.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        raise NotImplementedError("a described model has shapes only")
+def _of_experts(name: str, dims: int) -> bool:
+    return dims > 2 or ".experts." in name
 
 
 def _model(name: str, module: nn.Module, **known: Any) -> Model:
@@ -183,13 +237,11 @@ def _model(name: str, module: nn.Module, **known: Any) -> Model:
 
 
 def _found(module: nn.Module) -> Iterator[tuple[str, int]]:
-    lists = [child for child in module.modules() if isinstance(child, (nn.ModuleList, nn.Sequential)) and len(child)]
-    alike = [max(Counter(type(item) for item in children).values()) for children in lists]
     tables = [table for table in module.modules() if isinstance(table, nn.Embedding)]
     widths = Counter(layer.in_features for layer in module.modules() if isinstance(layer, nn.Linear))
     largest = max(tables, key=lambda table: table.num_embeddings, default=None)
     width = largest.embedding_dim if largest is not None else max(widths, key=lambda key: widths[key], default=1)
-    yield "layers", max(alike, default=1)
+    yield "layers", len(blocks_of(module)) or 1
     yield "width", width
     yield "attention_width", width if any("attention" in type(m).__name__.lower() for m in module.modules()) else 0
     yield "vocabulary", largest.num_embeddings if largest is not None else 0

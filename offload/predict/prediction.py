@@ -29,15 +29,11 @@ from offload.predict.unit_costs import link_seconds, nvme_bytes, places_of, rece
 from offload.predict.workload import Workload
 from offload.units import Tile, UnitSpec, shard_unit
 
-_MOST_TILES = 4096
+_MOST_TILES = 1024
 """A larger model is planned in bundles of tiles: placing them one by one would take minutes at a trillion."""
 
 _PLENTY = 1 << 61
 """More bytes than any machine has."""
-
-_ACTIVATIONS = 34
-"""16-bit bytes of activations that a transformer's layer keeps for each token and unit of width, where attention keeps
-no matrix of its own. Source: Korthikanti et al., arXiv:2205.05198, section 4."""
 
 _EARLY_SHARES = 8
 """The engine finds out how many units to update during backward. So many shares of them are tried here."""
@@ -45,7 +41,8 @@ _EARLY_SHARES = 8
 
 @dataclass(frozen=True)
 class Shortage:
-    """A budget that is too small. ``kind``: "device memory", "host memory" or "NVMe"; bytes of one rank."""
+    """A budget that is too small. ``kind``: "device memory", "host memory", "NVMe" or "memory for activations"; bytes
+    of one rank."""
 
     kind: str
     needed_bytes: int
@@ -106,7 +103,8 @@ class Prediction:
 
     @property
     def compute_bound_batch(self) -> int:
-        """The batch from which compute takes longer than any link, whose seconds do not grow with it."""
+        """The batch from which compute would take longer than any link, if these took as long with it as they do
+        now. ``Batches.of`` looks whether it fits."""
         others = max((seconds for name, seconds in self.links.items() if name != "compute"), default=0.0)
         return max(math.ceil(self.workload.batch * others / self.links["compute"]), 1)
 
@@ -115,9 +113,9 @@ def predict(model: Model, machine: Machine, workload: Workload) -> Prediction:
     """Plan the model into the machine as the engine would, and play a step through. Raises ``ConfigError``."""
     activations = activation_bytes(model, workload)
     prediction = Prediction(model, machine, workload, activations)
-    found = _planned(list(_cases(model, machine, workload, activations)))
-    if isinstance(found, _Case):
-        return replace(prediction, shortage=found.shortage())
+    found = _placed(model, machine, workload, activations)
+    if isinstance(found, Shortage):
+        return replace(prediction, shortage=found)
     case, plan = found
     places = places_of(plan)
     works = works_of(model, machine, workload, case.whole, plan)
@@ -136,6 +134,61 @@ def predict(model: Model, machine: Machine, workload: Workload) -> Prediction:
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Batches:
+    """Batches of a workload, all else as it is: the ``largest`` that fits, 0 if none does, and the least of those that
+    fit with which compute limits (``computing``); None: it does with none of them."""
+
+    largest: int
+    computing: int | None
+
+    @classmethod
+    def of(cls, prediction: Prediction) -> Batches:
+        """Try out batches."""
+        model, machine, workload = prediction.model, prediction.machine, prediction.workload
+        largest = _largest_batch(model, machine, workload)
+        if not prediction.fits or prediction.limit == "compute":
+            return cls(largest, prediction.workload.batch if prediction.fits else None)
+        batch, found = workload.batch, prediction
+        while found.limit != "compute":
+            batch = max(found.compute_bound_batch, batch + 1)
+            if batch > largest:
+                return cls(largest, None)
+            found = predict(model, machine, replace(workload, batch=batch))
+        return cls(largest, batch)
+
+
+_MOST_BATCH = 1 << 16
+
+
+def _largest_batch(model: Model, machine: Machine, workload: Workload) -> int:
+    """The largest batch that fits, up to ``_MOST_BATCH``; 0 if none does."""
+
+    def kept(batch: int) -> int:
+        return activation_bytes(model, replace(workload, batch=batch))
+
+    device = machine.device
+    room = device.memory_bytes - CONTEXT_BYTES if device.computes else machine.beside_bytes
+    each = kept(2) - kept(1)
+    once = kept(1) - each
+
+    def of_room(nbytes: float) -> int:
+        return int(min(max((nbytes - once) / each, 0), _MOST_BATCH))
+
+    largest = of_room(room)
+    least, most, batch = 0, largest + 1, largest
+    while most - least > 1:
+        found = _placed(model, machine, replace(workload, batch=batch), kept(batch))
+        if not isinstance(found, Shortage):
+            least, guess = batch, batch + 1
+        elif found.kind == "device memory":
+            most, guess = batch, of_room(room - found.needed_bytes / MARGIN)
+        else:
+            most, guess = batch, (least + batch) // 2
+        batch = min(max(guess, least + 1), most - 1)
+    return least
+
+
 def least_host_bytes(model: Model, machine: Machine, workload: Workload) -> int:
     """The least ``host_memory`` of a rank with which the model is trained. Raises ``BudgetError`` of other memory."""
     case = list(_cases(model, machine, workload, activation_bytes(model, workload)))[-1]
@@ -147,13 +200,11 @@ def least_host_bytes(model: Model, machine: Machine, workload: Workload) -> int:
 
 
 def activation_bytes(model: Model, workload: Workload) -> int:
-    """Bytes that autograd keeps for one micro-batch, and of logits with their gradients: an estimate, outside of all
-    budgets."""
-    width = 4 if workload.precision == "fp32" else 2
-    layer = _ACTIVATIONS * model.width * workload.tokens * width // 2
-    kept = model.width * workload.tokens * width
-    blocks = model.layers * kept + layer if workload.recomputed else model.layers * layer
-    return blocks + workload.tokens * model.vocabulary * (width + 8)
+    """Bytes that autograd keeps for one micro-batch, of logits with their gradients, and of the widest matrix of a
+    quantised base: outside of all budgets."""
+    width, dtype = 4 if workload.precision == "fp32" else 2, workload.dtype
+    blocks = model.kept(workload.sequence, dtype).nbytes(workload.batch, recomputed=workload.recomputed)
+    return blocks + workload.tokens * model.vocabulary * (width + 8) + model.widened_bytes(dtype)
 
 
 @dataclass(frozen=True)
@@ -187,6 +238,14 @@ class _Case:
             except BudgetError as error:
                 return Shortage(kind, error.needed_bytes, given)
         raise AssertionError("the plan fits")
+
+
+def _placed(model: Model, machine: Machine, workload: Workload, activations: int) -> tuple[_Case, Plan] | Shortage:
+    """The plan, and what it depends on; else of what there is too little."""
+    if not machine.device.computes and activations > machine.beside_bytes:
+        return Shortage("memory for activations", activations, int(machine.beside_bytes))
+    found = _planned(list(_cases(model, machine, workload, activations)))
+    return found.shortage() if isinstance(found, _Case) else found
 
 
 def _cases(model: Model, machine: Machine, workload: Workload, activations: int) -> Iterator[_Case]:

@@ -32,9 +32,13 @@ _MIB = 1 << 20
 _FILE_BYTES = 256 * _MIB
 _DEPTH, _BLOCK_BYTES = 16, 1 * _MIB
 _HEAD_WIDTH = 64
-_MOST_WIDTH = 2048
+_MOST_WIDTH = 1024
 """Wider layers are no faster than these, and take long to try."""
+_MOST_ROWS = 32_768
+"""The same of a head."""
 _MOST_TOKENS = 2048
+_MOST_FLOPS = 8e10
+"""Work of a round: a fraction of a second of the cores that people compute with."""
 _SWEPT = 1 << 22
 """Elements of the tile that the kernel is tried on: far more than caches hold, 32 MiB of moments."""
 
@@ -73,8 +77,11 @@ def probe(
         assumptions.append(
             f"NVMe reads {nvme.read / 1e9:,.2f} and writes {nvme.write / 1e9:,.2f} GB/s, q = {nvme.q:.2f} ({how})"
         )
+    free = available_bytes()
+    host_bytes = int(free * AUTO_SHARE) if host_bytes is None else host_bytes
     return Machine(
-        host_bytes=int(available_bytes() * AUTO_SHARE) if host_bytes is None else host_bytes,
+        host_bytes=host_bytes,
+        beside_bytes=max(free - host_bytes, 0) / ranks,
         nvme_bytes=free_bytes_of(paths),
         nvme=nvme,
         cores=cores,
@@ -102,10 +109,11 @@ def core_rates(model: Model, workload: Workload, count: float, meet: Callable[[]
     pieces, as in the engine: what a process keeps, and what it asks the system for, bears on its speed."""
     dtype = workload.dtype
     width = max(min(model.width, _MOST_WIDTH) // _HEAD_WIDTH, 1) * _HEAD_WIDTH
-    sequence = min(workload.sequence, _MOST_TOKENS)
-    batch = max(min(workload.batch, _MOST_TOKENS // sequence), 1)
-    tokens = batch * sequence
     number = max(min(_BLOCKS_BYTES // (12 * width**2 * dtype.itemsize), model.layers), 2)
+    most_tokens = min(int(_MOST_FLOPS / (6 * 12 * width**2 * number)), _MOST_TOKENS)
+    sequence = min(workload.sequence, most_tokens)
+    batch = max(min(workload.batch, most_tokens // sequence), 1)
+    tokens = batch * sequence
     blocks = nn.Sequential(*(_Block(width) for _ in range(number))).to(dtype)
     _let_gradients_go(blocks)
     x = torch.randn(batch, sequence, width, dtype=dtype, requires_grad=True)
@@ -119,18 +127,21 @@ def core_rates(model: Model, workload: Workload, count: float, meet: Callable[[]
     rate, busy = flops / seconds, min(busy / count, 1.0)
     if not model.vocabulary:
         return Cores(rate, rate, busy, count)
-    ends = _Ends(_rows(model, dtype), width).to(dtype)
-    targets = torch.randint(0, model.vocabulary, (batch, sequence))
+    rows = _rows(model, dtype)
+    ends = _Ends(rows, width).to(dtype)
+    targets = torch.randint(0, sum(rows), (batch, sequence))
 
     def through_ends() -> None:
         ends(targets).backward()
 
     seconds, _ = _seconds(through_ends, meet)
-    return Cores(rate, 6.0 * tokens * width * model.vocabulary / seconds, busy, count)
+    return Cores(rate, 6.0 * tokens * width * sum(rows) / seconds, busy, count)
 
 
 def _rows(model: Model, dtype: torch.dtype) -> list[int]:
-    """Of each piece of the head."""
+    """Of each piece of the head, or of the part of a large one that is tried."""
+    if model.vocabulary > _MOST_ROWS:
+        return [_MOST_ROWS]
     shapes = [spec.shape for unit in model.units(dtype) for spec in unit.parameters if spec.piece is not None]
     rows = [shape[0] for shape in shapes if shape[1] == model.width]
     return rows if sum(rows) == model.vocabulary else [model.vocabulary]

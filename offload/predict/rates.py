@@ -9,6 +9,9 @@ from offload import option_values
 from offload.errors import ConfigError
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5, "e": 6}
+_LEAST_WITHOUT_UNIT = 1 << 20
+"""Nobody means fewer bytes than these by a plain number."""
+
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
@@ -35,6 +38,8 @@ def count(option: str, text: str) -> int:
 
 def nbytes(option: str, text: str) -> int:
     """``3.8TB``, ``1.5TiB``: never "auto"."""
+    if text.isdigit() and int(text) < _LEAST_WITHOUT_UNIT:
+        option_values.refuse(option, f'a size with its unit, such as "{text}GiB"', text)
     found = option_values.parse_bytes(option, text)
     if not isinstance(found, int):
         raise ConfigError(f'{option}: expected bytes such as "1.5TiB", got {text!r}')

@@ -49,6 +49,12 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.ui
 """Those that ranks join, by the numbers under which they tell each other."""
 
 
+_TOGETHER = (
+    "Steps, saves and the end are calls of all ranks together, on equally many batches: an `if rank == 0:` around one "
+    "of them ends so (docs/ranks.md)."
+)
+
+
 class Kind(IntEnum):
     """An operation.
 
@@ -361,7 +367,7 @@ class Rounds:
         if difference and len(set(names)) == 1:
             raise RankError(f"{head.name}: {difference}")
         where = ", ".join(f"rank {rank} at {name}" for rank, name in enumerate(names))
-        raise RankError(f"the ranks are at different places of the program: {where}")
+        raise RankError(f"the ranks are at different places of the program: {where}", advice=_TOGETHER)
 
     def _do(self, code: int, wanting: Sequence[int]) -> None:
         self._met_at = None

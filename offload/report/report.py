@@ -139,7 +139,7 @@ class Report:
 def _lines(report: Report) -> Iterator[str]:
     """The report for people. What is nothing is left out."""
     limit = f"{_LIMITS[report.bound_by]} {_seconds(report.bound_seconds)}"
-    limit += f", {report.efficiency:.0%} of it" if report.efficiency <= 1 else " at the rate measured before"
+    limit += f", {report.efficiency:.0%} of it"
     yield f"step {report.step} took {_seconds(report.seconds)}; {limit}"
     parts = {
         "compute": report.compute_seconds,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from offload.report.meter import Meter
 from offload.report.report import Bandwidths, DriveUse, LinkRates, Report
-from swapper import DurableStore
+from swapper import DurableStore, InPlaceFiles
 
 
 class _Moment(NamedTuple):
@@ -44,10 +44,11 @@ class Reporter:
 
     ``copied_bytes`` to and from a device, and ``received_bytes`` from other ranks, since the engine was made;
     ``busy_seconds`` of a device since the last call, None where the CPU computes. ``paths`` and ``bandwidths`` are the
-    store's."""
+    store's; ``files`` are read beside it."""
 
     meter: Meter
     store: DurableStore | None
+    files: InPlaceFiles | None
     paths: Sequence[Path]
     copied_bytes: Callable[[], tuple[int, int]]
     received_bytes: Callable[[], int]
@@ -135,15 +136,13 @@ class Reporter:
 
     def _carried(self) -> list[DriveUse]:
         """Bytes that each path has carried since the engine was made."""
-        if self.store is None:
-            return []
-        return [
-            DriveUse(str(path), of_path.read.bytes, of_path.write.bytes, of_path.busy_seconds)
-            for path, of_path in zip(self.paths, self.store.statistics_by_path(), strict=True)
-        ]
+        found = list(zip(self.paths, self.store.statistics_by_path(), strict=True)) if self.store is not None else []
+        if self.files is not None:
+            found.append((self.files.files[0].path.parent, self.files.statistics()))
+        return [DriveUse(str(path), of.read.bytes, of.write.bytes, of.busy_seconds) for path, of in found]
 
     def _moment(self, seconds: float, stalled_seconds: float) -> _Moment:
         """Now, when the step has spent this much time."""
-        statistics = None if self.store is None else self.store.statistics()
-        moved = (0, 0) if statistics is None else (statistics.read.bytes, statistics.write.bytes)
-        return _Moment(seconds, stalled_seconds, *moved, *self.copied_bytes(), self.received_bytes())
+        moved = [of.statistics() for of in (self.store, self.files) if of is not None]
+        read, written = sum(of.read.bytes for of in moved), sum(of.write.bytes for of in moved)
+        return _Moment(seconds, stalled_seconds, read, written, *self.copied_bytes(), self.received_bytes())

@@ -82,7 +82,7 @@ class LiveLine(Observer):
         loss = self._logged.get("loss") if record.loss is None else record.loss
         values = [] if loss is None else [f"loss {units.number(loss)}"]
         values += [f"{name} {units.number(value)}" for name, value in self._logged.items() if name != "loss"]
-        values += [units.seconds(report.seconds), f"{units.share(min(report.efficiency, 1.0))} of the bound"]
+        values += [units.seconds(report.seconds), f"{units.share(report.efficiency)} of the bound"]
         waits = sorted(report.stall_seconds.items(), key=lambda wait: -wait[1])
         worth = [f"{name} {units.seconds(value)}" for name, value in waits if value >= _WORTH_SECONDS]
         if worth:

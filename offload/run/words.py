@@ -20,7 +20,7 @@ def _lines(figures: Mapping[str, Any]) -> Iterator[str]:
         first, last = units.number(figures["loss_first"]), units.number(figures["loss_last_mean"])
         yield f"loss: {first} at first, {last} (mean of the last {figures['loss_last_steps']} steps)"
     if figures["step_seconds"] is not None:
-        share = units.share(min(figures["efficiency"], 1.0))
+        share = units.share(figures["efficiency"])
         yield f"step: {units.seconds(figures['step_seconds'])}, {share} of the bound ({figures['bound_by']})"
         total = sum(figures["seconds"].values()) or 1.0
         parts = sorted(figures["seconds"].items(), key=lambda part: -part[1])

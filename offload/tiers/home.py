@@ -10,7 +10,7 @@ the schedule borrows.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +22,7 @@ from offload.memory import passing_tensor, tensor_at
 from offload.report.trace import Trace
 from offload.tiers.bounce import Bounce
 from offload.units import Tile
-from swapper import DurableStore, Extent, Lease, Ticket
+from swapper import DurableStore, Extent, InPlaceRecord, Lease, Ticket
 
 
 class Transfer(Protocol):
@@ -97,22 +97,52 @@ class HostHome(Home):
         yield self.address
 
 
+@dataclass(frozen=True)
+class ExtentPart:
+    """A part in an extent of the store."""
+
+    store: DurableStore
+    extent: Extent
+
+    @property
+    def nbytes(self) -> int:
+        return self.extent.nbytes
+
+    def read(self, address: int, *, urgent: bool) -> Ticket:
+        return self.store.read(self.extent, address, self.nbytes, urgent=urgent)
+
+    def write(self, address: int) -> Ticket:
+        return self.store.write(self.extent, address, self.nbytes)
+
+    def write_shadow(self, address: int) -> Ticket:
+        return self.store.write_shadow(self.extent, address, self.nbytes)
+
+    def flip(self) -> None:
+        self.store.flip(self.extent)
+
+
 class StoredHome(Home):
     """On NVMe: ``trained`` bytes, which an update writes, then ``frozen`` ones. Trained weights and states have two
-    places where the disk is large enough; spilled gradients, which nothing needs after their step, have one.
+    places where the disk is large enough; spilled gradients, which nothing needs after their step, have one. Frozen
+    weights may lie in files that are only read.
 
     An update writes trained bytes only. Transfers of one record never overlap, except for a read with a write beside.
     """
 
     def __init__(
-        self, name: str, store: DurableStore, trained: Extent | None, frozen: Extent | None, trace: Trace
+        self, name: str, trained: ExtentPart | None, frozen: ExtentPart | InPlaceRecord | None, trace: Trace
     ) -> None:
-        parts = [extent for extent in (trained, frozen) if extent is not None]
-        super().__init__(sum(extent.nbytes for extent in parts))
+        begin = 0 if trained is None else trained.nbytes
+        super().__init__(begin + (0 if frozen is None else frozen.nbytes))
         self.name = name
-        self._store = store
         self._trained = trained
-        self._parts = [(extent, sum(before.nbytes for before in parts[:index])) for index, extent in enumerate(parts)]
+        self._stored: list[tuple[ExtentPart, int]] = [] if trained is None else [(trained, 0)]
+        self._in_files: list[tuple[InPlaceRecord, int]] = []
+        if isinstance(frozen, InPlaceRecord):
+            self._in_files.append((frozen, begin))
+        elif frozen is not None:
+            self._stored.append((frozen, begin))
+        self._parts: list[tuple[ExtentPart | InPlaceRecord, int]] = [*self._stored, *self._in_files]
         self._trace = trace
         self._last_write: Transfer | None = None
 
@@ -123,7 +153,18 @@ class StoredHome(Home):
     @property
     def extents(self) -> Iterator[Extent]:
         """Extents of the store that it is."""
-        return (extent for extent, _ in self._parts)
+        return (part.extent for part, _ in self._stored)
+
+    @property
+    def checksums(self) -> Sequence[int | None]:
+        """Of each part that is in files, as far as they are known."""
+        return [checksum for record, _ in self._in_files for checksum in record.checksums]
+
+    def expect(self, checksums: Sequence[int | None]) -> None:
+        """What is in files must have these checksums, where they are known. Raises ``WeightsChanged`` if other bytes
+        were read."""
+        for record, _ in self._in_files:
+            record.expect(checksums)
 
     @property
     def write_in_flight(self) -> Transfer | None:
@@ -137,30 +178,39 @@ class StoredHome(Home):
     def read(self, address: int, *, urgent: bool = False) -> Transfer:
         """Start reading the record into memory at ``address``. No write is in flight but one beside."""
         tickets = [
-            self._traced("read", extent, self._store.read(extent, address + start, extent.nbytes, urgent=urgent))
-            for extent, start in self._parts
+            self._traced("read", part.nbytes, part.read(address + start, urgent=urgent)) for part, start in self._parts
         ]
         return tickets[0] if len(tickets) == 1 else _Transfers(tickets)
 
     def write(self, address: int) -> Transfer:
         """Start replacing the trained bytes of the record by those at ``address``."""
-        return self._write(self._store.write, address)
+        if self._trained is None:
+            return _Transfers(())
+        self._last_write = self._traced("write", self._trained.nbytes, self._trained.write(address))
+        return self._last_write
 
     def write_shadow(self, address: int) -> Transfer:
         """The same, to the place that is not current: it counts after ``flip``."""
-        return self._write(self._store.write_shadow, address)
+        if self._trained is None:
+            return _Transfers(())
+        self._last_write = self._traced("write", self._trained.nbytes, self._trained.write_shadow(address))
+        return self._last_write
 
     def flip(self) -> None:
         """Make what was written as a shadow the record from now on."""
         if self._trained is not None:
-            self._store.flip(self._trained)
+            self._trained.flip()
 
     def fill(self, address: int) -> Transfer:
-        """Start writing all of the record, frozen bytes included: at first, and when it is changed from outside."""
-        tickets = [
-            self._traced("write", extent, self._store.write(extent, address + start, extent.nbytes))
-            for extent, start in self._parts
-        ]
+        """Start writing all of the record, frozen bytes included, which was changed from outside. What is in files must
+        be as it is there: raises ``WeightsChanged``, and nothing is written then."""
+        for record, start in self._in_files:
+            record.require(address + start)
+        return self.begin(address)
+
+    def begin(self, address: int) -> Transfer:
+        """Start writing all of the record that is stored, for the first time: what is in files need not be there."""
+        tickets = [self._traced("write", part.nbytes, part.write(address + start)) for part, start in self._stored]
         self._last_write = _Transfers(tickets)
         return self._last_write
 
@@ -188,15 +238,8 @@ class StoredHome(Home):
         finally:
             memory.close()
 
-    def _write(self, submit: Callable[..., Ticket], address: int) -> Transfer:
-        extent = self._trained
-        if extent is None:
-            return _Transfers(())
-        self._last_write = self._traced("write", extent, submit(extent, address, extent.nbytes))
-        return self._last_write
-
-    def _traced(self, track: str, extent: Extent, ticket: Ticket) -> Ticket:
-        return self._trace.transfer(track, self.name, extent.nbytes, ticket)
+    def _traced(self, track: str, nbytes: int, ticket: Ticket) -> Ticket:
+        return self._trace.transfer(track, self.name, nbytes, ticket)
 
 
 class DeviceHome(Home):

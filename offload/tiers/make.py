@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from torch import nn
 
 from offload.plan.plan import Plan, Tier, UnitPlan
 from offload.report.trace import Trace
-from offload.tiers.home import Home, HostHome, StoredHome, TileHomes, UnitHomes
+from offload.tiers.home import ExtentPart, Home, HostHome, StoredHome, TileHomes, UnitHomes
 from offload.tiers.window import Window
 from offload.units import Tile, UnitSpec
-from swapper import Arena, DurableStore, align
+from swapper import Arena, DurableStore, InPlaceFiles, InPlaceRecord, align
 
 _Window = TypeVar("_Window", bound=Window)
 
@@ -24,23 +25,41 @@ class HomesOnDevice(Protocol):
 
 
 def make_homes(
-    plan: Plan, arena: Arena, store: DurableStore | None, on_device: HomesOnDevice, trace: Trace
+    plan: Plan,
+    arena: Arena,
+    store: DurableStore | None,
+    files: InPlaceFiles | None,
+    on_device: HomesOnDevice,
+    trace: Trace,
 ) -> list[UnitHomes]:
-    """The homes of every record of the plan's units."""
+    """The homes of every record of the plan's units. ``files`` are those that frozen weights are read from in place."""
     formats = plan.formats
     extents = iter(store.extents if store is not None else ())
 
-    def stored(name: str, *, trained: bool, frozen: bool) -> StoredHome:
+    def part(name: str) -> ExtentPart:
         if store is None:
             raise ValueError(f"{name} is to rest on NVMe, and there is no store")
-        return StoredHome(name, store, next(extents) if trained else None, next(extents) if frozen else None, trace)
+        return ExtentPart(store, next(extents))
+
+    def stored(name: str) -> StoredHome:
+        return StoredHome(name, part(name), None, trace)
 
     def home_of_weights(item: UnitPlan) -> Home:
         unit = item.unit
         if item.weights is Tier.HOST:
             return HostHome(arena.lease(unit.numel * formats.weights))
-        frozen = unit.numel > unit.trainable_numel
-        return stored(f"weights of {unit.name}", trained=unit.trainable_numel > 0, frozen=frozen)
+        name = f"weights of {unit.name}"
+        trained = part(name) if unit.trainable_numel else None
+        if unit.in_files:
+            return StoredHome(name, trained, in_files(unit, name), trace)
+        return StoredHome(name, trained, part(name) if unit.numel > unit.trainable_numel else None, trace)
+
+    def in_files(unit: UnitSpec, name: str) -> InPlaceRecord:
+        if files is None:
+            raise ValueError(f"{name} are to be read in place, and no files are open")
+        begin = unit.trainable_numel * formats.weights
+        parts = [replace(part, offset=part.offset - begin) for part in unit.in_files]
+        return InPlaceRecord(name, parts, (unit.numel - unit.trainable_numel) * formats.weights, files)
 
     homes = []
     for item in plan.units:
@@ -56,10 +75,10 @@ def make_homes(
             if tier is Tier.HOST:
                 states: Home = HostHome(arena.lease(align(tile.nbytes)))
             else:
-                states = stored(f"states of {unit.name}", trained=True, frozen=False)
+                states = stored(f"states of {unit.name}")
             spilled = None
             if item.grads is Tier.NVME:
-                spilled = stored(f"gradients of {unit.name}", trained=True, frozen=False)
+                spilled = stored(f"gradients of {unit.name}")
             tiles.append(TileHomes(tile, states, spilled))
         homes.append(UnitHomes(weights, grads, tiles))
     return homes

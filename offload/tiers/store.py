@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from aio_ext.profile import IoProfile, load_profile
+from aio_ext.queue import DEPTH
 from offload.config import OffloadConfig
 from offload.errors import warn
 from offload.plan.plan import Plan, Tier, UnitPlan
@@ -35,6 +36,7 @@ from offload.tiers.home import UnitHomes
 from swapper import (
     DurableStore,
     Extent,
+    InPlaceFiles,
     OffloadError,
     StorageCorrupt,
     StoreMissing,
@@ -113,12 +115,7 @@ class _Opener:
         self.paths = config.paths
         self.retained_max = retained_max
         self._kinds = kinds
-        profile = self.profile
-        self._queue: dict[str, Any] = {
-            "backend": config.io_backend if profile is None else profile.backend,
-            "queue_depth": queue_share(32, sharers) if profile is None else profile.queue_depth,
-            "block_bytes": 1 << 20 if profile is None else profile.block_bytes,
-        }
+        self._queue = _queue_of(config, self.profile, sharers)
 
     def create(self, name: str | None, replaces: bytes = b"") -> DurableStore:
         return create_store(
@@ -306,7 +303,7 @@ def extents_of_records(plan: Plan, homes: Sequence[UnitHomes], store: EngineStor
     for item, of_unit in zip(plan.units, homes, strict=True):
         unit = item.unit
         weights = of_unit.weights.stored
-        parts = sum(1 for numel in (unit.trainable_numel, unit.numel - unit.trainable_numel) if numel)
+        parts = sum(1 for numel in (unit.trainable_numel, unit.stored_numel - unit.trainable_numel) if numel)
         own = tuple(weights.extents) if weights is not None else tuple(next(more) for _ in range(parts))
         tiles = []
         for tile in of_unit.tiles:
@@ -324,7 +321,7 @@ def _resting(item: UnitPlan, plan: Plan, *, durable: bool) -> Iterator[_Kind]:
     trained = _Kind(0, working, working + 1 if durable else plan.record_copies)
     frozen = _Kind(0, 1, 1)
     if item.weights is Tier.NVME:
-        for numel, kind in ((unit.trainable_numel, trained), (unit.numel - unit.trainable_numel, frozen)):
+        for numel, kind in ((unit.trainable_numel, trained), (unit.stored_numel - unit.trainable_numel, frozen)):
             if numel:
                 yield _Kind(numel * formats.weights, kind.places, kind.reserved)
     for tile, tier in item.tiles:
@@ -338,7 +335,7 @@ def _committed(item: UnitPlan, plan: Plan, *, durable: bool) -> Iterator[_Kind]:
     """The extents of the unit's records in memory, which only commits write."""
     unit, formats = item.unit, plan.formats
     if item.weights is not Tier.NVME:
-        for numel, places in ((unit.trainable_numel, 2), (unit.numel - unit.trainable_numel, 1)):
+        for numel, places in ((unit.trainable_numel, 2), (unit.stored_numel - unit.trainable_numel, 1)):
             if numel:
                 yield _Kind(numel * formats.weights, 1, places if durable else 0)
     for tile, tier in item.tiles:
@@ -346,6 +343,21 @@ def _committed(item: UnitPlan, plan: Plan, *, durable: bool) -> Iterator[_Kind]:
             yield _Kind(tile.nbytes, 1, 2 if durable else 0)
     if unit.trainable_numel and formats.grads:
         yield _Kind(unit.trainable_numel * formats.grads, 1, 0)
+
+
+def open_files(config: OffloadConfig, plan: Plan, sharers: int) -> InPlaceFiles | None:
+    """Open the files that frozen weights are read from in place, if there are any, for as many reads at a time as the
+    store has. Raises what ``InPlaceFiles`` raises."""
+    queue = _queue_of(config, _profile(config, sharers), sharers)
+    return InPlaceFiles(plan.files, **queue) if plan.files else None
+
+
+def _queue_of(config: OffloadConfig, profile: IoProfile | None, sharers: int) -> dict[str, Any]:
+    return {
+        "backend": config.io_backend if profile is None else profile.backend,
+        "queue_depth": queue_share(DEPTH, sharers) if profile is None else profile.queue_depth,
+        "block_bytes": 1 << 20 if profile is None else profile.block_bytes,
+    }
 
 
 def _profile(config: OffloadConfig, sharers: int) -> IoProfile | None:

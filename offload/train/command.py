@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from offload.run.live import Line
+from offload.train.errors import InputError
+from offload.train.keeping import Keeping
 from offload.train.output import output_folder
 from offload.train.report import series, summary, table
 from offload.train.settings import Settings
@@ -27,9 +29,12 @@ def run(
 ) -> dict[str, Any]:
     """Train, write the results to the folder ``out``, and return the figures of ``summary``.
 
-    ``options`` are those of the engine. The first ``num_verified`` steps are repeated with everything in memory.
-    ``check`` may raise to end the run, ``say`` is given lines for people.
+    A run that was stopped in the same folder goes on. ``options`` are those of the engine. The first ``num_verified``
+    steps are repeated with everything in memory. ``check`` may raise to end the run, ``say`` is given lines for people.
     """
+    keeping = Keeping(out, settings)
+    if num_verified and keeping.is_there:
+        raise InputError(f"--verify: {out} has a run that was stopped, which goes on without its first steps")
     if num_verified:
         check_fits_in_memory(settings)
     text = settings.open_text()
@@ -38,6 +43,7 @@ def run(
         training = train(
             settings,
             {**options, "run_dir": out},
+            keeping,
             digest_after=num_verified,
             check=check,
             say=say,

@@ -77,7 +77,6 @@ def table(figures: dict[str, Any], settings: Settings, verification: Verificatio
     how = "measured in memory" if figures["activation_bytes_measured"] else "estimated from the model's shape"
     read, write = figures["nvme_read_bytes_per_step"], figures["nvme_write_bytes_per_step"]
     step_seconds, bound_seconds = figures["step_seconds_median"], figures["bound_seconds"]
-    reached = min(figures["efficiency"], 1.0)  # the bandwidth was measured before
     rows = [
         ("parameters", f"{numel:,}"),
         ("model state", f"{_mb(figures['model_state_bytes'])} = {sum(state.values())} bytes a parameter ({formula})"),
@@ -90,7 +89,7 @@ def table(figures: dict[str, Any], settings: Settings, verification: Verificatio
                  f"{_mb(read)} read and {_mb(write)} written a step: {read / numel:.1f} + {write / numel:.1f} bytes "
                  f"a parameter, by {figures['io_backend']}"),
         ("step", f"{step_seconds:.3f} s, {figures['tokens_per_step'] / step_seconds:,.0f} tokens/s; the bound is "
-                 f"{bound_seconds:.3f} s, set by {figures['bound_by']}: {reached:.0%} of it reached"),
+                 f"{bound_seconds:.3f} s, set by {figures['bound_by']}: {figures['efficiency']:.0%} of it reached"),
         ("loss", f"{figures['loss_first']:.3f} -> {figures['loss_last']:.3f} nats a byte in {figures['steps']} steps "
                  f"(mean of the last {min(20, figures['steps'])}: {figures['loss_last_mean']:.3f})"),
         ("endurance", _endurance(figures)),

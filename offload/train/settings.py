@@ -63,15 +63,18 @@ class Settings:
         """The batches of the run, in order, without end. Raises ``InputError``."""
         return batches(self.open_text(), batch=self.batch, context=self.context, seed=self.seed)
 
-    def schedule(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
-        """Warm-up over the first 5 % of the steps, then half a cosine down to a tenth of the learning rate."""
+    def schedule(self, optimizer: torch.optim.Optimizer, done: int = 0) -> torch.optim.lr_scheduler.LambdaLR:
+        """Warm-up over the first 5 % of the steps, then half a cosine down to a tenth of the learning rate; after
+        ``done`` steps."""
         warmup = max(1, self.steps // 20)
 
         def factor(step: int) -> float:
             progress = (step - warmup) / max(1, self.steps - warmup)
             return (step + 1) / warmup if step < warmup else 0.55 + 0.45 * math.cos(math.pi * min(1.0, progress))
 
-        return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        for group in optimizer.param_groups:
+            group["lr"] = self.lr  # a checkpoint has that of its step
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(done + step))
 
     @property
     def activation_bytes_estimated(self) -> int:

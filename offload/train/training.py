@@ -13,6 +13,7 @@ import torch
 from offload import LiveLine, OffloadEngine, Plan, Report
 from offload.train import process
 from offload.train.digest import digests_of
+from offload.train.keeping import Keeping
 from offload.train.model import generate
 from offload.train.settings import GRADIENT_CLIPPING, OPTIMIZER, Settings
 
@@ -52,12 +53,14 @@ class Training:
 def train(
     settings: Settings,
     engine_options: Mapping[str, Any],
+    keeping: Keeping,
     *,
     digest_after: int,
     check: Callable[[], None],
     say: Callable[[str], None],
 ) -> Training:
-    """Train for all steps and let the model write a sample; the engine is closed afterwards, however it ends.
+    """Train for all steps and let the model write a sample; the engine is closed afterwards, however it ends. A run
+    that was stopped goes on where it was.
 
     ``check`` is called between steps and may raise to end the run; ``say`` gets what a person wants to read before it.
     Raises ``InputError`` and the errors of the engine.
@@ -78,21 +81,23 @@ def train(
     ) as engine:
         say(str(engine.plan))
         assert engine.optimizer is not None
-        scheduler = settings.schedule(engine.optimizer)
+        keeping.go_on(engine)
+        scheduler = settings.schedule(engine.optimizer, engine.global_step)
         engine.add_observer(LiveLine(settings.steps))
-        for tokens, targets in islice(batches, settings.steps):
-            check()
-            start = perf_counter()
-            loss = engine(tokens, targets)
-            engine.backward(loss)
-            engine.step()
-            scheduler.step()
-            value = float(loss.item())
-            seconds = perf_counter() - start
-            engine.log(tokens_per_second=tokens.numel() / seconds)
-            steps.append(Step(value, seconds, process.rss_bytes(), engine.report()))
-            if len(steps) == digest_after:
-                digests = digests_of(engine.module.named_parameters())
+        with keeping.when_stopped(engine):
+            for tokens, targets in islice(batches, engine.global_step, settings.steps):
+                check()
+                start = perf_counter()
+                loss = engine(tokens, targets)
+                engine.backward(loss)
+                engine.step()
+                scheduler.step()
+                value = float(loss.item())
+                seconds = perf_counter() - start
+                engine.log(tokens_per_second=tokens.numel() / seconds)
+                steps.append(Step(value, seconds, process.rss_bytes(), engine.report()))
+                if len(steps) == digest_after:
+                    digests = digests_of(engine.module.named_parameters())
         plan = engine.plan
         sample = generate(
             engine,

@@ -14,7 +14,7 @@ from offload.units.distributed_tensor import Distribution
 from offload.units.experts import Experts
 from offload.units.packed import Packing
 from offload.units.pieces import Piece, WeightInPieces
-from swapper import PAGE_BYTES
+from swapper import PAGE_BYTES, FilePart
 
 GRAIN = PAGE_BYTES // 2
 """Elements that a unit's length is a multiple of, so that 16-bit and 32-bit pieces of it both fill whole pages."""
@@ -133,6 +133,14 @@ class UnitSpec:
     depth: int
     experts: Experts | None = None
     """Experts that it is one of."""
+    in_files: tuple[FilePart, ...] = ()
+    """Where its frozen weights lie in files that are only read, at which bytes of the unit's weights; nothing if they
+    are stored."""
+
+    @property
+    def stored_numel(self) -> int:
+        """Elements of its weights that are stored, or would be: those before what is in files."""
+        return self.trainable_numel if self.in_files else self.numel
 
     @property
     def trainable(self) -> tuple[ParameterSpec, ...]:

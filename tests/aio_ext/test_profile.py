@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import os
 import random
@@ -35,6 +36,7 @@ from offload.bench.table import table
 from offload.cli import main
 from offload.optim.formats import DEFAULT_TILE_BYTES
 from offload.plan import placement
+from swapper import create_store
 
 MIB = 1 << 20
 SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "aio_bench.py"
@@ -207,6 +209,13 @@ def test_what_is_measured_has_the_engines_buffers() -> None:
         in_flight = [setting.block_bytes * setting.depth for setting in settings.grid(backend)]
         assert max(in_flight) <= REQUEST_BYTES * NUM_BUFFERS
         assert settings.default(backend) in settings.rivals(backend)
+
+
+def test_the_setting_to_be_beaten_is_what_queues_and_stores_take_without_a_profile() -> None:
+    default = settings.default("io_uring")
+    for made, depth in ((Queue, "depth"), (create_store, "queue_depth")):
+        parameters = inspect.signature(made).parameters
+        assert (parameters[depth].default, parameters["block_bytes"].default) == (default.depth, default.block_bytes)
 
 
 def test_requests_of_given_sizes_go_around_the_ends_of_file_and_memory(fd: int) -> None:

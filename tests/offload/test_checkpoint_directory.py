@@ -198,6 +198,26 @@ def test_a_removal_that_is_killed_leaves_what_the_next_one_removes(tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_earlier_versions_left_goes_unless_it_may_be_needed(tmp_path: Path, run):
+    """They had no lock, and their process id in the name. A whole generation may have been a checkpoint."""
+    dead, alive = 1 << 22, os.getppid()
+    for name in (f"{dead}-01234567", f"{dead}-89abcdef.store", f"{os.getpid()}-01234567", f"{alive}-01234567"):
+        (tmp_path / f".unfinished-{name}" / "copy.store").mkdir(parents=True)
+        (tmp_path / f".unfinished-{name}" / "model.safetensors").touch()
+    (tmp_path / f".unfinished-{dead}-00000000").symlink_to(tmp_path)
+    in_use = tmp_path / f".unfinished-{dead}-11111111"
+    in_use.mkdir()
+    save(tmp_path / "elsewhere", run, 1)
+    (tmp_path / "elsewhere" / "step1").rename(tmp_path / f".unfinished-{dead}-22222222")
+    shutil.rmtree(tmp_path / "elsewhere")
+    with create_store([in_use], "copy", [4096]):
+        clear_left_over(tmp_path)
+        left = [f"{dead}-00000000", f"{dead}-11111111", f"{dead}-22222222", f"{alive}-01234567"]
+        assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted(f".unfinished-{name}" for name in left)
+    clear_left_over(tmp_path)
+    assert not in_use.exists()
+
+
 def test_the_name_of_what_was_to_be_replaced_is_given_back(tmp_path: Path, run, monkeypatch):
     """Where the file system cannot exchange two names, there is a moment in which the tag has none."""
     save(tmp_path, run, 1, "best")
@@ -211,7 +231,7 @@ def test_the_name_of_what_was_to_be_replaced_is_given_back(tmp_path: Path, run, 
 
     with monkeypatch.context() as dying:
         dying.setattr(Path, "rename", killed)
-        dying.setattr(workplace, "_remove", lambda folder: None)
+        dying.setattr(Workplace, "close", lambda place: place._lock.close())
         with contextlib.suppress(KeyboardInterrupt):
             save(tmp_path, run, 2, "best")
     assert names(tmp_path) == ["latest"]
@@ -254,6 +274,23 @@ def test_a_folder_that_cannot_be_looked_into_hides_no_checkpoint(tmp_path: Path,
     assert [saved.name for saved in CheckpointDirectory(tmp_path).saved()] == ["step1", "step2"]
 
 
+def test_a_checkpoint_whose_place_could_not_be_taken_has_its_name_again(tmp_path: Path, run, monkeypatch):
+    save(tmp_path, run, 1, "best")
+    monkeypatch.setattr(folder_module, "exchange", lambda path, other: False)
+    real = Path.rename
+
+    def full(path: Path, target: Path) -> Path:
+        if path.name == "new" and target.name == "best":
+            raise OSError(28, "No space left on device")
+        return real(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(Path, "rename", full)
+        save(tmp_path, run, 2, "best")
+    mark = read_mark(tmp_path / "best")
+    assert mark is not None and mark.step == 1 and not list(tmp_path.glob(".unfinished-*"))
+
+
 def test_all_that_a_workplace_holds_goes_and_its_lock_stays_with_what_does_not(tmp_path: Path, monkeypatch):
     with Workplace(tmp_path) as place:
         (place.folder / "latest").write_bytes(b"step1")
@@ -275,6 +312,16 @@ def test_a_folder_that_cannot_be_made_leaves_no_workplace_in_use(tmp_path: Path,
 
     with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
         patched.setattr(Path, "mkdir", mkdir)
+        Workplace(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lock_that_cannot_be_made_leaves_no_folder(tmp_path: Path, monkeypatch):
+    def take(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
+        patched.setattr(workplace, "take", take)
         Workplace(tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -298,9 +298,9 @@ def test_the_last_commit_comes_when_the_model_is_gone(tmp_path: Path, has_extra_
     assert model() is None
     if has_extra_state:  # what it was then nobody knows
         with pytest.raises(ConfigError, match=r"the model is gone, and with it the extra states of 0\._extra_state"):
-            optimizer._engine.checkpoints.finish()
+            optimizer._engine.checkpoints.finish(None)
     else:
-        optimizer._engine.checkpoints.finish()
+        optimizer._engine.checkpoints.finish(None)
     optimizer._engine.passes.closers.close()
     with pytest.warns(UserWarning, match=f"holds step {1 if has_extra_state else 2}"):
         engine = OffloadEngine(make(1), **options)

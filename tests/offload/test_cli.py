@@ -25,6 +25,17 @@ def test_help_version_and_mistakes_do_not_wait_for_torch(arguments: list[str]):
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
 
+def test_help_of_every_command_does_not_wait_for_torch(capsys: pytest.CaptureFixture[str]):
+    every = [[name, "-h"] for name in commands(capsys)] + [
+        ["config", name, "-h"] for name in commands(capsys, "config")
+    ]
+    code = (
+        f"import sys; from offload.cli import main; [main(each) for each in {every}]; sys.exit('torch' in sys.modules)"
+    )
+    assert len(every) > 8
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
 def test_the_version_is_that_of_the_installed_package(capsys: pytest.CaptureFixture[str]):
     assert offload.__version__ == version("offload-engine")
     assert main(["--version"]) == 0

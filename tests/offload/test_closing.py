@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from runs import backward, bits, least, make_model, train
@@ -97,3 +99,43 @@ def test_nothing_is_said_where_nothing_is_lost_or_nobody_wants_it(tmp_path: Path
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         engine.close(discard=save == "discard")
+
+
+_INTERRUPTED = """
+import os, signal, sys
+from pathlib import Path
+from runs import least, make_model, train
+from offload import OffloadEngine
+
+path, how = Path(sys.argv[1]), sys.argv[2]
+engine = OffloadEngine(make_model(), lr=1e-3, nvme_path=path, host_memory=least(path), durable=int(how == "durable"))
+
+def run():
+    train(engine, 2)
+    if how == "saved":
+        engine.save_checkpoint(path / "saved")
+        train(engine, 3)
+    os.kill(os.getpid(), signal.SIGINT)
+
+if how == "closed":
+    with engine:
+        run()
+run()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("closed", "after step 2: none of its 2 steps is saved. With durable=1, or engine.save_checkpoint"),
+        ("open", "after step 2: none of its 2 steps is saved. With durable=1, or engine.save_checkpoint"),
+        ("saved", "after step 3: step 2 is in {path}/saved/step2; 1 steps since are not saved"),
+        ("durable", "after step 2: step 2 is committed under {path}: engine.load_checkpoint() goes on from it"),
+    ],
+)
+def test_the_last_line_after_ctrl_c_says_what_is_kept(tmp_path: Path, how: str, said: str):
+    ended = forked.run(_INTERRUPTED, tmp_path, how)
+    assert ended.returncode == -signal.SIGINT
+    assert ended.stderr.splitlines().count("KeyboardInterrupt") == 1
+    (line,) = [line for line in ended.stderr.splitlines() if line.startswith("offload: interrupted")]
+    assert line.startswith(f"offload: interrupted {said.format(path=tmp_path)}")

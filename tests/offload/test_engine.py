@@ -71,13 +71,13 @@ def test_meta_model_trains_like_one_that_was_built_in_memory(tmp_path: Path):
     with OffloadEngine(real, host_memory="1GiB", precision="bf16") as engine:
         expected, _ = train(engine)
     torch.manual_seed(3)
-    with OffloadEngine(meta, nvme_path=tmp_path, host_memory="4MiB", precision="bf16") as engine:
+    with OffloadEngine(meta, nvme_path=tmp_path, host_memory="5MiB", precision="bf16") as engine:
         losses, _ = train(engine)
     assert losses == expected
 
 
 def test_the_timeline_of_a_step_has_every_kind_of_work_on_its_own_track(make_model, tmp_path: Path):
-    with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory="4MiB", precision="fp32") as engine:
+    with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory="5MiB", precision="fp32") as engine:
         with pytest.raises(OffloadError, match="no step"):
             engine.timeline(tmp_path / "trace.json")
         train(engine, 3)
@@ -106,7 +106,7 @@ def test_the_io_profile_of_the_path_is_used_if_there_is_one(make_model, tmp_path
         mixed_q=1.5,
     )
     save_profile(tmp_path, profile)
-    with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory="4MiB") as engine:
+    with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory="5MiB") as engine:
         train(engine, 2)
         assert engine.report().io_backend == "threads"
         assert (engine._session.bandwidths.read, engine._session.bandwidths.write, engine._session.bandwidths.q) == (
@@ -114,7 +114,7 @@ def test_the_io_profile_of_the_path_is_used_if_there_is_one(make_model, tmp_path
             2e9,
             1.5,
         )
-    with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory="4MiB", io_backend="portable") as engine:
+    with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory="5MiB", io_backend="portable") as engine:
         train(engine, 1)
         assert engine.report().io_backend == "portable"
         assert engine._session.bandwidths.read != 3e9

@@ -319,6 +319,16 @@ def test_a_bucket_beyond_the_plan_is_made_only_where_none_can_come_back(recwarn:
         assert ranks.whole(0, 0).unique().tolist() == ranks.whole(1, 0).unique().tolist() == [1.0]
 
 
+def test_nobody_waits_for_a_bucket_that_would_be_too_small(ranks: Ranks) -> None:
+    rank = ranks.ranks[0]
+    tiny = Bucket(torch.empty(NUMEL, dtype=torch.uint8), None)
+    rank.exchange._buckets = [rank.exchange._buckets[0], tiny]
+    rank.exchange._sent.add(tiny)
+    rank.take(0, 0, torch.ones(15))
+    with pytest.warns(UserWarning, match="unit u1 has gradients while 1 others wait for theirs"):
+        rank.take(1, 0, torch.ones(15))
+
+
 def test_the_smallest_bucket_that_fits_is_taken(ranks: Ranks) -> None:
     rank = ranks.ranks[0]
     large, small = (Bucket(torch.empty(NUMEL * width, dtype=torch.uint8), None) for width in (8, 4))

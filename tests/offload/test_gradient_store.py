@@ -810,6 +810,22 @@ def test_sums_of_all_ranks_are_asked_for_after_each_change_and_again_after_an_in
     assert asked == [["a.small"], *[["a.small", "a.large"]] * 3]
 
 
+def test_what_a_step_has_used_can_be_read_only_if_no_rank_has_spilled_its_part() -> None:
+    unit, memory = make_unit(), aio_ext.Memory(GRAIN * 4)
+    small = unit.trainable[0]
+    for spilled_by_ranks in ((), {unit.index}):
+        store = GradientStore([HostGradients(memory.address, torch.float32)], spilled_by_ranks=spilled_by_ranks)
+        store.take(unit, small, random(small, 1))
+        assert store.is_kept(unit, small)
+        store.use_up(unit, [small])
+        assert store.is_kept(unit, small) is not bool(spilled_by_ranks)
+        if spilled_by_ranks:
+            with pytest.raises(OffloadError, match="was used by the last step"):
+                store.read(unit, small)
+        else:
+            assert torch.equal(store.read(unit, small), random(small, 1))
+
+
 def test_sums_are_added_up_over_shards_and_then_over_parts() -> None:
     unit, memory = make_unit(), aio_ext.Memory(GRAIN * 4)
     over: list[str] = []

@@ -11,9 +11,11 @@ from offload.optim.choose import choose
 from offload.optim.formats import Formats
 from offload.plan.placement import make_plan
 from offload.plan.plan import Drives, Plan, Tier
+from offload.plan.ranks import plan_ranks
+from offload.planning import Room, plan_within
 from offload.report.report import Bandwidths
 from offload.tiers.weights.use_order import NEVER, UseOrder
-from offload.units import GRAIN, UnitSpec
+from offload.units import GRAIN, UnitSpec, shard_unit
 from offload.units.find import find_units
 
 FP32 = Formats.of(OffloadConfig(precision="fp32"))
@@ -55,6 +57,16 @@ def test_units_cover_every_parameter_once_and_do_not_overlap():
             seen[spec.name] = spec.numel
         assert end <= unit.numel
     assert seen == {name: p.numel() for name, p in model.named_parameters()}
+
+
+def test_a_ranks_plan_counts_the_parameters_of_the_whole_model():
+    model, config = Tiny(), OffloadConfig(precision="fp32")
+    whole = find_units(model, num_ranks=3)
+    ranks = plan_ranks(whole, FP32, "weights", 3)
+    shards = [shard_unit(unit, 1, 3) for unit in whole]
+    plan = plan_within(config, shards, choose(config, shards), Room(1 << 24, 0, 0), ranks)
+    assert plan.num_parameters == sum(p.numel() for p in model.parameters())
+    assert str(plan).splitlines()[0].endswith("MiB of model state on this rank")
 
 
 def test_a_large_block_is_cut_further_and_a_leaf_is_a_unit():

@@ -66,6 +66,7 @@ def test_where_updates_had_to_wait_forward_and_backward_have_bounds_of_their_own
     reporter = Reporter(
         meter,
         store,
+        None,
         [Path("a")],
         lambda: (0, 0),
         lambda: next(received),
@@ -103,7 +104,7 @@ def test_a_report_is_read_by_people(tmp_path: Path):
     lines = str(on_device).splitlines()
     assert lines[0] == "step 3 took 2.00 s; copying to the device alone takes 1.50 s, 75% of it"
     faster = replace(on_device, bound_seconds=2.2)
-    assert str(faster).startswith("step 3 took 2.00 s; copying to the device alone takes 2.20 s at the rate measured")
+    assert str(faster).startswith("step 3 took 2.00 s; copying to the device alone takes 2.20 s, 110% of it")
     assert "compute waited for: update 500 ms, slot 250 ms" in lines
     assert "link: 5.0 MB to the device, 0.0 MB to the host" in lines
     assert lines[-1].endswith("loss scale 1024")

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -326,15 +327,55 @@ def test_a_signal_ends_it_within_two_seconds_and_leaves_the_record_of_its_steps(
     last = run.stderr.read().splitlines()[-1]
     assert run.wait() == status
     assert time.monotonic() - sent < 2
-    assert last == f"offload: stopped by {number.name}"
+    kept = re.fullmatch(rf"offload: stopped by {number.name}( after step (\d+), which is kept: .*)?", last)
+    assert kept is not None, last
     assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
     assert bool(children) == line.startswith("verifying")
     if line:  # steps were taken: their record stays
-        assert [file.name for file in place.out.iterdir()] == ["run.jsonl"] and not any(place.nvme.iterdir())
+        checkpoints = ["checkpoints"] if "training" in line else []
+        assert sorted(file.name for file in place.out.iterdir()) == [*checkpoints, "run.jsonl"]
+        assert bool(kept[1]) == bool(checkpoints) and not any(place.nvme.iterdir())
         ended = figures(read_run(place.out))
-        assert ended["steps"] >= 30 and ended["state"] in ("ended by Stopped", "finished")
+        assert ended["steps"] >= 30 and ended["state"].startswith(("ended by Stopped", "finished"))
     else:
         place.assert_nothing_left()
+
+
+def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(place: Place, monkeypatch: pytest.MonkeyPatch):
+    def losses() -> list[float]:
+        run = read_run(place.out)
+        return list(run.numbers["loss"])
+
+    assert place.train("--steps", "6")[0] == 0
+    expected = losses()
+    shutil.rmtree(place.out)
+    with monkeypatch.context() as patch, pytest.raises(_Ended, match="130"):
+        batches = Settings.batches
+        patch.setattr(Settings, "batches", lambda settings: _interrupted(batches(settings), 3))
+        patch.setattr("offload.cli.app.os._exit", _end)
+        place.train("--steps", "6")
+    assert losses() == expected[:3]
+    status, _, err = place.train("--steps", "6", "--lr", "0.5")
+    assert status == 2 and "has step 3 of a run with lr 0.001, and here it is 0.5" in err
+    assert place.train("--steps", "6", "--verify", "2")[0] == 2
+    assert place.train("--steps", "6")[0] == 0
+    assert losses() == expected
+
+
+class _Ended(Exception):
+    """In place of ``os._exit``."""
+
+
+def _end(status: int) -> None:
+    raise _Ended(status)
+
+
+def _interrupted(batches: Iterator[Any], after: int) -> Iterator[Any]:
+    """The user presses Ctrl-C while a batch is drawn."""
+    for number, batch in enumerate(batches):
+        if number == after:
+            os.kill(os.getpid(), SIGINT)
+        yield batch
 
 
 def _wait_for_handler(pid: int) -> None:

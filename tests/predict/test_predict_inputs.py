@@ -12,7 +12,16 @@ from torch import nn
 
 from offload import ConfigError
 from offload.predict import rates
-from offload.predict.machine import GPUS, HOP, LINK_SHARE, described, parse_drive
+from offload.predict.gpus import GPUS, find_gpu
+from offload.predict.machine import (
+    DESKTOP_MEMORY,
+    HOP,
+    LINK_SHARE,
+    SERVER_MEMORY,
+    UNKNOWN_CAPACITY,
+    described,
+    parse_drive,
+)
 from offload.predict.model import from_count, from_factory, from_hugging_face
 from offload.predict.network import ALONE
 
@@ -59,7 +68,45 @@ def test_an_unknown_gpu_and_half_a_drive_are_refused():
     with pytest.raises(ConfigError, match="rtx4090"):
         described("h1000", host_bytes=1)
     with pytest.raises(ConfigError, match=r"3\.8TB"):
-        parse_drive("7GB/s,5GB/s")
+        parse_drive("7GB/s,5GB/s,3GB/s,2TB")
+
+
+def test_a_drive_may_be_one_rate_or_two_and_its_capacity_unknown():
+    one, two, whole = (parse_drive(text) for text in ("6GB/s", "7GB/s, 5GB/s", "7GB/s,5GB/s,3.8TB"))
+    assert (one.read, one.write, one.nbytes) == (6e9, 6e9, UNKNOWN_CAPACITY)
+    assert (two.read, two.write, two.nbytes) == (7e9, 5e9, UNKNOWN_CAPACITY)
+    assert whole.nbytes == 3_800_000_000_000
+    slow = described("4090", host_bytes=1 << 36, drives=[one], sustained_write=1.5e9)
+    assert slow.nvme is not None and (slow.nvme.read, slow.nvme.write) == (6e9, 1.5e9)
+    assert any("1.5 GB/s in the long run" in line for line in slow.assumptions)
+    quick = described("4090", host_bytes=1 << 36, drives=[one])
+    assert any("--sustained-write" in line for line in quick.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("4090", "rtx4090"), ("RTX 4090", "rtx4090"), ("NVIDIA GeForce RTX 5090", "rtx5090"), ("H100", "h100"),
+        ("AMD Instinct MI300X", "mi300x"), ("RTX PRO 6000", "rtx-pro-6000"), ("DGX Spark", "gb10"),
+        ("Strix Halo", "strix-halo"),
+    ],
+)  # fmt: skip
+def test_a_gpu_is_known_by_the_names_that_people_have_for_it(text: str, name: str):
+    assert find_gpu("--gpu", text).name == name
+
+
+def test_what_a_node_has_depends_on_its_gpus():
+    desktop, server = described("4090", host_bytes=1), described("h100", host_bytes=1)
+    assert (desktop.update, server.update) == (DESKTOP_MEMORY, SERVER_MEMORY)
+    assert desktop.cores.blocks == pytest.approx(0.9 * 165e12) and server.cores.blocks == pytest.approx(0.45 * 989e12)
+    shared = described("gb10", host_bytes=48 * 10**9)
+    assert shared.device.memory_bytes == 80 * 10**9  # one memory: what the host has the GPU lacks
+
+
+def test_a_number_of_bytes_has_its_unit():
+    assert rates.nbytes("--host-memory", "1073741824") == 1 << 30
+    with pytest.raises(ConfigError, match="such as \"64GiB\", got '64'"):
+        rates.nbytes("--host-memory", "64")
 
 
 @pytest.mark.parametrize("count", [20e6, 350e6, 1e9, 7e9, 70e9, 1e12])
@@ -135,6 +182,22 @@ def test_a_factory_is_built_without_memory(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(ConfigError, match="no attribute 'missing'"):
         from_factory("planned_models:missing")
     sys.modules.pop("planned_models")
+
+
+def test_a_factory_draws_no_random_number_for_its_shapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "drawing_models.py").write_text(
+        "import torch\n"
+        "def build():\n"
+        "    model = torch.nn.Linear(1 << 20, 1 << 20)\n"  # four terabytes
+        "    torch.nn.init.trunc_normal_(model.weight)\n"
+        "    model.table = torch.nn.Parameter(torch.randn(1 << 20, 1 << 20))\n"
+        "    return model\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    before = torch.get_rng_state()
+    model = from_factory("drawing_models:build")
+    assert model.num_parameters == 2**41 + 2**20 and torch.equal(torch.get_rng_state(), before)
+    sys.modules.pop("drawing_models")
 
 
 def test_a_model_without_floats_is_refused():

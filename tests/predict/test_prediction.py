@@ -26,7 +26,7 @@ from offload.predict.facts import facts_of
 from offload.predict.machine import Cores, Machine, described, parse_drive
 from offload.predict.model import Model, from_count
 from offload.predict.network import Network
-from offload.predict.prediction import Prediction, least_host_bytes, predict
+from offload.predict.prediction import Batches, Prediction, activation_bytes, least_host_bytes, predict
 from offload.predict.workload import Workload
 from offload.report.report import Bandwidths
 from offload.units import Tile
@@ -135,6 +135,28 @@ def test_from_the_compute_bound_batch_on_compute_limits():
         return predict(found.model, machine, replace(workload, batch=at + batch)).limit
 
     assert limit(1) == "compute" and limit(-2) != "compute"
+
+
+def test_the_batch_that_is_advised_fits_and_one_more_does_not():
+    machine = described("rtx4090", host_bytes=1 << 36, drives=[parse_drive("40GB/s")])
+    base = predict(from_count(2 * 10**9), machine, Workload(sequence=512, recomputed=True))
+    found = Batches.of(base)
+    assert found.computing is not None and 1 < found.computing <= found.largest
+    at, before = (predict(base.model, machine, replace(base.workload, batch=batch)) for batch in (found.computing, 1))
+    assert at.limit == "compute" and before.limit != "compute"
+    last, more = (predict(base.model, machine, replace(base.workload, batch=found.largest + k)) for k in (0, 1))
+    assert last.fits and not more.fits
+    slow = replace(machine, nvme=Bandwidths(1e6, 1e6, 1.0), host_bytes=2 << 30)
+    assert Batches.of(predict(base.model, slow, base.workload)).computing is None
+    none = Batches.of(predict(base.model, machine, Workload(sequence=1 << 20)))
+    assert (none.largest, none.computing) == (0, None)
+
+
+def test_activations_have_room_beside_the_engines_memory_where_the_cpu_computes():
+    needed = activation_bytes(tiny(), SMALL)
+    assert predict(tiny(), here(1 << 30, beside_bytes=needed), SMALL).fits
+    shortage = predict(tiny(), here(1 << 30, beside_bytes=needed - 1), SMALL).shortage
+    assert shortage is not None and (shortage.kind, shortage.needed_bytes) == ("memory for activations", needed)
 
 
 def test_shares_of_ranks_take_a_share_of_each_tier():
@@ -277,11 +299,11 @@ def test_the_life_of_drives_is_divided_by_what_all_ranks_of_a_node_write():
     found = seven_billion("24GiB")
     wear = Endurance.of(found, 600 * 10**12)
     assert wear.steps == 600 * 10**12 // found.written_bytes
-    assert wear.days == pytest.approx(wear.steps * found.seconds / 86_400)
+    assert wear.hours == pytest.approx(wear.steps * found.seconds / 3600) and wear.tokens == wear.steps * found.tokens
     eight = replace(found, machine=replace(found.machine, network=Network(8, 8, 1e9, 1e9, 1e9, 0.0)))
     assert Endurance.of(eight, 600 * 10**12).written_bytes == 8 * found.written_bytes
     nothing = Endurance.of(replace(found, written_bytes=0), 600 * 10**12)
-    assert nothing.steps is None and nothing.days is None
+    assert nothing.steps is None and nothing.hours is None and nothing.tokens is None
 
 
 def test_facts_are_plain_values_and_tiers_add_up():

@@ -250,6 +250,19 @@ def one_changes_weights(rank: int, size: int, folder: Path) -> tuple[str, float]
     return told(rank, size, loop)
 
 
+def one_saves(rank: int, size: int, folder: Path) -> tuple[str, float]:
+    """Rank 0 alone saves a checkpoint, as scripts of one GPU do; the others take the next step."""
+
+    def loop(rank: int, size: int) -> None:
+        with Program(options={"rank_timeout": 10}).placed(STATES, folder) as engine:
+            train(engine, range(1), rank, size)
+            if rank == 0:
+                engine.save_checkpoint(folder / "saved")
+            train(engine, range(1, 2), rank, size)
+
+    return told(rank, size, loop)
+
+
 def one_raises(rank: int, size: int, folder: Path) -> tuple[str, float]:
     """The model raises on the last rank."""
 

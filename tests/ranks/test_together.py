@@ -102,6 +102,7 @@ def test_a_rank_that_has_padding_alone_is_not_warned_of_a_step_without_gradients
             ["at different places of the program", "rank 0 at step 3", "rank 1 at the end (close())"],
         ),
         (jobs.one_changes_weights, ["rank 0 at a change", "rank 1 at step 2"]),
+        (jobs.one_saves, ["rank 0 at save_checkpoint()", "rank 1 at step 2", "`if rank == 0:` around one"]),
     ],
 )
 def test_ranks_at_different_places_end_with_one_error(

@@ -22,6 +22,7 @@ from offload.run.figures import figures
 from offload.run.page import page
 from offload.run.reading import read_run
 from offload.run.thin import POINTS_MAX, thin
+from offload.run.words import words
 
 
 def steps(count: int, **options: int) -> list[dict[str, Any]]:
@@ -146,6 +147,14 @@ def test_thinning_keeps_means_and_peaks() -> None:
     short = thin(range(10_000), values)
     assert len(short.x) == POINTS_MAX and short.x[-1] == 9999
     assert max(short.high) == 41 and max(short.mean) == pytest.approx(1 + 40 / 25) and min(short.low) == 1
+
+
+def test_a_bound_that_was_beaten_is_shown_so_on_the_page_and_in_words(tmp_path: Path) -> None:
+    beaten = [step(at, 3.0) | {"bound_seconds": 1.5, "seconds": 1.2} for at in range(1, 20)]
+    run = read_run(write(tmp_path / "run", [begin(), *beaten, END]))
+    found = figures(run)
+    assert found["efficiency"] == pytest.approx(1.25)
+    assert "125 % of the bound" in words(found) and "<b>125 %</b><span>of the bound" in page(run)
 
 
 def test_numbers_in_words() -> None:

@@ -63,7 +63,7 @@ def pages(address: int, nbytes: int) -> list[int]:
 def damage(store, index: int) -> None:
     """Change a byte of what the retained generation has of an extent, behind the store's back."""
     entry = store.manifest_of(1).entries[index]
-    offset = store._records[index].offset_of(entry.copy) + entry.nbytes // 2
+    offset = store._places.records[index].offset_of(entry.copy) + entry.nbytes // 2
     with Path(f"/proc/self/fd/{store._transfers.device.descriptors[0]}").open("r+b") as file:
         file.seek(offset)
         file.write(b"?")

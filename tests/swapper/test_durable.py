@@ -1,3 +1,4 @@
+import errno
 import os
 import signal
 import stat
@@ -23,6 +24,7 @@ from swapper import (
     StoreUnsafe,
     create_store,
     open_store,
+    remove_store,
 )
 
 SIZES = [PAGE_BYTES, 3 * PAGE_BYTES]
@@ -150,6 +152,25 @@ def test_a_forked_child_neither_keeps_nor_uses_the_store(tmp_path: Path, lease):
     put(store, 0, 1, lease)
     store.commit()
     store.close()
+
+
+def test_a_store_is_read_and_removed_on_a_full_disk_by_an_owner_without_a_name(tmp_path: Path, lease, monkeypatch):
+    with create_store([tmp_path], "run", SIZES) as store:
+        put(store, 0, 1, lease)
+        put(store, 1, 1, lease)
+        store.commit(b"step 1")
+
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("swapper.owner.os.write", full)
+    with open_store([tmp_path], "run", reserved=()) as store:
+        assert (store.metadata, get(store, 0, lease)) == (b"step 1", {1})
+        assert not list((tmp_path / "run.store").glob("owner*"))
+        with pytest.raises(StoreLocked, match=r"run.store is in use by another process"):
+            open_store([tmp_path], "run")
+    remove_store([tmp_path], "run")
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_lock_of_a_killed_owner_is_gone(tmp_path: Path):

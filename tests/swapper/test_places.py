@@ -8,8 +8,8 @@ import pytest
 from store_helpers import fill, memory, open_files_under
 from store_ram_disk import Fault, FaultPlan, RamDevice, RamDisk
 
-import swapper.durable
 import swapper.folders
+import swapper.turns
 from swapper import (
     PAGE_BYTES,
     Arena,
@@ -403,10 +403,10 @@ def test_a_commit_lets_reads_go_on_and_others_wait_for_it_without_a_lock(tmp_pat
         committer = threading.Thread(target=store.commit)
         committer.start()
         assert syncing.wait(30)
-        assert store._lock.acquire(blocking=False)
-        store._lock.release()
+        assert store._turns.lock.acquire(blocking=False)
+        store._turns.lock.release()
         with monkeypatch.context() as patch, pytest.raises(StorageTimeout, match="a commit, or another change"):
-            patch.setattr(swapper.durable, "IO_TIMEOUT_S", 0.02)
+            patch.setattr(swapper.turns, "IO_TIMEOUT_S", 0.02)
             put(store, 0, 3, lease)
         assert get(store, 0, other) == {1}
         writer = threading.Thread(target=lambda: (put(store, 0, 2, lease).wait(), order.append("written")))

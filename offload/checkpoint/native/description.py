@@ -7,10 +7,11 @@ parameter is found by its name.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from offload.checkpoint.model_state import first_difference as difference_of_models
+from offload.checkpoint.native.base_files import SavedFile, SavedPart, saved_parts
 from offload.checkpoint.native.saved_units import SavedParameter, SavedTile, SavedUnit, SavedUnits
 from offload.checkpoint.native.whole import check_units
 from offload.checkpoint.run_fields import RUN
@@ -58,12 +59,15 @@ class Description:
     optimizer: dict[str, Any] | None
     units: SavedUnits
     run: dict[str, Any] = field(default_factory=dict)
+    files: tuple[SavedFile, ...] = ()
+    """Files that frozen weights are in."""
 
     def encode(self) -> bytes:
         """As the metadata of a generation. Raises ``ConfigError`` for a state of the user's that cannot be saved, and
         for one that is too large."""
         content = {"format": _FORMAT, "precision": self.precision, "optimizer": self.optimizer}
-        encoded = Encoded({**content, "units": self.units.as_json, "run": self.run}, "the state")
+        files = {"files": [asdict(file) for file in self.files]} if self.files else {}
+        encoded = Encoded({**content, **files, "units": self.units.as_json, "run": self.run}, "the state")
         if encoded.nbytes > METADATA_BYTES_MAX:
             raise ConfigError(self._too_large(encoded.nbytes))
         if not encoded.is_held("run"):
@@ -101,9 +105,10 @@ class Description:
                     raise ConfigError(f"{where} has format {found[name]}, this program knows {_FORMAT}")
             decoder.end()
             for name in _FIELDS:
-                if name not in found:
+                if name not in found and name != "files":
                     raise Refused("it is not there", name)
-            description = cls(found["precision"], found["optimizer"], SavedUnits(found["units"]), found["run"])
+            units, files = SavedUnits(found["units"]), tuple(found.get("files", ()))
+            description = cls(found["precision"], found["optimizer"], units, found["run"], files)
             check_units(description)
             return description
 
@@ -139,9 +144,15 @@ class Description:
 
 
 def describe_units(
-    units: Sequence[UnitSpec], homes: Sequence[UnitHomes], records: Sequence[RecordExtents], rule: Rule | None
+    units: Sequence[UnitSpec],
+    homes: Sequence[UnitHomes],
+    records: Sequence[RecordExtents],
+    rule: Rule | None,
+    files: Sequence[SavedFile],
+    width: int,
 ) -> SavedUnits:
-    """The units of a generation whose records are in these extents."""
+    """The units of a generation whose records are in these extents, with frozen weights in these ``files``; weights
+    have ``width`` bytes an element."""
     saved = []
     for unit, of_unit, extents in zip(units, homes, records, strict=True):
         tiles = zip(of_unit.tiles, extents.tiles, strict=True)
@@ -154,6 +165,7 @@ def describe_units(
                 tuple(extent.index for extent in extents.weights),
                 tuple(_tile(item.tile, extent.index, rule) for item, extent in tiles),
                 None if extents.gradients is None else extents.gradients.index,
+                saved_parts(unit, of_unit.weights, files, width),
             )
         )
     return SavedUnits(saved)
@@ -202,6 +214,11 @@ _TILE = Record(
     {"parts": ListOf(_PART)},
     in_parts=True,
 )
+_CHECKSUM = Int(0, (1 << 64) - 1)
+_SAVED_PART = Record(
+    SavedPart,
+    {"file": _INDEX, "start": Int(), "nbytes": Int(), "offset": Int(), "checksum": Optional(_CHECKSUM)},
+)
 _UNITS = ListOf(
     Record(
         SavedUnit,
@@ -209,6 +226,7 @@ _UNITS = ListOf(
             **{"name": TEXT, "numel": Int(), "trainable_numel": Int(), "parameters": ListOf(_PARAMETER)},
             **{"weights": ListOf(_INDEX, 2), "tiles": ListOf(_TILE), "gradients": Optional(_INDEX)},
         },
+        {"in_files": ListOf(_SAVED_PART)},
         in_parts=True,
     )
 )
@@ -219,14 +237,16 @@ _FIELDS: dict[str, Kind[Any]] = {
     "format": Int(),
     "precision": OneOf({name: name for name in BY_PRECISION}),
     "optimizer": Optional(_OPTIMIZER),
+    "files": ListOf(Record(SavedFile, {"path": TEXT, "nbytes": Int(), "header": _CHECKSUM})),
     "units": _UNITS,
     "run": RUN,
 }
 
 
 def parts_of(unit: UnitSpec, width: int) -> Iterator[tuple[int, int]]:
-    """Offset and bytes of what is trained and what is frozen of a unit's weights, ``width`` bytes an element."""
+    """Offset and bytes of what is trained and what is frozen of a unit's weights, as far as they are stored; ``width``
+    bytes an element."""
     if unit.trainable_numel:
         yield 0, unit.trainable_numel * width
-    if unit.numel > unit.trainable_numel:
-        yield unit.trainable_numel * width, (unit.numel - unit.trainable_numel) * width
+    if unit.stored_numel > unit.trainable_numel:
+        yield unit.trainable_numel * width, (unit.stored_numel - unit.trainable_numel) * width

@@ -139,7 +139,7 @@ class SavingDirectory(CheckpointDirectory):
     def make(self) -> None:
         """Make the directory, and remove what dead processes left unfinished. Raises ``StoreUnsafe``, and
         ``ConfigError`` for a tag whose folder is there and is no checkpoint."""
-        self._by_first("the directory of checkpoints", self._make)
+        self._by_first("save_checkpoint()", self._make)
         self.tag = self._ranks.all_gather_object("the tag of a checkpoint", self.tag)[0]
         if not self._ranks.all("is the directory of checkpoints there", self.path.is_dir()):
             raise ConfigError(

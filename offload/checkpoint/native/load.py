@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from offload.access import Elements, ExternalAccess, Loan, Records, Span, first_states
+from offload.checkpoint.native.base_files import SavedPart
 from offload.checkpoint.native.description import Description
 from offload.checkpoint.native.saved_records import SavedHome, SavedRecords, Source
 from offload.errors import ConfigError
@@ -39,14 +40,19 @@ class Loading:
         self._access = access
         self._same: dict[Tile, SavedHome] = {}
         """Tiles of the unit at hand whose saved bytes are theirs as they are."""
-        self._saved = SavedRecords(source, description, parts_of=self._parts_of)
+        self._saved = SavedRecords(source, description, parts_of=self._parts_of, own=units)
         for unit in units:
             self._check(unit)
+
+    def close(self) -> None:
+        """Nothing more is read."""
+        self._saved.close()
 
     def _check(self, unit: UnitSpec) -> None:
         """Raise ``ConfigError`` where the unit's bytes would have to be converted, and cannot be."""
         if self._alike(unit) is None and any(spec.packing is not None for spec in unit.parameters):
             raise ConfigError(f"unit {unit.name} has quantised weights, and lies otherwise there. Nothing has changed")
+        self._check_files(unit)
         for saved in self._description.units if self._access.layout.rule is not None else ():
             for tile in saved.tiles if saved.name == unit.name else ():
                 there = {(part.parameter, part.state): part for part in tile.parts}
@@ -55,6 +61,33 @@ class Loading:
                     if found is None or (found.shape, found.dtype) != (part.shape, part.dtype):
                         what = f"state {part.state}" if part.state else "the master"
                         raise ConfigError(f"{what} of {part.parameter} is another one there. Nothing has changed")
+
+    def _check_files(self, unit: UnitSpec) -> None:
+        """Raise ``ConfigError`` if frozen weights were read in place from other files, or from some that are gone."""
+        base = self._saved.base
+        for saved in self._description.units:
+            if saved.name != unit.name or not saved.in_files:
+                continue
+            alike = self._alike(unit) is not None
+            if alike and unit.in_files and not base.same(saved.in_files, unit.in_files):
+                names = {self._description.files[part.file].path for part in saved.in_files}
+                own = {str(part.file.path) for part in unit.in_files}
+                raise ConfigError(
+                    f"frozen weights of unit {unit.name} were read in place from {', '.join(sorted(names))}, and "
+                    f"weights= has other files ({', '.join(sorted(own))}): names, sizes and headers must be the same. "
+                    "Nothing has changed"
+                )
+            if not (alike and unit.in_files):
+                for part in saved.in_files:
+                    base.open(part.file)
+
+    def _files_to_read(self, unit: UnitSpec, saved: UnitSpec) -> Sequence[SavedPart]:
+        """The saved parts in files that are to be read; those that the unit has where they are must be the same."""
+        parts, home = self._description.units[saved.index].in_files, self._access.homes[unit.index].weights.stored
+        if home is None or not unit.in_files or not parts:
+            return parts
+        home.expect([part.checksum for part in parts])
+        return ()
 
     def copy(self) -> None:
         """Copy weights and states of all units. What was there before is lost, also if this raises."""
@@ -67,10 +100,12 @@ class Loading:
     def take_residents(self, records: Sequence[RecordExtents]) -> None:
         """The generation is in the engine's own store: bring in what rests in memory. The rest is where it belongs."""
         for unit, extents in zip(self._units.values(), records, strict=True):
-            homes = self._access.homes[unit.index]
+            homes, alike = self._access.homes[unit.index], self._alike(unit)
+            in_files = () if alike is None else self._files_to_read(unit, alike)
             if homes.weights.stored is None:
                 with self._access.weights_to_change(unit) as address:
                     self._saved.home(*(extent.index for extent in extents.weights)).read(address)
+                    self._saved.base.verify(in_files, address)
             for tile, extent in zip(homes.tiles, extents.tiles, strict=True):
                 if tile.states.stored is None:
                     with tile.states.replace() as address:
@@ -100,7 +135,7 @@ class Loading:
         saved, alike = [there for there in self._saved.units if there.name == unit.name], self._alike(unit)
         records: Records = self._saved
         if alike is not None:
-            self._saved.home(*self._description.units[alike.index].weights).read(here.weights(unit))
+            self._saved.weights(alike, self._files_to_read(unit, alike)).read(here.weights(unit))
             saved, records = [alike], _InPlace(self._saved, here.weights(unit))
         self._same = self._same_tiles(unit, alike)
         with Elements(records, self._saved.layout) as there:

@@ -15,6 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from offload.checkpoint.native.base_files import SavedFile
 from offload.checkpoint.native.description import Description
 from offload.checkpoint.native.saved_units import SavedTile, SavedUnit, SavedUnits
 from offload.checkpoint.native.whole import check_coverage, check_records
@@ -98,10 +99,12 @@ class Parts:
         """The description of all parts, with the state of the run as this rank had it; the last one, if it was none of
         them."""
         units: list[SavedUnit] = []
+        files: list[SavedFile] = []
         for base, description in zip(self._bases, self.descriptions, strict=False):
-            units += [_shifted(unit, base) for unit in description.units]
+            units += [_shifted(unit, base, len(files)) for unit in description.units]
+            files += description.files
         own = self.descriptions[min(rank, len(self.descriptions) - 1)]
-        return replace(own, units=SavedUnits(units))
+        return replace(own, units=SavedUnits(units), files=tuple(files))
 
     def holds(self, extent: Extent) -> bool:
         part, own = self._place(extent.index)
@@ -167,8 +170,8 @@ def own_description(store: DurableStore, where: str) -> Description:
     return description
 
 
-def _shifted(unit: SavedUnit, base: int) -> SavedUnit:
-    """The unit with the numbers of its extents counted from ``base``."""
+def _shifted(unit: SavedUnit, base: int, first_file: int) -> SavedUnit:
+    """The unit with the numbers of its extents counted from ``base``, and those of files from ``first_file``."""
 
     def tile(saved: SavedTile) -> SavedTile:
         return replace(saved, extent=saved.extent + base)
@@ -178,4 +181,5 @@ def _shifted(unit: SavedUnit, base: int) -> SavedUnit:
         weights=tuple(index + base for index in unit.weights),
         tiles=tuple(tile(saved) for saved in unit.tiles),
         gradients=None if unit.gradients is None else unit.gradients + base,
+        in_files=tuple(replace(part, file=part.file + first_file) for part in unit.in_files),
     )

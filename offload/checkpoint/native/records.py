@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 import aio_ext
 from offload.access import ExternalAccess, Loan
+from offload.checkpoint.native.base_files import SavedFile
 from offload.checkpoint.native.description import describe_units, parts_of
 from offload.checkpoint.native.saved_units import SavedUnits
 from offload.tiers.home import Home
@@ -79,7 +81,19 @@ class EngineRecords:
 
     def describe(self, extents: Sequence[RecordExtents]) -> SavedUnits:
         """The units of a generation with these extents."""
-        return describe_units(self.units, self.access.homes, extents, self.access.layout.rule)
+        layout = self.access.layout
+        return describe_units(self.units, self.access.homes, extents, layout.rule, self.files, layout.formats.weights)
+
+    @cached_property
+    def files(self) -> tuple[SavedFile, ...]:
+        """The files that frozen weights are in."""
+        return tuple(dict.fromkeys(SavedFile.of(part.file) for unit in self.units for part in unit.in_files))
+
+    @property
+    def num_checksums(self) -> int:
+        """Checksums of what is in files that are known by now."""
+        stored = (homes.weights.stored for homes in self.access.homes)
+        return sum(value is not None for home in stored if home is not None for value in home.checksums)
 
 
 class _Gradients(Home):

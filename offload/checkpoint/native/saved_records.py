@@ -11,6 +11,7 @@ import torch
 
 import aio_ext
 from offload.access import Layout, Loan
+from offload.checkpoint.native.base_files import BaseFiles, SavedPart
 from offload.checkpoint.native.description import Description
 from offload.checkpoint.native.saved_units import SavedTile, SavedUnit
 from offload.dtypes import BY_PRECISION
@@ -21,7 +22,7 @@ from offload.optim.kernel_rule import KERNELS, MOMENTS, KernelRule
 from offload.optim.rule import TileLayout, TilePart
 from offload.tiers.home import Home, TileHomes
 from offload.units import ParameterSpec, Tile, UnitSpec
-from swapper import Extent, StorageCorrupt, Ticket, waiting
+from swapper import Extent, StorageCorrupt, Ticket, align, waiting
 
 
 class Source(Protocol):
@@ -36,19 +37,26 @@ class Source(Protocol):
 
 
 class SavedHome(Home):
-    """A record that lies in these extents of a generation, one after the other."""
+    """A record that lies in these extents of a generation, one after the other, and then in files."""
 
-    def __init__(self, source: Source, extents: Sequence[int]) -> None:
+    def __init__(
+        self, source: Source, extents: Sequence[int], base: BaseFiles, in_files: Sequence[SavedPart] = ()
+    ) -> None:
         self._source = source
         self._extents = [source.extents[index] for index in extents]
-        super().__init__(sum(extent.nbytes for extent in self._extents))
+        self._base = base
+        self._in_files = in_files
+        stored = sum(extent.nbytes for extent in self._extents)
+        super().__init__(max([stored, *(align(part.offset + part.nbytes) for part in in_files)]))
 
     def read(self, address: int) -> None:
         """Bring the record to memory at ``address``."""
+        at = address
         with waiting() as tickets:
             for extent in self._extents:
-                tickets.append(self._source.read(extent, address, extent.nbytes))
-                address += extent.nbytes
+                tickets.append(self._source.read(extent, at, extent.nbytes))
+                at += extent.nbytes
+        self._base.read(self._in_files, address)
 
 
 class _Memory:
@@ -81,10 +89,13 @@ class SavedRecords:
         description: Description,
         check: Callable[[], None] = lambda: None,
         parts_of: Callable[[str, int, int], Sequence[TilePart]] = lambda unit, start, stop: (),
+        own: Sequence[UnitSpec] = (),
     ) -> None:
         """``check`` is called now and then, and may raise to end the work. ``parts_of`` knows what a tile of a unit has
-        where the checkpoint, an old one, does not say."""
+        where the checkpoint, an old one, does not say. ``own``: units of an engine, which may read files in place that
+        the generation refers to."""
         self._source = source
+        self.base = BaseFiles(description.files, own)
         self._parts_of = parts_of
         self._check = check
         dtype, trained = BY_PRECISION[description.precision], description.optimizer is not None
@@ -94,6 +105,7 @@ class SavedRecords:
         tiles: TileLayout | None = (self._kernel or self._parts) if trained else None
         self.layout = Layout(formats, dtype, tiles)
         self.units = [_unit(index, saved) for index, saved in enumerate(description.units)]
+        self._saved_weights = [saved.weights for saved in description.units]
         self._weights_memory, self._tile_memory = _Memory(), _Memory()
         self._weights: list[SavedHome] = []
         self._states: dict[Tile, SavedHome] = {}
@@ -118,10 +130,18 @@ class SavedRecords:
 
     def home(self, *extents: int) -> SavedHome:
         """The record in these extents."""
-        return SavedHome(self._source, extents)
+        return SavedHome(self._source, extents, self.base)
+
+    def weights(self, unit: UnitSpec, in_files: Sequence[SavedPart]) -> SavedHome:
+        """The weights of a unit, with these of its parts in files."""
+        return SavedHome(self._source, self._saved_weights[unit.index], self.base, in_files)
+
+    def close(self) -> None:
+        """Nothing more is read."""
+        self.base.close()
 
     def _add(self, unit: UnitSpec, saved: SavedUnit) -> None:
-        weights = self.home(*saved.weights)
+        weights = SavedHome(self._source, saved.weights, self.base, saved.in_files)
         states = {self._tile(unit, tile): self.home(tile.extent) for tile in saved.tiles}
         self._weights.append(weights)
         self._states.update(states)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
+from offload.checkpoint.native.base_files import SavedPart
 from offload.encoding import Json, as_json
 from offload.optim.rule import TilePart
 
@@ -52,7 +53,7 @@ class SavedTile:
 
 @dataclass(frozen=True, slots=True)
 class SavedUnit:
-    """Extents are by their number. ``weights``: what is trained, then what is frozen."""
+    """Extents are by their number. ``weights``: what is trained, then what is frozen, unless that is ``in_files``."""
 
     name: str
     numel: int
@@ -61,6 +62,12 @@ class SavedUnit:
     weights: tuple[int, ...]
     tiles: tuple[SavedTile, ...]
     gradients: int | None
+    in_files: tuple[SavedPart, ...] = ()
+
+    @property
+    def stored_numel(self) -> int:
+        """Elements of its weights that are in extents."""
+        return self.trainable_numel if self.in_files else self.numel
 
 
 class SavedUnits(tuple[SavedUnit, ...]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -28,6 +29,7 @@ class SavedWeights:
         self.buffers: dict[str, torch.Tensor] = self.run.get("buffers", {})
         records = SavedRecords(source, description, check=check)
         places = _places(records.units, description)
+        self._records = records
         self._elements = Elements(records, records.layout)
         self.tensors = Tensors(self._elements, records.units, places)
 
@@ -37,7 +39,8 @@ class SavedWeights:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._elements.__exit__(kind, error, traceback)
+        with contextlib.closing(self._records):
+            self._elements.__exit__(kind, error, traceback)
 
     def entries(self, dtype: torch.dtype) -> list[Entry]:
         """All weights, in this dtype, and all buffers."""

@@ -29,6 +29,8 @@ class Described(Protocol):
     @property
     def units(self) -> Sequence[SavedUnit]: ...
     @property
+    def files(self) -> Sequence[Any]: ...
+    @property
     def run(self) -> Mapping[str, Any]: ...
 
 
@@ -57,6 +59,7 @@ def check_units(description: Described) -> None:
                     raise Refused(f"parameter {parameter.name} is there twice")
                 parameters.add(parameter.name)
             _check_parameters(unit)
+            _check_files(unit, dtype.itemsize, len(description.files))
             if optimizer is None and unit.tiles:
                 raise Refused("there are tiles, and nothing is trained", "tiles")
             if optimizer is not None:
@@ -82,6 +85,22 @@ def _check_parameters(unit: SavedUnit) -> None:
                 end = parameter.offset + numel
             else:
                 frozen_end = parameter.offset + numel
+
+
+def _check_files(unit: SavedUnit, width: int, num_files: int) -> None:
+    """Parts of files lie in what is frozen of the unit, one after the other, and leave out nothing of a parameter."""
+    end, covered = unit.trainable_numel * width, 0
+    for index, part in enumerate(unit.in_files):
+        with within("in_files"), within(index):
+            if part.file >= num_files:
+                raise Refused(f"{part.file} is none of {num_files} files", "file")
+            if not end <= part.offset <= unit.numel * width - part.nbytes:
+                raise Refused(f"{part.offset} is not between {end} and {unit.numel * width - part.nbytes}", "offset")
+            end = part.offset + part.nbytes
+            covered += part.nbytes
+    frozen = sum(p.numel for p in unit.parameters if not p.trainable) * width
+    if unit.in_files and covered != frozen:
+        raise Refused(f"{covered} of {frozen} bytes are in files", "in_files")
 
 
 def _check_tiles(unit: SavedUnit, master_bytes: int) -> None:
@@ -142,7 +161,7 @@ def check_records(description: Described, source: Held) -> None:
 
     for unit in description.units:
         with within(unit.name):
-            parts = [numel for numel in (unit.trainable_numel, unit.numel - unit.trainable_numel) if numel]
+            parts = [numel for numel in (unit.trainable_numel, unit.stored_numel - unit.trainable_numel) if numel]
             if len(parts) != len(unit.weights):
                 raise Refused(f"there are {len(unit.weights)} extents of weights, not {len(parts)}")
             for number, numel in zip(unit.weights, parts, strict=True):

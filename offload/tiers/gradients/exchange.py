@@ -173,18 +173,23 @@ class GradientExchange:
             free = [bucket for bucket in self._buckets if bucket.nbytes >= nbytes and bucket not in taken]
             return min(free, key=lambda bucket: bucket.nbytes, default=None)  # where each unit has one, its own
 
+        def comes() -> bool:
+            return any(bucket.nbytes >= nbytes for bucket in self._sent)
+
         with self._scattered:
-            if find() is None and not self._sent:
+            if find() is None and comes():
+                with self.meter.stall("gradients"), self.collectives.needed():
+                    self._scattered.wait_until(
+                        lambda: find() is not None or not comes(), lambda: f"memory for gradients of {unit.name}"
+                    )
+            bucket = find()
+            if bucket is None:
                 warn(
                     f"unit {unit.name} has gradients while {len(self._open)} others wait for theirs: the engine took "
                     "memory for the gradients of one more unit than was planned"
                 )
-                self._buckets.append(self.memory.make_bucket(nbytes))
-            while (bucket := find()) is None:
-                with self.meter.stall("gradients"), self.collectives.needed():
-                    self._scattered.wait_until(
-                        lambda: find() is not None, lambda: f"memory for gradients of {unit.name}"
-                    )
+                bucket = self.memory.make_bucket(nbytes)
+                self._buckets.append(bucket)
             return bucket
 
     def _send(self, unit: UnitSpec) -> None:

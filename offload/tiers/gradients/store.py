@@ -103,9 +103,16 @@ class _OfUnit:
 class GradientStore:
     """The last sink: the gradients of all units. The update reads them where they rest."""
 
-    def __init__(self, gradients: Sequence[UnitGradients], make_whole: MakeWhole = of_one_rank) -> None:
-        """``gradients``: one for each unit, in order."""
+    def __init__(
+        self,
+        gradients: Sequence[UnitGradients],
+        make_whole: MakeWhole = of_one_rank,
+        spilled_by_ranks: Collection[int] = (),
+    ) -> None:
+        """``gradients``: one for each unit, in order. ``spilled_by_ranks``: the units of which a rank, it may be
+        another one, spills its part."""
         self._make_whole = make_whole
+        self._spilled_by_ranks = spilled_by_ranks
         self._num_changes = 0
         self._num_whole = 0
         """Changes that the sums of squares of all ranks are after."""
@@ -202,9 +209,9 @@ class GradientStore:
     # What is asked from outside of a backward.
 
     def is_kept(self, unit: UnitSpec, spec: ParameterSpec) -> bool:
-        """The gradient, which must be there, can be read: no step has used it, or it rests in memory."""
+        """The gradient, which must be there, can be read: no step has used it, or it rests in memory on all ranks."""
         of = self._of[unit.index]
-        return spec in of.known or not of.gradients.spills
+        return spec in of.known or not (of.gradients.spills or unit.index in self._spilled_by_ranks)
 
     def read(self, unit: UnitSpec, spec: ParameterSpec) -> torch.Tensor:
         """A copy of the gradient, which must be there, in host memory. Raises ``OffloadError`` for one that a step has

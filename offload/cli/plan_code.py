@@ -1,0 +1,92 @@
+"""Code that trains what ``offload plan`` has planned, to be pasted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from offload.cli.plan_asked import Asked
+from offload.config import OffloadConfig
+from offload.predict.prediction import Prediction
+
+_QUANTISED = {"nf4": "to_nf4"}
+"""Functions of ``torchao.quantization`` that make a base as it is named here, which the engine holds."""
+
+
+def code(asked: Asked, prediction: Prediction) -> str | None:
+    """Lines up to the engine; None for a model that is described by numbers alone, or for a base of which there is no
+    class that the engine holds."""
+    quantised = asked.base.bits > 0
+    if asked.model is None or (quantised and asked.base.name not in _QUANTISED):
+        return None
+    return "\n".join(_lines(asked, asked.model, _options(asked, prediction), quantised=quantised))
+
+
+def _lines(asked: Asked, name: str, options: dict[str, Any], *, quantised: bool) -> Iterator[str]:
+    said = ", ".join(f"{option}={value!r}" for option, value in options.items())
+    of_factory = ":" in name
+    if not of_factory and asked.lora is None:
+        yield "from transformers import AutoModelForCausalLM"
+        yield "from offload import OffloadEngine"
+        yield ""
+        yield f"engine = OffloadEngine.from_pretrained(AutoModelForCausalLM, {name!r}, {said})"
+        yield "model = engine.module.train()"
+        if asked.given["activation_checkpointing"]:
+            yield "model.gradient_checkpointing_enable()"
+        return
+    if of_factory:
+        module, _, function = name.partition(":")
+        yield f"from {module} import {function.partition('.')[0]}"
+    if asked.lora is not None:
+        yield "import peft"
+    yield "from offload import OffloadEngine" + (", deferred_init" if of_factory and asked.lora is None else "")
+    if not of_factory:
+        yield "import torch"
+        yield "from transformers import AutoModelForCausalLM"
+    if quantised:
+        yield f"from torchao.quantization import {_QUANTISED[asked.base.name]}"
+    yield ""
+    if of_factory and asked.lora is None:
+        yield f"model = deferred_init({function})"
+    elif of_factory:
+        yield f"model = {function}()"
+    else:
+        yield f"model = AutoModelForCausalLM.from_pretrained({name!r}, dtype=torch.bfloat16)"
+    if quantised:
+        yield "for layer in model.get_decoder().layers:"
+        yield "    for part in layer.modules():"
+        yield "        if isinstance(part, torch.nn.Linear):"
+        quantise = _QUANTISED[asked.base.name]
+        yield f"            part.weight = torch.nn.Parameter({quantise}(part.weight.detach()), requires_grad=False)"
+    if asked.lora is not None:
+        targets = repr(list(asked.lora.targets)) if asked.lora.targets else '"all-linear"'
+        yield f"adapters = peft.LoraConfig(r={asked.lora.rank}, target_modules={targets})"
+        yield "model = peft.get_peft_model(model, adapters, autocast_adapter_dtype=False)"
+    if asked.given["activation_checkpointing"] and not of_factory:
+        yield "model.gradient_checkpointing_enable()"
+    yield f"engine = OffloadEngine(model, {said})"
+
+
+def _options(asked: Asked, prediction: Prediction) -> dict[str, Any]:
+    """Options of the engine that differ from its defaults."""
+    given, machine = asked.given, prediction.machine
+    options: dict[str, Any] = {}
+    if machine.device.computes:
+        options["device"] = "cuda"
+    if asked.host_bytes is not None:
+        options["host_memory"] = given["host_memory"]
+    elif asked.takes_least:
+        options["host_memory"] = machine.host_bytes * given["gpus"]
+    if asked.paths:
+        options["nvme_path"] = [str(path) for path in asked.paths]
+    elif asked.drives:
+        options["nvme_path"] = [f"/mnt/nvme{number}" for number in range(len(asked.drives))]
+    defaults = OffloadConfig()
+    for name in ("precision", "optimizer", "moments_dtype", "gradient_accumulation_steps", "shard"):
+        if given[name] != getattr(defaults, name):
+            options[name] = given[name]
+    if given["device_memory"] != "auto":
+        options["device_memory"] = given["device_memory"]
+    if given["gradient_clipping"]:
+        options["gradient_clipping"] = given["gradient_clipping"]
+    return options

@@ -1,0 +1,211 @@
+"""Answer of ``offload plan``: the model, the machine and the workload that were asked for, and what becomes of them."""
+
+from __future__ import annotations
+
+import json as json_module
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.cli.console import show_answer, show_json, teller
+from offload.cli.plan_asked import Asked
+from offload.cli.plan_code import code
+from offload.cli.plan_shown import shown
+from offload.errors import BudgetError, ConfigError
+from offload.memory import available_bytes
+from offload.planning import AUTO_SHARE, check_paths
+from offload.predict import facts
+from offload.predict import model as models
+from offload.predict.advice import advise, ways
+from offload.predict.architecture import Architecture
+from offload.predict.endurance import Endurance
+from offload.predict.gpus import find_gpu
+from offload.predict.machine import Machine, described, nvme_of
+from offload.predict.model import Model
+from offload.predict.prediction import Batches, Prediction, least_host_bytes, predict
+from offload.predict.workload import Workload
+
+
+def planned(asked: Asked) -> int:
+    """Print the forecast; returns the exit status."""
+    given = asked.given
+    model, workload = _model(asked), _workload(asked)
+    machine = _machine(model, workload, asked)
+    if asked.takes_least:
+        machine = replace(machine, host_bytes=least_host_bytes(model, machine, workload))
+    prediction = predict(model, machine, workload)
+    wear = Endurance.of(prediction, asked.rated_bytes)
+    answer = facts.facts_of(prediction, _least(prediction), advise(prediction), wear)
+    answer["machine"]["host_memory_from"] = _source(asked)
+    answer |= facts.of_batches(Batches.of(prediction))
+    answer["ways"] = facts.of_ways(ways(prediction)) if asked.lora is None else []
+    answer["lora"], answer["base"] = asked.lora and str(asked.lora), asked.base.name or None
+    answer |= facts.of_training(prediction, asked.tokens)
+    if given["gradient_clipping"] and given["clipped"] is None:
+        always = predict(model, machine, replace(workload, clipped=True))
+        answer["seconds_if_clipped"] = always.seconds if always.fits else None
+    answer["code"] = code(asked, prediction) if prediction.fits else None
+    if given["plot"] is not None:
+        from offload.predict.plot import plot as draw
+
+        draw(prediction, given["over"], given["plot"])
+        answer["plot"] = str(given["plot"])
+    show_answer(answer, shown(answer), to_programs=given["json"])
+    return 0
+
+
+def _workload(asked: Asked) -> Workload:
+    given = asked.given
+    return Workload(
+        batch=given["batch"],
+        sequence=given["sequence"],
+        micro_batches=given["gradient_accumulation_steps"],
+        precision=given["precision"],
+        moments_dtype=given["moments_dtype"],
+        optimizer=given["optimizer"],
+        clipped=given["clipped"] == "always",
+        recomputed=given["activation_checkpointing"],
+        shard=given["shard"],
+        device_bytes=asked.device_bytes,
+    )
+
+
+def _model(asked: Asked) -> Model:
+    found = _plain_model(asked)
+    if asked.lora is not None:
+        return found.with_adapters(asked.lora, asked.base)
+    return replace(found, base=asked.base) if asked.base.bits else found
+
+
+def _plain_model(asked: Asked) -> Model:
+    name, given = asked.model, asked.given
+    if name is None:
+        assert asked.parameters is not None
+        return models.from_count(asked.parameters, given["layers"], given["width"], given["vocabulary"])
+    path = Path(name).expanduser()
+    if asked.known is not None and not path.exists():
+        shapes = Architecture.of_config(asked.known)
+        assert shapes is not None
+        return models.from_architecture(name, shapes)
+    return models.from_factory(name) if ":" in name and not path.exists() else models.from_hugging_face(path)
+
+
+def _machine(model: Model, workload: Workload, asked: Asked) -> Machine:
+    if asked.gpu is None and torch.cuda.is_available():
+        return _with_this_gpu(asked)
+    return _with_this_cpu(model, workload, asked) if asked.gpu in (None, "cpu") else _described(asked, str(asked.gpu))
+
+
+def _described(asked: Asked, gpu: str) -> Machine:
+    return described(
+        gpu,
+        host_bytes=_free_here() if asked.host_bytes is None else asked.host_bytes,
+        gpus=asked.given["gpus"],
+        nodes=asked.given["nodes"],
+        drives=asked.drives,
+        compute=asked.compute,
+        memory_bandwidth=asked.memory_bandwidth,
+        network=asked.network,
+        sustained_write=asked.sustained_write,
+    )
+
+
+def _with_this_gpu(asked: Asked) -> Machine:
+    """This machine with its first GPU. Raises ``ConfigError`` for one whose data sheet is not known."""
+    from offload.predict.probe import drive_rates
+
+    name = torch.cuda.get_device_name(0)
+    try:
+        gpu = find_gpu("--gpu", name).name
+    except ConfigError:
+        raise ConfigError(
+            f"the data sheet of this machine's {name} is not known: name the nearest one, as in --gpu 4090 "
+            "--compute 150TFLOPS, or give --gpu cpu"
+        ) from None
+    check_paths(asked.paths)
+    machine = _described(asked, gpu)
+    if not asked.paths or asked.drives:
+        return machine
+    rates, how = drive_rates(asked.paths)
+    line = f"NVMe reads {rates.read / 1e9:,.2f} and writes {rates.write / 1e9:,.2f} GB/s ({how})"
+    return replace(machine, nvme=rates, nvme_bytes=_free_on(asked.paths), assumptions=(*machine.assumptions, line))
+
+
+def _with_this_cpu(model: Model, workload: Workload, asked: Asked) -> Machine:
+    from offload.predict.overhead import record_seconds, unit_seconds
+    from offload.predict.probe import probe
+
+    check_paths(asked.paths)
+    host_bytes = 0 if asked.takes_least else asked.host_bytes
+    machine = probe(asked.paths, model, workload, host_bytes=host_bytes, drives=nvme_of(asked.drives, 1))
+    of_record = record_seconds(asked.paths[0]) if asked.paths else 0.0
+    machine = replace(machine, unit_seconds=unit_seconds(), record_seconds=of_record)
+    if asked.drives:
+        machine = replace(machine, nvme_bytes=sum(drive.nbytes for drive in asked.drives))
+    if asked.compute is not None:
+        cores = replace(machine.cores, blocks=asked.compute, head=asked.compute)
+        assumptions = (f"compute: {asked.given['compute']}, as given", *machine.assumptions[1:])
+        machine = replace(machine, cores=cores, assumptions=assumptions)
+    return machine
+
+
+def _free_here() -> int:
+    return int(available_bytes() * AUTO_SHARE)
+
+
+def _free_on(paths: list[Path]) -> int:
+    from offload.planning import free_bytes_of
+
+    return free_bytes_of(paths)
+
+
+def _source(asked: Asked) -> str:
+    if asked.takes_least:
+        return "the least that works"
+    return "given" if asked.host_bytes is not None else "most of what is free on this machine"
+
+
+def _least(prediction: Prediction) -> int | None:
+    """The least host memory, if that is what can be too small."""
+    try:
+        return least_host_bytes(prediction.model, prediction.machine, prediction.workload)
+    except BudgetError:
+        return None
+
+
+def tuned(asked: Asked) -> int:
+    """Try settings by real steps, and print the best; returns the exit status."""
+    from offload.predict.tuning import shown as settings_shown
+    from offload.predict.tuning import tune
+
+    given = asked.given
+    name = str(asked.model)
+    if asked.known is not None and not Path(name).expanduser().exists():
+        raise ConfigError(f"--tune takes real steps, and of {name} only shapes are known: give its config.json")
+    options: dict[str, Any] = {"gradient_clipping": given["gradient_clipping"], "host_memory": given["host_memory"]}
+    if asked.paths:
+        options["nvme_path"] = [str(path) for path in asked.paths]
+    say = teller(to_programs=given["json"])
+    found = tune(lambda: models.to_train(name), _workload(asked), options, say)
+    write: Path | None = given["write"]
+    if write is not None:
+        write.write_text(json_module.dumps(found.options, indent=2) + "\n")
+    if given["json"]:
+        trials = [{"settings": dict(trial.settings), "seconds": trial.seconds} for trial in found.trials]
+        show_json({"defaults_stand": found.defaults_stand, "options": dict(found.options), "trials": trials})
+        return 0
+    for trial in found.trials:
+        spread = f"{min(trial.seconds):.3f} to {max(trial.seconds):.3f}"
+        say(f"{settings_shown(trial.settings):<24} {trial.median:.3f} s a step ({spread})")
+    faster = found.trials[0].median / found.best.median
+    say(
+        "the defaults stand: nothing beats them by 5 % and in every round"
+        if found.defaults_stand
+        else f"{settings_shown(found.best.settings)} makes a step {faster:.2f} times as fast as the defaults"
+    )
+    say(f"engine = OffloadEngine(model, {', '.join(f'{name}={value!r}' for name, value in found.options.items())})")
+    if write is not None:
+        say(f"the same options are in {write}: OffloadEngine(model, **json.load(open({str(write)!r})))")
+    return 0

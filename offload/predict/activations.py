@@ -1,0 +1,145 @@
+"""Bytes that autograd keeps of a model's blocks for backward: counted by following its forward without memory."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+_ESTIMATE = 34
+"""16-bit bytes for each token and unit of width, where a forward cannot be followed. Source: Korthikanti et al.,
+arXiv:2205.05198, section 4."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Bytes kept for one sequence: of all ``blocks`` together, of the ``largest``, and of the ``inputs`` of them all.
+    ``reason`` says why they are an estimate; empty: they were counted."""
+
+    blocks: int
+    largest: int
+    inputs: int
+    reason: str = ""
+
+    def nbytes(self, batch: int, *, recomputed: bool) -> int:
+        """Of a batch; with activation checkpointing the inputs, and one block at a time."""
+        return batch * (self.inputs + self.largest if recomputed else self.blocks)
+
+
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """Return the repeated blocks of a model: of the list of modules that has most parameters those of the class that is
+    there most often. Empty if there is no such list."""
+    lists = [child for child in module.modules() if isinstance(child, (nn.ModuleList, nn.Sequential)) and len(child)]
+    found: list[nn.Module] = []
+    most = 0
+    for children in lists:
+        kind, count = Counter(type(item) for item in children).most_common(1)[0]
+        alike = [item for item in children if type(item) is kind]
+        numel = sum(parameter.numel() for item in alike for parameter in item.parameters())
+        if count > 1 and numel > most:
+            found, most = alike, numel
+    return found
+
+
+@functools.lru_cache(maxsize=8)
+def kept_of(module: nn.Module, layers: int, width: int, sequence: int, dtype: torch.dtype) -> Kept:
+    """Count for one sequence of so many tokens. ``layers`` and ``width`` are for the estimate.
+
+    The module has ``dtype`` afterwards, if it is on the meta device.
+    """
+    inputs = layers * width * sequence * dtype.itemsize
+    try:
+        counts = _followed(module, sequence, dtype)
+    except Exception as error:  # whatever a model's own code may say to tensors without values
+        one = _ESTIMATE * width * sequence * dtype.itemsize // 2
+        return Kept(layers * one, one, inputs, f"{type(error).__name__}: {' '.join(str(error).split())[:120]}")
+    return Kept(sum(counts), max(counts), inputs)
+
+
+def _followed(module: nn.Module, sequence: int, dtype: torch.dtype) -> list[int]:
+    """The bytes of each block. Blocks with the same class and shapes are followed once."""
+    if any(not parameter.is_meta for parameter in module.parameters()):
+        raise TypeError("its weights are in memory")
+    blocks = blocks_of(module) or [module]
+    module.to(dtype)
+    parameters = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+    followed: dict[Any, tuple[int, Any]] = {}
+    counts: list[int] = []
+    plain = {block: block.forward for block in blocks}
+
+    def forward(block: nn.Module, *args: Any, **options: Any) -> Any:
+        kind = type(block), tuple(parameter.shape for parameter in block.parameters())
+        if kind not in followed:
+            saved: dict[int, Tensor] = {}
+            with torch.autograd.graph.saved_tensors_hooks(functools.partial(_note, saved), lambda tensor: tensor):
+                output = plain[block](*args, **options)
+            own = saved.keys() - parameters
+            followed[kind] = sum(saved[storage].untyped_storage().nbytes() for storage in own), output
+        counts.append(followed[kind][0])
+        return followed[kind][1]
+
+    try:
+        for block in blocks:
+            block.forward = functools.partial(forward, block)
+        with _Attention(), torch.enable_grad():
+            module(*_inputs(module, sequence), **_options(module, sequence))
+    finally:
+        for block in blocks:
+            del block.forward
+    if len(counts) < len(blocks):
+        raise ValueError("its forward does not call all of its blocks")
+    return counts
+
+
+def _inputs(module: nn.Module, sequence: int) -> tuple[Tensor, ...]:
+    """Tokens, or vectors where the model begins with a matrix."""
+    first = next((child for child in module.modules() if isinstance(child, (nn.Embedding, nn.Linear))), None)
+    if isinstance(first, nn.Linear):
+        dtype = first.weight.dtype
+        return (torch.empty(1, sequence, first.in_features, dtype=dtype, device="meta", requires_grad=True),)
+    return (torch.zeros(1, sequence, dtype=torch.long, device="meta"),)
+
+
+def _options(module: nn.Module, sequence: int) -> dict[str, Any]:
+    """Of a model of ``transformers``: a mask with all of its dimensions is not looked into."""
+    if not hasattr(getattr(module, "config", None), "model_type"):
+        return {}
+    mask = torch.ones(1, 1, sequence, sequence, dtype=torch.bool, device="meta")
+    return {"attention_mask": mask, "use_cache": False}
+
+
+def _note(saved: dict[int, Tensor], tensor: Tensor) -> Tensor:
+    saved[tensor.untyped_storage()._cdata] = tensor
+    return tensor
+
+
+class _FlashAttention(torch.autograd.Function):
+    """Keeps what the fused kernels keep: the operands, the result, and a number for each row."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        batch, heads, tokens, _ = query.shape
+        rows = torch.empty(batch, heads, tokens, dtype=torch.float32, device=query.device)
+        out = torch.empty(batch, tokens, heads, value.shape[-1], dtype=query.dtype, device=query.device).transpose(1, 2)
+        ctx.save_for_backward(query, key, value, out, rows)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise NotImplementedError("shapes only")
+
+
+class _Attention(TorchFunctionMode):
+    """Within ``with``, attention keeps no matrix of its own: on the meta device torch would take the kernel that
+    does."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return _FlashAttention.apply(*args[:3])
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,391 @@
+"""Records that lie in files of other people's, which are read where they are and never written.
+
+[Note: Aligned reads around unaligned bytes] A file has its tensors one after the other, at any byte; direct I/O asks
+for whole pages. Of each part the whole pages within go to where the part begins, and are moved up by less than a page
+when they have come; what is left at either end comes with the page that it is in, to pages beside the record. So
+nothing is read twice but those pages, and nothing beyond the record is written.
+
+[Note: A file that changes] The bytes of a part get their checksum when they are read for the first time, unless it was
+known before, and are verified from then on. Until then, and beside, the file's size, inode and time of change must stay
+what they were when its header was read. The descriptor stays open, so another file under the same name is not read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aio_ext
+from swapper.arena import PAGE_BYTES, Arena, Lease, align
+from swapper.checksum import digest
+from swapper.device import Transfer
+from swapper.errors import StorageError, StorageTimeout, StoreMisuse, WeightsChanged, failed
+from swapper.files import Descriptor, named
+from swapper.ticket import Reads, Ticket
+
+_SEED = 0
+"""Parts of files belong to no store and no generation."""
+
+
+@dataclass(frozen=True, eq=False)
+class ReadOnlyFile:
+    """A file that somebody holds open. ``header`` is a checksum of what it says of its content; ``status`` is what
+    ``os.fstat`` said when that was read."""
+
+    path: Path
+    descriptor: int
+    header: int
+    status: os.stat_result
+
+    @property
+    def nbytes(self) -> int:
+        return self.status.st_size
+
+    @property
+    def identity(self) -> tuple[str, int, int]:
+        """Equal for copies of one file, and mostly for no other: name, bytes, checksum of the header."""
+        return self.path.name, self.nbytes, self.header
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """``nbytes`` of a file, from ``start`` on, which are those from ``offset`` on of a record."""
+
+    file: ReadOnlyFile
+    start: int
+    nbytes: int
+    offset: int
+
+    def within(self, begin: int, end: int) -> FilePart | None:
+        """What of it the bytes ``[begin, end)`` of the record have, as a part of these; None if they have nothing."""
+        first, last = max(self.offset, begin), min(self.offset + self.nbytes, end)
+        if first >= last:
+            return None
+        return FilePart(self.file, self.start + first - self.offset, last - first, first - begin)
+
+
+class _Edge(NamedTuple):
+    """Pages of a file that a part has only a piece of: ``nbytes`` from ``within`` on are the record's at ``target``.
+    They lie at ``place`` among the pages beside the record."""
+
+    start: int
+    page_bytes: int
+    within: int
+    nbytes: int
+    target: int
+    place: int
+
+
+class _Reading:
+    """How a part is read: see [Note: Aligned reads around unaligned bytes]."""
+
+    def __init__(self, part: FilePart, place: int) -> None:
+        begin, end = part.start, part.start + part.nbytes
+        low, high = begin - begin % PAGE_BYTES, align(end)
+        first, last = align(begin), end - end % PAGE_BYTES
+        self.part = part
+        self.direct_start, self.direct_bytes = first, 0
+        self.edges: list[_Edge] = []
+        self.expected: int | None = None
+        """Checksum of the bytes, once it is known."""
+
+        def edge(start: int, page_bytes: int, within: int, nbytes: int, target: int) -> None:
+            nonlocal place
+            if nbytes:
+                self.edges.append(_Edge(start, page_bytes, within, nbytes, target, place))
+                place += page_bytes
+
+        if part.offset % PAGE_BYTES or last <= first:
+            edge(low, high - low, begin - low, part.nbytes, part.offset)
+        else:
+            self.direct_bytes = last - first
+            edge(low, PAGE_BYTES, begin - low, first - begin, part.offset)
+            edge(last, PAGE_BYTES, 0, end - last, part.offset + last - begin)
+        self.end = place
+
+    def requests(self, address: int, pages: int) -> Iterator[tuple[int, int, int]]:
+        """Offset in the file, address and bytes of each read. What is beyond the file's last whole page is left out."""
+        if self.direct_bytes:
+            yield self.direct_start, address + self.part.offset, self.direct_bytes
+        whole = self.part.file.nbytes // PAGE_BYTES * PAGE_BYTES
+        for edge in self.edges:
+            nbytes = min(edge.page_bytes, whole - edge.start)
+            if nbytes > 0:
+                yield edge.start, pages + edge.place, nbytes
+
+    def settle(self, address: int, pages: int, files: InPlaceFiles) -> None:
+        """Bring the bytes to their places once the reads are over."""
+        file, target = self.part.file, address + self.part.offset
+        shift = self.direct_start - self.part.start
+        if self.direct_bytes and shift:
+            ctypes.memmove(target + shift, target, self.direct_bytes)
+        whole = file.nbytes // PAGE_BYTES * PAGE_BYTES
+        for edge in self.edges:
+            at, behind = pages + edge.place, max(edge.start, whole)
+            if edge.start + edge.page_bytes > whole:
+                files.read_tail(file, behind, at + behind - edge.start, file.nbytes - behind)
+            ctypes.memmove(address + edge.target, at + edge.within, edge.nbytes)
+        files.let_go(file, self.part.start, self.part.nbytes)
+
+
+def part_checksum(address: int, nbytes: int) -> int:
+    """The checksum of a part whose bytes are in memory at ``address``."""
+    return digest(address, nbytes, _SEED)
+
+
+def edge_bytes(parts: Sequence[FilePart]) -> int:
+    """Memory beside the record that reading these parts takes."""
+    end = 0
+    for part in parts:
+        end = _Reading(part, end).end
+    return end
+
+
+class InPlaceRecord:
+    """A record of ``nbytes`` that has these parts; what is between them is left as it is."""
+
+    def __init__(self, name: str, parts: Sequence[FilePart], nbytes: int, files: InPlaceFiles) -> None:
+        self.name = name
+        self.nbytes = nbytes
+        self._files = files
+        self._readings: list[_Reading] = []
+        for part in parts:
+            self._readings.append(_Reading(part, self._readings[-1].end if self._readings else 0))
+        self.edge_bytes = self._readings[-1].end
+
+    @property
+    def checksums(self) -> Sequence[int | None]:
+        """Of each part, as far as they are known."""
+        return [reading.expected for reading in self._readings]
+
+    def expect(self, checksums: Sequence[int | None]) -> None:
+        """The parts must have these checksums, where they are known. Raises ``WeightsChanged`` if others were read."""
+        for reading, value in zip(self._readings, checksums, strict=True):
+            if value is not None and reading.expected not in (None, value):
+                raise self._changed(reading, "it has other bytes than those that were trained with")
+            reading.expected = reading.expected if value is None else value
+
+    def read(self, address: int, *, urgent: bool = False) -> Ticket:
+        """Start reading the record into memory at ``address``, which begins on a page."""
+        files, pages = self._files, self._files.take_pages(self.edge_bytes)
+
+        def submit(urgent: bool) -> Transfer:
+            return _Several(
+                [
+                    files.submit(reading.part.file, *request, urgent=urgent)
+                    for reading in self._readings
+                    for request in reading.requests(address, pages.address)
+                ]
+            )
+
+        def judge() -> WeightsChanged | None:
+            for reading in self._readings:
+                reading.settle(address, pages.address, files)
+            for file in dict.fromkeys(reading.part.file for reading in self._readings):
+                if (change := files.change_of(file)) is not None:
+                    raise change
+            return self._first_wrong(address)
+
+        def end() -> None:
+            files.give_pages(pages)
+
+        return files.reads.begin(f"read of {self.name}", submit, judge, urgent=urgent, then=end)
+
+    def require(self, address: int) -> None:
+        """Raise ``WeightsChanged`` unless memory at ``address`` has the record's bytes, which are known."""
+        for reading in self._readings:
+            if reading.expected != self._digest(reading, address):
+                raise WeightsChanged(
+                    f"{self.name} were to be changed, and they are read in place from {named(reading.part.file.path)}, "
+                    "which is never written.",
+                    survives="The file has what it had. What was written to the weights in memory is lost.",
+                    advice="To change frozen weights, load them into the model and make the engine without weights=.",
+                )
+
+    def _first_wrong(self, address: int) -> WeightsChanged | None:
+        """Verify each part, or note its checksum if it is the first time."""
+        for reading in self._readings:
+            seen = self._digest(reading, address)
+            if reading.expected is None:
+                reading.expected = seen
+            elif seen != reading.expected:
+                return self._changed(reading, f"checksum {seen:016x}, expected {reading.expected:016x}")
+        return None
+
+    def _digest(self, reading: _Reading, address: int) -> int:
+        return part_checksum(address + reading.part.offset, reading.part.nbytes)
+
+    def _changed(self, reading: _Reading, how: str) -> WeightsChanged:
+        part = reading.part
+        where = f"[{part.start}, {part.start + part.nbytes})"
+        return WeightsChanged(f"{self.name}: {named(part.file.path)} {where} is not what it was: {how}.")
+
+
+class InPlaceFiles:
+    """The files that records are read from, behind a queue of their own. Any thread may read."""
+
+    def __init__(
+        self, files: Sequence[ReadOnlyFile], *, backend: str = "auto", queue_depth: int = 32, block_bytes: int = 1 << 20
+    ) -> None:
+        """Raises ``WeightsChanged``, and ``StorageIOError`` if a file cannot be opened once more."""
+        self.reads = _InPlaceReads(self)
+        self.files = tuple(files)
+        self._queue = aio_ext.Queue(backend=backend, depth=queue_depth, block_bytes=block_bytes)
+        self._opened: dict[ReadOnlyFile, _Opened] = {}
+        self._pages: list[Lease | aio_ext.Memory] = []
+        """Memory for edges that no read has. Each change is one step of the interpreter, so there is no lock."""
+        try:
+            for file in self.files:
+                self._opened[file] = _Opened(file, self._queue)
+            for file in self.files:
+                if (change := self.change_of(file)) is not None:
+                    raise change
+        except BaseException:
+            self.close()
+            raise
+
+    def use(self, arena: Arena, edge_bytes: int, num_reads: int) -> None:
+        """Tell the queue where the buffers are, and take memory for the edges of so many reads at a time."""
+        self._queue.register_memory(arena.address, arena.nbytes)
+        self._pages += [arena.lease(edge_bytes) for _ in range(num_reads) if edge_bytes]
+
+    def statistics(self) -> aio_ext.Statistics:
+        """What has been read so far."""
+        return self._queue.statistics()
+
+    def change_of(self, file: ReadOnlyFile) -> WeightsChanged | None:
+        """In what the file is not what it was when its header was read, if in anything."""
+        now = os.fstat(self._opened[file].descriptor.number)
+        for field, name in (("st_size", "bytes"), ("st_mtime_ns", "time of change in ns"), ("st_ino", "inode")):
+            if getattr(now, field) != getattr(file.status, field):
+                return WeightsChanged(
+                    f"{named(file.path)} has changed while it is read in place: {name} {getattr(file.status, field)} "
+                    f"then, {getattr(now, field)} now."
+                )
+        return None
+
+    def submit(self, file: ReadOnlyFile, start: int, address: int, nbytes: int, *, urgent: bool) -> Transfer:
+        """Start reading whole pages."""
+        try:
+            return self._queue.read(self._opened[file].number, start, address, nbytes, urgent)
+        except OSError as error:
+            if error.errno is None:
+                raise  # not the system's: a signal handler of the user's may raise a TimeoutError anywhere
+            if error.errno == errno.ESHUTDOWN:
+                raise StoreMisuse(f"read of {named(file.path)}: the engine is closed.") from None
+            raise failed(f"read of {named(file.path)}", error) from error
+
+    def read_tail(self, file: ReadOnlyFile, start: int, address: int, nbytes: int) -> None:
+        """Read what is behind the file's last whole page, which direct I/O does not give."""
+        memory = (ctypes.c_char * nbytes).from_address(address)
+        if os.preadv(self._opened[file].descriptor.number, [memory], start) != nbytes:
+            raise WeightsChanged(f"{named(file.path)} has been cut off while it is read in place.")
+
+    def let_go(self, file: ReadOnlyFile, start: int, nbytes: int) -> None:
+        """Have the page cache forget what was read."""
+        os.posix_fadvise(self._opened[file].descriptor.number, start, nbytes, os.POSIX_FADV_DONTNEED)
+
+    def take_pages(self, nbytes: int) -> Lease | aio_ext.Memory:
+        """Memory for the edges of a read, which ``give_pages`` takes back. There is more of it than was reserved only
+        if more is read at a time."""
+        with contextlib.suppress(IndexError):
+            return self._pages.pop()
+        return aio_ext.Memory(max(nbytes, PAGE_BYTES))
+
+    def give_pages(self, pages: Lease | aio_ext.Memory) -> None:
+        """Nothing reads into them any more."""
+        if isinstance(pages, Lease):
+            self._pages.append(pages)
+        else:
+            pages.close()
+
+    def close(self) -> None:
+        """Wait for what is in flight, and close the files."""
+        self.reads.finish(self._close_queue)
+        for opened in self._opened.values():
+            opened.descriptor.close()
+
+    def _close_queue(self) -> None:
+        try:
+            self._queue.close()
+        except TimeoutError as error:
+            raise StorageTimeout(str(error)) from None
+
+
+class _InPlaceReads(Reads):
+    def __init__(self, files: InPlaceFiles) -> None:
+        super().__init__("weights files that are read in place")
+        self._files = files
+
+    def failed(self, name: str, error: OSError) -> StorageError:
+        """A file that was cut off is the reason why it could not be read."""
+        changes = (self._files.change_of(file) for file in self._files.files)
+        return next((change for change in changes if change is not None), super().failed(name, error))
+
+
+class _Opened:
+    """A file opened once more: past the page cache, where the file system can, for the queue, and as it is."""
+
+    def __init__(self, file: ReadOnlyFile, queue: aio_ext.Queue) -> None:
+        same = f"/proc/self/fd/{file.descriptor}"  # whatever has its name by now
+        try:
+            self.descriptor = Descriptor(os.open(same, os.O_RDONLY | os.O_CLOEXEC))
+            try:
+                direct = os.open(same, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                direct = os.dup(self.descriptor.number)
+            try:
+                self.number = queue.register_file(direct)
+            finally:
+                os.close(direct)
+        except OSError as error:
+            raise failed(f"opening {named(file.path)} once more", error) from error
+
+
+class _Several:
+    """Several requests as one transfer."""
+
+    def __init__(self, transfers: Sequence[Transfer]) -> None:
+        self._transfers = transfers
+
+    @property
+    def error(self) -> OSError | None:
+        return next((transfer.error for transfer in self._transfers if transfer.error is not None), None)
+
+    def done(self) -> bool:
+        return all(transfer.done() for transfer in self._transfers)
+
+    def wait(self, timeout: float | None = None) -> None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with contextlib.ExitStack() as waiting:  # all of them, also when the first one fails
+            for transfer in self._transfers:
+                waiting.callback(self._wait_for, transfer, deadline)
+
+    def add_done_callback(self, call: Callable[[Any], object]) -> None:
+        left = [None] * len(self._transfers)
+        if not left:
+            call(self)
+
+        def over(_: object) -> None:
+            left.pop()
+            if not left:
+                call(self)
+
+        for transfer in self._transfers:
+            transfer.add_done_callback(over)
+
+    def __await__(self) -> Generator[object, None, None]:
+        for transfer in self._transfers:
+            yield from transfer.__await__()
+
+    def _wait_for(self, transfer: Transfer, deadline: float | None) -> None:
+        transfer.wait(None if deadline is None else max(deadline - time.monotonic(), 0.0))

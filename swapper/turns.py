@@ -1,0 +1,102 @@
+"""Whose turn it is at a store: calls that go on side by side, and the one that has the store alone.
+
+[Note: Turns] A transfer is begun under the lock of the store, which is held for moments. A commit, another change of
+the generations and ``close`` wait for I/O. So they have the turn instead, and hold no lock: other calls sleep until
+they are over, but for reads where what is current and kept stays as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Sequence
+
+from swapper.device import IO_TIMEOUT_S
+from swapper.errors import OffloadError, StorageCorrupt, StorageError, StorageIOError, StorageTimeout, StoreMisuse
+
+
+class Turns:
+    """The lock of a store, the turn, and the first failure after which the store serves nothing more.
+
+    ``damage`` says what is wrong with generations of the store, which is only read then. ``where`` is what messages
+    call it.
+    """
+
+    def __init__(self, where: str, damage: Sequence[str]) -> None:
+        self.failure: OffloadError | None = None
+        self.lock = threading.Condition()
+        """Lock of the store. Guards: its records and writes, its generations, ``failure`` and the turn.
+        Order: after all of the engine's; the lock of the counts is taken under it. No I/O is waited for under it.
+        One exception: with 16384 requests in flight a submission waits until one is over. The threads of ``aio_ext``
+        see to that, and they take no lock of the store."""
+        self._where = where
+        self._damage = tuple(damage)
+        self._turn_of: object | None = None
+        """The call that has the store alone. What it changes is its own until this is None again."""
+        self._reads_go_on = False
+        """That call lets reads begin meanwhile."""
+        self._pid = os.getpid()
+
+    @contextlib.contextmanager
+    def entered(self, *, reads: bool) -> Iterator[None]:
+        """Under the lock, once no call has the store alone, or one that lets ``reads`` go on. Raises if the store or
+        the caller is not fit for it."""
+        self._check_process()
+        with self.lock:
+            if not (reads and self._reads_go_on):
+                self._wait()
+                if self.failure is not None:
+                    raise self.failure
+            if not reads:
+                self._check_whole()
+            yield
+
+    @contextlib.contextmanager
+    def alone(self, *, checked: bool = True, reads: bool = False) -> Iterator[None]:
+        """Without the lock, while all other calls wait: no write begins, and no generation changes. No read begins
+        either, unless ``reads`` says that what is current and kept stays as it is."""
+        if checked:
+            self._check_process()
+            self._check_whole()
+        me = object()
+        try:
+            with self.lock:
+                self._wait()
+                if checked and self.failure is not None:
+                    raise self.failure
+                self._turn_of, self._reads_go_on = me, reads
+            yield
+        finally:
+            with self.lock:
+                if self._turn_of is me:
+                    self._turn_of, self._reads_go_on = None, False
+                    self.lock.notify_all()
+
+    @contextlib.contextmanager
+    def fatal(self, what: str) -> Iterator[None]:
+        """An error or an interruption in the body is final: the store raises it from then on."""
+        self.failure = StorageIOError(f"{what} was interrupted on {self._where}.")
+        try:
+            yield
+        except StorageError as error:
+            self.failure = error
+            raise
+        self.failure = None
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise StoreMisuse(f"{self._where} belongs to process {self._pid}: a forked child opens its own.")
+
+    def _check_whole(self) -> None:
+        if self._damage:
+            error = StorageCorrupt(f"{self._where} is only read: {' '.join(self._damage)}")
+            error.advice = "Copy what it holds into another store."
+            raise error
+
+    def _wait(self) -> None:
+        """Sleep, without the lock, until no call has the store alone."""
+        if not self.lock.wait_for(lambda: self._turn_of is None, IO_TIMEOUT_S):
+            raise StorageTimeout(
+                f"{self._where}: a commit, or another change of generations, is not over for {IO_TIMEOUT_S:.0f} s."
+            )
