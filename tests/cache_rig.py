@@ -14,7 +14,7 @@ import aio_ext
 from offload import waiting
 from offload.report.meter import Meter
 from offload.report.trace import Trace
-from offload.tiers.home import HostHome, StoredHome, UnitHomes
+from offload.tiers.home import ExtentPart, HostHome, StoredHome, UnitHomes
 from offload.tiers.weights.host import HostLevel
 from offload.tiers.weights.pin import Entry, Pin, Purpose
 from offload.tiers.weights.shadow import Slot
@@ -244,7 +244,8 @@ class Rig:
                 continue
             trained = self.extents[name] = self.store.add(name, name)
             still = self.store.add(f"{name}.frozen", name.upper()) if frozen else None
-            home = StoredHome(name, self.store, trained, still, Trace())  # type: ignore[arg-type]
+            parts = [None if extent is None else ExtentPart(self.store, extent) for extent in (trained, still)]  # type: ignore[arg-type]
+            home = StoredHome(name, *parts, Trace())
             self.homes.append(UnitHomes(home, None, []))
         slot_bytes = 2 * PART_BYTES
         slots = [Slot(aio_ext.Memory(slot_bytes)) for _ in range(num_slots)]
