@@ -53,7 +53,8 @@ class Transformer(nn.Module):
 
 def _table(rows: int, width: int) -> nn.Embedding:
     """Without its initialiser, for which torch brings in its compiler on the meta device: that takes a second."""
-    return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
+    table: nn.Embedding = nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
+    return table
 
 
 class Layer(nn.Module):
