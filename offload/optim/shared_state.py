@@ -7,6 +7,7 @@ parameter. It is copied, given to a copy of the optimizer, and compared.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,8 +32,12 @@ class _Bare(torch.optim.Optimizer):
     """An optimizer with nothing of its own."""
 
 
-OF_TORCH = frozenset(vars(_Bare([torch.zeros(1)], {}))) - {"defaults"}
-"""Attributes that every optimizer has: parameters, states and hooks."""
+@functools.cache
+def of_torch() -> frozenset[str]:
+    """Attributes that every optimizer has: parameters, states and hooks. The first optimizer of a process brings in
+    torch's compiler, which takes a second: a forecast makes none."""
+    return frozenset(vars(_Bare([torch.zeros(1)], {}))) - {"defaults"}
+
 
 _OF_OTHERS = frozenset({"step", "grad_scale", "found_inf", "_opt_called", "_step_count", "_engine_side"})
 """Attributes that schedulers, scalers and the engine put on an optimizer: no step of it reads them."""
@@ -91,7 +96,7 @@ class SharedState:
                 raise ConfigError(cannot(name, why)) from error
 
         attributes = vars(optimizer)
-        names = [name for name in attributes if name not in OF_TORCH | _OF_OTHERS]
+        names = [name for name in attributes if name not in of_torch() | _OF_OTHERS]
         return cls(
             [
                 {option: copied(f"group option {option!r}", value) for option, value in _options(group).items()}
@@ -116,7 +121,7 @@ class SharedState:
     def put(self, optimizer: torch.optim.Optimizer, params: Sequence[Sequence[torch.nn.Parameter]]) -> None:
         """Give a copy to ``optimizer``, a copy of the user's, with these parameters in its groups and no states."""
         own = vars(optimizer)
-        for name in own.keys() - OF_TORCH:
+        for name in own.keys() - of_torch():
             del own[name]
         groups, attributes, entries = copy.deepcopy(
             (self.groups, self.attributes, self.entries), {id(_OWNER): optimizer}
