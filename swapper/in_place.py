@@ -1,8 +1,8 @@
 """Records that lie in files of other people's, which are read where they are and never written.
 
 [Note: Aligned reads around unaligned bytes] A file has its tensors one after the other, at any byte; direct I/O asks
-for whole pages. Of each part the whole pages within go to where the part begins, and are moved up by less than a page
-when they have come; what is left at either end comes with the page that it is in, to pages beside the record. So
+for whole pages. Of each part the whole pages within go to a page of the part, and are moved by less than one when
+they have come; what is left at either end comes with the page that it is in, to pages beside the record. So
 nothing is read twice but those pages, and nothing beyond the record is written.
 
 [Note: A file that changes] The bytes of a part get their checksum when they are read for the first time, unless it was
@@ -91,6 +91,11 @@ class _Reading:
         low, high = begin - begin % PAGE_BYTES, align(end)
         first, last = align(begin), end - end % PAGE_BYTES
         self.part = part
+        self.target = part.offset + first - begin
+        """Where the first whole page belongs."""
+        self.landing = part.offset if part.offset % PAGE_BYTES == 0 else align(self.target)
+        """The page of the record that it comes to. Where that is behind, the last page would end beyond the part."""
+        last -= PAGE_BYTES if self.landing > self.target else 0
         self.direct_start, self.direct_bytes = first, 0
         self.edges: list[_Edge] = []
         self.expected: int | None = None
@@ -102,18 +107,18 @@ class _Reading:
                 self.edges.append(_Edge(start, page_bytes, within, nbytes, target, place))
                 place += page_bytes
 
-        if part.offset % PAGE_BYTES or last <= first:
+        if last <= first:
             edge(low, high - low, begin - low, part.nbytes, part.offset)
         else:
             self.direct_bytes = last - first
             edge(low, PAGE_BYTES, begin - low, first - begin, part.offset)
-            edge(last, PAGE_BYTES, 0, end - last, part.offset + last - begin)
+            edge(last, high - last, 0, end - last, part.offset + last - begin)
         self.end = place
 
     def requests(self, address: int, pages: int) -> Iterator[tuple[int, int, int]]:
         """Offset in the file, address and bytes of each read. What is beyond the file's last whole page is left out."""
         if self.direct_bytes:
-            yield self.direct_start, address + self.part.offset, self.direct_bytes
+            yield self.direct_start, address + self.landing, self.direct_bytes
         whole = self.part.file.nbytes // PAGE_BYTES * PAGE_BYTES
         for edge in self.edges:
             nbytes = min(edge.page_bytes, whole - edge.start)
@@ -122,10 +127,9 @@ class _Reading:
 
     def settle(self, address: int, pages: int, files: InPlaceFiles) -> None:
         """Bring the bytes to their places once the reads are over."""
-        file, target = self.part.file, address + self.part.offset
-        shift = self.direct_start - self.part.start
-        if self.direct_bytes and shift:
-            ctypes.memmove(target + shift, target, self.direct_bytes)
+        file = self.part.file
+        if self.direct_bytes and self.landing != self.target:
+            ctypes.memmove(address + self.target, address + self.landing, self.direct_bytes)
         whole = file.nbytes // PAGE_BYTES * PAGE_BYTES
         for edge in self.edges:
             at, behind = pages + edge.place, max(edge.start, whole)

@@ -99,7 +99,8 @@ def plan_run(model: nn.Module, given: OffloadConfig, world: World, birth: Birth)
 def _refuse_quantised_elsewhere(units: Sequence[UnitSpec], config: OffloadConfig, device: torch.device) -> None:
     """Raise ``ConfigError`` for quantised parameters that were made for another device, or whose values are to come
     from files."""
-    for spec in (spec for unit in units for spec in unit.parameters if spec.packing is not None):
+    packed = ((spec, spec.packing) for unit in units for spec in unit.parameters if spec.packing is not None)
+    for spec in (spec for spec, packing in packed if not packing.is_of_files):
         if config.weights_path is not None:
             raise ConfigError(
                 f"weights={config.weights_path}: parameter {spec.name} is quantised, and the files have ordinary "

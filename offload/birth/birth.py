@@ -32,12 +32,16 @@ class Birth:
         self._model = model
         self._weights = None if weights is None else Weights(weights)
         self._origins: Mapping[Site, Origin] = {}
+        self._replaced: dict[Site, tuple[nn.Parameter, nn.Parameter | None]] = {}
+        """Parameters that stand for quantised weights of the files, and those in whose places they are."""
         if self._weights is not None:
             try:
-                self._origins = origins_in(self._weights, model)
+                found = origins_in(self._weights, model)
             except BaseException:
                 self.close()
                 raise
+            self._origins = found.origins
+            self._quantise(found.quantised)
         self._read = frozenset(self._origins)
         """Those that come from ``weights``."""
 
@@ -111,12 +115,21 @@ class Birth:
             )
             tensors[site.name] = made[id(tensor)]
         forget(self._model)
+        self._replaced = {}
 
     def close(self) -> None:
-        """Close the files. Nothing more can be asked for."""
+        """Close the files. Nothing more can be asked for. A model that no engine has taken over is as it was."""
         self._origins = {}
+        for (module, name), (own, before) in self._replaced.items():
+            if module._parameters.get(name) is own:
+                module._parameters[name] = before
         if self._weights is not None:
             self._weights.close()
+
+    def _quantise(self, parameters: Mapping[Site, nn.Parameter]) -> None:
+        for site, parameter in parameters.items():
+            self._replaced[site] = parameter, site.module._parameters[site.name]
+            site.module._parameters[site.name] = parameter
 
     def _find_rest(self, model: nn.Module) -> Mapping[Site, Origin]:
         rest = {site for site in sites_of(model) if site not in self._read and tensor_of(site).device.type == "meta"}

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.birth.stored_quantised import StoredQuantised
 from offload.birth.weights_file import StoredTensor
 from offload.errors import ConfigError, WeightsError
 from offload.units import Site
@@ -69,13 +70,15 @@ def initialise_missing(model: Any, loaded: Iterable[torch.Tensor]) -> None:
 class Renamed:
     """The tensors of weights files by the names that the model has for them."""
 
-    found: Mapping[str, StoredTensor | Converted]
+    found: Mapping[str, StoredTensor | StoredQuantised | Converted]
     unexpected: list[str]
     used: list[Any]
     """The conversions of ``transformers`` that were used: it undoes them when the model is saved."""
 
 
-def renamed(model: Any, stored: Mapping[str, StoredTensor], dtypes: Mapping[str, torch.dtype]) -> Renamed:
+def renamed(
+    model: Any, stored: Mapping[str, StoredTensor | StoredQuantised], dtypes: Mapping[str, torch.dtype]
+) -> Renamed:
     """Find the model's names for what is stored, by the mappings that ``from_pretrained`` has for its class.
 
     ``dtypes`` are those of the model's tensors. Raises ``ConfigError`` where this release of ``transformers`` does it
@@ -95,7 +98,7 @@ def renamed(model: Any, stored: Mapping[str, StoredTensor], dtypes: Mapping[str,
     converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     own = dict.fromkeys(dtypes, True)
     prefix = model.base_model_prefix
-    found: dict[str, StoredTensor | Converted] = {}
+    found: dict[str, StoredTensor | StoredQuantised | Converted] = {}
     sources: dict[str, list[_Source]] = {}
     unexpected: list[str] = []
     for name in sorted(stored, key=dot_natural_key):
@@ -123,7 +126,7 @@ class _Source:
     """A tensor that a conversion takes in, in the place of ``pattern``."""
 
     pattern: str
-    stored: StoredTensor
+    stored: StoredTensor | StoredQuantised
     dtype: torch.dtype
 
 

@@ -5,33 +5,51 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from offload.birth import hugging_face
+from offload.birth.adapters import sites_by_name, without_adapters
 from offload.birth.hugging_face import Converted, listed
 from offload.birth.initialise import tensor_of
 from offload.birth.origin import Origin
+from offload.birth.stored_quantised import StoredQuantised, paired
 from offload.birth.weights_file import StoredTensor, Weights
 from offload.errors import ConfigError, WeightsError, warn
 from offload.units import Site
 from swapper import FilePart
 
+Item = StoredTensor | StoredQuantised | Converted
+"""What files have for one weight."""
 
-def origins_in(weights: Weights, model: nn.Module) -> dict[Site, Origin]:
+
+class Stored(NamedTuple):
+    """What the files have of a model's tensors. ``quantised``: parameters in the place of those that are quantised
+    there and frozen here."""
+
+    origins: dict[Site, Origin]
+    quantised: dict[Site, nn.Parameter]
+
+
+def origins_in(weights: Weights, model: nn.Module) -> Stored:
     """The origin of each parameter and persistent buffer that the files have.
 
     Raises ``WeightsError``, in the words of ``load_state_dict``, for names that are missing or not expected and for
     other shapes: all of them in one. As in ``from_pretrained`` a model of ``transformers`` is only warned of names.
-    Raises ``ConfigError`` where the files have several values for weights that the model ties.
+    Of a model of ``peft`` these are those of the model that the adapters were put into.
+    Raises ``ConfigError`` where the files have several values for weights that the model ties, and for adapters that
+    begin with values of the weights.
     """
-    sites = _sites_by_name(model)
+    model = without_adapters(model)
+    sites = sites_by_name(model)
     tensors = {name: tensor_of(site) for name, site in sites.items()}
-    found: Mapping[str, StoredTensor | Converted] = weights.tensors
+    stored = paired(weights.tensors)
+    found: Mapping[str, Item] = stored
     pretrained = hugging_face.is_pretrained(model)
     if pretrained:
-        mapped = hugging_face.renamed(model, weights.tensors, {name: tensor.dtype for name, tensor in tensors.items()})
+        mapped = hugging_face.renamed(model, stored, {name: tensor.dtype for name, tensor in tensors.items()})
         found, unexpected = mapped.found, mapped.unexpected
         model._weight_conversions = mapped.used  # type: ignore[assignment]  # ``save_pretrained`` undoes them
     else:
@@ -58,32 +76,31 @@ def origins_in(weights: Weights, model: nn.Module) -> dict[Site, Origin]:
     for names in present:
         _check_tied(weights.path, names, found)
     origins: dict[Site, Origin] = {}
+    quantised: dict[Site, nn.Parameter] = {}
     for names, group in zip(present, tied.values(), strict=True):
-        if names:
-            origin = _origin(found[names[0]], tensors[names[0]].dtype)
-            origins.update((sites[name], origin) for name in group)
-    return origins
+        if not names:
+            continue
+        item, tensor = found[names[0]], tensors[names[0]]
+        if isinstance(item, StoredQuantised) and isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+            origin = item.origin(tensor.dtype)
+            parameter = nn.Parameter(item.over(tensor.dtype, "meta"), requires_grad=False)
+            quantised.update((sites[name], parameter) for name in group)
+        else:
+            origin = _origin(item, tensor.dtype)
+        origins.update((sites[name], origin) for name in group)
+    return Stored(origins, quantised)
 
 
-def _origin(item: StoredTensor | Converted, dtype: torch.dtype) -> Origin:
+def _origin(item: Item, dtype: torch.dtype) -> Origin:
     """The origin that is read from files when it is needed, and cast to the dtype that the model has."""
     if isinstance(item, Converted):
         return Origin(item.whole)
+    if isinstance(item, StoredQuantised):  # which is trained
+        return Origin(partial(item.whole, dtype))
     parts: tuple[FilePart, ...] = ()
     if torch.promote_types(item.dtype, dtype) == dtype:  # else the model's dtype rounds it
         parts = (FilePart(item.file.read_only, item.start, item.nbytes, 0),)
     return Origin(partial(item.whole, dtype), partial(item.rows, dtype=dtype), item.dtype, parts)
-
-
-def _sites_by_name(model: nn.Module) -> dict[str, Site]:
-    """Sites by the names that a state dict of the model has."""
-    found: dict[str, Site] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        persistent = [name for name in module._buffers if name not in module._non_persistent_buffers_set]
-        for name in (*module._parameters, *persistent):
-            if module._parameters.get(name) is not None or module._buffers.get(name) is not None:
-                found[f"{prefix}.{name}" if prefix else name] = Site(module, name)
-    return found
 
 
 def _extra_states(model: nn.Module) -> list[str]:
@@ -95,7 +112,7 @@ def _extra_states(model: nn.Module) -> list[str]:
     ]
 
 
-def _check_tied(path: Path, names: Sequence[str], found: Mapping[str, StoredTensor | Converted]) -> None:
+def _check_tied(path: Path, names: Sequence[str], found: Mapping[str, Item]) -> None:
     """Raise ``ConfigError`` if weights that are one in the model are several in the files, with different values."""
     items = [item for item in (found[name] for name in names) if isinstance(item, StoredTensor)]
     for other in items[1:]:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
+from offload.quantised import QuantisedWeight
 from swapper import align
 
 _ALIGNMENT_BYTES = 64
@@ -81,6 +82,15 @@ class Packing:
         """Attributes that each tensor of this class and structure has; all else is something that others have hung on
         it."""
 
+    @property
+    def is_of_files(self) -> bool:
+        """Its bytes lie in weights files as they are: the tensor can be without values."""
+        return issubclass(self.kind, QuantisedWeight)
+
+    def offsets(self, tensor: torch.Tensor) -> list[int]:
+        """Where the bytes of each ordinary tensor begin that such a tensor wraps, in order."""
+        return [item.offset for item, _ in self._outer.plain(tensor)]
+
     def __str__(self) -> str:
         """The same for two tensors if the bytes of one can be those of the other."""
         return _said(self._outer)
@@ -142,7 +152,7 @@ def packing_of(name: str, parameter: nn.Parameter, dtype: torch.dtype) -> Packin
             "convert the model to that before it is quantised, or set precision=."
         )
     packing = Packing(value)
-    if value.is_meta:
+    if value.is_meta and not packing.is_of_files:
         raise ConfigError(f"parameter {name} is a {kind} on the meta device: quantise the model when it has values")
     return packing
 

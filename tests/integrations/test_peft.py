@@ -11,7 +11,7 @@ import pytest
 import torch
 from adapted import ADAPTERS, OPTIONS, TARGETS, adapted, llama, logits, on_nvme, same_values, train
 
-from offload import ConfigError, OffloadEngine
+from offload import BudgetError, ConfigError, OffloadEngine, deferred_init
 
 peft = pytest.importorskip("peft")
 
@@ -42,6 +42,46 @@ def test_an_adapter_is_trained_as_in_memory_and_its_base_is_only_read(adapter: s
     assert sum(plan.memory["states"].values()) <= 10 * trainable + 4096 * len(plan.units)  # and no states
     assert sum(written) <= len(written) * plan.step_write_bytes < frozen_bytes
     assert report.nvme_read_bytes > frozen_bytes
+
+
+def test_an_adapter_over_weights_in_files_is_trained_as_in_memory_and_the_files_are_read_in_place(
+    tmp_path: Path,
+) -> None:
+    base = llama()
+    with torch.no_grad():
+        for parameter in base.parameters():
+            parameter.mul_(0.5)  # so that it is seen where the values come from
+    base.save_pretrained(tmp_path / "base")
+    model = adapted()
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data.mul_(0.5)
+    with OffloadEngine(model, **OPTIONS) as engine:
+        losses = train(engine.module, engine.optimizer)
+        values = engine.state_dict()
+
+    def unborn() -> Any:
+        return deferred_init(lambda: adapted().to(torch.bfloat16))  # peft leaves adapters in fp32 where it is not known
+
+    options = {**OPTIONS, "weights": tmp_path / "base", "nvme_path": tmp_path}
+    with pytest.raises(BudgetError) as error:  # what is beside a tensor in its pages takes room as well
+        OffloadEngine(unborn(), host_memory=1, **options)
+    needed = error.value.needed_bytes
+    with OffloadEngine(unborn(), host_memory=needed, **options) as engine:
+        assert engine.plan.in_place_bytes > 0
+        assert engine.plan.nvme_bytes["weights"] <= 2 * sum(i.unit.trainable_numel for i in engine.plan.units)
+        assert train(engine.module, engine.optimizer) == losses
+        assert same_values(engine.state_dict(), values)
+
+
+def test_adapters_that_begin_with_values_of_the_weights_are_refused_where_these_are_in_files(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"lora_magnitude_vector of .* computed from the model's weights"):
+        OffloadEngine(adapted("DoRA"), weights=tmp_path, **OPTIONS)
+    config = peft.LoraConfig(r=4, target_modules=TARGETS, modules_to_save=["lm_head"])
+    model = peft.get_peft_model(llama(), config, autocast_adapter_dtype=False)
+    with pytest.raises(ConfigError, match="modules_to_save: lm_head"):
+        OffloadEngine(model, weights=tmp_path, **OPTIONS)
 
 
 def test_merging_between_steps_is_as_in_memory(tmp_path: Path) -> None:

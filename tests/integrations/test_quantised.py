@@ -186,8 +186,8 @@ def test_what_cannot_be_held_is_refused(tmp_path: Path) -> None:
     assert "stands for torch.bfloat16, and the engine's weights are torch.float32" in refused(
         as_it_is, precision="fp32"
     )
-    (tmp_path / "empty").mkdir()
-    assert "quantised, and the files have ordinary values" in refused(as_it_is, weights=tmp_path / "empty")
+    llama().save_pretrained(tmp_path / "base")
+    assert "quantised, and the files have ordinary values" in refused(as_it_is, weights=tmp_path / "base")
 
 
 def test_a_checkpoint_of_it_is_not_exported(tmp_path: Path) -> None:

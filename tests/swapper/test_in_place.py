@@ -46,7 +46,7 @@ def read(record: InPlaceRecord, nbytes: int) -> bytes:
         return ctypes.string_at(memory.address, nbytes)
 
 
-@pytest.mark.parametrize("offset", [0, 64, PAGE_BYTES])
+@pytest.mark.parametrize("offset", [0, 64, PAGE_BYTES, PAGE_BYTES + 192])
 @pytest.mark.parametrize("start", [0, 1, 100, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 8, 3 * PAGE_BYTES - 5])
 def test_parts_of_any_length_at_any_byte_come_to_their_place_and_nothing_else_is_touched(
     start: int, offset: int, file: ReadOnlyFile, files: InPlaceFiles, content: bytes

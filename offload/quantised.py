@@ -1,0 +1,144 @@
+"""Weights in the formats of files: tensors that hold a file's bytes, and are dequantised where they are used.
+
+Each class wraps the tensors that a file has for one weight, and stands for the dequantised weight in the dtype of the
+model. Frozen weights alone: there is a gradient for what is multiplied with them, and none for themselves. What
+autograd keeps of one for backward is the wrapper, so that no dequantised weight outlives its use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils._pytree import tree_map
+
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""Values of E2M1 by their codes (OCP Microscaling Formats 1.0, table 2)."""
+
+_aten = torch.ops.aten
+
+
+class QuantisedWeight(torch.Tensor):
+    """A weight of ``shape`` and ``dtype`` that is made of two tensors of a file: its codes, and their scales."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    def __new__(cls, codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)  # type: ignore[attr-defined]
+
+    def __init__(self, codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.codes = codes
+        self.scales = scales
+
+    def dequantize(self) -> torch.Tensor:
+        """The weight as an ordinary tensor, in memory of its own."""
+        raise NotImplementedError
+
+    def select_first(self, index: int) -> QuantisedWeight:
+        """One of several weights that lie one after the other, without a copy."""
+        return type(self)(self.codes[index], self.scales[index], self.shape[1:], self.dtype)
+
+    def over(self, call: Callable[[torch.Tensor], torch.Tensor]) -> QuantisedWeight:
+        """The same weight over what ``call`` makes of the tensors."""
+        return type(self)(call(self.codes), call(self.scales), self.shape, self.dtype)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+        return ["codes", "scales"], self.dtype
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: Mapping[str, torch.Tensor], context: torch.dtype, outer_size: torch.Size, outer_stride: Any
+    ) -> QuantisedWeight:
+        return cls(inner["codes"], inner["scales"], torch.Size(outer_size), context)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is F.linear and isinstance(args[1] if len(args) > 1 else kwargs.get("weight"), QuantisedWeight):
+            return _linear(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        weight = args[0] if args else None
+        if isinstance(weight, QuantisedWeight):
+            if function in (_aten.detach.default, _aten.alias.default):
+                return weight.over(torch.Tensor.detach)
+            if function is _aten.clone.default:
+                return weight.over(torch.Tensor.clone)
+            if function is _aten._to_copy.default and kwargs.get("dtype", weight.dtype) in (None, weight.dtype):
+                device = kwargs.get("device") or weight.device
+                return weight.over(lambda tensor: tensor.to(device, copy=True))
+            if function is _aten.select.int and args[1] == 0 and weight.dim() == 3:
+                return weight.select_first(args[2])
+        return function(*tree_map(_ordinary, args), **tree_map(_ordinary, kwargs))
+
+
+class Fp8Blocks(QuantisedWeight):
+    """FP8 codes with a scale for each block of them, as ``weight`` and ``weight_scale_inv`` of DeepSeek-V3 and others.
+
+    Source: ``Fp8Dequantize`` of ``transformers``, whose bits these are.
+    """
+
+    def dequantize(self) -> torch.Tensor:
+        rows, columns = self.codes.shape
+        down, across = self.scales.shape
+        blocks = self.codes.float().view(down, rows // down, across, columns // across)
+        return (blocks * self.scales.float()[:, None, :, None]).view(rows, columns).to(self.dtype)
+
+
+class Mxfp4(QuantisedWeight):
+    """Two 4-bit codes a byte, and a power of two for each 32, as ``_blocks`` and ``_scales`` of GPT-OSS. A stack of
+    weights stands for the transposed ones, as its experts have them.
+
+    Source: ``convert_moe_packed_tensors`` of ``transformers``, whose bits these are.
+    """
+
+    @property
+    def is_transposed(self) -> bool:
+        """The shape has the last two dimensions of what lies there in another order."""
+        return tuple(self.shape) != (*self.codes.shape[:-2], 2 * self.codes.shape[-2:].numel())
+
+    def dequantize(self) -> torch.Tensor:
+        table = torch.tensor(_FP4, dtype=self.dtype, device=self.codes.device)
+        codes = torch.stack([self.codes & 0xF, self.codes >> 4], dim=-1).flatten(-2)
+        values = torch.ldexp(table[codes.int()], (self.scales.int() - 127)[..., None])
+        values = values.flatten(-2).to(self.dtype)
+        return values.transpose(-1, -2).contiguous() if self.is_transposed else values
+
+
+class _Linear(torch.autograd.Function):
+    """``F.linear`` that keeps the weight as it is, and dequantises it for backward once more."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        ctx.has_bias = bias is not None
+        return F.linear(x, weight.dequantize(), bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        (weight,) = ctx.saved_tensors
+        of_x = gradient @ weight.dequantize() if ctx.needs_input_grad[0] else None
+        of_bias = gradient.flatten(0, -2).sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        return of_x, None, of_bias
+
+
+def _linear(input: torch.Tensor, weight: QuantisedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return _Linear.apply(input, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _ordinary(value: Any) -> Any:
+    return value.dequantize() if isinstance(value, QuantisedWeight) else value
