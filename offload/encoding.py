@@ -123,7 +123,7 @@ class _Encoder:
             return value
         if isinstance(value, (int, float)) and type(value) in (int, float):
             return value
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and not value.is_meta:
             return self._tensor(value)
         if isinstance(value, np.ndarray) and not value.dtype.hasobject:
             return {"$array": [value.dtype.str, list(value.shape), *self._keep(_bytes_of(value))]}

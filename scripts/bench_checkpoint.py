@@ -87,6 +87,7 @@ def main() -> None:
     parser.add_argument("--clip", type=float, default=0.0)
     parser.add_argument("--steps", type=int, default=4, help="of a turn")
     parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--saves", type=int, default=None, help="turns with save_checkpoint and torch.save; as --turns")
     parser.add_argument("--path", default=None, help="directory on the disk to be measured")
     arguments = parser.parse_args()
     with contextlib.ExitStack() as closing:
@@ -126,15 +127,13 @@ def main() -> None:
 
         copies: list[float] = []
         without, with_save, with_copy = [], [], []
-        for _ in range(arguments.turns):
+        for _ in range(arguments.turns if arguments.saves is None else arguments.saves):
             without.append(bench.steps(plain, batch))
             with_save.append(bench.steps(plain, batch, checkpoint))
             with_copy.append(bench.steps(plain, batch, copy))
-        shutil.rmtree(saved)
-        for name, found, call in (
-            ("save_checkpoint", with_save, calls),
-            ("torch.save of state dicts", with_copy, copies),
-        ):
+        shutil.rmtree(saved, ignore_errors=True)
+        kinds = (("save_checkpoint", with_save, calls), ("torch.save of state dicts", with_copy, copies))
+        for name, found, call in kinds if calls else ():
             extra = [(b - a) * arguments.steps / a for a, b in zip(without, found, strict=True)]
             print(f"  {name}: costs {percent(extra)} of a step; the call takes {measured(call)}")
         plain.close()

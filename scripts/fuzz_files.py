@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import faulthandler
 import json
 import os
@@ -20,6 +19,7 @@ import random
 import resource
 import shutil
 import signal
+import socket
 import struct
 import sys
 import tempfile
@@ -32,7 +32,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
+from _fuzz_changes import Change, bytewise, in_fields, in_header, in_json, in_part, in_text_of, sealed
+from run_kill import start
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -54,7 +55,6 @@ SECONDS_MAX = 20
 MEMORY_BYTES_MAX = 100 << 20
 WRONG_MAX = 20
 
-Change = Callable[[random.Random, bytes], bytes]
 Read = Callable[[bytes, int], bool]
 """Reads bytes that were changed; whether they were taken. The number says which input it is."""
 
@@ -91,125 +91,29 @@ def backward(engine: OffloadEngine) -> None:
     engine.backward(engine(torch.ones(4, 32)).float().square().mean())
 
 
-# Ways to change bytes.
+def save_of_ranks(folder: Path) -> None:
+    """Two ranks save a checkpoint together. To be called in a process of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
 
-_JUNK: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, 2, 255, 256, 4096, 1 << 31, 1 << 32, (1 << 53) + 1, 1 << 63, 1 << 64, 10**40, 0.5,
-    -0.0, 1e308, float("inf"), float("nan"), "", "a", "..", "../x", "/etc/passwd", "a/b", "\0", "\ud800", "é", "😀",
-    "$tensor", "__metadata__", "x" * 300, [], {}, [[]], [0], ["a"], {"a": 1}, {"$tensor": ["float32", [2], 0, 8]},
-    {"$tensor": ["quint8", [4], 0, 4]}, {"$tensor": ["float32", [1 << 40, 0], 0, 0]}, {"$bytes": [0, 4]},
-    {"$dict": [[[], 1]]}, {"$dict": [[1, 2]]}, {"$set": [[1]]}, {"$tuple": [1, 2]}, {"$array": ["<f4", [1], 0, 4]},
-    {"$scalar": ["|O", 0, 8]}, {"$dtype": "quint8"}, {"$dtype": "bool"}, {"$device": "cuda:99"}, {"$complex": [1]},
-    {"$none": 1}, {"$deque": []}, [0] * 100, [[[[[[[[[[]]]]]]]]]],
-)  # fmt: skip
+    def save(rank: int) -> None:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with make_engine(0) as engine:
+            backward(engine)
+            engine.step()
+            engine.save_checkpoint(folder, "t", client_state={"a": [1, (2, torch.ones(3))]})
 
-
-def bytewise(rng: random.Random, data: bytes) -> bytes:
-    """Flip, insert, delete, cut, repeat."""
-    changed = bytearray(data)
-    for _ in range(rng.choice((1, 1, 2, 5))):
-        at, kind = rng.randrange(len(changed) + 1), rng.randrange(6)
-        if kind == 0 and at < len(changed):
-            changed[at] ^= 1 << rng.randrange(8)
-        elif kind == 1:
-            changed[at:at] = rng.randbytes(rng.choice((1, 8, 64)))
-        elif kind == 2:
-            del changed[at : at + rng.choice((1, 4, 100))]
-        elif kind == 3 and rng.random() < 0.3:
-            del changed[at:]
-        elif kind == 4:
-            changed[at:at] = changed[at : at + rng.choice((1, 16, 200))]
-        elif at < len(changed):
-            changed[at : at + 1] = rng.choice((b"[", b"{", b"]", b'"', b"9", b",", b"-", b"\xff", b"\\"))
-    return bytes(changed)
+    other = start(lambda: save(1))
+    save(0)
+    end_of(other)
 
 
-def in_json(rng: random.Random, data: bytes) -> bytes:
-    """Change some values of a text, wherever they are in it."""
-    try:
-        root = [json.loads(data)]
-    except (ValueError, RecursionError):
-        return bytewise(rng, data)
-    for _ in range(rng.choice((1, 1, 1, 2, 4))):
-        _change(rng, root)
-    return json.dumps(root[0], separators=(",", ":")).encode()
-
-
-def _change(rng: random.Random, root: list[Any]) -> None:
-    holder, key = root, 0
-    while isinstance(holder[key], (list, dict)) and holder[key] and (holder is root or rng.random() < 0.85):
-        holder = holder[key]
-        key = rng.randrange(len(holder)) if isinstance(holder, list) else rng.choice(list(holder))
-    value, kind = holder[key], rng.randrange(8)
-    if kind == 0 and len(holder) > 1:
-        del holder[key]
-    elif kind == 1 and isinstance(holder, list) and holder is not root:
-        holder.insert(key, copy.deepcopy(value))
-    elif kind == 2 and isinstance(holder, dict):
-        holder[str(rng.choice(_JUNK))] = holder.pop(key)
-    elif kind == 3 and isinstance(holder, list) and len(holder) > 1:
-        rng.shuffle(holder)
-    elif kind in (4, 5) and type(value) is int:
-        holder[key] = rng.choice((value + 1, value - 1, -value, value * 2, value << 20, value // 2, value + 4096))
-    else:
-        holder[key] = copy.deepcopy(rng.choice(_JUNK))
-
-
-def in_text_of(change: Change) -> Change:
-    """The same in the text that a description begins with; the memory behind it stays."""
-
-    def changed(rng: random.Random, data: bytes) -> bytes:
-        (length,) = struct.unpack_from("<Q", data)
-        text = change(rng, data[8 : 8 + length])
-        return struct.pack("<Q", len(text)) + text + data[8 + length :]
-
-    return changed
-
-
-def in_part(name: str) -> Change:
-    """Changes values of one member of an object."""
-
-    def changed(rng: random.Random, data: bytes) -> bytes:
-        content = json.loads(data)
-        content[name] = json.loads(in_json(rng, json.dumps(content[name]).encode()))
-        return json.dumps(content, separators=(",", ":")).encode()
-
-    return changed
-
-
-def sealed(change: Change) -> Change:
-    """The change of a manifest's body, with a good checksum, and most often a good size."""
-
-    def changed(rng: random.Random, data: bytes) -> bytes:
-        body = bytearray(change(rng, data[:-16]))
-        if len(body) >= 64 and rng.random() < 0.9:
-            struct.pack_into("<Q", body, 56, len(body) + 16)
-        return bytes(body) + xxhash.xxh3_128_digest(bytes(body))
-
-    return changed
-
-
-def in_fields(rng: random.Random, data: bytes) -> bytes:
-    """Change numbers of the header of a manifest, and of its extents."""
-    body = bytearray(data)
-    for _ in range(rng.choice((1, 1, 2, 4))):
-        at = rng.choice((8, 12, 32, 40, 44, 48, 52, 56, *(64 + 4 * rng.randrange(8 * 8) for _ in range(8))))
-        value = rng.choice((0, 1, 2, 7, 255, 4096, 8192, 1 << 20, (1 << 31) - 1, 1 << 31, (1 << 32) - 1))
-        if at + 4 <= len(body):
-            struct.pack_into("<I", body, at, value)
-    return bytes(body)
-
-
-def in_header(change: Change) -> Change:
-    """The change of a safetensors header, with its length most often put right."""
-
-    def changed(rng: random.Random, data: bytes) -> bytes:
-        (length,) = struct.unpack_from("<Q", data)
-        text = change(rng, data[8 : 8 + length])
-        told = len(text) if rng.random() < 0.95 else rng.choice((0, 1, len(text) + 1, 1 << 40, (1 << 64) - 1))
-        return struct.pack("<Q", told) + text + data[8 + length :]
-
-    return changed
+def end_of(process: int) -> None:
+    if os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]):
+        raise SystemExit("a rank has failed")
 
 
 # Who reads.
@@ -223,6 +127,7 @@ class Files:
         self._every = every
         self._num_taken: Counter[str] = Counter()
         self.weights: dict[str, torch.Tensor] = {}
+        end_of(start(lambda: save_of_ranks(folder / "ranks")))  # first of all: it forks, before torch has threads
         for name, optimizer in (("kernel", "adamw"), ("torch", torch.optim.RAdam)):
             with make_engine(0, optimizer) as engine:
                 backward(engine)
@@ -236,6 +141,7 @@ class Files:
         shard = folder / "safetensors" / next(iter(json.loads(index.read_text())["weight_map"].values()))
         self.formats = [
             *self._of_checkpoint("kernel", "adamw"), *self._of_checkpoint("torch", torch.optim.RAdam),
+            *self._of_ranks(),
             Format("header", shard.read_bytes(), (in_header(in_json), in_header(bytewise), bytewise), self._shard, 8),
             Format("index", index.read_bytes(), (in_json, bytewise), self._index, 4),
             Format("dcp", (folder / "dcp/.metadata").read_bytes(), (bytewise,), self._distributed, 2),
@@ -271,18 +177,51 @@ class Files:
         yield Format(f"description, {name}", metadata, (units, units, in_text_of(bytewise), bytewise), description, 5)
         yield Format(f"run state, {name}", metadata, (run, run, in_text_of(in_json)), description, 5)
 
+    def _of_ranks(self) -> Iterator[Format]:
+        """The part of one rank, changed, beside the other's as it is."""
+        part = "rank-1-of-2"
+        (file,) = (self.folder / "ranks" / "t" / part).glob("generation.*")
+        whole = file.read_bytes()
+        manifest = Manifest.decode(whole)
+
+        def read(data: bytes) -> bool:
+            tag = self._changed("ranks", part, data)
+            with open_checkpoint(tag, to_read=True) as opened:
+                assert opened.description.units
+            if self._is_turn("ranks"):
+                self._use_all(tag, "adamw")
+            return True
+
+        def part_of(data: bytes, number: int) -> bool:
+            return read(data)
+
+        def description(data: bytes, number: int) -> bool:
+            return read(replace(manifest, metadata=data).encode())
+
+        yield Format("manifest, ranks", whole, (sealed(in_fields), sealed(bytewise), bytewise), part_of, 2)
+        units, run = in_text_of(in_part("units")), in_text_of(in_part("run"))
+        yield Format("description, ranks", manifest.metadata, (units, run, in_text_of(in_json)), description, 3)
+
+    def _changed(self, name: str, part: str, manifest: bytes) -> Path:
+        """A checkpoint with this manifest in the place of its own, or of that of a ``part``."""
+        tag = self.folder / "changed" / "t"
+        shutil.rmtree(tag.parent, ignore_errors=True)
+        shutil.copytree(self.folder / name / "t", tag, copy_function=os.link)
+        for file in (tag / part).glob("generation.*"):
+            file.unlink()
+        generation = struct.unpack_from("<Q", manifest.ljust(40, b"\0"), 32)[0]
+        (tag / part / f"generation.{generation:016x}").write_bytes(manifest)
+        return tag
+
     def _is_turn(self, name: str) -> bool:
         self._num_taken[name] += 1
         return self._num_taken[name] % self._every == 0
 
     def _use(self, name: str, optimizer: Any, number: int, manifest: bytes) -> None:
         """All that is done with a checkpoint, with this manifest in the place of its own."""
-        tag = self.folder / "changed" / "t"
-        shutil.rmtree(tag.parent, ignore_errors=True)
-        tag.mkdir(parents=True)
-        os.link(self.folder / name / "t" / "data.0", tag / "data.0")
-        generation = struct.unpack_from("<Q", manifest, 32)[0]
-        (tag / f"generation.{generation:016x}").write_bytes(manifest)
+        self._use_all(self._changed(name, "", manifest), optimizer)
+
+    def _use_all(self, tag: Path, optimizer: Any) -> None:
         out = self.folder / "out"
         with _typed():
             json.dumps(inspect(tag, verify=True, check=lambda: None))

@@ -41,6 +41,9 @@ WIDTH = 32
 VOCAB = 100
 QUIET_S = 120.0
 """No run may be without a new line for so long."""
+IN_VAIN_MAX = 4
+"""So often may all ranks start anew without a kill before and a new step in between: a rank that is killed late may
+make the others fail in the next start."""
 
 
 # What each rank does.
@@ -184,6 +187,19 @@ def torchrun(forks: Forks, num_ranks: int, output: Path, *job: object) -> int:
 # Who kills.
 
 
+def restarts_in_vain(told: list[list[str]]) -> int:
+    """How often all ranks have started anew since the last new step, but for those starts that a kill explains."""
+    step = newest = in_vain = 0
+    for words in told:
+        if words[0] == "step" and int(words[2]) > step:
+            step, in_vain = int(words[2]), 0
+        elif words[0] == "begins" and int(words[2]) > newest:
+            newest, in_vain = int(words[2]), in_vain + 1
+        elif words[0] == "killed":
+            in_vain -= 1
+    return in_vain
+
+
 class Run:
     """One training, and the log that its ranks write."""
 
@@ -208,9 +224,17 @@ class Run:
         size = self._log.stat().st_size
         if size != self._last[1]:
             self._last = time.monotonic(), size
+            if restarts_in_vain(self.told()) > IN_VAIN_MAX:
+                raise SystemExit(
+                    f"{self._output.read_text()}\nthe run cannot go on: {IN_VAIN_MAX + 1} starts brought no new step"
+                )
         elif time.monotonic() - self._last[0] > QUIET_S:
             raise SystemExit(f"{self._output.read_text()}\na hang: no rank does anything for {QUIET_S:g} s")
         return self._status is not None
+
+    def note_kill(self) -> None:
+        with self._log.open("a") as log:
+            log.write("killed\n")
 
     def workers(self) -> tuple[int, list[int]]:
         """How often all were started anew, and the processes of the ranks that have begun since."""
@@ -262,6 +286,7 @@ def kill_some(run: Run, rng: random.Random, num_ranks: int) -> int:
             os.kill(process, signal.SIGKILL)
         except ProcessLookupError:
             return 0
+    run.note_kill()
     count = run.workers()[0]
     while not run.is_over() and run.workers()[0] == count:
         time.sleep(0.002)

@@ -3,10 +3,12 @@
 
 Small jobs train in one folder, with and without ``durable``, into one directory of checkpoints or into ``nvme_path``
 itself, alone or two at a time, and are killed at random moments. Meanwhile, and between them, the administrator moves,
-renames, copies, links and removes checkpoints and the directories that they are in, copies and links stores, puts older
-ones back, and loses a manifest. After each job every checkpoint that ``save_checkpoint`` has returned from, and every
-copy, is read whole; what retention has removed must have been its to remove; a durable run must resume at the last step
-that was committed, or say why not. Prints what was done, and fails with the first thing that was lost or changed.
+renames, copies, links and removes checkpoints and the directories that they are in, puts older ones back under their
+tags, mounts the directory elsewhere and has jobs save there (where mounts are allowed), gives checkpoints to another
+user and back (as root), copies and links stores, puts older ones back, and loses a manifest. After each job every
+checkpoint that ``save_checkpoint`` has returned from, and every copy, is read whole; what retention has removed must
+have been its to remove; a durable run must resume at the last step that was committed, or say why not. Prints what was
+done, and fails with the first thing that was lost or changed.
 """
 
 from __future__ import annotations
@@ -17,116 +19,25 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from run_kill import digest, ended, result, start
-from torch import nn
+from _administrator_job import KEEP_LAST, Job, least_budget, reference, train, weights_of
+from _full_disk import CannotMount, in_own_mounts
+from run_kill import ended, result, start
 
-from offload import BudgetError, OffloadEngine
 from offload.checkpoint.native.inspection import inspect
 from offload.checkpoint.native.mark import read_mark
-from swapper import StorageCorrupt
 from swapper.publication import published
 
-KEEP_LAST = 2
-STEPS_MAX = 60
-WIDTH = 32
-
-
-def make_engine(**options: object) -> OffloadEngine:
-    torch.manual_seed(0)
-    return OffloadEngine(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))), lr=1e-2, **options)
-
-
-def step(engine: OffloadEngine) -> None:
-    inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(engine.global_step))
-    engine.backward(nn.functional.mse_loss(engine(inputs), inputs))
-    engine.step()
-
-
-def reference() -> list[str]:
-    """The weights after each step, whoever trains."""
-    with make_engine() as engine:
-        found = [digest(engine.module)]
-        for _ in range(STEPS_MAX):
-            step(engine)
-            found.append(digest(engine.module))
-        return found
-
-
-def least_budget() -> int:
-    with tempfile.TemporaryDirectory() as path:
-        try:
-            make_engine(nvme_path=path, host_memory=1, durable=1).close()
-        except BudgetError as error:
-            return error.needed_bytes
-    raise SystemExit("one byte of host memory is enough")
-
-
-def weights_of(directory: Path, tag: str) -> tuple[int, str]:
-    """Step and weights of a checkpoint, loaded."""
-    with make_engine() as engine:
-        engine.load_checkpoint(directory, tag)
-        return engine.global_step, digest(engine.module)
-
-
-@dataclass
-class Job:
-    """One process that trains. ``log`` has a line for each thing that it has been told is done."""
-
-    process: int
-    log: Path
-    durable: bool
-    num_taken: int = 0
-    """Lines of the log that the administrator has read."""
-
-
-def train(folder: Path, log: Path, saved: Path, budget: int, seed: int, *, durable: bool) -> None:
-    """What a job does."""
-    rng = random.Random(seed)
-
-    def told(*words: object) -> None:
-        with log.open("a") as file:
-            file.write(" ".join(map(str, words)) + "\n")
-
-    try:
-        engine = make_engine(nvme_path=folder / "nvme", host_memory=budget, keep_last=KEEP_LAST, durable=int(durable))
-        with engine:
-            if durable:
-                engine.load_checkpoint()
-                told("resumed", engine.global_step, digest(engine.module))
-            elif tags := sorted(entry.name for entry in saved.glob("[!.]*") if read_mark(entry) is not None):
-                with contextlib.suppress(Exception):  # the administrator may be moving it
-                    engine.load_checkpoint(saved, rng.choice(tags) if rng.random() < 0.5 else None)
-            for _ in range(rng.randrange(2, 9)):
-                if engine.global_step == STEPS_MAX:
-                    break
-                step(engine)
-                if durable:
-                    engine._session.checkpoints.pass_boundary()
-                    engine._session.checkpoints.generations.wait()
-                    told("durable", engine.global_step)
-                if rng.random() < 0.6:
-                    tag = "best" if rng.random() < 0.2 else None
-                    engine.save_checkpoint(saved, tag)
-                    run = engine._session.checkpoints._identity.value
-                    marks = [
-                        mark for mark in map(read_mark, saved.glob("[!.]*")) if mark is not None and mark.run == run
-                    ]
-                    if marks:  # else the administrator has moved it
-                        newest = max(marks, key=lambda mark: mark.number)
-                        told("saved", run, newest.number, newest.tag)
-            engine.close(discard=True)
-    except StorageCorrupt as error:
-        told("corrupt", str(error.args[0]).replace("\n", " "))
-
+ANOTHER = 12345
+"""A user who is not us."""
 
 Key = tuple[str, int]
 """A checkpoint by its mark: run and number. Copies have the same."""
@@ -135,7 +46,7 @@ Key = tuple[str, int]
 class Administrator:
     """Knows what is where, and looks after each job whether it is."""
 
-    def __init__(self, folder: Path, rng: random.Random, expected: list[str], budget: int) -> None:
+    def __init__(self, folder: Path, rng: random.Random, expected: list[str], budget: int, may_mount: bool) -> None:
         self._folder = folder
         self._rng = rng
         self._expected = expected
@@ -154,14 +65,22 @@ class Administrator:
         self._durable: int | None = None
         """Step at which the durable run must go on, at least."""
         self._is_damaged = False
+        self._bound: Path | None = None
+        """Where the directory of checkpoints is mounted, too."""
+        self._given_away: set[Path] = set()
+        """Checkpoints that belong to another user."""
+        self._may_mount = may_mount
         (folder / "nvme").mkdir()
         (folder / "attic").mkdir()
+        if may_mount:
+            self._bind()
+            self.done["mount elsewhere"] += 1
 
     # Jobs.
 
     def start_job(self) -> None:
-        durable = self._rng.random() < 0.6 and not any(job.durable for job in self._jobs)
-        saved = self._folder / self._rng.choice(["saved", "saved", "nvme"])
+        durable = self._rng.random() < (0.2 if any(job.durable for job in self._jobs) else 0.6)
+        saved = self._rng.choice([self._bound or self._folder / "saved", self._folder / "saved", self._folder / "nvme"])
         self._num_jobs += 1
         log, seed = self._folder / f"log-{self._num_jobs}", self._num_jobs
         log.touch()
@@ -185,23 +104,30 @@ class Administrator:
                 status = os.waitstatus_to_exitcode(os.waitpid(job.process, 0)[1])
             if status not in (0, -signal.SIGKILL):
                 raise SystemExit(f"a job ended with {status}")
-        jobs, self._jobs = self._jobs, []
-        for job in jobs:
-            self._take_log(job)
+        self._take_logs()
+        self._jobs = []
         self._check_acknowledged()
         self._look_at_all()
 
-    def _take_log(self, job: Job) -> None:
-        lines = job.log.read_text().split("\n")[:-1]
-        new, job.num_taken = lines[job.num_taken :], len(lines)
-        for line in new:
-            kind, *words = line.split(" ")
+    def _take_logs(self) -> None:
+        several = sum(job.durable for job in self._jobs) > 1
+        for _, kind, *words in sorted(
+            (line for job in self._jobs for line in job.new_lines()), key=lambda it: int(it[0])
+        ):
             if kind == "durable":
                 self._durable = int(words[0])
             elif kind == "corrupt":
                 if not self._is_damaged:
                     raise SystemExit(f"a store that nobody has damaged: {' '.join(words)}")
                 self.done["damage said"] += 1
+            elif kind == "locked":
+                if not several:
+                    raise SystemExit("a store that nobody has open is locked")
+                self.done["second durable job refused"] += 1
+            elif kind == "unsafe":
+                if not self._given_away:
+                    raise SystemExit(f"nothing was given to another user: {' '.join(words)}")
+                self.done["another's data refused"] += 1
             elif kind == "saved":
                 self._acknowledged[words[0], int(words[1])] = words[2]
             elif kind == "resumed":
@@ -217,18 +143,18 @@ class Administrator:
 
     def _learn(self) -> None:
         """Whatever has its tag is a checkpoint that must stay."""
-        for directory in (self._folder / "saved", self._folder / "nvme"):
-            for folder in directory.glob("[!.]*") if directory.is_dir() else ():
-                mark = read_mark(folder)
-                if mark is not None and mark.tag == folder.name:
-                    self._seen[mark.run, mark.number] = mark.tag
-                    self._check_replaced(folder, (mark.run, mark.number))
-                    self._known[folder] = (mark.run, mark.number), mark.step
+        found = [(folder, read_mark(folder)) for name in ("saved", "nvme") for folder in self._in(name)]
+        there = [(folder, mark) for folder, mark in found if mark is not None and mark.tag == folder.name]
+        self._seen.update({(mark.run, mark.number): mark.tag for _, mark in there})
+        for folder, mark in there:
+            (run, number), _ = self._known.get(folder, ((mark.run, 0), 0))
+            if run != mark.run and mark.tag != "best" and len(self._newer((run, number))) < KEEP_LAST:
+                raise SystemExit(f"{folder} of run {run} was replaced by run {mark.run}")
+            self._known[folder] = (mark.run, mark.number), mark.step
 
-    def _check_replaced(self, folder: Path, key: Key) -> None:
-        before = self._known.get(folder)
-        if before is not None and before[0][0] != key[0] and folder.name != "best":
-            raise SystemExit(f"{folder} of run {before[0][0]} was replaced by run {key[0]}")
+    def _in(self, name: str) -> list[Path]:
+        directory = self._folder / name
+        return [*directory.glob("[!.]*")] if directory.is_dir() else []
 
     # What must be there.
 
@@ -266,20 +192,22 @@ class Administrator:
 
     def _check_acknowledged(self) -> None:
         """Each was seen, or went before anybody looked, as it had to."""
+        saved = self._acknowledged | self._seen
         for key, tag in self._acknowledged.items():
             newer = self._newer(key)
-            if key not in self._seen and len(newer) < KEEP_LAST and tag not in newer:
+            replaced = tag == "best" and any(tag == other and run != key[0] for (run, _), other in saved.items())
+            if key not in self._seen and len(newer) < KEEP_LAST and tag not in newer and not replaced:
                 raise SystemExit(f"checkpoint {tag}, number {key[1]} of run {key[0]}, was saved and never seen")
 
     # Acts.
 
     def act(self) -> None:
-        for job in self._jobs:
-            self._take_log(job)
+        self._take_logs()
         acts: list[Callable[[], str | None]] = [
-            self._move, self._rename, self._copy, self._copy, self._remove, self._move_directory
+            self._move, self._rename, self._copy, self._copy, self._remove, self._move_directory, self._restore
         ]  # fmt: skip
         if not self._jobs:
+            acts += [self._bind, self._give_away, self._give_away]
             acts += [self._back_up, self._link_store, self._put_back, self._lose_manifest]
         found = self._rng.choice(acts)()
         self.done[found or "nothing to do"] += 1
@@ -347,13 +275,69 @@ class Administrator:
         name = self._rng.choice(["saved", "attic"])
         self._num_copies += 1
         source, target = self._folder / name, self._folder / f"{name}-{self._num_copies}"
-        if not source.exists():
+        if not source.exists() or (name == "saved" and self._bound is not None):
             return None
         source.rename(target)
         (self._folder / "attic").mkdir(exist_ok=True)
         self._known = {self._there(path, source, target): kept for path, kept in self._known.items()}
         self._stores = {self._there(path, source, target): at for path, at in self._stores.items()}
         return "move a directory"
+
+    def _restore(self) -> str | None:
+        """A copy comes back under the tag that it was saved with, if nothing has it."""
+        copies = [folder for folder in self._known if folder.parent.name.startswith("attic") and folder.exists()]
+        if not copies:
+            return None
+        copy = self._rng.choice(sorted(copies))
+        mark = read_mark(copy)
+        assert mark is not None
+        target, made = self._folder / "saved" / mark.tag, self._folder / "saved" / ".restored"
+        if target.exists() or mark.tag == "best":
+            return None
+        shutil.copytree(copy, made)
+        try:
+            made.rename(target)  # at once: a job may be saving there
+        except OSError:
+            shutil.rmtree(made)
+            return None
+        self._known[target] = (mark.run, mark.number), mark.step
+        self._seen[mark.run, mark.number] = mark.tag
+        return "restore"
+
+    def _bind(self) -> str | None:
+        """The directory of checkpoints is mounted elsewhere, and jobs may save there; or it is no more."""
+        if not self._may_mount:
+            return None
+        if self._bound is not None:
+            subprocess.run(["umount", self._bound], check=True)
+            self._bound = None
+            return "unmount"
+        self._num_copies += 1
+        (self._folder / "saved").mkdir(exist_ok=True)
+        self._bound = self._folder / f"bound-{self._num_copies}"
+        self._bound.mkdir()
+        subprocess.run(["mount", "--bind", self._folder / "saved", self._bound], check=True)
+        for folder, (_, at) in self._known.items():
+            if folder.parent == self._folder / "saved":
+                self._look_at(self._bound / folder.name, at)
+        return "mount elsewhere"
+
+    def _give_away(self) -> str | None:
+        """Another user gets a checkpoint, or we get all of them back."""
+        if os.geteuid() != 0:
+            return None
+        folder = self._some()
+        if folder is None or self._given_away:
+            self._take_back()
+            return "take back"
+        self._given_away.add(folder)
+        subprocess.run(["chown", "-R", str(ANOTHER), folder], check=True)
+        return "give to another user"
+
+    def _take_back(self) -> None:
+        """The data may have more names: what is given back is all that there is."""
+        subprocess.run(["chown", "-R", str(os.geteuid()), self._folder], check=True)
+        self._given_away.clear()
 
     @staticmethod
     def _there(path: Path, source: Path, target: Path) -> Path:
@@ -379,6 +363,10 @@ class Administrator:
             self._stores[target] = at
             return True
         return False
+
+    def close(self) -> None:
+        if self._bound is not None:
+            subprocess.run(["umount", self._bound], check=True)
 
     def _back_up(self) -> str | None:
         return "copy a store" if self._backed_up(shutil.copy2) else None
@@ -416,7 +404,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--acts", type=int, default=2000)
     parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--mounts", choices=("own", "here", "none"), default="own", help="where mounts are made")
     arguments = parser.parse_args()
+    may_mount = arguments.mounts == "here"
+    if arguments.mounts == "own":
+        try:
+            raise SystemExit(in_own_mounts([sys.executable, __file__, *sys.argv[1:], "--mounts=here"]).returncode)
+        except CannotMount as error:
+            print(f"nothing is mounted elsewhere: {error}", flush=True)
+    if os.geteuid() != 0:
+        print("no checkpoint is given to another user: only root may", flush=True)
     warnings.simplefilter("ignore")
     expected, budget = result(reference), result(least_budget)
     rng = random.Random(arguments.seed)
@@ -427,8 +424,10 @@ def main() -> None:
         return num_acts + sum(done.values()) - done["read whole"] < arguments.acts and time.monotonic() < deadline
 
     while goes_on(Counter()):
-        with tempfile.TemporaryDirectory() as name:
-            administrator = Administrator(Path(name), rng, expected, budget)
+        with (
+            tempfile.TemporaryDirectory() as name,
+            contextlib.closing(Administrator(Path(name), rng, expected, budget, may_mount)) as administrator,
+        ):
             num_rounds = rng.randrange(6, 16)
             while num_rounds and goes_on(administrator.done):
                 num_rounds -= 1

@@ -5,14 +5,17 @@ Each round is one run of a small model with ``durable``, a learning-rate schedul
 that draws from the random generator. It is killed at a random moment (also in commits, checkpoints, retention, resume)
 and started again, with other budgets, until it is through. In half of the rounds checkpoints go to another file system,
 behind the training. Every loss that it ever printed for a step, and the final weights, must be those of a run in memory
-that was never killed; no file may be left but the store and the checkpoints.
+that was never killed; no file may be left but the store and the checkpoints. A run tells where it is, so that at least
+a third of the kills come while a checkpoint is saved, older ones are removed, or the run goes on from a commit.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
+import mmap
 import os
 import random
 import signal
@@ -21,14 +24,21 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 from offload import BudgetError, OffloadEngine
+from offload.checkpoint.native.folder import SavingDirectory
+
+PHASES = ("training", "saving", "retention", "resuming")
+_phase = mmap.mmap(-1, 1)
+"""The phase in which the run is, for whoever kills it: forked processes share this memory."""
 
 NUM_STEPS = 12
 ELSEWHERE = "/dev/shm"
@@ -46,6 +56,35 @@ def make_engine(settings: dict[str, object]) -> OffloadEngine:
     return OffloadEngine(make_model(), lr=1e-2, gradient_clipping=1.0, precision="fp32", **settings)
 
 
+@contextlib.contextmanager
+def in_phase(name: str) -> Iterator[None]:
+    before, _phase[0] = _phase[0], PHASES.index(name)
+    try:
+        yield
+    finally:
+        _phase[0] = before
+
+
+@contextlib.contextmanager
+def phases_are_told() -> Iterator[None]:
+    unfinished, retain = SavingDirectory.unfinished, SavingDirectory.retain
+
+    @contextlib.contextmanager
+    def saving(directory: SavingDirectory) -> Iterator[Path]:
+        with in_phase("saving"), unfinished(directory) as folder:
+            yield folder
+
+    def retention(directory: SavingDirectory, *numbers: int) -> None:
+        with in_phase("retention"):
+            retain(directory, *numbers)
+
+    with (
+        mock.patch.object(SavingDirectory, "unfinished", saving),
+        mock.patch.object(SavingDirectory, "retain", retention),
+    ):
+        yield
+
+
 def train(
     engine: OffloadEngine, checkpoints: Path | None = None, log: Path | None = None, resume: Path | None = None
 ) -> list[tuple[int, str]]:
@@ -56,7 +95,8 @@ def train(
     schedule = torch.optim.lr_scheduler.StepLR(engine.optimizer, 3, 0.5)
     engine.register_for_checkpointing(schedule)
     if engine.config.durable:
-        engine.load_checkpoint()
+        with in_phase("resuming"):
+            engine.load_checkpoint()
     elif resume is not None:
         engine.load_checkpoint(resume)
     losses = []
@@ -85,7 +125,7 @@ def digest(model: nn.Module) -> str:
 def life(folder: Path, checkpoints: Path, host_memory: str, durable: int) -> None:
     """What is killed."""
     settings = {"nvme_path": folder / "nvme", "host_memory": host_memory, "durable": durable, "keep_last": 2}
-    with make_engine(settings) as engine:
+    with phases_are_told(), make_engine(settings) as engine:
         torch.manual_seed(7)
         train(engine, checkpoints, folder / "log")
         final = digest(engine.module)
@@ -100,7 +140,8 @@ class Story:
         self._expected = expected
         self._final = final
         self._budgets = budgets
-        self.num_kills = 0
+        self.kills: Counter[str] = Counter()
+        """By the phase in which they came."""
 
     def live(self) -> None:
         durable = self._rng.choice([1, 1, 2, 3])
@@ -122,9 +163,16 @@ class Story:
     def _run_once(self, folder: Path, checkpoints: Path, durable: int) -> None:
         budget = self._rng.choice(self._budgets)
         size = (folder / "log").stat().st_size
+        _phase[0] = 0
         process = start(lambda: life(folder, checkpoints, budget, durable))
         status = None
-        if self._rng.random() < 0.3:  # while it starts, or resumes
+        kind = self._rng.random()
+        if kind < 0.5:  # in a phase that a run is in for a moment
+            wanted = self._rng.randrange(1, len(PHASES))
+            while (status := ended(process)) is None and _phase[0] != wanted:
+                time.sleep(0.0003)
+            delay_s = self._rng.expovariate(1 / 0.003)
+        elif kind < 0.65:  # while it starts, or resumes
             delay_s = self._rng.uniform(0.0, 0.6)
         else:  # after it has begun to train
             while (status := ended(process)) is None and (folder / "log").stat().st_size == size:
@@ -132,11 +180,11 @@ class Story:
             delay_s = self._rng.expovariate(1 / 0.3)
         deadline = time.monotonic() + delay_s
         while status is None and time.monotonic() < deadline:
-            time.sleep(0.001)
+            time.sleep(min(0.001, delay_s))
             status = ended(process)
         if status is None:
             os.kill(process, signal.SIGKILL)
-            self.num_kills += 1
+            self.kills[PHASES[_phase[0]]] += 1
             status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         if status not in (0, -signal.SIGKILL):
             raise SystemExit(f"the run ended with {status}")
@@ -229,12 +277,12 @@ def main() -> None:
     expected = dict(losses)
     least = result(least_budget)
     rng = random.Random(arguments.seed)
-    num_kills = num_runs = 0
-    while num_kills < arguments.kills:
+    kills, num_runs = Counter[str](), 0
+    while kills.total() < arguments.kills:
         story = Story(rng, expected, final, (str(least), str(least * 3 // 2), "1GiB"))
         story.live()
-        num_kills, num_runs = num_kills + story.num_kills, num_runs + 1
-        print(f"{num_runs} runs, {num_kills} kills: the same bits", flush=True)
+        kills, num_runs = kills + story.kills, num_runs + 1
+        print(f"{num_runs} runs, {kills.total()} kills: the same bits {dict(kills)}", flush=True)
 
 
 if __name__ == "__main__":

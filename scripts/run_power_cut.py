@@ -2,9 +2,10 @@
 """Cut the power under a whole training run, in memory: the run that resumes has the bits of one that was not cut.
 
 A run with ``durable=1`` trains on a disk that records what is done to it. A crash is put after each of its events; of
-what was not synced anything may be there, see ``store_crash_states.py``. From each such disk (a random choice of them)
-a new engine resumes: it must stand at a step whose commit was acknowledged or begun, and its weights, masters and
-optimizer states must be those that a run in memory has after that step.
+what was not synced anything may be there, writes and changes of names in any order, see ``store_crash_states.py``. What
+each such disk holds is taken up, as a run that goes on would: it must be the generation that was acknowledged or the
+next, with the manifest that the run wrote, and every byte of it whole. From one of so many an engine resumes: its
+weights, masters and optimizer states must be those that a run in memory has after that step.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import random
 import tempfile
 import warnings
 from collections.abc import Iterator
@@ -25,9 +25,14 @@ from store_crash_states import Recorder, crash_states
 from store_ram_disk import RamDevice, RamDirectory, RamDisk
 from torch import nn
 
+import aio_ext
 import offload.tiers.store
 import swapper.folders
 from offload import BudgetError, OffloadEngine
+from swapper import StoreMissing
+from swapper.manifest import Manifest
+from swapper.opening import take_up
+from swapper.publication import NEW
 
 DISK_BYTES = 24 << 20
 NUM_STEPS = 4
@@ -88,14 +93,15 @@ class Story:
     def __init__(self, options: dict[str, Any], budget: int | str) -> None:
         self._options = options
         self._budget = budget
-        self.counts = {"states": 0, "at the acknowledged step": 0, "at the next": 0, "before the first": 0}
+        self._memory = aio_ext.Memory(DISK_BYTES)
+        self.counts = {"cuts": 0, "resumed": 0, "at the acknowledged step": 0, "at the next": 0, "before the first": 0}
         with OffloadEngine(make_model(), **options) as engine:
             self._expected = {}
             for step in range(1, NUM_STEPS + 1):
                 train(engine)
                 self._expected[step] = digest(engine)
 
-    def tell(self, wanted: int, seed: int) -> None:
+    def tell(self, wanted: int, every: int, seed: int) -> None:
         disk = RamDisk(bytearray(DISK_BYTES))
         recorder = Recorder(disk)
         with self._engine(disk) as engine:
@@ -105,11 +111,33 @@ class Story:
                 recorder.mark("begun", engine.global_step)
                 engine._session.checkpoints.generations.wait()
                 recorder.mark("done", engine.global_step)
-        rng = random.Random(seed)
-        share = wanted / (2 * len(recorder.events))
-        for state, marks in crash_states(recorder, 2, seed):
-            if rng.random() < share:
+        written = [event[2] for event in recorder.events if event[:2] == ("create", NEW)]
+        manifests = {manifest.generation: manifest for manifest in map(Manifest.decode, written)}
+        points = sum(event[0] != "mark" for event in recorder.events)
+        for state, marks in crash_states(recorder, -(-wanted // points), seed):
+            self._take_up(RamDisk(state.data, dict(state.files)), marks, manifests)
+            if self.counts["cuts"] % every == 0:
                 self._resume(state, marks)
+            self.counts["cuts"] += 1
+
+    def _take_up(self, disk: RamDisk, marks: list[tuple[Any, ...]], manifests: dict[int, Manifest]) -> None:
+        """Read every byte of the generation that the disk holds, which must be the right one."""
+        acknowledged = max((step for what, step in marks if what == "done"), default=0)
+        try:
+            store = take_up(RamDirectory(disk), lambda _: RamDevice(disk), "the disk", reserved=())
+        except StoreMissing:
+            if acknowledged:
+                raise SystemExit(f"nothing is there, and step {acknowledged} was acknowledged") from None
+            return
+        with store:
+            number = store.generation
+            if number not in (acknowledged, acknowledged + 1):
+                raise SystemExit(f"the disk holds generation {number}, and {acknowledged} was acknowledged")
+            if store.manifest_of(number) != manifests[number]:
+                raise SystemExit(f"generation {number} is not the one that the run has committed")
+            for extent in store.extents:
+                if store.holds(extent):
+                    store.read(extent, self._memory.address, extent.nbytes).wait()
 
     @contextlib.contextmanager
     def _engine(self, disk: RamDisk) -> Iterator[OffloadEngine]:
@@ -120,7 +148,7 @@ class Story:
 
     def _resume(self, disk: RamDisk, marks: list[tuple[Any, ...]]) -> None:
         acknowledged = max((step for what, step in marks if what == "done"), default=0)
-        self.counts["states"] += 1
+        self.counts["resumed"] += 1
         with self._engine(disk) as engine:
             engine.load_checkpoint()
             step = engine.global_step
@@ -142,7 +170,8 @@ class Story:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--states", type=int, default=2000)
+    parser.add_argument("--cuts", type=int, default=10_000)
+    parser.add_argument("--every", type=int, default=50, help="from one of so many an engine resumes")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -151,12 +180,15 @@ def main() -> None:
         {"lr": 1e-2, "precision": "bf16", "gradient_clipping": 0.1},
         {"lr": 1e-2, "moments_dtype": "int8"},
     ]
+    num_cuts = 0
     for options in programs:
         least = least_budget(options)
         for budget in (least, least * 3 // 2, "1GiB"):
             story = Story(options, budget)
-            story.tell(arguments.states // (3 * len(programs)), arguments.seed)
+            story.tell(arguments.cuts // (3 * len(programs)), arguments.every, arguments.seed)
+            num_cuts += story.counts["cuts"]
             print(f"{options}, host memory {budget}: {story.counts}", flush=True)
+    print(f"{num_cuts} cuts: nothing was lost", flush=True)
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ class _Stable:
 
     def states(self, count_max: int, rng: random.Random) -> Iterator[RamDisk]:
         """The ways in which it may have ended, each one once: all of them, or ``count_max``, with those first in which
-        everything uncertain is either whole or not there."""
+        everything uncertain is either whole or not there, as far as the count goes."""
         files = [file for _, _, file in self.changes if file is not None and not file.synced]
         files = list({id(file): file for file in files}.values())
         contents = [data for _, data in self.writes] + [file.content for file in files]
@@ -114,14 +114,20 @@ def _parts(nbytes: int) -> list[tuple[int, int]]:
 
 
 def _choices(sizes: list[int], count_max: int, rng: random.Random) -> Iterator[tuple[int, ...]]:
-    """Different indices into lists of these sizes: every combination of 0 and 1 first, then others up to the count."""
+    """Different indices into lists of these sizes. Every one if there are no more than the count; else first every
+    combination of 0 and 1, or some of these: nothing, all, and others at random. Then others up to the count."""
     if math.prod(sizes) <= count_max:
         yield from itertools.product(*map(range, sizes))
         return
-    seen = set(itertools.islice(itertools.product((0, 1), repeat=len(sizes)), count_max))
-    yield from sorted(seen)
+    seen: set[tuple[int, ...]] = set()
+    if 1 << len(sizes) <= count_max:
+        seen.update(itertools.product((0, 1), repeat=len(sizes)))
+        yield from sorted(seen)
+    else:
+        seen.update([(0,) * len(sizes), (1,) * len(sizes)][:count_max])
+        yield from sorted(seen)
     while len(seen) < count_max:
-        choice = tuple(map(rng.randrange, sizes))
+        choice = tuple(map(rng.randrange, sizes if rng.random() < 0.5 else [2] * len(sizes)))
         if choice not in seen:
             seen.add(choice)
             yield choice

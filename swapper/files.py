@@ -178,9 +178,14 @@ class Descriptor:
         closing.callback(cls(number).close)
         return number
 
+    @property
+    def is_open(self) -> bool:
+        """It was not closed yet, and this is the process that has opened it."""
+        return self in Descriptor._open
+
     def close(self) -> None:
         """Close it, unless that has been done."""
-        if self in Descriptor._open:
+        if self.is_open:
             Descriptor._open.discard(self)
             os.close(self.number)
 

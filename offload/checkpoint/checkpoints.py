@@ -27,8 +27,8 @@ from offload.checkpoint.native.description import Description
 from offload.checkpoint.native.folder import CheckpointDirectory, SavingDirectory
 from offload.checkpoint.native.generations import Generations, NoGenerations
 from offload.checkpoint.native.load import Loading
-from offload.checkpoint.native.other_ranks import bring_together, last_run, what_is_there
-from offload.checkpoint.native.parts import description_of, own_description
+from offload.checkpoint.native.other_ranks import bring_together, last_run, went_on, what_is_there
+from offload.checkpoint.native.parts import Parts, description_of, own_description
 from offload.checkpoint.native.records import EngineRecords
 from offload.checkpoint.native.run_identity import RunIdentity
 from offload.checkpoint.native.save import save_copy
@@ -244,12 +244,57 @@ class Checkpoints:
         opened = self._opened
         if opened is None:
             return None
+        own = self._committed()
+        identity = None if own is None else self._others_went_on(own, opened)
+        if own is None or identity is not None:
+            found = self._run_of_others(opened, own, identity)
+            if found is not None:
+                with found:
+                    return self._load(found, f"the run of {len(found.generations)} ranks under {found.folder}")
+        if own is None:
+            return None
         if opened.store.generation:
             return self._rewind()
-        if opened.previous is not None:
-            with open_store(opened.paths, opened.previous, reserved=()) as store:
-                return self._load(store, f"the run under {opened.paths[0]}")
-        return self._load_of_others(opened.paths[0] if self._ranks.size == 1 else opened.paths[0].parent)
+        assert opened.previous is not None
+        with open_store(opened.paths, opened.previous, reserved=()) as store:
+            return self._load(store, f"the run under {opened.paths[0]}")
+
+    def _others_went_on(self, own: Description, opened: EngineStore) -> str | None:
+        """The identity of the run, if others have gone on with it: see [Note: A run that went on]. The first rank
+        looks: its identity is the run's."""
+        store = opened.paths[0] / f"{opened.previous or opened.name}.store"
+        found = self._ranks.rank == 0 and went_on(self._base_of(opened), self._ranks.size, own.run, store)
+        identity: str | None = own.run["identity"] if found else None
+        of_ranks: list[str | None] = self._ranks.all_gather_object("whether the run went on", identity)
+        return of_ranks[0]
+
+    def _base_of(self, opened: EngineStore) -> Path:
+        """Where runs of any number of ranks are."""
+        return opened.paths[0] if self._ranks.size == 1 else opened.paths[0].parent
+
+    def _run_of_others(self, opened: EngineStore, own: Description | None, identity: str | None) -> Parts | None:
+        """The run under ``nvme_path`` of another number of ranks, with this ``identity`` if one is given, if there is
+        one. It stays there. ``own`` is what these ranks have committed."""
+        base, size = self._base_of(opened), self._ranks.size
+        if self._ranks.rank == 0:
+            bring_together(base, size)
+        self._ranks.barrier("the run of other ranks")
+        found = last_run(base, size, identity)
+        if self._ranks.rank != 0:
+            return found
+        if own is not None and found is not None:
+            warn(
+                f"this run has gone on under {base} with {len(found.generations)} ranks, beyond step "
+                f"{own.run['step']}: it is taken up there, and the next commit replaces that step"
+            )
+        elif own is not None:
+            warn(
+                f"this run has gone on under {base} with another number of ranks, and not all parts of that are there: "
+                f"it is taken up at step {own.run['step']}"
+            )
+        elif found is None and (there := what_is_there(base, size)):
+            warn(f"nothing is committed under {base}: training begins at step 0. But there are {there}")
+        return found
 
     def load_dcp(self, path: str | os.PathLike[str], *, states: bool) -> None:
         """See ``OffloadEngine.load_dcp``."""
@@ -266,20 +311,6 @@ class Checkpoints:
         self.generations.wait_for_background()
         self.is_due, self._feed = False, None
         self.generations.wait()
-
-    def _load_of_others(self, base: Path) -> Any:
-        """Go on from a run under ``nvme_path`` that had another number of ranks, if there is one. It stays there."""
-        own = self._ranks.size
-        if self._ranks.rank == 0:
-            bring_together(base, own)
-        self._ranks.barrier("the run of other ranks")
-        found = last_run(base, own)
-        if found is None:
-            if self._ranks.rank == 0 and (there := what_is_there(base, own)):
-                warn(f"nothing is committed under {base}: training begins at step 0. But there are {there}")
-            return None
-        with found:
-            return self._load(found, f"the run of {len(found.generations)} ranks under {base}")
 
     def _load(self, source: Source, where: str) -> Any:
         """Copy a generation into the engine."""
@@ -432,4 +463,5 @@ def _finish_all() -> None:
             checkpoints.finish(program_error())
 
 
+os.register_at_fork(after_in_child=_open.clear)  # they are the parent's
 atexit.register(_finish_all)  # before the calls of ``offload.closing``, which was imported first

@@ -164,6 +164,84 @@ def test_what_a_run_cannot_go_on_from_is_named(tmp_path: Path, run):
     )
 
 
+def test_of_two_runs_that_save_the_same_step_at_once_neither_replaces_the_other(tmp_path: Path, run):
+    other = RunIdentity()
+    both = [SavingDirectory(tmp_path, None, 4, identity, Ranks.single()) for identity in (run, other)]
+    for directory in both:
+        directory.make()  # there is no step4 yet
+    with pytest.warns(UserWarning, match="step4 is there and not of this run"):
+        for directory in both:
+            with directory.unfinished() as folder:
+                with create_store([folder], "copy", [4096]) as store:
+                    store.commit(b"")
+                directory.publish(folder / "copy.store")
+    marks = [read_mark(directory.target) for directory in both]
+    assert [(mark.run, mark.tag) for mark in marks if mark] == [(run.value, both[0].tag), (other.value, both[1].tag)]
+    assert [directory.tag for directory in both] == ["step4", f"step4-{other.value[:8]}"]
+    other.release()
+
+
+def test_a_tag_that_another_run_takes_in_the_last_moment_stays_its(tmp_path: Path, run, monkeypatch):
+    real, other = Path.rename, RunIdentity()
+
+    def late(path: Path, target: Path) -> Path:
+        if path.name == "new" and target.name == "step4":
+            with monkeypatch.context() as once:
+                once.setattr(Path, "rename", real)
+                save(tmp_path, other, 4)
+        return real(path, target)
+
+    monkeypatch.setattr(Path, "rename", late)
+    with pytest.warns(UserWarning, match="step4 is there and not of this run"):
+        assert save(tmp_path, run, 4) == f"step4-{run.value[:8]}"
+    mark = read_mark(tmp_path / "step4")
+    assert mark is not None and mark.run == other.value
+    other.release()
+
+
+def test_stores_that_nobody_goes_on_from_are_named(tmp_path: Path):
+    for name in ("run-1", "mine", "empty"):
+        with create_store([tmp_path], name, [4096]) as store:
+            if name != "empty":
+                store.commit(b"")
+    assert what_is_there(tmp_path, 1) == (
+        "mine.store under a name that is no run's: call it run-1.store to go on from it"
+    )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+def test_a_store_of_another_user_is_named(tmp_path: Path):
+    with create_store([tmp_path], "run-1", [4096]) as store:
+        store.commit(b"")
+    os.chown(tmp_path / "run-1.store", 12345, -1)
+    assert what_is_there(tmp_path, 1) == "run-1.store of user 12345"
+
+
+def test_who_gives_a_checkpoint_or_a_path_of_runs_is_told_what_to_give(tmp_path: Path, run):
+    save(tmp_path / "saved", run, 1, "best")
+    with (
+        pytest.raises(StoreMissing, match=r"It is one itself: give its directory and its tag, '.*saved' and 'best'"),
+        CheckpointDirectory(tmp_path / "saved" / "best").open(None),
+    ):
+        pass
+    (tmp_path / "nvme").mkdir()
+    create_store([tmp_path / "nvme"], "run-3", [4096]).close()
+    with (
+        pytest.raises(StoreMissing, match=r"stores of runs: give one of them \(run-3.store\) to offload inspect"),
+        CheckpointDirectory(tmp_path / "nvme").open(None),
+    ):
+        pass
+
+
+def test_damaged_checkpoints_are_not_named_as_a_way_out(tmp_path: Path, run, monkeypatch):
+    monkeypatch.setattr(folder_module, "step_of", lambda folder: 1)
+    for step in (1, 2, 3):
+        save(tmp_path, run, step)
+    for step in (2, 3):
+        (tmp_path / f"step{step}" / "data.0").unlink()
+    assert CheckpointDirectory(tmp_path).others("step3") == "These are there, too: step1 (step 1)."
+
+
 @pytest.mark.parametrize("content", ["", "[" * 4000, '{"format": 1}', '{"format": 2, "run": "a"}', "\x00"])
 def test_a_mark_that_makes_no_sense_belongs_to_no_run(tmp_path: Path, run, content: str):
     save(tmp_path, run, 1)
@@ -186,6 +264,17 @@ def test_what_a_live_process_makes_stays_and_what_a_dead_one_made_goes(tmp_path:
     assert list(tmp_path.iterdir()) == [live.folder]
     live.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_forked_process_that_ends_leaves_the_run_of_its_parent_alone(tmp_path: Path, run):
+    save(tmp_path, run, 1)
+    held = list(tmp_path.glob(".run-*"))
+    child = os.fork()
+    if child == 0:
+        run.release()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert len(held) == 1 and list(tmp_path.glob(".run-*")) == held
 
 
 @pytest.mark.parametrize("left", [(), ("lock",), ("lock", "new"), ("lock", "new", "removed")])

@@ -17,15 +17,26 @@ from _full_disk import CannotMount, in_own_mounts  # noqa: E402
 @pytest.mark.parametrize(
     ("script", "options", "words"),
     [
-        ("run_kill.py", ["--seed", "11", "--kills", "3"], "kills: the same bits"),
-        ("run_administrator.py", ["--seed", "11", "--acts", "12"], "acts: nothing was lost"),
-        ("run_power_cut.py", ["--seed", "11", "--states", "24"], "'at the acknowledged step': "),
+        ("run_kill.py", ["--seed", "11", "--kills", "3"], "kills: the same bits {"),
+        ("run_administrator.py", ["--seed", "11", "--acts", "12", "--mounts", "none"], "acts: nothing was lost"),
+        ("run_power_cut.py", ["--seed", "11", "--cuts", "400"], "cuts: nothing was lost"),
     ],
 )
 def test_a_slice(script: str, options: list[str], words: str):
     found = forked.run_script(SCRIPTS / script, *options)
     assert found.returncode == 0, found.stdout + found.stderr
     assert words in found.stdout
+
+
+def test_a_slice_with_directories_that_are_mounted_elsewhere(capfd: pytest.CaptureFixture[str]):
+    options = ["--seed", "12", "--acts", "20", "--mounts", "here"]
+    try:
+        found = in_own_mounts([sys.executable, "-W", "ignore", str(SCRIPTS / "run_administrator.py"), *options])
+    except CannotMount as error:
+        pytest.skip(str(error))
+    told = capfd.readouterr()
+    assert found.returncode == 0, told
+    assert "'mount elsewhere'" in told.out and "acts: nothing was lost" in told.out
 
 
 def test_a_slice_of_full_disks(capfd: pytest.CaptureFixture[str]):

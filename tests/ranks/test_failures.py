@@ -47,6 +47,23 @@ def test_the_campaign_finds_ranks_that_end_otherwise(launcher: Launcher):
         ranks_failures.run(other, launcher, 4.0)
 
 
+def test_starts_that_bring_no_new_step_are_counted_but_for_those_that_a_kill_explains():
+    from ranks_kill import restarts_in_vain
+
+    def begins(count: int) -> list[list[str]]:
+        return [["begins", rank, str(count), "1"] for rank in "01"]
+
+    def step(number: int) -> list[list[str]]:
+        return [["step", rank, str(number), "0x1p0"] for rank in "01"]
+
+    told = [*begins(0), *step(1), *step(2), ["killed"], *begins(1)]
+    assert restarts_in_vain(told) == 0
+    told += [*step(2), *begins(2), *begins(3)]  # step 2 is no new one
+    assert restarts_in_vain(told) == 2
+    assert restarts_in_vain([*told, ["killed"], *begins(4)]) == 2
+    assert restarts_in_vain([*told, *step(3)]) == 0
+
+
 def test_ranks_that_are_killed_go_on_with_the_same_bits():
     run = forked.run_script(SCRIPTS / "ranks_kill.py", "--seed", "3", "--kills", "2", "--ranks", "2")
     assert run.returncode == 0, run.stdout + run.stderr

@@ -11,6 +11,7 @@ gave them, the newest stay. Nothing else goes: no other run's, no copy, nothing 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -92,7 +93,7 @@ class CheckpointDirectory:
         names = []
         for saved in self.saved():
             with contextlib.suppress(OffloadError):
-                if saved.name != tag:
+                if saved.name != tag and is_complete(self.path / saved.name):
                     names.append(f"{saved.name} (step {step_of(self.path / saved.name)})")
         return f"These are there, too: {', '.join(names)}." if names else "There is no other checkpoint beside it."
 
@@ -104,14 +105,22 @@ class CheckpointDirectory:
             return tag
         found = self.saved()
         if not found:
-            raise StoreMissing(
-                f"there is no checkpoint in {self.path}.", advice="Give the directory that save_checkpoint was given."
-            )
+            raise StoreMissing(f"there is no checkpoint in {self.path}.", advice=self._what_to_give())
         if tag:
             warn(
                 f"{self.path / _LATEST} names {tag!r}, which is not there. Of the rest {found[-1].name} was saved last"
             )
         return found[-1].name
+
+    def _what_to_give(self) -> str:
+        if is_checkpoint(self.path) and not is_store(self.path):
+            return (
+                f"It is one itself: give its directory and its tag, {str(self.path.parent)!r} and {self.path.name!r}."
+            )
+        stores = sorted(entry.name for entry in self.path.glob("*.store") if is_store(entry))
+        if stores:
+            return f"It has stores of runs: give one of them ({', '.join(stores[:3])}) to offload inspect or export."
+        return "Give the directory that save_checkpoint was given."
 
 
 class SavingDirectory(CheckpointDirectory):
@@ -192,6 +201,7 @@ class SavingDirectory(CheckpointDirectory):
         self._has_told = True
         tell(self._ranks, "a checkpoint is complete", None)
         self._by_first(f"the tag {self.tag}", self._publish)
+        self.tag = self._ranks.all_gather_object("the tag of a checkpoint", self.tag)[0]
 
     def retain(self, keep_last: int, keep_every: int) -> None:
         """Remove all checkpoints of this run but the newest ``keep_last``, and those whose step is a multiple of
@@ -230,14 +240,8 @@ class SavingDirectory(CheckpointDirectory):
 
     def _publish(self) -> None:
         assert self._place is not None
-        number = 1 + max((saved.mark.number for saved in self.saved()), default=0)
-        Mark(self._run, number, self._step, self.tag).write(self._new)
-        sync_folder(self._new)
-        if not self.target.exists():
-            self._new.rename(self.target)
-        elif not exchange(self._new, self.target):
-            self._place.put_aside(self.tag)
-            self._new.rename(self.target)
+        while not self._has_tag(self._place):
+            pass
         sync_folder(self.path)  # only then may what was there go
         latest = self._place.folder / _LATEST
         try:
@@ -246,6 +250,25 @@ class SavingDirectory(CheckpointDirectory):
         except OSError:  # the disk is full: without the file the one saved last is the latest
             (self.path / _LATEST).unlink(missing_ok=True)
         sync_folder(self.path)
+
+    def _has_tag(self, place: Workplace) -> bool:
+        """Give what is complete its tag. False if another run was faster: its checkpoint is not replaced."""
+        self._choose_tag()
+        number = 1 + max((saved.mark.number for saved in self.saved()), default=0)
+        (self._new / MARK).unlink(missing_ok=True)
+        Mark(self._run, number, self._step, self.tag).write(self._new)
+        sync_folder(self._new)
+        if self.target.exists():
+            if exchange(self._new, self.target):
+                return True
+            place.put_aside(self.tag)
+        try:
+            self._new.rename(self.target)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                return False
+            raise
+        return True
 
     def _retain(self, keep_last: int, keep_every: int) -> None:
         own = [saved for saved in self.saved() if saved.mark.run == self._run and not saved.was_moved]

@@ -51,14 +51,17 @@ class RunIdentity:
         return self.value
 
     def release(self) -> None:
-        """The engine saves nothing more as this run. Safe to call twice."""
+        """The engine saves nothing more as this run. Safe to call twice; does nothing in a forked process, whose parent
+        is the run."""
         self._release(*self._held)
 
     def _release(self, *paths: Path) -> None:
         for path in paths:
-            with contextlib.suppress(OSError):
-                path.unlink()
-            self._held.pop(path).close()
+            held = self._held.pop(path)
+            if held.is_open:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+            held.close()
 
 
 def clear_held(directory: Path) -> None:
