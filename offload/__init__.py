@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from offload.errors import WaitTimeout as WaitTimeout
     from offload.errors import WeightsError as WeightsError
     from offload.plan.plan import Plan as Plan
+    from offload.report.report import ExpertUse as ExpertUse
     from offload.report.report import Report as Report
     from offload.run.live import LiveLine as LiveLine
     from offload.run.observer import Observer as Observer
@@ -45,7 +46,7 @@ _PUBLIC = {
         "WaitTimeout", "WeightsError",
     ),
     "offload.plan.plan": ("Plan",),
-    "offload.report.report": ("Report",),
+    "offload.report.report": ("ExpertUse", "Report"),
     "offload.run.live": ("LiveLine",),
     "offload.run.observer": ("Observer", "StepRecord"),
     "offload.run.prometheus": ("Prometheus",),

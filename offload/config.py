@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from offload import foreign, option_values
 from offload.device.protocol import Device
 from offload.errors import ConfigError, warn
+from offload.units.experts import EXPERTS
 
 OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "sgd")
 """Those that have a native kernel, by the names that ``optimizer=`` takes."""
@@ -57,6 +58,10 @@ class OffloadConfig:
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """dtype of weights and gradients. The 16-bit ones keep an fp32 master; "fp16" scales the loss, dynamically. "auto":
     the dtype that the model has, or most of it; not float64."""
+    experts: str | Sequence[str] = EXPERTS
+    """Modules whose experts are brought in one by one, by the last part of their names or by their classes: such with
+    parameters of three dimensions, whose code takes one row of them for an expert, or an ``nn.ModuleList`` of experts.
+    Classes of ``transformers`` that take an experts implementation need no name."""
     optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer | None = "adamw"
     """Optimizer that updates the weights: "adam", "adamw", "adagrad", "lion" or "sgd"; a ``torch.optim.Optimizer``
     class; or one that is built already over the model's parameters, whose groups, settings and states are taken over.
@@ -151,6 +156,7 @@ class OffloadConfig:
         self._check("rank_timeout", option_values.as_number)
         if self.rank_timeout < 1:
             option_values.refuse("rank_timeout", "at least 1 second", self.rank_timeout)
+        self._check("experts", option_values.as_names)
         self._check("prefetch", option_values.as_flag)
         self._check_together()
 
@@ -219,6 +225,11 @@ class OffloadConfig:
     def weights_path(self) -> Path | None:
         """``weights`` as it is once checked."""
         return self.weights  # type: ignore[return-value]
+
+    @property
+    def expert_names(self) -> tuple[str, ...]:
+        """``experts`` as it is once checked."""
+        return self.experts  # type: ignore[return-value]
 
     @property
     def run_path(self) -> Path | None:

@@ -29,7 +29,7 @@ from offload.optimizer import OffloadOptimizer
 from offload.option_names import Options, with_options
 from offload.plan.plan import Plan
 from offload.ranks.world import World, tell_ranks
-from offload.report.report import Bandwidths, Report
+from offload.report.report import Bandwidths, ExpertUse, Report
 from offload.run.about import about, fingerprint
 from offload.run.directory import RunDirectory
 from offload.run.observer import Observer
@@ -244,6 +244,10 @@ class OffloadEngine:
             raise OffloadError("no step has been taken yet: there is nothing to report")
         on_host, on_device = self._session.memory_bytes()
         return replace(self._session.last_report, host_memory_bytes=on_host, device_memory_bytes=on_device)
+
+    def expert_use(self) -> ExpertUse:
+        """Bytes of experts that tokens were sent to, and bytes of experts read from NVMe, since the engine was made."""
+        return self._session.expert_use()
 
     def log(self, **values: float | torch.Tensor) -> None:
         """Tell the observers, such as the run directory, of metrics of yours that belong to the last step taken:

@@ -26,6 +26,7 @@ class Options(TypedDict, total=False):
     nvme_capacity: int | str
     weights: str | os.PathLike[str] | None
     precision: Literal["auto", "bf16", "fp16", "fp32"]
+    experts: str | Sequence[str]
     optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer | None
     lr: float | None
     betas: tuple[float, float] | None

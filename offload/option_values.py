@@ -135,6 +135,14 @@ def one_of(allowed: Sequence[str]) -> str:
     return f"one of {', '.join(map(repr, allowed))}"
 
 
+def as_names(option: str, value: object) -> tuple[str, ...]:
+    """One name or several."""
+    names = (value,) if isinstance(value, str) else value
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) and name for name in names):
+        refuse(option, "a name, or a list of some", value)
+    return tuple(names)
+
+
 def as_path(option: str, value: object) -> Path:
     """One path, as a text or path. Whether it is there is not asked here."""
     expected = "a path"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +40,14 @@ class Passes:
             self.checkpoints.pass_boundary()
         try:
             return self._begin(unit)
+        except FATAL as error:
+            self.failure.raise_first(error)
+
+    def announce(self, experts: Sequence[UnitSpec]) -> None:
+        """The model will use these experts of one layer next, in this order."""
+        self.failure.check()
+        try:
+            self.uses.announce(experts)
         except FATAL as error:
             self.failure.raise_first(error)
 

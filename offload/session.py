@@ -16,7 +16,7 @@ from offload.memory import resident_bytes
 from offload.model.identity import OrdinaryParameters
 from offload.optimizer import OffloadOptimizer
 from offload.plan.plan import Drives, Plan
-from offload.report.report import Report
+from offload.report.report import ExpertUse, Report
 from offload.step import Step
 from swapper import OffloadError
 from swapper.errors import readable_bytes
@@ -114,6 +114,12 @@ class Session:
         self.wait_for_updates()
         with self.failure:
             self.parts.ranks.barrier("synchronize()")
+
+    def expert_use(self) -> ExpertUse:
+        """See ``OffloadEngine.expert_use``."""
+        assembly = self.parts
+        cache, each = assembly.tiers.host.cache, assembly.run.plan.formats.weights
+        return ExpertUse(cache.routed_numel * each, cache.fetched_numel * each)
 
     def memory_bytes(self) -> tuple[int, int]:
         """Host and device memory that the engine takes now: by the kernel's count of its buffers, and as allocated."""

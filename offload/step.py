@@ -17,7 +17,7 @@ from offload.config import OffloadConfig
 from offload.errors import ConfigError
 from offload.growth import FixedPlan
 from offload.interrupts import held_back
-from offload.model.backing import ParameterBacking
+from offload.model.backing import ParameterBacking, PiecewiseBacking
 from offload.model.hooks import Hooks
 from offload.optim.rule import Group
 from offload.passes import TrainingPasses
@@ -72,6 +72,8 @@ class Step:
     specs: Mapping[nn.Parameter, Sequence[ParameterSpec]]
     """Of each parameter of the model: its spec, or those of its pieces in order."""
     backings: Mapping[ParameterSpec, ParameterBacking]
+    wholes: Sequence[PiecewiseBacking]
+    """Of weights in pieces."""
     replaced: Mapping[int, weakref.ref[nn.Parameter]]
     """Parameters, by ``id``, whose values the engine has taken over and whose objects it could not."""
     param_groups: Callable[[], Sequence[Group]]
@@ -192,6 +194,9 @@ class Step:
         self.uses.reset()
         self.verdict.check(self.param_groups())
         self.warnings.before_step()
+        self.sink.settle()
+        for whole in self.wholes:
+            whole.complete_gradient()
         self.sink.settle(Place(f"step {self.progress.global_step + 1}", partial(self._facts, loss_scale)))
 
     def _facts(self, loss_scale: float | None) -> Facts:

@@ -122,6 +122,7 @@ class Uses:
         self._windows = windows
         self._clock = clock
         self._trace = meter.trace
+        self.announce = level.announce
         self._pins = [level.pin(unit) for unit in units]
         self._open: dict[int, Span | None] = {}
         """By unit, what the trace has of its use."""

@@ -17,7 +17,7 @@ while (($#)) && [[ $1 != -- ]]; do
   shift
 done
 (($#)) && shift
-((${#wanted[@]})) || wanted=(3.10,torch==2.8.0,numpy==1.26.4,torchao==0.14.1 3.12,torch==2.11.0)
+((${#wanted[@]})) || wanted=(3.10,torch==2.8.0,numpy==1.26.4,torchao==0.14.1,peft==0.18.1 3.12,torch==2.11.0)
 
 failed=()
 for environment in "${wanted[@]}"; do

@@ -11,9 +11,14 @@ import torch
 import transformers
 from tiny import least_budget
 from torch import nn
-from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_, to_nf4
+from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
 
 from offload import OffloadEngine
+
+try:
+    from torchao.quantization import to_nf4
+except ImportError:  # of earlier releases
+    from torchao.dtypes.nf4tensor import to_nf4
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 

@@ -29,9 +29,11 @@ from offload.device.protocol import Device
 from offload.growth import FixedPlan, GrowingPlan
 from offload.model.backing import ParameterBacking
 from offload.model.encoders import show_first_layers
+from offload.model.experts import announce_routes, compute_by_expert
 from offload.model.hooks import Hooks, UnitInModel
 from offload.model.make import Handles, convert_statistics, give_ordinary_state_dicts, make_handles, move_to_device
 from offload.model.parameter_metadata import ParameterMetadata
+from offload.model.piecewise import PiecewiseHandle
 from offload.model.run_together import NotTogether, Together
 from offload.optim.choose import OptimizerChoice
 from offload.optim.loss_scale import LossScale
@@ -51,7 +53,7 @@ from offload.step_warnings import StepWarnings
 from offload.tiers.fence import UpdateFence
 from offload.tiers.gradients.own import OwnGradients
 from offload.torch_internals import outside_of_graphs
-from offload.units import ParameterSpec
+from offload.units import FusedExperts, ParameterSpec
 from offload.update.forecast import Forecast
 from offload.update.speculation_policy import SpeculationPolicy
 from offload.update.verdict import Verdict
@@ -340,6 +342,7 @@ class _Assembler:
             failure=self.failure,
             specs=specs,
             backings=shared.backings,
+            wholes=[parameter.backing for parameter in specs if isinstance(parameter, PiecewiseHandle)],
             replaced=shared.taken_over,
             param_groups=lambda: optimizer.param_groups,
         )
@@ -374,6 +377,9 @@ class _Assembler:
         hooks = Hooks(in_model, handles.at_sites, handles.of_model, passes, outside_of_graphs, one_thread=one_thread)
         owners = {site[0]: unit for unit in in_model for site in unit.sites}
         self.closers.callback(show_first_layers(self.model, owners))
+        experts = dict.fromkeys(unit.experts for unit in self.run.units)
+        self.closers.callback(compute_by_expert(of for of in experts if isinstance(of, FusedExperts)))
+        self.closers.callback(announce_routes(self.run.units, passes.announce, outside_of_graphs))
         return hooks
 
     def _together(self, hooks: Hooks, trained: Trained | None) -> Together | NotTogether:

@@ -60,7 +60,13 @@ def plan_run(model: nn.Module, given: OffloadConfig, world: World, birth: Birth)
     models and budgets that cannot be."""
     processor = open_processor(given.device, local_index(world))
     config, sharers = _of_rank(given, world, processor)
-    units = find_units(model, in_pieces=has_kernel(given.optimizer), dtype=given.dtype, num_ranks=world.size)
+    units = find_units(
+        model,
+        in_pieces=has_kernel(given.optimizer),
+        dtype=given.dtype,
+        num_ranks=world.size,
+        experts=given.expert_names,
+    )
     if not units:
         raise ConfigError("the model has no floating-point parameters: there is nothing to offload")
     if given.optimizer is not None and not any(p.requires_grad for p in model.parameters()):

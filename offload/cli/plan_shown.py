@@ -51,7 +51,7 @@ def _answer(facts: Facts) -> Iterator[str]:
     yield ""
     if facts["shard"] is not None:
         yield _PARTS[facts["shard"]]
-    if (least := facts["least_host_memory_bytes"]) is not None:
+    if least := facts["least_host_memory_bytes"]:
         yield f"The least host memory that works is {_size(least)}{_each(facts['machine'])}."
     yield f"Without overlap a step would take {_seconds(facts['unoverlapped_seconds'])}."
     yield from _batches(facts)
@@ -82,6 +82,9 @@ def _verdict(facts: Facts) -> Iterator[str]:
             else "a shorter --sequence (no batch fits)"
         )
         yield f"Activations of this batch take {_size(facts['activation_bytes'])}. Try {recomputed}{smaller}."
+    for way in facts["ways"]:
+        if way["fits"]:
+            yield f"With {way['options']} it fits: {way['tokens_per_second']:,.0f} tokens a second."
 
 
 def _asked(facts: Facts) -> Iterator[str]:
@@ -114,7 +117,7 @@ def _batches(facts: Facts) -> Iterator[str]:
     each = _each(facts["machine"])
     said = f"The largest batch that fits is {largest:,}{each}"
     if computing is None:
-        yield f"{said}: with none that fits does compute limit."
+        yield f"{said}, and up to it compute does not limit."
     elif computing <= facts["workload"]["batch"]:
         yield f"{said}. Compute limits: nothing takes longer."
     else:

@@ -19,7 +19,7 @@ from offload.model.gradient_handle import GradientBacking, GradientHandle
 from offload.model.handle import value_of
 from offload.tiers.gradients.own import can_be_own
 from offload.tiers.gradients.store import Gradient
-from offload.units import ParameterSpec, UnitSpec, WeightInPieces
+from offload.units import ParameterSpec, Piece, UnitSpec, WeightInPieces
 from swapper import OffloadError
 
 
@@ -123,6 +123,23 @@ class ParameterBacking:
         """Make this the gradient, where there is none."""
         self._access.write_gradient(self._unit, self._spec, value)
 
+    def settle(self) -> None:
+        """Wait until all gradients are where they rest."""
+        self._access.before.settle()
+
+    @property
+    def has_gradient(self) -> bool:
+        """One for the coming step has come to where it rests."""
+        return self._spec in self._access.gradients.of(self._unit)
+
+    def zero_gradient(self) -> None:
+        """The gradient for the coming step is zeros."""
+        access, unit = self._access, self._unit
+        with access.failure:
+            access.dropping(unit)
+            access.levels.host.fence.wait(unit)
+            access.gradients.zero(unit, self._spec)
+
     def drop_gradient(self) -> None:
         """There is no gradient. Who holds the one that there was keeps it."""
         access, unit, spec = self._access, self._unit, self._spec
@@ -185,7 +202,9 @@ class PiecewiseBacking:
 
     @property
     def gradient(self) -> torch.Tensor | None:
-        """A handle on the gradient, or None if one of the pieces has none."""
+        """A handle on the gradient, or None if no piece has one."""
+        self._pieces[0].settle()
+        self.complete_gradient()
         backing = self._gradient_backing()
         return None if backing is None else self._pieces[0].gradient_handle(backing, self.whole.shape)
 
@@ -198,6 +217,19 @@ class PiecewiseBacking:
             piece.drop_gradient()
         for piece, part in zip(self._pieces, () if parts is None else parts, strict=parts is not None):
             piece.write_gradient(part)
+
+    def complete_gradient(self) -> None:
+        """A gradient of some pieces is one of the whole: it is zeros for the others, such as experts that no token was
+        sent to. Gradients on their way do not count."""
+        have = [piece.has_gradient for piece in self._pieces]
+        if any(have):
+            for piece, has in zip(self._pieces, have, strict=True):
+                if not has:
+                    piece.zero_gradient()
+
+    def piece(self, piece: Piece) -> ParameterBacking:
+        """The backing of this piece."""
+        return self._pieces[self.whole.pieces.index(piece)]
 
     @property
     def gradient_so_far(self) -> None:

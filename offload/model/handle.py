@@ -51,7 +51,7 @@ class BackingOfParameter(Backing, Protocol):
     def gradient_so_far(self) -> torch.Tensor | None: ...
 
 
-class _View:
+class View:
     """A view of another backing's value: one output of ``function`` applied to it."""
 
     def __init__(self, base: Backing, function: Callable[[torch.Tensor], Any], position: int | None) -> None:
@@ -418,8 +418,8 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
 
     outputs = function(base._meta)
     if isinstance(outputs, torch.Tensor):
-        return _like(base, Handle(_View(base._backing, function, None), outputs, base.device))
-    views = [Handle(_View(base._backing, function, i), output, base.device) for i, output in enumerate(outputs)]
+        return _like(base, Handle(View(base._backing, function, None), outputs, base.device))
+    views = [Handle(View(base._backing, function, i), output, base.device) for i, output in enumerate(outputs)]
     return type(outputs)(_like(base, view) for view in views)
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from offload.access import ExternalAccess
 from offload.model.backing import ParameterBacking, PiecewiseBacking
 from offload.model.distributed_handle import DistributedHandle
+from offload.model.experts import ExpertsHandle
 from offload.model.handle import Backing, Handle, make_handle
 from offload.model.identity import take_over
 from offload.model.packed_handle import PackedBacking, PackedHandle
@@ -80,9 +81,11 @@ def make_handles(
     for spec in backings:
         if spec.piece is not None:
             pieces.setdefault(spec.piece.whole, []).append(spec)
+    of_experts = {s.piece.whole for unit in units if unit.experts for s in unit.parameters if s.piece is not None}
     for whole, specs in pieces.items():
         backing = PiecewiseBacking(whole, [backings[spec] for spec in specs])
-        handle = make_handle(backing, whole.shape, dtype, device, specs[0].trainable, PiecewiseHandle)
+        kind = ExpertsHandle if whole in of_experts else PiecewiseHandle
+        handle = make_handle(backing, whole.shape, dtype, device, specs[0].trainable, kind)
         of_model.update(dict.fromkeys(specs, take_over(specs[0].parameter, handle, specs[0].owners)))
     return Handles(at_sites, of_model, backings)
 

@@ -10,26 +10,25 @@ products instead of one, and the gradient of its input is a sum of several: equa
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offload.model.handle import Backing, Handle
+from offload.model.backing import PiecewiseBacking
+from offload.model.handle import Handle
 from offload.units import Piece, WeightInPieces
-
-
-class WholeBacking(Backing, Protocol):
-    """Puts the value of a weight in pieces together, and takes it apart."""
-
-    whole: WeightInPieces
 
 
 class PiecewiseHandle(Handle):
     """The handle of a weight in pieces."""
 
-    _backing: WholeBacking
+    _backing: PiecewiseBacking
+
+    @property
+    def backing(self) -> PiecewiseBacking:
+        return self._backing
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
@@ -43,8 +42,8 @@ class PiecewiseHandle(Handle):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def _whole_of(weight: Any) -> WeightInPieces | None:
-    """A detached handle, or a view of one, is a value like any other."""
+def whole_of(weight: Any) -> WeightInPieces | None:
+    """What the handle stands for, in pieces. A detached handle, or a view of one, is a value like any other."""
     return weight._backing.whole if isinstance(weight, PiecewiseHandle) and weight._is_managed else None
 
 
@@ -57,7 +56,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    whole = _whole_of(weight)
+    whole = whole_of(weight)
     if whole is None or max_norm is not None or scale_grad_by_freq:
         return NotImplemented
     output: Tensor | None = None
@@ -87,7 +86,7 @@ def _mine(input: Tensor, piece: Piece) -> Tensor:
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    whole = _whole_of(weight)
+    whole = whole_of(weight)
     if whole is None:
         return NotImplemented
     biases = whole.split(bias) if bias is not None else [None] * len(whole.pieces)

@@ -142,13 +142,15 @@ class _Placement:
         """Keep what saves most traffic per byte, as much as fits: all kinds of one unit after the other, or one kind of
         all units after the other. Gradients come last, unless they come before states.
 
+        Where nothing is trained, experts come last: the room that is left is slots for all of them.
+
         First the units that forward begins with, whose gradients come last: nothing else is left to do while they are
         updated. The others in an order that is spread evenly.
         """
         first = self.units[0].whole
         is_first = [unit is self.units[0] or (unit.whole is not None and unit.whole is first) for unit in self.units]
         spread = sorted(range(len(self.units)), key=lambda index: (not is_first[index], index * GOLDEN % 1))
-        weights = [(self.weights_resident, index) for index in spread]
+        weights = [(self.weights_resident, index) for index in spread if not self._comes_by_use(index)]
         grads = [(self.grads_resident, index) for index in spread]
         if by_unit:
             self._keep([kind for i in spread for kind in self._kinds(i, gradients=gradients_first)], host_bytes)
@@ -160,6 +162,13 @@ class _Placement:
                 self._keep(grads, host_bytes)
             self._keep(tiles, host_bytes)
         self._keep(grads, host_bytes)
+        room, slot_bytes = host_bytes - self.total_bytes, self._buffers().slot_bytes
+        if any(map(self._comes_by_use, range(len(self.units)))) and slot_bytes:
+            self.staging = replace(self.staging, num_slots=self.staging.num_slots + room // slot_bytes)
+
+    def _comes_by_use(self, index: int) -> bool:
+        """It is an expert where nothing is trained: those that are used most are the ones that stay."""
+        return self.tiles_of is None and self.units[index].experts is not None
 
     def _kinds(self, index: int, *, gradients: bool) -> list[tuple[list[bool], int]]:
         """Kinds that belong to one unit, with its gradients or without."""

@@ -328,6 +328,9 @@ def _reasons(plan: Plan) -> Iterator[str]:
             if in_ram
             else "no weights rest in RAM"
         )
+    streamed_experts = sum(item.unit.experts is not None and item.weights is Tier.NVME for item in on_host)
+    if streamed_experts:
+        yield f"{streamed_experts} experts rest on NVMe: those that a batch has no token for are not read"
     if any(item.unit.reused for item in on_host):
         gradients = " and its gradients rest" if training else " rests"
         yield f"the tied weight in pieces{gradients} in RAM: each place that uses it would bring it in anew"

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _ESTIMATE = 34
 """16-bit bytes for each token and unit of width, where a forward cannot be followed. Source: Korthikanti et al.,
@@ -87,7 +88,7 @@ def _followed(module: nn.Module, sequence: int, dtype: torch.dtype) -> list[int]
     try:
         for block in blocks:
             block.forward = functools.partial(forward, block)
-        with _Attention(), torch.enable_grad():
+        with _Attention(), _Shapes(), torch.enable_grad():
             module(*_inputs(module, sequence), **_options(module, sequence))
     finally:
         for block in blocks:
@@ -103,14 +104,14 @@ def _inputs(module: nn.Module, sequence: int) -> tuple[Tensor, ...]:
     if isinstance(first, nn.Linear):
         dtype = first.weight.dtype
         return (torch.empty(1, sequence, first.in_features, dtype=dtype, device="meta", requires_grad=True),)
-    return (torch.zeros(1, sequence, dtype=torch.long, device="meta"),)
+    return (torch.empty(1, sequence, dtype=torch.long, device="meta"),)
 
 
 def _options(module: nn.Module, sequence: int) -> dict[str, Any]:
     """Of a model of ``transformers``: a mask with all of its dimensions is not looked into."""
     if not hasattr(getattr(module, "config", None), "model_type"):
         return {}
-    mask = torch.ones(1, 1, sequence, sequence, dtype=torch.bool, device="meta")
+    mask = torch.empty(1, 1, sequence, sequence, dtype=torch.bool, device="meta")
     return {"attention_mask": mask, "use_cache": False}
 
 
@@ -133,6 +134,41 @@ class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise NotImplementedError("shapes only")
+
+
+_aten = torch.ops.aten
+_POINT_BY_POINT = {
+    _aten.add, _aten.sub, _aten.mul, _aten.div, _aten.pow, _aten.neg, _aten.rsqrt, _aten.sigmoid, _aten.silu,
+    _aten.gelu, _aten.relu, _aten.tanh,
+}  # fmt: skip
+
+
+class _Shapes(TorchDispatchMode):
+    """Within ``with``, the commonest operators on the meta device give a tensor of the right shape at once. For theirs
+    torch would bring in its compiler, which takes longer than all of the forecast."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch asks whether to keep its compiler away from this class, for which it brings it in."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operator, options = func.overloadpacket, kwargs or {}
+        operands = [value for value in args if isinstance(value, Tensor)]
+        if operator in _POINT_BY_POINT and options.keys() <= {"approximate"} and any(one.is_meta for one in operands):
+            dtype = functools.reduce(torch.promote_types, (one.dtype for one in operands if one.is_meta))
+            return torch.empty(torch.broadcast_shapes(*(one.shape for one in operands)), dtype=dtype, device="meta")
+        if func in (_aten.mean.dim, _aten.sum.dim_IntList) and not options and operands[0].is_meta:
+            shape = list(operands[0].shape)
+            for dim in args[1]:
+                shape[dim] = 1
+            kept = torch.empty(shape, dtype=operands[0].dtype, device="meta")
+            return kept if len(args) > 2 and args[2] else kept.squeeze(tuple(args[1]))
+        if func is _aten.cat.default and all(one.is_meta for one in args[0]):
+            dim, shape = args[1] if len(args) > 1 else 0, list(args[0][0].shape)
+            shape[dim] = sum(one.shape[dim] for one in args[0])
+            return torch.empty(shape, dtype=args[0][0].dtype, device="meta")
+        return func(*args, **options)
 
 
 class _Attention(TorchFunctionMode):

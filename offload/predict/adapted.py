@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from offload.errors import ConfigError
@@ -20,16 +21,16 @@ from swapper import align
 
 
 class _Adapted(nn.Module):
-    """A frozen linear layer with an adapter, under the names of PEFT."""
+    """A frozen linear layer with an adapter."""
 
     def __init__(self, layer: nn.Module, shape: tuple[int, int], rank: int) -> None:
         super().__init__()
         self.base_layer = layer
-        self.lora_A = nn.Linear(shape[1], rank, bias=False)
-        self.lora_B = nn.Linear(rank, shape[0], bias=False)
+        self.lora_A = nn.Parameter(torch.empty(rank, shape[1]))
+        self.lora_B = nn.Parameter(torch.empty(shape[0], rank))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.base_layer(x) + self.lora_B(self.lora_A(x))
+        out: Tensor = self.base_layer(x) + F.linear(F.linear(x, self.lora_A), self.lora_B)
         return out
 
 

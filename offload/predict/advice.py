@@ -38,21 +38,34 @@ def advise(prediction: Prediction) -> list[Advice]:
     return sorted(found, key=lambda advice: -advice.prediction.tokens_per_second)
 
 
-def ways(prediction: Prediction) -> list[tuple[str, Prediction]]:
+@dataclass(frozen=True)
+class Way:
+    """A way to train a model, the ``options`` of the command that ask for it, and the prediction."""
+
+    name: str
+    options: str
+    prediction: Prediction
+
+
+def ways(prediction: Prediction) -> list[Way]:
     """Ways to train the model that differ in what is trained: all of it, adapters, adapters over a base in four bits.
     Empty if a part of it is frozen already, or there is nothing to put adapters over."""
     model, machine, workload = prediction.model, prediction.machine, prediction.workload
     if model.num_trained < model.num_parameters:
         return []
-    found = [("full", prediction)]
+    lora, found = Lora(), [Way("full", "", prediction)]
     bases = [AS_WEIGHTS] if machine.num_ranks > 1 else [AS_WEIGHTS, BASES["nf4"]]
     for base in bases:
         try:
-            changed = model.with_adapters(Lora(), base)
+            changed = predict(model.with_adapters(lora, base), machine, workload)
         except ConfigError:
             return []
-        name = f"LoRA r={Lora().rank}" + (f" over {base.name}" if base.name else "")
-        found.append((name, predict(changed, machine, workload)))
+        name, options = f"LoRA r={lora.rank}", f"--lora r={lora.rank}"
+        found.append(
+            Way(f"{name} over {base.name}", f"{options} --base {base.name}", changed)
+            if base.name
+            else Way(name, options, changed)
+        )
     return found
 
 

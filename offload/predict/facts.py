@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from offload.predict.advice import Advice
+from offload.predict.advice import Advice, Way
 from offload.predict.endurance import Endurance
 from offload.predict.prediction import Batches, Prediction
 
@@ -105,9 +105,9 @@ def of_training(prediction: Prediction, tokens: int | None) -> dict[str, Any]:
     return {"tokens_wanted": tokens, "hours": hours}
 
 
-def of_ways(ways: Sequence[tuple[str, Prediction]]) -> list[dict[str, Any]]:
+def of_ways(ways: Sequence[Way]) -> list[dict[str, Any]]:
     """Rows of a table: each way to train the model with its speed and its bytes, or what there is too little of."""
-    return [{"way": way, **_of_way(prediction)} for way, prediction in ways]
+    return [{"way": way.name, "options": way.options, **_of_way(way.prediction)} for way in ways]
 
 
 def _of_way(prediction: Prediction) -> dict[str, Any]:

@@ -217,13 +217,13 @@ def from_count(
             f"{parameters:,} parameters are too few for {layers} layers of width {width:,} and a vocabulary of "
             f"{vocabulary:,}: give fewer layers, a smaller width or a smaller vocabulary"
         )
-    name = f"{parameters / 1e9:,.3g} billion parameters"
-    heads = max(width // _HEAD_WIDTH, 1)
+    head_width = math.gcd(width, _HEAD_WIDTH)
+    heads = width // head_width
     shapes = Architecture(
         layers=layers, width=width, heads=heads, vocabulary=vocabulary, hidden=hidden, kv_heads=heads,
-        head_width=width // heads, tied=tied,
+        head_width=head_width, tied=tied,
     )  # fmt: skip
-    return from_architecture(name, shapes)
+    return from_architecture("a transformer", shapes)
 
 
 def _of_experts(name: str, dims: int) -> bool:

@@ -35,7 +35,7 @@ _MOST_TILES = 1024
 _PLENTY = 1 << 61
 """More bytes than any machine has."""
 
-_EARLY_SHARES = 8
+_EARLY_SHARES = 4
 """The engine finds out how many units to update during backward. So many shares of them are tried here."""
 
 
@@ -169,7 +169,7 @@ def _largest_batch(model: Model, machine: Machine, workload: Workload) -> int:
 
     device = machine.device
     room = device.memory_bytes - CONTEXT_BYTES if device.computes else machine.beside_bytes
-    each = kept(2) - kept(1)
+    each = max(kept(2) - kept(1), 1)
     once = kept(1) - each
 
     def of_room(nbytes: float) -> int:

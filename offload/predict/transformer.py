@@ -34,8 +34,8 @@ class Transformer(nn.Module):
 
     def __init__(self, of: Architecture) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(of.vocabulary, of.width)
-        self.embed_positions = nn.Embedding(of.positions, of.width) if of.positions else None
+        self.embed_tokens = _table(of.vocabulary, of.width)
+        self.embed_positions = _table(of.positions, of.width) if of.positions else None
         self.norm_of_table = _norm(of) if of.norm_of_table else None
         self.layers = nn.ModuleList(Layer(of, index) for index in range(of.layers))
         self.norm = _norm(of)
@@ -49,6 +49,12 @@ class Transformer(nn.Module):
             x = layer(x)
         logits: Tensor = self.lm_head(self.norm(x))
         return logits
+
+
+def _table(rows: int, width: int) -> nn.Embedding:
+    """Without its initialiser, for which torch brings in its compiler on the meta device: that takes a second."""
+    table: nn.Embedding = nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
+    return table
 
 
 class Layer(nn.Module):
@@ -96,7 +102,7 @@ def _norm(of: Architecture, width: int = 0) -> nn.Module:
 
 def _rotated(x: Tensor) -> Tensor:
     """With rotary positions: another tensor, for which nothing large is kept."""
-    angles = torch.ones(x.shape[-2:], dtype=x.dtype, device=x.device)
+    angles = torch.empty(x.shape[-2:], dtype=x.dtype, device=x.device)
     return x * angles
 
 
@@ -130,8 +136,8 @@ class _Attention(nn.Module):
         return out
 
     def _heads(self, x: Tensor) -> Tensor:
-        heads: Tensor = x.unflatten(-1, (-1, self._head_width)).transpose(1, 2)
-        return heads
+        heads: Tensor = x.unflatten(-1, (-1, self._head_width))
+        return heads.transpose(1, 2)
 
 
 class _LatentAttention(nn.Module):

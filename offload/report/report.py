@@ -65,6 +65,21 @@ class LinkRates:
 
 
 @dataclass(frozen=True)
+class ExpertUse:
+    """Weights of experts, since the engine was made, where some of the model's weights rest on NVMe."""
+
+    routed_bytes: int
+    """Of experts that tokens were sent to, for each forward and each backward of a layer once."""
+    read_bytes: int
+    """Of experts that were read from NVMe for it, those included that were read ahead in vain."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the routed bytes that were in memory when they were needed."""
+        return max(1 - self.read_bytes / self.routed_bytes, 0.0) if self.routed_bytes else 1.0
+
+
+@dataclass(frozen=True)
 class Report:
     """The last step, from the end of one ``step()`` to the end of the next; of an engine that does not train, the last
     forward of the model, from the end of the one before it.

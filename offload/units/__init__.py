@@ -1,6 +1,7 @@
 """Parts that a model is cut into: the units that move together, their parameters, and large weights in pieces."""
 
 from offload.units.distributed_tensor import Distribution, local_tensor
+from offload.units.experts import Experts, FusedExperts
 from offload.units.packed import Packing
 from offload.units.pieces import Piece, WeightInPieces
 from offload.units.shard import shard_unit
@@ -10,6 +11,8 @@ __all__ = [
     "ALIGNMENT",
     "GRAIN",
     "Distribution",
+    "Experts",
+    "FusedExperts",
     "Packing",
     "ParameterSpec",
     "Piece",

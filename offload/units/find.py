@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from offload.errors import ConfigError
 from offload.units.distributed_tensor import Distribution, distributions_in
+from offload.units.experts import EXPERTS, Experts, FusedExperts, SeparateExperts, find_experts
 from offload.units.overlap import check_memory_is_distinct
 from offload.units.packed import Packing, packing_of
-from offload.units.pieces import Piece, WeightInPieces, can_be_cut, piece_numel
+from offload.units.pieces import Piece, WeightInPieces, can_be_cut, num_pieces, piece_numel
 from offload.units.spec import ALIGNMENT, GRAIN, ParameterSpec, Site, UnitSpec
 from swapper import align
 
@@ -24,13 +27,19 @@ _BLOCK_SHARE = 1 / 2
 
 
 def find_units(
-    model: nn.Module, *, in_pieces: bool = False, dtype: torch.dtype = torch.float32, num_ranks: int = 1
+    model: nn.Module,
+    *,
+    in_pieces: bool = False,
+    dtype: torch.dtype = torch.float32,
+    num_ranks: int = 1,
+    experts: Sequence[str] = EXPERTS,
 ) -> list[UnitSpec]:
     """Cut ``model`` into units, in the order of ``model.named_parameters()``.
 
     Repeated blocks (children of one class in a ``ModuleList`` or ``Sequential``) are units; so is every other module
     that is small against the model; what a larger module owns itself is a unit of its own. With ``in_pieces`` a weight
-    that is much larger than all other units may be cut into several: see ``offload.units.pieces``.
+    that is much larger than all other units may be cut into several: see ``offload.units.pieces``. Each expert is a
+    unit; ``experts`` are names of modules that have some: see ``offload.units.experts``.
     ``dtype`` is that of the weights: what is quantised takes as many elements of it as its bytes fill.
     Units can be divided among ``num_ranks``: see ``offload.units.shard``.
     Raises ``ConfigError`` for a trainable parameter that is not a real floating-point tensor, for two that share
@@ -43,10 +52,16 @@ def find_units(
         if packing is not None:
             packings[id(parameter)] = packing
     check_memory_is_distinct(model.named_parameters())
-    total = sum(p.numel() for p in model.parameters())
-    owners = dict(_owners(model, total))
+    kept = {*packings, *distributions}
+    of_layers = list(find_experts(model, experts, fused=in_pieces, whole=kept, least=GRAIN * num_ranks))
+    fused = {of.module: of for of in of_layers if isinstance(of, FusedExperts)}
+    in_rows = {id(parameter) for of in fused.values() for parameter in of.parameters.values()}
+    separate: dict[nn.Module, Experts] = {
+        expert: of for of in of_layers if isinstance(of, SeparateExperts) for expert in of.module.children()
+    }
+    owners = dict(_owners(model, separate, in_rows))
     sites: dict[int, list[Site]] = {}
-    groups: dict[nn.Module, dict[str, nn.Parameter]] = {}
+    groups: dict[nn.Module | FusedExperts, dict[str, nn.Parameter]] = {}
     claimed: dict[int, nn.Module] = {}
     for prefix, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
@@ -61,37 +76,51 @@ def find_units(
             if not _managed(parameter, full_name):
                 continue
             sites.setdefault(id(parameter), []).append(Site(module, name))
+            if id(parameter) in in_rows:
+                if module in fused:
+                    groups.setdefault(fused[module], {})
+                continue
             if claimed.setdefault(id(parameter), owners[module]) is owners[module]:
                 groups.setdefault(owners[module], {}).setdefault(full_name, parameter)
     names = {module: name for name, module in model.named_modules()}
-    parameters = {owner: _distinct(group) for owner, group in groups.items()}
+    parameters = {owner: _distinct(group) for owner, group in groups.items() if isinstance(owner, nn.Module)}
     layout = _Layout(sites, packings, distributions, dtype, GRAIN * num_ranks, names)
     cuts = _cuts(parameters, layout) if in_pieces else {}
     rest = {owner: [item for item in group if id(item[1]) not in cuts] for owner, group in parameters.items()}
     layout.unit_names.update(names[owner] for owner in parameters if rest[owner])
     units: list[UnitSpec] = []
-    for owner, group in parameters.items():
+    for owner in groups:
+        if isinstance(owner, FusedExperts):
+            units += _units_of_experts(len(units), owner, layout)
+            continue
         if rest[owner]:
-            units.append(_unit(len(units), owner, rest[owner], layout))
-        for _, parameter in group:
+            units.append(replace(_unit(len(units), owner, rest[owner], layout), experts=separate.get(owner)))
+        for _, parameter in parameters[owner]:
             for piece in cuts[id(parameter)].pieces if id(parameter) in cuts else ():
-                units.append(_unit_of_piece(len(units), piece, parameter.requires_grad, layout))
+                units.append(_unit_of_pieces(len(units), [piece], [parameter], layout))
     return units
 
 
-def _owners(model: nn.Module, total: int) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Each module with the module that stands for its unit."""
+def _owners(
+    model: nn.Module, separate: Collection[nn.Module], in_rows: Collection[int]
+) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Each module with the module that stands for its unit. ``separate`` experts have units of their own, and so have
+    parameters whose ``id`` is ``in_rows``: neither counts for those around them."""
+    apart = {*in_rows, *(id(parameter) for expert in separate for parameter in expert.parameters())}
+
+    def size(module: nn.Module) -> int:
+        return sum(p.numel() for p in module.parameters() if id(p) not in apart)
 
     def assign(module: nn.Module, unit: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+        unit = module if module in separate else unit
         yield module, unit
         for child in module.children():
             yield from assign(child, unit)
 
     def descend(module: nn.Module, repeated: bool) -> Iterator[tuple[nn.Module, nn.Module]]:
-        numel = sum(p.numel() for p in module.parameters())
         container = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
         share = _BLOCK_SHARE if repeated else _UNIT_SHARE
-        if not container and numel <= share * total:
+        if not container and size(module) <= share * total:
             yield from assign(module, module)
             return
         yield module, module
@@ -101,6 +130,7 @@ def _owners(model: nn.Module, total: int) -> Iterator[tuple[nn.Module, nn.Module
             blocks = isinstance(module, (nn.ModuleList, nn.Sequential)) and classes.count(type(child)) > 1
             yield from descend(child, blocks and any(True for _ in child.children()))
 
+    total = size(model)
     yield from descend(model, False)
 
 
@@ -162,25 +192,39 @@ class _Layout:
 
 def _unit(index: int, owner: nn.Module, parameters: list[tuple[str, nn.Parameter]], layout: _Layout) -> UnitSpec:
     name = layout.names[owner]
-    specs: list[ParameterSpec] = []
-
-    def lay_out(trainable: bool, start: int) -> int:
-        """Place the parameters that are trainable, or those that are not; the end, rounded up to whole pages."""
-        offset = start
-        for full_name, p in parameters:
-            if p.requires_grad is trainable:
-                numel = layout.numel(p)
-                in_no_tile = id(p) in layout.packings
-                offset = align(offset, ALIGNMENT if numel < GRAIN or in_no_tile else GRAIN)
-                specs.append(layout.spec(full_name, p, offset))
-                offset += numel
-        return align(offset, layout.multiple)
-
-    trainable_numel = lay_out(True, 0)
-    numel = lay_out(False, trainable_numel)
+    laid_out = [
+        _LaidOut(layout.numel(p), p.requires_grad, id(p) in layout.packings, partial(layout.spec, full_name, p))
+        for full_name, p in parameters
+    ]
+    specs, trainable_numel, numel = _lay_out(laid_out, layout.multiple)
     modules = tuple(dict.fromkeys([owner, *(site.module for spec in specs for site in spec.sites)]))
     depth = max(layout.depth(module, but=name) for module in modules)
-    return UnitSpec(index, name or "(root)", modules, tuple(specs), trainable_numel, numel, depth)
+    return UnitSpec(index, name or "(root)", modules, specs, trainable_numel, numel, depth)
+
+
+class _LaidOut(NamedTuple):
+    """Something that takes ``numel`` elements of a unit. ``at`` makes its spec, with this offset."""
+
+    numel: int
+    trainable: bool
+    in_no_tile: bool
+    at: Callable[[int], ParameterSpec]
+
+
+def _lay_out(items: Sequence[_LaidOut], multiple: int) -> tuple[tuple[ParameterSpec, ...], int, int]:
+    """Place what is trainable, then what is not; the specs, and where each of the two ends, in whole pages."""
+    specs: list[ParameterSpec] = []
+    ends: list[int] = []
+    offset = 0
+    for trainable in (True, False):
+        for item in items:
+            if item.trainable is trainable:
+                offset = align(offset, ALIGNMENT if item.numel < GRAIN or item.in_no_tile else GRAIN)
+                specs.append(item.at(offset))
+                offset += item.numel
+        offset = align(offset, multiple)
+        ends.append(offset)
+    return tuple(specs), ends[0], ends[1]
 
 
 def _cuts(parameters: dict[nn.Module, list[tuple[str, nn.Parameter]]], layout: _Layout) -> dict[int, WeightInPieces]:
@@ -197,17 +241,38 @@ def _cuts(parameters: dict[nn.Module, list[tuple[str, nn.Parameter]]], layout: _
     others = [size for owner, size in sizes.items() if owner not in cuttable]
     most = piece_numel([sizes[owner] for owner in cuttable], others)
     return {
-        id(p): WeightInPieces(name, sites[id(p)], p.shape, most)
+        id(p): WeightInPieces(name, sites[id(p)], p.shape, num_pieces(p.shape, most))
         for owner, (name, p) in cuttable.items()
         if sizes[owner] > 2 * most
     }
 
 
-def _unit_of_piece(index: int, piece: Piece, trainable: bool, layout: _Layout) -> UnitSpec:
-    rows = f"[{piece.start}:{piece.stop}]"
-    shape = torch.Size([piece.stop - piece.start, *piece.whole.shape[1:]])
-    spec = ParameterSpec(piece.whole.name + rows, shape, shape.numel(), 0, trainable, (Site(piece, "weight"),), piece)
-    numel = align(spec.numel, layout.multiple)
-    depth = max(layout.depth(module) for module, _ in piece.whole.sites)
-    name = (layout.names[piece.whole.sites[0][0]] or "(root)") + rows
-    return UnitSpec(index, name, (piece,), (spec,), numel if trainable else 0, numel, depth)
+def _units_of_experts(first: int, experts: FusedExperts, layout: _Layout) -> Iterator[UnitSpec]:
+    """A unit for each expert: its rows of all parameters."""
+    parameters = list(experts.parameters.values())
+    wholes = experts.cut([layout.sites[id(parameter)] for parameter in parameters])
+    for row, pieces in enumerate(zip(*(whole.pieces for whole in wholes), strict=True)):
+        yield replace(_unit_of_pieces(first + row, pieces, parameters, layout), experts=experts)
+
+
+def _unit_of_pieces(
+    index: int, pieces: Sequence[Piece], parameters: Sequence[nn.Parameter], layout: _Layout
+) -> UnitSpec:
+    """The unit of a piece, or of the same rows of several parameters."""
+
+    def spec(piece: Piece, trainable: bool, offset: int) -> ParameterSpec:
+        shape = torch.Size([piece.stop - piece.start, *piece.whole.shape[1:]])
+        site = Site(piece, "weight")
+        return ParameterSpec(piece.whole.name + rows, shape, shape.numel(), offset, trainable, (site,), piece)
+
+    rows = f"[{pieces[0].start}:{pieces[0].stop}]"
+    numels = [(piece.stop - piece.start) * piece.whole.shape[1:].numel() for piece in pieces]
+    laid_out = [
+        _LaidOut(numel, parameter.requires_grad, False, partial(spec, piece, parameter.requires_grad))
+        for numel, piece, parameter in zip(numels, pieces, parameters, strict=True)
+    ]
+    specs, trainable_numel, numel = _lay_out(laid_out, layout.multiple)
+    owners = {module for piece in pieces for module, _ in piece.whole.sites}
+    depth = max(layout.depth(module) for module in owners)
+    name = (layout.names[pieces[0].whole.sites[0][0]] or "(root)") + rows
+    return UnitSpec(index, name, tuple(pieces), specs, trainable_numel, numel, depth)

@@ -49,15 +49,12 @@ class Piece(nn.Module):
 class WeightInPieces:
     """A weight in pieces. ``sites`` are the modules that own it, each with its name there."""
 
-    def __init__(self, name: str, sites: Sequence[tuple[nn.Module, str]], shape: torch.Size, piece_numel: int) -> None:
-        """``piece_numel`` elements are the most that a piece may have, if that is a row or more."""
+    def __init__(self, name: str, sites: Sequence[tuple[nn.Module, str]], shape: torch.Size, count: int) -> None:
+        """``count`` pieces, of rows that differ by one at most."""
         self.name = name
         self.sites = tuple(sites)
         self.shape = shape
-        rows = self.shape[0]
-        most = max(piece_numel // self.shape[1], 1)
-        count = -(-rows // most)
-        bounds = [rows * index // count for index in range(count + 1)]
+        bounds = [shape[0] * index // count for index in range(count + 1)]
         self.pieces = [Piece(self, start, stop) for start, stop in pairwise(bounds)]
 
     def split(self, value: Tensor) -> Iterator[Tensor]:
@@ -70,6 +67,11 @@ def can_be_cut(module: nn.Module, name: str) -> bool:
     if isinstance(module, nn.Embedding):
         return name == "weight" and module.max_norm is None and not module.scale_grad_by_freq
     return isinstance(module, nn.Linear) and name == "weight"
+
+
+def num_pieces(shape: torch.Size, most: int) -> int:
+    """Number of pieces of a matrix, if each may have ``most`` elements, or a row where that has more."""
+    return -(-shape[0] // max(most // shape[1], 1))
 
 
 def piece_numel(cuttable: Sequence[int], others: Sequence[int]) -> int:

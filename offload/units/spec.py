@@ -11,6 +11,7 @@ from torch import nn
 
 from offload.errors import ConfigError
 from offload.units.distributed_tensor import Distribution
+from offload.units.experts import Experts
 from offload.units.packed import Packing
 from offload.units.pieces import Piece, WeightInPieces
 from swapper import PAGE_BYTES, FilePart
@@ -130,6 +131,8 @@ class UnitSpec:
     trainable_numel: int
     numel: int
     depth: int
+    experts: Experts | None = None
+    """Experts that it is one of."""
     in_files: tuple[FilePart, ...] = ()
     """Where its frozen weights lie in files that are only read, at which bytes of the unit's weights; nothing if they
     are stored."""

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from adapted import OPTIONS, QUANTISED, adapted, llama, logits, on_nvme, same_values, tokens, train
+from adapted import OPTIONS, QUANTISED, adapted, llama, logits, on_nvme, same_values, to_nf4, tokens, train
 from torch import nn
-from torchao.quantization import Int8WeightOnlyConfig, quantize_, to_nf4
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 from offload import BudgetError, ConfigError, OffloadEngine
 from offload.checkpoint.native.opened import open_checkpoint

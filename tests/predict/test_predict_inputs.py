@@ -117,6 +117,7 @@ def test_a_described_model_has_as_many_parameters_as_it_was_asked_for(count):
 
 
 def test_layers_and_width_are_taken_and_a_contradiction_is_refused():
+    assert from_count(10**8, 12, 704).num_parameters == pytest.approx(1e8, rel=1e-3)
     model = from_count(7 * 10**9, 32, 4096)
     assert (model.layers, model.width) == (32, 4096) and model.num_parameters == pytest.approx(7e9, rel=1e-3)
     with pytest.raises(ConfigError, match="too few for 200 layers of width 4,096"):

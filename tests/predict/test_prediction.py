@@ -44,6 +44,17 @@ def here(host_bytes: int, **changes: object) -> Machine:
     return replace(machine, **changes)  # type: ignore[arg-type]
 
 
+class Weights(torch.nn.Module):
+    """Its forward takes no part of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.empty(4096, 8))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens
+
+
 def tiny() -> Model:
     with torch.device("meta"):
         return Model("tiny", Tiny(), 4, 128, 0, 256)
@@ -150,6 +161,13 @@ def test_the_batch_that_is_advised_fits_and_one_more_does_not():
     assert Batches.of(predict(base.model, slow, base.workload)).computing is None
     none = Batches.of(predict(base.model, machine, Workload(sequence=1 << 20)))
     assert (none.largest, none.computing) == (0, None)
+
+
+def test_a_model_of_which_backward_keeps_nothing_fits_with_any_batch():
+    with torch.device("meta"):
+        model = Model("weights alone", Weights(), 1, 8, 0, 0)
+    machine = described("rtx4090", host_bytes=1 << 34)
+    assert Batches.of(predict(model, machine, Workload())).largest >= 1 << 16
 
 
 def test_activations_have_room_beside_the_engines_memory_where_the_cpu_computes():

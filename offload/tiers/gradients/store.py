@@ -240,13 +240,12 @@ class GradientStore:
         self._close_outside(of)
 
     def zero(self, unit: UnitSpec, spec: ParameterSpec) -> None:
-        """Make the gradient, of which there is one, zeros. Moves no bytes if another one is added next."""
+        """Make the gradient zeros, also where there is none. Moves no bytes if another one is added next."""
         of, before = self._of[unit.index], self.find(unit, spec)
-        assert before is not None
         self._num_changes += 1
         of.used.pop(spec, None)
         of.zeroed.add(spec)
-        of.known[spec] = Gradient(0.0, 1.0, origin=before.origin)
+        of.known[spec] = Gradient(0.0, 1.0, origin=object() if before is None else before.origin)
 
     def copy_to(self, unit: UnitSpec, address: int, dtype: torch.dtype) -> None:
         """Copy the elements of the unit's gradients, as they rest, to host memory at ``address``."""

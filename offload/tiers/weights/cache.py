@@ -30,11 +30,17 @@ from offload.tiers.fence import UpdateFence
 from offload.tiers.home import Transfer
 from offload.tiers.weights.carrier import Carrier
 from offload.tiers.weights.pin import WITHOUT_PLACE, Entry, P, Pin, Purpose, UnitState
+from offload.tiers.weights.routed_order import RoutedOrder
 from offload.tiers.weights.use_order import UseOrder
 from offload.units import UnitSpec
 from offload.waiting import Deadline, Failure, Monitor
 
 _SLICE_S = 0.1
+
+
+def order_of(units: Sequence[UnitSpec]) -> UseOrder | RoutedOrder:
+    """What is known of the order of uses before the first one."""
+    return RoutedOrder(units) if any(unit.experts is not None for unit in units) else UseOrder(len(units))
 
 
 @dataclass(eq=False)
@@ -72,7 +78,10 @@ class WeightCache(Generic[P]):
         """The entries that have a place and may be evicted, in the order in which they got it."""
         self.lent: set[UnitSpec] = set()
         """Units whose place the update has, and gives back by itself."""
-        self._order = UseOrder(len(self.units))
+        self._order = order_of(self.units)
+        self.routed_numel = self.fetched_numel = 0
+        """Elements of experts that compute has used, each once in a visit of its layer, and of those that were fetched
+        for it or for others, since the cache was made."""
         self._forward_under_way = False
         """Compute has used units since the last step was frozen."""
         self._waiting: set[Pin[P]] = set()
@@ -103,6 +112,12 @@ class WeightCache(Generic[P]):
             with self.monitor:
                 pin.entry.pins.discard(pin)
                 self.monitor.notify_all()
+
+    def announce(self, units: Sequence[UnitSpec]) -> None:
+        """Compute will use these experts of one layer next, in this order: they are fetched."""
+        with self.monitor:
+            self._order.announce([unit.index for unit in units])
+            self._fetch_ahead(wrap=False)
 
     def fetch_ahead(self, *, wrap: bool = True) -> None:
         """Start fetching the units that come next, into places of units that are needed later."""
@@ -207,9 +222,10 @@ class WeightCache(Generic[P]):
         """Compute uses the unit now."""
         self._forward_under_way = True
         try:
-            self._order.use(entry.unit.index)
+            if self._order.use(entry.unit.index):
+                self.routed_numel += entry.unit.numel
         except BaseException:
-            self._order = UseOrder(len(self.entries))
+            self._order = order_of(self.units)
             raise
 
     def _pin(self, pin: Pin[P]) -> None:
@@ -230,6 +246,7 @@ class WeightCache(Generic[P]):
             self._waiting.add(pin)
             with self.meter.stall("slot") if pin.purpose is Purpose.COMPUTE else contextlib.nullcontext():
                 self._bring_by(pin)
+            self._count_fetch(pin.entry)
         finally:
             self._waiting.discard(pin)
 
@@ -353,8 +370,14 @@ class WeightCache(Generic[P]):
                 return
             if not self._try_to_bring(entry, must=False):
                 return
+            self._count_fetch(entry)
             seen.add(index)
             num_ahead += 1
+
+    def _count_fetch(self, entry: Entry[P]) -> None:
+        """Compute, which needs the unit or is expected to, has it brought in."""
+        if entry.unit.experts is not None:
+            self.fetched_numel += entry.unit.numel
 
     # Without the monitor: the unit is pinned.
 

@@ -150,6 +150,10 @@ class HostLevel(CacheLevel[HostPlace]):
             if change and home is not None:
                 pin.entry.write = home.fill(address)
 
+    def announce(self, units: Sequence[UnitSpec]) -> None:
+        if self._streams:
+            super().announce(units)
+
     def outdate(self, units: Sequence[UnitSpec]) -> None:
         """Nothing: this is where weights change."""
 

@@ -20,6 +20,9 @@ class Level(Protocol):
     def outdate(self, units: Sequence[UnitSpec]) -> None:
         """The weights of these units are about to change below: copies of them here are void."""
 
+    def announce(self, units: Sequence[UnitSpec]) -> None:
+        """Compute will use these experts of one layer next, in this order."""
+
     def end_step(self) -> None:
         """A step was frozen, and its updates have been announced."""
 
@@ -54,6 +57,9 @@ class CacheLevel(Generic[P]):
     def release(self, pin: Pin[P]) -> None:
         """See ``Pin.release``."""
         self.cache.release(pin)
+
+    def announce(self, units: Sequence[UnitSpec]) -> None:
+        self.cache.announce(units)
 
     def outdate(self, units: Sequence[UnitSpec]) -> None:
         self.cache.outdate(units)

@@ -25,8 +25,11 @@ class UseOrder:
         forward = list(range(num_units))
         self._begin([*forward, *reversed(forward)])
 
-    def use(self, index: int) -> None:
-        """Unit ``index`` is being used now."""
+    def announce(self, indices: Sequence[int]) -> None:
+        """The next uses are of these units, which are experts: of other units nobody knows."""
+
+    def use(self, index: int) -> bool:
+        """Unit ``index`` is being used now. It is no expert."""
         if self._uses[self._cursor] != index:
             self._cursor = self._place_of(index)
         else:
@@ -35,6 +38,7 @@ class UseOrder:
         self._uses.append(index)
         if len(self._uses) > self._step_end + 2 * self._max_uses:
             self._forget_oldest()
+        return False
 
     def end_step(self) -> None:
         """A step is over: what was seen in it is what the next one will look like."""
