@@ -21,13 +21,10 @@ _SIZES = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders of a dense model and of one with experts, each with a tokenizer of bytes."""
+    """The folder of a dense model, with a tokenizer of bytes."""
     forked.import_ahead("transformers", "peft", "torchao.quantization")
     torch.manual_seed(0)
-    made = {
-        "dense": transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SIZES)),
-        "experts": transformers.MixtralForCausalLM(transformers.MixtralConfig(**_SIZES, num_local_experts=4)),
-    }
+    made = {"dense": transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SIZES))}
     folder = tmp_path_factory.mktemp("models")
     for name, model in made.items():
         model.save_pretrained(folder / name)
@@ -47,7 +44,6 @@ def run(example: str, model: Path, *options: object) -> str:
     [
         ("lora.py", "dense", "out/adapter_model.safetensors"),
         ("full.py", "dense", "out/weights/model.safetensors"),
-        ("moe_lora.py", "experts", "out/adapter_model.safetensors"),
         ("from_deepspeed.py", "dense", "out/latest"),
     ],
 )
