@@ -26,6 +26,8 @@ from swapper.generation import (
     generation_metadata,
     open_generation,
 )
+from swapper.ranges import Ranges
+from swapper.scratch import Scratch, ScratchRange, open_scratch
 from swapper.spool import Spool, let_go
 from swapper.ticket import Ticket, waiting
 
@@ -37,6 +39,9 @@ __all__ = [
     "Generation",
     "Lease",
     "OffloadError",
+    "Ranges",
+    "Scratch",
+    "ScratchRange",
     "Spool",
     "StorageCorrupt",
     "StorageError",
@@ -57,6 +62,7 @@ __all__ = [
     "generation_metadata",
     "let_go",
     "open_generation",
+    "open_scratch",
     "open_store",
     "readable_bytes",
     "remove_store",

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from offload.report.meter import Meter
-from offload.report.report import Bandwidths, DriveUse, LinkRates, Report
-from swapper import DurableStore
+from offload.report.report import ActivationUse, Bandwidths, DriveUse, LinkRates, Report
+from swapper import DurableStore, Scratch
 
 
 class _Moment(NamedTuple):
@@ -54,6 +54,9 @@ class Reporter:
     busy_seconds: Callable[[], float | None]
     bandwidths: Bandwidths | None
     link: LinkRates
+    scratch: Sequence[Scratch] = ()
+    activation_use: Callable[[], ActivationUse] = ActivationUse
+    """Since the last call."""
 
     def __post_init__(self) -> None:
         self._start = self._moment(0.0, 0.0)
@@ -117,6 +120,7 @@ class Reporter:
             nvme_write_bytes=spent.write_bytes,
             nvme_write_bytes_total=end.write_bytes,
             drives=tuple(map(_between, drives, self._drives)),
+            activations=self.activation_use(),
             to_device_bytes=spent.to_device_bytes,
             to_host_bytes=spent.to_host_bytes,
             network_bytes=spent.received_bytes,
@@ -135,15 +139,21 @@ class Reporter:
 
     def _carried(self) -> list[DriveUse]:
         """Bytes that each path has carried since the engine was made."""
-        if self.store is None:
-            return []
+        carriers: list[DurableStore | Scratch] = [*([] if self.store is None else [self.store]), *self.scratch]
         return [
-            DriveUse(str(path), of_path.read.bytes, of_path.write.bytes, of_path.busy_seconds)
-            for path, of_path in zip(self.paths, self.store.statistics_by_path(), strict=True)
+            DriveUse(
+                str(path),
+                sum(each.read.bytes for each in of_path),
+                sum(each.write.bytes for each in of_path),
+                sum(each.busy_seconds for each in of_path),
+            )
+            for path, of_path in zip(
+                self.paths, zip(*(each.statistics_by_path() for each in carriers), strict=True), strict=False
+            )
         ]
 
     def _moment(self, seconds: float, stalled_seconds: float) -> _Moment:
         """Now, when the step has spent this much time."""
-        statistics = None if self.store is None else self.store.statistics()
-        moved = (0, 0) if statistics is None else (statistics.read.bytes, statistics.write.bytes)
+        carried = self._carried()
+        moved = sum(each.read_bytes for each in carried), sum(each.write_bytes for each in carried)
         return _Moment(seconds, stalled_seconds, *moved, *self.copied_bytes(), self.received_bytes())

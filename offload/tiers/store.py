@@ -109,16 +109,10 @@ class _Opener:
     """Opens stores of one layout."""
 
     def __init__(self, config: OffloadConfig, kinds: Sequence[_Kind], retained_max: int, sharers: int) -> None:
-        self.profile = _profile(config, sharers)
+        self.profile, self._queue = queue_options(config, sharers)
         self.paths = config.paths
         self.retained_max = retained_max
         self._kinds = kinds
-        profile = self.profile
-        self._queue: dict[str, Any] = {
-            "backend": config.io_backend if profile is None else profile.backend,
-            "queue_depth": queue_share(32, sharers) if profile is None else profile.queue_depth,
-            "block_bytes": 1 << 20 if profile is None else profile.block_bytes,
-        }
 
     def create(self, name: str | None, replaces: bytes = b"") -> DurableStore:
         return create_store(
@@ -346,6 +340,16 @@ def _committed(item: UnitPlan, plan: Plan, *, durable: bool) -> Iterator[_Kind]:
             yield _Kind(tile.nbytes, 1, 2 if durable else 0)
     if unit.trainable_numel and formats.grads:
         yield _Kind(unit.trainable_numel * formats.grads, 1, 0)
+
+
+def queue_options(config: OffloadConfig, sharers: int) -> tuple[IoProfile | None, dict[str, Any]]:
+    """What was measured on the paths, and the options of a queue that follow: one rank's part of both."""
+    profile = _profile(config, sharers)
+    return profile, {
+        "backend": config.io_backend if profile is None else profile.backend,
+        "queue_depth": queue_share(32, sharers) if profile is None else profile.queue_depth,
+        "block_bytes": 1 << 20 if profile is None else profile.block_bytes,
+    }
 
 
 def _profile(config: OffloadConfig, sharers: int) -> IoProfile | None:
