@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from offload.birth.initialise import deferred_init as deferred_init
     from offload.config import OffloadConfig as OffloadConfig
     from offload.engine import OffloadEngine as OffloadEngine
+    from offload.errors import ActivationError as ActivationError
     from offload.errors import BudgetError as BudgetError
     from offload.errors import ConfigError as ConfigError
     from offload.errors import DeviceMemoryError as DeviceMemoryError
@@ -42,8 +43,8 @@ _PUBLIC = {
     "offload.config": ("OffloadConfig",),
     "offload.engine": ("OffloadEngine",),
     "offload.errors": (
-        "BudgetError", "ConfigError", "DeviceMemoryError", "NonFiniteGradient", "RankError", "TorchUnsupported",
-        "WaitTimeout", "WeightsError",
+        "ActivationError", "BudgetError", "ConfigError", "DeviceMemoryError", "NonFiniteGradient", "RankError",
+        "TorchUnsupported", "WaitTimeout", "WeightsError",
     ),
     "offload.plan.plan": ("Plan",),
     "offload.report.report": ("ExpertUse", "Report"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +30,11 @@ _PRECISIONS: dict[torch.dtype, Literal["bf16", "fp16", "fp32"]] = {
 }
 
 _LEAST_TILE_BYTES = 64 << 10
+
+ACTIVATIONS = ("keep", "recompute", "host", "nvme")
+"""What becomes of activations, from the fastest to what takes the least memory."""
+
+_LEAST_ACTIVATION_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +84,14 @@ class OffloadConfig:
     moments_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
     """Format in which kernels keep the optimizer's states. "bf16" and "int8" (blocks of 256) save bytes and are
     inexact."""
+    activations: str | Mapping[str, str] = "keep"
+    """What becomes of the activations that backward needs. "keep": they stay. "recompute": of each block its inputs
+    stay, and backward runs it again. "host": these inputs go to host memory, and so does what is saved outside of
+    blocks. "nvme": what does not fit there goes on to NVMe. For some units alone: a dict of patterns of unit names,
+    such as ``{"model.layers.*": "nvme"}``; the first that matches counts, and units without one keep."""
+    activation_memory: int | str = 64 << 20
+    """Bytes of ``host_memory`` set aside for activations of "host", all of which must fit, and "nvme", where they are
+    the buffer; of each rank."""
     gradient_clipping: float = 0.0
     """Upper bound of the global gradient norm. 0: no clipping."""
     gradient_accumulation_steps: int = 1
@@ -143,6 +156,11 @@ class OffloadConfig:
             if getattr(self, name) is not None and name in self.optimizer_options:
                 raise ConfigError(f"{name} is given twice, also in optimizer_options: leave one out")
         self._check("moments_dtype", option_values.as_choice, ("fp32", "bf16", "int8"))
+        self._check("activations", option_values.as_choices, ACTIVATIONS)
+        self._check("activation_memory", option_values.parse_bytes)
+        if self.activation_memory == "auto" or int(self.activation_memory) < _LEAST_ACTIVATION_BYTES:
+            expected = f"at least {_LEAST_ACTIVATION_BYTES} bytes"
+            option_values.refuse("activation_memory", expected, self.activation_memory)
         self._check("gradient_clipping", option_values.as_number)
         self._check("gradient_accumulation_steps", option_values.as_count)
         self._check("io_backend", option_values.as_choice, ("auto", "io_uring", "threads", "portable"))
@@ -222,6 +240,15 @@ class OffloadConfig:
         return self.nvme_path  # type: ignore[return-value]
 
     @property
+    def activation_bytes(self) -> int:
+        """Host memory for activations; 0 if none go there."""
+        return 0 if {"host", "nvme"}.isdisjoint(self._activation_modes) else int(self.activation_memory)
+
+    @property
+    def _activation_modes(self) -> Collection[str]:
+        return (self.activations,) if isinstance(self.activations, str) else self.activations.values()
+
+    @property
     def weights_path(self) -> Path | None:
         """``weights`` as it is once checked."""
         return self.weights  # type: ignore[return-value]
@@ -282,6 +309,8 @@ class OffloadConfig:
             raise ConfigError(
                 "nvme_capacity: nothing goes to NVMe without nvme_path. Give it, or leave nvme_capacity out"
             )
+        if "nvme" in self._activation_modes and not self.nvme_path:
+            raise ConfigError('activations="nvme" needs a place: give nvme_path, or take "host"')
         if self.durable and not self.nvme_path:
             raise ConfigError("durable: steps are committed under nvme_path. Give it, or leave durable out")
 

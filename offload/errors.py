@@ -43,6 +43,18 @@ class DeviceMemoryError(OffloadError):
     """The device has no room for weights that compute needs. What rests in host memory and on NVMe is whole."""
 
 
+class ActivationError(OffloadError):
+    """An activation could not be kept over the tiers, or not be had back. With ``needed_bytes`` of
+    ``activation_memory`` it can, where that is known; else 0."""
+
+    survives = "Weights, optimizer states and everything that was committed. This batch has no gradients that count."
+    advice = "Call optimizer.zero_grad() and go on with the next batch. If a drive fails again: see `dmesg`."
+
+    def __init__(self, what: str, *, advice: str | None = None, needed_bytes: int = 0) -> None:
+        super().__init__(what, advice=advice)
+        self.needed_bytes = needed_bytes
+
+
 class WaitTimeout(OffloadError):
     """A thread of the engine did not do its part within the deadline."""
 

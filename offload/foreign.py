@@ -40,6 +40,10 @@ _HERE_IT_IS = {
     'precision="fp16"': ("fp16", "half"),
     'precision="bf16"': ("bf16", "bfloat16"),
     'precision="fp16", which scales the loss by itself': ("loss_scale", "grad_scaler", "scaler"),
+    'activations="recompute", or "host" or "nvme" to keep the inputs there': (
+        "activation_checkpointing", "gradient_checkpointing", "checkpointing", "recompute", "activation_offloading",
+        "cpu_checkpointing",
+    ),
     "gradient_accumulation_steps": (
         "gradient_accumulation_steps", "accumulate_grad_batches", "accumulation_steps", "gradient_accumulation",
         "grad_accum_steps",
@@ -73,7 +77,6 @@ _LEAVE_IT_OUT = {
     "torch's parallelize_module divides the model, and mesh names the ranks that feed different data": (
         "tensor_parallel", "tp_size",
     ),
-    "activations are the model's: turn checkpointing on there": ("activation_checkpointing", "gradient_checkpointing"),
     "`offload bench` measures it": (
         "queue_depth", "block_size", "thread_count", "num_threads", "buffer_count", "buffer_size",
     ),

@@ -34,6 +34,8 @@ class Options(TypedDict, total=False):
     weight_decay: float | None
     optimizer_options: Mapping[str, Any]
     moments_dtype: Literal["fp32", "bf16", "int8"]
+    activations: str | Mapping[str, str]
+    activation_memory: int | str
     gradient_clipping: float
     gradient_accumulation_steps: int
     tile_bytes: int | str

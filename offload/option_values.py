@@ -118,6 +118,17 @@ def as_choice(option: str, value: object, allowed: Sequence[str]) -> str:
     refuse_name(option, one_of(allowed), value, text, allowed)
 
 
+def as_choices(option: str, value: object, allowed: Sequence[str]) -> str | dict[str, str]:
+    """One of the names in ``allowed``, or a dict of some by pattern."""
+    if not isinstance(value, Mapping):
+        return as_choice(option, value, allowed)
+    for pattern, name in value.items():
+        if not isinstance(pattern, str):
+            refuse(option, "patterns of unit names as keys", pattern)
+        as_choice(f"{option}[{pattern!r}]", name, allowed)
+    return dict(value)
+
+
 def refuse_name(option: str, expected: str, value: object, name: str, known: Iterable[str]) -> NoReturn:
     """Raise ``ConfigError``, with what may have been meant by ``name`` among those that are known."""
     near = nearest(name, known)

@@ -199,7 +199,7 @@ def plan_within(
         room.host_bytes,
         room.nvme_bytes,
         tile_bytes,
-        room.compute.compute_host_bytes(config, on_host, ranks) + ranks.nbytes,
+        room.compute.compute_host_bytes(config, on_host, ranks) + ranks.nbytes + config.activation_bytes,
         num_backwards=config.gradient_accumulation_steps,
     )
     speculative = choice is not None and choice.rule.repeatable and not ranks.gathers
@@ -217,7 +217,13 @@ def plan_within(
             advice="Free some, give another path, raise host_memory or nvme_capacity, or leave durable out.",
         )
     two = choice is not None and has_room and plan.spare_copy_bytes > 0
-    plan = dataclasses.replace(plan, record_copies=2 if two else 1, speculative=two and speculative, ranks=ranks)
+    plan = dataclasses.replace(
+        plan,
+        record_copies=2 if two else 1,
+        speculative=two and speculative,
+        ranks=ranks,
+        activation_bytes=config.activation_bytes,
+    )
     resident = [_resident_unit(unit, choice) for unit in units if unit.index in device_plan.resident]
     return plan.with_resident(resident, device_plan)
 
@@ -314,6 +320,13 @@ def store_bytes(plan: Plan, config: OffloadConfig, *, speculative: bool) -> int:
         needed += 2 * (plan.resident_bytes["weights"] + plan.resident_bytes["states"])
         needed += plan.spare_copy_bytes if speculative else 0
     return needed
+
+
+def scratch_bytes(plan: Plan, config: OffloadConfig) -> int:
+    """NVMe that activations may take beside the store. What is free is looked at when it is needed."""
+    if config.nvme_capacity == "auto":
+        return 1 << 62
+    return max(int(config.nvme_capacity) - store_bytes(plan, config, speculative=plan.speculative), 0)
 
 
 def free_bytes_of(paths: Sequence[Path]) -> int:

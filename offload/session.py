@@ -124,7 +124,8 @@ class Session:
     def memory_bytes(self) -> tuple[int, int]:
         """Host and device memory that the engine takes now: by the kernel's count of its buffers, and as allocated."""
         arena, host = self.parts.tiers.arena, self.parts.tiers.host
-        on_host = resident_bytes([(arena.address, arena.nbytes)]) if arena.nbytes else 0
+        arenas = [arena, *(pool.memory for pool in self.parts.activations.pools)]
+        on_host = resident_bytes([(each.address, each.nbytes) for each in arenas if each.nbytes])
         return on_host + host.added_bytes, self.parts.run.processor.allocated_bytes
 
     def weights(self) -> ModelWeights:

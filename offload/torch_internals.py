@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 from torch.autograd.graph import Node
+from torch.multiprocessing import reductions
 from torch.utils import _python_dispatch, _pytree
 from torch.utils._device import DeviceContext
 from torch.utils.hooks import RemovableHandle
@@ -47,6 +48,20 @@ leaves_of: Callable[[Any], list[Any]] = _found(_pytree, "tree_leaves")
 """The leaves of nested containers."""
 
 
+_flattened: Callable[..., tuple[list[Any], Any]] = _found(_pytree, "tree_flatten")
+_unflattened: Callable[[list[Any], Any], Any] = _found(_pytree, "tree_unflatten")
+
+
+def taken_apart(item: Any) -> tuple[list[Any], Any]:
+    """The leaves of nested containers, and what ``put_together`` makes the containers of."""
+    return _flattened(item)  # type: ignore[no-any-return]
+
+
+def put_together(leaves: list[Any], structure: Any) -> Any:
+    """The containers that were taken apart, with these leaves."""
+    return _unflattened(leaves, structure)
+
+
 def replace_leaves(function: Callable[[Any], Any], item: Any) -> Any:
     """As ``map_leaves``, with each container in which no leaf becomes another object kept as it is."""
     children, structure = _flattened(item, is_leaf=lambda part: part is not item)
@@ -56,10 +71,6 @@ def replace_leaves(function: Callable[[Any], Any], item: Any) -> Any:
     if all(map(is_, replaced, children)):
         return item
     return _unflattened(replaced, structure)
-
-
-_flattened: Callable[..., tuple[list[Any], Any]] = _found(_pytree, "tree_flatten")
-_unflattened: Callable[[list[Any], Any], Any] = _found(_pytree, "tree_unflatten")
 
 
 graph_task: Callable[[], int] = _found(torch._C, "_current_graph_task_id")
@@ -202,6 +213,10 @@ num_uses: Callable[[torch.Tensor], int] = methodcaller("_use_count")
 gradient, nodes that have saved it."""
 
 
+StorageReference: Any = _found(reductions, "StorageWeakRef")
+"""Weak reference to a storage: ``expired()`` says whether it is gone. Its ``_cdata`` is nobody else's until then."""
+
+
 @cache
 def can_swap_memory() -> bool:
     """``swap_memory`` works: views see the other memory."""
@@ -311,6 +326,22 @@ def _try_counts() -> bool:
     return before == after and with_view == num_owners(storage) == before[0] + 1 and array is not None
 
 
+def _try_storage_references() -> bool:
+    tensor = torch.zeros(1)
+    reference, storage = StorageReference(tensor.untyped_storage()), tensor.untyped_storage()._cdata
+    is_there = not reference.expired() and reference.cdata == storage
+    del tensor
+    return is_there and reference.expired()
+
+
+def _try_witness() -> bool:
+    tensor = torch.zeros(2)
+    witness = tensor[1:].detach()
+    witness.data = torch.empty(0)
+    tensor.add_(1)
+    return witness._version == tensor._version == 1 and witness.untyped_storage().nbytes() == 0
+
+
 def _try_version_counter() -> bool:
     tensor = torch.zeros(1)
     before = tensor._version
@@ -352,6 +383,8 @@ _TRIALS: dict[str, Callable[[], bool]] = {
     "modes and hooks of saved tensors": _try_listeners,
     "the stack of hooks of saved tensors": _try_saved_tensors,
     "the counts of who looks at a tensor's memory": _try_counts,
+    "weak references to storages": _try_storage_references,
+    "versions without memory": _try_witness,
     "changes that keep a tensor's version": _try_version_counter,
     "torch.utils._pytree": _try_containers,
     "wrapper subclasses of Tensor": _try_wrapper,

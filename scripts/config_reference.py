@@ -18,6 +18,7 @@ _GROUPS = {
     "Where bytes rest": ("nvme_path", "host_memory", "nvme_capacity", "device", "device_memory"),
     "The model": ("weights", "precision", "experts"),
     "The optimizer": ("optimizer", "lr", "betas", "eps", "weight_decay", "optimizer_options", "moments_dtype"),
+    "Activations": ("activations", "activation_memory"),
     "A step": ("gradient_clipping", "gradient_accumulation_steps"),
     "Checkpoints and records": ("durable", "keep_last", "keep_every", "run_dir"),
     "Several ranks": ("mesh", "shard", "rank_timeout"),

@@ -28,6 +28,8 @@ from swapper.generation import (
     open_generation,
 )
 from swapper.in_place import FilePart, InPlaceFiles, InPlaceRecord, ReadOnlyFile, edge_bytes
+from swapper.ranges import Ranges
+from swapper.scratch import Scratch, ScratchRange, open_scratch
 from swapper.spool import Spool, let_go
 from swapper.ticket import Ticket, waiting
 
@@ -42,7 +44,10 @@ __all__ = [
     "InPlaceRecord",
     "Lease",
     "OffloadError",
+    "Ranges",
     "ReadOnlyFile",
+    "Scratch",
+    "ScratchRange",
     "Spool",
     "StorageCorrupt",
     "StorageError",
@@ -65,6 +70,7 @@ __all__ = [
     "generation_metadata",
     "let_go",
     "open_generation",
+    "open_scratch",
     "open_store",
     "readable_bytes",
     "remove_store",

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from offload.access import BeforeChange, ExternalAccess, Layout, Levels
+from offload.assembly.activations import Activations, make_activations
 from offload.assembly.compute import OnDevice, OnHost
 from offload.assembly.forwards import count_forwards
 from offload.assembly.run_plan import RunPlan
@@ -98,6 +99,7 @@ class Assembly:
     bandwidths: Bandwidths | None
     reporter: Reporter
     growth: FixedPlan
+    activations: Activations
     trained: Trained | None
 
 
@@ -149,6 +151,7 @@ class _Assembler:
         metadata = ParameterMetadata(run.units)
         had_states = {} if choice is None else choice.states()
         tiers = self._tiers()
+        self.activations = make_activations(run, self.meter, closers)
         updates = None
         if choice is not None:
             updates = make_updates(run, tiers, choice.rule, self.failure, self.meter, closers)
@@ -171,6 +174,8 @@ class _Assembler:
             tiers.computing.uses.busy_seconds,
             bandwidths,
             next((moving.link for moving in tiers.computing.moving), LinkRates()),
+            self.activations.scratch,
+            self.activations.take_use,
         )
         shared = _Shared(tiers, access, handles, of_shards, reporter, growth, taken_over)
         if choice is None or updates is None:
@@ -202,6 +207,7 @@ class _Assembler:
             bandwidths=bandwidths,
             reporter=reporter,
             growth=growth,
+            activations=self.activations,
             trained=trained,
         )
 
@@ -375,6 +381,7 @@ class _Assembler:
         ]
         one_thread = isinstance(self.run.processor, Cpu)
         hooks = Hooks(in_model, handles.at_sites, handles.of_model, passes, outside_of_graphs, one_thread=one_thread)
+        self.activations.tie(hooks, self.model)
         owners = {site[0]: unit for unit in in_model for site in unit.sites}
         self.closers.callback(show_first_layers(self.model, owners))
         experts = dict.fromkeys(unit.experts for unit in self.run.units)

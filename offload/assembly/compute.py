@@ -161,7 +161,8 @@ class OnDevice:
         self._meter = meter
         self._closers = closers
         self._bounce = Bounce(device)
-        self.landing_bytes = [run.plan.compute_bytes // NUM_LANDINGS] * NUM_LANDINGS
+        compute_bytes = run.plan.compute_bytes - run.plan.activation_bytes
+        self.landing_bytes = [compute_bytes // NUM_LANDINGS] * NUM_LANDINGS
         """Of buffers in host memory for gradients that come from the device."""
 
     def pin(self, arena: Arena) -> None:

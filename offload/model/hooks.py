@@ -93,13 +93,12 @@ class Hooks:
         """Units that the last context has left, and that another one will use next."""
         self._lost: set[ParameterSpec] = set()
         """Parameters that were said to be lost."""
-        self._saved_tensors = SavedTensors(self)
-        self._with_strays: dict[UnitInModel, None] = {}
-        """Units of which a tensor has outlived a use."""
+        self._with_strays: dict[UnitInModel, None] = {}  # a tensor has outlived a use of these
         self._has_warned = False
-        self._installed = InstalledHooks()
+        self.installed = InstalledHooks()
+        saved_tensors = SavedTensors(self)
         for unit in units:
-            self._install(unit)
+            self._install(unit, saved_tensors)
 
     def close_backward(self, task: int | None = None) -> None:
         """Close the units that graph task ``task`` opened; all of them if it is None (an exception ended it)."""
@@ -230,11 +229,12 @@ class Hooks:
 
     def remove(self) -> None:
         """Take the hooks out of the model."""
-        self._installed.remove()
+        self.installed.remove()
 
-    def _install(self, unit: UnitInModel) -> None:
-        before, after = HookOfModel(self._pre_forward, unit), HookOfModel(self._post_forward, unit)
-        self._installed.at_modules(unit.spec.modules, before, after)
+    def _install(self, unit: UnitInModel, saved_tensors: SavedTensors) -> None:
+        unit.saved_tensors = saved_tensors
+        unit.around = HookOfModel(self._pre_forward, unit), HookOfModel(self._post_forward, unit)
+        self.installed.at_modules(unit.spec.modules, *unit.around)
         for index, (parameter, spec) in enumerate(zip(unit.parameters, unit.spec.parameters, strict=True)):
             handle = self._handles[spec]
             unit.sites += [(module, name, handle, parameter) for module, name in spec.sites]
@@ -243,7 +243,7 @@ class Hooks:
             hook = HookOfModel(_take_gradient, weakref.ref(self), weakref.ref(unit), index)
             if spec.piece is not None:
                 spec.piece.on_gradient = hook
-            self._installed.at_gradients((parameter, self._parameters[spec]), hook)
+            self.installed.at_gradients((parameter, self._parameters[spec]), hook)
 
     # Of the two hooks the compiler takes what only counts into a graph, and leaves the rest outside.
 
@@ -278,7 +278,7 @@ class Hooks:
         if not torch.compiler.is_compiling():
             unit.begin_address = unit.window.flat.data_ptr()
             unit.end_address = unit.begin_address + unit.nbytes
-            self._saved_tensors.begin(call)
+            unit.saved_tensors.begin(call)
 
     def _finish_forward(self, unit: UnitInModel, output: Any) -> Any:
         """It is over. Returns its output, without views of the weights."""
@@ -359,7 +359,7 @@ class Hooks:
     def _leave_forward(self, unit: UnitInModel) -> Call:
         call = unit.call
         assert call is not None
-        self._saved_tensors.end(call)
+        unit.saved_tensors.end(call)
         self._serial += 1
         call.end = self._serial
         if unit in self.context.in_forward:

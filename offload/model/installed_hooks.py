@@ -68,6 +68,10 @@ class InstalledHooks:
         for parameter in parameters:  # the handle's own method would do both
             self._removers.append(torch.Tensor.register_post_accumulate_grad_hook(parameter, hook))
 
+    def add(self, hook: Any) -> None:
+        """One that stands in the model already, with a ``remove`` of its own."""
+        self._removers.append(hook)
+
     def remove(self) -> None:
         """Take them out of the model."""
         for hook in self._removers:

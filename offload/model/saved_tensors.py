@@ -58,9 +58,10 @@ class SavedTensors:
     def begin(self, call: Call) -> None:
         """The call's forward begins in this thread."""
         below = top_saved_tensors_hooks()
-        if below is not None and self._are_ours(below):
+        of_engine = None if below is None else self._of_engine(below)
+        if of_engine is self or isinstance(of_engine, HooksAbove):
             return  # a call around this one has put them there
-        if below is None:
+        if below is None or of_engine is not None:
             call.hooks = self._hooks, None
             push_saved_tensors_hooks(self._hooks)
         else:
@@ -76,13 +77,19 @@ class SavedTensors:
             take_out_saved_tensors_hooks(*call.hooks)
             call.hooks = None
 
-    def _are_ours(self, hooks: SavedTensorsHooks) -> bool:
-        """And not those of another engine, whose model has called this one's."""
+    @property
+    def are_in_force(self) -> bool:
+        """They see what autograd saves in this thread now."""
+        below = top_saved_tensors_hooks()
+        return below is not None and self._of_engine(below) is self
+
+    def _of_engine(self, hooks: SavedTensorsHooks) -> SavedTensors | HooksAbove | None:
+        """Who has put them there, if it is this engine: not another one, whose model has called this one's."""
         owner = getattr(hooks[0], "__self__", None)
-        return isinstance(owner, (SavedTensors, HooksAbove)) and owner.uses is self.uses
+        return owner if isinstance(owner, (SavedTensors, HooksAbove)) and owner.uses is self.uses else None
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        unit = _unit_around(tensor, self.uses.context)
+        unit = unit_around(tensor, self.uses.context)
         if unit is None:
             return _without_history(tensor), tensor._version
         return _without_history(tensor), tensor._version, unit.call, unit.strays.saved
@@ -90,12 +97,7 @@ class SavedTensors:
     def unpack(self, packed: Any) -> torch.Tensor:
         tensor, version = packed[0], packed[1]
         if tensor._version != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} "
-                "instead. Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
-                "with torch.autograd.set_detect_anomaly(True)."
-            )
+            raise changed_in_place(tensor, tensor.shape, version)
         return tensor if len(packed) == 2 else _from_use(self.uses, packed[2], lambda: tensor)
 
     pack.steps_aside = unpack.steps_aside = True  # type: ignore[attr-defined]
@@ -110,7 +112,7 @@ class HooksAbove:
         self.pair: SavedTensorsHooks = self.pack, self.unpack
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        unit = _unit_around(tensor, self.uses.context)
+        unit = unit_around(tensor, self.uses.context)
         return self._pack_below(tensor), None if unit is None else unit.call
 
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -132,13 +134,23 @@ def _from_use(uses: UsesOfUnits, call: Call, get: Callable[[], torch.Tensor]) ->
     return tensor
 
 
+def changed_in_place(tensor: torch.Tensor, shape: torch.Size, version: int) -> RuntimeError:
+    """Return torch's error for a saved tensor of this ``shape`` and ``version`` that was changed since."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{tensor.type()} {list(shape)}] is at version {tensor._version}; expected version {version} instead. Hint: "
+        "enable anomaly detection to find the operation that failed to compute its gradient, with "
+        "torch.autograd.set_detect_anomaly(True)."
+    )
+
+
 def _without_history(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor may be an output of the node that saves it, and its history is that node."""
     return tensor if type(tensor) not in _ORDINARY and tensor.is_leaf else tensor.detach()
 
 
-def _unit_around(tensor: torch.Tensor, context: HookContext) -> UnitInModel | None:
-    """The unit in forward in whose memory the tensor is."""
+def unit_around(tensor: torch.Tensor, context: HookContext) -> UnitInModel | None:
+    """Return the unit in forward in whose memory the tensor is."""
     try:
         address = tensor.data_ptr() if type(tensor) in _ORDINARY else _first_of(tensor).data_ptr()
     except (RuntimeError, NotImplementedError):  # a sparse tensor, or one without memory

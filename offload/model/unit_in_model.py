@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -38,6 +38,20 @@ class Call:
         """The hooks of saved tensors that were put in force with its beginning, and those below them."""
 
 
+class SavesTensors(Protocol):
+    """Hooks of saved tensors. See ``offload.model.saved_tensors``."""
+
+    @property
+    def are_in_force(self) -> bool:
+        """They see what autograd saves in this thread now."""
+
+    def begin(self, call: Call) -> None:
+        """The call's forward begins in this thread."""
+
+    def end(self, call: Call) -> None:
+        """It is over, or was abandoned. Safe to call twice."""
+
+
 CallsOfUnit: TypeAlias = tuple[int, Call | None, bool]
 """Knowledge of ``UnitInModel`` of the calls under way."""
 
@@ -50,6 +64,7 @@ class UnitInModel:
         "__weakref__",
         "_recurrent",
         "_shown",
+        "around",
         "begin_address",
         "call",
         "end_address",
@@ -63,6 +78,7 @@ class UnitInModel:
         "own_writes",
         "parameters",
         "reassigned",
+        "saved_tensors",
         "sites",
         "spec",
         "strays",
@@ -79,6 +95,10 @@ class UnitInModel:
     ) -> None:
         """``has_gradients``: handles of the unit's parameters have some, which their forward may look at."""
         self.spec = spec
+        self.saved_tensors: SavesTensors
+        """The hooks of saved tensors of its calls."""
+        self.around: tuple[Callable[..., Any], Callable[..., Any]]
+        """The hooks before and after the forward of its modules."""
         self.has_gradients = has_gradients
         self._shown: list[tuple[Handle, nn.Parameter, torch.Tensor]] = []
         """Gradients that parameters have from their handles now."""

@@ -88,6 +88,8 @@ class Plan:
     compute_bytes: int
     """Memory that compute takes beside: the gradient that autograd has just made, copies of the weights in use where
     torch cannot use them where they are; or buffers that gradients come to from a device."""
+    activation_bytes: int = 0
+    """The part of it that is set aside for activations."""
     record_copies: int = 1
     """Copies of each trained record that NVMe has room for: with 2 a write never overwrites what is current."""
     speculative: bool = False
@@ -194,11 +196,13 @@ class Plan:
         }
         if self.vacant_bytes:
             kinds["vacant"] = {tier.value: nbytes for tier, nbytes in self.vacant_bytes.items()}
+        if self.activation_bytes:
+            kinds["activations"] = {"device": 0, "host": self.activation_bytes, "nvme": 0}
         return {
             **kinds,
             "staging": {
                 "device": self.device.passing_bytes,
-                "host": self.staging.nbytes + self.compute_bytes,
+                "host": self.staging.nbytes + self.compute_bytes - self.activation_bytes,
                 "nvme": 0,
             },
             "spare copies": {"host": 0, "nvme": self.spare_copy_bytes * (self.record_copies - 1)},
@@ -288,9 +292,11 @@ def _staging(plan: Plan) -> str:
     }
     parts = [f"{count} {name}" for name, count in counts.items() if count]
     ranks = plan.ranks
-    compute_bytes = plan.compute_bytes - ranks.nbytes
+    compute_bytes = plan.compute_bytes - ranks.nbytes - plan.activation_bytes
     if compute_bytes:
         parts.append(f"{_size(compute_bytes)} for {'gradients as they come' if plan.formats.grads else 'copies'}")
+    if plan.activation_bytes:
+        parts.append(f"{_size(plan.activation_bytes)} for activations")
     if ranks.nbytes:
         what = "whole units and their gradients" if plan.formats.grads else "whole units"
         parts.append(f"{_size(ranks.nbytes)} for {what}, of which {ranks.num_ranks} ranks have shards")

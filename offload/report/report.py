@@ -50,6 +50,22 @@ class DriveUse:
     busy_seconds: float
 
 
+@dataclass
+class ActivationUse:
+    """Bytes of activations over the tiers, in a step."""
+
+    kept_bytes: int = 0
+    """Of activations that have left the memory of compute."""
+    read_bytes: int = 0
+    """From NVMe."""
+    write_bytes: int = 0
+    """To NVMe."""
+    host_bytes_max: int = 0
+    """In host memory at a time."""
+    nvme_bytes_max: int = 0
+    """On NVMe at a time."""
+
+
 @dataclass(frozen=True)
 class LinkRates:
     """Measured rates of the link between host memory and a device, bytes per second. ``LinkRates()`` is that of no
@@ -114,6 +130,8 @@ class Report:
     """Since the engine was made: what an SSD's endurance is spent on."""
     drives: tuple[DriveUse, ...]
     """The same bytes, by path."""
+    activations: ActivationUse
+    """Of the bytes from and to NVMe, those of activations; seconds of waiting are in ``stall_seconds``."""
     to_device_bytes: int
     to_host_bytes: int
     network_bytes: int
@@ -168,6 +186,13 @@ def _lines(report: Report) -> Iterator[str]:
         rates = "" if report.bandwidths is None else f"; it {report.bandwidths}"
         yield f"NVMe ({report.io_backend}): {moved}{rates}"
         yield f"written to NVMe since the start: {report.nvme_write_bytes_total / 1e9:,.2f} GB"
+    if report.activations.kept_bytes:
+        use = report.activations
+        yield (
+            f"activations: {_megabytes(use.kept_bytes)} kept, at most {_megabytes(use.host_bytes_max)} in host memory "
+            f"and {_megabytes(use.nvme_bytes_max)} on NVMe; {_megabytes(use.read_bytes)} read, "
+            f"{_megabytes(use.write_bytes)} written"
+        )
     if report.to_device_bytes or report.to_host_bytes:
         to_device, to_host = _megabytes(report.to_device_bytes), _megabytes(report.to_host_bytes)
         yield f"link: {to_device} to the device, {to_host} to the host"

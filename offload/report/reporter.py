@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from aio_ext import Statistics
 from offload.report.meter import Meter
-from offload.report.report import Bandwidths, DriveUse, LinkRates, Report
-from swapper import DurableStore, InPlaceFiles
+from offload.report.report import ActivationUse, Bandwidths, DriveUse, LinkRates, Report
+from swapper import DurableStore, InPlaceFiles, Scratch
 
 
 class _Moment(NamedTuple):
@@ -55,6 +56,9 @@ class Reporter:
     busy_seconds: Callable[[], float | None]
     bandwidths: Bandwidths | None
     link: LinkRates
+    scratch: Sequence[Scratch] = ()
+    activation_use: Callable[[], ActivationUse] = ActivationUse
+    """Since the last call."""
 
     def __post_init__(self) -> None:
         self._start = self._moment(0.0, 0.0)
@@ -125,6 +129,7 @@ class Reporter:
             nvme_write_bytes=spent.write_bytes,
             nvme_write_bytes_total=end.write_bytes,
             drives=tuple(map(_between, drives, self._drives)),
+            activations=self.activation_use(),
             to_device_bytes=spent.to_device_bytes,
             to_host_bytes=spent.to_host_bytes,
             network_bytes=spent.received_bytes,
@@ -144,13 +149,25 @@ class Reporter:
 
     def _carried(self) -> list[DriveUse]:
         """Bytes that each path has carried since the engine was made."""
-        found = list(zip(self.paths, self.store.statistics_by_path(), strict=True)) if self.store is not None else []
+        found: dict[Path, list[Statistics]] = {}
+        carriers: list[DurableStore | Scratch] = [*([] if self.store is None else [self.store]), *self.scratch]
+        for carrier in carriers:
+            for path, of_path in zip(self.paths, carrier.statistics_by_path(), strict=True):
+                found.setdefault(path, []).append(of_path)
         if self.files is not None:
-            found.append((self.files.files[0].path.parent, self.files.statistics()))
-        return [DriveUse(str(path), of.read.bytes, of.write.bytes, of.busy_seconds) for path, of in found]
+            found.setdefault(self.files.files[0].path.parent, []).append(self.files.statistics())
+        return [
+            DriveUse(
+                str(path),
+                sum(each.read.bytes for each in of_path),
+                sum(each.write.bytes for each in of_path),
+                sum(each.busy_seconds for each in of_path),
+            )
+            for path, of_path in found.items()
+        ]
 
     def _moment(self, seconds: float, stalled_seconds: float) -> _Moment:
         """Now, when the step has spent this much time."""
-        moved = [of.statistics() for of in (self.store, self.files) if of is not None]
-        read, written = sum(of.read.bytes for of in moved), sum(of.write.bytes for of in moved)
-        return _Moment(seconds, stalled_seconds, read, written, *self.copied_bytes(), self.received_bytes())
+        carried = self._carried()
+        moved = sum(each.read_bytes for each in carried), sum(each.write_bytes for each in carried)
+        return _Moment(seconds, stalled_seconds, *moved, *self.copied_bytes(), self.received_bytes())

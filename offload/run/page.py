@@ -30,7 +30,7 @@ _LIMITS = {
 """Limits of a step, in words."""
 
 _TIERS = {"device": "Device", "host": "Host memory", "nvme": "NVMe"}
-_KINDS = ("weights", "grads", "states", "staging", "spare copies", "vacant")
+_KINDS = ("weights", "grads", "states", "activations", "staging", "spare copies", "vacant")
 _METRICS_MAX = 24
 """So many of the user's metrics are drawn."""
 

@@ -348,8 +348,12 @@ def _committed(item: UnitPlan, plan: Plan, *, durable: bool) -> Iterator[_Kind]:
 def open_files(config: OffloadConfig, plan: Plan, sharers: int) -> InPlaceFiles | None:
     """Open the files that frozen weights are read from in place, if there are any, for as many reads at a time as the
     store has. Raises what ``InPlaceFiles`` raises."""
-    queue = _queue_of(config, _profile(config, sharers), sharers)
-    return InPlaceFiles(plan.files, **queue) if plan.files else None
+    return InPlaceFiles(plan.files, **queue_options(config, sharers)) if plan.files else None
+
+
+def queue_options(config: OffloadConfig, sharers: int) -> dict[str, Any]:
+    """The options of a queue on the paths, by what was measured there: one rank's part."""
+    return _queue_of(config, _profile(config, sharers), sharers)
 
 
 def _queue_of(config: OffloadConfig, profile: IoProfile | None, sharers: int) -> dict[str, Any]:

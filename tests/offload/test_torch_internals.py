@@ -21,6 +21,8 @@ BACKWARD = "the numbers and callbacks of a backward"
 LISTENERS = "modes and hooks of saved tensors"
 SAVED = "the stack of hooks of saved tensors"
 COUNTS = "the counts of who looks at a tensor's memory"
+STORAGES = "weak references to storages"
+WITNESS = "versions without memory"
 VERSION = "changes that keep a tensor's version"
 PYTREE = "torch.utils._pytree"
 WRAPPER = "wrapper subclasses of Tensor"
@@ -177,7 +179,7 @@ def test_a_class_whose_operations_come_by_another_way_is_refused(monkeypatch: py
 
 def test_every_trial_is_tried_and_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     trials = torch_internals._TRIALS
-    assert list(trials) == [SEQUENCE, BACKWARD, LISTENERS, SAVED, COUNTS, VERSION, PYTREE, WRAPPER]
+    assert list(trials) == [SEQUENCE, BACKWARD, LISTENERS, SAVED, COUNTS, STORAGES, WITNESS, VERSION, PYTREE, WRAPPER]
     for name in list(trials):
         with monkeypatch.context() as patch:
             patch.setitem(trials, name, lambda: False)

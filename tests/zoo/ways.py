@@ -13,6 +13,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "large tiles": {"tile_bytes": 1 << 20},
     "no prefetch": {"prefetch": False},
     "some in RAM": {"host_memory": 1.5},
+    "recomputed": {"activations": "recompute"},
+    "activations in host memory": {"activations": "host"},
+    "activations on NVMe": {"activations": "nvme", "activation_memory": "64KiB"},
     "on a device": {"device": SimulatedDevice()},
+    "activations from a device": {"device": SimulatedDevice(), "activations": "nvme", "activation_memory": "64KiB"},
     "resident on a device": {"device": SimulatedDevice(), "device_memory": "1GiB", "host_memory": "1GiB"},
 }

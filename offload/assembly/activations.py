@@ -1,0 +1,106 @@
+"""Activations over the tiers: the pool that they go into, and which units' activations do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import cast
+
+from torch import nn
+
+from offload import option_values
+from offload.assembly.run_plan import RunPlan
+from offload.closing import Closers
+from offload.config import OffloadConfig
+from offload.device.host import Cpu
+from offload.device.protocol import Device
+from offload.errors import ConfigError
+from offload.model.activations import OffloadedTensors
+from offload.model.hooks import Hooks
+from offload.model.recompute import RecomputedForward, recomputed_modules
+from offload.planning import scratch_bytes
+from offload.report.meter import Meter
+from offload.report.report import ActivationUse
+from offload.tiers.activations.copies import Copies, DeviceCopies, HostCopies
+from offload.tiers.activations.pool import ActivationPool
+from offload.tiers.store import queue_options
+from offload.units import UnitSpec
+from swapper import Arena, Scratch, open_scratch
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What becomes of each unit's activations, and the pool for those that leave the memory of compute."""
+
+    modes: Sequence[str]
+    """By unit."""
+    pools: Sequence[ActivationPool]
+    """One, or none where nothing leaves."""
+
+    @property
+    def scratch(self) -> Sequence[Scratch]:
+        """The space on NVMe."""
+        return [pool.scratch for pool in self.pools if pool.scratch is not None]
+
+    def take_use(self) -> ActivationUse:
+        """What was moved and taken since the last call."""
+        return next((pool.take_use() for pool in self.pools), ActivationUse())
+
+    def tie(self, hooks: Hooks, model: nn.Module) -> None:
+        """Have the hooks of the model do what the modes say."""
+        lasting = {buffer.untyped_storage()._cdata for buffer in model.buffers() if not buffer.is_meta}
+        kinds = {
+            (mode, pool): OffloadedTensors(hooks, pool, lasting, spills=mode == "nvme")
+            for pool in self.pools
+            for mode in ("host", "nvme")
+        }
+        modules = recomputed_modules(hooks.units)
+        for unit, mode in zip(hooks.units, self.modes, strict=True):
+            for (name, _), saved_tensors in kinds.items():
+                if name == mode:
+                    unit.saved_tensors = saved_tensors
+            if mode != "keep" and unit in modules:
+                hooks.installed.add(RecomputedForward(modules[unit], unit))
+
+
+def make_activations(run: RunPlan, meter: Meter, closers: Closers) -> Activations:
+    """Reserve the memory, and open the scratch space. Raises ``ConfigError`` for patterns without a unit,
+    ``StoreUnsafe``."""
+    modes = activation_modes(run.config, run.units)
+    if not run.plan.activation_bytes:
+        return Activations(modes, ())
+    memory = Arena(run.plan.activation_bytes)
+    closers.callback(memory.close)
+    copies: Copies = HostCopies()
+    if not isinstance(run.processor, Cpu):
+        device = cast(Device, run.processor)
+        copies = DeviceCopies(device)
+        device.pin(memory.address, memory.nbytes)
+        closers.callback(partial(device.unpin, memory.address))
+    scratch = None
+    if "nvme" in modes:
+        options = queue_options(run.config, run.sharers)
+        scratch = open_scratch(run.config.paths, scratch_bytes(run.plan, run.config), **options)
+        closers.callback(scratch.close)
+        scratch.register(memory)
+    pool = ActivationPool(memory, scratch, copies, meter)
+    closers.callback(pool.drain)
+    return Activations(modes, (pool,))
+
+
+def activation_modes(config: OffloadConfig, units: Sequence[UnitSpec]) -> list[str]:
+    """The mode of each unit's activations. Raises ``ConfigError`` for a pattern that matches none."""
+    asked = config.activations
+    if isinstance(asked, str):
+        return [asked] * len(units)
+    names = [unit.name for unit in units]
+    for pattern in asked:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = option_values.nearest(pattern, names)
+            raise ConfigError(
+                f"activations: no unit is called {pattern!r}. There are {', '.join(names[:4])}"
+                f"{', ...' if len(names) > 4 else ''}" + ("" if near is None else f"; did you mean {near!r}?")
+            )
+    return [next((mode for pattern, mode in asked.items() if fnmatchcase(name, pattern)), "keep") for name in names]

@@ -1,0 +1,266 @@
+"""Recomputing: a module's inputs are kept in the place of all that its forward saves, and a backward runs it again.
+
+Torch's own checkpoint does it (``use_reentrant=False``): it keeps the inputs as saved tensors, so that hooks may take
+them further, and restores torch's random generators, autocast and the default device. Here is what it leaves out: the
+generators of Python and numpy, and what a forward changes in its modules (statistics, counters, attributes) and in
+objects among its arguments (a cache), which a second run finds as the first one did, and leaves as it was.
+
+[Note: Who recomputes] The outermost call of the unit's own module does. A module without children does not, which would
+save nothing, and neither does one around other units. Where the user's own hooks are in force (a checkpoint,
+``save_on_cpu``), they decide; so what is recomputed anyway is not recomputed twice.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from offload.errors import ConfigError
+from offload.model.draws import Generators
+from offload.model.unit_in_model import UnitInModel
+from offload.torch_internals import graph_task, put_together, taken_apart
+
+_DERIVED = ("_flat_weights", "_flat_weight_refs")
+_MISSING = object()
+_CONTAINERS = (list, dict, set, deque, OrderedDict)
+_OTHERS = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
+"""What arguments are not looked into."""
+_OBJECTS_MAX = 10_000
+_COPIED_BYTES = 1 << 20
+"""Statistics of a module take less: a larger buffer is not copied before each forward."""
+
+
+class RecomputedForward:
+    """Stands in a module in the place of its ``forward``."""
+
+    def __init__(self, module: nn.Module, unit: UnitInModel) -> None:
+        self._module = weakref.ref(module)
+        self._own: Callable[..., Any] | None = vars(module).get("forward")
+        self.unit = unit
+        module.forward = self
+
+    def remove(self) -> None:
+        """Have the module's own ``forward`` stand there again."""
+        module = self._module()
+        if module is None or vars(module).get("forward") is not self:
+            return
+        if self._own is None:
+            del module.forward
+        else:
+            module.forward = self._own
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self._own_of(self._module())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return self._own_of(memo.get(id(self._module())))
+
+    def __reduce__(self) -> Any:
+        return getattr, (self._module(), "forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self.__wrapped__
+        if torch.compiler.is_compiling() or not self._is_outermost():
+            return forward(*args, **kwargs)
+        leaves, structure = taken_apart((args, kwargs))
+        places = [place for place, leaf in enumerate(leaves) if type(leaf) in (torch.Tensor, nn.Parameter)]
+        tensors = [leaves[place] for place in places]
+        if not any(tensor.requires_grad for tensor in (*tensors, *self.unit.parameters)):
+            return forward(*args, **kwargs)
+        for place in places:
+            leaves[place] = None
+        return checkpoint(_Runs(self, forward, leaves, structure, places), *tensors, use_reentrant=False)
+
+    @property
+    def module(self) -> nn.Module:
+        """The one in which it stands."""
+        module = self._module()
+        assert module is not None
+        return module
+
+    def again(self, run: Callable[[], object]) -> None:
+        """A second run, in backward: the unit's parameters stand in the model meanwhile."""
+        module = self.module
+        before, after = self.unit.around
+        output = None
+        before(module, ())
+        try:
+            output = run()
+        finally:  # it ends by an exception as soon as all is there
+            after(module, (), output)
+
+    def _is_outermost(self) -> bool:
+        """See [Note: Who recomputes]."""
+        unit = self.unit
+        return (
+            unit.forward_depth == 1
+            and torch.is_grad_enabled()
+            and graph_task() == -1
+            and unit.saved_tensors.are_in_force
+        )
+
+    def _own_of(self, module: nn.Module | None) -> Callable[..., Any]:
+        if self._own is not None:
+            return self._own
+        assert module is not None
+        return types.MethodType(type(module).forward, module)
+
+
+class _Runs:
+    """The runs of one call: the first one, and those in backward."""
+
+    def __init__(
+        self,
+        of: RecomputedForward,
+        forward: Callable[..., Any],
+        leaves: list[Any],
+        structure: Any,
+        places: Sequence[int],
+    ) -> None:
+        """``leaves`` of the arguments, but for the tensors, which are at ``places``."""
+        self._of = of
+        self._forward = forward
+        self._leaves = leaves
+        self._structure = structure
+        self._places = places
+        self._state: State | None = None
+        """What the first run has changed."""
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        leaves = list(self._leaves)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            leaves[place] = tensor
+        args, kwargs = put_together(leaves, self._structure)
+        if self._state is not None:
+            with self._state.before():
+                self._of.again(lambda: self._forward(*args, **kwargs))
+            return None
+        state = State(self._of.module, self._leaves, self._of.unit.spec.name)
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            state.compare()
+            self._state = state
+
+
+class State:
+    """What a forward may change beside tensors: attributes and buffers of the modules, objects among its arguments (a
+    cache), and random generators."""
+
+    def __init__(self, module: nn.Module, arguments: Sequence[Any], name: str) -> None:
+        self._name = name
+        self._generators = Generators()
+        self._known: list[tuple[Any, Any]] = []
+        """Containers, each with a copy."""
+        self._buffers: list[tuple[dict[str, Any], str, torch.Tensor, int, torch.Tensor | None]] = []
+        for each in module.modules():
+            self._know(vars(each))
+            self._know(each._buffers)
+            for value in vars(each).values():
+                if type(value) in _CONTAINERS:
+                    self._know(value)
+            for key, buffer in each._buffers.items():
+                if buffer is not None:
+                    values = buffer.detach().clone() if buffer.nbytes <= _COPIED_BYTES else None
+                    self._buffers.append((each._buffers, key, buffer, buffer._version, values))
+        seen: set[int] = set()
+        for argument in arguments:
+            self._look_into(argument, seen)
+
+    def compare(self) -> None:
+        """The first run is over: forget what it has not changed. Raises ``ConfigError``."""
+        for buffers, key, buffer, version, values in self._buffers:
+            if values is None and buffer._version != version:
+                raise ConfigError(
+                    f"unit {self._name}: its forward changes the buffer {key}, which is too large to be copied for a "
+                    f'second run. Do not recompute it: activations={{"{self._name}": "keep", ...}}'
+                )
+            if values is not None and not torch.equal(values, buffer):  # kernels change statistics behind the version
+                before = next(before for container, before in self._known if container is buffers)
+                before[key] = values
+        self._buffers = []
+        self._known = [(container, before) for container, before in self._known if _differ(container, before)]
+        self._generators.compare()
+
+    @contextmanager
+    def before(self) -> Iterator[None]:
+        """Within, all is as it was before the first run; then it is again as it is now."""
+        now = [(container, copy(container)) for container, _ in self._known]
+        try:
+            for container, before in self._known:
+                _restore(container, before)
+            with self._generators.rewound():
+                yield
+        finally:
+            for container, after in now:
+                _restore(container, after)
+
+    def _know(self, container: Any) -> None:
+        self._known.append((container, copy(container)))
+
+    def _look_into(self, value: Any, seen: set[int]) -> None:
+        if id(value) in seen or len(seen) > _OBJECTS_MAX:
+            return
+        if type(value) in _CONTAINERS:
+            seen.add(id(value))
+            self._know(value)
+            for item in list(value.values() if isinstance(value, dict) else value):
+                self._look_into(item, seen)
+        elif type(value) is tuple:
+            for item in value:
+                self._look_into(item, seen)
+        elif hasattr(value, "__dict__") and not isinstance(value, _OTHERS):
+            seen.add(id(value))
+            self._know(vars(value))
+            for item in list(vars(value).values()):
+                self._look_into(item, seen)
+
+
+def _differ(container: Any, before: Any) -> bool:
+    if len(container) != len(before):
+        return True
+    if isinstance(container, dict):
+        return any(container.get(key, _MISSING) is not value for key, value in before.items() if key not in _DERIVED)
+    return not all(map(is_, container, before)) if isinstance(container, (list, deque)) else container != before
+
+
+def _restore(container: Any, content: Any) -> None:
+    if isinstance(container, dict):
+        for key in [key for key in container if key not in content]:
+            del container[key]
+    elif isinstance(container, list):
+        container[:] = content
+        return
+    else:
+        container.clear()
+    if isinstance(container, deque):
+        container.extend(content)
+    else:
+        container.update(content)
+
+
+def recomputed_modules(units: Sequence[UnitInModel]) -> dict[UnitInModel, nn.Module]:
+    """Of each unit that can be recomputed, its module. See [Note: Who recomputes]."""
+    of_unit: dict[nn.Module, set[UnitInModel]] = {}
+    for unit in units:
+        wholes = (site for spec in unit.spec.parameters for site in spec.owners)
+        for module in (*unit.spec.modules, *(site.module for site in wholes)):
+            of_unit.setdefault(module, set()).add(unit)
+    found = {}
+    for unit in units:
+        module = unit.spec.modules[0]
+        others = any(of_unit.get(inside, {unit}) != {unit} for inside in module.modules())
+        if unit.spec.whole is None and not others and any(True for _ in module.children()):
+            found[unit] = module
+    return found

@@ -1,0 +1,1 @@
+"""Activations over the tiers: what autograd keeps for a backward, in host memory set aside for it and on NVMe."""

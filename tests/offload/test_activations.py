@@ -1,0 +1,258 @@
+"""Activations over the tiers: the bits of the engine without, and nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import Tiny, batches, loss_of, train
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from offload import ActivationError, ConfigError, OffloadEngine, StorageIOError
+from offload.tiers.activations.pool import ActivationPool
+
+MODES = {
+    "recompute": {"activations": "recompute"},
+    "host": {"activations": "host", "activation_memory": "1MiB"},
+    "nvme": {"activations": "nvme", "activation_memory": "64KiB"},
+    "each its own": {
+        "activations": {"blocks.[01]": "nvme", "blocks.2": "recompute", "*": "host"},
+        "activation_memory": "1MiB",
+    },
+}
+
+
+def pool_of(engine: OffloadEngine) -> ActivationPool:
+    (pool,) = engine._session.parts.activations.pools
+    return pool
+
+
+def left_in(engine: OffloadEngine) -> tuple[int, int]:
+    pool_of(engine).drain()
+    return pool_of(engine).taken_bytes, pool_of(engine).nvme_bytes
+
+
+def same(left: object, right: object) -> bool:
+    (losses, weights), (others, other_weights) = left, right  # type: ignore[misc]
+    return losses == others and all(torch.equal(weights[name], other_weights[name]) for name in weights)
+
+
+class Odd(nn.Module):
+    """A block that draws, counts, keeps statistics, remembers and takes a cache."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(width), nn.Dropout(0.3)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.num_calls, self.seen = 0, []
+
+    def forward(self, x: torch.Tensor, *, cache: Cache, scales: dict[str, torch.Tensor]) -> torch.Tensor:
+        self.num_calls += 1
+        self.seen.append(self.num_calls)
+        hidden = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        past = cache.add(hidden)
+        hidden = torch.nn.functional.gelu(self.up(hidden + past)) * (1 + 0.1 * random.random() + 0.01 * self.num_calls)
+        return x + self.drop(self.down(hidden)) * scales["scale"]
+
+
+class Cache:
+    """As the caches of keys and values: what is added is there from then on."""
+
+    def __init__(self) -> None:
+        self.values: list[torch.Tensor] = []
+
+    def add(self, value: torch.Tensor) -> torch.Tensor:
+        self.values.append(value.detach())
+        return torch.stack(self.values).mean(0)
+
+
+class OddModel(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Odd(128) for _ in range(4))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, cache = self.embed(tokens), Cache()
+        scales = {"scale": x.detach().square().mean((1, 2), keepdim=True)}
+        for block in self.blocks:
+            x = block(x, cache=cache, scales=scales)
+        return self.head(self.norm(x))
+
+
+def odd_run(path: Path, **options: object) -> tuple[object, dict[str, torch.Tensor], list[object]]:
+    torch.manual_seed(0)
+    random.seed(0)
+    model = OddModel()
+    with OffloadEngine(model, nvme_path=path, host_memory="9MiB", lr=1e-2, **options) as engine:
+        result = train(engine, 2)
+        known = [(block.num_calls, list(block.seen)) for block in model.blocks]
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    return result, buffers, [known, random.random(), torch.rand(1).item()]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_gives_the_bits_of_keep_whatever_a_block_does_beside_computing(mode: str, tmp_path: Path):
+    kept, recomputed = odd_run(tmp_path), odd_run(tmp_path, **MODES[mode])
+    assert same(kept[0], recomputed[0])
+    assert all(torch.equal(kept[1][name], recomputed[1][name]) for name in kept[1])
+    assert kept[2] == recomputed[2]
+
+
+@pytest.mark.parametrize("mode", ["host", "nvme"])
+def test_nothing_is_left_after_a_step_and_the_report_says_what_was_moved(mode: str, make_model, tmp_path: Path):
+    with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory="8MiB", **MODES[mode]) as engine:
+        train(engine, 1)
+        assert left_in(engine) == (0, 0)
+        use = engine.report().activations
+        inputs = 4 * 4 * 16 * 128 * 4  # of four blocks; the norm's and the head's are saved outside of blocks
+        assert use.kept_bytes == inputs + 2 * 4 * 16 * 128 * 4
+        assert use.host_bytes_max <= pool_of(engine).memory.nbytes
+        assert "activations: 0.2 MB kept" in str(engine.report())
+        assert engine.plan.memory["activations"]["host"] == pool_of(engine).memory.nbytes
+        if mode == "nvme":
+            assert 0 < use.read_bytes < use.write_bytes <= use.kept_bytes
+            assert use.write_bytes <= engine.report().nvme_write_bytes
+            assert {"activations"} & {span.name for span in engine._session.meter.trace.last}
+        tokens, _ = batches(1)[0]
+        engine(tokens)  # nobody asks for a backward of it
+        assert left_in(engine) == (0, 0)
+        with torch.no_grad():
+            engine(tokens)
+        assert pool_of(engine).take_use().kept_bytes == use.kept_bytes
+
+
+def test_what_stays_in_memory_does_not_grow_with_the_number_of_layers(make_model, tmp_path: Path):
+    peaks = {}
+    for num_blocks in (4, 12):
+        options = {"activations": "nvme", "activation_memory": "128KiB", "host_memory": "12MiB"}
+        with OffloadEngine(make_model(num_blocks=num_blocks), nvme_path=tmp_path, **options) as engine:
+            train(engine, 1)
+            peaks[num_blocks] = engine.report().activations.host_bytes_max
+            assert engine.report().activations.nvme_bytes_max > (num_blocks - 4) * 4 * 16 * 128 * 4
+    assert peaks[4] <= peaks[12] <= 128 << 10
+
+
+def test_a_users_own_checkpoint_is_recomputed_once(tmp_path: Path):
+    class Counting(Tiny):
+        num_runs = 0
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.embed(tokens)
+            for block in self.blocks:
+                x = checkpoint(self.run, block, x, use_reentrant=False)
+            return self.head(self.norm(x))
+
+        def run(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            self.num_runs += 1
+            return block(x)
+
+    results = []
+    for options in ({}, MODES["nvme"]):
+        torch.manual_seed(0)
+        model = Counting()
+        with OffloadEngine(model, nvme_path=tmp_path, host_memory="8MiB", **options) as engine:
+            results.append(train(engine, 1))
+            assert model.num_runs == 8
+    assert same(*results)
+
+
+def test_accumulated_retained_and_repeated_backwards_have_the_bits_of_keep(make_model, tmp_path: Path):
+    found = []
+    for options in ({}, MODES["nvme"]):
+        model = make_model()
+        model.blocks[2] = model.blocks[1]  # a unit that is used twice
+        with OffloadEngine(model, nvme_path=tmp_path, host_memory="8MiB", **options) as engine:
+            outputs = []
+            for tokens, targets in batches(2):
+                loss = loss_of(engine(tokens), targets)
+                loss.backward(retain_graph=True)
+                loss.backward()
+                outputs.append(loss)  # kept
+            engine.optimizer.step()
+            found.append([parameter.detach().clone() for parameter in model.parameters()])
+            if options:
+                del loss, outputs
+                assert left_in(engine) == (0, 0)
+    assert all(map(torch.equal, *found))
+
+
+def test_a_change_in_place_of_what_was_kept_is_torchs_own_error(make_model, tmp_path: Path):
+    with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory="8MiB", **MODES["nvme"]) as engine:
+        inputs = []
+        engine.module.blocks[1].register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+        tokens, targets = batches(1)[0]
+        loss = loss_of(engine(tokens), targets)
+        with torch.no_grad():
+            inputs[0].mul_(2)
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*\[4, 16, 128\]\] is at version 1"):
+            engine.backward(loss)
+        engine.optimizer.zero_grad()
+        train(engine, 1)
+
+
+def test_a_fault_of_the_drive_is_one_typed_error_and_the_next_batch_trains(make_model, tmp_path: Path, monkeypatch):
+    expected = None
+    for fault in (None, "write", "read"):
+        with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory="8MiB", lr=1e-2, **MODES["nvme"]) as engine:
+            if fault is not None:
+
+                def fails(*args: object, **options: object) -> None:
+                    raise StorageIOError("the drive says no")
+
+                with monkeypatch.context() as patch:
+                    patch.setattr(pool_of(engine).scratch, fault, fails)
+                    tokens, targets = batches(1, seed=5)[0]
+                    with pytest.raises(ActivationError, match="the drive says no"):
+                        engine.backward(loss_of(engine(tokens), targets))
+                engine.optimizer.zero_grad()
+            result = train(engine, 2)
+            assert left_in(engine) == (0, 0)
+        expected = expected or result
+        assert same(expected, result), fault
+
+
+def test_too_little_memory_for_host_names_the_number_that_works(make_model, tmp_path: Path):
+    options = {"nvme_path": tmp_path, "host_memory": "8MiB", "activations": "host"}
+    with (
+        OffloadEngine(make_model(), activation_memory="64KiB", **options) as engine,
+        pytest.raises(ActivationError, match="activation_memory is too small") as caught,
+    ):
+        train(engine, 1)
+    with OffloadEngine(make_model(), activation_memory=caught.value.needed_bytes, **options) as engine:
+        train(engine, 2)
+
+
+def test_a_budget_counts_what_is_set_aside(make_model, tmp_path: Path):
+    from tiny import least_budget
+
+    least = least_budget(make_model(), tmp_path)
+    assert least_budget(make_model(), tmp_path, activations="nvme", activation_memory="1MiB") == least + (1 << 20)
+    assert least_budget(make_model(), tmp_path, activations="recompute", activation_memory="1MiB") == least
+
+
+def test_bad_options_are_refused_in_a_line(make_model, tmp_path: Path):
+    for options, message in (
+        ({"activations": "disk"}, "activations: expected one of 'keep', 'recompute', 'host', 'nvme'"),
+        ({"activations": {"blocks.*": "nvm"}}, r"activations\['blocks.\*'\]: .*did you mean 'nvme'"),
+        ({"activations": {"block.1": "host"}}, "no unit is called 'block.1'.*did you mean 'blocks.1'"),
+        ({"activations": "nvme"}, "needs a place: give nvme_path"),
+        ({"activation_memory": 1}, "activation_memory: expected at least 65536 bytes"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            OffloadEngine(make_model(), **options)
+
+
+def test_the_models_own_forward_is_there_in_copies_and_after_the_end(make_model, tmp_path: Path):
+    model = make_model()
+    with OffloadEngine(model, nvme_path=tmp_path, host_memory="8MiB", activations="recompute") as engine:
+        tokens, _ = batches(1)[0]
+        with torch.no_grad():
+            expected = engine(tokens)
+            assert torch.equal(copy.deepcopy(model)(tokens), expected)
+            assert torch.equal(pickle.loads(pickle.dumps(model))(tokens), expected)
+    assert "forward" not in vars(model.blocks[0])
