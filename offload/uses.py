@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 from typing import Any, Protocol
 
 import torch
 
 from offload.device.protocol import Device, Event
 from offload.report.meter import Meter
-from offload.report.trace import Span
 from offload.tiers.weights.level import Level
 from offload.tiers.weights.pin import Pin, UnitState
 from offload.tiers.window import DeviceWindow, HostWindow
@@ -124,20 +124,21 @@ class Uses:
         self._trace = meter.trace
         self.announce = level.announce
         self._pins = [level.pin(unit) for unit in units]
-        self._open: dict[int, Span | None] = {}
-        """By unit, what the trace has of its use."""
+        self._open: dict[int, float] = {}
+        """By unit, when compute began to use it; 0 until then."""
 
     def begin(self, unit: UnitSpec, *, training: bool) -> bool:
         """Put the unit's weights under its parameters, for the model's next work: see ``Windows.open``. ``training``: a
         step will follow."""
-        pin = self._pins[unit.index]
+        index = unit.index
+        pin = self._pins[index]
         try:
-            self._open[unit.index] = None
+            self._open[index] = 0.0
             pin.take(training=training)
             is_copy = self._windows.open(pin)
             if len(self._open) == 1:
                 self._clock.begin(training=training)
-            self._open[unit.index] = self._trace.begin("compute", unit.name)
+            self._open[index] = perf_counter()
         except BaseException:  # a failed fetch, or an interrupt: nobody will end this use
             self.end(unit)
             raise
@@ -150,9 +151,9 @@ class Uses:
             self._windows.close(pin)
         finally:
             pin.release()
-            span = self._open.pop(unit.index, None)
-            if span is not None:
-                self._trace.end(span)
+            start = self._open.pop(unit.index, 0.0)
+            if start:
+                self._trace.over("compute", unit.name, start)
             if not self._open:
                 self._clock.end()
 

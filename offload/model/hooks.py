@@ -260,40 +260,46 @@ class Hooks:
 
     def _enter_forward(self, unit: UnitInModel) -> None:
         """The outermost call of the unit's modules begins."""
-        if not torch.compiler.is_compiling():
+        context, is_eager = self.context, not torch.compiler.is_compiling()
+        if is_eager:
             if torch._C._is_tracing():
                 raise ConfigError(
                     "torch.jit.trace would keep the weights as they are now, in memory that others pass through. "
                     "Trace copy.deepcopy(model), or the model that engine.unwrap() gives."
                 )
-            if self.context.open and graph_task() == -1:
+            if context.open and graph_task() == -1:
                 self._close_failed()
             self._enter(forward=True)
         if not unit.in_backward:
             self._begin_use(unit)
         self._serial += 1
-        unit.call = call = Call(unit, self.context, get_ident(), self._serial, next_sequence_number())
-        self.context.in_forward.append(unit)
+        unit.call = call = Call(unit, context, get_ident(), self._serial, next_sequence_number())
+        context.in_forward.append(unit)
         unit.show_parameters()
-        if not torch.compiler.is_compiling():
-            unit.begin_address = unit.window.flat.data_ptr()
-            unit.end_address = unit.begin_address + unit.nbytes
+        unit.begin_address = unit.window.flat.data_ptr()
+        unit.end_address = unit.begin_address + unit.nbytes
+        if is_eager:
             unit.saved_tensors.begin(call)
 
     def _finish_forward(self, unit: UnitInModel, output: Any) -> Any:
         """It is over. Returns its output, without views of the weights."""
         leaves = tensors_in(output)
-        if any(map(unit.window.holds, leaves)):
+        if any(map(unit.holds, leaves)):
             output = map_leaves(lambda leaf: own_copy(unit, leaf), output)
             leaves = tensors_in(output)
         call = self._leave_forward(unit)
+        if self._turns is not None or not call.has_saved:  # else a node that asks for a weight is early enough
+            self._watch(call, leaves)
+        return output
+
+    def _watch(self, call: Call, leaves: Sequence[torch.Tensor]) -> None:
+        """Have the backward tell when it comes to the call."""
         arrived = partial(self._pre_backward, call)
         nodes = [node for leaf in leaves if (node := first_node(call.sequence, leaf)) is not None]
         for node in nodes:
             node.register_prehook(arrived)
         if nodes and self._turns is not None:
-            self._turns.left(unit, call.start)
-        return output
+            self._turns.left(call.unit, call.start)
 
     def _enter(self, *, forward: bool) -> None:
         """A thread begins to use a unit. Raises ``OffloadError`` while another one uses some."""
@@ -371,11 +377,6 @@ class Hooks:
 
     def _pre_backward(self, call: Call, gradients: Any) -> None:
         """A gradient has reached an output of the call."""
-        if torch.is_grad_enabled():
-            raise ConfigError(
-                "create_graph=True: weights leave when their backward is over, and a backward through the gradients "
-                "(a gradient penalty, a Hessian) would not find them. Do that on a model that is not wrapped."
-            )
         self._reach(call)
 
     def needed(self, call: Call) -> bool:
@@ -397,6 +398,11 @@ class Hooks:
 
     def _reach(self, call: Call) -> None:
         """The backward that this thread is in has come to the call."""
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                "create_graph=True: weights leave when their backward is over, and a backward through the gradients "
+                "(a gradient penalty, a Hessian) would not find them. Do that on a model that is not wrapped."
+            )
         unit, context = call.unit, self.context
         self._enter(forward=False)
         if call.context is not context:
@@ -409,8 +415,9 @@ class Hooks:
             close = partial(self.close_backward, task)
             context.tasks[task] = weakref.ref(close)
             when_backward_ends(close)
-        for entry in [entry for entry in context.open if entry[1] > call.end]:
-            self._leave_backward(entry)
+        if context.open:
+            for entry in [entry for entry in context.open if entry[1] > call.end]:
+                self._leave_backward(entry)
         if not unit.in_backward:
             if unit.forward_depth == 0:
                 self._begin_use(unit)
@@ -442,6 +449,9 @@ class Hooks:
             gradient = unit.take_gradient(parameter)
             if gradient is not None and spec.distribution is not None:
                 gradient = spec.distribution.part_of(gradient)
+            call = unit.call
+            if not unit.in_backward and call is not None and call.has_saved and call.context is self.context:
+                self._reach(call)  # no weight was needed so far, and one will be
         if gradient is not None:
             if self._turns is not None:
                 self._turns.gradient(spec, in_its_place=unit.in_backward)

@@ -19,7 +19,7 @@ def tensors_in(output: Any) -> list[torch.Tensor]:
 
 def own_copy(unit: UnitInModel, leaf: Any) -> Any:
     """A module may return its parameter, or a view of it: such an output must stay when the unit is released."""
-    return leaf.clone() if isinstance(leaf, torch.Tensor) and unit.window.holds(leaf) else leaf
+    return leaf.clone() if isinstance(leaf, torch.Tensor) and unit.holds(leaf) else leaf
 
 
 def first_node(sequence: int, output: torch.Tensor) -> Node | None:

@@ -13,10 +13,14 @@ gradients and in the first one without, and from then on where they have changed
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter, methodcaller, ne, or_
 
 import torch
 import xxhash
+
+_version: Callable[[torch.Tensor], int] = attrgetter("_version")
+_address: Callable[[torch.Tensor], int] = methodcaller("data_ptr")
 
 
 class OwnWrites:
@@ -27,10 +31,6 @@ class OwnWrites:
         self._parameters = parameters
         self._views = [parameter.data for parameter in parameters]
         """Memory to which each parameter belongs."""
-        self._with_memory = [index for index, view in enumerate(self._views) if view.numel()]
-        first = self._address()
-        self._offsets = [view.data_ptr() - first for view in self._views]
-        """Bytes, from the first one with memory."""
         self._looks = {True: True, False: True}
         """At the bytes of a device's memory: in uses with gradients, and in those without."""
         self._mode = True
@@ -40,38 +40,33 @@ class OwnWrites:
 
     def begin(self, *, is_copy: bool) -> None:
         """The use begins; the weights are there, or a copy of them."""
-        self._versions = [parameter._version for parameter in self._parameters]
+        self._versions = list(map(_version, self._parameters))
         self._hashes = []
         if is_copy:
             self._mode = torch.is_grad_enabled()
             if all(map(_is_here, self._views)) or self._looks[self._mode]:
                 self._hashes = self.hashes()
 
-    def end(self) -> Iterator[tuple[int, torch.Tensor, bool]]:
+    def end(self) -> Sequence[tuple[int, torch.Tensor, bool]]:
         """The use is over: the index of each parameter that was changed, its value, an own copy, and whether it was
         pointed to another tensor. Such a one is put back."""
-        first = self._address()
-        changed, moved = [], []
-        for index in self._with_memory:
-            parameter = self._parameters[index]
-            if parameter.data_ptr() != first + self._offsets[index]:
-                moved.append(index)
-                changed.append(index)
-            elif parameter._version != self._versions[index]:
-                changed.append(index)
-        if self._hashes:
-            hashes = enumerate(zip(self._hashes, self.hashes(), strict=True))
-            by_bytes = [index for index, (before, after) in hashes if before != after]
-            self._looks[self._mode] = bool(by_bytes)
-            changed = sorted({*changed, *by_bytes})
-        for index in changed:
-            parameter, view = self._parameters[index], self._views[index]
-            value = parameter.detach().clone()
-            parameter.data = view
-            yield index, value, index in moved
+        versions, addresses = list(map(_version, self._parameters)), list(map(_address, self._parameters))
+        in_place = list(map(_address, self._views))
+        if versions == self._versions and addresses == in_place and not self._hashes:
+            return ()
+        return list(self._taken_over(versions, list(map(ne, addresses, in_place))))
 
-    def _address(self) -> int:
-        return self._views[self._with_memory[0]].data_ptr() if self._with_memory else 0
+    def _taken_over(self, versions: list[int], are_moved: list[bool]) -> Iterator[tuple[int, torch.Tensor, bool]]:
+        are_changed = list(map(or_, are_moved, map(ne, versions, self._versions)))
+        if self._hashes:
+            by_bytes = list(map(ne, self._hashes, self.hashes()))
+            self._looks[self._mode] = any(by_bytes)
+            are_changed = list(map(or_, are_changed, by_bytes))
+        for index, parameter in enumerate(self._parameters):
+            if are_changed[index] and self._views[index].numel():
+                value = parameter.detach().clone()
+                parameter.data = self._views[index]
+                yield index, value, are_moved[index]
 
     def put_back(self) -> None:
         """Parameters that an interrupt has left pointed elsewhere."""

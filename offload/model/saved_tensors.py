@@ -17,11 +17,10 @@ from threading import get_ident
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from offload.interrupts import held_back
 from offload.model.hook_context import HookContext
-from offload.model.unit_in_model import Call, UnitInModel
+from offload.model.unit_in_model import ORDINARY, Call, UnitInModel, address_of
 from offload.torch_internals import (
     SavedTensorsHooks,
     hooks_step_aside,
@@ -29,8 +28,6 @@ from offload.torch_internals import (
     take_out_saved_tensors_hooks,
     top_saved_tensors_hooks,
 )
-
-_ORDINARY = (torch.Tensor, nn.Parameter)
 
 
 class UsesOfUnits(Protocol):
@@ -89,16 +86,20 @@ class SavedTensors:
         return owner if isinstance(owner, (SavedTensors, HooksAbove)) and owner.uses is self.uses else None
 
     def pack(self, tensor: torch.Tensor) -> Any:
+        """The tensor alone is one of others, at version 0: most are, and the collector has less to look at."""
+        kept, version = _without_history(tensor), tensor._version
         unit = unit_around(tensor, self.uses.context)
-        if unit is None:
-            return _without_history(tensor), tensor._version
-        return _without_history(tensor), tensor._version, unit.call, unit.strays.saved
+        if unit is not None and unit.call is not None:
+            unit.call.has_saved = True
+            return kept, version, unit.call, unit.strays.saved
+        return (kept, version) if version else kept
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        tensor, version = packed[0], packed[1]
+        tensor: torch.Tensor = packed[0] if type(packed) is tuple else packed
+        version = packed[1] if tensor is not packed else 0
         if tensor._version != version:
             raise changed_in_place(tensor, tensor.shape, version)
-        return tensor if len(packed) == 2 else _from_use(self.uses, packed[2], lambda: tensor)
+        return tensor if tensor is packed or len(packed) == 2 else _from_use(self.uses, packed[2], lambda: tensor)
 
     pack.steps_aside = unpack.steps_aside = True  # type: ignore[attr-defined]
 
@@ -146,26 +147,13 @@ def changed_in_place(tensor: torch.Tensor, shape: torch.Size, version: int) -> R
 
 def _without_history(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor may be an output of the node that saves it, and its history is that node."""
-    return tensor if type(tensor) not in _ORDINARY and tensor.is_leaf else tensor.detach()
+    return tensor.detach() if type(tensor) in ORDINARY or not tensor.is_leaf else tensor
 
 
 def unit_around(tensor: torch.Tensor, context: HookContext) -> UnitInModel | None:
     """Return the unit in forward in whose memory the tensor is."""
-    try:
-        address = tensor.data_ptr() if type(tensor) in _ORDINARY else _first_of(tensor).data_ptr()
-    except (RuntimeError, NotImplementedError):  # a sparse tensor, or one without memory
-        return None
+    address = address_of(tensor)
     for unit in context.in_forward:
         if unit.begin_address <= address < unit.end_address:
             return unit
     return None
-
-
-def _first_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The first ordinary tensor that one of another class wraps; an empty one if there is none to be seen."""
-    while type(tensor) not in _ORDINARY:
-        flatten = getattr(tensor, "__tensor_flatten__", None)
-        if flatten is None:
-            return torch.empty(0)
-        tensor = getattr(tensor, flatten()[0][0])
-    return tensor

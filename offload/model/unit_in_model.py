@@ -18,11 +18,13 @@ from offload.torch_internals import SavedTensorsHooks
 from offload.units import ParameterSpec, UnitSpec, local_tensor
 from swapper import OffloadError
 
+ORDINARY = (torch.Tensor, nn.Parameter)
+
 
 class Call:
     """An outermost call of a unit's modules, by a thread, in a ``HookContext``."""
 
-    __slots__ = ("context", "end", "hooks", "sequence", "start", "thread", "unit")
+    __slots__ = ("context", "end", "has_saved", "hooks", "sequence", "start", "thread", "unit")
 
     def __init__(self, unit: UnitInModel, context: object, thread: int, start: int, sequence: int) -> None:
         self.unit = unit
@@ -36,6 +38,27 @@ class Call:
         """Autograd's number of the first node that it may have made."""
         self.hooks: tuple[SavedTensorsHooks, SavedTensorsHooks | None] | None = None
         """The hooks of saved tensors that were put in force with its beginning, and those below them."""
+        self.has_saved = False
+        """Autograd has saved a weight in it, and asks for that in a backward."""
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """The address of the tensor's first element, or of that of the first ordinary one that it wraps; 0 if there is none
+    to be seen."""
+    try:
+        return tensor.data_ptr() if type(tensor) in ORDINARY else _first_of(tensor).data_ptr()
+    except (RuntimeError, NotImplementedError):  # a sparse tensor, a handle, or what a collective still brings
+        return 0
+
+
+def _first_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The first ordinary tensor that one of another class wraps; an empty one if there is none to be seen."""
+    while type(tensor) not in ORDINARY:
+        flatten = getattr(tensor, "__tensor_flatten__", None)
+        if flatten is None:
+            return torch.empty(0)
+        tensor = getattr(tensor, flatten()[0][0])
+    return tensor
 
 
 class SavesTensors(Protocol):
@@ -129,6 +152,10 @@ class UnitInModel:
         self.own_writes = OwnWrites([local_tensor(of_spec[item]) for item in self.watched])
         names = [item.name for item in self.watched]
         self.strays = Strays(spec, window, parameters, self.own_writes, names)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """The tensor looks at the memory under its parameters, while it is in forward."""
+        return self.begin_address <= address_of(tensor) < self.end_address
 
     def check_saved(self, call: Call, tensor: torch.Tensor) -> None:
         """Raise ``OffloadError`` if the tensor, saved in the call, looks at a parameter that has become another tensor

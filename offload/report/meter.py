@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from offload.report.trace import Span, Trace
+from offload.report.trace import Trace
 
 
 @dataclass
@@ -31,14 +31,9 @@ class Meter:
             self.trace.end(span)
             self.stalls[cause] = self.stalls.get(cause, 0.0) + span.seconds
 
-    def begin_update(self, name: str) -> Span:
-        """Count the time from now on as updating ``name``."""
-        return self.trace.begin("update", name)
-
-    def end_update(self, span: Span) -> float:
-        """Until now; that many seconds."""
-        self.trace.end(span)
-        seconds = span.seconds
+    def end_update(self, name: str, start: float) -> float:
+        """Count the time from ``start`` to now as updating ``name``; that many seconds."""
+        seconds = self.trace.over("update", name, start) - start
         self.update_seconds += seconds
         return seconds
 

@@ -37,6 +37,9 @@ class Trace:
     def __init__(self) -> None:
         self._present: deque[Span] = deque(maxlen=_SPANS_MAX)
         self._last: deque[Span] = deque()
+        self._over: deque[tuple[str, str, float, float]] = deque(maxlen=_SPANS_MAX)
+        """Those of the present step that were given when they were over: values, which the collector skips."""
+        self._last_over: deque[tuple[str, str, float, float]] = deque()
 
     def begin(self, track: str, name: str, nbytes: int = 0) -> Span:
         """Something begins now."""
@@ -48,6 +51,12 @@ class Trace:
         """It is over."""
         span.stop = time.perf_counter()
 
+    def over(self, track: str, name: str, start: float) -> float:
+        """What began at ``start`` is over; now."""
+        now = time.perf_counter()
+        self._over.append((track, name, start, now))
+        return now
+
     def transfer(self, track: str, name: str, nbytes: int, ticket: Ticket) -> Ticket:
         """A transfer has begun; it ends when the device says so."""
         span = self.begin(track, name, nbytes)
@@ -57,16 +66,18 @@ class Trace:
     @property
     def last(self) -> Sequence[Span]:
         """The spans of the last step, in the order in which they began. What was under way at its end may be still."""
-        return tuple(self._last)
+        spans = [*self._last, *(Span(*values) for values in self._last_over)]
+        return tuple(sorted(spans, key=lambda span: span.start))
 
     def end_step(self) -> None:
         """Begin the next step: what comes now belongs to it."""
         self._last, self._present = self._present, deque(maxlen=_SPANS_MAX)
+        self._last_over, self._over = self._over, deque(maxlen=_SPANS_MAX)
 
     def write(self, path: Path) -> None:
         """Write the last step as a Chrome trace. What goes on still is drawn up to now."""
         now = time.perf_counter()
-        spans = sorted(self._last, key=lambda span: span.start)
+        spans = self.last
         origin = spans[0].start if spans else now
         events: list[dict[str, object]] = []
         for tid, (track, lane) in enumerate(lanes(spans, now)):

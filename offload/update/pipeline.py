@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -238,10 +239,9 @@ class Pipeline:
 
     def _apply(self, job: _TileJob) -> None:
         update, tile = job.state.task.update, job.homes.tile
-        span = self._meter.begin_update(update.unit.name)
+        start = time.perf_counter()
         apply(self._rule, self._formats, update, tile, job.at(self._formats), self._cpu)
-        seconds = self._meter.end_update(span)
-        self._device.cpu_took(tile, seconds)
+        self._device.cpu_took(tile, self._meter.end_update(update.unit.name, start))
 
     def _finish(self, job: _TileJob) -> None:
         """The tile is updated: its states go to their home, and after its last tile the unit."""

@@ -51,8 +51,8 @@ def sides(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         counts["device"] += 1
         return begin(side, *args)
 
-    def take_a_second(meter: Meter, span: Any) -> float:
-        end_update(meter, span)
+    def take_a_second(meter: Meter, name: str, start: float) -> float:
+        end_update(meter, name, start)
         return 1.0
 
     monkeypatch.setattr(Pipeline, "_apply", count_cpu)

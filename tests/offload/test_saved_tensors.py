@@ -313,6 +313,37 @@ def test_a_copy_that_a_unit_leaves_is_said_once():
     assert len(warned) == 1
 
 
+class _BiasLast(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight) + self.bias
+
+
+def test_a_gradient_that_comes_before_any_weight_is_asked_for_is_part_of_its_units_backward():
+    story = Story(nn.Sequential(_BiasLast(4, 4), _BiasLast(4, 4)), "0", "1")
+    output = story.model(batch(requires_grad=True))
+    story.events.clear()
+    output.square().sum().backward()
+    assert story.events == [
+        *("begin 1", "take 1.bias", "take 1.weight", "end 1", "over 1"),
+        *("begin 0", "take 0.bias", "take 0.weight", "end 0", "over 0"),
+    ]
+    story.check_at_rest()
+
+
+def test_a_unit_that_autograd_asks_for_a_weight_has_no_hook_on_its_output():
+    story = Story(nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4)), "0", "1")
+    tokens = story.model[0](torch.tensor([1, 2]))
+    output = story.model[1](tokens)
+    called = []
+    for name, tensor in (("embedding", tokens), ("linear", output)):
+        tensor.grad_fn.register_prehook(lambda gradients, name=name: called.append((name, list(story.events))))
+    story.events.clear()
+    output.sum().backward()
+    assert called[0] == ("linear", [])  # the unit came with its weight
+    assert called[1][1][-1] == "begin 0"  # this one saves none: the hook brought it
+    story.check_at_rest()
+
+
 def test_what_autograd_saves_is_no_stray():
     story = Story(chain("a", "b"), "a", "b")
     losses = [story.model(batch(requires_grad=True)).sum() for _ in range(3)]

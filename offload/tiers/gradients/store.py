@@ -196,7 +196,8 @@ class GradientStore:
     def forget_used(self) -> None:
         """Nobody asks for the gradients of the last step any more."""
         for of in self._of:
-            of.used = {}
+            if of.used:
+                of.used = {}
 
     def forget(self, unit: UnitSpec) -> None:
         of = self._of[unit.index]
