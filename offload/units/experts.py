@@ -8,6 +8,7 @@ that the bits do not depend on a budget.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
@@ -76,9 +77,8 @@ def find_experts(
 
 def takes_implementation(module: nn.Module) -> bool:
     """Its class is one of ``transformers`` whose experts can be computed in several ways."""
-    return hasattr(type(module).forward, "__wrapped__") and hasattr(
-        getattr(module, "config", None), "_experts_implementation"
-    )
+    forward = inspect.getattr_static(module, "forward", None)  # compiled modules have none on their class
+    return hasattr(forward, "__wrapped__") and hasattr(getattr(module, "config", None), "_experts_implementation")
 
 
 def _fused(module: nn.Module) -> dict[str, nn.Parameter]:
