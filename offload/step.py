@@ -194,10 +194,10 @@ class Step:
         self.uses.reset()
         self.verdict.check(self.param_groups())
         self.warnings.before_step()
-        self.sink.settle()
-        for whole in self.wholes:
-            whole.complete_gradient()
-        self.sink.settle(Place(f"step {self.progress.global_step + 1}", partial(self._facts, loss_scale)))
+        place = Place(f"step {self.progress.global_step + 1}", partial(self._facts, loss_scale))
+        self.sink.settle(place)
+        if any([whole.complete_gradient() for whole in self.wholes]):  # on all ranks, which have met
+            self.sink.settle(place)
 
     def _facts(self, loss_scale: float | None) -> Facts:
         own = self.progress.loss_scale

@@ -218,14 +218,15 @@ class PiecewiseBacking:
         for piece, part in zip(self._pieces, () if parts is None else parts, strict=parts is not None):
             piece.write_gradient(part)
 
-    def complete_gradient(self) -> None:
+    def complete_gradient(self) -> bool:
         """A gradient of some pieces is one of the whole: it is zeros for the others, such as experts that no token was
-        sent to. Gradients on their way do not count."""
-        have = [piece.has_gradient for piece in self._pieces]
-        if any(have):
-            for piece, has in zip(self._pieces, have, strict=True):
-                if not has:
-                    piece.zero_gradient()
+        sent to. Gradients on their way do not count. Returns whether there were others."""
+        without = [piece for piece in self._pieces if not piece.has_gradient]
+        if len(without) in (0, len(self._pieces)):
+            return False
+        for piece in without:
+            piece.zero_gradient()
+        return True
 
     def piece(self, piece: Piece) -> ParameterBacking:
         """The backing of this piece."""
