@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from swapper import StoreMissing as StoreMissing
     from swapper import StoreMisuse as StoreMisuse
     from swapper import StoreUnsafe as StoreUnsafe
+    from swapper import WeightsChanged as WeightsChanged
 
 _PUBLIC = {
     "offload.config": ("OffloadConfig",),
@@ -54,7 +55,7 @@ _PUBLIC = {
     "offload.run.tensorboard": ("TensorBoard",),
     "swapper": (
         "OffloadError", "StorageCorrupt", "StorageError", "StorageFull", "StorageIOError", "StorageTimeout",
-        "StoreExists", "StoreLocked", "StoreMissing", "StoreMisuse", "StoreUnsafe",
+        "StoreExists", "StoreLocked", "StoreMissing", "StoreMisuse", "StoreUnsafe", "WeightsChanged",
     ),
     "offload.birth.initialise": ("deferred_init",),
 }  # fmt: skip

@@ -196,7 +196,10 @@ class Step:
         self.warnings.before_step()
         place = Place(f"step {self.progress.global_step + 1}", partial(self._facts, loss_scale))
         self.sink.settle(place)
-        if any([whole.complete_gradient() for whole in self.wholes]):  # on all ranks, which have met
+        completed = [
+            whole for whole in self.wholes if whole.complete_gradient()
+        ]  # the same on all ranks, which have met
+        if completed:
             self.sink.settle(place)
 
     def _facts(self, loss_scale: float | None) -> Facts:

@@ -94,7 +94,7 @@ def test_replicas_stages_and_parts_compute_on_devices(four):
 
 
 def test_the_page_s_program_runs_on_four_ranks(four):
-    page = (Path(__file__).parents[2] / "docs" / "ranks.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "meshes.md").read_text()
     (program,) = re.findall(r'^```python title="parallel.py"\n(.*?)^```$', page, re.DOTALL | re.MULTILINE)
     first, also_first, last, also_last = four(composition.run_program, program)
     assert first == also_first == (3, [])

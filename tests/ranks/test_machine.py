@@ -13,6 +13,7 @@ import torch
 from tiny import Tiny
 
 from aio_ext.profile import IoProfile, save_profile
+from aio_ext.queue import DEPTH
 from offload import OffloadConfig
 from offload.optim.formats import Formats
 from offload.plan.placement import make_plan
@@ -310,6 +311,6 @@ def test_the_store_has_its_part_of_queue_and_bandwidth(measured: bool, tmp_path:
     plan = make_plan(find_units(Tiny()), Formats(weights=4, master=0, grads=0), None, 2 << 20, 1 << 40)
     opened = store.open_engine_store(OffloadConfig(nvme_path=tmp_path, optimizer=None), plan, 4, Ranks.single())
     opened.close()
-    assert depths == [24 // 4 if measured else 32 // 4]
+    assert depths == [24 // 4 if measured else DEPTH // 4]
     rates = None if opened.profile is None else (opened.profile.read_bytes_per_s, opened.profile.write_bytes_per_s)
     assert rates == ((2e9, 1e9) if measured else None)
