@@ -277,7 +277,7 @@ class OffloadEngine:
     def state_dict(self) -> dict[str, Any]:
         """The model's state dict, with ordinary tensors: it holds the whole model in memory."""
         found = self.module.state_dict()
-        self._session.checkpoints.note_saved("the state dict that was taken")
+        self._session.checkpoints.saved.note("the state dict that was taken")
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> Any:
@@ -303,7 +303,7 @@ class OffloadEngine:
         weights = self._session.weights()
         with weights.together():
             save_model(self.module, weights, dir, dtype or self.config.precision, max_shard_bytes)
-        self._session.checkpoints.note_saved(dir)
+        self._session.checkpoints.saved.note(dir)
 
     def save_checkpoint(self, dir: str | os.PathLike[str], tag: str | None = None, client_state: object = None) -> None:
         """Save all that a bit-identical continuation needs as ``dir/tag``; ``tag`` is "stepN" unless it is given.

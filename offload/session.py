@@ -214,7 +214,7 @@ class Session:
                 if error is None:
                     raise
                 return None  # by the same error, most likely: that one says more
-        lost = self.checkpoints.num_steps_not_saved
+        lost = self.checkpoints.saved.num_lost
         if lost:
             warn(
                 f"the weights take {readable_bytes(needed)}, and {readable_bytes(free)} are free: they go with the "

@@ -37,6 +37,7 @@ from offload.checkpoint.native.saved_units import SavedUnits
 from offload.checkpoint.native.signals import Signals
 from offload.checkpoint.random_states import get_random_states, set_random_states
 from offload.checkpoint.run_state import RunState, TakeGradients
+from offload.checkpoint.saved_steps import SavedSteps
 from offload.config import OffloadConfig
 from offload.errors import ConfigError, warn
 from offload.ranks.ranks import program_error
@@ -84,10 +85,7 @@ class Checkpoints:
         """Source of batches, as it was when the last step returned. Known with ``durable`` only."""
         self._signals = Signals()
         self._committed_step = 0
-        self._saved_step = 0
-        """Step at which the weights were last saved or loaded, by any call."""
-        self._saved_in = ""
-        """Where that is, in words."""
+        self.saved = SavedSteps(config, run.progress)
         self._is_over = False
         self._records = EngineRecords(units, access, config.gradient_dtype)
         self._units_described: dict[str, tuple[SavedUnits, int]] = {}
@@ -114,31 +112,6 @@ class Checkpoints:
                 )
             if all(item is not known for known in self._objects):
                 self._objects.append(item)
-
-    def note_saved(self, where: object) -> None:
-        """The weights are somewhere else now as they are: ``where``, in words."""
-        self._saved_step = self._run.progress.global_step
-        self._saved_in = str(where)
-
-    @property
-    def num_steps_not_saved(self) -> int:
-        """Steps that are lost with the weights. A durable run commits its last one."""
-        return 0 if self._config.durable else abs(self._run.progress.global_step - self._saved_step)
-
-    @property
-    def _kept(self) -> str:
-        """What is left of the run when its process has ended, and how it goes on."""
-        step, since = self._run.progress.global_step, self.num_steps_not_saved
-        if self._config.durable:
-            return f"step {step} is committed under {self._config.paths[0]}: engine.load_checkpoint() goes on from it"
-        if not self._saved_in:
-            return (
-                f"none of its {step} steps is saved. With durable=1, or engine.save_checkpoint(dir) in the loop, "
-                "a run goes on where it was"
-            )
-        return f"step {self._saved_step} is in {self._saved_in}" + (
-            f"; {since} steps since are not saved" if since else ""
-        )
 
     # Commits.
 
@@ -174,7 +147,7 @@ class Checkpoints:
             generations.finish(self._last_step, self._host.drain, give_up=self._signals.came)
             steps = self._run.progress.global_step
             if isinstance(error, KeyboardInterrupt) and is_first and steps and self._ranks.rank == 0:
-                print(f"offload: interrupted after step {steps}: {self._kept}", file=sys.stderr, flush=True)
+                print(f"offload: interrupted after step {steps}: {self.saved.left}", file=sys.stderr, flush=True)
         finally:
             self._identity.release()
             self._signals.restore()
@@ -203,7 +176,7 @@ class Checkpoints:
             self._run.wait_for_updates()
             save_copy(self._records, directory, metadata)
             directory.retain(self._config.keep_last, self._config.keep_every)
-        self.note_saved(directory.target)
+        self.saved.note(directory.target)
         _log.info("checkpoint saved: %s, step %d", directory.target, self._run.progress.global_step)
 
     def save_dcp(self, path: str | os.PathLike[str]) -> None:
@@ -211,7 +184,7 @@ class Checkpoints:
         target = Path(path).expanduser()
         self._run.wait_for_updates()
         save_distributed(target, self._run, self._units, self._access)
-        self.note_saved(target)
+        self.saved.note(target)
         _log.info("torch.distributed.checkpoint saved: %s, step %d", target, self._run.progress.global_step)
 
     # Loading.
@@ -373,7 +346,7 @@ class Checkpoints:
             raise self._access.failure.record(error) from None
         self._sink.restored()
         self._committed_step = -1  # what is committed is another state
-        self.note_saved(where)
+        self.saved.note(where)
 
     def _compare(self, description: Description, where: str) -> None:
         own = self._describe({}, None, self._copied_units, objects=())
