@@ -100,7 +100,7 @@ def make_tiers(
         may_add_places=is_computed_on,
     )
     closers.callback(host.drain)
-    pool = BufferPool(grad_buffers, failure, host_meter)
+    pool = BufferPool(grad_buffers, host.fence, failure, host_meter)
     closers.callback(pool.drain)
     squares = variant.make_squares(units)
     by_unit = [

@@ -26,6 +26,7 @@ from offload.ranks.world import Peers
 from offload.report.meter import Meter
 from offload.testing.simulated import SimulatedDevice
 from offload.tiers.bounce import Bounce
+from offload.tiers.fence import UpdateFence
 from offload.tiers.gradients.device import DeviceGradients
 from offload.tiers.gradients.host import HostGradients
 from offload.tiers.gradients.make import make_unit_gradients
@@ -34,7 +35,7 @@ from offload.tiers.gradients.spill import BufferPool, SpilledGradients
 from offload.tiers.gradients.store import Gradient, GradientStore
 from offload.tiers.home import DeviceHome, Home, HostHome, TileHomes, UnitHomes
 from offload.units import GRAIN, ParameterSpec, Tile, UnitSpec
-from offload.waiting import Failure
+from offload.waiting import Failure, Monitor
 from swapper import OffloadError, StorageIOError
 
 FOREVER_S = 20.0
@@ -117,7 +118,8 @@ class Spilled:
         self.memories = [aio_ext.Memory(GRAIN * dtype.itemsize) for _ in range(num_buffers)]
         for memory in self.memories:
             ctypes.memset(memory.address, 0xFF, memory.nbytes)
-        self.pool = BufferPool(self.memories, self.failure, Meter())  # type: ignore[arg-type]
+        self.fence = UpdateFence((), Monitor(self.failure), Meter(), str)
+        self.pool = BufferPool(self.memories, self.fence, self.failure, Meter())  # type: ignore[arg-type]
         self.units = [make_unit(index, name) for index, name in enumerate(names)]
         self.homes = [
             [FakeHome(f"{name}{index}", tile.numel * dtype.itemsize, self.events) for index, tile in enumerate(TILES)]
@@ -429,7 +431,7 @@ def test_the_home_of_gradients_decides_their_place() -> None:
     on_device = DeviceHome(device, torch.zeros(GRAIN), Bounce(device))
 
     def place(grads: Home | None) -> Any:
-        pool = BufferPool([], Failure(), Meter())
+        pool = BufferPool([], UpdateFence.open(), Failure(), Meter())
         return make_unit_gradients(unit, UnitHomes(Home(0), grads, []), pool, torch.float32, Squares(), Meter())
 
     assert type(place(HostHome(memory))) is HostGradients  # type: ignore[arg-type]
@@ -620,6 +622,25 @@ def test_who_waits_for_a_loan_is_woken_by_its_end(monkeypatch: pytest.MonkeyPatc
     taking.wait_until_it_waits(looks=1)
     rig.pool.end_loan(loan)
     taking.result()
+
+
+def test_who_waits_for_a_buffer_that_a_certain_update_has_waits_for_the_update():
+    """Which may have to put out units that compute would need sooner, as it does only for somebody who waits."""
+    rig = Spilled("ab", num_buffers=1)
+    rig.backward("a", 1.0)
+    loan = rig.place("a").lend()
+    rig.fence.begin([rig.unit("a")])
+
+    def update() -> None:
+        while not rig.fence.is_waited_for:
+            rig.failure.check()
+        rig.fence.done(rig.unit("a"))
+        rig.pool.end_loan(loan)
+
+    updating = threading.Thread(target=update)
+    updating.start()
+    rig.backward("b", 2.0)
+    updating.join()
 
 
 def test_another_buffer_is_taken_before_one_that_is_lent() -> None:

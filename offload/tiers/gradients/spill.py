@@ -10,6 +10,7 @@ import torch
 from offload.interrupts import held_back
 from offload.memory import tensor_at
 from offload.report.meter import Meter
+from offload.tiers.fence import UpdateFence
 from offload.tiers.gradients.host import HostGradients
 from offload.tiers.home import StoredHome, TileHomes, Transfer
 from offload.units import ParameterSpec, UnitSpec
@@ -45,8 +46,10 @@ class GradientBuffer:
 class BufferPool:
     """The buffers, which units take in turn."""
 
-    def __init__(self, leases: Sequence[Lease], failure: Failure, meter: Meter) -> None:
+    def __init__(self, leases: Sequence[Lease], fence: UpdateFence, failure: Failure, meter: Meter) -> None:
+        """``fence``: of the updates that have buffers on loan."""
         self._buffers = [GradientBuffer(lease, self) for lease in leases]
+        self._fence = fence
         self._leaving: GradientBuffer | None = None
         """The one that another unit is about to take."""
         self._meter = meter
@@ -102,6 +105,9 @@ class BufferPool:
         with self._returned:
             spilled = [buffer for buffer in self._buffers if buffer.transfers]
             buffer = next((b for b in spilled if not b.lent), spilled[0] if spilled else self._buffers[0])
+        if buffer.lent and buffer.owner is not None:  # an update that nobody waits for leaves places to compute
+            self._fence.wait(buffer.owner.unit)
+        with self._returned:
             self._wait_for_loan(buffer)
             self._leaving = buffer
         try:
