@@ -175,7 +175,7 @@ class Pipeline:
         while not self._free:
             if self._writes and wait:
                 self._reap(wait=True)
-            elif not self.ahead.give_up():
+            elif not self.ahead.give_up() and not self._free:  # another thread may just have put some back
                 if wait:
                     raise RuntimeError(f"unit {job.state.task.update.unit.name} needs a tile buffer, and there is none")
                 return False

@@ -21,7 +21,8 @@ class StatePrefetch:
     def __init__(self, pool: list[Lease]) -> None:
         self._pool = pool
         self._lock = threading.Lock()
-        """Guards what follows. Only the store's lock is taken while it is held."""
+        """Guards what follows. It is held until buffers are back in the pool, so that nobody finds them in neither.
+        Only the store's lock is taken, and only reads are waited for, while it is held."""
         self._present: dict[StoredHome, tuple[Lease, Transfer]] = {}
         self._num_drops = 0
 
@@ -43,17 +44,15 @@ class StatePrefetch:
         with self._lock:
             if not self._present:
                 return False
-            lease, read = self._present.pop(next(reversed(self._present)))
-        self._put_back(lease, read)
-        return True
+            self._put_back(*self._present.pop(next(reversed(self._present))))
+            return True
 
     def drop(self) -> None:
         """States may change, or nobody wants them any more: all buffers are in the pool when this returns."""
         with self._lock:
             self._num_drops += 1
-            present, self._present = self._present, {}
-        for lease, read in present.values():
-            self._put_back(lease, read)
+            while self._present:
+                self._put_back(*self._present.popitem()[1])
 
     def _read(self, homes: Iterable[StoredHome], before: int) -> None:
         for home in homes:

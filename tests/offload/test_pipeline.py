@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count, pairwise
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,6 +22,7 @@ from offload.tiers.home import TileHomes
 from offload.units import Tile, UnitSpec
 from offload.update.device_side import DeviceSide
 from offload.update.pipeline import Pipeline
+from offload.update.state_prefetch import StatePrefetch
 from offload.update.step import Segment, UnitUpdate, apply
 from swapper import Lease, StorageIOError
 
@@ -804,6 +808,25 @@ def test_an_update_of_other_units_takes_the_buffers_of_states_that_were_read_ahe
     story.pipeline.run([a])
     reads = [event[1] for event in story.events if event[0] == "read"]
     assert reads == ["a.0", "b.0", "c.0"]
+
+
+def test_who_looks_for_a_buffer_while_states_are_dropped_finds_theirs():
+    pool: list[Any] = [Mock(address=0)]
+    came, dropping = threading.Event(), threading.Event()
+
+    class Read:
+        def wait(self) -> None:
+            dropping.set()
+            assert came.wait(10)
+
+    ahead = StatePrefetch(pool)
+    ahead.reader([Mock(read=lambda address: Read())])()
+    dropper = threading.Thread(target=ahead.drop)
+    dropper.start()
+    assert dropping.wait(10) and not pool
+    threading.Timer(0.05, came.set).start()
+    assert not ahead.give_up() and pool  # it has waited for whoever drops
+    dropper.join()
 
 
 def test_states_that_are_dropped_are_read_again_and_not_read_ahead_by_a_call_from_before():
