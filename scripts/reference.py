@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import inspect
 import re
@@ -112,17 +111,7 @@ def _option(command: Any, parameter: Any) -> str:
     return f"| {names} | {shown} | {text} |"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="write the page; else say whether it is up to date")
-    if parser.parse_args().write:
-        PAGE.write_text(page())
-        return 0
-    if PAGE.read_text() == page():
-        return 0
-    print(f"{PAGE}: not that of the docstrings; run {Path(__file__).name} --write", file=sys.stderr)
-    return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    import _written_page
+
+    sys.exit(_written_page.main(__doc__, PAGE, page))

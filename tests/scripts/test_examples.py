@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import forked
 import pytest
+import tokenizers
 import torch
+from tokenizers import pre_tokenizers
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -21,15 +24,29 @@ _SIZES = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The folder of a dense model, with a tokenizer of bytes."""
+    """The folders of a dense model and of one with experts, with a tokenizer of bytes."""
     forked.import_ahead("transformers", "peft", "torchao.quantization")
     torch.manual_seed(0)
-    made = {"dense": transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SIZES))}
+    with_experts = transformers.MixtralConfig(**_SIZES, num_local_experts=4, num_experts_per_tok=2)
+    made = {
+        "dense": transformers.LlamaForCausalLM(transformers.LlamaConfig(**_SIZES)),
+        "experts": transformers.MixtralForCausalLM(with_experts),
+    }
     folder = tmp_path_factory.mktemp("models")
     for name, model in made.items():
         model.save_pretrained(folder / name)
-        transformers.ByT5Tokenizer().save_pretrained(folder / name)
+        _of_bytes().save_pretrained(folder / name)
     return {name: folder / name for name in made}
+
+
+def _of_bytes() -> Any:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    named = {"<pad>": 0, "</s>": 1, "<s>": 2, **{letter: 3 + index for index, letter in enumerate(letters)}}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(named, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", bos_token="<s>"
+    )
 
 
 def run(example: str, model: Path, *options: object) -> str:
@@ -43,6 +60,7 @@ def run(example: str, model: Path, *options: object) -> str:
     ("example", "model", "written"),
     [
         ("lora.py", "dense", "out/adapter_model.safetensors"),
+        ("moe_lora.py", "experts", "out/adapter_model.safetensors"),
         ("full.py", "dense", "out/weights/model.safetensors"),
         ("from_deepspeed.py", "dense", "out/latest"),
     ],
