@@ -67,9 +67,9 @@ class Strays:
             self.check()
             self.are_left = False
         elif not self._knows:
-            self._knows = True
             self._owners_at_rest = num_owners(self._storage) - sys.getrefcount(self.saved)
             self._references_at_rest = self._references()
+            self._knows = True  # last: an interrupt between these lines leaves it to the next use
 
     def end_use(self) -> None:
         """See whether there are some, while the weights are there."""
