@@ -292,6 +292,7 @@ class _Assembler:
             host=tiers.host,
             sink=access.own_gradients,
             updater=updates.updater,
+            cores=updates.cores,
             resident=updates.resident,
             verdict=verdict,
             access=access,
