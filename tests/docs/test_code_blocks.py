@@ -33,6 +33,10 @@ _RUN_ELSEWHERE = {
     "docs/integrations/peft.md": "tests/integrations/test_peft.py",
     "docs/integrations/transformers.md": "tests/integrations/test_transformers.py",
     "docs/integrations/trl.md": "tests/integrations/test_trl.py",
+    "docs/recipes/diffusion.md": "tests/recipes/test_diffusion.py",
+    "docs/recipes/matrix-optimizers.md": "tests/recipes/test_matrix_optimizers.py",
+    "docs/recipes/pair-bias.md": "tests/recipes/test_pair_bias.py",
+    "docs/recipes/techniques.md": "tests/recipes/test_techniques.py",
 }
 """Pages whose blocks are run by the tests of what they are about, beside the same in memory."""
 
