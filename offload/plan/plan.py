@@ -71,8 +71,9 @@ class UnitPlan:
 
     @property
     def updated_in_ram(self) -> bool:
-        """Weights and all states rest in host memory: nothing that an update writes is elsewhere."""
-        return bool(self.tiles) and all(tier is Tier.HOST for tier in (self.weights, *(t for _, t in self.tiles)))
+        """All of it is trained, and rests in host memory with its states. What is frozen would be copied for nothing."""
+        is_trained = bool(self.tiles) and self.unit.trainable_numel == self.unit.numel
+        return is_trained and all(tier is Tier.HOST for tier in (self.weights, *(t for _, t in self.tiles)))
 
     def spare_bytes(self, formats: Formats) -> int:
         """Host memory that its spare places take, or would take."""

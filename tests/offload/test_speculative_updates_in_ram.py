@@ -122,6 +122,13 @@ def test_spare_places_are_counted_in_the_budget_and_evenly_spread(tmp_path: Path
     assert given["device"].violations == [] and given["device"].allocated_bytes == 0
 
 
+def test_a_unit_with_frozen_weights_has_no_spare_place():
+    model = built()
+    model.blocks[3].down.weight.requires_grad_(False)
+    with OffloadEngine(model, **OPTIONS, **in_ram()) as engine:
+        assert [item.unit.name for item in engine.plan.units if not item.has_spares] == ["blocks.3"]
+
+
 def test_the_cpu_s_compute_leaves_no_cores_for_updates_in_backward(tmp_path: Path):
     with OffloadEngine(built(), **OPTIONS, host_memory=1 << 30) as engine:
         assert not engine.plan.updates_early and engine.plan.memory["spare copies"]["host"] == 0
