@@ -136,7 +136,8 @@ class Program:
     model: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     loop: str = "engine"
-    """"engine": ``backward`` and ``step``; "together": the same, by ``together``; "plain": ``loss.backward()`` and
+    """"engine": ``backward`` and ``step``; "together": the same, by ``together``; "held": all but the last
+    micro-batch within ``no_sync``; "plain": ``loss.backward()`` and
     ``engine.optimizer``."""
     steps: int = 2
     clip: float | None = None
@@ -179,7 +180,9 @@ class Program:
                 if self.loop == "plain":
                     (loss / engine.config.gradient_accumulation_steps).backward()
                 else:
-                    engine.backward(loss)
+                    follow = micro + 1 < engine.config.gradient_accumulation_steps
+                    with engine.no_sync() if self.loop == "held" and follow else contextlib.nullcontext():
+                        engine.backward(loss)
                 return value
 
             micro_batches = range(engine.config.gradient_accumulation_steps)
