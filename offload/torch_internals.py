@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 from torch.multiprocessing import reductions
-from torch.utils import _python_dispatch, _pytree
+from torch.utils import _mode_utils, _python_dispatch, _pytree
 from torch.utils._device import DeviceContext
 from torch.utils.hooks import RemovableHandle
 
@@ -230,8 +230,9 @@ def can_swap_memory() -> bool:
 
 
 def wrapper(cls: type[torch.Tensor], meta: torch.Tensor, device: torch.device) -> Any:
-    """A tensor of class ``cls`` with the shape and dtype of ``meta``, on ``device``, and no memory."""
-    return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+    """A tensor of class ``cls`` with the shape and dtype of ``meta``, on ``device``, and no memory: what would write
+    there without an operation (``to_dlpack``) raises ``RuntimeError``."""
+    tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
         cls,
         meta.shape,
         strides=meta.stride(),
@@ -239,6 +240,14 @@ def wrapper(cls: type[torch.Tensor], meta: torch.Tensor, device: torch.device) -
         dtype=meta.dtype,
         device=device,
     )
+    _has_no_memory(tensor)
+    return tensor
+
+
+_has_no_memory: Callable[[torch.Tensor], None] = _found(torch._C, "_set_throw_on_mutable_data_ptr")
+
+no_dispatch: Callable[[], AbstractContextManager[None]] = _found(_mode_utils, "no_dispatch")
+"""Operations within work on the tensors of a class themselves, and do not reach ``__torch_dispatch__``."""
 
 
 no_torch_function: Any = _found(torch._C, "_disabled_torch_function_impl")

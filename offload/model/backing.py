@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.access import Elements, ExternalAccess, Zeroing, source_of
+from offload.access import ExternalAccess, Zeroing
+from offload.elements import Elements, source_of
 from offload.memory import available_bytes, tensor_at
 from offload.model.distributed_handle import DistributedGradientHandle
 from offload.model.gradient_handle import GradientBacking, GradientHandle

@@ -274,7 +274,7 @@ class Hooks:
             self._begin_use(unit)
         self._serial += 1
         unit.call = call = Call(unit, context, get_ident(), self._serial, next_sequence_number())
-        context.in_forward.append(unit)
+        context.begin_call(unit)
         unit.show_parameters()
         unit.begin_address = unit.window.flat.data_ptr()
         unit.end_address = unit.begin_address + unit.nbytes
@@ -453,8 +453,8 @@ class Hooks:
             if not unit.in_backward and call is not None and call.has_saved and call.context is self.context:
                 self._reach(call)  # no weight was needed so far, and one will be
         if gradient is not None:
-            if self._turns is not None:
-                self._turns.gradient(spec, in_its_place=unit.in_backward)
+            if self._turns is not None and self._turns.gradient(unit, spec, in_its_place=unit.in_backward):
+                self._listener.end_part(unit.spec)
             self._listener.take_gradient(unit.spec, spec, gradient, self.context.gradient_scale)
             if not unit.in_backward:
                 self._listener.end_backward(unit.spec)

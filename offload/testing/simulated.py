@@ -15,6 +15,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,6 +101,9 @@ class SimulatedDevice:
             yield
         finally:
             self._current.stream = before
+
+    def surroundings(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        return partial(self.current, self.compute)
 
     def collective(
         self, start: Callable[[], Any], block: Callable[[Any], None], *, reads: Tensors, writes: Tensors

@@ -136,7 +136,8 @@ class Program:
     model: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     loop: str = "engine"
-    """"engine": ``backward`` and ``step``; "plain": ``loss.backward()`` and ``engine.optimizer``."""
+    """"engine": ``backward`` and ``step``; "together": the same, by ``together``; "plain": ``loss.backward()`` and
+    ``engine.optimizer``."""
     steps: int = 2
     clip: float | None = None
     """For ``torch.nn.utils.clip_grad_norm_`` before each step."""
@@ -166,19 +167,27 @@ class Program:
     def train(self, engine: OffloadEngine, rank: int, size: int) -> Iterator[dict[str, Any]]:
         """What each step shows; afterwards the engine has taken all of them."""
         for step in range(self.steps):
-            losses = []
             if self.loop == "plain":
                 engine.optimizer.zero_grad()
-            for micro in range(engine.config.gradient_accumulation_steps):
+
+            def run(micro: int, step: int = step) -> float:
                 tokens, targets = batch(step, micro, rank, size)
                 loss = loss_of(engine(tokens, self.paths[rank % len(self.paths)]), targets)
-                losses.append(loss.item())
+                value = loss.item()
                 if self.planted is not None and self.planted[:2] == (rank, step):
                     loss = loss * self.planted[2]
                 if self.loop == "plain":
                     (loss / engine.config.gradient_accumulation_steps).backward()
                 else:
                     engine.backward(loss)
+                return value
+
+            micro_batches = range(engine.config.gradient_accumulation_steps)
+            losses = (
+                engine.together(micro_batches, run)
+                if self.loop == "together"
+                else [run(each) for each in micro_batches]
+            )
             seen: dict[str, Any] = {"losses": losses}
             if self.clip is not None:
                 seen["clipped"] = float(nn.utils.clip_grad_norm_(engine.module.parameters(), self.clip))
