@@ -1,4 +1,4 @@
-"""What ``gpu_check.sh`` has found: first what a reader wants, then each part, then one JSON object, also in a file."""
+"""What ``gpu_check.py`` has found, from the logs of its parts: as one value, and for a reader."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import re
-import sys
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -16,26 +15,22 @@ _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)")
 _COUNTS = re.compile(r"^=*\s*((?:\d+ \w+,? ?)+) in [\d.]+s")
 
 
-def main() -> int:
-    folder, written = Path(sys.argv[1]), Path(sys.argv[2])
-    result = {"date": str(date.today()), "machine": _machine(), **read(folder)}
-    print(*summary(result), "", *parts_table(result["parts"]), *runs_table(result["runs"]), sep="\n")
-    text = json.dumps(result)
-    written.write_text(text)
-    print(text)
-    return int(any(part["code"] != 0 for part in result["parts"]))
-
-
-def read(folder: Path) -> dict[str, Any]:
-    """The parts, the kernels' and the link's rates, and the timed runs, from what the parts have printed."""
-    parts = [_part(folder, *line.split("\t")) for line in (folder / "parts.tsv").read_text().splitlines()]
-    runs = [run for path in sorted(folder.glob("bench-*.log")) for run in _last_object(path).get("runs", [])]
-    return {"parts": parts, "rates": _last_object(folder / "kernels.log"), "runs": runs}
+def add(result: dict[str, Any], folder: Path, name: str, code: int, seconds: int) -> None:
+    """Put what a part has found, which is in its log in ``folder``, in the place of what an earlier call has."""
+    result["date"], result["machine"] = str(date.today()), _machine()
+    result["parts"][name] = _part(folder, name, code, seconds)
+    found = _last_object(folder / f"{name}.log")
+    if name in ("kernels", "probe"):
+        result[{"kernels": "rates"}.get(name, name)] = found
+    if "runs" in found:
+        others = [run for run in result["runs"] if run["part"] != name]
+        result["runs"] = others + [{**run, "part": name} for run in found["runs"]]
 
 
 def summary(result: dict[str, Any]) -> list[str]:
     """What runs, the bits, the share of bandwidth of each kernel and of the link, a step against its bound."""
-    machine, parts, rates = result["machine"], result["parts"], result["rates"]
+    machine, rates = result["machine"], result["rates"]
+    parts = list(result["parts"].values())
     lines = [
         f"{result['date']}  {machine['gpu']}, {machine['cores']} cores, Linux {machine['kernel']}, "
         f"torch {machine['torch']}, I/O by {machine['io_backend']}",
@@ -84,9 +79,9 @@ def _step(run: dict[str, Any]) -> str:
     )
 
 
-def parts_table(parts: list[dict[str, Any]]) -> list[str]:
-    """A line for each part: its verdict, its seconds, and the last that it said."""
-    return [f"{part['name']:<24}{part['verdict']:<12}{part['seconds']:>5} s  {part['last']}" for part in parts]
+def line_of(part: dict[str, Any]) -> str:
+    """Its verdict, its seconds, and the last that it said."""
+    return f"{part['name']:<24}{part['verdict']:<12}{part['seconds']:>5} s  {part['last']}"
 
 
 def runs_table(runs: list[dict[str, Any]]) -> list[str]:
@@ -108,17 +103,17 @@ def runs_table(runs: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _part(folder: Path, name: str, code: str, seconds: str) -> dict[str, Any]:
+def _part(folder: Path, name: str, code: int, seconds: int) -> dict[str, Any]:
     lines = (folder / f"{name}.log").read_text(errors="replace").strip().splitlines()
-    verdict = {"0": "ok", "124": "too slow", "137": "too slow", "127": "not found"}.get(code, f"failed: {code}")
+    verdict = {"0": "ok", "124": "too slow", "127": "not found"}.get(str(code), f"failed: {code}")
     counts = next((match[1] for line in reversed(lines) if (match := _COUNTS.match(line))), None)
     last = counts or next((line[:200] for line in reversed(lines) if not line.startswith("{")), "")
     failed = [match[1] for line in lines if (match := _FAILED.match(line))]
     return {
         "name": name,
-        "code": int(code),
+        "code": code,
         "verdict": verdict,
-        "seconds": int(seconds),
+        "seconds": seconds,
         "last": last,
         "failed": failed,
     }
@@ -149,7 +144,3 @@ def _machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "io_backend": backends[0],
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,13 +1,14 @@
-"""``gpu_check.sh`` without a GPU: its report on made-up logs, its limits, its build, and what it times."""
+"""``gpu_check.py`` without a GPU: its report on made-up logs, its limits, its build, and what it times."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,10 @@ sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
 import _gpu_report
 import bench_gpu_kernels
+import gpu_check
+import gpu_probe
+import gpu_same_bits
+from _step_model import Shape
 
 _ROOT = Path(__file__).parents[2]
 
@@ -47,38 +52,38 @@ RUN = {
 }
 
 
-def write_logs(folder: Path, **logs: tuple[int, int, str]) -> None:
-    """A log for each part, with its exit status and its seconds."""
-    rows = []
+def result_of(folder: Path, **logs: tuple[int, int, str]) -> dict[str, Any]:
+    """What is made of a log of each part, with its exit status and its seconds."""
+    result: dict[str, Any] = {"parts": {}, "rates": {}, "runs": []}
     for name, (code, seconds, text) in logs.items():
-        (folder / f"{name}.log").write_text(text)
-        rows.append(f"{name}\t{code}\t{seconds}\n")
-    (folder / "parts.tsv").write_text("".join(rows))
-
-
-def summary(folder: Path) -> list[str]:
-    return _gpu_report.summary({"date": "2030-01-01", "machine": MACHINE, **_gpu_report.read(folder)})
+        part = name.replace("_", "-")
+        (folder / f"{part}.log").write_text(text)
+        _gpu_report.add(result, folder, part, code, seconds)
+    return result | {"date": "2030-01-01", "machine": MACHINE}
 
 
 def test_it_begins_with_what_a_reader_wants(tmp_path: Path) -> None:
-    write_logs(
+    result = result_of(
         tmp_path,
         build=(0, 60, "built"),
-        test=(0, 90, "....\n57 passed, 2 skipped in 88.10s (0:01:28)\n"),
+        tests=(0, 90, "....\n57 passed, 2 skipped in 88.10s (0:01:28)\n"),
         kernels=(0, 20, f"a table\n{json.dumps(RATES)}\n"),
+        bench_7b=(0, 30, f"lines\n{json.dumps({'runs': [RUN]})}\n"),
     )
-    (tmp_path / "bench-llama.log").write_text(f"lines\n{json.dumps({'runs': [RUN]})}\n")
-    assert summary(tmp_path) == [
+    assert _gpu_report.summary(result) == [
         "2030-01-01  A GPU, 16 cores, Linux 6.1, torch 2.13, I/O by io_uring",
-        "runs:    build, test, kernels",
+        "runs:    build, tests, kernels, bench-7b",
         "bits:    those of the CPU, in all 2 kernels",
         "memory:  of a copy's 3,000 GB/s: AdamW bf16 90%, squares bf16 80%",
         "link:    52.0 GB/s to the device, 50.0 to the host; not pinned 9.0, 8.0",
         "step:    llama:16x2048 engine least: 2.000 s, 90% of its bound by compute",
     ]
-    read = _gpu_report.read(tmp_path)
-    assert [part["last"] for part in read["parts"]] == ["built", "57 passed, 2 skipped", "a table"]
-    assert len(_gpu_report.runs_table(read["runs"])) == 2
+    said = ["built", "57 passed, 2 skipped", "a table", "lines"]
+    assert [part["last"] for part in result["parts"].values()] == said
+    assert len(_gpu_report.runs_table(result["runs"])) == 2
+    (tmp_path / "bench-7b.log").write_text(json.dumps({"runs": [{**RUN, "step_seconds_median": 1.9}]}))
+    _gpu_report.add(result, tmp_path, "bench-7b", 0, 30)
+    assert [run["step_seconds_median"] for run in result["runs"]] == [1.9]  # in the place of the earlier one
 
 
 def test_the_names_of_failures_are_kept(tmp_path: Path) -> None:
@@ -88,25 +93,27 @@ def test_the_names_of_failures_are_kept(tmp_path: Path) -> None:
         "1 failed, 3 passed, 1 error in 12.00s\n"
     )
     other = {**RATES, "kernels": [{**RATES["kernels"][0], "same_bits": False}]}
-    write_logs(tmp_path, build=(0, 1, ""), test=(1, 12, text), kernels=(1, 3, json.dumps(other)), soak=(124, 60, "{"))
-    lines = summary(tmp_path)
+    result = result_of(
+        tmp_path, build=(0, 1, ""), tests=(1, 12, text), kernels=(1, 3, json.dumps(other)), soak=(124, 60, "{")
+    )
     names = "tests/offload/test_cuda.py::test_one[bf16], tests/offload/test_cuda.py::test_two"
+    lines = _gpu_report.summary(result)
     assert lines[1:5] == [
         "runs:    build",
-        f"NOT:     test: failed: 1: {names}",
+        f"NOT:     tests: failed: 1: {names}",
         "NOT:     kernels: failed: 1",
         "NOT:     soak: too slow",
     ]
     assert "bits:    OTHER THAN THE CPU'S: AdamW bf16" in lines
-    assert _gpu_report.parts_table(_gpu_report.read(tmp_path)["parts"])[1].split() == [
-        *("test", "failed:", "1", "12", "s"),
+    assert _gpu_report.line_of(result["parts"]["tests"]).split() == [
+        *("tests", "failed:", "1", "12", "s"),
         *("1", "failed,", "3", "passed,", "1", "error"),
     ]
 
 
 def test_what_was_not_measured_is_said(tmp_path: Path) -> None:
-    write_logs(tmp_path, build=(127, 0, ""), kernels=(124, 9, "half a {"))
-    assert summary(tmp_path)[1:] == [
+    result = result_of(tmp_path, build=(127, 0, ""), kernels=(124, 9, "half a {"))
+    assert _gpu_report.summary(result)[1:] == [
         "runs:    nothing",
         "NOT:     build: not found",
         "NOT:     kernels: too slow",
@@ -115,18 +122,73 @@ def test_what_was_not_measured_is_said(tmp_path: Path) -> None:
     ]
 
 
+def test_each_result_is_saved_at_once_and_what_is_left_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = (
+        gpu_check.Part("build", 60, ["true"]),
+        gpu_check.Part("kernels", 60, ["true"]),
+        gpu_check.Part("probe", 60, ["false"]),
+        gpu_check.Part("soak", 60, ["no-such-program"]),
+    )
+    monkeypatch.setattr(gpu_check, "PARTS", parts)
+    check = gpu_check.Check(tmp_path, tmp_path, time.monotonic() + 60)
+    for part in parts:
+        check.run(part)
+        saved = json.loads((tmp_path / "gpu_check.json").read_text())
+        assert [*saved["parts"]][-1] == part.name
+    assert [part["verdict"] for part in saved["parts"].values()] == ["ok", "ok", "failed: 1", "not found"]
+    names = [part.name for part in gpu_check.in_order(gpu_check.Check(tmp_path, tmp_path, 0.0).result, [])]
+    assert names == ["build", "probe", "soak", "kernels"]
+
+
+def test_a_part_that_takes_too_long_is_interrupted_and_says_where_it_was(tmp_path: Path) -> None:
+    program = tmp_path / "slow.py"
+    program.write_text("import time\ntime.sleep(100)\n")
+    log = tmp_path / "slow.log"
+    assert gpu_check._run(gpu_check.Part("slow", 1, [str(program)]), tmp_path, log, 1.0) == 124
+    assert "KeyboardInterrupt" in log.read_text()
+
+
+def test_each_test_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "test_it.py"
+    file.write_text(
+        "import os, pytest, time\n"
+        "def test_good(): pass\n"
+        "def test_bad(): assert 1 == 2\n"
+        "def test_dies(): os._exit(3)\n"
+        "def test_hangs(): time.sleep(100)\n"
+        "@pytest.mark.skip\ndef test_skipped(): pass\n"
+    )
+    command = [sys.executable, str(_ROOT / "scripts" / "_each_test.py"), "--seconds", "6", str(file)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1].startswith("3 failed, 1 passed, 1 skipped in "), done.stdout + done.stderr
+    assert "FAILED test_it.py::test_bad - assert 1 == 2" in done.stdout
+    assert "FAILED test_it.py::test_hangs - it took more than 6 s" in done.stdout
+
+
 def test_a_part_for_which_no_time_is_left_is_not_begun(tmp_path: Path) -> None:
-    """In a copy, since the script builds in place."""
-    (tmp_path / "scripts").mkdir()
-    for name in ("gpu_check.sh", "_gpu_report.py"):
-        shutil.copy(_ROOT / "scripts" / name, tmp_path / "scripts")
-    path = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHON": sys.executable, "LIMIT": "0", "NVME": str(tmp_path), "PYTHONPATH": path}
-    command = ["bash", str(tmp_path / "scripts" / "gpu_check.sh"), "test", "soak"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, str(_ROOT / "scripts" / "gpu_check.py"), "kernels", "soak", "--limit", "0"]
+    done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
-    assert "NOT:     test: too slow" in done.stdout and "NOT:     soak: too slow" in done.stdout
-    assert [part["last"] for part in json.loads(done.stdout.splitlines()[-1])["parts"]] == ["no time was left"] * 2
+    assert "NOT:     kernels: too slow" in done.stdout and "NOT:     soak: too slow" in done.stdout
+    parts = json.loads(done.stdout.splitlines()[-1])["parts"].values()
+    assert [part["last"] for part in parts] == ["no time was left"] * 2
+
+
+def test_the_probe_counts_what_the_cpu_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_probe, "_ADAM_NUMEL", 1 << 16)
+    found = gpu_probe.adam_by_threads(3)
+    assert [*found] == ["1", "2", "3"] and all(rate > 0 for rate in found.values())
+
+
+def test_bits_are_compared_at_budgets_that_offload(tmp_path: Path) -> None:
+    shape = Shape.parse("llama:2x64", 1, 16, checkpointing=True)
+    least = gpu_same_bits.least(shape, "host_memory", nvme_path=str(tmp_path))
+    resident = gpu_same_bits.train(shape, 2, nvme_path=str(tmp_path))
+    assert gpu_same_bits.train(shape, 2, nvme_path=str(tmp_path), host_memory=least) == resident
+    assert len(resident) == 3 and resident[0] != resident[1]
 
 
 def test_torch_has_what_the_build_needs_of_pybind11(tmp_path: Path) -> None:

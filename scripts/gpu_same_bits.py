@@ -1,0 +1,77 @@
+"""A Llama on a GPU with most of it offloaded against the same with all of it resident: losses and weights, bit for bit.
+
+    python scripts/gpu_same_bits.py [--size llama:16x2048] [--batch 4] [--context 1024] [--steps 4]
+
+Budgets: all on the GPU; the least of its memory with the rest in RAM; the least of both, with the rest on NVMe.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+import tempfile
+from typing import Any
+
+import torch
+from _step_model import Shape
+
+from offload import BudgetError, OffloadEngine
+
+
+def train(shape: Shape, steps: int, **options: Any) -> list[str]:
+    """The loss of each step as a hexadecimal number, and last a digest of all weights."""
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(1)
+    with OffloadEngine(shape.model(), precision="bf16", lr=1e-4, gradient_clipping=1.0, **options) as engine:
+        seen = []
+        for _ in range(steps):
+            tokens, targets = shape.tokens(generator)
+            loss = engine(tokens, targets)
+            seen.append(loss.item().hex())
+            engine.backward(loss)
+            engine.step()
+        digest = hashlib.sha256()
+        for weight in engine.module.parameters():
+            digest.update(weight.detach().float().cpu().numpy().tobytes())
+        engine.close(discard=True)
+        return [*seen, digest.hexdigest()[:16]]
+
+
+def least(shape: Shape, name: str, **options: Any) -> int:
+    """The least memory of this name that the engine says to need."""
+    try:
+        OffloadEngine(shape.model(), precision="bf16", lr=1e-4, **{**options, name: 1}).close(discard=True)
+    except BudgetError as error:
+        return error.needed_bytes
+    raise AssertionError(f"an engine was made with one byte of {name}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="llama:16x2048")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--path", help="a folder on the SSD to use (default: a new one in $TMPDIR)")
+    options = parser.parse_args()
+    shape = Shape.parse(options.size, options.batch, options.context, checkpointing=True)
+    with tempfile.TemporaryDirectory(dir=options.path) as folder:
+        common: dict[str, Any] = {"device": options.device, "nvme_path": folder}
+        wanted = train(shape, options.steps, **common)
+        print("resident:", *wanted, flush=True)
+        common["device_memory"] = least(shape, "device_memory", **common)
+        wrong = 0
+        for name, settings in (
+            ("in RAM", common),
+            ("on NVMe", {**common, "host_memory": least(shape, "host_memory", **common)}),
+        ):
+            found = train(shape, options.steps, **settings)
+            wrong += found != wanted
+            print(f"{name}:", "the same bits" if found == wanted else f"OTHER BITS: {' '.join(found)}", flush=True)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
