@@ -8,9 +8,12 @@ brings to the alias what the weight has become. The memory is known weakly: it c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+from torch import nn
+from torch.autograd.graph import increment_version
 
 from offload.errors import warn
 from offload.model.own_writes import bytes_hash
@@ -25,6 +28,9 @@ class Aliased(Protocol):
 
     name: str
 
+    @property
+    def in_use(self) -> Sequence[nn.Parameter]: ...
+
     def read_weight(self) -> torch.Tensor: ...
 
     def write(self, value: torch.Tensor) -> None: ...
@@ -38,6 +44,10 @@ class Alias:
         self._dtype = tensor.dtype
         self._layout = tensor.storage_offset(), tensor.shape, tensor.stride()
         self._hash = 0
+        self._witness = tensor.detach()
+        """Has the version that the tensor shares, and no memory."""
+        self._witness.data = torch.empty(0)
+        self._version = self._witness._version
 
     def tensor(self) -> torch.Tensor | None:
         """The tensor; None if nobody has its memory."""
@@ -55,6 +65,12 @@ class Alias:
     def leave(self, tensor: torch.Tensor) -> None:
         """They are what they are to be."""
         self._hash = bytes_hash(tensor.contiguous())
+
+    def tells_autograd(self) -> bool:
+        """It was written to through autograd's eyes since this was asked last: ``.detach()`` shares a version with the
+        parameter, ``.data`` does not."""
+        before, self._version = self._version, self._witness._version
+        return self._version != before
 
 
 class Aliases:
@@ -92,7 +108,11 @@ class Aliases:
         """The same of one unit."""
         if self.of_unit:
             for parameter in list(self.of_unit.get(unit, ())):
-                written = [tensor for alias, tensor in self._there(unit, parameter) if alias.is_written(tensor)]
+                there = self._there(unit, parameter)
+                told = [alias.tells_autograd() for alias, _ in there]
+                if any(told):
+                    increment_version(parameter.in_use)
+                written = [tensor for alias, tensor in there if alias.is_written(tensor)]
                 if written:
                     parameter.write(written[-1].clone())
 
@@ -114,7 +134,7 @@ class Aliases:
     def bring(self, unit: int, parameter: Aliased, value: torch.Tensor) -> None:
         """The weight is this now."""
         for alias, tensor in self._there(unit, parameter):
-            tensor.copy_(value)
+            tensor.copy_(value)  # a tensor of its own: the version that others see does not move
             alias.leave(tensor)
 
     def refresh(self) -> None:

@@ -177,7 +177,7 @@ class Handle(torch.Tensor):
                 "copy the value: parameter.data.copy_(other). To tie weights: do it before the engine is made."
             )
         if self._is_managed and type(value) in (torch.Tensor, nn.Parameter):
-            self._backing.point_to(Alias(value), value.detach())
+            self._backing.point_to(Alias(value.data), value.detach())
         elif value is not self:
             self._backing.write(value_of(value.detach()))
 

@@ -114,7 +114,7 @@ def memory_of(units: Sequence[UnitSpec]) -> dict[ParameterSpec, Alias]:
     found = {}
     for spec in (spec for unit in units for spec in unit.parameters):
         if spec.packing is None and spec.distribution is None and spec.parameter.device.type == "cpu":
-            value, piece = spec.parameter.data, spec.piece
+            value, piece = spec.parameter.detach(), spec.piece
             if piece is not None:
                 value = value[piece.start : piece.stop]
             found[spec] = Alias(value)

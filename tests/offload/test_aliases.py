@@ -20,6 +20,7 @@ class _Parameter:
     """The engine's side of one."""
 
     name = "weight"
+    in_use = ()
 
     def __init__(self, aliases: Aliases, value: torch.Tensor) -> None:
         self.aliases = aliases
