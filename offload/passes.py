@@ -10,6 +10,7 @@ import torch
 from offload.access import ExternalAccess, Zeroing
 from offload.checkpoint.checkpoints import Checkpoints
 from offload.closing import Closers
+from offload.model.aliases import Alias, Aliases
 from offload.model.backing import ParameterBacking
 from offload.progress import Progress
 from offload.report.reporter import Reporter
@@ -29,6 +30,7 @@ class Passes:
 
     uses: Uses
     backings: Mapping[ParameterSpec, ParameterBacking]
+    aliases: Aliases
     checkpoints: Checkpoints
     failure: Failure
     closers: Closers
@@ -39,6 +41,7 @@ class Passes:
         if self.checkpoints.is_due:
             self.checkpoints.pass_boundary()
         try:
+            self.aliases.take(unit.index)
             return self._begin(unit)
         except FATAL as error:
             self.failure.raise_first(error)
@@ -56,6 +59,8 @@ class Passes:
             self.uses.end(unit)
         except FATAL as error:
             self.failure.raise_first(error)
+        if self.aliases.of_unit:
+            self.aliases.check(unit.index)
 
     def take_gradient(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor, scale: float | None) -> None:
         """Nobody needs it."""
@@ -68,6 +73,9 @@ class Passes:
 
     def changed_in_use(self, unit: UnitSpec, spec: ParameterSpec, value: torch.Tensor) -> None:
         self.backings[spec].write(value)
+
+    def moved_in_use(self, unit: UnitSpec, spec: ParameterSpec, value: torch.Tensor, memory: Alias) -> None:
+        self.backings[spec].point_to(memory, value)
 
     def _begin(self, unit: UnitSpec) -> bool:
         return self.uses.begin(unit, training=False)

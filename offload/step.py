@@ -111,11 +111,13 @@ class Step:
 
     def take_step(self, loss_scale: float | None = None) -> None:
         """Freeze the step, and start its update. An interrupt comes before, or when all of it is on its way."""
+        self.passes.aliases.take_all()
         with self.failure, self.access.ranks.changing_weights():
             self._prepare(loss_scale)
             with held_back():
                 self._judge(loss_scale)
             self.hooks.refresh()
+        self.passes.aliases.refresh()
         self.watch.step(self.reporter.last, self.param_groups())
 
     def zero_grad(self, parameters: Collection[nn.Parameter]) -> None:

@@ -61,13 +61,13 @@ class StepWarnings:
     def _of_lost_parameters(self) -> None:
         """Parameters that were replaced behind the engine."""
         model = self._model()
-        for name in self._hooks.lost(model) if model is not None else ():
+        for name in self._hooks.standing.lost(model) if model is not None else ():
             warn(
                 f"parameter {name} is no longer in the model, and what was put in its place is not the engine's: it is "
                 "not trained by engine.optimizer. Write into the parameter (parameter.data.copy_(value)) instead, or "
                 "change the model before the engine is made."
             )
-        replaced = self._hooks.replaced()
+        replaced = self._hooks.standing.replaced()
         if replaced:
             warn(
                 f"{len(replaced)} quantised parameters ({replaced[0]}, ...) were replaced, as by a merge of adapters: "

@@ -212,6 +212,11 @@ StorageReference: Any = _found(reductions, "StorageWeakRef")
 """Weak reference to a storage: ``expired()`` says whether it is gone. Its ``_cdata`` is nobody else's until then."""
 
 
+def storage_of(reference: Any) -> torch.UntypedStorage | None:
+    """The storage of a weak reference, if it is there still."""
+    return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)  # type: ignore[attr-defined, no-any-return]
+
+
 @cache
 def can_swap_memory() -> bool:
     """``swap_memory`` works: views see the other memory."""
@@ -336,9 +341,10 @@ def _try_counts() -> bool:
 def _try_storage_references() -> bool:
     tensor = torch.zeros(1)
     reference, storage = StorageReference(tensor.untyped_storage()), tensor.untyped_storage()._cdata
-    is_there = not reference.expired() and reference.cdata == storage
-    del tensor
-    return is_there and reference.expired()
+    found = storage_of(reference)
+    is_there = not reference.expired() and found is not None and found._cdata == storage
+    del tensor, found
+    return is_there and reference.expired() and storage_of(reference) is None
 
 
 def _try_witness() -> bool:

@@ -133,6 +133,9 @@ class Story:
         window = self.units[unit.index].window
         window.weights[spec.offset : spec.offset + spec.numel] = value.flatten()
 
+    def moved_in_use(self, unit: UnitSpec, spec: ParameterSpec, value: torch.Tensor, memory: object) -> None:
+        self.changed_in_use(unit, spec, value)
+
     def end_use(self, unit: UnitSpec) -> None:
         self.events.append(f"end {unit.name}")
         self.in_use.remove(unit.name)

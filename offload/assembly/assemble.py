@@ -34,7 +34,14 @@ from offload.model.backing import ParameterBacking
 from offload.model.encoders import show_first_layers
 from offload.model.experts import announce_routes, compute_by_expert
 from offload.model.hooks import Hooks, UnitInModel
-from offload.model.make import Handles, convert_statistics, give_ordinary_state_dicts, make_handles, move_to_device
+from offload.model.make import (
+    Handles,
+    convert_statistics,
+    give_ordinary_state_dicts,
+    make_handles,
+    memory_of,
+    move_to_device,
+)
 from offload.model.parameter_metadata import ParameterMetadata
 from offload.model.piecewise import PiecewiseHandle
 from offload.model.run_together import Together
@@ -104,6 +111,7 @@ class _Assembler:
     def _assemble(self) -> Assembly:
         run, choice, closers, ranks = self.run, self.run.choice, self.closers, self.ranks
         metadata = ParameterMetadata(run.units)
+        memory = memory_of(run.units)
         had_states = {} if choice is None else choice.states()
         tiers = self._tiers()
         self.activations = make_activations(run, self.meter, closers)
@@ -135,13 +143,15 @@ class _Assembler:
         shared = _Shared(tiers, access, handles, of_shards, reporter, growth, taken_over)
         if choice is None or updates is None:
             checkpoints = self._checkpoints(shared, None)
-            passes = Passes(tiers.computing.uses, shared.backings, checkpoints, self.failure, closers)
+            passes = Passes(tiers.computing.uses, shared.backings, handles.aliases, checkpoints, self.failure, closers)
             hooks, trained = self._hooks(shared, passes), None
             count_forwards(self.model, Forwards(reporter, self.watch, lambda: growth.plan.memory), closers)
         else:
             hooks, checkpoints, trained = self._train(shared, choice, updates, had_states)
         # After the engine's own hooks: those that were there before see a gradient that was taken.
         metadata.give(handles.of_model, {spec: backing.in_use[0] for spec, backing in handles.backings.items()})
+        for spec, alias in memory.items():
+            handles.backings[spec].follow(alias)
         return Assembly(
             run=run,
             model=weakref.ref(self.model),
@@ -268,6 +278,7 @@ class _Assembler:
         passes = TrainingPasses(
             tiers.computing.uses,
             shared.backings,
+            shared.handles.aliases,
             checkpoints,
             self.failure,
             self.closers,

@@ -15,6 +15,7 @@ from torch import nn
 from offload.access import ExternalAccess, Zeroing
 from offload.elements import Elements, source_of
 from offload.memory import available_bytes, tensor_at
+from offload.model.aliases import Alias, Aliases
 from offload.model.distributed_handle import DistributedGradientHandle
 from offload.model.gradient_handle import GradientBacking, GradientHandle
 from offload.model.handle import value_of
@@ -27,13 +28,21 @@ from swapper import OffloadError
 class ParameterBacking:
     """Backs the handle of one parameter, or of one piece of a large one. ``in_use`` is the one in the unit's window."""
 
-    def __init__(self, unit: UnitSpec, spec: ParameterSpec, access: ExternalAccess, in_use: nn.Parameter) -> None:
+    def __init__(
+        self,
+        unit: UnitSpec,
+        spec: ParameterSpec,
+        access: ExternalAccess,
+        in_use: nn.Parameter,
+        aliases: Aliases,
+    ) -> None:
         self.name = spec.name
         self.trainable = spec.trainable
         self.in_use = (in_use,)
         self._unit = unit
         self._spec = spec
         self._access = access
+        self._aliases = aliases
         self._gradient_backing: PlainGradientBacking | None = None
         """Of the gradient that was asked for last."""
         self._gradient_handle: GradientHandle | None = None
@@ -49,6 +58,11 @@ class ParameterBacking:
 
     def read(self) -> torch.Tensor:
         """A copy of the value, once the last step's update has reached it."""
+        self._aliases.take(self._unit.index)
+        return self.read_weight()
+
+    def read_weight(self) -> torch.Tensor:
+        """The same, with no regard to aliases."""
         shape = self._spec.whole_shape
         with self._access.failure, self._access.whole_weights(self._unit, self._spec) as address:
             value = tensor_at(address, shape.numel(), self._access.layout.dtype).view(shape).clone()
@@ -64,6 +78,19 @@ class ParameterBacking:
             address = elements.weights(self._unit) + spec.offset * layout.formats.weights
             if not layout.formats.master or not torch.equal(tensor_at(address, spec.numel, layout.dtype), own):
                 self._write(elements, own)
+        self._aliases.bring(self._unit.index, self, value)
+
+    def follow(self, alias: Alias) -> None:
+        """The value was taken from there, and the two are to be the same from now on."""
+        if alias.fits(self._access.layout.dtype, self._access.device):
+            self._aliases.follow(self._unit.index, self, alias)
+
+    def point_to(self, memory: Alias, value: torch.Tensor) -> None:
+        """``parameter.data`` was made a tensor of this value, over this memory."""
+        self._aliases.forget(self._unit.index, self)
+        self.write(value)
+        if memory.fits(self._access.layout.dtype, self._access.device):
+            self._aliases.assigned(self._unit.index, self, memory)
 
     def read_master(self) -> torch.Tensor:
         """A copy of the fp32 master."""
@@ -224,6 +251,11 @@ class PiecewiseBacking:
             piece.drop_gradient()
         for piece, part in zip(self._pieces, () if parts is None else parts, strict=parts is not None):
             piece.write_gradient(part)
+
+    def point_to(self, memory: Alias, value: torch.Tensor) -> None:
+        """As ``ParameterBacking.point_to``."""
+        for piece, part in zip(self._pieces, self.whole.split(value), strict=True):
+            piece.point_to(Alias(part), part)
 
     def complete_gradient(self) -> bool:
         """A gradient of some pieces is one of the whole: it is zeros for the others, such as experts that no token was

@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from offload.errors import ConfigError
+from offload.model.aliases import Alias
 from offload.model.grad_call import CALLS
 from offload.model.handle_backing import Backing, BackingOfParameter, Memory, View
 from offload.model.leaves import Leaves
@@ -175,7 +176,9 @@ class Handle(torch.Tensor):
                 f"{self._backing.name}.data = {value._backing.name}.data would make two parameters of one memory. To "
                 "copy the value: parameter.data.copy_(other). To tie weights: do it before the engine is made."
             )
-        if value is not self:
+        if self._is_managed and type(value) in (torch.Tensor, nn.Parameter):
+            self._backing.point_to(Alias(value.data), value.detach())
+        elif value is not self:
             self._backing.write(value_of(value.detach()))
 
     def _check_shape(self, value: torch.Tensor) -> None:

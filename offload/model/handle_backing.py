@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from offload.model.aliases import Alias
+
 
 class Backing(Protocol):
     """The engine's side of a handle: ``read`` gives a copy of the value in host memory, ``write`` takes a new one.
@@ -35,6 +37,8 @@ class BackingOfParameter(Backing, Protocol):
 
     @property
     def gradient_so_far(self) -> torch.Tensor | None: ...
+
+    def point_to(self, memory: Alias, value: torch.Tensor) -> None: ...
 
 
 class View:

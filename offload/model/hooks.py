@@ -9,7 +9,7 @@ exception ended it, before the next forward.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -18,12 +18,14 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
+from offload.model.aliases import Alias
 from offload.model.handle import Handle
 from offload.model.hook_context import HookContext
 from offload.model.installed_hooks import HookOfModel, InstalledHooks
 from offload.model.listeners import Interleaving, Listener
 from offload.model.outputs import first_node, own_copy, tensors_in
 from offload.model.saved_tensors import SavedTensors
+from offload.model.standing import Standing
 from offload.model.unit_in_model import Call, UnitInModel
 from offload.torch_internals import (
     graph_task,
@@ -50,13 +52,6 @@ def _take_gradient(
     taker, owner = hooks(), unit()
     if taker is not None and owner is not None:
         taker._post_accumulate(owner, owner.spec.parameters[index], parameter)
-
-
-def _stands(parameter: nn.Parameter, spec: ParameterSpec) -> bool:
-    """It is where the model has it, and still a handle: ``torch.utils.swap_tensors`` makes something else of it."""
-    return isinstance(parameter, Handle) and all(
-        module._parameters.get(name) is parameter for module, name in spec.owners
-    )
 
 
 class Hooks:
@@ -91,8 +86,7 @@ class Hooks:
         self._turns: Interleaving | None = None
         self._kept: list[UnitInModel] = []
         """Units that the last context has left, and that another one will use next."""
-        self._lost: set[ParameterSpec] = set()
-        """Parameters that were said to be lost."""
+        self.standing = Standing(parameters)
         self._with_strays: dict[UnitInModel, None] = {}  # a tensor has outlived a use of these
         self._has_warned = False
         self.installed = InstalledHooks()
@@ -203,29 +197,6 @@ class Hooks:
             if isinstance(handle, Handle):  # and nothing that a user has put in its place
                 handle.take_autograd_gradient()
         return True
-
-    def lost(self, model: nn.Module) -> Iterator[str]:
-        """The names of trained parameters that stand nowhere in the model any more; each is named once."""
-        suspects = [
-            spec
-            for spec, handle in self._parameters.items()
-            if spec.trainable and spec not in self._lost and not _stands(handle, spec)
-        ]
-        present = {id(parameter) for parameter in model.parameters()} if suspects else set()
-        for spec in suspects:
-            if id(self._parameters[spec]) not in present or not isinstance(self._parameters[spec], Handle):
-                self._lost.add(spec)
-                yield spec.name
-
-    def replaced(self) -> list[str]:
-        """The names of quantised parameters that others stand in the place of; each is named once."""
-        found = [
-            spec
-            for spec, handle in self._parameters.items()
-            if spec.packing is not None and spec not in self._lost and not _stands(handle, spec)
-        ]
-        self._lost.update(found)
-        return [spec.name for spec in found]
 
     def remove(self) -> None:
         """Take the hooks out of the model."""
@@ -343,12 +314,15 @@ class Hooks:
                 self._release(unit)
 
     def _pass_on_writes(self, unit: UnitInModel) -> None:
-        for index, value, is_another in unit.own_writes.end():
-            if is_another:
-                unit.reassigned[unit.watched[index]] = self._serial
+        for index, value, other in unit.own_writes.end():
+            spec = unit.watched[index]
             if self._turns is not None:
                 self._turns.changed(unit)
-            self._listener.changed_in_use(unit.spec, unit.watched[index], value)
+            if other is None:
+                self._listener.changed_in_use(unit.spec, spec, value)
+            else:
+                unit.reassigned[spec] = self._serial
+                self._listener.moved_in_use(unit.spec, spec, value, Alias(other))
 
     def _release(self, unit: UnitInModel) -> None:
         if unit.is_over or graph_task() == -1:  # what is recomputed is looked at when its backward is over

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from offload.model.aliases import Alias
 from offload.model.unit_in_model import UnitInModel
 from offload.units import ParameterSpec, UnitSpec
 
@@ -29,6 +30,8 @@ class Listener(Protocol):
         """Another one of several micro-batches gives gradients of the unit from now on."""
 
     def changed_in_use(self, unit: UnitSpec, spec: ParameterSpec, value: torch.Tensor) -> None: ...
+
+    def moved_in_use(self, unit: UnitSpec, spec: ParameterSpec, value: torch.Tensor, memory: Alias) -> None: ...
 
 
 class Interleaving(Protocol):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from offload.access import ExternalAccess
+from offload.model.aliases import Alias, Aliases
 from offload.model.backing import ParameterBacking, PiecewiseBacking
 from offload.model.distributed_handle import DistributedHandle
 from offload.model.experts import ExpertsHandle
@@ -38,6 +39,7 @@ class Handles:
     at_sites: dict[ParameterSpec, nn.Parameter]
     of_model: dict[ParameterSpec, nn.Parameter]
     backings: dict[ParameterSpec, ParameterBacking]
+    aliases: Aliases
 
     def of_shards(self, ranks: Ranks) -> Handles:
         """The same by what this rank has of each parameter."""
@@ -46,6 +48,7 @@ class Handles:
             {own[spec]: handle for spec, handle in self.at_sites.items()},
             {own[spec]: handle for spec, handle in self.of_model.items()},
             {own[spec]: backing for spec, backing in self.backings.items()},
+            self.aliases,
         )
 
     def specs_by_parameter(self) -> dict[nn.Parameter, list[ParameterSpec]]:
@@ -68,8 +71,9 @@ def make_handles(
     The objects that stood in the model are the handles from now on, as far as torch allows it (``identity.py``).
     """
     dtype, device = access.layout.dtype, access.device
+    aliases = Aliases()
     backings = {
-        spec: _backing(shard, own, access, parameter)
+        spec: _backing(shard, own, access, parameter, aliases)
         for unit, shard, parameters in zip(units, shards, in_use, strict=True)
         for spec, own, parameter in zip(unit.parameters, shard.parameters, parameters, strict=True)
     }
@@ -88,7 +92,7 @@ def make_handles(
         kind = ExpertsHandle if whole in of_experts else PiecewiseHandle
         handle = make_handle(backing, whole.shape, dtype, device, specs[0].trainable, kind)
         of_model.update(dict.fromkeys(specs, take_over(specs[0].parameter, handle, specs[0].owners)))
-    return Handles(at_sites, of_model, backings)
+    return Handles(at_sites, of_model, backings, aliases)
 
 
 def _kind(spec: ParameterSpec) -> type[Handle]:
@@ -97,10 +101,24 @@ def _kind(spec: ParameterSpec) -> type[Handle]:
     return Handle if spec.packing is None else PackedHandle
 
 
-def _backing(unit: UnitSpec, spec: ParameterSpec, access: ExternalAccess, in_use: nn.Parameter) -> ParameterBacking:
+def _backing(
+    unit: UnitSpec, spec: ParameterSpec, access: ExternalAccess, in_use: nn.Parameter, aliases: Aliases
+) -> ParameterBacking:
     if spec.packing is not None:
-        return PackedBacking(unit, spec, spec.packing, access, in_use)
-    return ParameterBacking(unit, spec, access, in_use)
+        return PackedBacking(unit, spec, spec.packing, access, in_use, aliases)
+    return ParameterBacking(unit, spec, access, in_use, aliases)
+
+
+def memory_of(units: Sequence[UnitSpec]) -> dict[ParameterSpec, Alias]:
+    """The memory under the parameters that will be taken over."""
+    found = {}
+    for spec in (spec for unit in units for spec in unit.parameters):
+        if spec.packing is None and spec.distribution is None and spec.parameter.device.type == "cpu":
+            value, piece = spec.parameter.detach(), spec.piece
+            if piece is not None:
+                value = value[piece.start : piece.stop]
+            found[spec] = Alias(value)
+    return found
 
 
 def give_ordinary_state_dicts(units: Sequence[UnitSpec], spooled: Spooled) -> Callable[[], None]:

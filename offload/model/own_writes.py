@@ -49,16 +49,18 @@ class OwnWrites:
             if all(map(_is_here, self._views)) or self._looks[self._mode]:
                 self._hashes = self.hashes()
 
-    def end(self) -> Sequence[tuple[int, torch.Tensor, bool]]:
-        """The use is over: the index of each parameter that was changed, its value, an own copy, and whether it was
-        pointed to another tensor. Such a one is put back."""
+    def end(self) -> Sequence[tuple[int, torch.Tensor, torch.Tensor | None]]:
+        """The use is over: the index of each parameter that was changed, its value, an own copy, and the tensor that it
+        was pointed to, if it was. Such a one is put back."""
         versions, addresses = list(map(_version, self._parameters)), list(map(_address, self._parameters))
         in_place = list(map(_address, self._views))
         if versions == self._versions and addresses == in_place and not self._hashes:
             return ()
         return list(self._taken_over(versions, list(map(ne, addresses, in_place))))
 
-    def _taken_over(self, versions: list[int], are_moved: list[bool]) -> Iterator[tuple[int, torch.Tensor, bool]]:
+    def _taken_over(
+        self, versions: list[int], are_moved: list[bool]
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
         are_changed = list(map(or_, are_moved, map(ne, versions, self._versions)))
         if self._hashes:
             by_bytes = list(map(ne, self._hashes, self.hashes()))
@@ -66,9 +68,9 @@ class OwnWrites:
             are_changed = list(map(or_, are_changed, by_bytes))
         for index, parameter in enumerate(self._parameters):
             if are_changed[index] and self._views[index].numel():
-                value = parameter.detach().clone()
+                value, other = parameter.detach().clone(), parameter.data
                 parameter.data = self._views[index]
-                yield index, value, are_moved[index]
+                yield index, value, other if are_moved[index] else None
 
     def put_back(self) -> None:
         """Parameters that an interrupt has left pointed elsewhere."""

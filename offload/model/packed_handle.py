@@ -12,6 +12,7 @@ from torch import nn
 from offload.access import ExternalAccess
 from offload.errors import ConfigError
 from offload.memory import tensor_at
+from offload.model.aliases import Aliases
 from offload.model.backing import ParameterBacking
 from offload.model.handle import Handle, value_of
 from offload.torch_internals import map_leaves
@@ -22,9 +23,15 @@ class PackedBacking(ParameterBacking):
     """Backs such a handle."""
 
     def __init__(
-        self, unit: UnitSpec, spec: ParameterSpec, packing: Packing, access: ExternalAccess, in_use: nn.Parameter
+        self,
+        unit: UnitSpec,
+        spec: ParameterSpec,
+        packing: Packing,
+        access: ExternalAccess,
+        in_use: nn.Parameter,
+        aliases: Aliases,
     ) -> None:
-        super().__init__(unit, spec, access, in_use)
+        super().__init__(unit, spec, access, in_use, aliases)
         self.packing = packing
 
     def read(self) -> torch.Tensor:

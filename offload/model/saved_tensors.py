@@ -99,7 +99,12 @@ class SavedTensors:
         version = packed[1] if tensor is not packed else 0
         if tensor._version != version:
             raise changed_in_place(tensor, tensor.shape, version)
-        return tensor if tensor is packed or len(packed) == 2 else _from_use(self.uses, packed[2], lambda: tensor)
+        if tensor is packed or len(packed) == 2:
+            return tensor
+        found = _from_use(self.uses, packed[2], lambda: tensor)
+        if tensor._version != version:  # by what was written to another tensor over the parameter's former memory
+            raise changed_in_place(tensor, tensor.shape, version)
+        return found
 
     pack.steps_aside = unpack.steps_aside = True  # type: ignore[attr-defined]
 

@@ -1,0 +1,167 @@
+"""Aliases: memory of the user's own that a parameter had, and that somebody looks at still. A buffer that is
+``lin.weight.data``, one flat buffer under all parameters, an array, the tensor of ``parameter.data = tensor``.
+
+In PyTorch it is the parameter's memory. Here the weight rests in the engine, and the two are kept the same: what was
+written to an alias reaches the weight before the next use of its unit, the next look at it and the next step; a step
+brings to the alias what the weight has become. The memory is known weakly: it costs nothing once nobody has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+
+from offload.errors import warn
+from offload.model.own_writes import bytes_hash
+from offload.torch_internals import StorageReference, storage_of
+from swapper import OffloadError, readable_bytes
+
+_ASSIGNED_BYTES_MAX = 64 * 1024**2
+
+
+class Aliased(Protocol):
+    """The engine's side of a parameter."""
+
+    name: str
+
+    @property
+    def in_use(self) -> Sequence[nn.Parameter]: ...
+
+    def read_weight(self) -> torch.Tensor: ...
+
+    def write(self, value: torch.Tensor) -> None: ...
+
+
+class Alias:
+    """A tensor as somebody looks at it, without a part in its memory."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._storage = StorageReference(tensor.untyped_storage())
+        self._dtype = tensor.dtype
+        self._layout = tensor.storage_offset(), tensor.shape, tensor.stride()
+        self._hash = 0
+        self._witness = tensor.detach()
+        """Has the version that the tensor shares, and no memory."""
+        self._witness.data = torch.empty(0)
+        self._version = self._witness._version
+
+    def tensor(self) -> torch.Tensor | None:
+        """The tensor; None if nobody has its memory."""
+        storage = storage_of(self._storage)
+        return None if storage is None else torch.empty(0, dtype=self._dtype).set_(storage, *self._layout)  # type: ignore[call-overload]
+
+    def fits(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """A parameter of this kind may be over it: a conversion has made another memory, as elsewhere."""
+        return self._dtype == dtype and device.type == "cpu"
+
+    def is_written(self, tensor: torch.Tensor) -> bool:
+        """Its bytes are others than they were left with."""
+        return bytes_hash(tensor.contiguous()) != self._hash
+
+    def leave(self, tensor: torch.Tensor) -> None:
+        """They are what they are to be."""
+        self._hash = bytes_hash(tensor.contiguous())
+
+    def tells_autograd(self) -> bool:
+        """It was written to through autograd's eyes since this was asked last: ``.detach()`` shares a version with the
+        parameter, ``.data`` does not."""
+        before, self._version = self._version, self._witness._version
+        return self._version != before
+
+
+class Aliases:
+    """Those of an engine's parameters."""
+
+    def __init__(self) -> None:
+        self.of_unit: dict[int, dict[Aliased, list[Alias]]] = {}
+        """By the index of the unit. Empty, as a rule."""
+        self._assigned: list[torch.Tensor] = []
+        """Tensors that parameters were pointed to: who has assigned one may write to it and let go of it."""
+        self._has_warned = False
+
+    def follow(self, unit: int, parameter: Aliased, alias: Alias) -> None:
+        """The weight has been what is there, and both are to stay the same."""
+        tensor = alias.tensor()
+        if tensor is not None:
+            alias.leave(tensor)
+            self.of_unit.setdefault(unit, {}).setdefault(parameter, []).append(alias)
+
+    def assigned(self, unit: int, parameter: Aliased, alias: Alias) -> None:
+        """The parameter was pointed to this. It stays until the next step, as far as there is room."""
+        self.follow(unit, parameter, alias)
+        if (tensor := alias.tensor()) is not None:
+            self._assigned.append(tensor)
+        if sum(tensor.nbytes for tensor in self._assigned) > _ASSIGNED_BYTES_MAX:
+            self.take_all()
+
+    def take_all(self) -> None:
+        """What was written to any alias reaches the weights."""
+        for unit in list(self.of_unit):
+            self.take(unit)
+        self._assigned = []
+
+    def take(self, unit: int) -> None:
+        """The same of one unit."""
+        if self.of_unit:
+            for parameter in list(self.of_unit.get(unit, ())):
+                there = self._there(unit, parameter)
+                told = [alias.tells_autograd() for alias, _ in there]
+                if any(told):
+                    increment_version(parameter.in_use)
+                written = [tensor for alias, tensor in there if alias.is_written(tensor)]
+                if written:
+                    parameter.write(written[-1].clone())
+
+    def check(self, unit: int) -> None:
+        """A use of the unit is over. Raises ``OffloadError`` if an alias was written to within it: the unit has
+        computed with something else."""
+        for parameter in list(self.of_unit.get(unit, ())):
+            if any(alias.is_written(tensor) for alias, tensor in self._there(unit, parameter)):
+                raise OffloadError(
+                    f"{parameter.name}: a tensor over the memory that the parameter had was written to within the use "
+                    "of its unit, which computes in other memory. Write to the parameter there, or to that tensor "
+                    "before the forward."
+                )
+
+    def forget(self, unit: int, parameter: Aliased) -> None:
+        """The parameter will be over other memory: what was its own is that of its aliases alone."""
+        self.of_unit.get(unit, {}).pop(parameter, None)
+
+    def bring(self, unit: int, parameter: Aliased, value: torch.Tensor) -> None:
+        """The weight is this now."""
+        for alias, tensor in self._there(unit, parameter):
+            tensor.copy_(value)  # a tensor of its own: the version that others see does not move
+            alias.leave(tensor)
+
+    def refresh(self) -> None:
+        """A step has changed the weights."""
+        nbytes = 0
+        for unit in list(self.of_unit):
+            for parameter in list(self.of_unit[unit]):
+                if self._there(unit, parameter):
+                    value = parameter.read_weight()
+                    nbytes += value.nbytes
+                    self.bring(unit, parameter, value)
+        if nbytes and not self._has_warned:
+            self._has_warned = True
+            names = [parameter.name for parameters in self.of_unit.values() for parameter in parameters]
+            warn(
+                f"tensors outside of the engine look at memory that parameters had ({names[0]}, {len(names)} in all: a "
+                "buffer, .data, an array, a state dict). They stay the same as the parameters, as in PyTorch, and each "
+                f"step waits for its update and copies {readable_bytes(nbytes)} to them. Let go of them, or take "
+                "clones, if you do not need that."
+            )
+
+    def _there(self, unit: int, parameter: Aliased) -> list[tuple[Alias, torch.Tensor]]:
+        """The aliases whose memory somebody has; others are forgotten."""
+        of_unit = self.of_unit.get(unit, {})
+        found = [(alias, tensor) for alias in of_unit.get(parameter, ()) if (tensor := alias.tensor()) is not None]
+        if found:
+            of_unit[parameter] = [alias for alias, _ in found]
+        elif of_unit.pop(parameter, None) is not None and not of_unit:
+            self.of_unit.pop(unit, None)
+        return found

@@ -1,0 +1,169 @@
+"""Memory that a parameter had, and that somebody looks at still, stays the same as the parameter."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import least_budget
+from torch import nn
+
+from offload import OffloadEngine, OffloadError
+from offload.model.aliases import _ASSIGNED_BYTES_MAX, Alias, Aliases
+
+
+class _Parameter:
+    """The engine's side of one."""
+
+    name = "weight"
+    in_use = ()
+
+    def __init__(self, aliases: Aliases, value: torch.Tensor) -> None:
+        self.aliases = aliases
+        self.value = value.clone()
+
+    def read_weight(self) -> torch.Tensor:
+        return self.value.clone()
+
+    def write(self, value: torch.Tensor) -> None:
+        self.value = value.clone()
+        self.aliases.bring(0, self, value)
+
+
+def _followed(memory: torch.Tensor) -> tuple[Aliases, _Parameter]:
+    aliases = Aliases()
+    parameter = _Parameter(aliases, memory)
+    aliases.follow(0, parameter, Alias(memory))
+    return aliases, parameter
+
+
+def test_a_write_to_an_alias_reaches_the_weight_and_other_aliases_of_it():
+    memory, other = torch.zeros(2, 3), torch.zeros(2, 3)
+    aliases, parameter = _followed(memory.t())
+    aliases.follow(0, parameter, Alias(other.t()))
+    memory[1, 2] = 5.0
+    aliases.take(1)
+    assert parameter.value.sum() == 0  # another unit's
+    aliases.take(0)
+    assert parameter.value[2, 1] == other[1, 2] == 5.0
+
+
+@pytest.mark.filterwarnings("ignore:tensors outside of the engine")
+def test_a_step_brings_an_alias_what_the_weight_has_become_and_that_is_no_write():
+    memory = torch.zeros(4)
+    aliases, parameter = _followed(memory[1:3])
+    parameter.value += 1
+    aliases.refresh()
+    assert memory.tolist() == [0.0, 1.0, 1.0, 0.0]
+    parameter.value += 1
+    aliases.take_all()
+    assert parameter.value.tolist() == [2.0, 2.0]
+
+
+def test_what_it_costs_is_said_once_and_nothing_once_nobody_has_the_memory():
+    memory = torch.zeros(4)
+    aliases, _ = _followed(memory)
+    with pytest.warns(UserWarning, match=r"memory that parameters had \(weight, 1 in all.*copies 16 bytes"):
+        aliases.refresh()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        aliases.refresh()
+    del memory
+    aliases.refresh()
+    assert not aliases.of_unit
+
+
+def test_what_a_parameter_was_pointed_to_stays_until_a_step_and_no_longer_than_there_is_room():
+    aliases = Aliases()
+    parameter = _Parameter(aliases, torch.zeros(4))
+    memory = torch.ones(4)
+    aliases.assigned(0, parameter, Alias(memory))
+    memory.mul_(3)
+    del memory
+    large = torch.zeros(_ASSIGNED_BYTES_MAX // 4)
+    aliases.assigned(1, _Parameter(Aliases(), large), Alias(large))
+    assert parameter.value.tolist() == [3.0] * 4
+    del large
+    aliases.take_all()
+    assert not aliases.of_unit
+
+
+def test_a_write_to_an_alias_within_the_use_of_its_unit_is_one_error():
+    memory = torch.zeros(4)
+    aliases, _ = _followed(memory)
+    aliases.check(0)
+    memory.add_(1)
+    with pytest.raises(OffloadError, match=r"weight: a tensor over the memory .* was written to within"):
+        aliases.check(0)
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x
+
+
+def _flat(model: _Net) -> torch.Tensor:
+    flat = torch.cat([parameter.data.reshape(-1) for parameter in model.parameters()])
+    start = 0
+    for parameter in model.parameters():
+        parameter.data = flat[start : start + parameter.numel()].view_as(parameter)
+        start += parameter.numel()
+    return flat
+
+
+def _buffer(model: _Net) -> torch.Tensor:
+    model.layers[1].register_buffer("alias", model.layers[1].weight.data)
+    return model.layers[1].alias
+
+
+ALIASES: dict[str, Callable[[_Net], Any]] = {
+    "one flat buffer": _flat,
+    "a buffer": _buffer,
+    "an array": lambda model: model.layers[1].weight.detach().numpy(),
+}
+
+
+def _seen(folder: Path | None, make_alias: Callable[[_Net], Any], *, of_engine: bool) -> list[float]:
+    torch.manual_seed(0)
+    model = _Net()
+    alias = make_alias(model)
+    options: dict[str, Any] = {"optimizer": "adamw", "lr": 1e-2, "weight_decay": 0.01}
+    if folder is not None:
+        options.update(host_memory=least_budget(_Net(), folder, **options), nvme_path=folder)
+    engine = OffloadEngine(model, **options) if of_engine else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2) if engine is None else engine.optimizer
+    seen = []
+    for step in range(3):
+        x = torch.randn(2, 16, generator=torch.Generator().manual_seed(step))
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen += [loss.item(), float(alias.sum())]
+        alias *= 0.5
+        seen.append(model.layers[1].weight.detach().sum().item())
+        assigned = torch.full((16,), 0.1)
+        model.layers[2].bias.data = assigned
+        assigned += 0.1
+    if engine is not None:
+        engine.close()
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore:tensors outside of the engine")
+@pytest.mark.parametrize("tier", ["ram", "nvme"])
+@pytest.mark.parametrize("how", ALIASES)
+def test_aliases_from_before_the_engine_are_read_and_written_to_as_in_pytorch(how, tier, tmp_path):
+    expected = _seen(None, ALIASES[how], of_engine=False)
+    folder = tmp_path if tier == "nvme" else None
+    assert _seen(folder, ALIASES[how], of_engine=True) == pytest.approx(expected, rel=1e-5)
