@@ -54,8 +54,10 @@ def _kernels(index: int) -> Iterator[Finding]:
     """Find whether the optimizer's kernels can be made for it: without them, states cannot rest on the GPU."""
     import torch
 
-    from offload.device.cuda import CudaDevice
+    from offload.device.cuda import CudaDevice, has_one_queue
 
+    if has_one_queue():
+        yield better("GPU queues", "CUDA_DEVICE_MAX_CONNECTIONS=1: copies wait behind kernels", "unset it")
     unsupported_reason = CudaDevice(torch.device("cuda", index)).kernels_unsupported_reason()
     if unsupported_reason:
         says, _, repair = unsupported_reason.partition(": pip")
