@@ -46,6 +46,9 @@ def gpus() -> Iterator[Finding]:
         free, total = torch.cuda.mem_get_info(index)
         says = f"{properties.name}, {decimal(free)} of {decimal(total)} free"
         yield good_if(free >= total / 2, f"cuda:{index}", says, "end what else uses it: nvidia-smi")
+        if getattr(properties, "is_integrated", False):
+            says = f"cuda:{index} computes in the host's memory: what one of them holds the other lacks"
+            yield better("one memory", says, "give host_memory and device_memory, together less than what is free")
         yield from _kernels(index)
         yield from _link(index, properties)
 
