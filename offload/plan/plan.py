@@ -71,7 +71,7 @@ class UnitPlan:
 
     @property
     def updated_in_ram(self) -> bool:
-        """All of it is trained and rests in host memory with its states. What is frozen would be copied in vain."""
+        """All of it is trained, and rests in host memory with its states. What is frozen would be copied in vain."""
         is_trained = bool(self.tiles) and self.unit.trainable_numel == self.unit.numel
         return is_trained and all(tier is Tier.HOST for tier in (self.weights, *(t for _, t in self.tiles)))
 
@@ -262,7 +262,6 @@ class Plan:
             [self.device.updates_bytes] * len(self.units),
             self.device.unsupported_reason,
             self.ranks,
-            self.device.squares_bytes > 0,
         )
         grown = plan_device(needs, self.device.total_bytes + max(int(free_bytes * MARGIN), 0), 0)
         return replace(grown, updates_bytes=self.device.updates_bytes)  # which stay where they are
