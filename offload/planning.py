@@ -85,7 +85,8 @@ class DeviceRoom:
             tile_bytes = DEFAULT_TILE_BYTES if config.tile_bytes == "auto" else int(config.tile_bytes)
             updates = [device_tile_bytes(choice.rule.tiles_of(unit, tile_bytes), Formats.of(config)) for unit in units]
         given = None if config.device_memory == "auto" else int(config.device_memory)
-        needs = DeviceNeeds(units, Formats.of(config), states, updates, unsupported_reason, ranks)
+        adds_squares = self.unsupported_reason is None
+        needs = DeviceNeeds(units, Formats.of(config), states, updates, unsupported_reason, ranks, adds_squares)
         with contextlib.suppress(BudgetError):
             roomy = plan_device(needs, given, self.free_bytes)
             if roomy.weights_bytes >= sum(ranks.places):  # else room for weights that come ahead is worth more

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from time import perf_counter
 from typing import Any, Protocol
@@ -15,6 +16,9 @@ from offload.tiers.weights.pin import Pin, UnitState
 from offload.tiers.window import DeviceWindow, HostWindow
 from offload.units import UnitSpec
 from swapper import OffloadError
+
+_USES_AHEAD = 4
+"""Uses that are given to a device at a time: enough for a launch that is late, far fewer than its queue holds."""
 
 
 class Windows(Protocol):
@@ -64,10 +68,10 @@ class Clock(Protocol):
     """Clock of how long the model has computed, as far as the training thread's time does not tell."""
 
     def begin(self, *, training: bool) -> None:
-        """The first of nested uses has begun."""
+        """A use has begun: the weights of it, and of those around it, are there, or are waited for by the device."""
 
     def end(self) -> None:
-        """The last one is over."""
+        """The last of nested uses is over, or another one within is about to begin, and may wait."""
 
     def busy_seconds(self) -> float | None:
         """Seconds that the device has worked on units since this was asked last. None: it is the training thread's
@@ -88,20 +92,33 @@ class HostClock:
 
 
 class DeviceClock:
-    """Events around uses, in the stream that computes."""
+    """Events around uses, in the stream that computes. They also bound how far the host runs ahead of the device.
+
+    [Note: How far the host runs ahead] A device's queue holds about a thousand launches. Who launches into a full one
+    waits with the interpreter's lock, and the threads that update, copy and tell that this rank lives wait with it. So
+    before a use the host waits, without that lock, for the end of the use some uses before."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._began: Event | None = None
+        self._training = False
         self._uses: list[tuple[Event, Event]] = []
+        self._ahead: deque[Event] = deque()
+        """Ends of the last uses, as many as may be given to the device before it has done the first of them."""
 
     def begin(self, *, training: bool) -> None:
-        self._began = self._device.compute.record() if training else None
+        self._began, self._training = self._device.compute.record(), training
 
     def end(self) -> None:
         began, self._began = self._began, None
-        if began is not None:
-            self._uses.append((began, self._device.compute.record()))
+        if began is None:
+            return
+        ended = self._device.compute.record()
+        if self._training:
+            self._uses.append((began, ended))
+        self._ahead.append(ended)
+        if len(self._ahead) > _USES_AHEAD:
+            self._ahead.popleft().wait()
 
     def busy_seconds(self) -> float | None:
         uses, self._uses = self._uses, []
@@ -132,12 +149,13 @@ class Uses:
         step will follow."""
         index = unit.index
         pin = self._pins[index]
+        if self._open:  # what compute waits for from here on is no work of the use around
+            self._clock.end()
         try:
             self._open[index] = 0.0
             pin.take(training=training)
             is_copy = self._windows.open(pin)
-            if len(self._open) == 1:
-                self._clock.begin(training=training)
+            self._clock.begin(training=training)
             self._open[index] = perf_counter()
         except BaseException:  # a failed fetch, or an interrupt: nobody will end this use
             self.end(unit)

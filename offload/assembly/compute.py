@@ -194,9 +194,9 @@ class OnDevice:
         return make_windows(shards, partial(DeviceWindow, dtype=self._run.config.dtype, device=self._device))[0]
 
     def make_squares(self, units: Sequence[UnitSpec]) -> Squares:
-        """Sums of squares of gradients: by kernels on the device, if there are some."""
+        """Sums of squares of gradients: by kernels on the device, if it can run some."""
         plan = self._run.plan.device
-        if plan.unsupported_reason is not None or self._run.choice is None:
+        if not plan.squares_bytes:
             return Squares()
         squares = DeviceSquares(self._device, units, plan.resident, self._meter)
         self._closers.callback(squares.close)

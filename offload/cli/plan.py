@@ -48,6 +48,8 @@ def plan(
     memory_bandwidth: Annotated[str | None, Option(metavar="RATE", show_default=False,
         help="Of a described node's host memory, what updates get.  [default: 70GB/s of a desktop, 200GB/s of a "
              "server]")] = None,
+    cores: Annotated[float | None, Option(metavar="N", show_default=False,
+        help="Of a described node's CPU.  [default: as many as updates need for that]")] = None,
     network: Annotated[str, Option(metavar="RATE", help="Of a described node, each way.")] = "400Gb/s",
     shard: Annotated[Literal["auto", "states", "gradients", "weights"], Option(
         help="What GPUs hold parts of: optimizer states; gradients, too; weights, too; "

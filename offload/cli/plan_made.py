@@ -26,6 +26,7 @@ from offload.predict.machine import Machine, described, nvme_of
 from offload.predict.model import Model
 from offload.predict.prediction import Batches, Prediction, least_host_bytes, predict
 from offload.predict.workload import Workload
+from offload.ranks.host_cores import host_cores
 
 
 def planned(asked: Asked) -> int:
@@ -98,7 +99,8 @@ def _machine(model: Model, workload: Workload, asked: Asked) -> Machine:
     return _with_this_cpu(model, workload, asked) if asked.gpu in (None, "cpu") else _described(asked, str(asked.gpu))
 
 
-def _described(asked: Asked, gpu: str) -> Machine:
+def _described(asked: Asked, gpu: str, cores: float | None = None) -> Machine:
+    """``cores``: of the machine, where nobody has said how many."""
     return described(
         gpu,
         host_bytes=_free_here() if asked.host_bytes is None else asked.host_bytes,
@@ -107,6 +109,7 @@ def _described(asked: Asked, gpu: str) -> Machine:
         drives=asked.drives,
         compute=asked.compute,
         memory_bandwidth=asked.memory_bandwidth,
+        cores=asked.given["cores"] or cores,
         network=asked.network,
         sustained_write=asked.sustained_write,
     )
@@ -125,7 +128,7 @@ def _with_this_gpu(asked: Asked) -> Machine:
             "--compute 150TFLOPS, or give --gpu cpu"
         ) from None
     check_paths(asked.paths)
-    machine = _described(asked, gpu)
+    machine = _described(asked, gpu, host_cores().available)
     if not asked.paths or asked.drives:
         return machine
     rates, how = drive_rates(asked.paths)

@@ -8,6 +8,7 @@ computes on several streams, the one under which memory was allocated waits for 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -22,7 +23,7 @@ from offload.device.pinned import PinnedMemory, registry_of
 from offload.device.programs import GpuPrograms, programs_of
 from offload.device.protocol import Event, Shortages, Stream, Tensors
 from offload.dtypes import kernel_dtype
-from offload.errors import ConfigError, DeviceMemoryError
+from offload.errors import ConfigError, DeviceMemoryError, warn
 from offload.waiting import Deadline
 from swapper import readable_bytes
 
@@ -85,6 +86,14 @@ class _Stream:
         )
 
 
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def has_one_queue() -> bool:
+    """The environment has the driver put all streams into one queue of the GPU."""
+    return os.environ.get(_QUEUES) == "1"
+
+
 class CudaDevice:
     """One GPU. Raises ``ConfigError`` if it is not there, or the device is of another kind."""
 
@@ -98,6 +107,12 @@ class CudaDevice:
         if not torch.cuda.is_available():
             raise ConfigError(f'device="{device}": torch.cuda.is_available() says no. Use device="cpu".')
         prefer_expandable_segments()
+        if has_one_queue():
+            warn(
+                f"{_QUEUES}=1: copies wait behind kernels on the GPU, and weights and gradients cross the link while "
+                "nothing is computed. Unset it, or give it 8 or more (Megatron sets it for orders that FSDP and this "
+                "engine do not rely on)."
+            )
         index = torch.cuda.current_device() if device.index is None else device.index
         if device.index is None and index == 0 and local_index is not None:
             index = local_index if local_index < torch.cuda.device_count() else 0

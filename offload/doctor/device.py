@@ -46,6 +46,9 @@ def gpus() -> Iterator[Finding]:
         free, total = torch.cuda.mem_get_info(index)
         says = f"{properties.name}, {decimal(free)} of {decimal(total)} free"
         yield good_if(free >= total / 2, f"cuda:{index}", says, "end what else uses it: nvidia-smi")
+        if getattr(properties, "is_integrated", False):
+            says = f"cuda:{index} computes in the host's memory: what one of them holds the other lacks"
+            yield better("one memory", says, "give host_memory and device_memory, together less than what is free")
         yield from _kernels(index)
         yield from _link(index, properties)
 
@@ -54,8 +57,10 @@ def _kernels(index: int) -> Iterator[Finding]:
     """Find whether the optimizer's kernels can be made for it: without them, states cannot rest on the GPU."""
     import torch
 
-    from offload.device.cuda import CudaDevice
+    from offload.device.cuda import CudaDevice, has_one_queue
 
+    if has_one_queue():
+        yield better("GPU queues", "CUDA_DEVICE_MAX_CONNECTIONS=1: copies wait behind kernels", "unset it")
     unsupported_reason = CudaDevice(torch.device("cuda", index)).kernels_unsupported_reason()
     if unsupported_reason:
         says, _, repair = unsupported_reason.partition(": pip")

@@ -11,6 +11,7 @@ from rich.filesize import decimal
 
 from aio_ext import Memory, Queue, unavailable_backends
 from offload.doctor.finding import Finding, better, good, good_if
+from offload.ranks.host_cores import host_cores
 from offload.ranks.topology import text_of
 
 _TRIED_BYTES = 32 << 20
@@ -79,7 +80,11 @@ def numa() -> Iterator[Finding]:
         yield good("NUMA", "one node: all memory is equally near")
         return
     cores = ", ".join(f"{node.name} with cores {text_of(node / 'cpulist')}" for node in nodes)
-    yield good("NUMA", f"{len(nodes)} nodes: {cores}; the storage below says which one its drive is at")
+    says = f"{len(nodes)} nodes: {cores}; the storage below says which one its drive is at"
+    spans = len(host_cores(_SYS.parent).nodes) > 1
+    says += "; updates on the cores of several read the memory of each" * spans
+    repair = "a rank for each node (torchrun --nproc-per-node), which is bound to it; else numactl --interleave=all"
+    yield good_if(not spans, "NUMA", says, repair)
 
 
 def _total_bytes() -> int:

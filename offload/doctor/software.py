@@ -6,13 +6,16 @@ import errno
 import os
 import platform
 from collections.abc import Iterator
+from pathlib import Path
 
 import offload
 from aio_ext import Queue, available_backends, unavailable_backends
 from offload.doctor.finding import Finding, better, broken, good, good_if
 from offload.errors import OLDEST_TORCH
-from offload.ranks.topology import cpuinfo
+from offload.ranks.host_cores import host_cores
+from offload.ranks.topology import cpuinfo, text_of
 
+_ROOT = Path("/")
 _BUILD = "pip install . in the project's folder, with a C++ compiler, cmake and liburing-dev"
 _BF16_UNITS = {"avx512_bf16", "amx_bf16", "bf16"}
 _SHOWN_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
@@ -34,6 +37,22 @@ def processor() -> Iterator[Finding]:
     says = f"{name}, {allowed} of {there} cores, {shown}{bf16}"
     repair = "it is bound to some of the cores: see taskset, numactl, docker run --cpuset-cpus"
     yield good_if(allowed >= there, "processor", says, repair)
+
+
+def cores() -> Iterator[Finding]:
+    """How many of them the optimizer's kernels and compute can keep busy, and what kinds there are."""
+    found = host_cores(_ROOT)
+    count = len(found.cores)
+    slow = f", {found.num_slow} of them slower than the others: they take fewer blocks of a tile" * (found.num_slow > 0)
+    threads = sum(map(len, found.cores))
+    says = f"{count} cores with {threads} threads{slow}"
+    if found.quota < count:
+        says = f"{found.quota:g} of {count} cores, by a CPU quota, beyond which all threads are stopped for a while"
+    repair = "docker run --cpus, the pod's limits.cpu, systemd-run -p CPUQuota="
+    yield good_if(found.quota >= count, "cores", says, repair)
+    if "microsoft" in text_of(_ROOT / "proc/version").lower():
+        says = "WSL2: Windows lets a program pin little memory, and copies of what is not pinned block"
+        yield better("pinned memory", says, "a smaller host_memory, or Linux without Windows below it")
 
 
 def kernels() -> Iterator[Finding]:
@@ -64,10 +83,10 @@ def torch() -> Iterator[Finding]:
     except TorchUnsupported as error:
         yield broken("torch", str(error), "pip install --upgrade torch")
         return
-    threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    threads, available = torch.get_num_threads(), host_cores(_ROOT).available
     says = f"{torch.__version__}, {threads} threads"
-    if threads < cores and "OMP_NUM_THREADS" in os.environ:
-        yield better("torch", f"{says} for {cores} cores", "unset OMP_NUM_THREADS")
+    if threads < available and "OMP_NUM_THREADS" in os.environ:
+        yield better("torch", f"{says} for {available:g} cores", "unset OMP_NUM_THREADS")
     else:
         yield good("torch", says)
 
@@ -102,4 +121,4 @@ def _split(sentence: str) -> tuple[str, str]:
     return says, words if last in map(os.strerror, errno.errorcode) else repair
 
 
-CHECKS = (package, processor, kernels, torch, queues, io_uring)
+CHECKS = (package, processor, cores, kernels, torch, queues, io_uring)

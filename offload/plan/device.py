@@ -101,6 +101,8 @@ class DeviceNeeds:
     updates: Sequence[int]
     unsupported_reason: str | None
     ranks: RanksPlan
+    adds_squares: bool
+    """Kernels run there, which take the sums of squares of gradients, whatever the optimizer can do there."""
 
     def of_unit(self, index: int) -> dict[str, int]:
         """By kind, of a unit that is resident there."""
@@ -132,7 +134,7 @@ class DeviceNeeds:
 
     def squares(self, resident: Collection[int]) -> int:
         """Sums of squares, when these units are resident there; none where they are worked out in host memory."""
-        return squares_bytes(self.units, resident) if self.formats.grads and self.unsupported_reason is None else 0
+        return squares_bytes(self.units, resident) if self.formats.grads and self.adds_squares else 0
 
     def updated(self, resident: Collection[int]) -> int:
         """For updates of the units that are not resident there."""

@@ -19,6 +19,10 @@ SERVER_MEMORY, DESKTOP_MEMORY = 200e9, 70e9
 """Host memory bandwidth of a described node that updates are assumed to get, bytes a second. A desktop has two channels
 of DDR5-5600, 89.6 GB/s by JEDEC's JESD79-5, of which streams reach about 80 %."""
 
+CORE_UPDATE = 30e9
+"""Of that, what one core sweeps through in the optimizer's kernel, bytes a second: 26 bytes a parameter (bf16, Adam) in
+0.85 ns, the slower of the two states in which ``docs/kernels.md`` has measured it."""
+
 UNKNOWN_CAPACITY = 1 << 50
 """Bytes of a drive of which only the rate was given."""
 
@@ -124,11 +128,13 @@ def described(
     drives: Sequence[Drive] = (),
     compute: float | None = None,
     memory_bandwidth: float | None = None,
+    cores: float | None = None,
     network: float = NETWORK,
     sustained_write: float | None = None,
     added_inside: bool = False,
 ) -> Machine:
-    """One rank of a described machine; ``host_bytes``, ``drives``, ``memory_bandwidth`` and ``network`` are a node's,
+    """One rank of a described machine; ``host_bytes``, ``drives``, ``memory_bandwidth``, ``cores`` of the CPU (None: as
+    many as use the bandwidth) and ``network`` are a node's,
     ``compute`` is what a GPU achieves in FLOP/s; ``sustained_write`` what each drive still writes when its fast cache
     is full; ``added_inside`` is that of ``Network``. Raises ``ConfigError`` for a GPU that is not in the table."""
     found = find_gpu("--gpu", gpu)
@@ -153,8 +159,12 @@ def described(
         assumptions.append(_of_ranks(found, joined))
     if memory_bandwidth is None:
         memory_bandwidth = DESKTOP_MEMORY if found.desktop and gpus == 1 else SERVER_MEMORY
+    enough = math.ceil(memory_bandwidth / CORE_UPDATE)
+    updating = enough if cores is None else max(cores - gpus, 1)  # of each GPU one core sees to it
+    update = min(memory_bandwidth, updating * CORE_UPDATE)
     assumptions.append(
-        f"updates on the CPU get {memory_bandwidth / 1e9:,.0f} GB/s of a node's memory bandwidth (--memory-bandwidth)"
+        f"updates on the CPU get {update / 1e9:,.0f} of {memory_bandwidth / 1e9:,.0f} GB/s of a node's memory "
+        f"bandwidth, which takes {enough} cores beside one for each GPU (--memory-bandwidth, --cores)"
     )
     if drives:
         assumptions += _of_drives(drives, sustained_write)
@@ -165,7 +175,7 @@ def described(
         nvme_bytes=sum(drive.nbytes for drive in drives) // gpus,
         nvme=nvme_of(drives, gpus),
         cores=Cores(compute, compute),
-        update=memory_bandwidth / gpus,
+        update=update / gpus,
         checksum=25e9,
         unit_seconds=1e-4,
         record_seconds=1e-3,

@@ -312,7 +312,7 @@ def _bundled(choice: OptimizerChoice | None, units: Sequence[UnitSpec]) -> Optim
 def _speculative_choices(plan: Plan, works: Sequence[UnitWork], workload: Workload) -> list[frozenset[int]]:
     """Sets of units that may be updated during backward: none, or so many of those that can be, evenly spread."""
     eligible = [index for index, work in enumerate(works) if work.eligible]
-    if not plan.speculative or workload.clipped or not eligible:
+    if workload.clipped or not eligible:
         return [frozenset()]
     spread = sorted(eligible, key=lambda index: index * GOLDEN % 1)
     counts = {len(spread) * share // _EARLY_SHARES for share in range(_EARLY_SHARES + 1)}

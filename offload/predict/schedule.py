@@ -28,7 +28,8 @@ class UnitWork:
     ``to_device_again`` is the copy for backward, if forward's has not stayed. ``gather`` is that of the whole unit's
     weights over the network, ``exchange`` that of its gradients. ``calls`` are 2 for a weight that both ends of the
     model use.
-    ``streamed``: its weights pass through a slot; ``eligible``: it may be updated in backward.
+    ``streamed``: its weights pass through a slot; ``eligible``: it may be updated in backward, and ``beside`` is then
+    the copy to its spare places in host memory.
     """
 
     forward: float
@@ -36,6 +37,7 @@ class UnitWork:
     fetch: float = 0.0
     update: float = 0.0
     sweep: float = 0.0
+    beside: float = 0.0
     spill: float = 0.0
     late: float = 0.0
     to_device: float = 0.0
@@ -207,9 +209,10 @@ class _Program:
         if work.spill:
             self.queues[2].append(Job(now, work.spill, needs=job))
         if use.last and use.index in self._steps.speculative:
-            speculative = Job(now, work.update, work.sweep, needs=job)
+            speculative = Job(now, work.update, work.sweep + work.beside, needs=job)
             self._ask(2, use.index, speculative)
-            self._held.append(speculative)
+            if work.streamed:
+                self._held.append(speculative)
 
     def _ask(self, queue: int, index: int, job: Job) -> None:
         if job.drive or job.sweep:

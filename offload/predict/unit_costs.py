@@ -78,7 +78,9 @@ def works_of(
                 to_device=to_device, to_device_again=to_device * (1 - stays), to_host=to_host,
                 gather=network.gather_seconds(unit.numel * formats.weights),
                 exchange=network.exchange_seconds(unit.trainable_numel * formats.weights),
-                calls=uses, streamed=item.weights is Tier.NVME, eligible=item.streamed,
+                calls=uses, streamed=item.weights is Tier.NVME,
+                eligible=item.has_spares or (plan.speculative and item.streamed),
+                beside=2 * item.spare_bytes(formats) / machine.update if item.has_spares else 0.0,
             )
         )  # fmt: skip
     return works

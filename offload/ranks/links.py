@@ -4,7 +4,9 @@ takes its place in a stream and nobody waits. All ranks ask for the same ones in
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +21,17 @@ from offload.ranks.groups import Group, take_group
 from offload.ranks.heartbeat import Heartbeat
 from offload.ranks.world import Peers, World
 from offload.torch_internals import abort_group
+
+_LAST_S = 30
+"""Seconds that a program has for its end, in which NCCL or the driver may wait for a peer that is gone."""
+
+
+def end_all_the_same(aborting: Sequence[threading.Thread]) -> None:
+    """Have the kernel end this process, with SIGALRM, if its last part does not come to an end: an abort that hangs is
+    waited for by destructors which no thread of Python outlives. For ``atexit``, in the main thread."""
+    if any(thread.is_alive() for thread in aborting):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(_LAST_S)
 
 
 class Links(Protocol):
@@ -226,5 +239,6 @@ class DeviceLinks(_Transfers):
             threading.Thread(target=abort_group, args=(held.group,), name="offload-abort", daemon=True)
             for held in self._groups.values()
         ]
+        atexit.register(end_all_the_same, threads)
         for thread in threads:
             thread.start()

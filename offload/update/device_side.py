@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -29,6 +30,7 @@ from offload.report.trace import Span
 from offload.tiers.home import Home, UnitHomes
 from offload.units import Tile
 from offload.update.step import UnitUpdate, apply
+from offload.waiting import Job, Worker
 
 
 class DeviceBuffer:
@@ -59,11 +61,17 @@ class Trip:
     tile: Tile
     views: list[torch.Tensor]
     span: Span
+    seconds: float
+    """Of the link, both ways."""
     back: Event | None = None
-    """The host has all of it again."""
+    """The host has all of it again; None until it is sent."""
+    sent: Job | None = None
+    """The call that sends it."""
+    error: BaseException | None = None
+    """Sending it has failed."""
 
     def is_over(self) -> bool:
-        return self.back is not None and self.back.done()
+        return self.error is not None or (self.back is not None and self.back.done())
 
 
 class DeviceSide:
@@ -82,6 +90,9 @@ class DeviceSide:
         self._buffers = deque(buffers)
         self._trips: deque[Trip] = deque()
         """Those that are not over."""
+        self._queued = 0.0
+        """Seconds that the link is busy with them: both ways are busy at the same time."""
+        self._sender = Worker("offload-trips")
         self._cpu_seconds = 0.0
         """Seconds that an element takes on the CPU; 0 while it is not known."""
 
@@ -110,11 +121,10 @@ class DeviceSide:
     def _is_back_before(self, tile: Tile, seconds: float) -> bool:
         if sum(tile_parts(tile, self._formats)) > self._buffers[0].memory.nbytes:
             return False
-        queued = sum(max(self._ways(trip.tile)) for trip in self._trips)  # both ways are busy at the same time
-        return queued + sum(self._ways(tile)) < seconds
+        return self._queued + sum(self._ways(tile)) < seconds
 
     def begin(self, update: UnitUpdate, tile: Tile, at: TileBytes) -> Trip:
-        """Send a tile on its way.
+        """Have a tile sent on its way, by a thread of its own: the caller goes on with tiles of the CPU meanwhile.
 
         Nothing touches the memory ``at`` these addresses, except to read the gradients, until the trip is over.
         """
@@ -125,34 +135,53 @@ class DeviceSide:
         starts = accumulate(tile_parts(tile, formats), initial=0)
         there = [buffer.memory[start : start + nbytes] for start, nbytes in zip(starts, sizes, strict=False)]
         span = self._meter.trace.begin("update on the device", update.unit.name, sum(self._moved(tile)))
-        trip = Trip(tile, here + there, span)
+        trip = Trip(tile, here + there, span, max(self._ways(tile)))
         self._trips.append(trip)
-        for target, source in zip(there, here, strict=True):
-            buffer.stream.copy(target, source)
-        addresses = TileBytes(*(view.data_ptr() for view in there))
-        apply(self._rule, formats, update, tile, addresses, buffer.stream.kernel)
-        for target, source in zip(here[:2], there[:2], strict=True):
-            buffer.stream.copy(target, source)
-        trip.back = buffer.stream.record()
+        self._queued += trip.seconds
+        trip.sent = self._sender.submit(partial(self._send, trip, update, buffer, here, there))
         into, out = self._moved(tile)
         self.copied_bytes = (self.copied_bytes[0] + into, self.copied_bytes[1] + out)
         return trip
 
     def end(self, trip: Trip) -> None:
-        """Wait until the tile is back."""
+        """Wait until the tile is back. Raises what sending it has failed with."""
+        if trip.sent is not None:
+            trip.sent.wait(lambda: f"the start of an update of {trip.span.name} on the device")
+        if trip.error is not None:
+            raise trip.error
         if trip.back is not None:
             trip.back.wait()
         self._meter.trace.end(trip.span)
         self._trips.remove(trip)
+        self._queued = self._queued - trip.seconds if self._trips else 0.0
 
     def drain(self) -> None:
-        """Wait for all trips, also one whose ``begin`` has failed; what they did is of no interest."""
+        """Wait for all trips, also one that could not be sent; what they did is of no interest."""
+        for trip in self._trips:
+            if trip.sent is not None:
+                trip.sent.wait(lambda: "the start of updates on the device")
         for buffer in self._buffers if self._trips else ():
             buffer.stream.record().wait()
         self._trips.clear()
+        self._queued = 0.0
+
+    def _send(
+        self, trip: Trip, update: UnitUpdate, buffer: DeviceBuffer, here: list[torch.Tensor], there: list[torch.Tensor]
+    ) -> None:
+        try:
+            for target, source in zip(there, here, strict=True):
+                buffer.stream.copy(target, source)
+            addresses = TileBytes(*(view.data_ptr() for view in there))
+            apply(self._rule, self._formats, update, trip.tile, addresses, buffer.stream.kernel)
+            for target, source in zip(here[:2], there[:2], strict=True):
+                buffer.stream.copy(target, source)
+            trip.back = buffer.stream.record()
+        except BaseException as error:
+            trip.error = error
 
     def close(self) -> None:
         """Free the device's memory. No trip is under way."""
+        self._sender.finish()
         for buffer in self._buffers:
             buffer.close()
 

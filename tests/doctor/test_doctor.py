@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import forked
@@ -17,7 +18,7 @@ import pytest
 
 from aio_ext.profile import IoProfile, save_profile
 from offload.cli import main
-from offload.doctor import Finding, Status, device, drive, examination, examine, memory, pci, storage
+from offload.doctor import Finding, Status, device, drive, examination, examine, memory, pci, software, storage
 from offload.ranks import topology
 from swapper import paths as swapper_paths
 
@@ -76,6 +77,55 @@ def test_a_native_part_that_is_missing_is_broken(module: str, check: str):
 def test_a_kernel_chosen_by_hand_could_be_better():
     shown = in_a_child(f"checked = software.kernels{SHOW}", OFFLOAD_ISA="scalar")
     assert shown == "could be better | scalar, because OFFLOAD_ISA says so | unset OFFLOAD_ISA\n"
+
+
+# Cores.
+
+
+def test_a_cpu_quota_could_be_better_and_slow_cores_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(software, "_ROOT", tmp_path)
+    fake(tmp_path, {"proc/thread-self/status": "Cpus_allowed_list:\t0-23\n", "proc/self/cgroup": "0::/\n"})
+    fake(tmp_path / "sys", {"devices/system/cpu/online": "0-23\n", "devices/cpu_atom/cpus": "16-23\n"})
+    for cpu in range(0, 16, 2):
+        for each in (cpu, cpu + 1):
+            fake(tmp_path / f"sys/devices/system/cpu/cpu{each}/topology", {"core_cpus_list": f"{cpu}-{cpu + 1}\n"})
+    (found,) = software.cores()
+    assert found.status is Status.GOOD and found.says.startswith("16 cores with 24 threads, 8 of them slower")
+    fake(tmp_path, {"sys/fs/cgroup/cpu.max": "350000 100000\n"})
+    (found,) = software.cores()
+    assert found.status is Status.BETTER and found.says.startswith("3.5 of 16 cores, by a CPU quota")
+    assert found.repair.startswith("docker run --cpus")
+    fake(tmp_path, {"proc/version": "Linux version 6.6.87-microsoft-standard-WSL2\n"})
+    assert only(software.cores(), "pinned memory").status is Status.BETTER
+
+
+@pytest.mark.parametrize(("allowed", "status"), [("0-63", Status.BETTER), ("32-63", Status.GOOD)])
+def test_a_process_on_the_cores_of_two_nodes_could_be_better(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: str, status: Status
+):
+    monkeypatch.setattr(memory, "_SYS", tmp_path / "sys")
+    fake(tmp_path, {"proc/thread-self/status": f"Cpus_allowed_list:\t{allowed}\n"})
+    fake(tmp_path / "sys/devices/system", {"cpu/online": "0-63\n", "node/node0/cpulist": "0-31\n"})
+    fake(tmp_path / "sys/devices/system", {"node/node1/cpulist": "32-63\n"})
+    (found,) = memory.numa()
+    assert found.status is status and found.says.startswith("2 nodes: node0 with cores 0-31, node1 with cores 32-63")
+    assert ("read the memory of each" in found.says) == (status is Status.BETTER)
+
+
+def test_one_memory_of_cpu_and_gpu_and_one_queue_are_told(monkeypatch: pytest.MonkeyPatch):
+    properties = SimpleNamespace(name="GB10", is_integrated=1)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: properties)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda index: (100, 128))
+    monkeypatch.setattr("offload.device.cuda.CudaDevice.__init__", lambda self, device: None)
+    monkeypatch.setattr("offload.device.cuda.CudaDevice.kernels_unsupported_reason", lambda self: None)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    found = {finding.subject: finding for finding in device.gpus()}
+    assert found["one memory"].status is found["GPU queues"].status is Status.BETTER
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    properties.is_integrated = 0
+    assert not {"one memory", "GPU queues"} & {finding.subject for finding in device.gpus()}
 
 
 # Memory.

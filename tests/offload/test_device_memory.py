@@ -175,8 +175,24 @@ def test_segments_are_expandable_before_cuda_is_used(no_settings: pytest.MonkeyP
     assert os.environ.pop(name) == "expandable_segments:True"
 
 
+@pytest.mark.parametrize("older", [False, True])
+def test_segments_to_come_are_expandable_where_cuda_is_in_use(no_settings: pytest.MonkeyPatch, older: bool) -> None:
+    settings: list[str] = []
+    no_settings.setattr(torch.cuda, "is_initialized", lambda: True)
+    no_settings.setattr(
+        torch._C, "_accelerator_setAllocatorSettings", None if older else settings.append, raising=False
+    )
+    no_settings.setattr(torch.cuda.memory, "_set_allocator_settings", settings.append, raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        allocator.prefer_expandable_segments()
+    assert settings == ["expandable_segments:True"] and "PYTORCH_ALLOC_CONF" not in os.environ
+
+
 def test_what_the_user_has_set_stays_and_what_comes_too_late_is_said(no_settings: pytest.MonkeyPatch) -> None:
     no_settings.setattr(torch.cuda, "is_initialized", lambda: True)
+    no_settings.setattr(torch._C, "_accelerator_setAllocatorSettings", None, raising=False)
+    no_settings.setattr(torch.cuda.memory, "_set_allocator_settings", None, raising=False)
     with pytest.warns(UserWarning, match="CUDA was in use before"):
         allocator.prefer_expandable_segments()
     assert "PYTORCH_ALLOC_CONF" not in os.environ

@@ -184,7 +184,7 @@ def test_frozen_units_come_home_first(make_model: Callable[..., Tiny]) -> None:
     formats = Formats(weights=2, master=2, grads=2)
     budget = sum(2 * unit.numel for unit in units)
     budget += 4 * max(2 * unit.numel for unit in units)
-    homes = plan_device(DeviceNeeds(units, formats, states, [0] * len(units), None, ONE_RANK), budget, 0).resident
+    homes = plan_device(DeviceNeeds(units, formats, states, [0] * len(units), None, ONE_RANK, True), budget, 0).resident
     assert len(frozen) == 3 and frozen <= homes < set(range(len(units)))
 
 

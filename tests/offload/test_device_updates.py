@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -206,7 +207,7 @@ def test_the_cpu_updates_alone_without_a_kernel_or_states_to_send(
 ) -> None:
     expected = outcome(make("cpu", **options))
     with make(SimulatedDevice(link_speed=DEVICE), **options) as engine:
-        assert engine.plan.device.updates_bytes == 0
+        assert engine.plan.device.updates_bytes == 0 < engine.plan.device.squares_bytes
         assert equal(outcome(engine), expected) and sides["device"] == 0
 
 
@@ -252,6 +253,44 @@ def test_tiles_that_leave_are_not_the_cpus_and_come_back_one_after_the_other() -
     for index in side.sooner([TILE] * 8):
         sent.append((index, send(side, memory)))
     assert [index for index, _ in sent] == [1, 3, 5, 7]
+
+
+def test_tiles_are_sent_by_a_thread_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, memory = SimulatedDevice(), torch.arange(14_000).to(torch.uint8)
+    side, may_copy = updates(device), threading.Event()
+    copy = SimulatedStream.copy
+
+    def copy_later(stream: SimulatedStream, *ends: torch.Tensor) -> None:
+        assert may_copy.wait(30)
+        copy(stream, *ends)
+
+    monkeypatch.setattr(SimulatedStream, "copy", copy_later)
+    trips = [send(side, memory) for _ in range(3)]  # whoever sends goes on
+    assert not any(trip.is_over() for trip in trips)
+    may_copy.set()
+    for trip in trips:
+        side.end(trip)
+    side.close()
+    assert device.violations == [] and device.allocated_bytes == 0
+
+
+def test_a_tile_that_cannot_be_sent_is_over_and_its_error_is_raised_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, memory = SimulatedDevice(), torch.zeros(14_000, dtype=torch.uint8)
+    side = updates(device)
+
+    def fail(stream: SimulatedStream, *ends: torch.Tensor) -> None:
+        raise RuntimeError("the link is down")
+
+    monkeypatch.setattr(SimulatedStream, "copy", fail)
+    trip = send(side, memory)
+    with pytest.raises(RuntimeError, match="the link is down"):
+        side.end(trip)
+    assert trip.is_over()
+    side.drain()
+    side.cpu_took(TILE, 2.3)
+    assert next(iter(side.sooner([TILE]))) == 0, "nothing is under way any more"
+    side.close()
+    assert device.allocated_bytes == 0
 
 
 @pytest.mark.parametrize("forgotten", [False, True])

@@ -103,6 +103,15 @@ def test_what_a_node_has_depends_on_its_gpus():
     assert shared.device.memory_bytes == 80 * 10**9  # one memory: what the host has the GPU lacks
 
 
+@pytest.mark.parametrize(
+    ("cores", "gpus", "expected"), [(None, 1, 200e9), (16, 1, 200e9), (4, 1, 90e9), (4, 2, 30e9), (1, 1, 30e9)]
+)
+def test_updates_get_what_cores_sweep_and_memory_carries(cores: int | None, gpus: int, expected: float):
+    """A core of the CPU sees to each GPU, and each GPU's rank has its part of the others."""
+    machine = described("h100", host_bytes=1, cores=cores, gpus=gpus)
+    assert machine.update == expected and any("--cores" in line for line in machine.assumptions)
+
+
 def test_a_number_of_bytes_has_its_unit():
     assert rates.nbytes("--host-memory", "1073741824") == 1 << 30
     with pytest.raises(ConfigError, match="such as \"64GiB\", got '64'"):

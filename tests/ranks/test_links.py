@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import forked
 import pytest
 import torch
 from rank_threads import FakeHeartbeat
@@ -236,3 +238,19 @@ def test_the_first_error_aborts_transfers_that_would_wait_without_end(
     for thread in (thread for thread in threading.enumerate() if thread.name == "offload-abort"):
         thread.join()
     assert sorted(told[2:], key=str) == [*[("abort", GROUP)] * aborted, *[("release", True)] * 2]
+
+
+@pytest.mark.parametrize(("hangs", "status"), [(True, -signal.SIGALRM), (False, 0)])
+def test_a_program_ends_although_an_abort_hangs(hangs: bool, status: int):
+    program = f"""
+import atexit, threading
+from offload.ranks import links
+never = threading.Event()
+atexit.register(lambda: never.wait(60 if {hangs} else 0))  # as a destructor that waits for the peer
+links._LAST_S = 1
+abort = threading.Thread(target=never.wait if {hangs} else str, daemon=True)
+atexit.register(links.end_all_the_same, [abort])
+abort.start()
+abort.join(0 if {hangs} else None)
+"""
+    assert forked.run(program).returncode == status
