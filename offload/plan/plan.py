@@ -173,6 +173,23 @@ class Plan:
         return self.spare_copy_bytes + self.nvme_bytes["grads"]
 
     @property
+    def step_transfers(self) -> int:
+        """Reads and writes of a step on NVMe: of a unit's weights, of a tile's states, of a tile's gradients."""
+        streamed = [item.unit for item in self.units if item.weights is Tier.NVME]
+        if not self.formats.grads:
+            return len(streamed)
+        of_weights = sum(2 + (unit.trainable_numel > 0) for unit in streamed)
+        tiles = ((tile, tier) for item in self.units for tile, tier in item.tiles)
+        of_states = sum(tile.count for tile, tier in tiles if tier is Tier.NVME)
+        of_grads = sum(
+            tile.count * (1 if self.speculative and item.streamed else 2)
+            for item in self.units
+            if item.grads is Tier.NVME
+            for tile, _ in item.tiles
+        )
+        return of_weights + 2 * of_states + of_grads
+
+    @property
     def num_parameters(self) -> int:
         """Parameters of the model, each counted once, padding not counted. Of several ranks all have the same."""
         return sum(spec.whole_shape.numel() for item in self.units for spec in item.unit.parameters)
