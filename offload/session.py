@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from offload.access import Zeroing
-from offload.assembly.assemble import Assembly
+from offload.assembly.parts import Assembly
 from offload.checkpoint.safetensors.model_weights import ModelWeights
 from offload.errors import BudgetError, ConfigError, warn
 from offload.memory import resident_bytes

@@ -11,10 +11,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from offload.access import BeforeChange, ExternalAccess, Layout, Levels
-from offload.assembly.activations import Activations, make_activations
+from offload.access import BeforeChange, ExternalAccess, Levels
+from offload.assembly.activations import make_activations
 from offload.assembly.compute import OnDevice, OnHost
 from offload.assembly.forwards import count_forwards
+from offload.assembly.parts import Assembly, HeldGradients, Trained
 from offload.assembly.run_plan import RunPlan
 from offload.assembly.tiers import Tiers, make_tiers, store_bandwidths
 from offload.assembly.updates import Updates, make_updates
@@ -27,6 +28,7 @@ from offload.checkpoint.safetensors.model_weights import GatheredModelWeights, M
 from offload.closing import Closers
 from offload.device.host import Cpu
 from offload.device.protocol import Device
+from offload.elements import Layout
 from offload.growth import FixedPlan, GrowingPlan
 from offload.model.backing import ParameterBacking
 from offload.model.encoders import show_first_layers
@@ -35,7 +37,7 @@ from offload.model.hooks import Hooks, UnitInModel
 from offload.model.make import Handles, convert_statistics, give_ordinary_state_dicts, make_handles, move_to_device
 from offload.model.parameter_metadata import ParameterMetadata
 from offload.model.piecewise import PiecewiseHandle
-from offload.model.run_together import NotTogether, Together
+from offload.model.run_together import Together
 from offload.optim.choose import OptimizerChoice
 from offload.optim.loss_scale import LossScale
 from offload.optimizer import OffloadOptimizer, refuse_others
@@ -44,7 +46,7 @@ from offload.progress import Progress
 from offload.ranks.agreement import fact_of
 from offload.ranks.ranks import Ranks
 from offload.report.meter import Meter
-from offload.report.report import Bandwidths, LinkRates
+from offload.report.report import LinkRates
 from offload.report.reporter import Reporter
 from offload.run.forwards import Forwards
 from offload.run.watch import Watch
@@ -58,56 +60,9 @@ from offload.units import FusedExperts, ParameterSpec
 from offload.update.forecast import Forecast
 from offload.update.speculation_policy import SpeculationPolicy
 from offload.update.verdict import Verdict
-from offload.waiting import Failure
 from swapper import OffloadError
 
 _NOT_MADE = "the engine could not be made, and parameters that it had taken over are lost: build the model again"
-
-
-@dataclass(frozen=True)
-class Trained:
-    """The parts of an engine that trains."""
-
-    choice: OptimizerChoice
-    updates: Updates
-    verdict: Verdict
-    optimizer: OffloadOptimizer
-    step: Step
-
-
-@dataclass(frozen=True)
-class Assembly:
-    """All parts of an engine."""
-
-    run: RunPlan
-    model: weakref.ref[nn.Module]
-    ranks: Ranks
-    failure: Failure
-    meter: Meter
-    watch: Watch
-    progress: Progress
-    holding: HeldGradients
-    closers: Closers
-    tiers: Tiers
-    access: ExternalAccess
-    specs: Mapping[nn.Parameter, Sequence[ParameterSpec]]
-    """Of each parameter of the model: its spec, or those of its pieces in order."""
-    hooks: Hooks
-    together: Together | NotTogether
-    checkpoints: Checkpoints
-    model_weights: type[ModelWeights]
-    bandwidths: Bandwidths | None
-    reporter: Reporter
-    growth: FixedPlan
-    activations: Activations
-    trained: Trained | None
-
-
-@dataclass
-class HeldGradients:
-    """``now``: ranks exchange no gradients. See ``OffloadEngine.no_sync``."""
-
-    now: bool = False
 
 
 def assemble(model: nn.Module, run: RunPlan, birth: Birth) -> Assembly:
@@ -337,6 +292,7 @@ class _Assembler:
             host=tiers.host,
             sink=access.own_gradients,
             updater=updates.updater,
+            cores=updates.cores,
             resident=updates.resident,
             verdict=verdict,
             access=access,
@@ -362,7 +318,7 @@ class _Assembler:
         return SpeculationPolicy(
             updates.speculative,
             updates.updater,
-            Forecast(self.config.gradient_clipping) if plan.speculative else None,
+            Forecast(self.config.gradient_clipping) if plan.updates_early else None,
             verdict,
             tiers.gradients,
             tiers.computing.sink.complete,
@@ -389,16 +345,9 @@ class _Assembler:
         self.closers.callback(announce_routes(self.run.units, passes.announce, outside_of_graphs))
         return hooks
 
-    def _together(self, hooks: Hooks, trained: Trained | None) -> Together | NotTogether:
-        if self.ranks.size > 1:
-            return NotTogether("is for one rank")
-        if not isinstance(self.run.processor, Cpu):
-            return NotTogether(
-                "is for models that compute on the CPU: a device's backward runs in a thread of torch's, which cannot "
-                "wait"
-            )
+    def _together(self, hooks: Hooks, trained: Trained | None) -> Together:
         drop = (lambda: None) if trained is None else trained.step.drop_gradients
-        return Together(weakref.ref(self.model), hooks, self.failure, drop)
+        return Together(weakref.ref(self.model), hooks, self.run.processor, self.failure, drop)
 
     def _checkpoints(self, shared: _Shared, training: Training | None) -> Checkpoints:
         tiers, access, config = shared.tiers, shared.access, self.config

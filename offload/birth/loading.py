@@ -9,7 +9,7 @@ from itertools import cycle
 import torch
 from torch import nn
 
-from offload.access import Layout, NewElements, first_states, source_of
+from offload.elements import Layout, NewElements, first_states, source_of
 from offload.memory import tensor_at
 from offload.optim.rule import Rule
 from offload.tiers.home import Home, TileHomes, Transfer, UnitHomes

@@ -1,7 +1,7 @@
 """The tensors of a model as exports take them: whose elements lie in which units, a few MiB at a time.
 
 A source gives portions, a sink (safetensors, ``torch.distributed.checkpoint``) reads each in parts, in any memory of
-its own. Memory: as ``offload.access.Elements``.
+its own. Memory: as ``offload.elements.Elements``.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from offload.access import PART_NUMEL, Elements, Span
 from offload.dtypes import BY_PRECISION
+from offload.elements import PART_NUMEL, Elements, Span
 from offload.memory import passing_tensor
 from offload.option_values import as_choice
 from offload.units import ParameterSpec, UnitSpec

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.access import Elements, ExternalAccess, Zeroing, source_of
+from offload.access import ExternalAccess, Zeroing
+from offload.elements import Elements, source_of
 from offload.memory import available_bytes, tensor_at
 from offload.model.distributed_handle import DistributedGradientHandle
 from offload.model.gradient_handle import GradientBacking, GradientHandle
@@ -39,6 +40,12 @@ class ParameterBacking:
 
     def __reduce__(self) -> Any:
         return OrderedDict, ()  # a parameter that is saved in its unit's forward is an ordinary one
+
+    @property
+    def in_model(self) -> nn.Parameter | None:
+        """What stands in the model for the parameter now."""
+        module, name = self._spec.owners[0]
+        return module._parameters.get(name)
 
     def read(self) -> torch.Tensor:
         """A copy of the value, once the last step's update has reached it."""

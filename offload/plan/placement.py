@@ -14,7 +14,7 @@ from offload.optim.formats import DEFAULT_TILE_BYTES, Formats
 from offload.plan.device import GOLDEN
 from offload.plan.plan import Plan, Staging, TilesOf
 from offload.plan.records import Integers, Records
-from offload.units import UnitSpec, num_nested
+from offload.units import UnitSpec, largest_numel, num_nested
 from swapper import readable_bytes
 
 _TILES_A_UNIT = 4
@@ -42,6 +42,7 @@ def make_plan(
     compute_bytes: int = 0,
     speculative: bool = False,
     num_backwards: int = 1,
+    rereads: bool = False,
 ) -> Plan:
     """Give every kind of every unit a tier, within the budgets, by traffic saved per byte.
 
@@ -50,17 +51,18 @@ def make_plan(
     for each forward and backward, written), one of states two, one of gradients 2k. With k = 1 states come before
     gradients: theirs are both after the verdict, where the disk has most to do if a step is clipped. ``speculative``
     tells that streamed units may be updated during backward: then units are resident with their weights and states
-    together, which is what such an update moves, and the others have work for the disk in forward and in backward. A
-    tied weight in pieces would go over the disk for each of its sites; it is always resident, and so are its gradients.
-    ``tiles_of`` is None where nothing is trained. ``tile_bytes=None`` lets the tile shrink when memory is short.
-    ``compute_bytes`` are taken beside all that.
+    together, which is what such an update moves, and the others have work for the disk in forward and in backward;
+    ``rereads`` tells that such an update reads the weights anew, as where a device computes. A tied weight in pieces
+    would go over the disk for each of its sites; it is always resident, and so are its gradients. ``tiles_of`` is None
+    where nothing is trained. ``tile_bytes=None`` lets the tile shrink when memory is short. ``compute_bytes`` are taken
+    beside all that.
 
     Buffers take memory that records could rest in, and small tiles are more transfers. So every staging that fits is
-    filled, and the plan is the one whose step costs least (``Records.step_cost``): more memory never makes that more.
+    filled, and the plan is the one whose step costs least (``Records.step_cost``). More memory never costs more.
 
     Raises ``BudgetError``, naming the least budget that works.
     """
-    records = cache(lambda size: Records(units, formats, tiles_of, size, num_backwards))
+    records = cache(lambda size: Records(units, formats, tiles_of, size, num_backwards, rereads))
 
     def empty(staging: Staging) -> _Placement:
         return _Placement(records(staging.tile_bytes), staging, compute_bytes)
@@ -111,7 +113,7 @@ def _stagings(
     units arrive in time. Less memory would work too, but each unit would wait for the one before it. Tiles that are
     small against a slot save no memory worth their cost.
     """
-    largest = max(unit.numel for unit in units) * formats.weights
+    largest = largest_numel(units) * formats.weights
     small = max(min(largest // _TILES_A_UNIT, DEFAULT_TILE_BYTES) // _LEAST_TILE_BYTES, 1) * _LEAST_TILE_BYTES
     least_slots = num_nested(units) + (1 if training else 0)
     for slots in (least_slots + 2, least_slots + 1):

@@ -35,8 +35,9 @@ class Records:
         tiles_of: TilesOf | None,
         tile_bytes: int,
         num_backwards: int,
+        rereads: bool,
     ) -> None:
-        """``tiles_of`` is None where nothing is trained; ``num_backwards`` as in ``make_plan``."""
+        """``tiles_of`` is None where nothing is trained; ``num_backwards`` and ``rereads`` as in ``make_plan``."""
         self.units, self.formats = units, formats
         self._tiles = [tiles_of(unit, tile_bytes) if tiles_of is not None else () for unit in units]
         flat = [tile for tiles in self._tiles for tile in tiles]
@@ -44,6 +45,7 @@ class Records:
         self.weights, self.grads, self.states = slice(count), slice(count, 2 * count), slice(2 * count, None)
         self.numel = _integers(unit.numel for unit in units)
         trained = _integers(unit.trainable_numel for unit in units)
+        self._counts = _integers(unit.count for unit in units)
         states = _integers(align(tile.nbytes) for tile in flat)
         self.nbytes = np.concatenate([self.numel * formats.weights, trained * formats.grads, states])
         self._first_states = 2 * count + np.cumsum(lengths) - lengths
@@ -53,12 +55,16 @@ class Records:
         self._edges = _integers(align(edge_bytes(unit.in_files)) for unit in units)
         reads = 2 * num_backwards if formats.grads else 1
         num_tiles = _integers(sum(tile.count for tile in tiles) for tiles in self._tiles)
-        self._costs_of_grads = trained * formats.grads + num_tiles * TRANSFER_BYTES
-        """Of one read of them, or of one write."""
+        one_read = trained * formats.grads + num_tiles * TRANSFER_BYTES
+        self._saved = np.concatenate(
+            [-rereads * (trained > 0) * (self.numel * formats.weights + self._counts * TRANSFER_BYTES), one_read]
+        )
+        """What an update during backward saves of a unit's weights and of its gradients."""
         self._costs = np.concatenate(
             [
-                (self.numel * reads + trained) * formats.weights + (reads + (trained > 0)) * TRANSFER_BYTES,
-                self._costs_of_grads * reads,
+                (self.numel * reads + trained) * formats.weights
+                + (reads + (trained > 0)) * self._counts * TRANSFER_BYTES,
+                one_read * reads,
                 2 * (states + self._tile_counts * TRANSFER_BYTES),
             ]
         )
@@ -82,13 +88,13 @@ class Records:
 
     def step_cost(self, resident: Flags, num_slots: int, *, speculative: bool) -> int:
         """Bytes that a step moves over NVMe, with those that transfers and units that wait for a slot count for.
-        ``speculative``: units of which nothing is resident are updated during backward, which finds their last
-        gradients where they came to."""
+        ``speculative``: units that stream are updated during backward, which finds their last gradients where they
+        came to."""
         away = ~resident
         cost = self._costs[away].sum()
         if speculative:
             kept = np.bincount(self._unit_of_tile, resident[self.states], len(self.units)) + resident[self.weights]
-            cost -= self._costs_of_grads[(kept == 0) & away[self.grads]].sum()
+            cost -= self._saved[np.tile(kept == 0, 2) & away[: self.states.start]].sum()
         streamed = away[self.weights]
         if num_slots < min(self.num_comfortable_slots, int(streamed.sum())):
             cost += self._costs[self.weights][streamed].sum() // WAIT_SHARE
@@ -105,9 +111,9 @@ class Records:
             num_slots=min(staging.num_slots, int(streamed.sum())),
             num_grad_buffers=min(staging.num_grad_buffers, int((grads > 0).sum())),
             num_tile_buffers=min(staging.num_tile_buffers, int((tiles > 0).sum())),
-            slot_bytes=_largest(weights),
+            slot_bytes=_largest(weights // self._counts),
             edge_bytes=_largest(self._edges * streamed),
-            grad_buffer_bytes=_largest(grads),
+            grad_buffer_bytes=_largest(grads // self._counts),
             tile_buffer_bytes=_largest(tiles),
         )
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from offload.access import ExternalAccess, first_states
+from offload.access import ExternalAccess
 from offload.checkpoint.dcp.names import (
     GROUPS,
     STATES,
@@ -30,6 +30,7 @@ from offload.checkpoint.dcp.names import (
 from offload.checkpoint.dcp.reader import DistributedReader, nested
 from offload.checkpoint.model_state import get_model_state
 from offload.checkpoint.run_state import RunState
+from offload.elements import first_states
 from offload.errors import WeightsError
 from offload.optim.rule import Rule
 from offload.units import ParameterSpec, UnitSpec

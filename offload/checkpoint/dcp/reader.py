@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
-from offload.access import PART_NUMEL
 from offload.checkpoint.dcp.pickled import PlainUnpickler, read_metadata
 from offload.checkpoint.dcp.writer import boxes
+from offload.elements import PART_NUMEL
 from offload.errors import WeightsError
 from offload.memory import passing_tensor
 from swapper.checked import Int, open_regular, refusals

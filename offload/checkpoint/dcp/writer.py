@@ -38,12 +38,12 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from offload.access import PART_NUMEL
 from offload.checkpoint.dcp.names import STATES, TreePath, key_of
 from offload.checkpoint.dcp.pickled import unpickled
 from offload.checkpoint.every_rank import on_every_rank
 from offload.checkpoint.publish import Unfinished, check_replaceable
 from offload.checkpoint.tensors import Entry, Portion
+from offload.elements import PART_NUMEL
 from offload.errors import ConfigError
 from offload.memory import passing_tensor, tensor_at
 from offload.ranks.ranks import Ranks

@@ -9,10 +9,11 @@ from functools import partial
 
 import torch
 
-from offload.access import Elements, ExternalAccess, Loan, Records, Span, first_states
+from offload.access import ExternalAccess
 from offload.checkpoint.native.base_files import SavedPart
 from offload.checkpoint.native.description import Description
 from offload.checkpoint.native.saved_records import SavedHome, SavedRecords, Source
+from offload.elements import Elements, Loan, Records, Span, first_states
 from offload.errors import ConfigError
 from offload.optim.rule import TilePart
 from offload.tiers.gradients.store import Gradient

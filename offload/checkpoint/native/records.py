@@ -10,10 +10,11 @@ from functools import cached_property
 import torch
 
 import aio_ext
-from offload.access import ExternalAccess, Loan
+from offload.access import ExternalAccess
 from offload.checkpoint.native.base_files import SavedFile
 from offload.checkpoint.native.description import describe_units, parts_of
 from offload.checkpoint.native.saved_units import SavedUnits
+from offload.elements import Loan
 from offload.tiers.home import Home
 from offload.tiers.store import RecordExtents
 from offload.units import UnitSpec

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import torch
 
 import aio_ext
-from offload.access import Layout, Loan
 from offload.checkpoint.native.base_files import BaseFiles, SavedPart
 from offload.checkpoint.native.description import Description
 from offload.checkpoint.native.saved_units import SavedTile, SavedUnit
 from offload.dtypes import BY_PRECISION
+from offload.elements import Layout, Loan
 from offload.errors import ConfigError
 from offload.memory import tensor_at
 from offload.optim.formats import MASTER_BYTES, Formats
@@ -76,7 +76,7 @@ class _Memory:
 
 
 class SavedRecords:
-    """The records of all units of a generation: see ``offload.access.Records``. A unit that ranks have saved is there
+    """The records of all units of a generation: see ``offload.elements.Records``. A unit that ranks have saved is there
     as often as there were ranks.
 
     ``units`` have what is needed to find elements: a parameter's ``start`` is the first of its flat elements that is

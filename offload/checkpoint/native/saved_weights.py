@@ -9,11 +9,11 @@ from types import TracebackType
 
 import torch
 
-from offload.access import Elements
 from offload.checkpoint.native.description import Description
 from offload.checkpoint.native.saved_records import SavedRecords, Source
 from offload.checkpoint.native.saved_units import SavedParameter
 from offload.checkpoint.tensors import Entry, Place, Tensors
+from offload.elements import Elements
 from offload.errors import ConfigError
 from offload.units import ParameterSpec, UnitSpec
 from swapper import StorageCorrupt

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from offload import access
-from offload.access import Elements, Layout, NewElements, Span, first_states, source_of
+from offload.elements import Elements, Layout, NewElements, Span, first_states, source_of
 from offload.kernels import CODE_BLOCK
 from offload.memory import tensor_at
 from offload.optim.formats import Formats
@@ -107,7 +106,7 @@ NUMELS = {
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
 @pytest.mark.parametrize("numels", NUMELS.values(), ids=NUMELS)
 def test_what_was_written_is_read_in_every_dtype(numels, dtype, monkeypatch):
-    monkeypatch.setattr(access, "PART_NUMEL", 999)
+    monkeypatch.setattr("offload.elements.PART_NUMEL", 999)
     unit, layout = unit_of(*numels, frozen=(50, 0)), kernel_layout(dtype)
     memory, values = Memory(unit, tiles_of(layout, unit), layout.formats), values_of(unit)
     with Elements(memory, layout) as elements:
@@ -210,7 +209,7 @@ def test_states_are_read_from_any_element_on(moments: str):
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "int8"])
 def test_states_that_are_written_in_parts_are_those_that_a_rule_puts_at_once(moments: str, monkeypatch):
-    monkeypatch.setattr(access, "PART_NUMEL", 2 * CODE_BLOCK)
+    monkeypatch.setattr("offload.elements.PART_NUMEL", 2 * CODE_BLOCK)
     unit, layout = unit_of(100, GRAIN + 300), kernel_layout(torch.bfloat16, moments)
     memory, expected = (Memory(unit, tiles_of(layout, unit), layout.formats) for _ in range(2))
     values = values_of(unit)
