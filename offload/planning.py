@@ -202,6 +202,7 @@ def plan_within(
         tile_bytes,
         room.compute.compute_host_bytes(config, on_host, ranks) + ranks.nbytes + config.activation_bytes,
         num_backwards=config.gradient_accumulation_steps,
+        rereads=room.compute.computes,
     )
     speculative = choice is not None and choice.rule.repeatable and not ranks.gathers
     plan = make(speculative=speculative)

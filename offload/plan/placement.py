@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cache
+from itertools import chain, zip_longest
+
+import numpy as np
 
 from offload.errors import BudgetError
 from offload.optim.formats import DEFAULT_TILE_BYTES, Formats
 from offload.plan.device import GOLDEN
-from offload.plan.plan import Plan, Staging, Tier, TilesOf, UnitPlan
+from offload.plan.plan import Plan, Staging, TilesOf
+from offload.plan.records import Integers, Records
 from offload.units import UnitSpec, largest_numel, num_nested
-from swapper import align, edge_bytes, readable_bytes
+from swapper import readable_bytes
 
-_TILES_A_UNIT = 8
+_TILES_A_UNIT = 4
 """Tiles smaller than the largest unit's weights divided by this save no memory worth the speed they cost."""
 
 _LEAST_TILE_BYTES = 64 << 10
@@ -20,7 +25,11 @@ _LEAST_TILE_BYTES = 64 << 10
 _NUM_TILE_BUFFERS = 6
 """Enough for the disk to read, the kernel to work and the disk to write at the same time, and some to even out."""
 
-_NUM_GRAD_BUFFERS = 3
+_NUM_GRAD_BUFFERS = 2
+"""One is filled while the other is written, and read by a speculative update."""
+
+_PREFIXES = 256
+"""Lengths that are tried of what comes before gradients, at most."""
 
 
 def make_plan(
@@ -33,6 +42,7 @@ def make_plan(
     compute_bytes: int = 0,
     speculative: bool = False,
     num_backwards: int = 1,
+    rereads: bool = False,
 ) -> Plan:
     """Give every kind of every unit a tier, within the budgets, by traffic saved per byte.
 
@@ -41,15 +51,24 @@ def make_plan(
     for each forward and backward, written), one of states two, one of gradients 2k. With k = 1 states come before
     gradients: theirs are both after the verdict, where the disk has most to do if a step is clipped. ``speculative``
     tells that streamed units may be updated during backward: then units are resident with their weights and states
-    together, which is what such an update moves, and the others have work for the disk in forward and in backward. A
-    tied weight in pieces would go over the disk for each of its sites; it is always resident, and so are its gradients.
-    ``tiles_of`` is None where nothing is trained. ``tile_bytes=None`` lets the tile shrink when memory is short.
-    ``compute_bytes`` are taken beside all that.
+    together, which is what such an update moves, and the others have work for the disk in forward and in backward;
+    ``rereads`` tells that such an update reads the weights anew, as where a device computes. A tied weight in pieces
+    would go over the disk for each of its sites; it is always resident, and so are its gradients. ``tiles_of`` is None
+    where nothing is trained. ``tile_bytes=None`` lets the tile shrink when memory is short. ``compute_bytes`` are taken
+    beside all that.
+
+    Buffers take memory that records could rest in, and small tiles are more transfers. So every staging that fits is
+    filled, and the plan is the one whose step costs least (``Records.step_cost``). More memory never costs more.
 
     Raises ``BudgetError``, naming the least budget that works.
     """
-    placement = _Placement(units, formats, tiles_of, Staging(0, 0, 0, tile_bytes or DEFAULT_TILE_BYTES), compute_bytes)
-    everything = placement.with_all_resident()
+    records = cache(lambda size: Records(units, formats, tiles_of, size, num_backwards, rereads))
+
+    def empty(staging: Staging) -> _Placement:
+        return _Placement(records(staging.tile_bytes), staging, compute_bytes)
+
+    everything = empty(Staging(0, 0, 0, tile_bytes or DEFAULT_TILE_BYTES))
+    everything.resident[:] = True
     if everything.total_bytes <= host_bytes:
         return everything.plan(host_bytes)
     if nvme_bytes == 0 and any(unit.stored_numel for unit in units):
@@ -59,20 +78,21 @@ def make_plan(
             "Give an nvme_path, or raise host_memory to {needed}.",
             everything.total_bytes,
         )
-    for staging in _stagings(units, formats, tile_bytes, training=tiles_of is not None):
-        placement = _Placement(units, formats, tiles_of, staging, compute_bytes)
+    placements = [empty(staging) for staging in _stagings(units, formats, tile_bytes, training=tiles_of is not None)]
+    for placement in placements:
         placement.keep_large_units()
-        if placement.total_bytes <= host_bytes:
-            break
-    else:
-        least = min(placement.total_bytes, everything.total_bytes)  # staging can take more than all of a small model
+    least = min(placement.total_bytes for placement in placements)
+    if least > host_bytes:
+        least = min(least, everything.total_bytes)  # staging can take more than all of a small model
         raise BudgetError(
             f"host_memory is too small: the least that works for this model is {readable_bytes(least)}, "
             f"{readable_bytes(host_bytes)} are given. Raise host_memory to {{needed}}.",
             least,
         )
-    placement.fill(host_bytes, by_unit=speculative, gradients_first=num_backwards > 1)
-    plan = placement.plan(host_bytes)
+    placements = [placement for placement in placements if placement.total_bytes <= host_bytes]
+    for placement in placements:
+        placement.fill(host_bytes, by_unit=speculative, gradients_first=num_backwards > 1)
+    plan = min(placements, key=lambda placement: placement.step_cost(speculative=speculative)).plan(host_bytes)
     needed = sum(plan.nvme_bytes.values())
     if needed > nvme_bytes:
         raise BudgetError(
@@ -87,12 +107,11 @@ def make_plan(
 def _stagings(
     units: Sequence[UnitSpec], formats: Formats, tile_bytes: int | None, *, training: bool
 ) -> Iterator[Staging]:
-    """From comfortable to the least that works.
+    """Those to choose from.
 
     Compute holds one slot for each unit around the one at work, the update holds one, and one or two more let the next
-    units arrive in time. Of three gradient buffers one is filled, one written and one read by a speculative update.
-    Less memory would work too, but each unit would wait for the one before it. Tiles that are small against a slot save
-    no memory worth their cost.
+    units arrive in time. Less memory would work too, but each unit would wait for the one before it. Tiles that are
+    small against a slot save no memory worth their cost.
     """
     largest = largest_numel(units) * formats.weights
     small = max(min(largest // _TILES_A_UNIT, DEFAULT_TILE_BYTES) // _LEAST_TILE_BYTES, 1) * _LEAST_TILE_BYTES
@@ -103,88 +122,102 @@ def _stagings(
             yield Staging(slots, _NUM_GRAD_BUFFERS, _NUM_TILE_BUFFERS, size)
 
 
-@dataclass
 class _Placement:
-    """A placement in the making: what is resident in RAM, and what all of it costs."""
+    """A placement in the making: which records are ``resident`` in RAM, and what all of it costs."""
 
-    units: Sequence[UnitSpec]
-    formats: Formats
-    tiles_of: TilesOf | None
-    staging: Staging
-    compute_bytes: int
+    def __init__(self, records: Records, staging: Staging, compute_bytes: int) -> None:
+        self.resident = records.always_resident()
+        self._records, self._staging, self._compute_bytes = records, staging, compute_bytes
 
-    def __post_init__(self) -> None:
-        tiles_of, tile_bytes = self.tiles_of, self.staging.tile_bytes
-        self.tiles = [tiles_of(unit, tile_bytes) if tiles_of is not None else () for unit in self.units]
-        self.weights_resident = [unit.reused for unit in self.units]
-        self.grads_resident = [unit.reused or unit.trainable_numel * self.formats.grads == 0 for unit in self.units]
-        self.tiles_resident = [[tile.nbytes == 0 for tile in tiles] for tiles in self.tiles]
-        self._edges = [edge_bytes(unit.in_files) for unit in self.units]
+    @property
+    def total_bytes(self) -> int:
+        """Host memory that it takes."""
+        records = self._records
+        resident_bytes = int(records.nbytes[self.resident].sum())
+        return resident_bytes + records.staged(self.resident, self._staging).nbytes + self._compute_bytes
 
-    def with_all_resident(self) -> _Placement:
-        placement = replace(self)
-        placement.weights_resident = [True] * len(self.units)
-        placement.grads_resident = [True] * len(self.units)
-        placement.tiles_resident = [[True] * len(tiles) for tiles in self.tiles]
-        return placement
+    def step_cost(self, *, speculative: bool) -> int:
+        """Bytes that a step moves over NVMe, and what else counts for some."""
+        return self._records.step_cost(self.resident, self._staging.num_slots, speculative=speculative)
+
+    def plan(self, host_budget_bytes: int) -> Plan:
+        """The placement as it is."""
+        records, resident = self._records, self.resident
+        staging = records.staged(resident, self._staging)
+        return records.plan(resident, staging, host_budget_bytes, self._compute_bytes)
 
     def keep_large_units(self) -> None:
         """Keep the units in RAM that make every buffer so large that without them all of it takes less memory."""
-        for size in sorted({unit.numel for unit in self.units}, reverse=True):
-            before, weights, grads = self.total_bytes, self.weights_resident, self.grads_resident
-            self.weights_resident = [kept or unit.numel == size for kept, unit in zip(weights, self.units, strict=True)]
-            self.grads_resident = [kept or unit.numel == size for kept, unit in zip(grads, self.units, strict=True)]
+        records = self._records
+        for size in sorted({unit.numel for unit in records.units}, reverse=True):
+            before, resident = self.total_bytes, self.resident.copy()
+            for kind in (records.weights, records.grads):
+                self.resident[kind] |= records.numel == size
             if self.total_bytes >= before:
-                self.weights_resident, self.grads_resident = weights, grads
+                self.resident = resident
                 return
 
     def fill(self, host_bytes: int, *, by_unit: bool, gradients_first: bool) -> None:
         """Keep what saves most traffic per byte, as much as fits: all kinds of one unit after the other, or one kind of
-        all units after the other. Gradients come last, unless they come before states.
+        all units after the other. Gradients come last, unless they come before states; where a step costs less so,
+        some of what comes before them leaves its room to them.
 
         Where nothing is trained, experts come last: the room that is left is slots for all of them.
 
         First the units that forward begins with, whose gradients come last: nothing else is left to do while they are
         updated. The others in an order that is spread evenly.
         """
-        first = self.units[0].whole
-        is_first = [unit is self.units[0] or (unit.whole is not None and unit.whole is first) for unit in self.units]
-        spread = sorted(range(len(self.units)), key=lambda index: (not is_first[index], index * GOLDEN % 1))
-        weights = [(self.weights_resident, index) for index in spread if not self._comes_by_use(index)]
-        grads = [(self.grads_resident, index) for index in spread]
+        units, states_of = self._records.units, self._records.states_of
+        first = units[0].whole
+        is_first = [unit is units[0] or (unit.whole is not None and unit.whole is first) for unit in units]
+        spread = sorted(range(len(units)), key=lambda index: (not is_first[index], index * GOLDEN % 1))
+        grads = [len(units) + index for index in spread]
+        comes_by_use = [unit.experts is not None and not self._records.formats.grads for unit in units]
         if by_unit:
-            self._keep([kind for i in spread for kind in self._kinds(i, gradients=gradients_first)], host_bytes)
+            of_gradients = [[record] for record in grads] if gradients_first else [[]] * len(units)
+            kinds = ([i, *of_unit, *states_of(i)] for i, of_unit in zip(spread, of_gradients, strict=True))
+            order = list(chain.from_iterable(kinds))
         else:
-            most_tiles = max((len(tiles) for tiles in self.tiles), default=0)
-            tiles = [(self.tiles_resident[i], n) for n in range(most_tiles) for i in spread if n < len(self.tiles[i])]
-            self._keep(weights, host_bytes)
-            if gradients_first:
-                self._keep(grads, host_bytes)
-            self._keep(tiles, host_bytes)
-        self._keep(grads, host_bytes)
-        room, slot_bytes = host_bytes - self.total_bytes, self._buffers().slot_bytes
-        if any(map(self._comes_by_use, range(len(self.units)))) and slot_bytes:
-            self.staging = replace(self.staging, num_slots=self.staging.num_slots + room // slot_bytes)
+            weights = [index for index in spread if not comes_by_use[index]]
+            rows = zip_longest(*(states_of(index) for index in spread))
+            states = [record for row in rows for record in row if record is not None]
+            order = [*weights, *(grads if gradients_first else []), *states]
+        self._keep_best(self._away(order), self._away([] if gradients_first else grads), host_bytes, by_unit=by_unit)
+        staging = self._records.staged(self.resident, self._staging)
+        if any(comes_by_use) and staging.slot_bytes:
+            room = host_bytes - self.total_bytes
+            self._staging = replace(self._staging, num_slots=self._staging.num_slots + room // staging.slot_bytes)
 
-    def _comes_by_use(self, index: int) -> bool:
-        """It is an expert where nothing is trained: those that are used most are the ones that stay."""
-        return self.tiles_of is None and self.units[index].experts is not None
+    def _away(self, order: Sequence[int]) -> Integers:
+        """Those of these records that are not resident so far."""
+        records = np.array(order, np.int64)
+        return records[~self.resident[records]]
 
-    def _kinds(self, index: int, *, gradients: bool) -> list[tuple[list[bool], int]]:
-        """Kinds that belong to one unit, with its gradients or without."""
-        tiles = self.tiles_resident[index]
-        of_gradients = [(self.grads_resident, index)] if gradients else []
-        return [(self.weights_resident, index), *of_gradients, *((tiles, n) for n in range(len(tiles)))]
+    def _keep_best(self, order: Integers, grads: Integers, host_bytes: int, *, by_unit: bool) -> None:
+        """Keep a prefix of ``order`` and then one of ``grads``, both as long as fits, or the shorter prefix of
+        ``order`` with which a step costs least. So a placement of a smaller budget is always among those to choose
+        from."""
+        fits = self._keep(order, host_bytes)
+        best, least = self.resident.copy(), self.step_cost(speculative=by_unit)
+        for count in reversed(range(0, fits + 1, -(-len(order) // _PREFIXES) or 1)):
+            self.resident[order[count:]] = False
+            self.resident[grads] = True
+            if self.step_cost(speculative=by_unit) >= least:  # nor would a shorter one cost less
+                break
+            self._keep(grads, host_bytes)
+            cost = self.step_cost(speculative=by_unit)
+            if cost < least:
+                best, least = self.resident.copy(), cost
+        self.resident = best
 
-    def _keep(self, candidates: list[tuple[list[bool], int]], host_bytes: int) -> None:
-        """Keep the longest prefix of ``candidates`` that fits."""
-        candidates = [(kept, index) for kept, index in candidates if not kept[index]]
+    def _keep(self, records: Integers, host_bytes: int) -> int:
+        """Keep the longest prefix of ``records`` that fits, and return its length."""
 
         def keep(count: int) -> None:
-            for position, (kept, index) in enumerate(candidates):
-                kept[index] = position < count
+            self.resident[records[:count]] = True
+            self.resident[records[count:]] = False
 
-        fits, too_many = 0, len(candidates) + 1
+        fits, too_many = 0, len(records) + 1
         while too_many - fits > 1:
             count = (fits + too_many) // 2
             keep(count)
@@ -193,72 +226,4 @@ class _Placement:
             else:
                 too_many = count
         keep(fits)
-
-    def _weight_bytes(self, index: int) -> int:
-        return self.units[index].numel * self.formats.weights
-
-    def _grad_bytes(self, index: int) -> int:
-        return self.units[index].trainable_numel * self.formats.grads
-
-    def _resident_bytes(self) -> dict[str, int]:
-        everywhere = range(len(self.units))
-        return {
-            "weights": sum(self._weight_bytes(i) for i in everywhere if self.weights_resident[i]),
-            "grads": sum(self._grad_bytes(i) for i in everywhere if self.grads_resident[i]),
-            "states": sum(
-                align(tile.nbytes)
-                for i in everywhere
-                for tile, resident in zip(self.tiles[i], self.tiles_resident[i], strict=True)
-                if resident
-            ),
-        }
-
-    def _buffers(self) -> Staging:
-        """The staging cut down to what streams."""
-        counts = [unit.count for unit in self.units]
-        streamed = [self._weight_bytes(i) // counts[i] for i, kept in enumerate(self.weights_resident) if not kept]
-        in_place = (self._edges[i] for i, resident in enumerate(self.weights_resident) if not resident)
-        spilled = [self._grad_bytes(i) // counts[i] for i, kept in enumerate(self.grads_resident) if not kept]
-        spilled_tile = any(spilled) * self.formats.grads
-        tiles = [
-            (align(tile.nbytes) * (not resident) + tile.numel * spilled_tile * (not self.grads_resident[i]))
-            // tile.count
-            for i in range(len(self.units))
-            for tile, resident in zip(self.tiles[i], self.tiles_resident[i], strict=True)
-        ]
-        return replace(
-            self.staging,
-            num_slots=min(self.staging.num_slots, len(streamed)),
-            num_grad_buffers=min(self.staging.num_grad_buffers, len(spilled)),
-            num_tile_buffers=min(self.staging.num_tile_buffers, sum(1 for nbytes in tiles if nbytes)),
-            slot_bytes=max(streamed, default=0),
-            edge_bytes=max((align(edges) for edges in in_place), default=0),
-            grad_buffer_bytes=max(spilled, default=0),
-            tile_buffer_bytes=max(tiles, default=0),
-        )
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(self._resident_bytes().values()) + self._buffers().nbytes + self.compute_bytes
-
-    def plan(self, host_budget_bytes: int) -> Plan:
-        tiers = {True: Tier.HOST, False: Tier.NVME}
-        units = tuple(
-            UnitPlan(
-                unit,
-                tiers[self.weights_resident[i]],
-                tiers[self.grads_resident[i]],
-                tuple(
-                    (tile, tiers[resident])
-                    for tile, resident in zip(self.tiles[i], self.tiles_resident[i], strict=True)
-                ),
-            )
-            for i, unit in enumerate(self.units)
-        )
-        return Plan(
-            units=units,
-            formats=self.formats,
-            staging=self._buffers(),
-            host_budget_bytes=host_budget_bytes,
-            compute_bytes=self.compute_bytes,
-        )
+        return fits

@@ -195,6 +195,24 @@ class Plan:
         return self.spare_copy_bytes + self.nvme_bytes["grads"]
 
     @property
+    def step_transfers(self) -> int:
+        """Reads and writes of a step on NVMe: of a unit's weights, of a tile's states, of a tile's gradients."""
+        streamed = [item.unit for item in self.units if item.weights is Tier.NVME]
+        if not self.formats.grads:
+            return sum(unit.count for unit in streamed)
+        of_weights = sum((2 + (unit.trainable_numel > 0)) * unit.count for unit in streamed)
+        tiles = ((tile, tier) for item in self.units for tile, tier in item.tiles)
+        of_states = sum(tile.count for tile, tier in tiles if tier is Tier.NVME)
+        of_grads = sum(
+            tile.count * (1 if self.speculative and item.streamed else 2)
+            for item in self.units
+            if item.grads is Tier.NVME
+            for tile, _ in item.tiles
+        )
+        early = (item.unit.count for item in self.units if self.speculative and item.streamed)
+        return of_weights + sum(early) * self.device.computes + 2 * of_states + of_grads
+
+    @property
     def num_parameters(self) -> int:
         """Parameters of the model, each counted once, padding not counted. Of several ranks all have the same."""
         return sum(spec.whole_shape.numel() for item in self.units for spec in item.unit.parameters)
@@ -406,7 +424,8 @@ def _step(plan: Plan) -> Iterator[str]:
         yield f"a {what} moves nothing to or from NVMe"
     else:
         written = f" and writes {plan.step_write_bytes / _MIB:,.1f}" if plan.step_write_bytes else ""
-        yield f"a {what} reads {plan.step_read_bytes / _MIB:,.1f}{written} MiB{_through(plan.drives)}"
+        moved = f"reads {plan.step_read_bytes / _MIB:,.1f}{written} MiB in {plan.step_transfers:,} transfers"
+        yield f"a {what} {moved}{_through(plan.drives)}"
     taken = {name: seconds for name, seconds in plan.seconds.items() if seconds > 0}
     if not taken:
         return

@@ -1,3 +1,5 @@
+import random
+from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,6 +14,7 @@ from offload.optim.formats import Formats
 from offload.plan.placement import make_plan
 from offload.plan.plan import Drives, Plan, Tier
 from offload.plan.ranks import plan_ranks
+from offload.plan.records import TRANSFER_BYTES, WAIT_SHARE
 from offload.planning import Room, plan_within
 from offload.report.report import Bandwidths
 from offload.tiers.weights.use_order import NEVER, UseOrder
@@ -103,6 +106,45 @@ def test_every_budget_from_the_least_up_is_obeyed_and_moves_no_more_than_a_small
     assert moved[-1] == 0 and moved[0] == max(moved)
     slack = 2 * max(unit.numel for unit in units) * 16
     assert all(later <= earlier + slack for earlier, later in pairwise(moved))
+
+
+def random_model(seed: int) -> nn.Module:
+    """Blocks of several widths between a large embedding and a head, some of them frozen."""
+    draw = random.Random(seed)
+    width, blocks = draw.choice([64, 128, 256]), draw.randint(2, 12)
+    kinds = [nn.Linear(width, draw.choice([1, 2, 4]) * width) for _ in range(draw.randint(1, 3))]
+    layers = [nn.Sequential(*deepcopy(kinds)).requires_grad_(draw.random() < 0.8) for _ in range(blocks)]
+    return nn.Sequential(nn.Embedding(draw.choice([64, 4096]), width), *layers, nn.Linear(width, 64))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_more_budget_never_makes_a_step_cost_more(seed):
+    units = find_units(random_model(seed))
+    formats, speculative = [FP32, BF16][seed % 2], seed % 3 != 0
+    with pytest.raises(BudgetError) as caught:
+        plan_for(units, formats, 1, 1 << 40)
+    least, everything = caught.value.needed_bytes, plan_for(units, formats, 1 << 40, 0).host_bytes
+    costs = []
+    for share in range(17):
+        plan = plan_for(units, formats, least + (everything - least) * share // 16, 1 << 40, speculative=speculative)
+        plan = replace(plan, speculative=speculative)
+        cost = plan.step_read_bytes + plan.step_write_bytes + plan.step_transfers * TRANSFER_BYTES
+        streamed = [item.unit for item in plan.units if item.weights is Tier.NVME]
+        if plan.staging.num_slots < min(4, len(streamed)):
+            moved = sum(2 * unit.numel + unit.trainable_numel for unit in streamed) * formats.weights
+            transfers = sum(2 + (unit.trainable_numel > 0) for unit in streamed)
+            cost += (moved + transfers * TRANSFER_BYTES) // WAIT_SHARE
+        costs.append(cost)
+    assert costs == sorted(costs, reverse=True) and costs[-1] == 0
+
+
+def test_the_least_budget_has_tiles_that_a_disk_likes():
+    """The memory of a third gradient buffer is in the tiles: they were an eighth of a block."""
+    units = find_units(nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)) for _ in range(8))))
+    with pytest.raises(BudgetError) as caught:
+        plan_for(units, FP32, 1, 1 << 40)
+    staging = plan_for(units, FP32, caught.value.needed_bytes, 1 << 40).staging
+    assert staging.tile_bytes >= staging.slot_bytes // 5 and staging.num_grad_buffers == 2
 
 
 def test_without_a_disk_the_plan_asks_for_what_everything_takes():

@@ -189,7 +189,7 @@ CLIPPED = {
 def test_steps_that_are_not_clipped_are_updated_early_and_those_that_are_do_not_try(clipped: str, loop, tmp_path: Path):
     ahead = {"never": NEVER, "always": ALWAYS, "after a while": 1.001 * max(norms_of(loop)[:3])}[clipped]
     expected_losses, expected, none, _ = trained_in_memory(loop, ahead)
-    budget = int(1.5 * least_budget(built(), tmp_path, **OPTIONS))
+    budget = int(1.2 * least_budget(built(), tmp_path, **{**OPTIONS, **loop(ahead)[0]}))  # most gradients spill
     losses, weights, begun, left, _ = trained(loop, ahead, nvme_path=tmp_path, host_memory=budget)
     assert not any(none)
     assert losses == expected_losses
@@ -232,6 +232,6 @@ def test_gradients_that_still_lie_in_buffers_are_not_read_back_by_a_clipped_step
             engine.backward(loss_of(engine(tokens), targets))
             engine.step()
         engine.synchronize()
-        assert engine.plan.staging.num_grad_buffers == 3
+        assert engine.plan.staging.num_grad_buffers == 2
     back = {name for name in read if name.startswith("gradients of ")}
-    assert back == {f"gradients of {name}" for name in [*(f"blocks.{index}" for index in range(2, 12)), "norm", "head"]}
+    assert back == {f"gradients of {name}" for name in [*(f"blocks.{index}" for index in range(1, 12)), "norm", "head"]}

@@ -1,0 +1,136 @@
+"""The records of units as arrays, so that a placement can be weighed in one sweep over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from offload.optim.formats import Formats
+from offload.plan.plan import Plan, Staging, Tier, TilesOf, UnitPlan
+from offload.units import UnitSpec, num_nested
+from swapper import align, edge_bytes
+
+Integers = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+TRANSFER_BYTES = 512 << 10
+"""A transfer costs what so many bytes more would, however small it is: its request, its wake-ups, its bookkeeping."""
+
+
+WAIT_SHARE = 8
+"""Where units wait for each other's slots, what their weights cost counts so much more: 1 / 8. By the forecast."""
+
+
+class Records:
+    """All records of ``units``, numbered: the weights of each unit, the gradients of each unit, the states of each
+    tile. A placement says of each of them whether it is ``resident`` in RAM."""
+
+    def __init__(
+        self,
+        units: Sequence[UnitSpec],
+        formats: Formats,
+        tiles_of: TilesOf | None,
+        tile_bytes: int,
+        num_backwards: int,
+        rereads: bool,
+    ) -> None:
+        """``tiles_of`` is None where nothing is trained; ``num_backwards`` and ``rereads`` as in ``make_plan``."""
+        self.units, self.formats = units, formats
+        self._tiles = [tiles_of(unit, tile_bytes) if tiles_of is not None else () for unit in units]
+        flat = [tile for tiles in self._tiles for tile in tiles]
+        count, lengths = len(units), _integers(map(len, self._tiles))
+        self.weights, self.grads, self.states = slice(count), slice(count, 2 * count), slice(2 * count, None)
+        self.numel = _integers(unit.numel for unit in units)
+        trained = _integers(unit.trainable_numel for unit in units)
+        self._counts = _integers(unit.count for unit in units)
+        states = _integers(align(tile.nbytes) for tile in flat)
+        self.nbytes = np.concatenate([self.numel * formats.weights, trained * formats.grads, states])
+        self._first_states = 2 * count + np.cumsum(lengths) - lengths
+        self._unit_of_tile = np.repeat(np.arange(count), lengths)
+        self._tile_counts = _integers(tile.count for tile in flat)
+        self._tile_grads = _integers(tile.numel for tile in flat) * formats.grads
+        self._edges = _integers(align(edge_bytes(unit.in_files)) for unit in units)
+        reads = 2 * num_backwards if formats.grads else 1
+        num_tiles = _integers(sum(tile.count for tile in tiles) for tiles in self._tiles)
+        one_read = trained * formats.grads + num_tiles * TRANSFER_BYTES
+        self._saved = np.concatenate(
+            [-rereads * (trained > 0) * (self.numel * formats.weights + self._counts * TRANSFER_BYTES), one_read]
+        )
+        """What an update during backward saves of a unit's weights and of its gradients."""
+        self._costs = np.concatenate(
+            [
+                (self.numel * reads + trained) * formats.weights
+                + (reads + (trained > 0)) * self._counts * TRANSFER_BYTES,
+                one_read * reads,
+                2 * (states + self._tile_counts * TRANSFER_BYTES),
+            ]
+        )
+
+    def always_resident(self) -> Flags:
+        """Those that no placement puts elsewhere: tied weights in pieces, and what has no bytes."""
+        reused = np.array([unit.reused for unit in self.units], bool)
+        resident = np.concatenate([reused, reused, np.zeros(len(self._tile_counts), bool)])
+        resident[self.grads.start :] |= self.nbytes[self.grads.start :] == 0
+        return resident
+
+    def states_of(self, index: int) -> range:
+        """Numbers of the states of a unit."""
+        first = int(self._first_states[index])
+        return range(first, first + len(self._tiles[index]))
+
+    @property
+    def num_comfortable_slots(self) -> int:
+        """Slots with which compute, the update and the next units have one each."""
+        return num_nested(self.units) + (3 if self.formats.grads else 2)
+
+    def step_cost(self, resident: Flags, num_slots: int, *, speculative: bool) -> int:
+        """Bytes that a step moves over NVMe, with those that transfers and units that wait for a slot count for.
+        ``speculative``: units that stream are updated during backward, which finds their last gradients where they
+        came to."""
+        away = ~resident
+        cost = self._costs[away].sum()
+        if speculative:
+            kept = np.bincount(self._unit_of_tile, resident[self.states], len(self.units)) + resident[self.weights]
+            cost -= self._saved[np.tile(kept == 0, 2) & away[: self.states.start]].sum()
+        streamed = away[self.weights]
+        if num_slots < min(self.num_comfortable_slots, int(streamed.sum())):
+            cost += self._costs[self.weights][streamed].sum() // WAIT_SHARE
+        return int(cost)
+
+    def staged(self, resident: Flags, staging: Staging) -> Staging:
+        """``staging``, cut down to what is not resident."""
+        away = np.where(resident, 0, self.nbytes)
+        weights, grads, states = away[self.weights], away[self.grads], away[self.states]
+        streamed = ~resident[self.weights]
+        tiles = (states + self._tile_grads * (grads > 0)[self._unit_of_tile]) // self._tile_counts
+        return replace(
+            staging,
+            num_slots=min(staging.num_slots, int(streamed.sum())),
+            num_grad_buffers=min(staging.num_grad_buffers, int((grads > 0).sum())),
+            num_tile_buffers=min(staging.num_tile_buffers, int((tiles > 0).sum())),
+            slot_bytes=_largest(weights // self._counts),
+            edge_bytes=_largest(self._edges * streamed),
+            grad_buffer_bytes=_largest(grads // self._counts),
+            tile_buffer_bytes=_largest(tiles),
+        )
+
+    def plan(self, resident: Flags, staging: Staging, host_budget_bytes: int, compute_bytes: int) -> Plan:
+        """The plan with these records resident in RAM."""
+        tiers = [Tier.HOST if kept else Tier.NVME for kept in resident.tolist()]
+        of_units = zip(self.units, tiers[self.weights], tiers[self.grads], strict=True)
+        units = tuple(
+            UnitPlan(unit, weights, grads, tuple(zip(tiles, (tiers[n] for n in self.states_of(i)), strict=True)))
+            for i, ((unit, weights, grads), tiles) in enumerate(zip(of_units, self._tiles, strict=True))
+        )
+        return Plan(units, self.formats, staging, host_budget_bytes, compute_bytes)
+
+
+def _integers(values: Iterable[int]) -> Integers:
+    return np.fromiter(values, np.int64)
+
+
+def _largest(nbytes: Integers) -> int:
+    return int(nbytes.max(initial=0))
