@@ -293,6 +293,7 @@ class _Assembler:
             host=tiers.host,
             sink=access.own_gradients,
             updater=updates.updater,
+            cores=updates.cores,
             resident=updates.resident,
             verdict=verdict,
             access=access,
@@ -319,7 +320,7 @@ class _Assembler:
         return SpeculationPolicy(
             updates.speculative,
             updates.updater,
-            Forecast(self.config.gradient_clipping) if plan.speculative else None,
+            Forecast(self.config.gradient_clipping) if plan.updates_early else None,
             verdict,
             tiers.gradients,
             tiers.computing.sink.complete,

@@ -33,6 +33,13 @@ _RUN_ELSEWHERE = {
     "docs/integrations/peft.md": "tests/integrations/test_peft.py",
     "docs/integrations/transformers.md": "tests/integrations/test_transformers.py",
     "docs/integrations/trl.md": "tests/integrations/test_trl.py",
+    "docs/recipes/compress.md": "tests/recipes/test_compress.py",
+    "docs/recipes/diffusion.md": "tests/recipes/test_diffusion.py",
+    "docs/recipes/low-precision.md": "tests/recipes/test_low_precision.py",
+    "docs/recipes/matrix-optimizers.md": "tests/recipes/test_matrix_optimizers.py",
+    "docs/recipes/pair-bias.md": "tests/recipes/test_pair_bias.py",
+    "docs/recipes/serving.md": "tests/recipes/test_serving.py",
+    "docs/recipes/techniques.md": "tests/recipes/test_techniques.py",
 }
 """Pages whose blocks are run by the tests of what they are about, beside the same in memory."""
 
@@ -55,6 +62,7 @@ _NOT_RUN = {
     "docs/recipes/full.md": 2,
     "docs/recipes/generation.md": 2,
     "docs/recipes/go-on.md": 2,
+    "docs/recipes/long-sequences.md": 1,
     "docs/recipes/lora.md": 2,
 }
 """How many ``py`` and ``console`` blocks each page has."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import runpy
 import time
 import warnings
 from pathlib import Path
@@ -360,3 +361,13 @@ def goes_on(rank: int, size: int, placement: Placement, folder: Path, name: str)
         found = bits([weights_of(engine), engine.optimizer.state_dict()["state"]])
         train(engine, range(2, 3), rank, size)
         return found, bits(weights_of(engine))
+
+
+def sequence_in_parts(rank: int, size: int, page: Path, folder: Path, shard: str) -> dict[str, torch.Tensor]:
+    """The script of the recipe, each rank with its part of the sequence; the weights at the end."""
+    names = runpy.run_path(str(page))
+    model = names["build"]()
+    options: dict[str, Any] = {"lr": 0.1, "optimizer": "sgd", "shard": shard, "nvme_path": folder}
+    with OffloadEngine(model, **options) as engine:
+        names["train"](model, engine.optimizer, names["big_bird"], rank, size, 3)
+        return {name: value.detach().clone() for name, value in model.named_parameters()}

@@ -265,7 +265,7 @@ def weights_of(engine: OffloadEngine) -> dict[str, torch.Tensor]:
 
 
 def bits(value: Any) -> str:
-    """A digest that is the same if every bit is."""
+    """A digest that is the same if every bit is; of a NaN the sign is any."""
     digest = hashlib.sha256()
     for part in _flat(value):
         digest.update(part)
@@ -275,7 +275,8 @@ def bits(value: Any) -> str:
 def _flat(value: Any) -> Iterator[bytes]:
     if isinstance(value, torch.Tensor):
         yield f"{value.dtype} {tuple(value.shape)}".encode()
-        yield value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        found = value.detach().cpu().contiguous().view(-1)
+        yield torch.where(found == found, found, found.abs()).view(torch.uint8).numpy().tobytes()
     elif isinstance(value, dict):
         for key in value:
             yield str(key).encode()
