@@ -53,6 +53,15 @@ def chosen(engine: OffloadEngine) -> MeasuredActivations:
     return found
 
 
+def test_auto_over_nvme_has_the_bits_of_keep(make_model: Any, tmp_path: Path):
+    options: dict[str, Any] = {"lr": 1e-2, "nvme_path": tmp_path, "host_memory": "8MiB", "tile_bytes": 65536}
+    with OffloadEngine(make_model(), **options) as engine:
+        expected = train(engine, 3)
+    with OffloadEngine(make_model(), **options, activations="auto", activation_memory="64KiB") as engine:
+        assert same(train(engine, 3), expected)
+        assert chosen(engine).is_over
+
+
 def same(left: Any, right: Any) -> bool:
     return left[0] == right[0] and all(torch.equal(left[1][name], right[1][name]) for name in left[1])
 
@@ -67,23 +76,18 @@ def test_auto_has_the_bits_of_keep_and_keeps_all_where_compute_is_slowest_and_me
         assert chosen(engine).kept_bytes == sum(each.saved_bytes - each.input_bytes for each in chosen(engine).costs)
 
 
-@pytest.mark.parametrize(("free_bytes", "num_away"), [(0, 4), (800_000, 3), (1 << 40, 0)])
+@pytest.mark.parametrize(("free_bytes", "num_recomputed"), [(0, 4), (400_000, 3), (1 << 40, 0)])
 def test_auto_takes_no_more_than_the_first_step_has_left_free(
-    free_bytes: int, num_away: int, make_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    free_bytes: int, num_recomputed: int, make_model: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    options: dict[str, Any] = {"lr": 1e-2, "nvme_path": tmp_path, "host_memory": "8MiB", "tile_bytes": 65536}
-    with OffloadEngine(make_model(), **options) as engine:
+    with OffloadEngine(make_model(), lr=1e-2) as engine:
         expected = train(engine, 3)
-    with OffloadEngine(make_model(), **options, activations="auto", activation_memory="64KiB") as engine:
-        engine._session.parts.reporter.bandwidths = None  # so that compute is the slowest
+    with OffloadEngine(make_model(), lr=1e-2, activations="auto") as engine:  # without NVMe compute is the slowest
         with monkeypatch.context() as patch:
             patch.setattr("offload.device.host.Cpu.free_bytes", lambda self: free_bytes)
             assert same(train(engine, 3), expected)
-        away = [forward for forward in chosen(engine).forwards if forward.is_on]
         assert chosen(engine).kept_bytes <= 0.75 * free_bytes
-        assert len(away) == num_away
-        inputs = 4 * 16 * 128 * 4  # the last norm's and the head's leave, too
-        assert engine.report().activations.kept_bytes == (len(away) + 2) * inputs
+        assert [forward.is_on for forward in chosen(engine).forwards].count(True) == num_recomputed
 
 
 def test_what_is_alive_of_several_micro_batches_together_is_counted(make_model: Any):
