@@ -31,8 +31,8 @@ _PRECISIONS: dict[torch.dtype, Literal["bf16", "fp16", "fp32"]] = {
 
 _LEAST_TILE_BYTES = 64 << 10
 
-ACTIVATIONS = ("keep", "recompute", "host", "nvme")
-"""What becomes of activations, from the fastest to what takes the least memory."""
+ACTIVATIONS = ("keep", "recompute", "host", "nvme", "auto")
+"""What becomes of activations, from the fastest to what takes the least memory; and what a step shows to be best."""
 
 _LEAST_ACTIVATION_BYTES = 64 << 10
 
@@ -87,8 +87,10 @@ class OffloadConfig:
     activations: str | Mapping[str, str] = "keep"
     """What becomes of the activations that backward needs. "keep": they stay. "recompute": of each block its inputs
     stay, and backward runs it again. "host": these inputs go to host memory, and so does what is saved outside of
-    blocks. "nvme": what does not fit there goes on to NVMe. For some units alone: a dict of patterns of unit names,
-    such as ``{"model.layers.*": "nvme"}``; the first that matches counts, and units without one keep."""
+    blocks. "nvme": what does not fit there goes on to NVMe. "auto": the first step is one of "nvme" ("recompute"
+    without ``nvme_path``); then each block keeps, recomputes or goes there, as its bytes and times have shown. For some
+    units alone: a dict of patterns of unit names, such as ``{"model.layers.*": "nvme"}``; the first that matches
+    counts, and units without one keep."""
     activation_memory: int | str = 64 << 20
     """Bytes of ``host_memory`` set aside for activations of "host", all of which must fit, and "nvme", where they are
     the buffer; of each rank."""
@@ -242,7 +244,8 @@ class OffloadConfig:
     @property
     def activation_bytes(self) -> int:
         """Host memory for activations; 0 if none go there."""
-        return 0 if {"host", "nvme"}.isdisjoint(self._activation_modes) else int(self.activation_memory)
+        leaving = {"host", "nvme", *(("auto",) if self.nvme_path else ())}
+        return 0 if leaving.isdisjoint(self._activation_modes) else int(self.activation_memory)
 
     @property
     def _activation_modes(self) -> Collection[str]:

@@ -39,13 +39,15 @@ class GrowingPlan(FixedPlan):
     failure: Failure
     units_moved: Callable[[], None]
     """Tells that units rest elsewhere than before."""
+    promised_bytes: Callable[[], int]
+    """Memory that activations will take more than they did."""
     has_grown: bool = False
 
     def step_taken(self) -> None:
         if self.has_grown:
             return
         self.has_grown = True
-        plan, free_bytes = self.plan, self.device.memory_bytes() - self.device.peak_bytes()
+        plan, free_bytes = self.plan, self._free_bytes()
         grown = plan.grown(free_bytes)
         moving = [unit for unit in self.units if unit.index in grown.resident - plan.device.resident]
         if any(self.gradients.of(unit) for unit in moving):  # which no parameter group has: they stay
@@ -61,3 +63,6 @@ class GrowingPlan(FixedPlan):
         if moving:
             self.units_moved()
         self.plan = plan.with_device(grown)
+
+    def _free_bytes(self) -> int:
+        return max(self.device.memory_bytes() - self.device.peak_bytes() - self.promised_bytes(), 0)

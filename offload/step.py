@@ -18,6 +18,7 @@ from offload.cores import CoreBudget
 from offload.errors import ConfigError
 from offload.growth import FixedPlan
 from offload.interrupts import held_back
+from offload.model.activation_choice import FixedActivations
 from offload.model.backing import ParameterBacking, PiecewiseBacking
 from offload.model.hooks import Hooks
 from offload.optim.rule import Group
@@ -70,6 +71,7 @@ class Step:
     reporter: Reporter
     watch: Watch
     growth: FixedPlan
+    activations: FixedActivations
     failure: Failure
     specs: Mapping[nn.Parameter, Sequence[ParameterSpec]]
     """Of each parameter of the model: its spec, or those of its pieces in order."""
@@ -260,7 +262,7 @@ class Step:
         self.passes.forget_gradients()
         self.progress.global_step += 1
         self.checkpoints.step_taken()
-        self.reporter.report(
+        report = self.reporter.report(
             self.growth.plan.memory, self.progress.global_step, grad_norm, self._scale, updates_wait=updates_wait
         )
         self.cores.end_step(self.reporter.working_seconds)
@@ -268,5 +270,6 @@ class Step:
         if busy is not None and not updates_wait:
             speculative.balance(*busy)
         self.updater.start(remaining)
+        self.activations.step_taken(report)
         self.growth.step_taken()
         self.level.end_step()

@@ -19,7 +19,18 @@ from offload.cli.app import make_app
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
 
 _ENGINE = "OffloadEngine"
-_OTHERS = ("deferred_init", "LiveLine", "TensorBoard", "Prometheus", "Observer", "StepRecord", "Plan", "Report")
+_OTHERS = (
+    "deferred_init",
+    "cross_entropy_in_tiles",
+    "in_tiles",
+    "LiveLine",
+    "TensorBoard",
+    "Prometheus",
+    "Observer",
+    "StepRecord",
+    "Plan",
+    "Report",
+)
 _DOORS = {
     "offload.integrations.transformers": ("OffloadTrainer", "OffloadTrainerMixin"),
     "offload.integrations.accelerate": ("OffloadAccelerator",),

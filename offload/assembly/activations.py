@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import cast
@@ -15,11 +15,15 @@ from offload.assembly.run_plan import RunPlan
 from offload.closing import Closers
 from offload.config import OffloadConfig
 from offload.device.host import Cpu
-from offload.device.protocol import Device
+from offload.device.protocol import Device, Processor
 from offload.errors import ConfigError
+from offload.model.activation_choice import FixedActivations, MeasuredActivations
 from offload.model.activations import OffloadedTensors
+from offload.model.forward_costs import DeviceClock, ForwardCosts, HostClock
 from offload.model.hooks import Hooks
 from offload.model.recompute import RecomputedForward, recomputed_modules
+from offload.model.saved_tensors import SavedTensors
+from offload.model.unit_in_model import SavesTensors
 from offload.planning import scratch_bytes
 from offload.report.meter import Meter
 from offload.report.report import ActivationUse
@@ -30,7 +34,7 @@ from offload.units import UnitSpec
 from swapper import Arena, Scratch, open_scratch
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Activations:
     """What becomes of each unit's activations, and the pool for those that leave the memory of compute."""
 
@@ -38,6 +42,8 @@ class Activations:
     """By unit."""
     pools: Sequence[ActivationPool]
     """One, or none where nothing leaves."""
+    chosen: FixedActivations = field(default_factory=FixedActivations)
+    """Which units' modes change, and when."""
 
     @property
     def scratch(self) -> Sequence[Scratch]:
@@ -48,21 +54,31 @@ class Activations:
         """What was moved and taken since the last call."""
         return next((pool.take_use() for pool in self.pools), ActivationUse())
 
-    def tie(self, hooks: Hooks, model: nn.Module) -> None:
-        """Have the hooks of the model do what the modes say."""
+    def tie(self, hooks: Hooks, model: nn.Module, processor: Processor, num_sharers: int) -> None:
+        """Have the hooks of the model do what the modes say. So many ranks share the processor's memory."""
         lasting = {buffer.untyped_storage()._cdata for buffer in model.buffers() if not buffer.is_meta}
-        kinds = {
-            (mode, pool): OffloadedTensors(hooks, pool, lasting, spills=mode == "nvme")
-            for pool in self.pools
-            for mode in ("host", "nvme")
-        }
+        here: SavesTensors = SavedTensors(hooks)
+        kinds: dict[str, SavesTensors] = {"keep": here, "recompute": here}
+        for pool in self.pools:
+            for mode in ("host", "nvme"):
+                kinds[mode] = OffloadedTensors(hooks, pool, lasting, spills=mode == "nvme")
+        away = "nvme" if self.scratch else "recompute"
         modules = recomputed_modules(hooks.units)
+        measured: list[tuple[RecomputedForward, ForwardCosts]] = []
+        clock = HostClock() if isinstance(processor, Cpu) else DeviceClock(cast(Device, processor))
         for unit, mode in zip(hooks.units, self.modes, strict=True):
-            for (name, _), saved_tensors in kinds.items():
-                if name == mode:
-                    unit.saved_tensors = saved_tensors
-            if mode != "keep" and unit in modules:
-                hooks.installed.add(RecomputedForward(modules[unit], unit))
+            unit.saved_tensors = kinds[away if mode == "auto" else mode]
+            if mode == "keep" or unit not in modules:
+                continue
+            forward = RecomputedForward(modules[unit], unit)
+            hooks.installed.add(forward)
+            if mode == "auto":
+                costs = ForwardCosts(clock, lambda: processor.free_bytes() // num_sharers, unit.holds)
+                forward.costs = costs
+                measured.append((forward, costs))
+        if measured:
+            forwards, of_forwards = zip(*measured, strict=True)
+            self.chosen = MeasuredActivations(forwards, of_forwards, away, kinds)
 
 
 def make_activations(run: RunPlan, meter: Meter, closers: Closers) -> Activations:
@@ -80,7 +96,7 @@ def make_activations(run: RunPlan, meter: Meter, closers: Closers) -> Activation
         device.pin(memory.address, memory.nbytes)
         closers.callback(partial(device.unpin, memory.address))
     scratch = None
-    if "nvme" in modes:
+    if "nvme" in modes or "auto" in modes:
         options = queue_options(run.config, run.sharers)
         scratch = open_scratch(run.config.paths, scratch_bytes(run.plan, run.config), **options)
         closers.callback(scratch.close)

@@ -245,6 +245,7 @@ class _Assembler:
             tiers.host.fence,
             self.failure,
             updates.speculative.look_at_homes,
+            lambda activations=self.activations: activations.chosen.kept_bytes,  # type: ignore[misc]
         )
 
     # What trains.
@@ -312,6 +313,7 @@ class _Assembler:
             reporter=shared.reporter,
             watch=self.watch,
             growth=shared.growth,
+            activations=self.activations.chosen,
             failure=self.failure,
             specs=specs,
             backings=shared.backings,
@@ -348,7 +350,8 @@ class _Assembler:
         ]
         one_thread = isinstance(self.run.processor, Cpu)
         hooks = Hooks(in_model, handles.at_sites, handles.of_model, passes, outside_of_graphs, one_thread=one_thread)
-        self.activations.tie(hooks, self.model)
+        sharers = len(self.ranks.world.local_ranks) if one_thread else 1
+        self.activations.tie(hooks, self.model, self.run.processor, sharers)
         owners = {site[0]: unit for unit in in_model for site in unit.sites}
         self.closers.callback(show_first_layers(self.model, owners))
         experts = dict.fromkeys(unit.experts for unit in self.run.units)

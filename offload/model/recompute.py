@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from offload.errors import ConfigError
 from offload.model.draws import Generators
+from offload.model.forward_costs import Unmeasured
 from offload.model.unit_in_model import UnitInModel
 from offload.torch_internals import graph_task, put_together, taken_apart
 
@@ -47,6 +48,9 @@ class RecomputedForward:
         self._module = weakref.ref(module)
         self._own: Callable[..., Any] | None = vars(module).get("forward")
         self.unit = unit
+        self.is_on = True
+        """False: the module's own forward runs once, and what it saves is kept."""
+        self.costs = Unmeasured()
         module.forward = self
 
     def remove(self) -> None:
@@ -70,6 +74,8 @@ class RecomputedForward:
         return getattr, (self._module(), "forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_on:
+            return self.forward(*args, **kwargs)
         if torch.compiler.is_compiling():
             return checkpoint(_TracedRuns(self).run, *args, use_reentrant=False, **kwargs)
         forward = self.__wrapped__
@@ -106,6 +112,7 @@ class RecomputedForward:
             output = run()
         finally:  # it ends by an exception as soon as all is there
             after(module, (), output)
+            self.costs.again()
 
     def _is_outermost(self) -> bool:
         """See [Note: Who recomputes]."""
@@ -139,7 +146,8 @@ class _RunsOfCall:
             return None
         state = State(self._of.module, arguments, self._of.unit.spec.name)
         try:
-            return forward()
+            with self._of.costs.first(arguments):
+                return forward()
         finally:
             state.compare()
             self._state = state
@@ -178,7 +186,7 @@ class _Runs(_RunsOfCall):
         for place, tensor in zip(self._places, tensors, strict=True):
             leaves[place] = tensor
         args, kwargs = put_together(leaves, self._structure)
-        return self._run(self._leaves, lambda: self._forward(*args, **kwargs))
+        return self._run([*self._leaves, *tensors], lambda: self._forward(*args, **kwargs))
 
 
 class State:

@@ -1,0 +1,141 @@
+"""Logits and MLPs in tiles of rows: the values of the whole to rounding, one tile alive at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import Block, Tiny, batches
+from torch import nn
+
+from offload import ConfigError, OffloadEngine, cross_entropy_in_tiles, in_tiles
+
+
+class Largest:
+    """The bytes of the largest tensor that autograd saves within."""
+
+    def __enter__(self) -> Largest:
+        self.nbytes = 0
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._look, lambda tensor: tensor)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
+
+    def _look(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.nbytes = max(self.nbytes, tensor.nbytes)
+        return tensor
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_loss_and_its_gradients_are_those_of_whole_logits(bias: bool, reduction: Any):
+    torch.manual_seed(0)
+    head, hidden = nn.Linear(16, 97, bias=bias), torch.randn(3, 25, 16, requires_grad=True)
+    targets = torch.randint(0, 97, (3, 25)).masked_fill(torch.rand(3, 25) < 0.2, -100)
+    expected = nn.functional.cross_entropy(head(hidden).flatten(0, 1), targets.flatten(), reduction=reduction)
+    expected.backward()
+    whole = [hidden.grad, *(parameter.grad for parameter in head.parameters())]
+    hidden.grad = None
+    head.zero_grad()
+    with Largest() as saved:
+        loss = cross_entropy_in_tiles(head, hidden, targets, rows=16, reduction=reduction)
+    assert saved.nbytes <= head.weight.nbytes  # and no logits
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    for value, other in zip([hidden.grad, *(each.grad for each in head.parameters())], whole, strict=True):
+        torch.testing.assert_close(value, other)
+    assert "forward" not in vars(head)
+
+
+def test_an_mlp_in_tiles_has_the_values_and_gradients_of_the_whole_and_saves_no_middle():
+    torch.manual_seed(0)
+    block, x = Block(16), torch.randn(2, 40, 16, requires_grad=True)
+    expected = block(x)
+    expected.square().sum().backward()
+    whole = [x.grad, *(parameter.grad for parameter in block.parameters())]
+    x.grad = None
+    block.zero_grad()
+    undo = in_tiles(block, rows=16)
+    with Largest() as saved:
+        found = block(x)
+    assert saved.nbytes <= max(x.nbytes, block.up.weight.nbytes)
+    found.square().sum().backward()
+    torch.testing.assert_close(found, expected)
+    for value, other in zip([x.grad, *(each.grad for each in block.parameters())], whole, strict=True):
+        torch.testing.assert_close(value, other)
+    undo()
+    assert torch.equal(block(x), expected)
+
+
+@pytest.mark.parametrize(
+    "mode", [{}, {"activations": "recompute"}, {"activations": "nvme", "activation_memory": "64KiB"}], ids=str
+)
+def test_in_an_engine_weights_come_in_once_for_all_tiles(mode: dict[str, Any], tmp_path: Path):
+    class Split(Tiny):
+        """Gives the loss, in tiles or not."""
+
+        rows = 1 << 30
+
+        def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            x = self.embed(tokens)
+            for block in self.blocks:
+                x = block(x)
+            return cross_entropy_in_tiles(self.head, self.norm(x), targets, rows=self.rows)
+
+    def train(rows: int, **options: Any) -> tuple[list[float], dict[str, torch.Tensor], list[tuple[str, str]]]:
+        torch.manual_seed(0)
+        model, losses, told = Split(width=32), [], []
+        model.rows = rows
+        if rows < 64:
+            for block in model.blocks:
+                in_tiles(block, rows=rows)
+        with OffloadEngine(model, nvme_path=tmp_path, lr=1e-2, **options) as engine:
+            passes = engine._session.step.passes
+            begin = passes.begin_use
+            passes.begin_use = lambda unit: told.append(unit.name) or begin(unit)  # type: ignore[method-assign]
+            for tokens, targets in batches(2):
+                loss = engine(tokens, targets)
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+            return losses, {name: each.detach().clone() for name, each in model.named_parameters()}, told
+
+    whole, tiled = train(1 << 30), train(16, **mode)
+    assert tiled[0] == pytest.approx(whole[0], rel=1e-5)
+    for name, value in whole[1].items():
+        torch.testing.assert_close(tiled[1][name], value, rtol=0, atol=1e-3)
+    assert tiled[2].count("head") == whole[2].count("head")
+    assert len(tiled[2]) == len(whole[2])
+
+
+def test_what_does_not_fit_is_one_error():
+    hidden, targets = torch.randn(2, 3, 8), torch.zeros(2, 3, dtype=torch.long)
+    with pytest.raises(ConfigError, match=r"expected an nn\.Linear as the head, got LayerNorm"):
+        cross_entropy_in_tiles(nn.LayerNorm(8), hidden, targets)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"hidden \(2, 3, 8\) and targets \(6,\) do not fit"):
+        cross_entropy_in_tiles(nn.Linear(8, 9), hidden, targets.flatten())
+    with pytest.raises(ConfigError, match="rows: expected a positive number, got 0"):
+        in_tiles(nn.Linear(8, 9), rows=0)
+
+
+def test_a_head_that_the_engine_cuts_into_pieces_gives_the_loss_in_tiles():
+    torch.manual_seed(0)
+    found = []
+    for rows in (1 << 30, 16):
+        torch.manual_seed(0)
+        head = nn.Linear(32, 20_011)
+        model = nn.Sequential(nn.Linear(32, 32), head)
+        with OffloadEngine(model, lr=1e-2) as engine:
+            assert sum(item.unit.whole is not None for item in engine.plan.units) > 1
+            torch.manual_seed(1)
+            hidden, targets = torch.randn(64, 32), torch.randint(0, 20_011, (64,))
+            loss = cross_entropy_in_tiles(head, model[0](hidden), targets, rows=rows)
+            engine.backward(loss)
+            engine.step()
+            found.append((loss.item(), head.weight.detach().clone()))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=0, atol=1e-3)
