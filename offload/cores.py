@@ -1,53 +1,78 @@
-"""Cores of the CPU: those that this process may use, and those of them that compute leaves idle."""
+"""Budget of cores: one rank's cores of the CPU, divided between the optimizer's kernels and everything else.
+
+[Note: Who has which cores] Compute, checksums, I/O and the interpreter take what they need, and nobody asks them: torch
+has threads of its own, checksums and I/O have a few that sleep without work. The optimizer's kernels, which can use any
+number of cores, get what all of those leave. What that is, each step measures: the seconds of cores that the process
+has spent beside these kernels, over the seconds in which compute was at work. So a model whose compute keeps three of
+sixteen cores busy leaves thirteen, whatever torch was given, and many checksums leave fewer. Before the first step it
+is assumed. While compute waits, for an update or for the disk, the kernels have all of them."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from dataclasses import dataclass
+import contextlib
+import time
+from collections.abc import Callable, Iterator
 
-from offload.memory import cgroup_folders
+import torch
+
+from offload.memory import tensor_at
 
 _GRAIN = 1 << 16
 """Elements for which a further thread is woken: 70 us of its work, and to wake it takes five."""
 
-
-def available_cores() -> int:
-    """Cores that the affinity of this thread and the CPU quotas of its cgroups leave it, one at least."""
-    return max(1, min([len(os.sched_getaffinity(0)), *(int(quota) for quota in _quotas())]))
+_LEAST = 1.0
+"""Cores that are left to everything else at least: that of the thread that computes, or drives the device."""
 
 
-def _quotas() -> list[float]:
-    """Quota, in cores, of each cgroup above this process that has one (v2 and v1)."""
-    found = []
-    for folder in cgroup_folders("cpu"):
-        try:
-            if (both := folder / "cpu.max").exists():
-                quota, period = both.read_text().split()
-            else:
-                quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
-            if quota not in ("max", "-1"):
-                found.append(int(quota) / int(period))
-        except (OSError, ValueError):
-            continue
-    return found
+class CoreBudget:
+    """Says how many threads a kernel of the optimizer runs on. See [Note: Who has which cores].
 
-
-@dataclass(frozen=True)
-class IdleCores:
-    """Cores that the update may use at the moment.
-
-    It has those that compute does not use. While compute waits for an update it has all of them: the update is all that
-    keeps the model from going on then.
+    The thread that updates borrows; the training thread ends steps.
     """
 
-    total: int
-    """Of this rank."""
-    of_compute: int
-    """Cores that are busy while compute goes on."""
-    compute_waits: Callable[[], bool]
+    def __init__(
+        self,
+        total: float,
+        others: float,
+        compute_waits: Callable[[], bool],
+        process_seconds: Callable[[], float] = time.process_time,
+        thread_seconds: Callable[[], float] = time.thread_time,
+    ) -> None:
+        """``total`` are the cores of this rank, ``others`` what is assumed to be busy of them while compute goes on.
 
-    def __call__(self, numel: int) -> int:
-        """How many, one at least, for the update of so many elements."""
-        idle = self.total if self.compute_waits() else self.total - self.of_compute
-        return max(1, min(idle, numel // _GRAIN))
+        ``process_seconds`` and ``thread_seconds`` are the seconds of cores that the process and a thread have spent.
+        """
+        self.total = total
+        self.others = others
+        """Cores that everything but the kernels of the optimizer keeps busy while compute goes on."""
+        self._compute_waits = compute_waits
+        self._process_seconds, self._thread_seconds = process_seconds, thread_seconds
+        self._lent = 0.0
+        """Seconds of cores that kernels have spent; the thread that updates alone adds to it."""
+        self._at_last_step = process_seconds(), 0.0
+
+    @contextlib.contextmanager
+    def lend(self, numel: int) -> Iterator[int]:
+        """How many threads, one at least, update so many elements within the block, which is the update."""
+        idle = self.total if self._compute_waits() else self.total - self.others
+        num_threads = max(1, min(int(idle), numel // _GRAIN))
+        start = self._thread_seconds()
+        try:
+            yield num_threads
+        finally:  # threads share the blocks of a tile, so each works as long as this one
+            self._lent += num_threads * (self._thread_seconds() - start)
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Copy so many bytes between two addresses, by torch's threads; it counts as the update's work."""
+        with self.lend(nbytes):
+            tensor_at(target, nbytes, torch.uint8).copy_(tensor_at(source, nbytes, torch.uint8))
+
+    def end_step(self, seconds: float) -> None:
+        """A step is over, in which compute was at work for so long: where the CPU computes without what it waited for,
+        where a device does all of the step."""
+        now, lent = self._process_seconds(), self._lent
+        before, lent_before = self._at_last_step
+        self._at_last_step = now, lent
+        if seconds > 0:
+            busy = (now - before - (lent - lent_before)) / seconds
+            self.others = (self.others + min(max(busy, _LEAST), max(self.total, _LEAST))) / 2

@@ -197,12 +197,12 @@ class OffloadEngine:
         ``function`` is the body of a training loop: it computes a loss and calls ``backward`` or ``loss.backward()``.
         The calls are under way at the same time, each in a thread of its own; one computes at a time. Losses, gradients
         and all later weights have the bits of the loop ``[function(each) for each in micro_batches]``. The activations
-        of all of them are in memory at a time, of ``at_once`` of them if that is given. ``step`` comes after the call.
+        of all of them are there at a time, of ``at_once`` of them if that is given: in memory, or where ``activations``
+        has them. ``step`` comes after the call.
 
         Where the function draws random numbers in the model (dropout), and in a few other cases, the calls come one
         after the other, as in a loop, and there is one warning. Raises ``OffloadError`` if something comes in another
-        order than in a loop all the same, ``ConfigError`` on a device. After an error of any call the gradients of the
-        coming step are dropped.
+        order than in a loop all the same. After an error of any call the gradients of the coming step are dropped.
         """
         self._session.failure.check()
         if at_once is not None:

@@ -70,22 +70,22 @@ def cgroup_limits() -> Iterator[tuple[Path, int, int]]:
                 continue
 
 
-def cgroup_folders(controller: str) -> Iterator[Path]:
+def cgroup_folders(controller: str, root: Path = Path("/")) -> Iterator[Path]:
     """Folders of this process's cgroup and those above it, the innermost first, as far as they may bound what a
-    controller (``memory``, ``cpu``) counts (v2 and v1)."""
+    controller (``memory``, ``cpu``) counts (v2 and v1). ``proc`` and ``sys`` are below ``root``."""
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        root = Path("/sys/fs/cgroup") / (controller if controllers else "")
-        folder = root / path.lstrip("/")
+        mounted = root / "sys/fs/cgroup" / (controller if controllers else "")
+        folder = mounted / path.lstrip("/")
         for level in (folder, *folder.parents):
             yield level
-            if level == root:
+            if level == mounted:
                 break
 
 

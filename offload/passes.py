@@ -63,6 +63,9 @@ class Passes:
     def end_backward(self, unit: UnitSpec) -> None:
         """Nobody waits for it."""
 
+    def end_part(self, unit: UnitSpec) -> None:
+        """Nor for this."""
+
     def changed_in_use(self, unit: UnitSpec, spec: ParameterSpec, value: torch.Tensor) -> None:
         self.backings[spec].write(value)
 
@@ -113,6 +116,12 @@ class TrainingPasses(Passes):
         except FATAL as error:
             self.failure.raise_first(error)
         self.policy.look()
+
+    def end_part(self, unit: UnitSpec) -> None:
+        try:
+            self.sink.end_part(unit)
+        except FATAL as error:
+            self.failure.raise_first(error)
 
     def forget_gradients(self) -> None:
         """No gradient of the coming step is there."""

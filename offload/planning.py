@@ -29,7 +29,7 @@ from offload.plan.ranks import ONE_RANK, PLACEMENTS, RanksPlan, plan_ranks
 from offload.ranks.world import World
 from offload.tiers.store import run_bytes
 from offload.tiers.window import CopyWindow, window_class
-from offload.units import UnitSpec, num_nested
+from offload.units import UnitSpec, largest_numel, num_nested
 from swapper import OffloadError, StorageFull, StoreUnsafe, align, readable_bytes
 from swapper.paths import Directory, Medium, look_at
 
@@ -56,7 +56,7 @@ class HostRoom:
         """Host memory that compute takes beside the plan's: autograd makes a gradient in memory of its own before it
         is brought to its home, and drops it then; torch may need copies of the weights in use."""
         copies = num_nested(units) if window_class() is CopyWindow else 0
-        weights = copies * max(unit.numel for unit in units) * config.dtype.itemsize
+        weights = copies * largest_numel(units) * config.dtype.itemsize
         return weights + _gradient_bytes(config, units, config.dtype)
 
 
@@ -225,7 +225,9 @@ def plan_within(
         activation_bytes=config.activation_bytes,
     )
     resident = [_resident_unit(unit, choice) for unit in units if unit.index in device_plan.resident]
-    return plan.with_resident(resident, device_plan)
+    plan = plan.with_resident(resident, device_plan)
+    updates_early = device_plan.computes and choice is not None and choice.rule.repeatable and not ranks.gathers
+    return plan.with_spares() if updates_early else plan  # the CPU's compute leaves no cores for it
 
 
 def _room(config: OffloadConfig, units: Sequence[UnitSpec], processor: Processor, num_local: int) -> Room:
@@ -308,7 +310,7 @@ def _resident_unit(unit: UnitSpec, choice: OptimizerChoice | None) -> UnitPlan:
 
 def _gradient_bytes(config: OffloadConfig, units: Sequence[UnitSpec], dtype: torch.dtype) -> int:
     """The gradient of the largest parameter; 0 where nothing is trained."""
-    trainable = [spec.numel for unit in units for spec in unit.parameters if spec.trainable]
+    trainable = [spec.numel // unit.count for unit in units for spec in unit.trainable]
     return align(max(trainable, default=0) * dtype.itemsize) if config.optimizer is not None else 0
 
 

@@ -14,6 +14,7 @@ from torch.autograd.graph import increment_version
 from offload.access import ExternalAccess, Zeroing
 from offload.checkpoint.checkpoints import Checkpoints
 from offload.config import OffloadConfig
+from offload.cores import CoreBudget
 from offload.errors import ConfigError
 from offload.growth import FixedPlan
 from offload.interrupts import held_back
@@ -60,6 +61,7 @@ class Step:
     host: HostLevel
     sink: GradientSink
     updater: Updater
+    cores: CoreBudget
     resident: ResidentUpdates | NoResidentUpdates
     verdict: Verdict
     access: ExternalAccess
@@ -259,6 +261,7 @@ class Step:
         self.reporter.report(
             self.growth.plan.memory, self.progress.global_step, grad_norm, self._scale, updates_wait=updates_wait
         )
+        self.cores.end_step(self.reporter.working_seconds)
         busy = self.reporter.disk_busy
         if busy is not None and not updates_wait:
             speculative.balance(*busy)

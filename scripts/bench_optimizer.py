@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload.kernels import CODE_BLOCK, ISA, AdamCoef, Dtype, OnHost, _kernels, update
+from offload.kernels import CODE_BLOCK, ISA, AdamCoef, Dtype, OnHost, _kernels, always, update
 
 COEF = AdamCoef(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=3, grad_scale=0.5)
 HUGE_PAGE = 2 << 20
@@ -66,7 +66,7 @@ def allocate(layout: dict[str, int], num_sets: int) -> list[dict[str, torch.Tens
 
 def adam_of(num_threads: int, numel: int, grad: str, formats: dict[str, Any], names: dict[str, str]) -> Any:
     """The kernel call: ``names`` maps its arguments to arrays."""
-    native = OnHost(lambda numel: num_threads)
+    native = OnHost(always(num_threads))
 
     def run(arrays: dict[str, torch.Tensor]) -> None:
         addresses: dict[str, Any] = {argument: arrays[name].data_ptr() for argument, name in names.items()}

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Lint, types, the direction of imports, and tests. Further arguments go to pytest.
+# Lint, spelling, types, the direction of imports, and tests. Further arguments go to pytest.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 cd "$root"
 "$venv/bin/python" -m ruff check .
+"$venv/bin/codespell" README.md CHANGELOG.md docs offload aio_ext swapper scripts tests
 "$venv/bin/python" -m mypy
 "$venv/bin/lint-imports"
 # Bytecode of ours that is kept saves a third of a second of each process, and the tests start hundreds.

@@ -37,7 +37,7 @@ from offload.model.hooks import Hooks, UnitInModel
 from offload.model.make import Handles, convert_statistics, give_ordinary_state_dicts, make_handles, move_to_device
 from offload.model.parameter_metadata import ParameterMetadata
 from offload.model.piecewise import PiecewiseHandle
-from offload.model.run_together import NotTogether, Together
+from offload.model.run_together import Together
 from offload.optim.choose import OptimizerChoice
 from offload.optim.loss_scale import LossScale
 from offload.optimizer import OffloadOptimizer, refuse_others
@@ -292,6 +292,7 @@ class _Assembler:
             host=tiers.host,
             sink=access.own_gradients,
             updater=updates.updater,
+            cores=updates.cores,
             resident=updates.resident,
             verdict=verdict,
             access=access,
@@ -317,7 +318,7 @@ class _Assembler:
         return SpeculationPolicy(
             updates.speculative,
             updates.updater,
-            Forecast(self.config.gradient_clipping) if plan.speculative else None,
+            Forecast(self.config.gradient_clipping) if plan.updates_early else None,
             verdict,
             tiers.gradients,
             tiers.computing.sink.complete,
@@ -344,16 +345,9 @@ class _Assembler:
         self.closers.callback(announce_routes(self.run.units, passes.announce, outside_of_graphs))
         return hooks
 
-    def _together(self, hooks: Hooks, trained: Trained | None) -> Together | NotTogether:
-        if self.ranks.size > 1:
-            return NotTogether("is for one rank")
-        if not isinstance(self.run.processor, Cpu):
-            return NotTogether(
-                "is for models that compute on the CPU: a device's backward runs in a thread of torch's, which cannot "
-                "wait"
-            )
+    def _together(self, hooks: Hooks, trained: Trained | None) -> Together:
         drop = (lambda: None) if trained is None else trained.step.drop_gradients
-        return Together(weakref.ref(self.model), hooks, self.failure, drop)
+        return Together(weakref.ref(self.model), hooks, self.run.processor, self.failure, drop)
 
     def _checkpoints(self, shared: _Shared, training: Training | None) -> Checkpoints:
         tiers, access, config = shared.tiers, shared.access, self.config

@@ -18,7 +18,7 @@ from offload.checkpoint.safetensors.model_weights import ModelWeights
 from offload.closing import Closers
 from offload.growth import FixedPlan
 from offload.model.hooks import Hooks
-from offload.model.run_together import NotTogether, Together
+from offload.model.run_together import Together
 from offload.optim.choose import OptimizerChoice
 from offload.optimizer import OffloadOptimizer
 from offload.progress import Progress
@@ -62,7 +62,7 @@ class Assembly:
     specs: Mapping[nn.Parameter, Sequence[ParameterSpec]]
     """Of each parameter of the model: its spec, or those of its pieces in order."""
     hooks: Hooks
-    together: Together | NotTogether
+    together: Together
     checkpoints: Checkpoints
     model_weights: type[ModelWeights]
     bandwidths: Bandwidths | None

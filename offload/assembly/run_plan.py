@@ -20,6 +20,7 @@ from offload.optim.rule import facts_of
 from offload.plan.plan import Plan, Tier
 from offload.planning import check_backend, check_paths, open_processor, plan_for
 from offload.ranks.agreement import Facts, disagreement, fact_of_all, told
+from offload.ranks.host_cores import HostCores, host_cores
 from offload.ranks.machine import bind, share
 from offload.ranks.world import Peers, World, find_peers, find_world, local_index
 from offload.units import Distribution, UnitSpec, shard_unit
@@ -38,6 +39,8 @@ class RunPlan:
     """Ranks that have other parts of the model's ``DTensor``s."""
     sharers: int
     """Ranks that use the same drives."""
+    cores: float
+    """Of the host's, this rank's part."""
     processor: Processor
     units: Sequence[UnitSpec]
     """That compute sees."""
@@ -59,7 +62,7 @@ def plan_run(model: nn.Module, given: OffloadConfig, world: World, birth: Birth)
     """Plan an engine over ``model``, whose values come from ``birth``. Raises what the engine raises for options,
     models and budgets that cannot be."""
     processor = open_processor(given.device, local_index(world))
-    config, sharers = _of_rank(given, world, processor)
+    config, sharers, cores = _of_rank(given, world, processor)
     units = find_units(
         model,
         in_pieces=has_kernel(given.optimizer),
@@ -93,7 +96,7 @@ def plan_run(model: nn.Module, given: OffloadConfig, world: World, birth: Birth)
             f"model and precision={config.precision!r}: they are cast, and copied to nvme_path. Files in that dtype "
             "are read in place"
         )
-    return RunPlan(config, world, parts, sharers, processor, units, shards, choice, plan)
+    return RunPlan(config, world, parts, sharers, cores, processor, units, shards, choice, plan)
 
 
 def _refuse_quantised_elsewhere(units: Sequence[UnitSpec], config: OffloadConfig, device: torch.device) -> None:
@@ -113,20 +116,23 @@ def _refuse_quantised_elsewhere(units: Sequence[UnitSpec], config: OffloadConfig
             )
 
 
-def _of_rank(config: OffloadConfig, world: World, processor: Processor) -> tuple[OffloadConfig, int]:
-    """The options of one rank, which has its part of the machine, and how many ranks share its drives."""
+def _of_rank(config: OffloadConfig, world: World, processor: Processor) -> tuple[OffloadConfig, int, float]:
+    """The options of one rank, which has its part of the machine, how many ranks share its drives, and its cores."""
     if world.size == 1:
-        return config, world.local_size
+        return config, world.local_size, host_cores().available / world.local_size
     check_paths(config.paths)
-    nodes = world.all_gather_object(bind(world.local_rank, len(world.local_ranks), processor.torch_device))
-    own = share(config, world.local_rank, [nodes[rank] for rank in world.local_ranks])
+    node = bind(world.local_rank, len(world.local_ranks), processor.torch_device)
+    found = world.all_gather_object((node, host_cores().told))
+    own = share(config, world.local_rank, [found[rank][0] for rank in world.local_ranks])
+    cores = [HostCores.of(found[rank][1]) for rank in world.local_ranks]
+    worlds = world.local_size / len(world.local_ranks)  # others train other parts of the model
     config = own.config
     if config.durable:  # a store that stays has a name
         paths = [path / f"rank-{world.rank}-of-{world.size}" for path in config.paths]
         for path in paths:
             path.mkdir(exist_ok=True)
         config = replace(config, nvme_path=paths)
-    return config, own.sharers * world.local_size // len(world.local_ranks)  # others train other parts of the model
+    return config, int(own.sharers * worlds), cores[world.local_rank].part(cores) / worlds
 
 
 def _refuse_for_ranks(

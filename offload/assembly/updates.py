@@ -11,12 +11,13 @@ from offload import kernels
 from offload.assembly.run_plan import RunPlan
 from offload.assembly.tiers import Tiers
 from offload.closing import Closers
-from offload.cores import IdleCores, available_cores
+from offload.cores import CoreBudget
 from offload.device.protocol import Device
 from offload.optim.rule import Rule
 from offload.report.meter import Meter
 from offload.report.report import LinkRates
-from offload.units import num_nested
+from offload.tiers.weights.shadow import SpareWeights
+from offload.units import UnitSpec, num_nested
 from offload.update.device_side import DeviceSide, NoResidentUpdates, ResidentUpdates, tile_buffers
 from offload.update.pipeline import Pipeline
 from offload.update.speculative import SpeculativeUpdates
@@ -34,6 +35,8 @@ class Updates:
     """Updates of units that are resident on a device."""
     device_side: DeviceSide
     """Updates, on a device, of tiles that rest on the host."""
+    cores: CoreBudget
+    """Of the updates on the host."""
 
 
 def make_updates(run: RunPlan, tiers: Tiers, rule: Rule, failure: Failure, meter: Meter, closers: Closers) -> Updates:
@@ -52,26 +55,33 @@ def make_updates(run: RunPlan, tiers: Tiers, rule: Rule, failure: Failure, meter
             buffers = tile_buffers(device, plan.device.updates_bytes)
             device_side = DeviceSide(rule, plan.formats, meter, moving.link, buffers)
             closers.callback(device_side.close)
+    cores = _core_budget(run, tiers, meter)
+    in_ram = SpareWeights(tiers.host.cache, tiers.homes, cores.copy)
+
+    def has_two_places(unit: UnitSpec) -> bool:
+        homes = tiers.homes[unit.index]
+        stored = plan.speculative and unit.index in streamed and homes.weights.tensor is None
+        return stored or homes.have_spares
+
     speculative = SpeculativeUpdates(
         units,
-        lambda unit: plan.speculative and unit.index in streamed and tiers.homes[unit.index].weights.tensor is None,
+        has_two_places,
         max_held if holds_slots else None,
         tiers.homes,
-        tiers.host.shadows,
+        lambda unit: in_ram if tiers.homes[unit.index].have_spares else tiers.host.shadows,
+        cores.copy,
         tiers.gradients,
         failure,
         num_backwards=run.config.gradient_accumulation_steps,
     )
-    cpu = kernels.OnHost(_idle_cores(run, tiers))
-    pipeline = Pipeline(tiers.tile_buffers, rule, plan.formats, meter, device_side, cpu)
+    pipeline = Pipeline(tiers.tile_buffers, rule, plan.formats, meter, device_side, kernels.OnHost(cores.lend))
     updater = Updater(pipeline, speculative, tiers.homes, tiers.host, tiers.gradients, device_side, failure)
     closers.callback(updater.stop)
-    return Updates(speculative, updater, resident, device_side)
+    return Updates(speculative, updater, resident, device_side, cores)
 
 
-def _idle_cores(run: RunPlan, tiers: Tiers) -> IdleCores:
-    """Cores of this rank that updates may have: where a device computes, all but the one that drives it."""
-    of_compute = 1 if tiers.computing.moving else torch.get_num_threads()
-    return IdleCores(
-        available_cores() // run.world.local_size, of_compute, lambda: tiers.host.cache.fence.is_waited_for
-    )
+def _core_budget(run: RunPlan, tiers: Tiers, meter: Meter) -> CoreBudget:
+    """Where a device computes, one thread drives it, else torch's threads are assumed to be busy, until a step
+    tells. Among ranks it is the thread of collectives that waits for an update, in compute's stead."""
+    others = 1 if tiers.computing.moving else torch.get_num_threads()
+    return CoreBudget(run.cores, others, lambda: meter.num_waits > 0 or tiers.host.fence.is_waited_for)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -134,6 +135,9 @@ class CudaDevice:
     def current(self, stream: Stream) -> AbstractContextManager[None]:
         assert isinstance(stream, _Stream)
         return torch.cuda.stream(stream.stream)  # type: ignore[no-any-return]
+
+    def surroundings(self) -> Callable[[], AbstractContextManager[None]]:
+        return partial(self.current, self.compute)
 
     def collective(
         self, start: Callable[[], Any], block: Callable[[Any], None], *, reads: Tensors, writes: Tensors

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from offload.device.protocol import Event
@@ -17,6 +20,9 @@ class Cpu:
 
     def free_bytes(self) -> int:
         return available_bytes()
+
+    def surroundings(self) -> Callable[[], AbstractContextManager[None]]:
+        return nullcontext
 
     def bring(self, tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Event | None]:
         return tensor.to("cpu", dtype), None

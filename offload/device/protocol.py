@@ -83,6 +83,9 @@ class Processor(Protocol):
     def free_bytes(self) -> int:
         """Memory that new tensors can take now."""
 
+    def surroundings(self) -> Callable[[], AbstractContextManager[None]]:
+        """Carry where this thread computes to others: one that enters a context so made computes there, too."""
+
     def bring(self, tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, Event | None]:
         """The tensor as ``dtype`` there, for the work that compute is given next. Its own memory may change after the
         event; None: at once."""

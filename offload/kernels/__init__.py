@@ -18,7 +18,7 @@ except ImportError as error:
 from ._companions import Bring, accumulate, convert, decode, encode, join_master, split_master, sum_squares
 from ._native import CODE_BLOCK, ISA, SQUARES_BLOCK, SQUARES_LANES, Dtype
 from ._optimizers import AdagradCoef, AdamCoef, Coef, LionCoef, SgdCoef
-from ._update import Kernel, Native, OnHost, Sweep, on_host, update
+from ._update import Kernel, Native, OnHost, Sweep, always, on_host, update
 
 __all__ = [
     "CODE_BLOCK",
@@ -37,6 +37,7 @@ __all__ = [
     "SgdCoef",
     "Sweep",
     "accumulate",
+    "always",
     "convert",
     "decode",
     "encode",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -37,20 +38,31 @@ Native = Callable[[str], Kernel]
 """Give a kernel, run by the CPU or by a device, by its name in the native module."""
 
 
+Threads = Callable[[int], contextlib.AbstractContextManager[int]]
+"""Give the number of threads, one at least, that update so many elements within the block. The bits are the same."""
+
+
+def always(num_threads: int) -> Threads:
+    """The same number, whatever it is for."""
+    return lambda numel: contextlib.nullcontext(num_threads)
+
+
+_ONE = always(1)
+
+
 class OnHost:
     """The CPU, at once."""
 
-    def __init__(self, num_threads: Callable[[int], int] = lambda numel: 1) -> None:
-        """``num_threads`` says how many threads, one at least, update so many elements. The bits are the same."""
-        self._num_threads = num_threads
+    def __init__(self, threads: Threads = _ONE) -> None:
+        self._threads = threads
 
     def __call__(self, name: str) -> Kernel:
         return partial(self._run, getattr(_kernels, name))
 
     def _run(self, kernel: Callable[..., None], sweep: Sweep) -> None:
-        num_threads = self._num_threads(sweep.numel)
-        check_numel(sweep.numel, num_threads)
-        kernel(*sweep, num_threads)
+        with self._threads(sweep.numel) as num_threads:
+            check_numel(sweep.numel, num_threads)
+            kernel(*sweep, num_threads)
 
 
 on_host = OnHost()

@@ -146,7 +146,7 @@ class OffloadedTensors(SavedTensors):
         start, stop = _span_of(tensor)
         if stop - start > tensor.nbytes and storage.nbytes() <= _MAX_GAPS * tensor.nbytes:
             start, stop = 0, storage.nbytes()
-        kept = self._pool.keep(storage, start, stop - start, spills=self._spills)
+        kept = self._pool.keep(storage, start, stop - start, self.uses.context.order, spills=self._spills)
         if kept is None:
             return None
         shared = Shared(kept, StorageReference(storage), tensor._version, start, stop)

@@ -11,10 +11,17 @@ import numpy as np
 import torch
 
 
-def random_states() -> tuple[Any, ...]:
-    """The states of Python's generator, numpy's and torch's on the CPU: equal as long as nothing is drawn."""
-    of_numpy = np.random.get_state(legacy=False)
-    return random.getstate(), _comparable(of_numpy), torch.default_generator.get_state().numpy().tobytes()
+def random_states(device: torch.device) -> tuple[Any, ...]:
+    """The states of Python's generator, numpy's and torch's, on the CPU and on ``device``: equal as long as nothing is
+    drawn."""
+    of_torch = [torch.default_generator.get_state()]
+    if device.type != "cpu":
+        of_torch.append(torch.get_device_module(device).get_rng_state(device))
+    return (
+        random.getstate(),
+        _comparable(np.random.get_state(legacy=False)),
+        *(state.numpy().tobytes() for state in of_torch),
+    )
 
 
 def _comparable(state: Any) -> Any:

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offload.model.handle import Handle, View
+from offload.model.handle import Handle
+from offload.model.handle_backing import View
 from offload.model.installed_hooks import HookOfModel
 from offload.model.piecewise import PiecewiseHandle, whole_of
 from offload.units import FusedExperts, Piece, UnitSpec

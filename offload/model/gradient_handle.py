@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
-from offload.model.handle import Backing, Handle
+from offload.model.handle import Handle
+from offload.model.handle_backing import Backing
 from offload.torch_internals import graph_task
 from swapper import OffloadError
 

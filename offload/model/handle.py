@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,60 +18,19 @@ from torch.autograd.graph import increment_version
 
 from offload.errors import ConfigError
 from offload.model.grad_call import CALLS
+from offload.model.handle_backing import Backing, BackingOfParameter, Memory, View
 from offload.model.leaves import Leaves
-from offload.torch_internals import autograd_gradient, map_leaves, no_torch_function, requires_grad, version, wrapper
+from offload.torch_internals import (
+    autograd_gradient,
+    itself,
+    map_leaves,
+    no_dispatch,
+    no_torch_function,
+    requires_grad,
+    version,
+    wrapper,
+)
 from swapper import OffloadError
-
-
-class Backing(Protocol):
-    """The engine's side of a handle: ``read`` gives a copy of the value in host memory, ``write`` takes a new one.
-
-    ``in_use`` are the ordinary parameters that stand in the place of a parameter's handle while their units are in use:
-    one, or one for each piece.
-    """
-
-    name: str
-
-    @property
-    def in_use(self) -> Sequence[nn.Parameter]: ...
-
-    def read(self) -> torch.Tensor: ...
-
-    def write(self, value: torch.Tensor) -> None: ...
-
-
-class BackingOfParameter(Backing, Protocol):
-    """The same of a parameter. ``gradient`` is what ``parameter.grad`` gives and takes; one that is not ``trainable``
-    has none."""
-
-    gradient: torch.Tensor | None
-    trainable: bool
-
-    @property
-    def gradient_so_far(self) -> torch.Tensor | None: ...
-
-
-class View:
-    """A view of another backing's value: one output of ``function`` applied to it."""
-
-    def __init__(self, base: Backing, function: Callable[[torch.Tensor], Any], position: int | None) -> None:
-        self.name = base.name
-        self.in_use = base.in_use
-        self._base = base
-        self._function = function
-        self._position = position
-
-    def _of(self, value: torch.Tensor) -> torch.Tensor:
-        view = self._function(value)
-        return view if self._position is None else view[self._position]  # type: ignore[no-any-return]
-
-    def read(self) -> torch.Tensor:
-        return self._of(self._base.read())
-
-    def write(self, value: torch.Tensor) -> None:
-        whole = self._base.read()
-        self._of(whole).copy_(value)
-        self._base.write(whole)
 
 
 class Handle(torch.Tensor):
@@ -85,6 +44,8 @@ class Handle(torch.Tensor):
     _is_managed = False
     """It stands in the model for a parameter. Others are values that look into the engine, also as ``nn.Parameter``:
     leaves of their own."""
+    _is_alias = False
+    """It looks at another one's value (``p.data``, a view), and may look at other memory instead."""
     _kind: type[nn.Parameter] = nn.Parameter
     """The class of ordinary parameters that it stands for."""
     _tells_autograd = True
@@ -121,7 +82,8 @@ class Handle(torch.Tensor):
     def _version(self) -> int:  # type: ignore[override]
         """The number of changes, which is one for the parameter in its unit and outside."""
         in_use = self._backing.in_use if self._tells_autograd else ()
-        return in_use[0]._version if in_use else version.__get__(self)  # type: ignore[no-any-return]
+        with itself():
+            return version.__get__(in_use[0] if in_use else self)  # type: ignore[no-any-return]
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
@@ -136,7 +98,7 @@ class Handle(torch.Tensor):
             )
         if call is None:
             return no_torch_function(func, types, args, kwargs or {})
-        with torch._C.DisableTorchFunctionSubclass():
+        with itself():
             return call(_in_graphs, *args, **kwargs or {})
 
     @classmethod
@@ -146,6 +108,8 @@ class Handle(torch.Tensor):
         aliases = bool(returns) and returns[0].alias_info is not None
         if aliases and not returns[0].alias_info.is_write:
             return _view(func, args, kwargs)
+        if torch.Tag.inplace_view in func.tags and isinstance(args[0], Handle) and args[0]._is_alias:
+            return _look_elsewhere(args[0], func, args[1:], kwargs)
         values: dict[int, torch.Tensor] = {}
 
         def brought_in(item: Any) -> Any:
@@ -161,6 +125,7 @@ class Handle(torch.Tensor):
         ]
         handles = {id(item): item for item in _flatten(written) if isinstance(item, Handle)}
         for key, handle in handles.items():
+            handle._check_shape(values[key])
             handle._backing.write(values[key])
             if handle._tells_autograd:
                 increment_version(handle._backing.in_use)
@@ -203,11 +168,7 @@ class Handle(torch.Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         """The value is taken over; another dtype or shape would be another parameter, and is refused."""
-        if value.dtype != self.dtype or value.shape != self.shape:
-            raise ConfigError(
-                f"parameter {self._backing.name} is {self.dtype} {tuple(self.shape)} and is held by the engine: it "
-                f"cannot become {value.dtype} {tuple(value.shape)}. Convert the model first, or set precision=."
-            )
+        self._check_shape(value)
         in_use = value._backing.in_use if isinstance(value, Handle) else ()
         if isinstance(value, Handle) and in_use and in_use is not self._backing.in_use:
             raise ConfigError(
@@ -216,6 +177,14 @@ class Handle(torch.Tensor):
             )
         if value is not self:
             self._backing.write(value_of(value.detach()))
+
+    def _check_shape(self, value: torch.Tensor) -> None:
+        """Raise ``ConfigError`` if this would be another parameter."""
+        if value.dtype != self.dtype or value.shape != self.shape:
+            raise ConfigError(
+                f"parameter {self._backing.name} is {self.dtype} {tuple(self.shape)} and is held by the engine: it "
+                f"cannot become {value.dtype} {tuple(value.shape)}. Convert the model first, or set precision=."
+            )
 
     # What the ordinary parameters in its place must take over.
 
@@ -232,8 +201,9 @@ class Handle(torch.Tensor):
                 "room for its gradient and states. Make the engine while it requires grad, and freeze it then."
             )
         requires_grad.__set__(self, value)
-        for parameter in self._backing.in_use if self._is_managed else ():
-            parameter.requires_grad = value
+        with itself():
+            for parameter in self._backing.in_use if self._is_managed else ():
+                parameter.requires_grad = value
 
     def requires_grad_(self, requires_grad: bool = True) -> Handle:  # type: ignore[override]
         self.requires_grad = requires_grad
@@ -266,6 +236,21 @@ class Handle(torch.Tensor):
         return parameters
 
     # What works on memory, not through operations. Arrays are copies: one that is written to would be lost.
+
+    def apply_(self, function: Callable[[Any], Any]) -> Handle:  # type: ignore[override]
+        return self._changed(lambda value: value.apply_(function))
+
+    def map_(self, tensor: torch.Tensor, function: Callable[[Any, Any], Any]) -> Handle:  # type: ignore[override]
+        return self._changed(lambda value: value.map_(value_of(tensor), function))
+
+    def map2_(self, x: torch.Tensor, y: torch.Tensor, function: Callable[[Any, Any, Any], Any]) -> Handle:  # type: ignore[override]
+        return self._changed(lambda value: value.map2_(value_of(x), value_of(y), function))
+
+    def _changed(self, change: Callable[[torch.Tensor], Any]) -> Handle:
+        value = self._differentiable()
+        change(value)
+        with torch.no_grad():
+            return self.copy_(value)  # type: ignore[return-value]
 
     def numpy(self, *, force: bool = False) -> Any:
         array = (self.value() if force else self._differentiable()).numpy()
@@ -356,7 +341,7 @@ def _from_another_process(content: bytes) -> Any:
 
 ForkingPickler.register(Handle, _for_another_process)
 
-_OF_HANDLES = {"_backing", "_meta", "_tells_autograd", "_is_param", "_is_managed", "_leaves"}
+_OF_HANDLES = {"_backing", "_meta", "_tells_autograd", "_is_param", "_is_managed", "_is_alias", "_leaves"}
 """The attributes of handles' own."""
 
 _SEEKS_NODE = (torch.Tensor.view_as, torch.Tensor.expand_as)
@@ -396,7 +381,7 @@ def make_handle(
     """A parameter that rests in the engine."""
     meta = torch.empty(shape, dtype=dtype, device="meta")
     handle = nn.Parameter(kind(backing, meta, device), requires_grad=requires_grad)  # type: ignore[arg-type]
-    handle._is_managed = True  # type: ignore[attr-defined]
+    handle._is_managed, handle._is_alias = True, False  # type: ignore[attr-defined]
     return handle
 
 
@@ -423,8 +408,32 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
     return type(outputs)(_like(base, view) for view in views)
 
 
+def _look_elsewhere(handle: Handle, func: Any, rest: Sequence[Any], kwargs: Any) -> Handle:
+    """``w.t_()``, ``w.set_(other)``: the handle looks at memory in another way, and no memory changes."""
+
+    def function(value: torch.Tensor) -> torch.Tensor:
+        return func(value.detach(), *rest, **kwargs)  # type: ignore[no-any-return]
+
+    backing: Backing
+    if func.overloadpacket is not torch.ops.aten.set_:
+        backing, meta = View(handle._backing, function, None), function(handle._meta)
+        if meta.numel() > handle._meta.numel():
+            raise ConfigError(f"parameter {backing.name} is held by the engine: it cannot become {tuple(meta.shape)}")
+    elif rest and isinstance(rest[0], Handle):
+        backing, meta = rest[0]._backing, func(handle._meta.detach(), rest[0]._meta, *rest[1:], **kwargs)
+    else:
+        own = function(torch.empty(0, dtype=handle.dtype, device=handle.device))
+        backing, meta = Memory(own), torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device="meta")
+    with no_dispatch():
+        func(handle, *rest, **kwargs)
+    handle._backing, handle._meta = backing, meta
+    handle.__class__ = Handle
+    return handle
+
+
 def _like(base: Handle, view: Handle) -> Handle:
     view._tells_autograd = base._tells_autograd
+    view._is_alias = True
     return view
 
 

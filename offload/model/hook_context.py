@@ -15,7 +15,11 @@ class HookContext:
     and one of them computes at a time. What the units know of calls is of that one; ``save`` and ``restore`` exchange
     it."""
 
-    def __init__(self) -> None:
+    def __init__(self, index: int = 0, num_calls: int = 0) -> None:
+        self.index = index
+        """Its place among those that are on their way together."""
+        self.num_calls = num_calls
+        """Calls of units that it has begun so far."""
         self.thread = 0
         """The one that has used units last."""
         self.in_forward: list[UnitInModel] = []
@@ -28,6 +32,15 @@ class HookContext:
         self.gradient_scale: float | None = None
         """Factor that gradients of the engine's own backward, if it is under way, are still to be multiplied by."""
         self._saved: list[tuple[UnitInModel, CallsOfUnit]] = []
+
+    def begin_call(self, unit: UnitInModel) -> None:
+        self.in_forward.append(unit)
+        self.num_calls += 1
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Grows with what a backward comes to sooner: see [Note: The order of backward]."""
+        return self.num_calls, -self.index
 
     def save(self, *, following: HookContext) -> None:
         """Another context computes now: its units' parameters stand in the model, and not this one's."""

@@ -28,7 +28,7 @@ from offload.errors import warn
 from offload.model.attributes import Attributes
 from offload.model.draws import random_states
 from offload.model.hook_context import HookContext
-from offload.model.surroundings import Surroundings, casts_are_kept
+from offload.model.surroundings import Surroundings
 from offload.model.unit_in_model import UnitInModel
 from offload.units import ParameterSpec
 from swapper import OffloadError
@@ -97,8 +97,7 @@ class Ended(BaseException):
 class MicroBatch:
     """One call of the user's function."""
 
-    index: int
-    context: HookContext = field(default_factory=HookContext)
+    context: HookContext
     stage: Stage = Stage.WAITING
     place: Place | None = None
     """The last use that it came to."""
@@ -114,6 +113,11 @@ class MicroBatch:
     is_one: bool = True
     """False: there was none left for it."""
     result: Any = None
+
+    @property
+    def index(self) -> int:
+        """Place of its turn in a loop."""
+        return self.context.index
 
     @property
     def unit(self) -> UnitInModel | None:
@@ -151,6 +155,7 @@ class MicroBatches:
 
     def __post_init__(self) -> None:
         self._all: list[MicroBatch] = []
+        self._num_calls = self.hooks.context.num_calls
         self._own: MicroBatch
         """The one that computes."""
         self._there_may_be_more = True
@@ -162,6 +167,8 @@ class MicroBatches:
         """The last micro-batch that has drawn random numbers."""
         self._last_giver: dict[ParameterSpec, int] = {}
         """The last micro-batch that has given each parameter a gradient."""
+        self._last_of_unit: dict[UnitInModel, MicroBatch] = {}
+        """The same of each unit."""
         self._error: BaseException | None = None
         self._over = threading.Event()
         """No thread touches anything any more. What is above belongs to the thread that has the turn."""
@@ -175,11 +182,18 @@ class MicroBatches:
             self._error = self._error or error
             self._wait_for_end()
             raise
-        if self._error is not None:
-            raise self._error
+        self._raise_error()
         if self._last_drawer >= 0 and not self.habits.takes_turns:
             self.habits.draws_first = True
         return [each.result for each in self._all if each.is_one]
+
+    def _raise_error(self) -> None:
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # it refers to this frame, and by it to all that the micro-batches have computed
 
     def _wait_for_end(self) -> None:
         while not self._over.wait(_SLICE_S):  # a signal that came to another thread is handled between two slices
@@ -203,7 +217,7 @@ class MicroBatches:
         self._end_if_failed()
         self._look_for_draws(own)
         self._look_for_changes(own, unit)
-        if casts_are_kept():
+        if self.surroundings.casts_are_kept():
             self._run_one_by_one(
                 "autocast keeps its casts for all threads in one place (precision=, or autocast's cache_enabled=False, "
                 "keep none)"
@@ -228,7 +242,7 @@ class MicroBatches:
     def is_awaited(self, unit: UnitInModel) -> bool:
         return any(each.place is not None and each.place.unit is unit for each in self._in_stage(Stage.WAITING))
 
-    def gradient(self, spec: ParameterSpec, *, in_its_place: bool) -> None:
+    def gradient(self, unit: UnitInModel, spec: ParameterSpec, *, in_its_place: bool) -> bool:
         own = self._own
         if not in_its_place:
             self._run_one_by_one(f"the gradient of {spec.name} comes outside of its unit's backward")
@@ -236,6 +250,8 @@ class MicroBatches:
         if own.index < last:
             self._refuse_order(own, last, f"gets a gradient of {spec.name}")
         self._last_giver[spec] = own.index
+        before, self._last_of_unit[unit] = self._last_of_unit.get(unit, own), own
+        return before is not own
 
     def changed(self, unit: UnitInModel) -> None:
         own = self._own
@@ -268,7 +284,7 @@ class MicroBatches:
 
     def _begin_next(self) -> MicroBatch:
         """One more, whose thread waits for its turn."""
-        own = MicroBatch(len(self._all))
+        own = MicroBatch(HookContext(len(self._all), self._num_calls))
         threading.Thread(
             target=self.surroundings.variables().run,
             args=(self._run, own),
@@ -297,7 +313,7 @@ class MicroBatches:
 
     def _wait_for_turn(self, own: MicroBatch) -> None:
         own.turn.acquire()
-        own.states = random_states()
+        own.states = random_states(self.surroundings.device)
         self._end_if_failed()
 
     # The thread of one.
@@ -344,7 +360,7 @@ class MicroBatches:
 
     def _look_for_draws(self, own: MicroBatch) -> None:
         """See whether the micro-batch has drawn random numbers since it got its turn."""
-        states = random_states()
+        states = random_states(self.surroundings.device)
         if states == own.states:
             return
         own.states = states

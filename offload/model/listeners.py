@@ -25,6 +25,9 @@ class Listener(Protocol):
 
     def end_backward(self, unit: UnitSpec) -> None: ...
 
+    def end_part(self, unit: UnitSpec) -> None:
+        """Another one of several micro-batches gives gradients of the unit from now on."""
+
     def changed_in_use(self, unit: UnitSpec, spec: ParameterSpec, value: torch.Tensor) -> None: ...
 
 
@@ -44,8 +47,9 @@ class Interleaving(Protocol):
     def is_awaited(self, unit: UnitInModel) -> bool:
         """Another context will use the unit next."""
 
-    def gradient(self, spec: ParameterSpec, *, in_its_place: bool) -> None:
-        """A gradient has come; ``in_its_place``: during its unit's backward."""
+    def gradient(self, unit: UnitInModel, spec: ParameterSpec, *, in_its_place: bool) -> bool:
+        """A gradient has come; ``in_its_place``: during its unit's backward. Return whether the last one of the unit
+        was another context's."""
 
     def changed(self, unit: UnitInModel) -> None:
         """A use of the unit has changed its weights."""

@@ -15,7 +15,8 @@ from offload.access import ExternalAccess
 from offload.model.backing import ParameterBacking, PiecewiseBacking
 from offload.model.distributed_handle import DistributedHandle
 from offload.model.experts import ExpertsHandle
-from offload.model.handle import Backing, Handle, make_handle
+from offload.model.handle import Handle, make_handle
+from offload.model.handle_backing import Backing
 from offload.model.identity import take_over
 from offload.model.packed_handle import PackedBacking, PackedHandle
 from offload.model.piecewise import PiecewiseHandle

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from offload.errors import ConfigError
+from offload.device.protocol import Processor
 from offload.model.attributes import Attributes
 from offload.model.hooks import Hooks
 from offload.model.interleave import Habits, MicroBatches
@@ -22,23 +22,13 @@ _STILL_RUNNING = (
 )
 
 
-class NotTogether:
-    """Micro-batches cannot be run together."""
-
-    def __init__(self, reason: str) -> None:
-        self._reason = reason
-
-    def run(self, items: Iterable[Any], function: Callable[[Any], Any], num_at_once: int | None) -> list[Any]:
-        """Raise ``ConfigError``."""
-        raise ConfigError(f"engine.together() {self._reason}. Run the micro-batches in a loop, or in one batch.")
-
-
 @dataclass(eq=False)
 class Together:
     """Runs the micro-batches of one engine."""
 
     model: Callable[[], nn.Module | None]
     hooks: Hooks
+    processor: Processor
     failure: Failure
     drop_gradients: Callable[[], None]
 
@@ -51,7 +41,7 @@ class Together:
         if model is None:
             raise OffloadError("the model is gone: there is nothing to run")
         hooks.check_idle()
-        surroundings, results = Surroundings(), []
+        surroundings, results = Surroundings(self.processor), []
         if not surroundings.can_be_carried:
             habits.say("a mode of torch around the call sees what its own thread does, and no other")
             num_at_once = 1

@@ -9,7 +9,7 @@ from offload.errors import BudgetError
 from offload.optim.formats import Formats
 from offload.plan.buffers import squares_bytes
 from offload.plan.ranks import RanksPlan
-from offload.units import UnitSpec, num_nested
+from offload.units import UnitSpec, largest_numel, largest_trainable_numel, num_nested
 from swapper import align, readable_bytes
 
 MARGIN = 0.75
@@ -142,17 +142,19 @@ class DeviceNeeds:
         """Of the units that are not resident there: the least and a comfortable amount for weights at a time, the
         gradients on their way, all weights. Whole units are gathered also from shards that are resident."""
         rest = [unit for unit in self.units if unit.index not in resident]
+        everything = sum(unit.numel for unit in rest)
+        nested = num_nested(rest) if rest else 0
+        return self.staged_of(nested, largest_numel(rest), largest_trainable_numel(rest), everything)
+
+    def staged_of(self, nested: int, largest: int, trained: int, everything: int) -> tuple[int, int, int, int]:
+        """The same for units of which compute needs ``nested`` at a time; elements of the ``largest`` one, of what is
+        ``trained`` of one, of ``everything``."""
         ranks, width = self.ranks, self.formats.weights
         if ranks.gathers:
-            gradients = max((unit.trainable_numel for unit in rest), default=0) * self.formats.grads
-            return ranks.least_bytes, sum(ranks.places), gradients, ranks.all_bytes
-        if not rest:
-            return 0, 0, 0, 0
-        largest = max(unit.numel for unit in rest) * width
-        everything = sum(unit.numel for unit in rest) * width
-        gradients = max(unit.trainable_numel for unit in rest) * width if self.formats.grads else 0
-        least = num_nested(rest) * largest
-        return least, min(least + 2 * largest, max(everything, least)), gradients, everything
+            return ranks.least_bytes, sum(ranks.places), trained * self.formats.grads, ranks.all_bytes
+        gradients = trained * width if self.formats.grads else 0
+        least, all_bytes = nested * largest * width, everything * width
+        return least, min(least + 2 * largest * width, max(all_bytes, least)), gradients, all_bytes
 
 
 def plan_device(needs: DeviceNeeds, device_bytes: int | None, free_bytes: int) -> DevicePlan:
@@ -208,13 +210,60 @@ def plan_device(needs: DeviceNeeds, device_bytes: int | None, free_bytes: int) -
             least,
             of_device=True,
         )
-    resident: set[int] = set()
-    for index in sorted(every, key=lambda index: (-needs.saved_per_byte(index), index * GOLDEN % 1)):
-        more = {*resident, index}
-        _, comfortable, gradients, _ = needs.staged(more)
-        needed = (
-            sum(needs.of_units(more).values()) + needs.squares(more) + comfortable + gradients + needs.updated(more)
-        ) + between
-        if unsupported_reason is None and needed <= device_bytes:
-            resident = more
-    return plan(resident, device_bytes)
+    chosen = _Chosen(needs)
+    if unsupported_reason is None:
+        for index in sorted(every, key=lambda index: (-needs.saved_per_byte(index), index * GOLDEN % 1)):
+            if chosen.bytes_with(index) + between <= device_bytes:
+                chosen.add(index)
+    return plan(chosen.resident, device_bytes)
+
+
+class _Chosen:
+    """Units that are to be ``resident``, and what one more would take: in time that does not grow with their number."""
+
+    def __init__(self, needs: DeviceNeeds) -> None:
+        self.resident: set[int] = set()
+        units = needs.units
+        self._needs, self._everything = needs, sum(unit.numel for unit in units)
+        self._unit_bytes = [sum(needs.of_unit(unit_index).values()) for unit_index in range(len(units))]
+        self._bytes = needs.squares(range(len(units)))  # no choice takes more for them
+        self._numel = _Left([unit.numel // unit.count for unit in units])
+        self._trained = _Left([unit.trainable_numel // unit.count for unit in units])
+        self._nested = _Left([unit.depth + 1 for unit in units])
+        self._updates = _Left(needs.updates)
+
+    def bytes_with(self, index: int) -> int:
+        """Bytes that residents, what passes through and updates take with this one, too."""
+        needs, largest = self._needs, self._numel.largest_without(index)
+        nested, trained = self._nested.largest_without(index), self._trained.largest_without(index)
+        everything = self._everything - needs.units[index].numel
+        _, comfortable, gradients, _ = needs.staged_of(nested, largest, trained, everything)
+        passing = comfortable + gradients + self._updates.largest_without(index)
+        return self._bytes + self._unit_bytes[index] + passing
+
+    def add(self, index: int) -> None:
+        """Make it resident."""
+        self.resident.add(index)
+        self._everything -= self._needs.units[index].numel
+        self._bytes += self._unit_bytes[index]
+        for left in (self._numel, self._trained, self._nested, self._updates):
+            left.take(index)
+
+
+class _Left:
+    """Numbers, from which one after the other is taken."""
+
+    def __init__(self, values: Sequence[int]) -> None:
+        self._values, self._taken = values, [False] * len(values)
+        self._order = sorted(range(len(values)), key=values.__getitem__, reverse=True)
+        self._first = 0
+
+    def take(self, index: int) -> None:
+        self._taken[index] = True
+        while self._first < len(self._order) and self._taken[self._order[self._first]]:
+            self._first += 1
+
+    def largest_without(self, index: int) -> int:
+        """The largest that would be left; 0 if none were."""
+        left = (self._order[place] for place in range(self._first, len(self._order)))
+        return next((self._values[other] for other in left if other != index and not self._taken[other]), 0)

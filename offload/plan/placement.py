@@ -9,7 +9,7 @@ from offload.errors import BudgetError
 from offload.optim.formats import DEFAULT_TILE_BYTES, Formats
 from offload.plan.device import GOLDEN
 from offload.plan.plan import Plan, Staging, Tier, TilesOf, UnitPlan
-from offload.units import UnitSpec, num_nested
+from offload.units import UnitSpec, largest_numel, num_nested
 from swapper import align, edge_bytes, readable_bytes
 
 _TILES_A_UNIT = 8
@@ -94,7 +94,7 @@ def _stagings(
     Less memory would work too, but each unit would wait for the one before it. Tiles that are small against a slot save
     no memory worth their cost.
     """
-    largest = max(unit.numel for unit in units) * formats.weights
+    largest = largest_numel(units) * formats.weights
     small = max(min(largest // _TILES_A_UNIT, DEFAULT_TILE_BYTES) // _LEAST_TILE_BYTES, 1) * _LEAST_TILE_BYTES
     least_slots = num_nested(units) + (1 if training else 0)
     for slots in (least_slots + 2, least_slots + 1):
@@ -215,9 +215,10 @@ class _Placement:
 
     def _buffers(self) -> Staging:
         """The staging cut down to what streams."""
-        streamed = [self._weight_bytes(i) for i, resident in enumerate(self.weights_resident) if not resident]
+        counts = [unit.count for unit in self.units]
+        streamed = [self._weight_bytes(i) // counts[i] for i, kept in enumerate(self.weights_resident) if not kept]
         in_place = (self._edges[i] for i, resident in enumerate(self.weights_resident) if not resident)
-        spilled = [self._grad_bytes(i) for i, resident in enumerate(self.grads_resident) if not resident]
+        spilled = [self._grad_bytes(i) // counts[i] for i, kept in enumerate(self.grads_resident) if not kept]
         spilled_tile = any(spilled) * self.formats.grads
         tiles = [
             (align(tile.nbytes) * (not resident) + tile.numel * spilled_tile * (not self.grads_resident[i]))

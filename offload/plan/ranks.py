@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from offload.optim.formats import Formats
-from offload.units import UnitSpec, num_nested
+from offload.units import UnitSpec, largest_numel, largest_trainable_numel, num_nested
 from swapper import align
 
 PLACEMENTS = ("states", "gradients", "weights")
@@ -82,20 +82,21 @@ def plan_ranks(
     weights = [align(unit.numel * formats.weights) for unit in units]
     width = (formats.grads if all_gradients else formats.weights) if formats.grads else 0
     gradients = [align(unit.trainable_numel * width) for unit in units if unit.trainable_numel * width]
-    largest = max((spec.numel for unit in units for spec in unit.trainable), default=0) if width else 0
+    most, most_trained = align(largest_numel(units) * formats.weights), align(largest_trainable_numel(units) * width)
+    largest = max((spec.numel // unit.count for unit in units for spec in unit.trainable), default=0) if width else 0
     few = placement == "weights" or device
-    received = max(gradients, default=0)
+    received = most_trained
     sum_bytes = align(received // max(width, 1) // num_ranks * 4)
     return RanksPlan(
         placement,
         num_ranks,
         device,
-        tuple([max(weights)] * min(nested + 2, len(units)) if few else weights),
-        nested * max(weights),
+        tuple([most] * min(nested + 2, len(units)) if few else weights),
+        nested * most,
         sum(weights),
-        tuple(gradients if all_gradients else [max(gradients)] * min(nested + 1, len(gradients)) if gradients else ()),
+        tuple(gradients if all_gradients else [most_trained] * min(nested + 1, len(gradients))),
         max(received, sum_bytes),  # replicas' sums of a shard land there, too
-        align(max(unit.numel for unit in units) // num_ranks * formats.weights),
+        align(largest_numel(units) // num_ranks * formats.weights),
         sum_bytes,
         align(largest * formats.weights),
         len(gradients) if all_gradients else min(nested, len(gradients)),

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ class Kept:
         return batch * (self.inputs + self.largest if recomputed else self.blocks)
 
 
+@functools.lru_cache(maxsize=8)
 def blocks_of(module: nn.Module) -> list[nn.Module]:
     """Return the repeated blocks of a model: of the list of modules that has most parameters those of the class that is
     there most often. Empty if there is no such list."""
@@ -145,7 +147,7 @@ _POINT_BY_POINT = {
 
 class _Shapes(TorchDispatchMode):
     """Within ``with``, the commonest operators on the meta device give a tensor of the right shape at once. For theirs
-    torch would bring in its compiler, which takes longer than all of the forecast."""
+    torch would bring in its compiler, which takes longer than all of the forecast. So does its ``broadcast_shapes``."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -157,7 +159,7 @@ class _Shapes(TorchDispatchMode):
         operands = [value for value in args if isinstance(value, Tensor)]
         if operator in _POINT_BY_POINT and options.keys() <= {"approximate"} and any(one.is_meta for one in operands):
             dtype = functools.reduce(torch.promote_types, (one.dtype for one in operands if one.is_meta))
-            return torch.empty(torch.broadcast_shapes(*(one.shape for one in operands)), dtype=dtype, device="meta")
+            return torch.empty(np.broadcast_shapes(*(one.shape for one in operands)), dtype=dtype, device="meta")
         if func in (_aten.mean.dim, _aten.sum.dim_IntList) and not options and operands[0].is_meta:
             shape = list(operands[0].shape)
             for dim in args[1]:
@@ -168,6 +170,19 @@ class _Shapes(TorchDispatchMode):
             dim, shape = args[1] if len(args) > 1 else 0, list(args[0][0].shape)
             shape[dim] = sum(one.shape[dim] for one in args[0])
             return torch.empty(shape, dtype=args[0][0].dtype, device="meta")
+        if func is _aten._softmax.default and operands[0].is_meta:
+            return torch.empty(operands[0].shape, dtype=torch.float32 if args[2] else operands[0].dtype, device="meta")
+        if func in (_aten.mm.default, _aten.addmm.default) and operands[0].is_meta:
+            left, right = operands[-2:]
+            return torch.empty(left.shape[0], right.shape[1], dtype=left.dtype, device="meta")
+        if func is _aten.native_layer_norm.default and operands[0].is_meta:
+            values, lengths = operands[0], args[1]
+            rows = [*values.shape[: values.dim() - len(lengths)], *(1 for _ in lengths)]
+            statistics = (torch.empty(rows, dtype=torch.float32, device="meta") for _ in range(2))
+            return torch.empty(values.shape, dtype=values.dtype, device="meta"), *statistics
+        if func is _aten.embedding.default and operands[0].is_meta:
+            table, indices = operands
+            return torch.empty(*indices.shape, table.shape[1], dtype=table.dtype, device="meta")
         return func(*args, **options)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -76,6 +77,7 @@ def _matrices(module: nn.Module) -> Iterator[nn.Parameter]:
                 yield parameter
 
 
+@functools.lru_cache(maxsize=8)
 def matrix_bytes(module: nn.Module, dtype: torch.dtype) -> int:
     """Bytes of the largest frozen matrix in ``dtype``; of experts that of one."""
     return max((math.prod(matrix.shape[-2:]) for matrix in _matrices(module)), default=0) * dtype.itemsize

@@ -26,7 +26,7 @@ class Own:
             return 0.0
         machine = self._machine
         others = num_records(item) - num_tiles(item)
-        return _alone(machine, machine.unit_seconds + others * machine.record_seconds) / 2
+        return _alone(machine, item.unit.count * (machine.unit_seconds + others * machine.record_seconds)) / 2
 
     def backward(self, item: UnitPlan, whole: UnitSpec, uses: int) -> float:
         """The same, and gradients are put away, or added to those of another of the ``uses``."""

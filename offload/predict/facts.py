@@ -67,7 +67,7 @@ def _of_model(prediction: Prediction) -> Iterator[str]:
     else:
         yield f"activations: {counted}, counted in the model's forward, with attention that keeps no matrix"
     if model.active < 1:
-        yield "a unit moves whole: all experts of a layer, of which those compute that tokens are sent to"
+        yield "each expert moves by itself, and a step sends tokens to all of them"
 
 
 def _of_step(prediction: Prediction, endurance: Endurance) -> dict[str, Any]:

@@ -28,6 +28,9 @@ from offload.units.find import find_units
 
 VOCABULARY = 32_000
 
+MOST_EXPERTS = 128
+"""Experts of a larger model are planned several for one: one by one would take minutes where there are 15,000."""
+
 _HEAD_WIDTH = 128
 _WIDTH_A_LAYER = 128
 """Width over layers of published models: 4096 / 32 at 7B, 12288 / 96 at 175B."""
@@ -107,7 +110,7 @@ def _units(
     module: nn.Module, base: Base, dtype: torch.dtype, num_ranks: int, trained: tuple[bool, ...]
 ) -> tuple[UnitSpec, ...]:
     """``trained`` says of each parameter whether it is, so that what was found before it was frozen is found anew."""
-    units = find_units(module, in_pieces=True, dtype=dtype, num_ranks=num_ranks)
+    units = find_units(module, in_pieces=True, dtype=dtype, num_ranks=num_ranks, most_experts=MOST_EXPERTS)
     return tuple(of_base(units, module, base, dtype, num_ranks) if base.bits else units)
 
 

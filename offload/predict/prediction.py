@@ -124,14 +124,15 @@ def predict(model: Model, machine: Machine, workload: Workload) -> Prediction:
     received = receiving_seconds(machine, workload, plan, places, case.whole)
     shares = shares_of(machine, plan, works, links, read + written, received)
     links["compute"] = max(links["compute"], bound(shares, works, links))
-    seconds = min(
-        step_seconds(works, places, Steps(speculative, workload.micro_batches, machine.network.settle_seconds), shares)
-        for speculative in _speculative_choices(plan, works, workload)
-    )
+    seconds, least = math.inf, max(links.values())
+    for speculative in _speculative_choices(plan, works, workload):
+        steps = Steps(speculative, workload.micro_batches, machine.network.settle_seconds)
+        seconds = min(seconds, step_seconds(works, places, steps, shares))
+        if seconds <= least:
+            break  # no schedule takes less
     return replace(
-        prediction, plan=plan, links=links, seconds=max(seconds, *links.values()), read_bytes=read,
-        written_bytes=written,
-    )  # fmt: skip
+        prediction, plan=plan, links=links, seconds=max(seconds, least), read_bytes=read, written_bytes=written
+    )
 
 
 @dataclass(frozen=True)
@@ -284,14 +285,15 @@ def _planned(cases: Sequence[_Case]) -> tuple[_Case, Plan] | _Case:
 
 
 class _Bundles:
-    """A rule whose tiles are taken several for one."""
+    """A rule whose tiles are taken several for one. None is larger than one of the units that are taken together."""
 
     def __init__(self, rule: Rule, size: int) -> None:
         self.repeatable, self.device_unsupported_reason = rule.repeatable, rule.device_unsupported_reason
         self._rule, self._size = rule, size
 
     def tiles_of(self, unit: UnitSpec, tile_bytes: int) -> tuple[Tile, ...]:
-        one = self._rule.tiles_of(unit, tile_bytes * self._size)
+        states = sum(tile.nbytes for tile in self._rule.tiles_of(unit, _PLENTY))
+        one = self._rule.tiles_of(unit, min(tile_bytes, states // unit.count or tile_bytes) * self._size)
         step = max((tile.numel for tile in one), default=0) // self._size or 1
         return tuple(Tile(tile.start, tile.stop, tile.nbytes, -(-tile.numel // step)) for tile in one)
 
@@ -302,7 +304,9 @@ def _bundled(choice: OptimizerChoice | None, units: Sequence[UnitSpec]) -> Optim
     numel = sum(unit.trainable_numel for unit in units)
     states = sum(tile.nbytes for tile in choice.rule.tiles_of(units[0], _PLENTY)) / max(units[0].trainable_numel, 1)
     size = math.ceil(numel * states / DEFAULT_TILE_BYTES / _MOST_TILES)
-    return choice if size <= 1 else replace(choice, rule=_Bundles(choice.rule, size))  # type: ignore[arg-type]
+    if size <= 1 and all(unit.count == 1 for unit in units):
+        return choice
+    return replace(choice, rule=_Bundles(choice.rule, max(size, 1)))  # type: ignore[arg-type]
 
 
 def _speculative_choices(plan: Plan, works: Sequence[UnitWork], workload: Workload) -> list[frozenset[int]]:

@@ -23,6 +23,7 @@ from offload.planning import AUTO_SHARE, free_bytes_of
 from offload.predict.machine import Cores, Machine
 from offload.predict.model import Model
 from offload.predict.workload import Workload
+from offload.ranks.host_cores import host_cores
 from offload.report.report import Bandwidths
 from offload.tiers.bandwidth import bounded_q
 from swapper import checksum
@@ -64,7 +65,7 @@ def probe(
     place of what is found under ``paths``. As many as ``ranks`` look at once: they wait for each other in ``meet``,
     before and after each round, as ranks go on when the last one has come.
     """
-    count = len(os.sched_getaffinity(0)) / ranks
+    count = host_cores().available / ranks
     nvme, how = drives, "as given"
     if paths and drives is None:
         nvme, how = drive_rates(paths, backend)

@@ -14,20 +14,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 
 _ROUNDING = 1e-12
 
 
-class Part(IntEnum):
-    """Of a machine."""
-
-    COMPUTE = 0
-    DRIVE = 1
-    SWEEP = 2
-    LINK = 3
-    NETWORK = 4
-    BACK = 5
+_COMPUTE, _DRIVE, _SWEEP, _LINK, _NETWORK, _BACK = range(6)
+"""Parts of a machine."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +33,7 @@ class Shares:
     network: float = 0.0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Job:
     """Something for the drive and what follows it, in seconds of each part. ``after`` is the task that must be over
     before, -1: none; ``needs`` another job. The kernel (``sweep``) works on tiles while others are read and written."""
@@ -54,19 +46,20 @@ class Job:
     back: float = 0.0
     needs: Job | None = None
     is_over: bool = False
+    phases: deque[list[tuple[int, float]]] = field(init=False)
+    """Phases that are left of it."""
+    num_open: int = 0
+    """Parts that are at it, or will be before its next phase."""
 
     def __post_init__(self) -> None:
-        at_once = [(Part.DRIVE, self.drive), (Part.SWEEP, self.sweep)]
-        then = [(Part.LINK, self.link), (Part.NETWORK, self.network), (Part.BACK, self.back)]
-        self.phases = deque(
-            phase for phase in ([one for one in at_once if one[1]], *([one] for one in then if one[1])) if phase
-        )
-        """Phases that are left of it."""
-        self.num_open = 0
-        """Parts that are at it, or will be before its next phase."""
+        at_once = (_DRIVE, self.drive), (_SWEEP, self.sweep)
+        then = (_LINK, self.link), (_NETWORK, self.network), (_BACK, self.back)
+        first = [one for one in at_once if one[1]]
+        self.phases = deque([first] if first else [])
+        self.phases.extend([one] for one in then if one[1])
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Task:
     """Compute, one after the other."""
 
@@ -74,10 +67,19 @@ class Task:
     waits_for: list[Job] = field(default_factory=list)
 
 
-@dataclass
+@dataclass(slots=True)
 class _Work:
     left: float
     of: Job | Task
+
+
+class _Lane:
+    """A part of the machine: its ``works``, of which the first is at work, and the ``share`` of the cores that it keeps
+    busy."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+        self.works: deque[_Work] = deque()
 
 
 class Played:
@@ -88,8 +90,7 @@ class Played:
         self.ends: list[float] = []
         self._tasks, self._queues = tasks, queues
         self._now = 0.0
-        self._parts: list[deque[_Work]] = [deque() for _ in Part]
-        self._shares = [getattr(shares, part.name.lower(), 0.0) for part in Part]
+        self._lanes = [_Lane(share) for share in (shares.compute, shares.drive, shares.sweep, 0.0, shares.network, 0.0)]
         while len(self.ends) < len(tasks):
             self._begin()
             self._go_on()
@@ -111,17 +112,17 @@ class Played:
         return (
             job.after < len(self.ends)
             and (job.needs is None or job.needs.is_over)
-            and not (job.drive and self._parts[Part.DRIVE])
+            and not (job.drive and self._lanes[_DRIVE].works)
         )
 
     def _begin_task(self) -> bool:
-        if self._parts[Part.COMPUTE] or len(self.ends) == len(self._tasks):
+        if self._lanes[_COMPUTE].works or len(self.ends) == len(self._tasks):
             return False
         task = self._tasks[len(self.ends)]
         if not all(job.is_over for job in task.waits_for):
             return False
         if task.seconds:
-            self._parts[Part.COMPUTE].append(_Work(task.seconds, task))
+            self._lanes[_COMPUTE].works.append(_Work(task.seconds, task))
         else:
             self.ends.append(self._now)
         return True
@@ -133,24 +134,24 @@ class Played:
             return
         phase = job.phases.popleft()
         job.num_open = len(phase)
-        for part, seconds in phase:
-            self._parts[part].append(_Work(seconds, job))
+        for lane, seconds in phase:
+            self._lanes[lane].works.append(_Work(seconds, job))
 
     def _go_on(self) -> None:
         """Until something is over."""
-        busy = [part for part in Part if self._parts[part]]
+        busy = [lane for lane in self._lanes if lane.works]
         if not busy:
             assert len(self.ends) == len(self._tasks), "tasks and jobs wait for each other"
             return
-        speeds = _speeds([self._shares[part] for part in busy])
-        pairs = list(zip(busy, speeds, strict=True))
-        seconds = min(self._parts[part][0].left / speed for part, speed in pairs)
+        speeds = _speeds([lane.share for lane in busy])
+        seconds = min(lane.works[0].left / speed for lane, speed in zip(busy, speeds, strict=True))
         self._now += seconds
-        for part, speed in pairs:
-            work = self._parts[part][0]
+        rounding = _ROUNDING * self._now
+        for lane, speed in zip(busy, speeds, strict=True):
+            work = lane.works[0]
             work.left -= seconds * speed
-            if work.left <= _ROUNDING * self._now:
-                self._parts[part].popleft()
+            if work.left <= rounding:
+                lane.works.popleft()
                 self._end(work.of)
 
     def _end(self, work: Job | Task) -> None:

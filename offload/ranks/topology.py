@@ -12,7 +12,7 @@ SYS = Path("/sys")
 
 def numa_nodes(sys: Path = SYS) -> dict[int, frozenset[int]]:
     """The CPUs that are online at each NUMA node. A node that has memory alone is left out."""
-    cpus = {number: _numbers(folder / "cpulist") for number, folder in _node_folders(sys)}
+    cpus = {number: numbers_in(text_of(folder / "cpulist")) for number, folder in _node_folders(sys)}
     return {number: of_node for number, of_node in cpus.items() if of_node}
 
 
@@ -104,9 +104,9 @@ def _node_folders(sys: Path) -> list[tuple[int, Path]]:
     return sorted((int(folder.name.removeprefix("node")), folder) for folder in folders)
 
 
-def _numbers(file: Path) -> frozenset[int]:
+def numbers_in(text: str) -> frozenset[int]:
     """Numbers that a list such as ``0-3,8`` names."""
-    ranges = [part.partition("-") for part in text_of(file).split(",") if part]
+    ranges = [part.partition("-") for part in text.strip().split(",") if part]
     return frozenset(n for first, _, last in ranges for n in range(int(first), int(last or first) + 1))
 
 

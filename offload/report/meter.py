@@ -20,14 +20,18 @@ class Meter:
     started: float = field(default_factory=time.perf_counter)
     stalls: dict[str, float] = field(default_factory=dict)
     update_seconds: float = 0.0
+    num_waits: int = 0
+    """Waits under way: of the training thread, which counts stalls."""
 
     @contextlib.contextmanager
     def stall(self, cause: str) -> Iterator[None]:
         """Count the time of the block as waiting for ``cause``."""
         span = self.trace.begin(self.track, f"for {cause}")
+        self.num_waits += 1
         try:
             yield
         finally:
+            self.num_waits -= 1
             self.trace.end(span)
             self.stalls[cause] = self.stalls.get(cause, 0.0) + span.seconds
 

@@ -69,6 +69,8 @@ class Reporter:
         """Shares of forward and of the rest of the last step in which the disk was busy; None if nothing is known."""
         self.last: Report | None = None
         """Of the last step, if one was taken here."""
+        self.working_seconds = 0.0
+        """Of the last step: without waits where the CPU computes, else all of it, as the host drives a device."""
         self._updates_wait = False
         """Those of the last step had to wait for its verdict."""
 
@@ -103,8 +105,9 @@ class Reporter:
                 computing = (phase.seconds - phase.stalled_seconds for phase in phases)
                 schedule_seconds = sum(map(max, computing, busy))
         self._forward, self._updates_wait = None, updates_wait
+        self.working_seconds = seconds
         if compute_seconds is None:
-            compute_seconds = max(seconds - spent.stalled_seconds, 0.0)
+            compute_seconds = self.working_seconds = max(seconds - spent.stalled_seconds, 0.0)
         bounds = {
             "schedule": schedule_seconds,
             "compute": compute_seconds,

@@ -16,7 +16,10 @@ from offload.tiers.window import DeviceWindow
 from swapper import DurableStore, Extent, Ticket
 
 _SECONDS = 0.2
-"""Duration of each of the three measurements."""
+"""Duration of each of the three measurements, unless all records have been moved ``_MOST_PASSES`` times before."""
+
+_MOST_PASSES = 2
+"""What is small is not worn out for a rate that hardly matters there: the records of an adapter, over a frozen base."""
 
 _MOST_Q = 8.0
 """Both at once at full speed; what is more comes of a moment that was slow."""
@@ -39,12 +42,13 @@ def measure(store: DurableStore, extents: Sequence[Extent], buffers: Sequence[in
         store.read(extent, address, extent.nbytes).wait()
     reads = [(store.read, extent, address) for extent, address in zip(others, cycle(spare), strict=False)]
     writes = [(store.write, extent, address) for extent, address in own]
-    read_rate, write_rate = _rate(reads, len(spare)), _rate(writes, len(own))
+    most_bytes = _MOST_PASSES * sum(extent.nbytes for extent in extents)
+    read_rate, write_rate = _rate(reads, len(spare), most_bytes), _rate(writes, len(own), most_bytes)
     if len(extents) == 1:  # nothing to read while it is written
         return Bandwidths(read_rate, write_rate, 1.0)
     depth = min(len(spare), len(own))
     mixed = [job for pair in zip(cycle(reads), islice(cycle(writes), len(reads)), strict=False) for job in pair]
-    q = bounded_q(0.5 / read_rate, 0.5 / write_rate, 1 / _rate(mixed, 2 * depth))
+    q = bounded_q(0.5 / read_rate, 0.5 / write_rate, 1 / _rate(mixed, 2 * depth, most_bytes))
     return Bandwidths(read_rate, write_rate, q)
 
 
@@ -80,19 +84,22 @@ def _copy_rate(stream: Stream, target: torch.Tensor, source: torch.Tensor) -> fl
     return len(ends) * source.nbytes / ends[-1].seconds_since(before)
 
 
-def _rate(jobs: Sequence[tuple[Callable[[Extent, int, int], Ticket], Extent, int]], depth: int) -> float:
-    """Bytes per second of the jobs, over and over, with ``depth`` of them in flight."""
-    moved = 0
+def _rate(
+    jobs: Sequence[tuple[Callable[[Extent, int, int], Ticket], Extent, int]], depth: int, most_bytes: int
+) -> float:
+    """Bytes per second of the jobs, over and over, with ``depth`` of them in flight, up to ``most_bytes``."""
+    moved = asked = 0
     flying: list[tuple[Ticket, int]] = []
     start = time.perf_counter()
     for operation, extent, address in cycle(jobs):
-        if time.perf_counter() - start > _SECONDS and moved:
+        if asked >= most_bytes or (time.perf_counter() - start > _SECONDS and moved):
             break
         if len(flying) >= depth:
             ticket, nbytes = flying.pop(0)
             ticket.wait()
             moved += nbytes
         flying.append((operation(extent, address, extent.nbytes), extent.nbytes))
+        asked += extent.nbytes
     for ticket, nbytes in flying:
         ticket.wait()
         moved += nbytes

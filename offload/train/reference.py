@@ -43,7 +43,7 @@ class InMemoryAdamW(torch.optim.Optimizer):
         """Update every parameter with its gradient, scaled so that the global norm is at most the bound."""
         grads = {parameter: _gradient(parameter) for parameter in self._parameters()}
         threads = torch.get_num_threads()
-        native = kernels.OnHost(lambda numel: threads)
+        native = kernels.OnHost(kernels.always(threads))
         squares = [
             kernels.sum_squares(grad.data_ptr(), grad.numel(), _KERNEL_DTYPE[grad.dtype], threads)
             for grad in grads.values()

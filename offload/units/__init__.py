@@ -5,7 +5,17 @@ from offload.units.experts import Experts, FusedExperts
 from offload.units.packed import Packing
 from offload.units.pieces import Piece, WeightInPieces
 from offload.units.shard import shard_unit
-from offload.units.spec import ALIGNMENT, GRAIN, ParameterSpec, Site, Tile, UnitSpec, num_nested
+from offload.units.spec import (
+    ALIGNMENT,
+    GRAIN,
+    ParameterSpec,
+    Site,
+    Tile,
+    UnitSpec,
+    largest_numel,
+    largest_trainable_numel,
+    num_nested,
+)
 
 __all__ = [
     "ALIGNMENT",
@@ -20,6 +30,8 @@ __all__ = [
     "Tile",
     "UnitSpec",
     "WeightInPieces",
+    "largest_numel",
+    "largest_trainable_numel",
     "local_tensor",
     "num_nested",
     "shard_unit",

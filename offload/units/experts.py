@@ -9,6 +9,7 @@ that the bits do not depend on a budget.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
@@ -37,11 +38,12 @@ class FusedExperts(Experts):
         super().__init__(name, module, next(iter(parameters.values())).shape[0])
         self.parameters = parameters
 
-    def cut(self, sites: Collection[Sequence[tuple[nn.Module, str]]]) -> list[WeightInPieces]:
-        """A piece for each expert, of each parameter; ``sites`` are those of the parameters."""
+    def cut(self, sites: Collection[Sequence[tuple[nn.Module, str]]], together: int = 1) -> list[WeightInPieces]:
+        """A piece for each expert, or for so many ``together``, of each parameter; ``sites`` are those of the
+        parameters."""
         prefix = f"{self.name}." if self.name else ""
         return [
-            WeightInPieces(prefix + name, places, parameter.shape, self.count)
+            WeightInPieces(prefix + name, places, parameter.shape, math.ceil(self.count / together))
             for (name, parameter), places in zip(self.parameters.items(), sites, strict=True)
         ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,13 +34,15 @@ def find_units(
     dtype: torch.dtype = torch.float32,
     num_ranks: int = 1,
     experts: Sequence[str] = EXPERTS,
+    most_experts: int | None = None,
 ) -> list[UnitSpec]:
     """Cut ``model`` into units, in the order of ``model.named_parameters()``.
 
     Repeated blocks (children of one class in a ``ModuleList`` or ``Sequential``) are units; so is every other module
     that is small against the model; what a larger module owns itself is a unit of its own. With ``in_pieces`` a weight
     that is much larger than all other units may be cut into several: see ``offload.units.pieces``. Each expert is a
-    unit; ``experts`` are names of modules that have some: see ``offload.units.experts``.
+    unit; ``experts`` are names of modules that have some: see ``offload.units.experts``. Of more fused ones than
+    ``most_experts`` several are one unit, as many as its ``count`` says.
     ``dtype`` is that of the weights: what is quantised takes as many elements of it as its bytes fill.
     Units can be divided among ``num_ranks``: see ``offload.units.shard``.
     Raises ``ConfigError`` for a trainable parameter that is not a real floating-point tensor, for two that share
@@ -84,6 +87,8 @@ def find_units(
                 groups.setdefault(owners[module], {}).setdefault(full_name, parameter)
     names = {module: name for name, module in model.named_modules()}
     parameters = {owner: _distinct(group) for owner, group in groups.items() if isinstance(owner, nn.Module)}
+    num_fused = sum(of.count for of in fused.values())
+    together = math.ceil(num_fused / most_experts) if most_experts is not None else 1
     layout = _Layout(sites, packings, distributions, dtype, GRAIN * num_ranks, names)
     cuts = _cuts(parameters, layout) if in_pieces else {}
     rest = {owner: [item for item in group if id(item[1]) not in cuts] for owner, group in parameters.items()}
@@ -91,7 +96,7 @@ def find_units(
     units: list[UnitSpec] = []
     for owner in groups:
         if isinstance(owner, FusedExperts):
-            units += _units_of_experts(len(units), owner, layout)
+            units += _units_of_experts(len(units), owner, together, layout)
             continue
         if rest[owner]:
             units.append(replace(_unit(len(units), owner, rest[owner], layout), experts=separate.get(owner)))
@@ -247,12 +252,13 @@ def _cuts(parameters: dict[nn.Module, list[tuple[str, nn.Parameter]]], layout: _
     }
 
 
-def _units_of_experts(first: int, experts: FusedExperts, layout: _Layout) -> Iterator[UnitSpec]:
-    """A unit for each expert: its rows of all parameters."""
+def _units_of_experts(first: int, experts: FusedExperts, together: int, layout: _Layout) -> Iterator[UnitSpec]:
+    """A unit for each expert, or for so many ``together``: its rows of all parameters."""
     parameters = list(experts.parameters.values())
-    wholes = experts.cut([layout.sites[id(parameter)] for parameter in parameters])
+    wholes = experts.cut([layout.sites[id(parameter)] for parameter in parameters], max(together, 1))
     for row, pieces in enumerate(zip(*(whole.pieces for whole in wholes), strict=True)):
-        yield replace(_unit_of_pieces(first + row, pieces, parameters, layout), experts=experts)
+        unit = _unit_of_pieces(first + row, pieces, parameters, layout)
+        yield replace(unit, experts=experts, count=pieces[0].stop - pieces[0].start)
 
 
 def _unit_of_pieces(

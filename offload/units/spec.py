@@ -133,6 +133,8 @@ class UnitSpec:
     depth: int
     experts: Experts | None = None
     """Experts that it is one of."""
+    count: int = 1
+    """1 where it moves as a whole; a forecast takes so many that are alike for one, of which each moves by itself."""
     in_files: tuple[FilePart, ...] = ()
     """Where its frozen weights lie in files that are only read, at which bytes of the unit's weights; nothing if they
     are stored."""
@@ -186,6 +188,16 @@ class Tile:
     @property
     def numel(self) -> int:
         return self.stop - self.start
+
+
+def largest_numel(units: Sequence[UnitSpec]) -> int:
+    """Elements of the largest of them."""
+    return max((unit.numel // unit.count for unit in units), default=0)
+
+
+def largest_trainable_numel(units: Sequence[UnitSpec]) -> int:
+    """Elements that are trained of the one that has most."""
+    return max((unit.trainable_numel // unit.count for unit in units), default=0)
 
 
 def num_nested(units: Sequence[UnitSpec]) -> int:

@@ -18,6 +18,7 @@ from offload.kernels import (
     SgdCoef,
     _kernels,
     accumulate,
+    always,
     convert,
     decode,
     encode,
@@ -172,7 +173,7 @@ def test_denormals_are_kept_even_where_the_caller_flushes_them(num_threads: int)
     grad, state = torch.full((numel,), 1e-38), fresh(numel)
     torch.set_flush_denormal(True)
     try:
-        step_adam(COEF, grad, state, weight_dtype=Dtype.F32, native=OnHost(lambda numel: num_threads))
+        step_adam(COEF, grad, state, weight_dtype=Dtype.F32, native=OnHost(always(num_threads)))
     finally:
         torch.set_flush_denormal(False)
     expected = np.float32(np.float32(1e-38) * np.float32(0.25)) * np.float64(np.float32(1 - 0.9))
@@ -340,7 +341,7 @@ def test_int8_scales_end_where_code_0_is_a_normal_number(use_isa: Any) -> None:
     ("change", "message"),
     [
         ({"numel": -1}, "numel must be >= 0"),
-        ({"native": OnHost(lambda numel: 0)}, "num_threads must be >= 1"),
+        ({"native": OnHost(always(0))}, "num_threads must be >= 1"),
         ({"grad": 0}, "grad must be an address"),
         ({"weight": 4098}, "weight must be aligned"),
         ({"weight_dtype": Dtype.BF16}, "needs its rest"),

@@ -23,6 +23,7 @@ from offload.kernels import (
     SgdCoef,
     _kernels,
     accumulate,
+    always,
     convert,
     decode,
     encode,
@@ -88,7 +89,7 @@ def run(guarded: Any, awkward: Any, name: str, numel: int, formats: Any, steps: 
             grad_dtype=grad_dtype,
             weight_dtype=weight_dtype,
             moments_dtype=state_dtype,
-            native=OnHost(lambda numel: num_threads),
+            native=OnHost(always(num_threads)),
             **{key: array.address for key, array in arrays.items()},
         )
     return [array.values for key, array in arrays.items() if key != "grad"]

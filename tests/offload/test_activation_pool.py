@@ -89,10 +89,10 @@ class Rig:
         self.pool = ActivationPool(self.arena, self.scratch, HostCopies(), Meter())  # type: ignore[arg-type]
         self.kept = {}
 
-    def keep(self, letters: str, *, spills: bool = True) -> None:
+    def keep(self, letters: str, *, order: tuple[int, int] = (0, 0), spills: bool = True) -> None:
         for name in letters:
             storage = torch.full((PAGE,), ord(name), dtype=torch.uint8).untyped_storage()
-            self.kept[name] = self.pool.keep(storage, 0, PAGE, spills=spills)
+            self.kept[name] = self.pool.keep(storage, 0, PAGE, order, spills=spills)
 
     def backward(self, letters: str) -> None:
         """Each is brought, seen to be itself, and dropped."""
@@ -132,6 +132,26 @@ def test_the_oldest_are_written_and_leave_and_backward_reads_them_ahead_from_the
     use = rig.pool.take_use()
     assert (use.kept_bytes, use.write_bytes, use.read_bytes) == (7 * PAGE, 5 * PAGE, 3 * PAGE)
     assert (use.host_bytes_max, use.nvme_bytes_max) == (4 * PAGE, 5 * PAGE)
+
+
+def test_of_micro_batches_on_their_way_together_the_last_ones_leave_first_and_each_is_read_once():
+    """Two units, four micro-batches: a backward comes to the first micro-batch's part of the last unit first."""
+    rig = Rig(4)
+    for unit, letters in enumerate(("abcd", "efgh")):
+        for index, name in enumerate(letters):
+            rig.keep(name, order=(unit, -index))
+    assert rig.scratch.events == [
+        *("write c", "write d"),  # of a, b, c in memory the last one's goes
+        *("wait for write d", "write b", "wait for write c", "write a"),
+        *("wait for write b", "write g", "wait for write a", "write h"),
+    ]
+    del rig.scratch.events[:]
+    rig.scratch.all_is_over()
+    rig.backward("efgh")
+    rig.backward("abcd")
+    assert [event for event in rig.scratch.events if "wait" not in event] == ["read a", "read b", "read c", "read d"]
+    rig.scratch.all_is_over()
+    assert rig.left == (0, 0)
 
 
 def test_what_is_still_being_written_is_taken_from_memory_and_the_memory_waits_for_the_write():

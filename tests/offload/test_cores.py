@@ -1,49 +1,91 @@
-"""Cores that this process may use, and what of them the update has."""
-
-import os
-from pathlib import Path
+"""The division of a rank's cores between the optimizer's kernels and everything else."""
 
 import pytest
 
-from offload import cores
-from offload.cores import IdleCores, available_cores
+from offload.cores import CoreBudget
 
 MANY = 1 << 24
 
 
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({}, 32),
-        ({"cpu.max": "max 100000"}, 32),
-        ({"cpu.max": "250000 100000"}, 2),
-        ({"cpu.max": "50000 100000"}, 1),
-        ({"cpu.cfs_quota_us": "-1", "cpu.cfs_period_us": "100000"}, 32),
-        ({"cpu.cfs_quota_us": "800000", "cpu.cfs_period_us": "100000"}, 8),
-        ({"cpu.max": "nonsense"}, 32),
-    ],
-)
-def test_a_process_has_the_cores_of_its_affinity_within_its_cgroups_quota(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: dict[str, str], expected: int
-) -> None:
-    for name, text in files.items():
-        (tmp_path / name).write_text(text + "\n")
-    monkeypatch.setattr(cores, "cgroup_folders", lambda controller: [tmp_path] if controller == "cpu" else [])
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(32)))
-    assert available_cores() == expected
+class Process:
+    """Seconds that a process and its thread of updates have spent on cores, as a story tells them."""
+
+    def __init__(self, total: float, others: float) -> None:
+        self.seconds = self.of_thread = 0.0
+        self.is_waiting = False
+        self.cores = CoreBudget(total, others, lambda: self.is_waiting, lambda: self.seconds, lambda: self.of_thread)
+
+    def num_threads(self, numel: int = MANY) -> int:
+        with self.cores.lend(numel) as num_threads:
+            return num_threads
+
+    def step(self, seconds: float, others: float, updating: float = 0.0) -> None:
+        """All but the kernels keep ``others`` cores busy; each of the kernel's threads works for ``updating``."""
+        with self.cores.lend(MANY) as num_threads:
+            self.of_thread += updating
+        self.seconds += others * seconds + num_threads * updating
+        self.cores.end_step(seconds)
 
 
 @pytest.mark.parametrize(
-    ("total", "of_compute", "goes_on", "waits"),
-    [(2, 2, 1, 2), (16, 16, 1, 16), (16, 1, 15, 16), (64, 32, 32, 64), (1, 8, 1, 1), (0, 1, 1, 1)],
+    ("total", "others", "goes_on", "waits"),
+    [(2, 2, 1, 2), (16, 16, 1, 16), (16, 1, 15, 16), (64, 32, 32, 64), (1, 8, 1, 1), (0.25, 1, 1, 1), (3.5, 1, 2, 3)],
 )
-def test_an_update_has_what_compute_leaves_and_all_while_compute_waits_for_it(
-    total: int, of_compute: int, goes_on: int, waits: int
+def test_before_the_first_step_an_update_has_what_compute_is_assumed_to_leave(
+    total: float, others: float, goes_on: int, waits: int
 ) -> None:
-    assert IdleCores(total, of_compute, lambda: False)(MANY) == goes_on
-    assert IdleCores(total, of_compute, lambda: True)(MANY) == waits
+    process = Process(total, others)
+    assert process.num_threads() == goes_on
+    process.is_waiting = True
+    assert process.num_threads() == waits, "all of them while compute waits"
 
 
 def test_no_core_is_woken_for_a_few_elements() -> None:
-    idle = IdleCores(64, 1, lambda: False)
-    assert [idle(numel) for numel in (0, 1, 65_535, 131_072, 1 << 20, 1 << 24)] == [1, 1, 1, 2, 16, 63]
+    process = Process(64, 1)
+    assert [process.num_threads(numel) for numel in (0, 1, 65_535, 131_072, 1 << 20, 1 << 24)] == [1, 1, 1, 2, 16, 63]
+
+
+def test_compute_that_keeps_few_cores_busy_leaves_the_others_within_some_steps() -> None:
+    process = Process(16, 16)
+    had = []
+    for _ in range(8):
+        process.step(2.0, others=3.0, updating=0.5)
+        had.append(process.num_threads())
+    assert had == [6, 9, 11, 12, 12, 12, 12, 12]
+    assert 3.0 < process.cores.others < 3.1
+
+
+def test_compute_that_keeps_all_cores_busy_leaves_one_thread() -> None:
+    process = Process(16, 16)
+    for _ in range(4):
+        process.step(2.0, others=15.1, updating=1.0)
+    assert process.num_threads() == 1
+
+
+def test_checksums_and_io_are_left_what_they_take_where_a_device_computes() -> None:
+    process = Process(16, 1)
+    for _ in range(12):
+        process.step(1.0, others=3.7, updating=0.8)
+    assert process.num_threads() == 12
+
+
+def test_everything_else_keeps_one_core_however_little_it_needs() -> None:
+    process = Process(16, 1)
+    for _ in range(8):
+        process.step(1.0, others=0.2, updating=0.9)
+    assert process.num_threads() == 15
+
+
+def test_a_step_that_squeezed_compute_does_not_let_updates_grow() -> None:
+    """Compute wants eight of eight cores; an update's threads take their part of them."""
+    process = Process(8, 4)
+    for _ in range(20):
+        num_threads = process.num_threads()
+        process.step(1.0, others=8 * 8 / (8 + num_threads), updating=8 / (8 + num_threads))
+    assert process.num_threads() == 1
+
+
+def test_a_step_without_time_changes_nothing() -> None:
+    process = Process(16, 4)
+    process.step(0.0, others=9.0)
+    assert process.cores.others == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 from offload import BudgetError, NonFiniteGradient, OffloadEngine
 from offload.optim.formats import Formats
-from offload.plan.device import DeviceNeeds, plan_device
+from offload.plan.device import GOLDEN, DeviceNeeds, plan_device
 from offload.plan.ranks import ONE_RANK
 from offload.testing.simulated import SimulatedDevice
 from offload.testing.stream import SimulatedEvent, SimulatedStream
@@ -31,6 +32,30 @@ def equal(left: Outcome, right: Outcome) -> bool:
 
 def num_resident(engine: OffloadEngine) -> int:
     return len(engine.plan.device.resident)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_residents_are_those_that_fit_when_one_after_the_other_is_tried(seed: int):
+    draw = random.Random(seed)
+    widths = [draw.choice([16, 64, 128, 256]) for _ in range(12)]
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(width, 64), nn.Linear(64, width)) for width in widths))
+    for block in model:
+        block.requires_grad_(draw.random() < 0.7)
+    units = find_units(model)
+    states = [unit.trainable_numel * 8 for unit in units]
+    updates = [draw.choice([0, 1 << 16, 1 << 20]) for _ in units]
+    needs = DeviceNeeds(units, Formats(weights=4, master=0, grads=4), states, updates, None, ONE_RANK)
+    squares = needs.squares(range(len(units)))
+    whole = sum(needs.of_units(range(len(units))).values())
+    for share in (0.2, 0.5, 0.8, 1.0):
+        tried: set[int] = set()
+        budget = int(whole * share) + (4 << 20)
+        for index in sorted(range(len(units)), key=lambda i: (-needs.saved_per_byte(i), i * GOLDEN % 1)):
+            more = {*tried, index}
+            _, comfortable, gradients, _ = needs.staged(more)
+            taken = sum(needs.of_units(more).values()) + squares + comfortable + gradients + needs.updated(more)
+            tried = more if taken <= budget else tried
+        assert plan_device(needs, budget, 0).resident == tried
 
 
 OPTIONS: list[dict[str, Any]] = [

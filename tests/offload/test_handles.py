@@ -9,8 +9,10 @@ import pytest
 import torch
 from tiny import Tiny, as_weight, batches, loss_of, train
 from torch import nn
+from torch.utils.dlpack import to_dlpack
 
 from offload import ConfigError, OffloadEngine, OffloadError
+from offload.model.handle import make_handle
 from offload.plan.plan import Tier
 
 
@@ -148,3 +150,116 @@ def test_after_close_a_weight_says_that_the_engine_is_closed(make_model):
     with pytest.raises(OffloadError, match="closed"):
         engine(batches(1)[0][0])
     engine.close()
+
+
+class _Value:
+    """A backing in memory."""
+
+    name, in_use, trainable, gradient = "weight", (), True, None
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+    def read(self) -> torch.Tensor:
+        return self.value.clone()
+
+    def write(self, value: torch.Tensor) -> None:
+        self.value = value.clone()
+
+
+def _beside_plain(look) -> None:
+    """``look`` gives what it sees of ``parameter.data``; afterwards the parameter is the same, too."""
+    plain = nn.Parameter(torch.arange(12.0).view(3, 4))
+    backing = _Value(plain.detach().clone())
+    handle = make_handle(backing, plain.shape, plain.dtype, plain.device, True)
+    seen, expected = look(handle.data), look(plain.data)
+    assert [(item.shape, item.tolist()) for item in seen] == [(item.shape, item.tolist()) for item in expected]
+    assert torch.equal(backing.value, plain.detach()) and handle.shape == plain.shape
+
+
+def _transposed(w):
+    w.t_()
+    w[1, 2] = 100.0
+    return [w, w[0], w.sum(0)]
+
+
+def _one_dimension_more(w):
+    w.unsqueeze_(0).mul_(2.0)
+    w.squeeze_().transpose_(0, 1).add_(1.0)
+    return [w]
+
+
+def _rows_at_other_strides(w):
+    w.as_strided_((2, 2), (1, 4), 1)
+    w.fill_(-3.0)
+    return [w, w[1]]
+
+
+def _a_part_resized(w):
+    rows = w.view(-1)[4:]
+    rows.resize_(2, 3)
+    rows.zero_()
+    return [rows]
+
+
+def _other_memory(w):
+    own = torch.full((2, 5), 7.0)
+    w.set_(own)
+    w.mul_(2.0)
+    return [w, own]
+
+
+def _a_part_of_other_memory(w):
+    w.set_(torch.arange(10.0).untyped_storage(), 2, (2, 2), (1, 3))
+    return [w, w.t()]
+
+
+def _each_element(w):
+    w.apply_(lambda element: element * 2)
+    w[1:].map_(torch.ones(2, 4), lambda element, other: element + other)
+    w.map2_(torch.ones(3, 4), torch.ones(3, 4), lambda element, one, other: element - one - other)
+    return [w]
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        _transposed,
+        _one_dimension_more,
+        _rows_at_other_strides,
+        _a_part_resized,
+        _other_memory,
+        _a_part_of_other_memory,
+        _each_element,
+    ],
+)
+def test_an_alias_that_looks_in_another_way_leaves_the_parameter_as_it_is_and_still_writes_to_it(look):
+    _beside_plain(look)
+
+
+def test_an_alias_may_become_one_of_another_parameter():
+    first, second = _Value(torch.zeros(2, 3)), _Value(torch.ones(4))
+    handles = [make_handle(v, v.value.shape, torch.float32, torch.device("cpu"), True) for v in (first, second)]
+    alias = handles[0].data
+    alias.set_(handles[1].data)
+    alias.mul_(5.0)
+    assert first.value.tolist() == [[0.0] * 3] * 2 and second.value.tolist() == [5.0] * 4
+
+
+def test_a_parameter_keeps_its_shape_and_an_alias_its_size():
+    backing = _Value(torch.zeros(2, 3))
+    handle = make_handle(backing, backing.value.shape, torch.float32, torch.device("cpu"), True)
+    with (
+        torch.no_grad(),
+        pytest.raises(ConfigError, match=r"\(2, 3\) and is held by the engine: it cannot"),
+    ):
+        handle.t_()
+    with pytest.raises(ConfigError, match=r"cannot become \(9,\)"):
+        handle.data.resize_(9)
+
+
+def test_memory_that_a_handle_does_not_have_is_an_error_and_no_crash():
+    backing = _Value(torch.zeros(2, 3))
+    handle = make_handle(backing, backing.value.shape, torch.float32, torch.device("cpu"), True)
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        to_dlpack(handle.detach())

@@ -21,7 +21,7 @@ from tiny import Tiny, batches, least_budget, loss_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from offload import ConfigError, OffloadEngine, OffloadError
+from offload import OffloadEngine, OffloadError
 from offload.testing.simulated import SimulatedDevice
 
 OPTIONS = {"lr": 1e-2, "tile_bytes": 65536}
@@ -277,6 +277,52 @@ def test_each_unit_is_brought_in_once_in_each_direction(tmp_path: Path, monkeypa
     assert [unit for name, unit in told if name == "end_backward"] == names[::-1]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"activations": "host"}, {"activations": "nvme", "activation_memory": "64KiB"}],
+    ids=["keep", "host", "nvme"],
+)
+def test_on_a_device_micro_batches_have_the_bits_of_the_loop_and_every_access_is_ordered(
+    options: dict[str, Any], tmp_path: Path
+):
+    make = lambda: Tiny(width=64, num_blocks=6)  # noqa: E731
+    loop = train(make, tmp_path, 4, together=False)
+    device = SimulatedDevice(seed=3)
+    train(make, tmp_path, 4, together=True, device=device, device_memory="2MiB", **options).check_bits_of(loop)
+    assert device.violations == []
+    assert device.allocated_bytes == 0
+
+
+def test_on_a_device_weights_come_in_once_in_each_direction_for_all_micro_batches(tmp_path: Path):
+    copied = {}
+    for k, together in ((1, False), (4, False), (4, True)):
+        options = {**OPTIONS, "gradient_accumulation_steps": k, "device_memory": "2MiB"}
+        with OffloadEngine(Tiny(width=64, num_blocks=12), device=SimulatedDevice(), **options) as engine:
+            run = partial(forward_and_backward, engine)
+            for _ in range(2):
+                engine.together(batches(k), run) if together else [run(each) for each in batches(k)]
+                engine.step()
+            copied[k, together] = engine.report().to_device_bytes
+    assert copied[4, False] > 3 * copied[1, False]
+    assert copied[4, True] <= copied[1, False]
+
+
+def test_activations_of_many_micro_batches_cross_once_each_way(tmp_path: Path):
+    """More of one unit's than the memory holds: the first micro-batch's, which backward wants first, stay."""
+    k, options = 32, {"activations": "nvme", "activation_memory": "128KiB"}
+    make = lambda: Tiny(width=64, num_blocks=6)  # noqa: E731
+    least = least_budget(built(make), tmp_path, **OPTIONS, **options)
+    given = {**OPTIONS, "gradient_accumulation_steps": k, **options}
+    with OffloadEngine(built(make), nvme_path=tmp_path, host_memory=least, **given) as engine:
+        losses = engine.together(batches(k), partial(forward_and_backward, engine))
+        engine.step()
+        use = engine.report().activations
+    assert use.read_bytes <= use.write_bytes <= use.kept_bytes
+    assert use.host_bytes_max <= 128 << 10
+    with OffloadEngine(built(make), **OPTIONS, gradient_accumulation_steps=k) as engine:
+        assert losses == [forward_and_backward(engine, each) for each in batches(k)]
+
+
 def test_micro_batches_that_only_look_need_no_backward(tmp_path: Path):
     least = least_budget(built(lambda: Tiny(width=64)), tmp_path, **OPTIONS)
     made = OffloadEngine(built(lambda: Tiny(width=64)), nvme_path=tmp_path, host_memory=least, **OPTIONS)
@@ -344,6 +390,9 @@ def test_modes_of_the_caller_are_those_of_each_micro_batch(tmp_path: Path):
             torch.get_num_threads(),
         )
 
+    def runs_backward_itself(_: int) -> bool:
+        return not torch._C._is_multithreading_enabled()
+
     with OffloadEngine(Tiny(width=64), **OPTIONS) as engine:
         for mode in (
             contextlib.nullcontext(),
@@ -354,6 +403,8 @@ def test_modes_of_the_caller_are_those_of_each_micro_batch(tmp_path: Path):
         ):
             with mode:
                 assert engine.together(range(2), seen) == [seen(0)] * 2
+        assert engine.together(range(2), runs_backward_itself) == [True] * 2
+        assert not runs_backward_itself(0)
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
         with hooks, pytest.warns(UserWarning, match="a mode of torch"):
             assert engine.together(range(2), lambda _: threading.current_thread()) == [threading.main_thread()] * 2
@@ -505,12 +556,6 @@ def test_an_order_that_no_loop_has_is_refused(engine: OffloadEngine):
     with pytest.warns(UserWarning, match="draws random"), pytest.raises(OffloadError, match="A loop has another order"):
         engine.together(enumerate(batches(2)), run)
     engine.together(enumerate(batches(2)), run)  # one after the other
-
-
-def test_a_device_is_refused():
-    engine = OffloadEngine(Tiny(width=64), device=SimulatedDevice(), **OPTIONS)
-    with engine, pytest.raises(ConfigError, match="compute on the CPU"):
-        engine.together(batches(2), print)
 
 
 def test_a_call_within_a_forward_is_refused(engine: OffloadEngine):

@@ -19,14 +19,18 @@ from offload.optim.formats import Formats
 from offload.plan.plan import Plan, Tier
 from offload.plan.ranks import ONE_RANK, PLACEMENTS, plan_ranks
 from offload.planning import Room, plan_within
+from offload.predict import known
+from offload.predict import model as models
 from offload.predict import prediction as prediction_module
 from offload.predict.advice import advise
+from offload.predict.architecture import Architecture, Experts
 from offload.predict.endurance import Endurance
 from offload.predict.facts import facts_of
 from offload.predict.machine import Cores, Machine, described, parse_drive
-from offload.predict.model import Model, from_count
+from offload.predict.model import Model, from_architecture, from_count
 from offload.predict.network import Network
 from offload.predict.prediction import Batches, Prediction, activation_bytes, least_host_bytes, predict
+from offload.predict.variants import BASES, Lora
 from offload.predict.workload import Workload
 from offload.report.report import Bandwidths
 from offload.units import Tile
@@ -290,6 +294,49 @@ def test_bundles_of_tiles_do_not_change_the_least_budget(monkeypatch: pytest.Mon
     assert least_host_bytes(model, machine, workload) == pytest.approx(plain, rel=0.01)
     bundled = predict(model, machine, workload)
     assert bundled.seconds == pytest.approx(one_by_one.seconds, rel=0.05)
+
+
+def of_experts() -> Model:
+    """Of 384 experts, 3 of which are planned for one."""
+    return from_architecture(
+        "experts",
+        Architecture(
+            layers=6, width=256, heads=4, vocabulary=2000, hidden=512, kv_heads=4, head_width=64,
+            experts=Experts(count=64, chosen=4, hidden=192),
+        ),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=4)])
+@pytest.mark.parametrize("gpu", [True, False])
+def test_experts_planned_several_for_one_take_the_memory_and_the_time_of_single_ones(gpu, lora, monkeypatch):
+    workload = Workload(batch=2, sequence=256, recomputed=True)
+    machine = here(0)
+    if gpu:
+        machine = described("rtx4090", host_bytes=0, drives=[parse_drive(DRIVE)])
+        workload = replace(workload, device_bytes=48 << 20)
+    least, seconds = [], []
+    for most in (models.MOST_EXPERTS, 1 << 30):
+        monkeypatch.setattr(models, "MOST_EXPERTS", most)
+        model = of_experts() if lora is None else of_experts().with_adapters(lora, BASES["mxfp4"])
+        counts = [unit.count for unit in model.units(workload.dtype)]
+        assert max(counts) == (3 if most < 384 else 1)
+        least.append(least_host_bytes(model, machine, workload))
+        seconds.append(predict(model, replace(machine, host_bytes=2 * least[-1]), workload).seconds)
+    assert least[0] == pytest.approx(least[1], rel=0.02)
+    assert seconds[0] == pytest.approx(seconds[1], rel=0.1)
+
+
+def test_fifteen_thousand_experts_are_planned_in_no_time():
+    fields = known.config_of("deepseek-ai/DeepSeek-V3")
+    assert fields is not None
+    shapes = Architecture.of_config(fields)
+    assert shapes is not None
+    model = from_architecture("deepseek", shapes).with_adapters(Lora(), BASES["mxfp4"])
+    machine = described("rtx4090", host_bytes=64 << 30, drives=[parse_drive(DRIVE)])
+    start = time.process_time()
+    assert predict(model, machine, Workload(recomputed=True)).fits
+    assert time.process_time() - start < 20  # it takes half a second; the bound is for a busy machine
 
 
 def test_advice_is_the_prediction_with_the_change_and_the_best_comes_first():

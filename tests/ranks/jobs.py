@@ -295,10 +295,18 @@ def _raise(*_: Any) -> None:
 
 
 def moved(
-    rank: int, size: int, placement: Placement, folder: Path, micro_batches: int = 1, *, hold: bool = False
+    rank: int,
+    size: int,
+    placement: Placement,
+    folder: Path,
+    micro_batches: int = 1,
+    *,
+    hold: bool = False,
+    together: bool = False,
 ) -> dict[str, int]:
     """Bytes that one rank moves in a step of ``Tiny``, of two steps one after the other the mean, and what its plan
-    has; by name. On NVMe the budget is the least one. ``hold``: ranks hold gradients until the last micro-batch."""
+    has; by name. On NVMe the budget is the least one. ``hold``: ranks hold gradients until the last micro-batch.
+    ``together``: micro-batches run so."""
     options: dict[str, Any] = {"shard": placement.shard, "precision": "bf16", "lr": 1e-2, "nvme_path": folder}
     options["gradient_accumulation_steps"] = micro_batches
     if placement.budget is not None:
@@ -306,10 +314,16 @@ def moved(
     with OffloadEngine(Tiny(), **options) as engine:
         reports = []
         for step in range(3):
-            for micro in range(micro_batches):
+
+            def run(micro: int, step: int = step) -> None:
                 tokens, targets = batch(step, micro, rank, size)
                 with engine.no_sync() if hold and micro + 1 < micro_batches else contextlib.nullcontext():
                     engine.backward(loss_of(engine(tokens), targets))
+
+            if together:
+                engine.together(range(micro_batches), run)
+            for micro in range(0 if together else micro_batches):
+                run(micro)
             engine.step()
             reports.append(engine.report())
             engine.synchronize()  # what the step's update moves belongs to the next report

@@ -136,7 +136,9 @@ class Program:
     model: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     loop: str = "engine"
-    """"engine": ``backward`` and ``step``; "plain": ``loss.backward()`` and ``engine.optimizer``."""
+    """"engine": ``backward`` and ``step``; "together": the same, by ``together``; "held": all but the last
+    micro-batch within ``no_sync``; "plain": ``loss.backward()`` and
+    ``engine.optimizer``."""
     steps: int = 2
     clip: float | None = None
     """For ``torch.nn.utils.clip_grad_norm_`` before each step."""
@@ -166,19 +168,29 @@ class Program:
     def train(self, engine: OffloadEngine, rank: int, size: int) -> Iterator[dict[str, Any]]:
         """What each step shows; afterwards the engine has taken all of them."""
         for step in range(self.steps):
-            losses = []
             if self.loop == "plain":
                 engine.optimizer.zero_grad()
-            for micro in range(engine.config.gradient_accumulation_steps):
+
+            def run(micro: int, step: int = step) -> float:
                 tokens, targets = batch(step, micro, rank, size)
                 loss = loss_of(engine(tokens, self.paths[rank % len(self.paths)]), targets)
-                losses.append(loss.item())
+                value = loss.item()
                 if self.planted is not None and self.planted[:2] == (rank, step):
                     loss = loss * self.planted[2]
                 if self.loop == "plain":
                     (loss / engine.config.gradient_accumulation_steps).backward()
                 else:
-                    engine.backward(loss)
+                    follow = micro + 1 < engine.config.gradient_accumulation_steps
+                    with engine.no_sync() if self.loop == "held" and follow else contextlib.nullcontext():
+                        engine.backward(loss)
+                return value
+
+            micro_batches = range(engine.config.gradient_accumulation_steps)
+            losses = (
+                engine.together(micro_batches, run)
+                if self.loop == "together"
+                else [run(each) for each in micro_batches]
+            )
             seen: dict[str, Any] = {"losses": losses}
             if self.clip is not None:
                 seen["clipped"] = float(nn.utils.clip_grad_norm_(engine.module.parameters(), self.clip))
@@ -253,7 +265,7 @@ def weights_of(engine: OffloadEngine) -> dict[str, torch.Tensor]:
 
 
 def bits(value: Any) -> str:
-    """A digest that is the same if every bit is."""
+    """A digest that is the same if every bit is; of a NaN the sign is any."""
     digest = hashlib.sha256()
     for part in _flat(value):
         digest.update(part)
@@ -263,7 +275,8 @@ def bits(value: Any) -> str:
 def _flat(value: Any) -> Iterator[bytes]:
     if isinstance(value, torch.Tensor):
         yield f"{value.dtype} {tuple(value.shape)}".encode()
-        yield value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        found = value.detach().cpu().contiguous().view(-1)
+        yield torch.where(found == found, found, found.abs()).view(torch.uint8).numpy().tobytes()
     elif isinstance(value, dict):
         for key in value:
             yield str(key).encode()

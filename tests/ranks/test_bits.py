@@ -12,6 +12,7 @@ from ranks.pool import Pool
 from ranks.programs import (
     BY_THREADS,
     GRADIENTS,
+    ON_DEVICE,
     ON_NVME,
     PLACEMENTS,
     STATES,
@@ -126,3 +127,22 @@ def test_micro_batches_are_exchanged_one_by_one_or_once_a_step(
     once = check(two, tmp_path, program, STATES)
     for ranks in (one_by_one, once):
         check_against_one(ranks, program, tmp_path, tolerance)
+
+
+def test_micro_batches_that_run_together_have_the_bits_of_the_loop(two: Pool, tmp_path: Path):
+    """Ranks exchange each one's gradients, in the loop's order; one rank uses other units than the other."""
+    options: dict[str, Any] = {"gradient_accumulation_steps": 3, "precision": "bf16", "gradient_clipping": 0.05}
+    paths = ((0, 1, 2), (2, 0))
+    loop = check(two, tmp_path, Program(options=options, paths=paths), WEIGHTS)
+    options |= {"activations": "nvme", "activation_memory": "64KiB"}
+    together = check(two, tmp_path, Program(options=options, paths=paths, loop="together"), ON_NVME, ON_DEVICE)
+    assert [bits(found["weights"]) for found in together] == [bits(found["weights"]) for found in loop]
+    assert [found["seen"] for found in together] == [found["seen"] for found in loop]
+
+
+def test_activations_of_ranks_that_hold_their_gradients_leave_with_the_same_bits(two: Pool, tmp_path: Path):
+    options: dict[str, Any] = {"gradient_accumulation_steps": 2}
+    kept = check(two, tmp_path, Program(options=options, loop="held"), STATES)
+    options |= {"activations": "nvme", "activation_memory": "64KiB"}
+    left = check(two, tmp_path, Program(options=options, loop="held"), STATES)
+    assert [bits(found["weights"]) for found in left] == [bits(found["weights"]) for found in kept]

@@ -43,6 +43,13 @@ def test_bytes_of_a_rank_fall_with_their_number(two: Pool, four: Pool, tmp_path:
             check_network(found, pool.size, 1 + 1, 1 + 1)  # gathered once
 
 
+def test_micro_batches_that_run_together_gather_weights_once_in_each_direction(two: Pool, tmp_path: Path):
+    loop, together = (two(jobs.moved, ON_NVME, tmp_path, micro_batches=3, together=each) for each in (False, True))
+    for of_loop, found in zip(loop, together, strict=True):
+        check_network(found, two.size, 1 + 3, 2 + 3)
+        assert found["read"] < 0.7 * of_loop["read"]
+
+
 @pytest.mark.parametrize(
     ("placement", "micro_batches", "hold", "least", "most"),
     [

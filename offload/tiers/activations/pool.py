@@ -3,6 +3,10 @@
 Last in, first out: a backward needs first what a forward has kept last. So what was kept first leaves the memory first,
 is read back last, and what is kept last is never read. Nothing is written as long as half of the memory is free.
 
+[Note: The order of backward] Whoever keeps an activation says when a backward comes to it: the greater its order, the
+sooner. Where several micro-batches are on their way together, all of them do the backward of one unit, the first one
+first, before any does that of the unit before. So of one unit's the last micro-batch's leave first.
+
 [Note: The end of a kept activation] A graph that is freed, with a backward or without, drops what it was given for its
 tensors. That may happen in any thread and at any line, so a dropped one is put on a list and nothing else: the next
 call of the pool gives its memory back.
@@ -11,6 +15,7 @@ call of the pool gives its memory back.
 from __future__ import annotations
 
 import contextlib
+from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -49,6 +54,8 @@ class Piece:
 
     nbytes: int
     spills: bool
+    order: tuple[int, int, int]
+    """Grows with what backward comes to sooner: that of who kept it, then its place among the pool's pieces."""
     offset: int | None
     """In the pool's memory; None: it is on NVMe alone."""
     place: ScratchRange | None = None
@@ -97,21 +104,27 @@ class ActivationPool:
     def __post_init__(self) -> None:
         self._ranges = Ranges(self.memory.nbytes)
         self._piece_bytes = min(_PIECE_BYTES, max(self.memory.nbytes // _PIECES // PAGE_BYTES, 1) * PAGE_BYTES)
-        self._unwritten: deque[Piece] = deque()
-        """In memory alone, and to be written: the oldest first."""
-        self._in_memory: deque[Piece] = deque()
-        """In memory and on NVMe, or on their way there: the oldest first."""
+        self._num_pieces = 0
+        self._unwritten: list[Piece] = []
+        """In memory alone, and to be written. This and the next two: in their order, so that backward comes to the
+        first one last."""
+        self._in_memory: list[Piece] = []
+        """In memory and on NVMe, or on their way there."""
         self._away: list[Piece] = []
-        """On NVMe alone: the oldest first."""
+        """On NVMe alone."""
         self._leaving: list[Piece] = []
         """Dropped, while a transfer or a copy is under way."""
         self._excess_bytes = 0
         """That there was no room for, in the present step."""
         self.use = ActivationUse()
 
-    def keep(self, storage: torch.UntypedStorage, start: int, nbytes: int, *, spills: bool) -> Kept | None:
+    def keep(
+        self, storage: torch.UntypedStorage, start: int, nbytes: int, order: tuple[int, int] = (0, 0), *, spills: bool
+    ) -> Kept | None:
         """Take a copy of so many bytes of a storage. None: there is no room, and they must not spill.
 
+        ``order`` says when a backward wants them: see [Note: The order of backward]. Of equal ones the last comes
+        first.
         Raises ``ActivationError`` if what spills cannot be written. Nothing was kept then.
         """
         self._collect()
@@ -124,12 +137,13 @@ class ActivationPool:
             if offset is None:
                 self._excess_bytes += align(nbytes)
                 return None
-            piece = Piece(size, spills, offset)
+            self._num_pieces += 1
+            piece = Piece(size, spills, (*order, self._num_pieces), offset)
             kept.pieces.append(piece)
             source = bytes_of(storage, start + begin, size)
             piece.copying = self.copies.out(self.memory.address + offset, source)
             if spills:
-                self._unwritten.append(piece)
+                insort(self._unwritten, piece, key=_order)
         self.use.kept_bytes += nbytes
         self.use.host_bytes_max = max(self.use.host_bytes_max, self._ranges.taken_bytes)
         while 2 * self._unwritten_bytes > self._ranges.nbytes:
@@ -197,7 +211,7 @@ class ActivationPool:
                     break
                 self._write_oldest()
                 continue
-            self._evict(self._in_memory.popleft())
+            self._evict(self._in_memory.pop(0))
         return offset
 
     def _wait_for_leaving(self, nbytes: int) -> int:
@@ -222,7 +236,7 @@ class ActivationPool:
             raise _failed("written to", piece, error) from error
         self._free(piece)
         if not piece.was_brought:
-            self._away.append(piece)
+            insort(self._away, piece, key=_order)
 
     def _free(self, piece: Piece) -> None:
         if piece.offset is not None:
@@ -261,7 +275,7 @@ class ActivationPool:
     # NVMe.
 
     def _write_oldest(self) -> None:
-        piece = self._unwritten.popleft()
+        piece = self._unwritten.pop(0)
         if piece.is_dropped:
             return
         assert self.scratch is not None
@@ -275,7 +289,7 @@ class ActivationPool:
         piece.writing = self.meter.trace.transfer("write", _NAME, piece.nbytes, ticket)
         self.use.write_bytes += piece.place.nbytes
         self.use.nvme_bytes_max = max(self.use.nvme_bytes_max, self.scratch.taken_bytes)
-        self._in_memory.append(piece)
+        insort(self._in_memory, piece, key=_order)
 
     def _read(self, piece: Piece, offset: int, *, urgent: bool) -> None:
         assert self.scratch is not None
@@ -293,7 +307,7 @@ class ActivationPool:
         try:
             if piece.offset is None:
                 self._read(piece, self._room(piece.nbytes), urgent=True)
-                self._in_memory.appendleft(piece)
+                insort(self._in_memory, piece, key=_order)
             if piece.reading is not None:
                 with contextlib.nullcontext() if piece.reading.done() else self.meter.stall("activations"):
                     piece.reading.wait()
@@ -319,7 +333,7 @@ class ActivationPool:
             except StorageError:  # whoever needs it tries again, and is told
                 return
             self._away.pop()
-            self._in_memory.appendleft(piece)
+            insort(self._in_memory, piece, key=_order)
 
     def _leave_if_written(self, piece: Piece) -> None:
         """Compute has a copy. What is on NVMe is read again, should another backward want it."""
@@ -345,6 +359,10 @@ class ActivationPool:
             advice=f'Raise activation_memory to {needed}, or take activations="nvme".',
             needed_bytes=needed,
         )
+
+
+def _order(piece: Piece) -> tuple[int, int, int]:
+    return piece.order
 
 
 def _is_copied(piece: Piece) -> bool:

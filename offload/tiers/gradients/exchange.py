@@ -53,6 +53,8 @@ class Bucket:
         self.scale = scale
         self.present: set[ParameterSpec] = set()
         self.made: Event | None = None
+        self.is_part = False
+        """This rank will give more of the same unit soon."""
 
     def of(self, spec: ParameterSpec) -> torch.Tensor:
         """Those of one parameter, flat."""
@@ -132,9 +134,13 @@ class GradientExchange:
             self._open[unit.index] = bucket
         bucket.add(spec, plain(gradient).view(-1), scale)
 
+    def end_part(self, unit: UnitSpec) -> None:
+        """Ranks exchange those of each micro-batch, as in a loop: added up by each rank first, they would be other
+        sums."""
+        self._send_if_due(unit, is_part=True)
+
     def close(self, unit: UnitSpec) -> None:
-        if unit.index in self._open and not self.holds():
-            self._send(unit)
+        self._send_if_due(unit, is_part=False)
 
     def complete(self) -> Iterator[UnitSpec]:
         """Shards, not units."""
@@ -195,10 +201,15 @@ class GradientExchange:
                 self._buckets.append(bucket)
             return bucket
 
-    def _send(self, unit: UnitSpec) -> None:
+    def _send_if_due(self, unit: UnitSpec, *, is_part: bool) -> None:
+        if unit.index in self._open and not self.holds():
+            self._send(unit, is_part=is_part)
+
+    def _send(self, unit: UnitSpec, *, is_part: bool = False) -> None:
         with held_back():  # a bucket that is half sent could neither be kept nor be sent again
             bucket = self._open[unit.index]
             bucket.flat = self.wire.pack(bucket.flat)
+            bucket.is_part = is_part
             bucket.made = self.links.mark()
             self._sent.add(bucket)
             del self._open[unit.index]
@@ -220,7 +231,10 @@ class GradientExchange:
             self.fence.wait(shard)  # which reads the gradients of the last step
             for spec, total, scale in self._reduce(unit, shard, parts, scales):
                 self.sink.take(shard, spec, total, scale)
-            self.sink.close(shard)
+            if bucket is not None and bucket.is_part:
+                self.sink.end_part(shard)
+            else:
+                self.sink.close(shard)
 
     def _tell(self, unit: UnitSpec, bucket: Bucket | None) -> tuple[list[list[float]], list[bool]]:
         """Of each rank and parameter: the scale of its gradient, NaN if it has none. Of each rank: its gradients were

@@ -40,7 +40,8 @@ class HostGradients(UnitGradients):
     def sum_squares(self, spec: ParameterSpec) -> float:
         if spec.numel == 0:
             return 0.0
-        return kernels.sum_squares(self._address(spec), spec.numel, self._kernel_dtype)
+        threads = torch.get_num_threads()
+        return kernels.sum_squares(self._address(spec), spec.numel, self._kernel_dtype, threads)
 
     def _changes(self) -> None:
         """Gradients are about to change."""

@@ -85,6 +85,9 @@ class OwnGradients:
         if own is None or own.held is None:  # the user may let go of it: then what rests is the gradient
             self._sink.take(unit, spec, gradient, scale)
 
+    def end_part(self, unit: UnitSpec) -> None:
+        self._sink.end_part(unit)
+
     def close(self, unit: UnitSpec) -> None:
         self._sink.close(unit)
 

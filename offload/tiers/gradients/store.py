@@ -155,6 +155,9 @@ class GradientStore:
         of.used.pop(spec, None)
         of.known[spec] = Gradient(sum_squares, scale)
 
+    def end_part(self, unit: UnitSpec) -> None:
+        """They stay where they are added up."""
+
     def close(self, unit: UnitSpec) -> None:
         self.put_away(unit)
         self._closed.append(unit)

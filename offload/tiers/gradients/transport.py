@@ -105,6 +105,9 @@ class GradientTransport:
                 self.failure.record(error)
                 raise
 
+    def end_part(self, unit: UnitSpec) -> None:
+        self.store.end_part(unit)
+
     def close(self, unit: UnitSpec) -> None:
         if self.store.gradients_of(unit).is_on_device:
             self.store.put_away(unit)
