@@ -71,7 +71,7 @@ class UnitPlan:
 
     @property
     def updated_in_ram(self) -> bool:
-        """All of it is trained, and rests in host memory with its states. What is frozen would be copied for nothing."""
+        """All of it is trained, and rests in host memory with its states. What is frozen would be copied in vain."""
         is_trained = bool(self.tiles) and self.unit.trainable_numel == self.unit.numel
         return is_trained and all(tier is Tier.HOST for tier in (self.weights, *(t for _, t in self.tiles)))
 
