@@ -46,6 +46,7 @@ class Options(TypedDict, total=False):
     run_dir: str | os.PathLike[str] | None
     mesh: Any
     shard: Literal["auto", "states", "gradients", "weights"]
+    exchange_dtype: Literal["auto", "bf16"]
     rank_timeout: float
     prefetch: bool
 

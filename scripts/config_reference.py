@@ -20,7 +20,7 @@ _GROUPS = {
     "Activations": ("activations", "activation_memory"),
     "A step": ("gradient_clipping", "gradient_accumulation_steps"),
     "Checkpoints and records": ("durable", "keep_last", "keep_every", "run_dir"),
-    "Several ranks": ("mesh", "shard", "rank_timeout"),
+    "Several ranks": ("mesh", "shard", "exchange_dtype", "rank_timeout"),
     "How bytes move": ("io_backend", "tile_bytes", "prefetch"),
 }
 _HEAD = """\

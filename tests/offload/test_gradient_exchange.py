@@ -30,6 +30,7 @@ from offload.tiers.gradients.host import HostGradients
 from offload.tiers.gradients.norms import RankSquares, add_up_shards
 from offload.tiers.gradients.sink import GradientDtypes
 from offload.tiers.gradients.store import GradientStore
+from offload.tiers.gradients.wire import AsTheyAre, Rounded
 from offload.units import GRAIN, ParameterSpec, UnitSpec
 from offload.units.shard import shard_unit
 from swapper import OffloadError, StorageIOError
@@ -108,6 +109,7 @@ class Rank:
                 make_sum=torch.zeros,
             ),
             dtypes=GradientDtypes(made, kept),
+            wire=memory.get("wire", AsTheyAre()),
             holds=lambda: self.is_holding,
             links=self.links,
             collectives=self.collectives,
@@ -299,6 +301,47 @@ def test_a_rank_that_holds_and_one_that_does_not_understand_each_other() -> None
         ranks.settle(Place("step 1"))
         first, second = (gradient.bfloat16().float() for gradient in per_rank(2))
         assert torch.equal(ranks.whole(0, 1), (first + second) / 2)
+
+
+# The format in which they are sent.
+
+
+def test_rounded_gradients_are_added_up_in_fp32_the_own_part_as_well() -> None:
+    with Ranks(wire=Rounded()) as ranks:
+        gradients = per_rank(2)
+        for rank, gradient in zip(ranks.ranks, gradients, strict=True):
+            rank.take(0, 1, gradient)
+        ranks.settle()
+        first, second = (gradient.bfloat16().float() for gradient in gradients)
+        assert torch.equal(ranks.whole(0, 1), (first + second) / 2)
+
+
+def test_held_gradients_are_added_up_in_fp32_and_sent_rounded() -> None:
+    with Ranks(made=torch.bfloat16, wire=Rounded()) as ranks:
+        sent = []
+        for rank, gradient in zip(ranks.ranks, per_rank(2), strict=True):
+            rank.is_holding = rank is ranks.ranks[0]
+            for factor in (1.0, 1.5) if rank.is_holding else (1.0,):
+                rank.take(0, 1, (factor * gradient).bfloat16())
+            held = gradient.bfloat16().float() + (1.5 * gradient).bfloat16().float()
+            sent.append((held if rank.is_holding else gradient).bfloat16().float())
+        ranks.settle(Place("step 1"))
+        assert torch.equal(ranks.whole(0, 1), (sent[0] + sent[1]) / 2)
+
+
+@pytest.mark.parametrize("numel", [1, (1 << 18) - 1, (1 << 19) + 5])
+def test_gradients_are_rounded_in_their_own_memory_piece_by_piece(numel: int) -> None:
+    flat = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    flat[0] = math.nan
+    expected, address = flat.bfloat16(), flat.data_ptr()
+    packed = Rounded().pack(flat)
+    assert packed.data_ptr() == address and torch.equal(packed.view(torch.int16), expected.view(torch.int16))
+
+
+def test_what_is_in_sixteen_bits_goes_as_it_is() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        flat = torch.ones(8, dtype=dtype)
+        assert Rounded().pack(flat) is flat and Rounded().dtype(dtype) == dtype
 
 
 # Buckets.

@@ -371,3 +371,21 @@ def sequence_in_parts(rank: int, size: int, page: Path, folder: Path, shard: str
     with OffloadEngine(model, **options) as engine:
         names["train"](model, engine.optimizer, names["big_bird"], rank, size, 3)
         return {name: value.detach().clone() for name, value in model.named_parameters()}
+
+
+def exchanged(rank: int, size: int, placement: Placement, folder: Path, exchange_dtype: str) -> dict[str, Any]:
+    """Train in fp32: bytes of weights, bytes that a step receives, the mean loss of the last steps, and the bits."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"shard": placement.shard, "precision": "fp32", "nvme_path": folder}
+    with OffloadEngine(Tiny(64), exchange_dtype=exchange_dtype, **options) as engine:
+        losses = []
+        for step in range(16):
+            tokens, targets = batch(step % 4, 0, rank, size)
+            loss = loss_of(engine(tokens), targets)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        engine.synchronize()
+        weights = 4 * sum(item.unit.numel for item in engine.plan.units) * size
+        received, mean = engine.report().network_bytes, sum(losses[-4:]) / 4
+        return {"weights": weights, "network": received, "loss": mean, "bits": bits(weights_of(engine))}

@@ -67,3 +67,13 @@ def test_a_rank_receives_what_the_others_have(
 ):
     for found in two(jobs.moved, placement, tmp_path, micro_batches, hold=hold):
         check_network(found, two.size, least, most)
+
+
+def test_gradients_that_are_sent_rounded_are_half_the_bytes_and_train_as_well(two: Pool, tmp_path: Path):
+    exact, rounded = (two(jobs.exchanged, STATES, tmp_path, dtype) for dtype in ("auto", "bf16"))
+    divided = two(jobs.exchanged, WEIGHTS, tmp_path, "bf16")
+    assert len({answer["bits"] for answer in (*rounded, *divided)}) == 1
+    for one, other in zip(exact, rounded, strict=True):
+        saved = one["network"] - other["network"]  # of the gradients of one's own half, which the other rank sends
+        assert saved == pytest.approx(one["weights"] / 2 / 2, rel=PADDING)
+        assert other["bits"] != one["bits"] and other["loss"] == pytest.approx(one["loss"], rel=1e-2)

@@ -40,8 +40,8 @@ def test_a_model_is_quantised_block_by_block_to_the_files_that_it_gives_in_memor
 def test_rounding_that_knows_the_inputs_leaves_less_error_than_rounding_to_nearest(recipe):
     page = recipe("compress.md")
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(48, 32, generator=generator)
-    x = torch.randn(256, 8, generator=generator) @ torch.randn(8, 32, generator=generator)  # they depend on each other
+    weight = torch.randn(48, 160, generator=generator)  # more columns than are rounded at once
+    x = torch.randn(640, 8, generator=generator) @ torch.randn(8, 160, generator=generator)  # they depend on each other
     codes, scale = page.gptq(weight, x.T @ x)
     nearest = (weight / scale).round() * scale
     errors = [float((x @ (each - weight).T).square().sum()) for each in (codes * scale, nearest)]

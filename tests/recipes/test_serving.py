@@ -15,10 +15,14 @@ def test_batches_have_the_tokens_of_memory_and_read_what_one_sequence_reads(reci
         with torch.no_grad():
             expected = [page.generate(page.build(quantised), batch) for batch in (1, 8)]
         with tight(page.build(quantised), optimizer=None) as engine:
-            read = []
+            reads, read = page.Reads(), []
+            engine.add_observer(reads)
             for batch, tokens in zip((1, 8), expected, strict=True):
                 page.generate(engine.module, batch)  # the order of uses is learnt
-                assert torch.equal(page.generate(engine.module, batch), tokens)
-                read.append(engine.report().nvme_read_bytes)
+                reads.of_tokens.clear()
+                assert torch.equal(page.generate(engine.module, batch, 8)[:, :10], tokens)
+                assert len(reads.of_tokens) == 8
+                read.append(reads.mean())
+            sweep = engine.plan.step_read_bytes
             engine.close(discard=True)
-        assert 0 < read[1] <= read[0] * 1.05
+        assert all(0 < each < 2 * sweep for each in read)  # units may be on their way for the token before or after

@@ -29,6 +29,7 @@ from offload.report.meter import Meter
 from offload.tiers.fence import UpdateFence
 from offload.tiers.gradients.sink import GradientDtypes, GradientSink
 from offload.tiers.gradients.store import plain
+from offload.tiers.gradients.wire import Wire
 from offload.units import ParameterSpec, UnitSpec
 from offload.waiting import Failure, Monitor
 from swapper import align
@@ -98,7 +99,9 @@ class GradientExchange:
     """Of the shards' updates."""
     memory: ExchangeMemory
     dtypes: GradientDtypes
-    """Dtypes of gradients: what is held is added up as ``kept``; else they go as they were ``made``."""
+    """Dtypes of gradients: what is held is added up as ``kept``; else they are as they were ``made``."""
+    wire: Wire
+    """Format in which they are sent."""
     holds: Callable[[], bool]
     """Tell whether what is made now waits for gradients of a later backward."""
     links: Links
@@ -205,6 +208,7 @@ class GradientExchange:
     def _send(self, unit: UnitSpec, *, is_part: bool = False) -> None:
         with held_back():  # a bucket that is half sent could neither be kept nor be sent again
             bucket = self._open[unit.index]
+            bucket.flat = self.wire.pack(bucket.flat)
             bucket.is_part = is_part
             bucket.made = self.links.mark()
             self._sent.add(bucket)
@@ -236,7 +240,7 @@ class GradientExchange:
         """Of each rank and parameter: the scale of its gradient, NaN if it has none. Of each rank: its gradients were
         held, and are as they are kept."""
         told = torch.full((len(unit.parameters) + 1,), math.nan, dtype=torch.float64)
-        told[-1] = bucket is not None and bucket.flat.dtype == self.dtypes.kept
+        told[-1] = bucket is not None and bucket.flat.dtype == self.wire.dtype(self.dtypes.kept)
         for position, spec in enumerate(unit.parameters):
             if bucket is not None and spec in bucket.present:
                 told[position] = bucket.scale
@@ -249,7 +253,7 @@ class GradientExchange:
         """This rank's part of what each rank of its copy has; empty for one that has nothing."""
         peers = self.collectives.world.shards
         numel = unit.trainable_numel // peers.size
-        dtypes = [self.dtypes.kept if is_held[rank] else self.dtypes.made for rank in peers.ranks]
+        dtypes = [self.wire.dtype(self.dtypes.kept if is_held[rank] else self.dtypes.made) for rank in peers.ranks]
         sizes = [
             0 if all(map(math.isnan, scales[rank])) else numel * dtype.itemsize
             for rank, dtype in zip(peers.ranks, dtypes, strict=True)
