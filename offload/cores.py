@@ -13,6 +13,10 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
+import torch
+
+from offload.memory import tensor_at
+
 _GRAIN = 1 << 16
 """Elements for which a further thread is woken: 70 us of its work, and to wake it takes five."""
 
@@ -57,6 +61,11 @@ class CoreBudget:
             yield num_threads
         finally:  # threads share the blocks of a tile, so each works as long as this one
             self._lent += num_threads * (self._thread_seconds() - start)
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Copy so many bytes between two addresses, by torch's threads; it counts as the update's work."""
+        with self.lend(nbytes):
+            tensor_at(target, nbytes, torch.uint8).copy_(tensor_at(source, nbytes, torch.uint8))
 
     def end_step(self, seconds: float) -> None:
         """A step is over, in which compute was at work for so long: where the CPU computes without what it waited for,

@@ -225,7 +225,9 @@ def plan_within(
         activation_bytes=config.activation_bytes,
     )
     resident = [_resident_unit(unit, choice) for unit in units if unit.index in device_plan.resident]
-    return plan.with_resident(resident, device_plan)
+    plan = plan.with_resident(resident, device_plan)
+    updates_early = device_plan.computes and choice is not None and choice.rule.repeatable and not ranks.gathers
+    return plan.with_spares() if updates_early else plan  # the CPU's compute leaves no cores for it
 
 
 def _room(config: OffloadConfig, units: Sequence[UnitSpec], processor: Processor, num_local: int) -> Room:

@@ -208,11 +208,6 @@ num_owners: Callable[[int], int] = _found(torch._C, "_storage_Use_Count")
 """The number of owners of a storage, by its ``_cdata``: tensors over it, in Python or in C++, and arrays of these."""
 
 
-num_uses: Callable[[torch.Tensor], int] = methodcaller("_use_count")
-"""The number of owners that a tensor has in C++: its object in Python, views of it, the node that accumulates its
-gradient, nodes that have saved it."""
-
-
 StorageReference: Any = _found(reductions, "StorageWeakRef")
 """Weak reference to a storage: ``expired()`` says whether it is gone. Its ``_cdata`` is nobody else's until then."""
 
@@ -249,6 +244,9 @@ _has_no_memory: Callable[[torch.Tensor], None] = _found(torch._C, "_set_throw_on
 no_dispatch: Callable[[], AbstractContextManager[None]] = _found(_mode_utils, "no_dispatch")
 """Operations within work on the tensors of a class themselves, and do not reach ``__torch_dispatch__``."""
 
+
+itself: Callable[[], AbstractContextManager[None]] = _found(torch._C, "DisableTorchFunctionSubclass")
+"""Within, operations and attributes are those of the tensors themselves, and pass by ``__torch_function__``."""
 
 no_torch_function: Any = _found(torch._C, "_disabled_torch_function_impl")
 """``__torch_function__`` of a class whose operations are to reach ``__torch_dispatch__`` unchanged."""
@@ -324,15 +322,15 @@ def _try_saved_tensors() -> bool:
 def _try_counts() -> bool:
     weight = nn.Parameter(torch.ones(2))
     storage = weight.untyped_storage()._cdata
-    before = num_owners(storage), num_uses(weight), sys.getrefcount(weight)
+    before = num_owners(storage)
     (weight * 2).sum().backward()  # type: ignore[no-untyped-call]
     weight.grad = None
-    after = num_owners(storage), num_uses(weight), sys.getrefcount(weight)
+    after = num_owners(storage)
     view = weight.detach()
     with_view = num_owners(storage)
     array = view.numpy()
     del view
-    return before == after and with_view == num_owners(storage) == before[0] + 1 and array is not None
+    return before == after and with_view == num_owners(storage) == before + 1 and array is not None
 
 
 def _try_storage_references() -> bool:

@@ -2,11 +2,12 @@
 """Random training programs, on the CPU at small budgets and on a simulated device: the same bits, every access ordered.
 
 Each program draws a model (nested units, checkpointing, tied weights, frozen parts), budgets from the least to plenty,
-a precision, and what happens between steps (evaluation, writes through handles, accumulation, clipping). It runs on the
-CPU with everything in RAM and with little of it, and on a device whose streams run as late as they may: losses, weights
-and states must be equal to the last bit, no buffer may be read before its copy is over nor changed before its readers
-are done, device memory must stay within the plan, and all of it must be free at the end. Speculative updates on the
-device are counted: a campaign in which none was begun, or none flipped, has not shown what it is for."""
+what becomes of activations, a precision, and what happens between steps (evaluation, writes through handles,
+accumulation, clipping). It runs on the CPU with everything in RAM and with little of it, and on a device whose streams
+run as late as they may: losses, weights and states must be equal to the last bit, no buffer may be read before its copy
+is over nor changed before its readers are done, device memory must stay within the plan, and all of it must be free at
+the end. Speculative updates on the device are counted: a campaign in which none was begun, or none flipped, has not
+shown what it is for."""
 
 from __future__ import annotations
 
@@ -32,6 +33,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from offload import BudgetError, OffloadEngine, kernels
 from offload.optim.kernel_rule import KernelRule
 from offload.testing.simulated import SimulatedDevice
+from offload.tiers.activations.copies import Copying, DeviceCopies
 from offload.tiers.bounce import Bounce
 from offload.tiers.gradients.device import DeviceGradients
 from offload.tiers.gradients.exchange import Bucket
@@ -40,7 +42,7 @@ from offload.tiers.gradients.transport import GradientTransport
 from offload.units import UnitSpec
 from offload.update.speculative import SpeculativeUpdate, SpeculativeUpdates
 from offload.update.step import UnitUpdate
-from swapper import DurableStore
+from swapper import DurableStore, Scratch
 
 WIDTH = 32
 VOCAB = 64
@@ -137,6 +139,12 @@ class Program:
     def deep(self) -> bool:
         return random.Random(self.seed + 9).random() < 0.4
 
+    @property
+    def activations(self) -> dict[str, Any]:
+        """What becomes of activations, where it may not change a bit."""
+        mode = random.Random(self.seed + 12).choice(("keep", "keep", "recompute", "host", "nvme", "nvme"))
+        return {"activations": mode, "activation_memory": 64 << 10 if mode == "nvme" else 64 << 20}
+
     def model(self) -> Model:
         torch.manual_seed(self.seed)
         return Model(random.Random(self.seed + 1), deep=self.deep)
@@ -185,6 +193,8 @@ def watched(device: SimulatedDevice, engine: OffloadEngine) -> Iterator[None]:
     read, write, apply, take = DurableStore.read, DurableStore.write, KernelRule.apply, GradientTransport.take
     write_shadow, read_sums = DurableStore.write_shadow, SentSums.read
     fill, empty, of_ranks = Bounce._fill, Bounce._empty, Bucket.of
+    out, back = DeviceCopies.out, DeviceCopies.back
+    scratch_calls = {name: getattr(Scratch, name) for name in ("read", "write")}
     arithmetic = {name: getattr(DeviceGradients, name) for name in ("put", "add", "rescale_and_add")}
 
     def watch_read(store: Any, extent: Any, address: int, nbytes: int, **options: Any) -> Any:
@@ -241,6 +251,22 @@ def watched(device: SimulatedDevice, engine: OffloadEngine) -> Iterator[None]:
             if parameter is not None and type(parameter) is nn.Parameter:
                 device.compute_access(parameter, writes=False)
 
+    def watch_scratch(name: str) -> Any:
+        def watched_call(scratch: Any, place: Any, address: int, **options: Any) -> Any:
+            device.host_access(address, place.nbytes, writes=name == "read")
+            return scratch_calls[name](scratch, place, address, **options)
+
+        return watched_call
+
+    def watch_out(copies: Any, address: int, source: torch.Tensor) -> Copying | None:
+        device.compute_access(source, writes=True)
+        return out(copies, address, source)
+
+    def watch_back(copies: Any, target: torch.Tensor, address: int) -> Copying | None:
+        copying = back(copies, target, address)
+        device.compute_access(target, writes=False)
+        return copying
+
     units = [item.unit for item in engine.plan.units]
     modules = dict.fromkeys([*engine.module.modules(), *(m for unit in units for m in unit.modules)])
     hooks = [module.register_forward_pre_hook(compute) for module in modules]
@@ -253,6 +279,8 @@ def watched(device: SimulatedDevice, engine: OffloadEngine) -> Iterator[None]:
         mock.patch.object(Bounce, "_fill", watch_fill),
         mock.patch.object(Bounce, "_empty", watch_empty),
         mock.patch.multiple(DeviceGradients, **{name: watch_arithmetic(name) for name in arithmetic}),
+        mock.patch.multiple(Scratch, **{name: watch_scratch(name) for name in scratch_calls}),
+        mock.patch.multiple(DeviceCopies, out=watch_out, back=watch_back),
         mock.patch.object(SentSums, "read", watch_sums),
         mock.patch.object(Bucket, "of", watch_exchange),
     ):
@@ -297,7 +325,8 @@ def check(seed: int, folder: Path, speculative: Counter[str] | None = None) -> l
     wrong = []
 
     def on_cpu(**budgets: int) -> OffloadEngine:
-        return OffloadEngine(program.model(), nvme_path=folder, **program.options(), **budgets)
+        options = program.options() | program.activations
+        return OffloadEngine(program.model(), nvme_path=folder, **options, **budgets)
 
     host_memory = int(least(on_cpu, "host_memory") * random.Random(seed + 4).choice((1, 1, 1.3, 2)))
     with on_cpu(host_memory=host_memory) as engine:
@@ -315,7 +344,8 @@ def check(seed: int, folder: Path, speculative: Counter[str] | None = None) -> l
     )
 
     def make(**budgets: int) -> OffloadEngine:
-        return OffloadEngine(program.model(), nvme_path=folder, device=device, **program.options(), **budgets)
+        options = program.options() | program.activations
+        return OffloadEngine(program.model(), nvme_path=folder, device=device, **options, **budgets)
 
     budgets: dict[str, int] = {}
     if auto is None:

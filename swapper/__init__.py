@@ -19,7 +19,7 @@ from swapper.errors import (
     readable_bytes,
 )
 from swapper.extent import Extent
-from swapper.folders import create_store, open_store, remove_store
+from swapper.folders import create_store, open_store, remove_store, remove_unfinished
 from swapper.generation import (
     Generation,
     check_generation,
@@ -74,5 +74,6 @@ __all__ = [
     "open_store",
     "readable_bytes",
     "remove_store",
+    "remove_unfinished",
     "waiting",
 ]

@@ -30,10 +30,11 @@ from swapper.files import Descriptor, open_direct, open_directory, open_nameless
 from swapper.links import REPLACES
 from swapper.manifest import Entry, Manifest
 from swapper.opening import begin, take_up
-from swapper.publication import committed, layout_of, used_bytes
+from swapper.publication import committed, layout_of, left_over, published, used_bytes
 
 SUFFIX = ".store"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
+_DATA = re.compile(r"data\.[0-9]+")
 
 Paths = Sequence[str | os.PathLike[str]]
 
@@ -190,6 +191,37 @@ def remove_store(paths: Paths, name: str) -> None:
         raise failed(f"removing {folders}", error) from error
     finally:
         folders.close()
+
+
+def remove_unfinished(paths: Paths, name: str) -> None:
+    """Remove what an interrupted creation or removal has left of a store, on any of the paths. What holds a generation,
+    or a file that is no store's, stays.
+
+    Raises ``StoreLocked`` if it is open or being made elsewhere, ``StoreUnsafe``.
+    """
+    try:
+        if not all(_is_unfinished([entry.name for entry in path.iterdir()]) for path in _existing(paths, name)):
+            return
+        folders = _Folders(paths, name, create=True)  # a folder that some path lacks is made: all are locked
+        try:
+            if _is_unfinished(folders.directory.names()):
+                folders.remove()
+        finally:
+            folders.close()
+    except OSError as error:
+        raise failed(f"removing {name}{SUFFIX}", error) from error
+
+
+def _existing(paths: Paths, name: str) -> list[Path]:
+    found = [Path(path) / f"{name}{SUFFIX}" for path in paths]
+    return [path for path in found if path.is_dir() and not path.is_symlink()]
+
+
+def _is_unfinished(names: Sequence[str]) -> bool:
+    """The names of a store's files, none of which is a generation or says that there was one."""
+    known = {owner.NAME, owner.WRITTEN, REPLACES, *left_over(names)}
+    is_store = all(name in known or _DATA.fullmatch(name) for name in names)
+    return is_store and not published(names) and not committed(names)
 
 
 class _AnyFolders(Protocol):

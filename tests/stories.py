@@ -59,9 +59,14 @@ class Backing:
     trainable = True
     in_use = ()
 
-    def __init__(self, name: str, value: torch.Tensor) -> None:
+    def __init__(self, name: str, value: torch.Tensor, site: Site) -> None:
         self.name = name
         self.value = value
+        self._site = site
+
+    @property
+    def in_model(self) -> nn.Parameter | None:
+        return self._site.module._parameters[self._site.name]
 
     def read(self) -> torch.Tensor:
         return self.value.clone()
@@ -99,11 +104,12 @@ class Story:
                 )
                 view = window.flat[offset : offset + old.numel()].view(old.shape)
                 offset += old.numel()
-                backing = Backing(parameter_name, old.detach().clone())
+                backing = Backing(parameter_name, old.detach().clone(), spec.sites[0])
                 handles[spec] = make_handle(backing, old.shape, old.dtype, torch.device("cpu"), old.requires_grad)
                 owner._parameters[attribute] = handles[spec]
                 specs.append(spec)
                 parameters.append(nn.Parameter(view, requires_grad=old.requires_grad))
+                parameters[-1]._backing = backing
             owners = [spec.sites[0].module for spec in specs]
             modules = tuple(dict.fromkeys([model.get_submodule(name), *owners]))
             unit = UnitSpec(index, name, modules, tuple(specs), offset, offset, 0)
@@ -155,7 +161,7 @@ class Story:
             assert (unit.forward_depth, unit.in_backward) == (0, False)
             assert unit.strays.are_left or bool(torch.isnan(unit.window.flat).all())
             for parameter in unit.parameters:
-                assert parameter.grad is None
+                assert unit.take_gradient(parameter) is None
         for spec, handle in self.handles.items():
             ((module, name),) = spec.sites
             assert module._parameters[name] is handle

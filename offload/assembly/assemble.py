@@ -318,7 +318,7 @@ class _Assembler:
         return SpeculationPolicy(
             updates.speculative,
             updates.updater,
-            Forecast(self.config.gradient_clipping) if plan.speculative else None,
+            Forecast(self.config.gradient_clipping) if plan.updates_early else None,
             verdict,
             tiers.gradients,
             tiers.computing.sink.complete,

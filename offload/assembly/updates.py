@@ -16,7 +16,8 @@ from offload.device.protocol import Device
 from offload.optim.rule import Rule
 from offload.report.meter import Meter
 from offload.report.report import LinkRates
-from offload.units import num_nested
+from offload.tiers.weights.shadow import SpareWeights
+from offload.units import UnitSpec, num_nested
 from offload.update.device_side import DeviceSide, NoResidentUpdates, ResidentUpdates, tile_buffers
 from offload.update.pipeline import Pipeline
 from offload.update.speculative import SpeculativeUpdates
@@ -54,17 +55,25 @@ def make_updates(run: RunPlan, tiers: Tiers, rule: Rule, failure: Failure, meter
             buffers = tile_buffers(device, plan.device.updates_bytes)
             device_side = DeviceSide(rule, plan.formats, meter, moving.link, buffers)
             closers.callback(device_side.close)
+    cores = _core_budget(run, tiers, meter)
+    in_ram = SpareWeights(tiers.host.cache, tiers.homes, cores.copy)
+
+    def has_two_places(unit: UnitSpec) -> bool:
+        homes = tiers.homes[unit.index]
+        stored = plan.speculative and unit.index in streamed and homes.weights.tensor is None
+        return stored or homes.have_spares
+
     speculative = SpeculativeUpdates(
         units,
-        lambda unit: plan.speculative and unit.index in streamed and tiers.homes[unit.index].weights.tensor is None,
+        has_two_places,
         max_held if holds_slots else None,
         tiers.homes,
-        tiers.host.shadows,
+        lambda unit: in_ram if tiers.homes[unit.index].have_spares else tiers.host.shadows,
+        cores.copy,
         tiers.gradients,
         failure,
         num_backwards=run.config.gradient_accumulation_steps,
     )
-    cores = _core_budget(run, tiers, meter)
     pipeline = Pipeline(tiers.tile_buffers, rule, plan.formats, meter, device_side, kernels.OnHost(cores.lend))
     updater = Updater(pipeline, speculative, tiers.homes, tiers.host, tiers.gradients, device_side, failure)
     closers.callback(updater.stop)

@@ -194,11 +194,12 @@ def tuned(asked: Asked) -> int:
         write.write_text(json_module.dumps(found.options, indent=2) + "\n")
     if given["json"]:
         trials = [{"settings": dict(trial.settings), "seconds": trial.seconds} for trial in found.trials]
-        show_json({"defaults_stand": found.defaults_stand, "options": dict(found.options), "trials": trials})
+        answer = {"defaults_stand": found.defaults_stand, "options": dict(found.options), "loop": dict(found.loop)}
+        show_json({**answer, "trials": trials})
         return 0
     for trial in found.trials:
         spread = f"{min(trial.seconds):.3f} to {max(trial.seconds):.3f}"
-        say(f"{settings_shown(trial.settings):<24} {trial.median:.3f} s a step ({spread})")
+        say(f"{settings_shown(trial.settings):<40} {trial.median:.3f} s a step ({spread})")
     faster = found.trials[0].median / found.best.median
     say(
         "the defaults stand: nothing beats them by 5 % and in every round"
@@ -206,6 +207,9 @@ def tuned(asked: Asked) -> int:
         else f"{settings_shown(found.best.settings)} makes a step {faster:.2f} times as fast as the defaults"
     )
     say(f"engine = OffloadEngine(model, {', '.join(f'{name}={value!r}' for name, value in found.options.items())})")
+    if found.loop["together"] or found.loop["batch"] != given["batch"]:
+        together = ", by engine.together" if found.loop["together"] else ""
+        say(f"the loop: micro-batches of {found.loop['batch']}{together}")
     if write is not None:
         say(f"the same options are in {write}: OffloadEngine(model, **json.load(open({str(write)!r})))")
     return 0

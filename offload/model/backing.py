@@ -41,6 +41,12 @@ class ParameterBacking:
     def __reduce__(self) -> Any:
         return OrderedDict, ()  # a parameter that is saved in its unit's forward is an ordinary one
 
+    @property
+    def in_model(self) -> nn.Parameter | None:
+        """What stands in the model for the parameter now."""
+        module, name = self._spec.owners[0]
+        return module._parameters.get(name)
+
     def read(self) -> torch.Tensor:
         """A copy of the value, once the last step's update has reached it."""
         shape = self._spec.whole_shape

@@ -22,6 +22,7 @@ from offload.model.handle_backing import Backing, BackingOfParameter, Memory, Vi
 from offload.model.leaves import Leaves
 from offload.torch_internals import (
     autograd_gradient,
+    itself,
     map_leaves,
     no_dispatch,
     no_torch_function,
@@ -81,7 +82,8 @@ class Handle(torch.Tensor):
     def _version(self) -> int:  # type: ignore[override]
         """The number of changes, which is one for the parameter in its unit and outside."""
         in_use = self._backing.in_use if self._tells_autograd else ()
-        return in_use[0]._version if in_use else version.__get__(self)  # type: ignore[no-any-return]
+        with itself():
+            return version.__get__(in_use[0] if in_use else self)  # type: ignore[no-any-return]
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
@@ -96,7 +98,7 @@ class Handle(torch.Tensor):
             )
         if call is None:
             return no_torch_function(func, types, args, kwargs or {})
-        with torch._C.DisableTorchFunctionSubclass():
+        with itself():
             return call(_in_graphs, *args, **kwargs or {})
 
     @classmethod
@@ -199,8 +201,9 @@ class Handle(torch.Tensor):
                 "room for its gradient and states. Make the engine while it requires grad, and freeze it then."
             )
         requires_grad.__set__(self, value)
-        for parameter in self._backing.in_use if self._is_managed else ():
-            parameter.requires_grad = value
+        with itself():
+            for parameter in self._backing.in_use if self._is_managed else ():
+                parameter.requires_grad = value
 
     def requires_grad_(self, requires_grad: bool = True) -> Handle:  # type: ignore[override]
         self.requires_grad = requires_grad

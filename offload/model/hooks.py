@@ -115,6 +115,7 @@ class Hooks:
         for unit in self.units:  # an interrupt may have come between a use and what is known of it
             unit.num_users, unit.in_backward = 0, False
             unit.own_writes.put_back()
+            unit.rest()
             if unit.is_over:
                 self._end_backward(unit)
         self._drop_strays()
@@ -124,7 +125,7 @@ class Hooks:
     def refresh(self) -> None:
         """Weights have changed: bring copies that were left to others up to date."""
         for unit in list(self._with_strays):
-            if not self._has_warned:
+            if not self._has_warned and unit.strays.are_kept():
                 self._has_warned = True
                 unit.strays.warn()
             self._begin_use(unit)
@@ -197,8 +198,7 @@ class Hooks:
         self.reset()
         for unit in self.units:
             for parameter in unit.parameters:
-                if parameter.grad is not None:
-                    parameter.grad = None
+                unit.take_gradient(parameter)
         for handle in self._parameters.values():
             if isinstance(handle, Handle):  # and nothing that a user has put in its place
                 handle.take_autograd_gradient()
@@ -322,6 +322,7 @@ class Hooks:
             if self._with_strays:
                 self._drop_strays()
             unit.strays.begin_use()
+            unit.wake()
             unit.is_copy = self._listener.begin_use(unit.spec)
         if unit.num_users == 0:
             unit.own_writes.begin(is_copy=unit.is_copy)
@@ -354,7 +355,10 @@ class Hooks:
             unit.strays.end_use()
             if unit.strays.are_left:
                 self._with_strays[unit] = None
-        self._listener.end_use(unit.spec)
+        try:
+            self._listener.end_use(unit.spec)
+        finally:
+            unit.rest()
         if unit.is_over:
             self._end_backward(unit)
 

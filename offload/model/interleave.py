@@ -182,11 +182,18 @@ class MicroBatches:
             self._error = self._error or error
             self._wait_for_end()
             raise
-        if self._error is not None:
-            raise self._error
+        self._raise_error()
         if self._last_drawer >= 0 and not self.habits.takes_turns:
             self.habits.draws_first = True
         return [each.result for each in self._all if each.is_one]
+
+    def _raise_error(self) -> None:
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # it refers to this frame, and by it to all that the micro-batches have computed
 
     def _wait_for_end(self) -> None:
         while not self._over.wait(_SLICE_S):  # a signal that came to another thread is handled between two slices

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
-from offload.torch_internals import belongs_to_backward, graph_task
+from offload.torch_internals import belongs_to_backward, graph_task, itself
 
 
 class Removers:
@@ -59,7 +59,8 @@ class Leaves:
         """Those that see the gradient before it is accumulated."""
         self._is_joined_outside = False
         for index, leaf in enumerate(leaves):
-            torch.Tensor.register_hook(leaf, partial(self._take, index))
+            with itself():
+                torch.Tensor.register_hook(leaf, partial(self._take, index))
 
     def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Removers:
         """Call ``hook`` with the whole gradient, before it is accumulated."""
@@ -106,7 +107,8 @@ class Leaves:
 
     def _register(self, register: Callable[..., Any], call: Callable[..., Any]) -> Removers:
         alive = [(index, leaf) for index, of_leaf in enumerate(self._leaves) if (leaf := of_leaf()) is not None]
-        return Removers([register(leaf, partial(call, index)) for index, leaf in alive])
+        with itself():
+            return Removers([register(leaf, partial(call, index)) for index, leaf in alive])
 
     def _take(self, index: int, gradient: torch.Tensor) -> torch.Tensor | None:
         """The gradient of a leaf has come, before all hooks of others."""
@@ -132,5 +134,5 @@ class Leaves:
 
 def _node(leaf: torch.Tensor) -> Node:
     """The node that accumulates the leaf's gradient."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with itself():
         return get_gradient_edge(leaf).node

@@ -19,6 +19,8 @@ from operator import attrgetter, methodcaller, ne, or_
 import torch
 import xxhash
 
+from offload.torch_internals import itself
+
 _version: Callable[[torch.Tensor], int] = attrgetter("_version")
 _address: Callable[[torch.Tensor], int] = methodcaller("data_ptr")
 
@@ -70,9 +72,10 @@ class OwnWrites:
 
     def put_back(self) -> None:
         """Parameters that an interrupt has left pointed elsewhere."""
-        for parameter, view in zip(self._parameters, self._views, strict=True):
-            if parameter.data_ptr() != view.data_ptr():
-                parameter.data = view
+        with itself():  # the unit may rest
+            for parameter, view in zip(self._parameters, self._views, strict=True):
+                if parameter.data_ptr() != view.data_ptr():
+                    parameter.data = view
 
     def hashes(self) -> list[int]:
         """A hash of the bytes of each parameter's memory."""

@@ -44,7 +44,7 @@ class ParameterMetadata:
             if spec.packing is None and spec.piece is None and spec.distribution is None:
                 parameter.__dict__ = vars(handles[spec])
             else:  # has some that the tensor itself consists of
-                vars(parameter).update(self._attributes.get(spec, {}))
+                vars(parameter).update(self._attributes.get(spec, {}), _backing=vars(handles[spec])["_backing"])
         for spec, gradient in self._gradients.items():
             handle = handles[spec]
             if handle.grad is None and handle.requires_grad:  # likewise

@@ -70,8 +70,10 @@ class RecomputedForward:
         return getattr, (self._module(), "forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return checkpoint(_TracedRuns(self).run, *args, use_reentrant=False, **kwargs)
         forward = self.__wrapped__
-        if torch.compiler.is_compiling() or not self._is_outermost():
+        if not self._is_outermost():
             return forward(*args, **kwargs)
         leaves, structure = taken_apart((args, kwargs))
         places = [place for place, leaf in enumerate(leaves) if type(leaf) in (torch.Tensor, nn.Parameter)]
@@ -81,6 +83,11 @@ class RecomputedForward:
         for place in places:
             leaves[place] = None
         return checkpoint(_Runs(self, forward, leaves, structure, places), *tensors, use_reentrant=False)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own."""
+        module = self.module
+        return type(module).forward(module, *args, **kwargs) if self._own is None else self._own(*args, **kwargs)
 
     @property
     def module(self) -> nn.Module:
@@ -117,8 +124,39 @@ class RecomputedForward:
         return types.MethodType(type(module).forward, module)
 
 
-class _Runs:
+class _RunsOfCall:
     """The runs of one call: the first one, and those in backward."""
+
+    def __init__(self, of: RecomputedForward) -> None:
+        self._of = of
+        self._state: State | None = None
+        """What the first run has changed."""
+
+    def _run(self, arguments: Sequence[Any], forward: Callable[[], Any]) -> Any:
+        if self._state is not None:
+            with self._state.before():
+                self._of.again(forward)
+            return None
+        state = State(self._of.module, arguments, self._of.unit.spec.name)
+        try:
+            return forward()
+        finally:
+            state.compare()
+            self._state = state
+
+
+class _TracedRuns(_RunsOfCall):
+    """Those of a compiled block. A graph recomputes by itself: it keeps its inputs, and its backward makes the rest.
+    Where the compiler cannot take the forward so, torch's checkpoint runs it as it is."""
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._of.forward(*args, **kwargs)
+        return self._run([*args, *kwargs.values()], lambda: self._of.forward(*args, **kwargs))
+
+
+class _Runs(_RunsOfCall):
+    """Those of a block that is not compiled."""
 
     def __init__(
         self,
@@ -129,29 +167,18 @@ class _Runs:
         places: Sequence[int],
     ) -> None:
         """``leaves`` of the arguments, but for the tensors, which are at ``places``."""
-        self._of = of
+        super().__init__(of)
         self._forward = forward
         self._leaves = leaves
         self._structure = structure
         self._places = places
-        self._state: State | None = None
-        """What the first run has changed."""
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         leaves = list(self._leaves)
         for place, tensor in zip(self._places, tensors, strict=True):
             leaves[place] = tensor
         args, kwargs = put_together(leaves, self._structure)
-        if self._state is not None:
-            with self._state.before():
-                self._of.again(lambda: self._forward(*args, **kwargs))
-            return None
-        state = State(self._of.module, self._leaves, self._of.unit.spec.name)
-        try:
-            return self._forward(*args, **kwargs)
-        finally:
-            state.compare()
-            self._state = state
+        return self._run(self._leaves, lambda: self._forward(*args, **kwargs))
 
 
 class State:

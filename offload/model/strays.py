@@ -1,25 +1,30 @@
-"""Strays: tensors over a unit's memory that outlive its use. A forward has put away a view of a weight, its ``.data``,
-an array, or the parameter itself; a transform of ``torch.func`` has saved it.
+"""Strays: tensors over a unit's memory that outlive its use. A forward has put away a view of a weight, its ``.data``
+or an array; a transform of ``torch.func`` has saved it. (The parameter itself is none: see ``resting``.)
 
-They can be counted, and not be found: each of them owns the storage that the window keeps for the unit's whole life.
-What autograd has saved through the engine's hooks owns it, too, and is known; it comes back through a use. So where
-others are left at the end of a use, a copy of the weights stays under the closed window for them, and a step brings it
-up to date. Such a copy can be read. What is written to it reaches nobody, and is an error as soon as it is noticed:
-before the next use, the next step and the next ``zero_grad()``.
+They can be counted at no cost: each of them owns the storage that the window keeps for the unit's whole life. What
+autograd has saved through the engine's hooks owns it, too, and is known; it comes back through a use. So where others
+are left at the end of a use, a copy of the weights stays under the closed window for them, and a step brings it up to
+date. Such a copy can be read. What is written to it reaches nobody, and is an error as soon as it is noticed: before
+the next use, the next step and the next ``zero_grad()``.
+
+Who has them is asked when a step finds some, and of the collector: what only frames have (those of an exception that
+somebody keeps) is nothing that a forward has kept, and nobody is warned of it.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Sequence
-from operator import gt
+from contextlib import suppress
+from types import CellType, FrameType
 
-from torch import nn
+import torch
 
 from offload.errors import warn
 from offload.model.own_writes import OwnWrites
 from offload.tiers.window import Window
-from offload.torch_internals import num_owners, num_uses
+from offload.torch_internals import itself, num_owners
 from offload.units import UnitSpec
 from swapper import OffloadError, readable_bytes
 
@@ -36,7 +41,6 @@ class Strays:
         self,
         unit: UnitSpec,
         window: Window,
-        parameters: Sequence[nn.Parameter],
         writes: OwnWrites,
         names: Sequence[str],
     ) -> None:
@@ -46,7 +50,6 @@ class Strays:
         """At the end of the last use there were some."""
         self._unit = unit
         self._window = window
-        self._parameters = parameters
         self._writes = writes
         self._names = names
         self._hashes: list[int] = []
@@ -59,7 +62,8 @@ class Strays:
         self._knows = False
         """What is counted where there are none is known: before the first use."""
         self._owners_at_rest = 0
-        self._references_at_rest: list[int] = []
+        self._owners_asked = 0
+        """As many as there were when the collector was asked for them."""
 
     def begin_use(self) -> None:
         """Before it. Raises ``OffloadError`` if what was left to strays has been written to."""
@@ -67,8 +71,7 @@ class Strays:
             self.check()
             self.are_left = False
         elif not self._knows:
-            self._owners_at_rest = num_owners(self._storage) - sys.getrefcount(self.saved)
-            self._references_at_rest = self._references()
+            self._owners_at_rest = self._owners()
             self._knows = True  # last: an interrupt between these lines leaves it to the next use
 
     def end_use(self) -> None:
@@ -103,22 +106,53 @@ class Strays:
                 "parameter, or within the forward."
             )
 
+    def are_kept(self) -> bool:
+        """Somebody else than frames has some. Looks through all objects of the process, once for as many strays."""
+        owners = self._owners()
+        if owners == self._owners_asked:
+            return False
+        self._owners_asked = owners
+        tensors = _tensors_over(self._storage)
+        strays = owners - self._owners_at_rest
+        for item in tensors:
+            strays -= _is_of_frames(item, [tensors], depth=3)
+        return strays > 0
+
     def warn(self) -> None:
-        """Say what it costs."""
+        """Say what they cost."""
         warn(
-            f"unit {self._unit.name}: a forward has kept a tensor over its weights (a view, .data, an array, the "
-            f"parameter itself). A copy of {readable_bytes(self._window.flat.nbytes)} stays in memory for it, beside "
-            "the budget, and one for each other such unit. Keep a clone of what is needed, or nothing."
+            f"unit {self._unit.name}: a forward has kept a tensor over its weights (a view, .data, an array). A copy "
+            f"of {readable_bytes(self._window.flat.nbytes)} stays in memory for it, beside the budget, and one for "
+            "each other such unit. Keep a clone of what is needed, or nothing."
         )
 
     def _are_there(self) -> bool:
-        if not self._is_seen:
-            return False
-        if num_owners(self._storage) - sys.getrefcount(self.saved) > self._owners_at_rest:
-            return True
-        return any(map(gt, self._references(), self._references_at_rest))
+        return self._is_seen and self._owners() > self._owners_at_rest
 
-    def _references(self) -> list[int]:
-        """References to each parameter. Owners in C++ beside its object refer to that once, and the node that
-        accumulates its gradient may be one."""
-        return [sys.getrefcount(p) + ((uses := num_uses(p)) > 2) - (uses == 2) for p in self._parameters]
+    def _owners(self) -> int:
+        return num_owners(self._storage) - sys.getrefcount(self.saved)
+
+
+def _tensors_over(storage: int) -> list[torch.Tensor]:
+    """The objects of tensors over it: those of the engine, too."""
+    found = []
+    with itself():
+        for item in gc.get_objects():
+            if issubclass(type(item), torch.Tensor):
+                with suppress(RuntimeError, NotImplementedError):  # a sparse tensor, or one that wraps others
+                    if torch.Tensor.untyped_storage(item)._cdata == storage:
+                        found.append(item)
+    return found
+
+
+def _is_of_frames(item: object, ours: list[object], depth: int) -> bool:
+    """All that refers to it, directly or by containers, are frames. ``ours`` are the search's own lists. Its frames
+    count as frames: nothing else of it may refer to the item (a partial, a generator)."""
+    owners = [owner for owner in gc.get_referrers(item) if not any(owner is one for one in ours)]
+    ours = [*ours, owners]
+    for owner in owners:
+        if not isinstance(owner, FrameType):
+            is_container = depth > 0 and type(owner) in (list, tuple, dict, CellType)
+            if not is_container or not _is_of_frames(owner, ours, depth - 1):
+                return False
+    return len(owners) > 0

@@ -12,9 +12,10 @@ from torch import nn
 from offload.model.handle import Handle
 from offload.model.identity import let_go
 from offload.model.own_writes import OwnWrites
+from offload.model.resting import resting_class
 from offload.model.strays import Strays
 from offload.tiers.window import Window
-from offload.torch_internals import SavedTensorsHooks
+from offload.torch_internals import SavedTensorsHooks, itself
 from offload.units import ParameterSpec, UnitSpec, local_tensor
 from swapper import OffloadError
 
@@ -85,6 +86,7 @@ class UnitInModel:
 
     __slots__ = (
         "__weakref__",
+        "_classes",
         "_recurrent",
         "_shown",
         "around",
@@ -127,6 +129,8 @@ class UnitInModel:
         """Gradients that parameters have from their handles now."""
         self.window = window
         self.parameters = parameters
+        self._classes: list[tuple[nn.Parameter, type[nn.Parameter], type[nn.Parameter]]] = []
+        """Of each parameter that the user's code can see: in use, and while it rests. Known from the first rest on."""
         self.sites: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         """Place of each parameter in the model: module, name, handle, parameter."""
         self._recurrent = [module for module in spec.modules if isinstance(module, nn.RNNBase)]
@@ -151,11 +155,25 @@ class UnitInModel:
         of_spec = dict(zip(spec.parameters, parameters, strict=True))
         self.own_writes = OwnWrites([local_tensor(of_spec[item]) for item in self.watched])
         names = [item.name for item in self.watched]
-        self.strays = Strays(spec, window, parameters, self.own_writes, names)
+        self.strays = Strays(spec, window, self.own_writes, names)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """The tensor looks at the memory under its parameters, while it is in forward."""
         return self.begin_address <= address_of(tensor) < self.end_address
+
+    def wake(self) -> None:
+        """A use begins: its parameters are ordinary ones."""
+        for parameter, kind, _ in self._classes:
+            parameter.__class__ = kind
+
+    def rest(self) -> None:
+        """No use is left: who has kept one of its parameters has what the model has. With a piece of a weight the
+        engine alone computes."""
+        if not self._classes:
+            seen = [p for p, spec in zip(self.parameters, self.spec.parameters, strict=True) if spec.piece is None]
+            self._classes = [(parameter, type(parameter), resting_class(type(parameter))) for parameter in seen]
+        for parameter, _, resting in self._classes:
+            parameter.__class__ = resting
 
     def check_saved(self, call: Call, tensor: torch.Tensor) -> None:
         """Raise ``OffloadError`` if the tensor, saved in the call, looks at a parameter that has become another tensor
@@ -205,11 +223,12 @@ class UnitInModel:
     def take_gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Take what autograd has left there. None if a backward within the forward has added to the gradient that the
         parameter has from its handle: it is where it belongs."""
-        gradient = parameter.grad
-        if any(gradient is shown for _, _, shown in self._shown):
-            return None
-        parameter.grad = None
-        return gradient
+        with itself():  # the unit may rest
+            gradient = parameter.grad
+            if any(gradient is shown for _, _, shown in self._shown):
+                return None
+            parameter.grad = None
+            return gradient
 
     def _show_gradients(self) -> None:
         for _, _, handle, parameter in self.sites:

@@ -8,7 +8,7 @@ from enum import Enum
 from functools import cached_property
 
 from offload.optim.formats import Formats
-from offload.plan.device import MARGIN, ON_HOST, DeviceNeeds, DevicePlan, plan_device
+from offload.plan.device import GOLDEN, MARGIN, ON_HOST, DeviceNeeds, DevicePlan, plan_device
 from offload.plan.ranks import ONE_RANK, RanksPlan
 from offload.report.report import Bandwidths
 from offload.units import Tile, UnitSpec
@@ -66,6 +66,18 @@ class UnitPlan:
     weights: Tier
     grads: Tier
     tiles: tuple[tuple[Tile, Tier], ...]
+    has_spares: bool = False
+    """Its records in host memory have a spare place each, so that it can be updated during backward."""
+
+    @property
+    def updated_in_ram(self) -> bool:
+        """All of it is trained, and rests in host memory with its states. What is frozen would be copied in vain."""
+        is_trained = bool(self.tiles) and self.unit.trainable_numel == self.unit.numel
+        return is_trained and all(tier is Tier.HOST for tier in (self.weights, *(t for _, t in self.tiles)))
+
+    def spare_bytes(self, formats: Formats) -> int:
+        """Host memory that its spare places take, or would take."""
+        return self.unit.numel * formats.weights + sum(align(tile.nbytes) for tile, _ in self.tiles)
 
     @property
     def streamed(self) -> bool:
@@ -144,6 +156,16 @@ class Plan:
         }
 
     @property
+    def spare_host_bytes(self) -> int:
+        """Host memory of the spare places that units in RAM have."""
+        return sum(item.spare_bytes(self.formats) for item in self.units if item.has_spares)
+
+    @property
+    def updates_early(self) -> bool:
+        """Some units can be updated during backward, before their step is certain."""
+        return self.speculative or any(item.has_spares for item in self.units)
+
+    @property
     def spare_copy_bytes(self) -> int:
         """NVMe that spare copies of all trained records take, or would take."""
         weights = sum(i.unit.trainable_numel for i in self.units if i.weights is Tier.NVME) * self.formats.weights
@@ -180,7 +202,8 @@ class Plan:
     @property
     def arena_bytes(self) -> int:
         """Bytes that are resident in host memory, and staging."""
-        return sum(self.resident_bytes.values()) + self.staging.nbytes + self.vacant_bytes.get(Tier.HOST, 0)
+        vacant = self.vacant_bytes.get(Tier.HOST, 0)
+        return sum(self.resident_bytes.values()) + self.spare_host_bytes + self.staging.nbytes + vacant
 
     @property
     def host_bytes(self) -> int:
@@ -205,7 +228,7 @@ class Plan:
                 "host": self.staging.nbytes + self.compute_bytes - self.activation_bytes,
                 "nvme": 0,
             },
-            "spare copies": {"host": 0, "nvme": self.spare_copy_bytes * (self.record_copies - 1)},
+            "spare copies": {"host": self.spare_host_bytes, "nvme": self.spare_copy_bytes * (self.record_copies - 1)},
         }
 
     @property
@@ -217,6 +240,16 @@ class Plan:
         """The plan with these units beside its own, which are resident in a device's memory."""
         units = sorted((*self.units, *resident), key=lambda item: item.unit.index)
         return replace(self, units=tuple(units), device=device)
+
+    def with_spares(self) -> Plan:
+        """The plan with spare places for units in RAM, evenly spread, as many as the host's budget has room for."""
+        room, chosen = self.host_budget_bytes - self.host_bytes, set()
+        for item in sorted(self.units, key=lambda item: item.unit.index * GOLDEN % 1):
+            nbytes = item.spare_bytes(self.formats)
+            if item.updated_in_ram and nbytes <= room:
+                room -= nbytes
+                chosen.add(item.unit.index)
+        return replace(self, units=tuple(replace(item, has_spares=item.unit.index in chosen) for item in self.units))
 
     def grown(self, free_bytes: int) -> DevicePlan:
         """The device's part, with what a step has left free: units move there, and copies have the rest."""
@@ -238,7 +271,7 @@ class Plan:
         units = tuple(item.on_device() if item.unit.index in device.resident else item for item in self.units)
         after = replace(self, units=units, device=device, vacant_bytes={})
         vacant = {
-            Tier.HOST: sum(self.resident_bytes.values()) - sum(after.resident_bytes.values()),
+            Tier.HOST: self.arena_bytes - after.arena_bytes,
             Tier.NVME: sum(self.nvme_bytes.values()) - sum(after.nvme_bytes.values()),
         }
         return replace(after, vacant_bytes=vacant if any(vacant.values()) else {})
@@ -334,6 +367,9 @@ def _reasons(plan: Plan) -> Iterator[str]:
             if in_ram
             else "no weights rest in RAM"
         )
+    spared = sum(item.has_spares for item in on_host)
+    if spared:
+        yield f"{spared} of {len(on_host)} units have spare places in RAM, and are updated during backward"
     streamed_experts = sum(item.unit.experts is not None and item.weights is Tier.NVME for item in on_host)
     if streamed_experts:
         yield f"{streamed_experts} experts rest on NVMe: those that a batch has no token for are not read"

@@ -13,7 +13,10 @@ import torch
 from torch import nn
 
 from aio_ext import available_backends
+from offload import memory
 from offload.engine import OffloadEngine
+from offload.errors import BudgetError
+from offload.plan.plan import Plan
 from offload.predict.model import Model
 from offload.predict.workload import Workload
 
@@ -24,6 +27,12 @@ _ROUNDS = 3
 _WARM_UP = 2
 _STEPS = 3
 _MIB = 1 << 20
+_ACTIVATIONS_SHARE = 0.5
+"""Of the memory that the engine leaves free: what activations of a trial may take."""
+
+_LOOP = ("batch", "together")
+"""Settings of the training loop, not of the engine: sequences of a micro-batch, and whether ``engine.together`` runs
+them."""
 
 Options = Mapping[str, Any]
 
@@ -43,11 +52,12 @@ class Trial:
 @dataclass(frozen=True)
 class Tuned:
     """Trials, and the best of them. ``trials[0]`` are the defaults; ``options`` make the engine of what came out
-    best."""
+    best, and ``loop`` says what its training loop does."""
 
     trials: tuple[Trial, ...]
     best: Trial
     options: Options
+    loop: Options
 
     @property
     def defaults_stand(self) -> bool:
@@ -59,20 +69,32 @@ def tune(
 ) -> Tuned:
     """Train the model for a few steps with each of the settings, which take turns over the rounds.
 
-    ``build`` makes the model anew, without memory. ``options`` are given to every engine. ``say`` is told of each
+    ``build`` makes the model anew, without memory. ``options`` are given to every engine. What is tried follows from
+    the plan of the defaults: a setting of transfers only if a step moves something, batches of another size only if
+    the forecast of their activations fits. All of them have the same sequences in a step. ``say`` is told of each
     turn. Raises what ``OffloadEngine`` raises.
     """
     given = {**options, "precision": workload.precision, "optimizer": workload.optimizer}
     given |= {"moments_dtype": workload.moments_dtype, "gradient_accumulation_steps": workload.micro_batches}
-    candidates = list(_candidates(options))
-    seconds: list[list[float]] = [[] for _ in candidates]
+    given |= {"activations": "recompute"} if workload.recomputed else {}
+    loop = {"batch": workload.batch, "together": False}
+    seconds, plan = _turn(build(), workload.sequence, {**given, **loop})
+    candidates: list[Options] = [{}, *_of_transfers(plan, options), *_of_batches(build(), workload, plan)]
+    rounds = {shown(settings): (settings, list[float]()) for settings in candidates}
     for number in range(_ROUNDS):
-        for settings, taken in zip(candidates, seconds, strict=True):
-            taken.append(_turn(build(), workload, {**given, **settings}))
-            say(f"round {number + 1} of {_ROUNDS}, {shown(settings)}: {taken[-1]:.3f} s a step")
-    trials = tuple(Trial(settings, tuple(taken)) for settings, taken in zip(candidates, seconds, strict=True))
+        for name, (settings, taken) in list(rounds.items()):
+            if settings or number:
+                try:
+                    seconds, _ = _turn(build(), workload.sequence, {**given, **loop, **settings})
+                except BudgetError as error:
+                    say(f"{name} is left out: it needs {error.needed_bytes} bytes")
+                    del rounds[name]
+                    continue
+            taken.append(seconds)
+            say(f"round {number + 1} of {_ROUNDS}, {name}: {seconds:.3f} s a step")
+    trials = tuple(Trial(settings, tuple(taken)) for settings, taken in rounds.values())
     best = best_of(trials)
-    return Tuned(trials, best, {**given, **best.settings})
+    return Tuned(trials, best, *_parted({**given, **loop, **best.settings}))
 
 
 def best_of(trials: Sequence[Trial]) -> Trial:
@@ -92,10 +114,15 @@ def shown(settings: Options) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in settings.items()) or "the defaults"
 
 
-def _candidates(options: Options) -> Iterator[Options]:
-    """The defaults, and what differs from them in one thing that was not given."""
-    yield {}
-    if not options.get("nvme_path"):
+def _parted(settings: Options) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Those of the engine, and those of the loop."""
+    of_loop = {name: settings[name] for name in _LOOP}
+    return {name: value for name, value in settings.items() if name not in _LOOP}, of_loop
+
+
+def _of_transfers(plan: Plan, options: Options) -> Iterator[Options]:
+    """What differs from the defaults in one thing that was not given, and bears on bytes from and to NVMe."""
+    if not plan.step_read_bytes + plan.step_write_bytes:
         return
     if "io_backend" not in options:
         for backend in available_backends()[1:]:
@@ -105,21 +132,48 @@ def _candidates(options: Options) -> Iterator[Options]:
         yield from ({"tile_bytes": size * _MIB} for size in (2, 4, 16))
 
 
-def _turn(model: Model, workload: Workload, options: Options) -> float:
-    """The median of a few steps of a new engine over random tokens."""
+def _of_batches(model: Model, workload: Workload, plan: Plan) -> Iterator[Options]:
+    """Micro-batches that run together, and one batch of all of them, whose blocks are recomputed if they must be."""
+    if workload.micro_batches == 1:
+        return
+    batch = workload.batch * workload.micro_batches
+    kept = model.kept(workload.sequence, workload.dtype)
+    free = _ACTIVATIONS_SHARE * max(memory.available_bytes() - plan.host_bytes, 0)
+
+    def fits(*, recomputed: bool) -> bool:
+        return kept.nbytes(batch, recomputed=recomputed) <= free
+
+    if fits(recomputed=workload.recomputed):
+        yield {"together": True}
+        yield {"batch": batch, "gradient_accumulation_steps": 1}
+    if not workload.recomputed and fits(recomputed=True):
+        yield {"batch": batch, "gradient_accumulation_steps": 1, "activations": "recompute"}
+
+
+def _turn(model: Model, sequence: int, settings: Options) -> tuple[float, Plan]:
+    """The median of a few steps of a new engine over random tokens, and its plan."""
+    options, loop = _parted(settings)
     generator = torch.Generator().manual_seed(0)
-    size = (workload.batch, workload.sequence)
+    size = (options["gradient_accumulation_steps"], loop["batch"], sequence)
     with OffloadEngine(model.module, **options) as engine:
+
+        def run(tokens: torch.Tensor) -> None:
+            engine.backward(_loss(engine, model.module, tokens))
+
         seconds = []
         for _ in range(_WARM_UP + _STEPS):
             start = time.perf_counter()
-            for _ in range(workload.micro_batches):
-                tokens = torch.randint(0, max(model.vocabulary, 1), size, generator=generator)
-                engine.backward(_loss(engine, model.module, tokens))
+            micro_batches = torch.randint(0, max(model.vocabulary, 1), size, generator=generator)
+            if loop["together"]:
+                engine.together(micro_batches, run)
+            else:
+                for tokens in micro_batches:
+                    run(tokens)
             engine.step()
             seconds.append(time.perf_counter() - start)
+        plan = engine.plan
         engine.close(discard=True)
-    return statistics.median(seconds[_WARM_UP:])
+    return statistics.median(seconds[_WARM_UP:]), plan
 
 
 def _loss(engine: OffloadEngine, module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:

@@ -211,9 +211,10 @@ class SimulatedDevice:
             self._random.choice(self._streams).run_one()
 
     def copies_by_itself(self, target: torch.Tensor, source: torch.Tensor) -> bool:
-        """Nothing but the device is needed for this copy: its end in host memory, if there is one, is pinned."""
-        here = source if self._owns(target.data_ptr()) else target
-        return self._owns(here.data_ptr()) or self._is_pinned(here)
+        """Nothing but the device is needed for this copy: its end in host memory, if there is one, is pinned. The other
+        end may be memory of torch's."""
+        ends = target, source
+        return any(map(self._is_pinned, ends)) or all(self._owns(end.data_ptr()) for end in ends)
 
     def _is_pinned(self, tensor: torch.Tensor) -> bool:
         start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes

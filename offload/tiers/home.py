@@ -53,6 +53,8 @@ class Home:
 
     address: int | None = None
     tensor: torch.Tensor | None = None
+    spare_address: int | None = None
+    """Where an update of bytes with an address writes before its step is certain, if there is a second place."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -76,6 +78,10 @@ class Home:
         """The stream that computes was given work that changes the record, until ``event``. Whoever borrows it, in
         whatever thread and under whatever stream, comes after that."""
 
+    def flip(self) -> None:
+        """Make what an update has written beside the record from now on."""
+        raise NotImplementedError
+
     def bring(self, address: int) -> None:
         """Fill a record that has moved here from host memory at ``address``. Returns when that is done."""
         raise NotImplementedError
@@ -95,6 +101,17 @@ class HostHome(Home):
     @contextlib.contextmanager
     def replace(self) -> Iterator[int]:
         yield self.address
+
+
+class SpareHostHome(HostHome):
+    """In the arena, with a spare place there for what a speculative update writes."""
+
+    def __init__(self, lease: Lease, spare: Lease) -> None:
+        super().__init__(lease)
+        self.spare_address: int = spare.address
+
+    def flip(self) -> None:
+        self.address, self.spare_address = self.spare_address, self.address
 
 
 @dataclass(frozen=True)
@@ -197,7 +214,6 @@ class StoredHome(Home):
         return self._last_write
 
     def flip(self) -> None:
-        """Make what was written as a shadow the record from now on."""
         if self._trained is not None:
             self._trained.flip()
 
@@ -307,6 +323,11 @@ class UnitHomes:
     weights: Home
     grads: Home | None
     tiles: list[TileHomes]
+
+    @property
+    def have_spares(self) -> bool:
+        """All that an update writes rests in host memory, and has a spare place there."""
+        return all(home.spare_address is not None for home in (self.weights, *(tile.states for tile in self.tiles)))
 
     @property
     def grads_address(self) -> int | None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from offload.plan.plan import Plan, Tier, UnitPlan
 from offload.report.trace import Trace
-from offload.tiers.home import ExtentPart, Home, HostHome, StoredHome, TileHomes, UnitHomes
+from offload.tiers.home import ExtentPart, Home, HostHome, SpareHostHome, StoredHome, TileHomes, UnitHomes
 from offload.tiers.window import Window
 from offload.units import Tile, UnitSpec
 from swapper import Arena, DurableStore, InPlaceFiles, InPlaceRecord, align
@@ -44,10 +44,14 @@ def make_homes(
     def stored(name: str) -> StoredHome:
         return StoredHome(name, part(name), None, trace)
 
+    def in_ram(nbytes: int, item: UnitPlan) -> HostHome:
+        lease = arena.lease(nbytes)
+        return SpareHostHome(lease, arena.lease(nbytes)) if item.has_spares else HostHome(lease)
+
     def home_of_weights(item: UnitPlan) -> Home:
         unit = item.unit
         if item.weights is Tier.HOST:
-            return HostHome(arena.lease(unit.numel * formats.weights))
+            return in_ram(unit.numel * formats.weights, item)
         name = f"weights of {unit.name}"
         trained = part(name) if unit.trainable_numel else None
         if unit.in_files:
@@ -73,7 +77,7 @@ def make_homes(
         tiles = []
         for tile, tier in item.tiles:
             if tier is Tier.HOST:
-                states: Home = HostHome(arena.lease(align(tile.nbytes)))
+                states: Home = in_ram(align(tile.nbytes), item)
             else:
                 states = stored(f"states of {unit.name}")
             spilled = None

@@ -39,11 +39,13 @@ from swapper import (
     InPlaceFiles,
     OffloadError,
     StorageCorrupt,
+    StoreLocked,
     StoreMissing,
     align,
     create_store,
     open_store,
     remove_store,
+    remove_unfinished,
 )
 
 _CHECKPOINTS_MAX = 8
@@ -223,15 +225,18 @@ def _found(
     """By number: the stores that can be opened, as ``_Opener.open`` gives them, and what is wrong with the others."""
     found: dict[int, tuple[DurableStore, bool]] = {}
     damaged: dict[int, StorageCorrupt] = {}
-    for name in run_names(opener.paths[0]):
+    for number in sorted({*_runs(opener.paths, os.geteuid())}, reverse=True):
+        name = f"run-{number}"
         try:
-            found[_number(name)] = store, _ = opener.open(name)
-        except StoreMissing:  # its creation was never finished
+            found[number] = store, _ = opener.open(name)
+        except StoreMissing:  # its creation, or its removal, was never finished
+            with contextlib.suppress(StoreLocked):
+                remove_unfinished(opener.paths, name)
             continue
         except StorageCorrupt as error:
             way_out = f"To begin with a checkpoint, move {opener.paths[0] / name}.store away, and load one."
             error.advice = f"{error.advice} {way_out}"
-            damaged[_number(name)] = error
+            damaged[number] = error
             continue
         closing.callback(store.close)
     return found, damaged

@@ -19,7 +19,7 @@ from offload import kernels
 from offload.optim.formats import Formats
 from offload.optim.rule import Rule, TileBytes
 from offload.report.meter import Meter
-from offload.tiers.home import StoredHome, TileHomes, Transfer
+from offload.tiers.home import Home, StoredHome, TileHomes, Transfer
 from offload.update.device_side import DeviceSide, Trip
 from offload.update.state_prefetch import StatePrefetch
 from offload.update.step import UnitUpdate, apply
@@ -42,6 +42,12 @@ class Task(Protocol):
 
     def before_grads(self) -> None:
         """Wait until the gradients of the tiles can be read."""
+
+    def states_at(self, states: Home) -> int:
+        """Address at which states that rest in host memory are updated."""
+
+    def bring_states(self, states: Home) -> None:
+        """Have them there."""
 
     def weights_at_hand(self) -> bool:
         """``weights`` would not wait, and needs no place that a tile under update may hold."""
@@ -191,7 +197,7 @@ class Pipeline:
             if not job.reads:
                 job.reads.append(stored.read(job.states))
         elif homes.states.address is not None:
-            job.states = homes.states.address
+            job.states = task.states_at(homes.states)
         else:
             raise RuntimeError(f"states of unit {task.update.unit.name} rest where the pipeline cannot bring them from")
         if task.grads is not None:
@@ -212,6 +218,8 @@ class Pipeline:
                 self._bring_back(wait=True)
             state.weights = state.task.weights()
             state.void = state.weights is None
+        if job.homes.states.stored is None and not state.void:
+            state.task.bring_states(job.homes.states)
         for read in job.reads:
             read.wait()
 

@@ -2,10 +2,10 @@
 expected.
 
 [Note: Why a speculative update harms nothing] It reads a unit's weights and states, and writes the new ones beside the
-current ones, to the second place that each record has. Only the step's verdict flips the places, and only if the step
-is the one that the update was made for: the same gradients and factor, learning rate and step number, everything
-finite. Otherwise the bytes beside are forgotten and the unit is updated in its turn. So a step gives the same bits with
-and without, and a gradient that is not finite has changed nothing.
+current ones, to the second place that each record has, on NVMe or in host memory. Only the step's verdict flips the
+places, and only if the step is the one that the update was made for: the same gradients and factor, learning rate and
+step number, everything finite. Otherwise the bytes beside are forgotten and the unit is updated in its turn. So a step
+gives the same bits with and without, and a gradient that is not finite has changed nothing.
 
 [Note: When a unit's gradients are complete] Nobody says which backward is the last one of a step. A unit has its
 gradients when as many have come as for the last step. One that comes after all makes the update void.
@@ -32,8 +32,9 @@ from enum import Enum, auto
 from offload.plan.device import GOLDEN
 from offload.tiers.gradients.store import GradientStore
 from offload.tiers.gradients.unit import Loan
-from offload.tiers.home import StoredHome, TileHomes, Transfer, UnitHomes
-from offload.tiers.weights.shadow import ShadowSlots, Slot
+from offload.tiers.home import Home, StoredHome, TileHomes, Transfer, UnitHomes
+from offload.tiers.weights.carrier import HostBuffer
+from offload.tiers.weights.shadow import Shadow
 from offload.units import UnitSpec
 from offload.update.step import UnitUpdate
 from offload.waiting import Failure, Monitor
@@ -91,7 +92,8 @@ class SpeculativeUpdate:
         self.loan: Loan | None = None
         """Loan of the gradients where they still lie, if they need not be read back."""
         self._owner = owner
-        self._slot: Slot | None = None
+        self._shadow = owner.shadow_of(unit)
+        self._buffer: HostBuffer | None = None
 
     def become(self, stage: Stage) -> None:
         """Go on to another stage; the owner's monitor is held."""
@@ -109,21 +111,29 @@ class SpeculativeUpdate:
     def before_grads(self) -> None:
         self._owner.gradients.gradients_of(self.unit).wait_until_spilled()
 
+    def states_at(self, states: Home) -> int:
+        assert states.spare_address is not None
+        return states.spare_address
+
+    def bring_states(self, states: Home) -> None:
+        if states.address is not None and states.spare_address is not None:
+            self._owner.copy(states.spare_address, states.address, states.nbytes)
+
     def weights_at_hand(self) -> bool:
         return False
 
     def weights(self) -> int | None:
         if not self.is_slot_held:
-            self._owner.slots.bring(self.unit)
-        self._slot = self._owner.slots.lend(self.unit, lambda: self.stage is not Stage.VOID)
-        return None if self._slot is None else self._slot.address
+            self._shadow.bring(self.unit)
+        self._buffer = self._shadow.lend(self.unit, lambda: self.stage is not Stage.VOID)
+        return None if self._buffer is None else self._buffer.address
 
     def write(self, states: StoredHome, address: int) -> Transfer:
         return states.write_shadow(address)
 
     def finish(self) -> None:
-        if self._slot is not None:
-            self._owner.slots.give_back(self.unit, self._slot)
+        if self._buffer is not None:
+            self._shadow.give_back(self.unit, self._buffer)
         self._owner.finished(self)
 
 
@@ -139,7 +149,10 @@ class SpeculativeUpdates:
     """Slots of compute that can be spared for speculative updates at a time; None where compute has no weights in host
     memory."""
     homes: Sequence[UnitHomes]
-    slots: ShadowSlots
+    shadow_of: Callable[[UnitSpec], Shadow]
+    """Where the weights of a unit are written."""
+    copy: Callable[[int, int, int], None]
+    """Copies to an address in host memory from another one so many bytes."""
     gradients: GradientStore
     failure: Failure
     _: KW_ONLY
@@ -235,7 +248,7 @@ class SpeculativeUpdates:
                 )
             else:
                 speculative.become(Stage.OVER)
-        self.slots.forget(unit)
+        self.shadow_of(unit).forget(unit)
 
     def confirm(self, step: Sequence[UnitUpdate]) -> list[UnitUpdate]:
         """Flip the speculative updates that are what the step is to be, and forget all others; the updates still to
@@ -319,14 +332,13 @@ class SpeculativeUpdates:
         if stage is Stage.CONFIRMED:
             self._flip(speculative)
         elif stage is Stage.VOID:
-            self.slots.forget(speculative.unit)
+            self.shadow_of(speculative.unit).forget(speculative.unit)
 
     def _flip(self, speculative: SpeculativeUpdate) -> None:
         """The results are the current ones from now on."""
         for tile in speculative.tiles:
-            if tile.states.stored is not None:
-                tile.states.stored.flip()
-        self.slots.flip(speculative.unit)
+            tile.states.flip()
+        self.shadow_of(speculative.unit).flip(speculative.unit)
 
     def _cancel(self, speculative: SpeculativeUpdate) -> None:
         """It has not begun, and never will. Called with the monitor held."""
@@ -335,14 +347,14 @@ class SpeculativeUpdates:
         self._end_loan(speculative)
         if speculative.is_slot_held:
             self._num_holding -= 1
-            self.slots.end_hold(speculative.unit)
+            self.shadow_of(speculative.unit).end_hold(speculative.unit)
 
     def _hold(self, unit: UnitSpec, max_held: int) -> bool:
         """Keep the slot that compute has; False if it cannot be spared, or compute has none."""
         with self._changed:
             if self._num_holding >= max_held and not self._compute_may_wait(unit):
                 return False
-            held = self.slots.hold(unit)
+            held = self.shadow_of(unit).hold(unit)
             self._num_holding += held
             return held
 

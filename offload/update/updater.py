@@ -14,7 +14,7 @@ from functools import partial
 
 from offload.tiers.gradients.store import GradientStore
 from offload.tiers.gradients.unit import Loan, UnitGradients
-from offload.tiers.home import StoredHome, TileHomes, Transfer, UnitHomes
+from offload.tiers.home import Home, StoredHome, TileHomes, Transfer, UnitHomes
 from offload.tiers.weights.host import HostLevel
 from offload.units import UnitSpec
 from offload.update.device_side import DeviceSide
@@ -44,6 +44,13 @@ class _ConfirmedUpdate:
 
     def before_grads(self) -> None:
         self.gradients.wait_until_spilled()
+
+    def states_at(self, states: Home) -> int:
+        assert states.address is not None
+        return states.address
+
+    def bring_states(self, states: Home) -> None:
+        pass
 
     def weights_at_hand(self) -> bool:
         return self.homes.weights.address is not None

@@ -134,6 +134,8 @@ class Task:
         self.error_in: str | None = None
         """The call that fails."""
         self.num_begun = 0
+        self.beside: int | None = None
+        """Where states in RAM are updated, if not where they are."""
 
     def _tell(self, what: str) -> None:
         self.disk.events.append((what, self.update.unit.name))
@@ -147,6 +149,13 @@ class Task:
 
     def before_grads(self) -> None:
         self._tell("before grads")
+
+    def states_at(self, states: Resident) -> int | None:
+        return states.address if self.beside is None else self.beside
+
+    def bring_states(self, states: Resident) -> None:
+        if self.beside is not None:
+            self._tell("bring states")
 
     def weights_at_hand(self) -> bool:
         return False
@@ -169,12 +178,15 @@ class Rule:
         self.disk = disk
         self.names: dict[Tile, str] = {}
         self.during: Callable[[str], None] = lambda name: None
+        self.states: list[int] = []
+        """Addresses of the states of each tile that it has updated."""
 
     def apply(self, frozen, tile, start, stop, at, native) -> None:
         name = self.names[tile]
         self.disk.check_free(at.states, at.states + STATES_BYTES)
         self.disk.check_free(at.grads, at.grads + (stop - start) * FORMATS.grads)
         self.disk.events.append(("apply", name))
+        self.states.append(at.states)
         self.during(name)
 
 
@@ -343,6 +355,22 @@ def test_as_many_tiles_as_there_are_other_buffers_are_in_flight_while_one_is_upd
         ],
     }
     assert meanwhile == expected[num_buffers]
+
+
+def test_states_that_are_updated_beside_are_brought_there_just_before():
+    story = Story(num_buffers=0)
+    task = story.task("a", 2, resident=True)
+    task.beside = 210_000
+    story.pipeline.run([task])
+    assert story.events == [
+        ("weights", "a"),
+        ("bring states", "a"),
+        ("apply", "a.0"),
+        ("bring states", "a"),
+        ("apply", "a.1"),
+        ("finish", "a"),
+    ]
+    assert story.rule.states == [210_000, 210_000]
 
 
 def test_tiles_resident_in_ram_use_no_buffer_and_need_none():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import types
+import warnings
 from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -264,7 +267,6 @@ KEPT = {
     "detached": lambda self: self.weight.detach(),
     "data": lambda self: self.weight.data,
     "array": lambda self: self.weight.detach().numpy(),
-    "parameter": lambda self: self.weight,
 }
 
 
@@ -311,6 +313,74 @@ def test_a_copy_that_a_unit_leaves_is_said_once():
             story.train()
             story.hooks.refresh()
     assert len(warned) == 1
+
+
+def test_a_parameter_that_a_forward_keeps_is_what_the_model_has_and_leaves_no_copy():
+    story = keeping(lambda self: self.weight)
+    story.train()
+    kept, handle = story.model.a.kept, story.model.a.weight
+    assert not any(unit.strays.are_left for unit in story.units)
+    assert isinstance(kept, nn.Parameter) and kept.requires_grad and kept.shape == (4, 4)
+    assert torch.equal(kept.data, story.plain.a.weight.data) and repr(kept) == repr(handle)
+    with torch.no_grad():
+        for of in (kept, story.plain.a.weight):
+            of.data[0] = 2.0
+            of.mul_(0.5)
+    assert torch.equal(handle.detach().clone(), story.plain.a.weight.detach())
+    kept.label = "kept"
+    assert type(copy.deepcopy(kept)) is nn.Parameter and torch.equal(pickle.loads(pickle.dumps(kept)), handle)
+    (kept.square().sum() + torch.add(torch.ones(()), kept).sum()).backward()
+    expected = 2 * story.plain.a.weight.detach() + 1
+    torch.testing.assert_close(story.gradients["a.weight"] - story.plain.a.weight.grad, expected)
+    kept.requires_grad = False
+    assert not handle.requires_grad
+
+
+def test_a_parameter_that_the_model_has_no_more_says_so():
+    story = keeping(lambda self: self.weight)
+    story.train()
+    kept = story.model.a.kept
+    story.model.a.weight = None
+    with pytest.raises(OffloadError, match=r"parameter a\.weight: the model has another one in its place"):
+        kept.norm()
+
+
+class _Interrupted(nn.Linear):
+    """Ends as ``error`` says, with a view of its weight in the frame."""
+
+    error: BaseException | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        views = {"rows": [self.weight[1:].detach()]}
+        if self.error is not None:
+            raise self.error
+        return nn.functional.linear(x, torch.cat([self.weight[:1], views["rows"][0]]))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("of the user's"), KeyboardInterrupt()])
+def test_what_only_the_frames_of_an_exception_have_is_nothing_that_a_forward_has_kept(error):
+    story = Story(Model(lambda self, x: self.b(self.a(x)), a=_Interrupted(4, 4), b=nn.Linear(4, 4)), "a", "b")
+    story.model(batch())
+    story.model.a.error = error
+    with pytest.raises(type(error)) as kept:
+        story.model(batch())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        story.hooks.reset()
+        story.hooks.refresh()
+    assert kept.tb is not None and story.units[0].strays.are_left  # a debugger may look at them
+    del kept, error
+
+
+def test_a_tensor_that_a_list_of_the_users_has_is_said_although_frames_have_others():
+    story = Story(Model(lambda self, x: self.b(self.a(x)), a=_Interrupted(4, 4), b=nn.Linear(4, 4)), "a", "b")
+    story.model(batch())
+    story.model.a.error = RuntimeError("of the user's")
+    with pytest.raises(RuntimeError):
+        story.model(batch())
+    story.model.a.__dict__["kept"] = story.units[0].window.flat[1:3]
+    with pytest.warns(UserWarning, match="unit a: a forward has kept a tensor"):
+        story.hooks.refresh()
 
 
 class _BiasLast(nn.Linear):

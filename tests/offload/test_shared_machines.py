@@ -50,6 +50,13 @@ def test_runs_of_other_users_under_a_path_are_none_of_ours(tmp_path: Path):
     assert tiers_store.run_names(tmp_path) == ["run-3"]
 
 
+def test_a_store_whose_removal_was_interrupted_takes_no_room_for_ever(tmp_path: Path):
+    create_store([tmp_path], "run-1", [4096]).close()
+    (tmp_path / "run-1.store" / "generation.0000000000000000").unlink()
+    with OffloadEngine(fuzz_files.make_model(0), nvme_path=tmp_path, durable=1):
+        assert [entry.name for entry in tmp_path.iterdir()] == ["run-1.store"]
+
+
 def test_a_store_whose_path_was_renamed_shares_no_file_system(tmp_path: Path):
     assert generations._share_file_system(tmp_path, tmp_path)
     assert not generations._share_file_system(tmp_path, tmp_path / "gone")

@@ -51,7 +51,7 @@ def with_real_weights(room: Room) -> HostLevel:
     homes = [UnitHomes(Weights(), home.grads, home.tiles) for home in room.homes]
     slots = [Slot(Lease(4096 * index, 4096)) for index in range(1, 4)]
     host = HostLevel(room.units, homes, slots, 4096, room.failure, Meter(), prefetch=False)
-    room.speculative.slots = host.shadows
+    room.speculative.shadow_of = lambda unit: host.shadows
     return host
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 from cache_rig import Call
-from speculative_room import PATIENCE_S, InHostMemory, Room, carried_out, carry_out
+from speculative_room import PATIENCE_S, Room, carried_out, carry_out
 
+from offload.tiers.home import SpareHostHome
 from offload.update.speculative import Stage
 from offload.update.step import Segment, UnitUpdate
-from swapper import StorageIOError
+from swapper import Lease, StorageIOError
 
 
 def test_an_update_that_is_held_stays_held_when_another_gradient_comes():
@@ -111,17 +112,23 @@ def test_written_updates_that_are_what_the_step_does_are_flipped_tile_by_tile_an
     ]
 
 
-def test_states_resident_in_ram_are_not_flipped():
-    room = Room(num_tiles=2)
-    room.homes[0].tiles[0].states = InHostMemory(0)
+@pytest.mark.parametrize("wanted", [True, False])
+def test_states_in_ram_are_updated_in_their_spare_place_which_counts_if_the_step_wants_it(wanted: bool):
+    room = Room()
+    states = SpareHostHome(Lease(4096, 64), Lease(8192, 64))
+    room.homes[0].tiles[0].states = states
     room.hold(0)
     room.speculative.begin(room.units[0], room.update(0))
     (task,) = room.speculative.tasks()
+    assert task.states_at(states) == 8192
+    task.bring_states(states)
+    assert room.told()[-1] == ("copy", "64 bytes to 8192 from 4096")
     task.weights()
     task.finish()
-    room.told()
-    assert room.speculative.confirm([room.update(0)]) == []
-    assert room.told() == [("flip tile", "u0.1"), ("flip", "u0")]
+    assert states.address == 4096, "whoever looks before the verdict sees the current ones"
+    step = [room.update(0, "lr 1" if wanted else "lr 2")]
+    assert room.speculative.confirm(step) == ([] if wanted else step)
+    assert (states.address, states.spare_address) == ((8192, 4096) if wanted else (4096, 8192))
 
 
 def test_a_running_update_that_the_step_wants_is_flipped_when_it_is_done():

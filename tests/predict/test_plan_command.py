@@ -6,8 +6,10 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from torch import nn
 
 from offload.cli import main
 from offload.cli.plan_shown import shown
-from offload.errors import ConfigError
+from offload.errors import BudgetError, ConfigError
 from offload.predict import known
 from offload.predict import plot as plot_module
 from offload.predict.machine import Cores, Machine
@@ -166,7 +168,7 @@ def test_the_code_to_paste_makes_the_engine(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "pasted_models.py").write_text(
         "from torch import nn\n"
         "def build():\n"
-        "    return nn.Sequential(nn.Embedding(300, 64), *(nn.Sequential(nn.Linear(64, 64)) for _ in range(4)))\n"
+        "    return nn.Sequential(nn.Embedding(150, 128), *(nn.Sequential(nn.Linear(128, 128)) for _ in range(8)))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     described = ["--gpu", "4090", "--host-memory", "1GiB", "--precision", "fp32", "--moments-dtype", "bf16"]
@@ -256,17 +258,18 @@ def test_tuning_takes_real_steps_and_writes_what_makes_the_engine(
         "from torch import nn\n"
         "class Classifier(nn.Sequential):\n"
         "    def __init__(self):\n"
-        "        super().__init__(nn.Embedding(300, 64), *(nn.Sequential(nn.Linear(64, 64)) for _ in range(4)))\n"
+        "        super().__init__(nn.Embedding(150, 128), *(nn.Sequential(nn.Linear(128, 128)) for _ in range(8)))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     written = tmp_path / "config.json"
-    arguments = ["tuned_models:Classifier", "--nvme-path", str(tmp_path), "--host-memory", "1MiB", "--sequence", "8"]
+    arguments = ["tuned_models:Classifier", "--nvme-path", str(tmp_path), "--host-memory", "1.5MiB", "--sequence", "8"]
     assert main(["plan", *arguments, "--precision", "fp32", "--tune", "--write", str(written), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     options = json.loads(written.read_text())
-    assert found["options"] == options and options["host_memory"] == "1MiB"
+    assert found["options"] == options and options["host_memory"] == "1.5MiB"
+    assert found["loop"] == {"batch": 1, "together": False}
     settings = [trial["settings"] for trial in found["trials"]]
-    assert settings[0] == {} and {"tile_bytes": 4 << 20} in settings and {"io_backend": "threads"} in settings
+    assert settings[0] == {} and {"io_backend": "threads"} in settings
     assert all(seconds > 0 for trial in found["trials"] for seconds in trial["seconds"])
     from offload import OffloadEngine
 
@@ -279,13 +282,41 @@ def test_nothing_is_tried_again_that_was_given():
     assert settings == [{}]
 
 
-def _tried(options: dict[str, object]) -> tuple[Trial, ...]:
+def test_micro_batches_run_together_and_as_one_batch_if_their_activations_fit(monkeypatch: pytest.MonkeyPatch):
+    as_one = {"batch": 6, "gradient_accumulation_steps": 1}
+    settings = [trial.settings for trial in _tried({}, batch=2, micro_batches=3)]
+    assert settings == [{}, {"together": True}, as_one, {**as_one, "activations": "recompute"}]
+    monkeypatch.setattr("offload.predict.tuning.memory.available_bytes", lambda: 0)
+    assert [trial.settings for trial in _tried({}, batch=2, micro_batches=3)] == [{}]
+
+
+def test_a_setting_for_which_memory_is_too_small_is_left_out(monkeypatch: pytest.MonkeyPatch):
+    def turn(model: object, sequence: int, settings: dict[str, object]) -> tuple[float, object]:
+        if settings.get("tile_bytes") == 16 << 20:
+            raise BudgetError("too small: {needed}", 1 << 30)
+        return 1.0, SimpleNamespace(step_read_bytes=1, step_write_bytes=0, host_bytes=0)
+
+    monkeypatch.setattr("offload.predict.tuning._turn", turn)
+    said: list[str] = []
+    settings = [trial.settings for trial in _tried({"io_backend": "threads"}, said.append)]
+    assert settings == [{}, {"tile_bytes": 2 << 20}, {"tile_bytes": 4 << 20}]
+    assert said.count(f"tile_bytes={16 << 20} is left out: it needs {1 << 30} bytes") == 1
+
+
+def test_a_setting_of_transfers_is_tried_where_a_step_moves_something_alone(tmp_path: Path):
+    assert [trial.settings for trial in _tried({"nvme_path": tmp_path})] == [{}]
+
+
+def _tried(
+    options: dict[str, object], say: Callable[[str], None] = lambda line: None, **workload: int
+) -> tuple[Trial, ...]:
     from offload.predict.model import Model
 
     def build() -> Model:
         return Model("one", nn.Sequential(nn.Embedding(50, 8)), 1, 8, 0, 50)
 
-    return tune(build, Workload(sequence=4, precision="fp32"), {"host_memory": "1MiB", **options}).trials
+    given = Workload(sequence=4, precision="fp32", **workload)
+    return tune(build, given, {"host_memory": "1MiB", **options}, say).trials
 
 
 def test_the_page_shows_what_the_code_gives(monkeypatch: pytest.MonkeyPatch):

@@ -136,7 +136,8 @@ class Program:
     model: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     loop: str = "engine"
-    """"engine": ``backward`` and ``step``; "together": the same, by ``together``; "plain": ``loss.backward()`` and
+    """"engine": ``backward`` and ``step``; "together": the same, by ``together``; "held": all but the last
+    micro-batch within ``no_sync``; "plain": ``loss.backward()`` and
     ``engine.optimizer``."""
     steps: int = 2
     clip: float | None = None
@@ -179,7 +180,9 @@ class Program:
                 if self.loop == "plain":
                     (loss / engine.config.gradient_accumulation_steps).backward()
                 else:
-                    engine.backward(loss)
+                    follow = micro + 1 < engine.config.gradient_accumulation_steps
+                    with engine.no_sync() if self.loop == "held" and follow else contextlib.nullcontext():
+                        engine.backward(loss)
                 return value
 
             micro_batches = range(engine.config.gradient_accumulation_steps)
@@ -262,7 +265,7 @@ def weights_of(engine: OffloadEngine) -> dict[str, torch.Tensor]:
 
 
 def bits(value: Any) -> str:
-    """A digest that is the same if every bit is."""
+    """A digest that is the same if every bit is; of a NaN the sign is any."""
     digest = hashlib.sha256()
     for part in _flat(value):
         digest.update(part)
@@ -272,7 +275,8 @@ def bits(value: Any) -> str:
 def _flat(value: Any) -> Iterator[bytes]:
     if isinstance(value, torch.Tensor):
         yield f"{value.dtype} {tuple(value.shape)}".encode()
-        yield value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        found = value.detach().cpu().contiguous().view(-1)
+        yield torch.where(found == found, found, found.abs()).view(torch.uint8).numpy().tobytes()
     elif isinstance(value, dict):
         for key in value:
             yield str(key).encode()

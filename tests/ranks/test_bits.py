@@ -138,3 +138,11 @@ def test_micro_batches_that_run_together_have_the_bits_of_the_loop(two: Pool, tm
     together = check(two, tmp_path, Program(options=options, paths=paths, loop="together"), ON_NVME, ON_DEVICE)
     assert [bits(found["weights"]) for found in together] == [bits(found["weights"]) for found in loop]
     assert [found["seen"] for found in together] == [found["seen"] for found in loop]
+
+
+def test_activations_of_ranks_that_hold_their_gradients_leave_with_the_same_bits(two: Pool, tmp_path: Path):
+    options: dict[str, Any] = {"gradient_accumulation_steps": 2}
+    kept = check(two, tmp_path, Program(options=options, loop="held"), STATES)
+    options |= {"activations": "nvme", "activation_memory": "64KiB"}
+    left = check(two, tmp_path, Program(options=options, loop="held"), STATES)
+    assert [bits(found["weights"]) for found in left] == [bits(found["weights"]) for found in kept]

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -5,8 +6,9 @@ from pathlib import Path
 import pytest
 from store_helpers import fill
 
-from swapper import PAGE_BYTES, Arena, create_store, open_store
+from swapper import PAGE_BYTES, Arena, create_store, open_store, remove_store, remove_unfinished
 from swapper.__main__ import main
+from swapper.directory import RealDirectory
 
 
 @pytest.fixture
@@ -124,3 +126,46 @@ def _dead_pid() -> int:
         os._exit(0)
     os.waitpid(child, 0)
     return child
+
+
+class Cut(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("cut", range(8))
+def test_a_removal_that_was_interrupted_is_brought_to_its_end(cut: int, tmp_path: Path, monkeypatch):
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.mkdir()
+    create_store(paths, "other", [PAGE_BYTES]).close()
+    with create_store(paths, "run", [PAGE_BYTES]) as store:
+        store.commit(b"step")
+    left = [cut]
+
+    def cutting(call):
+        def maybe(*arguments, **options):
+            left[0] -= 1
+            if left[0] < 0:
+                raise Cut
+            return call(*arguments, **options)
+
+        return maybe
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RealDirectory, "remove", cutting(RealDirectory.remove))
+        patched.setattr(Path, "rmdir", cutting(Path.rmdir))
+        with contextlib.suppress(Cut):
+            remove_store(paths, "run")
+    assert left[0] < 0, "nothing was cut"
+    remove_unfinished(paths, "run")
+    if cut < 2:  # the manifest was there still
+        open_store(paths, "run").close()
+        remove_store(paths, "run")
+    assert [[entry.name for entry in path.iterdir()] for path in paths] == [["other.store"], ["other.store"]]
+
+
+def test_what_is_not_a_stores_stays(tmp_path: Path):
+    (tmp_path / "run.store").mkdir()
+    (tmp_path / "run.store" / "notes").touch()
+    remove_unfinished([tmp_path], "run")
+    assert [entry.name for entry in (tmp_path / "run.store").iterdir()] == ["notes"]

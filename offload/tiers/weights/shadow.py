@@ -1,5 +1,5 @@
-"""Slots of speculative updates: new weights go from them to the shadow of the current ones in the store, and the
-verdict flips them in or drops them. See ``offload.update.speculative``."""
+"""Where speculative updates write weights: beside the current ones, until the verdict flips them in or drops them. See
+``offload.update.speculative``. Weights on NVMe go there from a slot; those in host memory have a spare place."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from offload.tiers.weights.cache import WeightCache
 from offload.tiers.weights.carrier import HostBuffer
 from offload.tiers.weights.pin import Pin, Purpose, UnitState
 from offload.units import UnitSpec
+from swapper import Lease
 
 
 class Slot(HostBuffer):
@@ -18,6 +19,71 @@ class Slot(HostBuffer):
 
     write: Transfer | None = None
     """The last transfer from it, while it is free."""
+
+
+class Shadow(Protocol):
+    """What a speculative update does with the weights of its unit."""
+
+    def hold(self, unit: UnitSpec) -> bool:
+        """Keep the weights of a unit in use where they are; False if they are not in use."""
+
+    def end_hold(self, unit: UnitSpec) -> None:
+        """No speculative update will come."""
+
+    def bring(self, unit: UnitSpec) -> None:
+        """Have the weights of a unit that is not held in host memory."""
+
+    def lend(self, unit: UnitSpec, wanted: Callable[[], bool]) -> HostBuffer | None:
+        """Memory with the unit's weights, to be changed beside what others see of them. None if that is not ``wanted``
+        any more."""
+
+    def give_back(self, unit: UnitSpec, buffer: Any) -> None:
+        """The weights in it are the new ones."""
+
+    def flip(self, unit: UnitSpec) -> None:
+        """The new weights are the unit's from now on; its update is done."""
+
+    def forget(self, unit: UnitSpec) -> None:
+        """The new weights, if any, are not wanted."""
+
+
+class SpareWeights:
+    """Of units that rest in host memory and have a spare place there. Nobody else looks at it, so nothing waits."""
+
+    def __init__(
+        self, cache: WeightCache[Any], homes: Sequence[UnitHomes], copy: Callable[[int, int, int], None]
+    ) -> None:
+        """``copy`` copies to an address from another one so many bytes."""
+        self._cache = cache
+        self._homes = homes
+        self._copy = copy
+
+    def hold(self, unit: UnitSpec) -> bool:
+        return True
+
+    def end_hold(self, unit: UnitSpec) -> None:
+        pass
+
+    def bring(self, unit: UnitSpec) -> None:
+        pass
+
+    def lend(self, unit: UnitSpec, wanted: Callable[[], bool]) -> HostBuffer | None:
+        home = self._homes[unit.index].weights
+        if not wanted() or home.address is None or home.spare_address is None:
+            return None
+        self._copy(home.spare_address, home.address, home.nbytes)
+        return HostBuffer(Lease(home.spare_address, home.nbytes))
+
+    def give_back(self, unit: UnitSpec, buffer: HostBuffer) -> None:
+        pass
+
+    def flip(self, unit: UnitSpec) -> None:
+        with self._cache.monitor:  # whoever takes the unit from now on finds the new weights
+            self._homes[unit.index].weights.flip()
+            self._cache.fence.done(unit)
+
+    def forget(self, unit: UnitSpec) -> None:
+        pass
 
 
 class _Slots(Protocol):
