@@ -56,10 +56,10 @@ class Administrator:
         self.done: Counter[str] = Counter()
         self._known: dict[Path, tuple[Key, int]] = {}
         """Checkpoints that must be there, with their steps: those acknowledged, and copies of them."""
-        self._seen: dict[Key, str] = {}
-        """Tags under which checkpoints were ever saved."""
-        self._acknowledged: dict[Key, str] = {}
-        """Tags of those that ``save_checkpoint`` has returned from."""
+        self._seen: set[tuple[Key, str]] = set()
+        """Checkpoints that were ever saved, with their tags. A run whose store was put back counts again."""
+        self._acknowledged: set[tuple[Key, str]] = set()
+        """Those that ``save_checkpoint`` has returned from."""
         self._stores: dict[Path, int] = {}
         """Copies of stores that must be there, with their steps."""
         self._durable: int | None = None
@@ -129,7 +129,7 @@ class Administrator:
                     raise SystemExit(f"nothing was given to another user: {' '.join(words)}")
                 self.done["another's data refused"] += 1
             elif kind == "saved":
-                self._acknowledged[words[0], int(words[1])] = words[2]
+                self._acknowledged.add(((words[0], int(words[1])), words[2]))
             elif kind == "resumed":
                 self._check_resumed(int(words[0]), words[1])
         self._learn()
@@ -145,7 +145,7 @@ class Administrator:
         """Whatever has its tag is a checkpoint that must stay."""
         found = [(folder, read_mark(folder)) for name in ("saved", "nvme") for folder in self._in(name)]
         there = [(folder, mark) for folder, mark in found if mark is not None and mark.tag == folder.name]
-        self._seen.update({(mark.run, mark.number): mark.tag for _, mark in there})
+        self._seen.update(((mark.run, mark.number), mark.tag) for _, mark in there)
         for folder, mark in there:
             (run, number), _ = self._known.get(folder, ((mark.run, 0), 0))
             if run != mark.run and mark.tag != "best" and len(self._newer((run, number))) < KEEP_LAST:
@@ -181,22 +181,22 @@ class Administrator:
 
     def _check_retention(self, folder: Path, key: Key) -> None:
         """It is gone: by retention, because enough newer ones of its run were saved."""
-        if self._seen.get(key) != folder.name or len(self._newer(key)) < KEEP_LAST:
+        if (key, folder.name) not in self._seen or len(self._newer(key)) < KEEP_LAST:
             raise SystemExit(f"{folder} is gone, and its run has saved {len(self._newer(key))} newer ones")
         self.done["retained away"] += 1
 
     def _newer(self, key: Key) -> list[str]:
         """Tags of those that its run has saved after it."""
         saved = self._acknowledged | self._seen
-        return [tag for other, tag in saved.items() if other[0] == key[0] and other[1] > key[1]]
+        return [tag for other, tag in saved if other[0] == key[0] and other[1] > key[1]]
 
     def _check_acknowledged(self) -> None:
         """Each was seen, or went before anybody looked, as it had to."""
         saved = self._acknowledged | self._seen
-        for key, tag in self._acknowledged.items():
+        for key, tag in self._acknowledged:
             newer = self._newer(key)
-            replaced = tag == "best" and any(tag == other and run != key[0] for (run, _), other in saved.items())
-            if key not in self._seen and len(newer) < KEEP_LAST and tag not in newer and not replaced:
+            replaced = tag == "best" and any(tag == other and run != key[0] for (run, _), other in saved)
+            if (key, tag) not in self._seen and len(newer) < KEEP_LAST and tag not in newer and not replaced:
                 raise SystemExit(f"checkpoint {tag}, number {key[1]} of run {key[0]}, was saved and never seen")
 
     # Acts.
@@ -230,7 +230,7 @@ class Administrator:
         assert mark is not None
         self._known.pop(folder)
         self._known[target] = (mark.run, mark.number), mark.step
-        self._seen[mark.run, mark.number] = mark.tag
+        self._seen.add(((mark.run, mark.number), mark.tag))
         return True
 
     def _move(self) -> str | None:
@@ -301,7 +301,7 @@ class Administrator:
             shutil.rmtree(made)
             return None
         self._known[target] = (mark.run, mark.number), mark.step
-        self._seen[mark.run, mark.number] = mark.tag
+        self._seen.add(((mark.run, mark.number), mark.tag))
         return "restore"
 
     def _bind(self) -> str | None:

@@ -209,7 +209,7 @@ class Life:
         self._in_phase("resume")
         if self._program.get("durable"):
             engine.load_checkpoint()
-        elif (place.disk / "saved").exists():
+        elif any((place.disk / "saved").glob("step*")):  # a first save that failed leaves an empty directory
             engine.load_checkpoint(place.disk / "saved")
         if engine.global_step == 0:
             torch.manual_seed(7)
