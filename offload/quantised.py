@@ -7,8 +7,8 @@ autograd keeps of one for backward is the wrapper, so that no dequantised weight
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -21,17 +21,27 @@ _aten = torch.ops.aten
 
 
 class QuantisedWeight(torch.Tensor):
-    """A weight of ``shape`` and ``dtype`` that is made of two tensors of a file: its codes, and their scales."""
+    """A weight of ``shape`` and ``dtype`` that is made of several tensors of a file, its ``parts``: codes, their
+    scales, and what else its class has a name for."""
+
+    names: ClassVar[tuple[str, ...]] = ("codes", "scales")
+    """Attributes that the parts are, in order."""
 
     codes: torch.Tensor
     scales: torch.Tensor
 
-    def __new__(cls, codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)  # type: ignore[attr-defined]
+    def __new__(cls, parts: Sequence[torch.Tensor], shape: torch.Size, dtype: torch.dtype) -> Any:
+        device = parts[0].device
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
 
-    def __init__(self, codes: torch.Tensor, scales: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
-        self.codes = codes
-        self.scales = scales
+    def __init__(self, parts: Sequence[torch.Tensor], shape: torch.Size, dtype: torch.dtype) -> None:
+        for name, part in zip(self.names, parts, strict=True):
+            setattr(self, name, part)
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that it is made of."""
+        return tuple(getattr(self, name) for name in self.names)
 
     def dequantize(self) -> torch.Tensor:
         """The weight as an ordinary tensor, in memory of its own."""
@@ -39,23 +49,23 @@ class QuantisedWeight(torch.Tensor):
 
     def select_first(self, index: int) -> QuantisedWeight:
         """One of several weights that lie one after the other, without a copy."""
-        return type(self)(self.codes[index], self.scales[index], self.shape[1:], self.dtype)
+        return type(self)([part[index] for part in self.parts], self.shape[1:], self.dtype)
 
     def over(self, call: Callable[[torch.Tensor], torch.Tensor]) -> QuantisedWeight:
         """The same weight over what ``call`` makes of the tensors."""
-        return type(self)(call(self.codes), call(self.scales), self.shape, self.dtype)
+        return type(self)([call(part) for part in self.parts], self.shape, self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype})"
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
-        return ["codes", "scales"], self.dtype
+        return list(self.names), self.dtype
 
     @classmethod
     def __tensor_unflatten__(
         cls, inner: Mapping[str, torch.Tensor], context: torch.dtype, outer_size: torch.Size, outer_stride: Any
     ) -> QuantisedWeight:
-        return cls(inner["codes"], inner["scales"], torch.Size(outer_size), context)
+        return cls([inner[name] for name in cls.names], torch.Size(outer_size), context)
 
     @classmethod
     def __torch_function__(
@@ -113,10 +123,47 @@ class Mxfp4(QuantisedWeight):
 
     def dequantize(self) -> torch.Tensor:
         table = torch.tensor(_FP4, dtype=self.dtype, device=self.codes.device)
-        codes = torch.stack([self.codes & 0xF, self.codes >> 4], dim=-1).flatten(-2)
-        values = torch.ldexp(table[codes.int()], (self.scales.int() - 127)[..., None])
+        values = torch.ldexp(table[_nibbles(self.codes).int()], (self.scales.int() - 127)[..., None])
         values = values.flatten(-2).to(self.dtype)
         return values.transpose(-1, -2).contiguous() if self.is_transposed else values
+
+
+class Int4Groups(QuantisedWeight):
+    """Eight 4-bit codes an int32, and a scale for each group of a row, as ``weight_packed`` and ``weight_scale`` of
+    ``compressed-tensors`` (format ``pack-quantized``, symmetric).
+
+    Source: ``PackedQuantizationCompressor`` of that library, whose bits these are.
+    """
+
+    def dequantize(self) -> torch.Tensor:
+        values = (_nibbles(self.codes.view(torch.uint8)).to(torch.int8) - 8).to(self.scales.dtype)
+        return _scaled(values, self.scales).to(self.dtype)
+
+
+class Nvfp4(QuantisedWeight):
+    """Two 4-bit codes a byte, an FP8 scale for each 16, and what divides these scales, as ``weight_packed``,
+    ``weight_scale`` and ``weight_global_scale`` of ``compressed-tensors`` (format ``nvfp4-pack-quantized``).
+
+    Source: ``NVFP4PackedCompressor`` of that library, whose bits these are.
+    """
+
+    names = ("codes", "scales", "divisor")
+    divisor: torch.Tensor
+
+    def dequantize(self) -> torch.Tensor:
+        table = torch.tensor(_FP4, dtype=torch.float32, device=self.codes.device)
+        return _scaled(table[_nibbles(self.codes).int()], self.scales.float() / self.divisor).to(self.dtype)
+
+
+def _nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """Halves of bytes, the lower one first."""
+    return torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2)
+
+
+def _scaled(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Rows times the scales of their groups."""
+    groups: torch.Tensor = values.unflatten(-1, (scales.shape[-1], -1))
+    return (groups * scales[..., None]).flatten(-2)
 
 
 class _Linear(torch.autograd.Function):

@@ -98,7 +98,7 @@ SETUPS = (
     Setup("RoundPipe", "qwen3-1.7b", "rtx4090", 8881),
     Setup("RoundPipe", "llama-3.1-8b", "rtx4090", 3142, _KEPT.format(202)),
     Setup("RoundPipe", "qwen3-32b", "rtx4090", 740, _KEPT.format(194)),
-    Setup("RoundPipe", "qwen3-235b-a22b", "rtx4090", 480, "all experts come over PCIe for each 4,096 tokens here; with "
+    Setup("RoundPipe", "qwen3-235b-a22b", "rtx4090", 480, "all experts come over PCIe for each 8,192 tokens here; with "
           "activations in host memory more tokens share a pass", lora=True),
     Setup("RoundPipe", "llama-3.1-8b", "rtx4090", 24_275, "the same as with one GPU", gpus=8),
     Setup("RoundPipe", "qwen3-32b", "rtx4090", 5516, "the same; and ranks gather weights from each other over PCIe",

@@ -15,7 +15,7 @@ from offload.birth.adapters import sites_by_name, without_adapters
 from offload.birth.hugging_face import Converted, listed
 from offload.birth.initialise import tensor_of
 from offload.birth.origin import Origin
-from offload.birth.stored_quantised import StoredQuantised, paired
+from offload.birth.stored_quantised import StoredQuantised, joined
 from offload.birth.weights_file import StoredTensor, Weights
 from offload.errors import ConfigError, WeightsError, warn
 from offload.units import Site
@@ -45,7 +45,7 @@ def origins_in(weights: Weights, model: nn.Module) -> Stored:
     model = without_adapters(model)
     sites = sites_by_name(model)
     tensors = {name: tensor_of(site) for name, site in sites.items()}
-    stored = paired(weights.tensors)
+    stored = joined(weights.tensors)
     found: Mapping[str, Item] = stored
     pretrained = hugging_face.is_pretrained(model)
     if pretrained:

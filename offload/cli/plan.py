@@ -25,7 +25,7 @@ def plan(
     vocabulary: Annotated[int, Option(min=1, metavar="N", help="Its vocabulary.")] = 32_000,
     lora: Annotated[str | None, Option(metavar="r=N", show_default=False,
         help="Train adapters of this rank over a frozen model; r=16,targets=q_proj+v_proj: over these layers.")] = None,
-    base: Annotated[Literal["bf16", "int8", "fp8", "mxfp4", "nf4"] | None, Option(show_default=False,
+    base: Annotated[Literal["bf16", "int8", "fp8", "int4", "nvfp4", "mxfp4", "nf4"] | None, Option(show_default=False,
         help="How the frozen matrices under adapters are stored.  [default: as the weights]")] = None,
     gpu: Annotated[str | None, Option(metavar="NAME", show_default=False,
         help="A GPU, such as 4090 or h100. Without: this machine, computing on its GPU or else its CPU; "

@@ -45,6 +45,8 @@ BASES = {
         Base("bf16", 0.0),
         Base("int8", 8.01),  # an fp32 scale a row
         Base("fp8", 8.01),
+        Base("int4", 4.5),  # a bf16 scale for 32: compressed-tensors
+        Base("nvfp4", 4.5),  # an fp8 scale for 16
         Base("mxfp4", 4.25),  # 8 bits for 32: OCP Microscaling Formats 1.0
         Base("nf4", 4.127),  # QLoRA, arXiv:2305.14314: 8 bits for 64, and an fp32 for 256 of these
     )

@@ -13,7 +13,7 @@ from frozen_bases import WIDTH, Adapted, held, in_shards, steps
 from torch import nn
 
 from offload import BudgetError, OffloadEngine
-from offload.quantised import Fp8Blocks, Mxfp4, QuantisedWeight
+from offload.quantised import Fp8Blocks, Int4Groups, Mxfp4, Nvfp4, QuantisedWeight
 
 BF16 = torch.bfloat16
 
@@ -39,7 +39,7 @@ def mxfp4(*shape: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 def test_fp8_in_blocks_has_the_bits_that_transformers_makes_of_it() -> None:
     module = pytest.importorskip("transformers.integrations.finegrained_fp8")
     codes, scales = fp8(torch.randn(256, 384))
-    ours = Fp8Blocks(codes, scales, codes.shape, BF16).dequantize()
+    ours = Fp8Blocks([codes, scales], codes.shape, BF16).dequantize()
     assert torch.equal(ours, module.Fp8Dequantize(None)._dequantize_one(codes, scales, output_dtype=BF16))
 
 
@@ -49,17 +49,17 @@ def test_mxfp4_has_the_bits_that_transformers_makes_of_it() -> None:
     scales[0, 0, 0], scales[0, 0, 1] = 0, 254
     theirs = module.convert_moe_packed_tensors(codes, scales, dtype=BF16)
     assert theirs.shape == (4, 64, 96)
-    ours = Mxfp4(codes, scales, theirs.shape, BF16)
+    ours = Mxfp4([codes, scales], theirs.shape, BF16)
     assert torch.equal(ours.dequantize(), theirs)
     assert torch.equal(ours[2].dequantize(), theirs[2])
-    flat = Mxfp4(codes[1], scales[1], torch.Size((96, 64)), BF16)
+    flat = Mxfp4([codes[1], scales[1]], torch.Size((96, 64)), BF16)
     assert torch.equal(flat.dequantize(), theirs[1].T)
 
 
 @pytest.mark.parametrize("shape", [(5, 256), (2, 3, 256)])
 def test_a_linear_layer_has_the_bits_of_the_dequantised_weight_and_keeps_no_dequantised_one(shape: Any) -> None:
     codes, scales = fp8(torch.randn(128, 256))
-    weight = Fp8Blocks(codes, scales, codes.shape, BF16)
+    weight = Fp8Blocks([codes, scales], codes.shape, BF16)
     found = []
     for used in (weight, weight.dequantize()):
         torch.manual_seed(0)
@@ -75,16 +75,83 @@ def test_a_linear_layer_has_the_bits_of_the_dequantised_weight_and_keeps_no_dequ
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
 
 
-def quantised_values() -> tuple[dict[str, torch.Tensor], nn.Module]:
-    """What the files have of the small model with adapters, its frozen layers in FP8; and the dequantised model."""
+Files = dict[str, torch.Tensor]
+"""Tensors by what their names have behind the weight's."""
+
+
+def in_fp8(value: torch.Tensor) -> tuple[Files, QuantisedWeight]:
+    codes, scales = fp8(value)
+    return {"": codes, "_scale_inv": scales}, Fp8Blocks([codes, scales], codes.shape, BF16)
+
+
+def in_int4(value: torch.Tensor) -> tuple[Files, QuantisedWeight]:
+    """Any codes of its shape, as compressed-tensors has them."""
+    rows, columns = value.shape
+    codes = torch.randint(-(1 << 31), 1 << 31, (rows, columns // 8)).to(torch.int32)
+    scales = (torch.rand(rows, columns // 32) / 100).to(BF16)
+    shape = torch.tensor(value.shape)
+    return {"_packed": codes, "_scale": scales, "_shape": shape}, Int4Groups([codes, scales], value.shape, BF16)
+
+
+def in_nvfp4(value: torch.Tensor) -> tuple[Files, QuantisedWeight]:
+    """Any codes of its shape, as compressed-tensors has them."""
+    rows, columns = value.shape
+    codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)
+    scales = (torch.rand(rows, columns // 16) * 100).to(torch.float8_e4m3fn)
+    divisor = torch.tensor([7000.0])
+    files = {"_packed": codes, "_scale": scales, "_global_scale": divisor}
+    return files, Nvfp4([codes, scales, divisor], value.shape, BF16)
+
+
+def test_int4_in_groups_is_worked_out_as_its_format_says() -> None:
+    files, weight = in_int4(torch.empty(6, 128))
+    expected = torch.empty(6, 128)
+    for row in range(6):
+        for column in range(128):
+            word = int(files["_packed"][row, column // 8]) & 0xFFFFFFFF
+            code = (word >> (4 * (column % 8)) & 0xF) - 8
+            expected[row, column] = code * files["_scale"][row, column // 32].float()
+    assert torch.equal(weight.dequantize(), expected.to(BF16))
+
+
+def test_nvfp4_is_worked_out_as_its_format_says() -> None:
+    files, weight = in_nvfp4(torch.empty(6, 64))
+    values = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    expected = torch.empty(6, 64)
+    for row in range(6):
+        for column in range(64):
+            code = int(files["_packed"][row, column // 2]) >> (4 * (column % 2)) & 0xF
+            scale = files["_scale"][row, column // 16].float() / files["_global_scale"][0]
+            expected[row, column] = values[code & 7] * (-1 if code & 8 else 1) * scale
+    assert torch.equal(weight.dequantize(), expected.to(BF16))
+
+
+@pytest.mark.parametrize("number_format", [in_int4, in_nvfp4])
+def test_4_bits_have_the_bits_that_compressed_tensors_makes_of_them(number_format: Any) -> None:
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    files, weight = number_format(torch.empty(64, 256))
+    args: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+    kind = compressors.PackedQuantizationCompressor
+    if number_format is in_nvfp4:
+        args |= {"type": "float", "strategy": "tensor_group", "group_size": 16}
+        kind = compressors.NVFP4PackedCompressor
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=quantization.QuantizationArgs(**args))
+    theirs = kind.decompress({f"weight{name}": tensor for name, tensor in files.items()}, scheme)
+    assert torch.equal(weight.dequantize(), theirs["weight"])
+
+
+def quantised_values(number_format: Any) -> tuple[dict[str, torch.Tensor], nn.Module]:
+    """What the files have of the small model with adapters, its frozen layers quantised; and the dequantised model."""
     model = frozen_bases.build()
     values = dict(model.state_dict())
     for index, block in enumerate(model):
         if isinstance(block, Adapted):
-            codes, scales = fp8(block.base.weight.detach())
-            values[f"{index}.base.weight"], values[f"{index}.base.weight_scale_inv"] = codes, scales
+            name = f"{index}.base.weight"
+            files, weight = number_format(values.pop(name))
+            values |= {name + ending: tensor for ending, tensor in files.items()}
             with torch.no_grad():
-                block.base.weight.copy_(Fp8Blocks(codes, scales, codes.shape, BF16).dequantize())
+                block.base.weight.copy_(weight.dequantize())
     return values, model
 
 
@@ -94,8 +161,9 @@ def least(base: Path, **options: Any) -> int:
     return error.value.needed_bytes
 
 
-def test_an_fp8_base_is_read_in_place_and_trains_as_the_dequantised_one(tmp_path: Path) -> None:
-    values, model = quantised_values()
+@pytest.mark.parametrize("number_format", [in_fp8, in_int4, in_nvfp4])
+def test_a_base_is_read_in_place_and_trains_as_the_dequantised_one(number_format: Any, tmp_path: Path) -> None:
+    values, model = quantised_values(number_format)
     model_values = {name: value.clone() for name, value in model.state_dict().items()}
     base = in_shards(values, tmp_path / "base")
     options: dict[str, Any] = {"precision": "bf16", "lr": 1e-2, "nvme_path": tmp_path}
@@ -144,7 +212,7 @@ def test_mxfp4_experts_are_read_in_place_and_train_as_the_dequantised_ones(tmp_p
         del values[f"{index}.proj"]
         values[f"{index}.proj_blocks"], values[f"{index}.proj_scales"] = codes, scales
         with torch.no_grad():
-            model[index].proj.copy_(Mxfp4(codes, scales, torch.Size((4, 256, 256)), BF16).dequantize())
+            model[index].proj.copy_(Mxfp4([codes, scales], torch.Size((4, 256, 256)), BF16).dequantize())
     base = in_shards(values, tmp_path / "base")
 
     def losses(engine: OffloadEngine) -> list[float]:
