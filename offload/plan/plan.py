@@ -280,6 +280,7 @@ class Plan:
             [self.device.updates_bytes] * len(self.units),
             self.device.unsupported_reason,
             self.ranks,
+            adds_squares=self.device.squares_bytes > 0,
         )
         grown = plan_device(needs, self.device.total_bytes + max(int(free_bytes * MARGIN), 0), 0)
         return replace(grown, updates_bytes=self.device.updates_bytes)  # which stay where they are
