@@ -50,7 +50,7 @@ def make_homes(
 
     def home_of_weights(item: UnitPlan) -> Home:
         unit = item.unit
-        if item.weights is Tier.HOST:
+        if _is_host(item.weights):
             return in_ram(unit.numel * formats.weights, item)
         name = f"weights of {unit.name}"
         trained = part(name) if unit.trainable_numel else None
@@ -62,7 +62,7 @@ def make_homes(
         if files is None:
             raise ValueError(f"{name} are to be read in place, and no files are open")
         begin = unit.trainable_numel * formats.weights
-        parts = [replace(part, offset=part.offset - begin) for part in unit.in_files]
+        parts = [replace(piece, offset=piece.offset - begin) for piece in unit.in_files]
         return InPlaceRecord(name, parts, (unit.numel - unit.trainable_numel) * formats.weights, files)
 
     homes = []
@@ -72,20 +72,27 @@ def make_homes(
             homes.append(on_device.make(unit, [tile for tile, _ in item.tiles]))
             continue
         weights, grads = home_of_weights(item), None
-        if item.grads is Tier.HOST:
+        if _is_host(item.grads):
             grads = HostHome(arena.lease(unit.trainable_numel * formats.grads))
         tiles = []
         for tile, tier in item.tiles:
-            if tier is Tier.HOST:
+            if _is_host(tier):
                 states: Home = in_ram(align(tile.nbytes), item)
             else:
                 states = stored(f"states of {unit.name}")
             spilled = None
-            if item.grads is Tier.NVME:
+            if not _is_host(item.grads):
                 spilled = stored(f"gradients of {unit.name}")
             tiles.append(TileHomes(tile, states, spilled))
         homes.append(UnitHomes(weights, grads, tiles))
     return homes
+
+
+def _is_host(tier: Tier) -> bool:
+    """In host memory, or on NVMe. A tier that no home is made in would lose what rests there."""
+    if tier not in (Tier.HOST, Tier.NVME):
+        raise ValueError(f"no home is made in {tier}")
+    return tier is Tier.HOST
 
 
 def make_windows(

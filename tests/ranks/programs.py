@@ -265,7 +265,7 @@ def weights_of(engine: OffloadEngine) -> dict[str, torch.Tensor]:
 
 
 def bits(value: Any) -> str:
-    """A digest that is the same if every bit is; of a NaN the sign is any."""
+    """A digest that is the same if every bit is; all NaNs are one."""
     digest = hashlib.sha256()
     for part in _flat(value):
         digest.update(part)
@@ -276,7 +276,9 @@ def _flat(value: Any) -> Iterator[bytes]:
     if isinstance(value, torch.Tensor):
         yield f"{value.dtype} {tuple(value.shape)}".encode()
         found = value.detach().cpu().contiguous().view(-1)
-        yield torch.where(found == found, found, found.abs()).view(torch.uint8).numpy().tobytes()
+        if found.is_floating_point():
+            found = found.masked_fill(found.isnan(), float("nan"))
+        yield found.view(torch.uint8).numpy().tobytes()
     elif isinstance(value, dict):
         for key in value:
             yield str(key).encode()

@@ -209,6 +209,7 @@ class SpilledGradients(HostGradients):
             buffer.wait()
 
     def _spill(self, buffer: GradientBuffer) -> None:
+        """Begin to write. Waits, as every write does, while a commit has its turn at the store."""
         with held_back():
             buffer.transfers = tuple(home.write(address) for home, address in self._parts(buffer))
             self._is_spilled = True

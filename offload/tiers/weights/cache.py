@@ -207,7 +207,10 @@ class WeightCache(Generic[P]):
         return place
 
     def evict(self, entry: Entry[P]) -> None:
-        """Give the place of a unit back that is not in use and settled. Raises what its write-back failed with."""
+        """Give the place of a unit back. Callers have seen that it has no pins and is settled; at the end nobody asks.
+
+        Raises what its write-back failed with.
+        """
         if entry.write is not None:
             entry.write.wait()
         with held_back():
