@@ -36,6 +36,7 @@ def show_first_layers(model: nn.Module, units: Mapping[nn.Module, UnitInModel]) 
 
 def _show(units: list[UnitInModel], module: nn.Module, args: Any) -> None:
     for unit in units:
+        unit.wake()
         unit.show_parameters()
 
 
@@ -43,3 +44,5 @@ def _hide(units: list[UnitInModel], module: nn.Module, args: Any, output: Any) -
     for unit in units:
         if not unit.forward_depth:
             unit.show_handles()
+            if not unit.num_users:
+                unit.rest()

@@ -230,8 +230,12 @@ def _found(
         try:
             found[number] = store, _ = opener.open(name)
         except StoreMissing:  # its creation, or its removal, was never finished
-            with contextlib.suppress(StoreLocked):
+            try:
                 remove_unfinished(opener.paths, name)
+            except StoreLocked:  # somebody makes it
+                pass
+            except OffloadError as error:
+                warn(f"what is left of {opener.paths[0] / name}.store takes room still. {error}")
             continue
         except StorageCorrupt as error:
             way_out = f"To begin with a checkpoint, move {opener.paths[0] / name}.store away, and load one."

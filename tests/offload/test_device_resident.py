@@ -44,7 +44,9 @@ def test_residents_are_those_that_fit_when_one_after_the_other_is_tried(seed: in
     units = find_units(model)
     states = [unit.trainable_numel * 8 for unit in units]
     updates = [draw.choice([0, 1 << 16, 1 << 20]) for _ in units]
-    needs = DeviceNeeds(units, Formats(weights=4, master=0, grads=4), states, updates, None, ONE_RANK)
+    needs = DeviceNeeds(
+        units, Formats(weights=4, master=0, grads=4), states, updates, None, ONE_RANK, adds_squares=True
+    )
     squares = needs.squares(range(len(units)))
     whole = sum(needs.of_units(range(len(units))).values())
     for share in (0.2, 0.5, 0.8, 1.0):

@@ -417,6 +417,7 @@ _PARSERS = {
     "offload/checkpoint/publish.py": "what was written by this process in a hidden folder",
     "offload/ranks/world.py": "what this rank tells, and what the kernel says",
     "offload/ranks/topology.py": "what the kernel says",
+    "offload/ranks/host_cores.py": "what the kernel says",
     "swapper/owner.py": "what the kernel says",
 }
 """Beside the room: who parses, and what."""
