@@ -14,6 +14,7 @@ from offload.report.meter import Meter
 from offload.tiers.weights.level import Level
 from offload.tiers.weights.pin import Pin, UnitState
 from offload.tiers.window import DeviceWindow, HostWindow
+from offload.torch_internals import itself
 from offload.units import UnitSpec
 from swapper import OffloadError
 
@@ -60,7 +61,9 @@ class DeviceWindows:
         unit, place = pin.entry.unit, pin.entry.place
         if place is not None:
             place.window.used()
-        if not all(map(self._windows[unit.index].holds, self._parameters[unit.index])):
+        with itself():  # the unit may rest, after an interrupt
+            is_whole = all(map(self._windows[unit.index].holds, self._parameters[unit.index]))
+        if not is_whole:
             raise OffloadError(f"unit {unit.name}: its forward has moved its parameters to other memory of its own")
 
 
