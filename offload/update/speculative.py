@@ -24,6 +24,7 @@ the plan has for updates."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -239,7 +240,8 @@ class SpeculativeUpdates:
         del self.of_unit[unit]
         with self._changed:
             if speculative.stage is Stage.QUEUED:
-                self._queue.remove(speculative)
+                with contextlib.suppress(ValueError):  # an interrupt may have come before it was put there
+                    self._queue.remove(speculative)
                 self._cancel(speculative)
             elif speculative.stage is Stage.RUNNING:
                 speculative.become(Stage.VOID)
