@@ -1,5 +1,5 @@
-"""Random programs, each run by PyTorch alone, by the engine in RAM, and by the engine with the least budget and all else
-on NVMe: the same numbers must come out, or one typed error."""
+"""Random programs, each run by PyTorch alone, by the engine in RAM, and by the engine with the least budget and the
+rest on NVMe: the same numbers must come out, or one typed error."""
 
 from __future__ import annotations
 
