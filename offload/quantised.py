@@ -151,8 +151,9 @@ class Mxfp4(QuantisedWeight):
         return tuple(self.shape) != (*self.codes.shape[:-2], 2 * self.codes.shape[-2:].numel())
 
     def dequantize(self) -> torch.Tensor:
-        table = torch.tensor(_FP4, dtype=self.dtype, device=self.codes.device)
-        values = torch.ldexp(table[_nibbles(self.codes).int()], (self.scales.int() - 127)[..., None])
+        dtype = torch.promote_types(self.dtype, torch.bfloat16)  # which has all powers of two that scales are
+        values = _values(self.codes, torch.tensor(_FP4, dtype=dtype))
+        values.view(*self.scales.shape, -1).mul_(torch.pow(2.0, self.scales.int() - 127).to(dtype)[..., None])
         values = values.flatten(-2).to(self.dtype)
         return values.transpose(-1, -2).contiguous() if self.is_transposed else values
 
@@ -165,7 +166,7 @@ class Int4Groups(QuantisedWeight):
     """
 
     def dequantize(self) -> torch.Tensor:
-        values = (_nibbles(self.codes.view(torch.uint8)).to(torch.int8) - 8).to(self.scales.dtype)
+        values = _values(self.codes.view(torch.uint8), torch.arange(-8, 8, dtype=self.scales.dtype))
         return _scaled(values, self.scales).to(self.dtype)
 
 
@@ -180,8 +181,7 @@ class Nvfp4(QuantisedWeight):
     divisor: torch.Tensor
 
     def dequantize(self) -> torch.Tensor:
-        table = torch.tensor(_FP4, dtype=torch.float32, device=self.codes.device)
-        return _scaled(table[_nibbles(self.codes).int()], self.scales.float() / self.divisor).to(self.dtype)
+        return _scaled(_values(self.codes, torch.tensor(_FP4)), self.scales.float() / self.divisor).to(self.dtype)
 
 
 class Blocks4(QuantisedWeight):
@@ -197,9 +197,8 @@ class Blocks4(QuantisedWeight):
 
     def dequantize(self) -> torch.Tensor:
         per_scale, dtype, *_ = self.settings
-        codes = self.codes.reshape(-1).view(torch.uint8)
-        values = self.table[torch.stack([codes >> 4, codes & 0xF], dim=-1).flatten().int()]
-        values = values[: self.numel()] * _each(self.block_scales(), per_scale, self.numel())
+        values = _values(self.codes.reshape(-1).view(torch.uint8), self.table, upper_first=True)[: self.numel()]
+        values.mul_(_each(self.block_scales(), per_scale, self.numel()))
         return values.to(dtype).to(self.dtype).view(self.shape)
 
     def block_scales(self) -> torch.Tensor:
@@ -301,15 +300,25 @@ def _each(scales: torch.Tensor, count: int, numel: int) -> torch.Tensor:
     return scales.repeat_interleave(count)[:numel]
 
 
-def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Halves of bytes, the lower one first."""
-    return torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2)
+def _values(codes: torch.Tensor, table: torch.Tensor, *, upper_first: bool = False) -> torch.Tensor:
+    """The values of two 4-bit codes a byte, the lower one first, along the last dimension. Both
+    are looked up at once."""
+    table = table.to(codes.device)
+    byte = torch.arange(256, device=codes.device)
+    halves = (byte >> 4, byte & 0xF) if upper_first else (byte & 0xF, byte >> 4)
+    pairs = table[torch.stack(halves, dim=-1)].view(_PAIRS[table.itemsize])
+    found = pairs.view(-1).index_select(0, codes.flatten().int()).view(table.dtype)
+    return found.view(*codes.shape[:-1], -1)
+
+
+_PAIRS = {2: torch.int32, 4: torch.int64}
+"""Dtypes of two numbers of so many bytes."""
 
 
 def _scaled(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Rows times the scales of their groups."""
-    groups: torch.Tensor = values.unflatten(-1, (scales.shape[-1], -1))
-    return (groups * scales[..., None]).flatten(-2)
+    """Rows times the scales of their groups, in their memory."""
+    values.unflatten(-1, (scales.shape[-1], -1)).mul_(scales[..., None])
+    return values
 
 
 class _Linear(torch.autograd.Function):
