@@ -19,7 +19,7 @@ from offload.device.protocol import Device
 from offload.errors import ConfigError, warn
 from offload.units.experts import EXPERTS
 
-OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "sgd")
+OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "sgd", "muon", "lamb")
 """Those that have a native kernel, by the names that ``optimizer=`` takes."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -68,8 +68,9 @@ class OffloadConfig:
     parameters of three dimensions, whose code takes one row of them for an expert, or an ``nn.ModuleList`` of experts.
     Classes of ``transformers`` that take an experts implementation need no name."""
     optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer | None = "adamw"
-    """Optimizer that updates the weights: "adam", "adamw", "adagrad", "lion" or "sgd"; a ``torch.optim.Optimizer``
-    class; or one that is built already over the model's parameters, whose groups, settings and states are taken over.
+    """Optimizer that updates the weights: "adam", "adamw", "adagrad", "lion" or "sgd", and "muon" or "lamb", which
+    look at whole parameters; a ``torch.optim.Optimizer`` class; or one that is built already over the model's
+    parameters, whose groups, settings and states are taken over.
     None: no training, no gradients, no states."""
     lr: float | None = None
     """Learning rate; a scheduler on ``engine.optimizer`` changes it. None, here and below: the optimizer's default."""

@@ -18,7 +18,7 @@ from offload.optim.moments import copy_moments, is_in_codes, num_blocks, scale_n
 from offload.optim.rule import Group, SteppingParameter, TileBytes, TilePart
 from offload.units import GRAIN, ParameterSpec, Tile, UnitSpec
 
-_SCALE_BYTES = 4
+SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ KERNELS: Mapping[str, NativeOptimizer] = MappingProxyType(
 )
 """By the names that ``optimizer=`` takes."""
 
-_DTYPES = {"fp32": kernels.Dtype.F32, "bf16": kernels.Dtype.BF16, "int8": kernels.Dtype.INT8}
-MOMENTS = tuple(_DTYPES)
-_TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
+DTYPES = {"fp32": kernels.Dtype.F32, "bf16": kernels.Dtype.BF16, "int8": kernels.Dtype.INT8}
+MOMENTS = tuple(DTYPES)
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 
 
 class KernelRule:
@@ -70,6 +70,7 @@ class KernelRule:
 
     repeatable = True
     uniform = True
+    temporary_bytes = 0
 
     def __init__(
         self,
@@ -86,8 +87,8 @@ class KernelRule:
         self._names = longest
         self._formats = formats
         self._weight_dtype, self._grad_dtype = map(kernel_dtype, dtypes)
-        self._dtype = _DTYPES[moments]
-        self._torch_dtype = _TORCH_DTYPES[moments]
+        self._dtype = DTYPES[moments]
+        self._torch_dtype = TORCH_DTYPES[moments]
         self._others: dict[ParameterSpec, dict[str, Any]] = {}
         """Entries that the user has put beside a parameter's states. They rest in RAM."""
         self._first_value = max((float(group.get("initial_accumulator_value", 0.0)) for group in groups), default=0.0)
@@ -150,7 +151,7 @@ class KernelRule:
             arrays[name] = state + into * self._dtype.itemsize
             if self._dtype is kernels.Dtype.INT8:
                 scales = state + tile.numel * self._dtype.itemsize
-                arrays[f"{name}_scale"] = scales + into // kernels.CODE_BLOCK * _SCALE_BYTES
+                arrays[f"{name}_scale"] = scales + into // kernels.CODE_BLOCK * SCALE_BYTES
         if self._formats.master:
             kind = "rest" if self._weight_dtype is kernels.Dtype.BF16 else "master"
             arrays[kind] = at.states + self.master_offset(tile, start)
@@ -221,7 +222,7 @@ class KernelRule:
         return numel * self._formats.master + len(self._names) * self._state_bytes(numel)
 
     def _state_bytes(self, numel: int) -> int:
-        scales = numel // kernels.CODE_BLOCK * _SCALE_BYTES if self._dtype is kernels.Dtype.INT8 else 0
+        scales = numel // kernels.CODE_BLOCK * SCALE_BYTES if self._dtype is kernels.Dtype.INT8 else 0
         return numel * self._dtype.itemsize + scales
 
     def _offset(self, tile: Tile, name: str) -> int:
