@@ -17,10 +17,11 @@ from torch.nn.parameter import is_lazy
 from offload import foreign, option_values
 from offload.device.protocol import Device
 from offload.errors import ConfigError, warn
+from offload.native_optimizers import MATRIX_DEFAULTS, NATIVE_OPTIMIZERS
 from offload.units.experts import EXPERTS
 
-OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "sgd", "muon", "lamb")
-"""Those that have a native kernel, by the names that ``optimizer=`` takes."""
+OPTIMIZERS = (*NATIVE_OPTIMIZERS, *MATRIX_DEFAULTS)
+"""The engine's own, by the names that ``optimizer=`` takes."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _PRECISIONS: dict[torch.dtype, Literal["bf16", "fp16", "fp32"]] = {

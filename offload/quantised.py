@@ -29,19 +29,36 @@ class QuantisedWeight(torch.Tensor):
 
     codes: torch.Tensor
     scales: torch.Tensor
+    settings: tuple[Any, ...]
+    """What its class has to know beside the parts."""
 
-    def __new__(cls, parts: Sequence[torch.Tensor], shape: torch.Size, dtype: torch.dtype) -> Any:
+    def __new__(
+        cls, parts: Sequence[torch.Tensor], shape: torch.Size, dtype: torch.dtype, settings: tuple[Any, ...] = ()
+    ) -> Any:
         device = parts[0].device
         return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)  # type: ignore[attr-defined]
 
-    def __init__(self, parts: Sequence[torch.Tensor], shape: torch.Size, dtype: torch.dtype) -> None:
-        for name, part in zip(self.names, parts, strict=True):
+    def __init__(
+        self, parts: Sequence[torch.Tensor], shape: torch.Size, dtype: torch.dtype, settings: tuple[Any, ...] = ()
+    ) -> None:
+        self.settings = settings
+        for name, part in zip(self.names_with(settings), parts, strict=True):
             setattr(self, name, part)
+
+    @classmethod
+    def names_with(cls, settings: tuple[Any, ...]) -> tuple[str, ...]:
+        """The names of the parts."""
+        return cls.names
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
         """The tensors that it is made of."""
-        return tuple(getattr(self, name) for name in self.names)
+        return tuple(getattr(self, name) for name in self.names_with(self.settings))
+
+    @property
+    def has_rows(self) -> bool:
+        """Several weights that lie one after the other: each part has a row for each."""
+        return self.dim() == 3 and all(part.dim() > 2 and len(part) == len(self) for part in self.parts)
 
     def dequantize(self) -> torch.Tensor:
         """The weight as an ordinary tensor, in memory of its own."""
@@ -49,23 +66,30 @@ class QuantisedWeight(torch.Tensor):
 
     def select_first(self, index: int) -> QuantisedWeight:
         """One of several weights that lie one after the other, without a copy."""
-        return type(self)([part[index] for part in self.parts], self.shape[1:], self.dtype)
+        return type(self)([part[index] for part in self.parts], self.shape[1:], self.dtype, self.settings)
+
+    def rows(self, start: int, stop: int) -> QuantisedWeight:
+        """Those of several weights from ``start`` to ``stop``, without a copy."""
+        shape = torch.Size((stop - start, *self.shape[1:]))
+        return type(self)([part[start:stop] for part in self.parts], shape, self.dtype, self.settings)
 
     def over(self, call: Callable[[torch.Tensor], torch.Tensor]) -> QuantisedWeight:
         """The same weight over what ``call`` makes of the tensors."""
-        return type(self)([call(part) for part in self.parts], self.shape, self.dtype)
+        return type(self)([call(part) for part in self.parts], self.shape, self.dtype, self.settings)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype})"
 
-    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
-        return list(self.names), self.dtype
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        return list(self.names_with(self.settings)), (self.dtype, *self.settings)
 
     @classmethod
     def __tensor_unflatten__(
-        cls, inner: Mapping[str, torch.Tensor], context: torch.dtype, outer_size: torch.Size, outer_stride: Any
+        cls, inner: Mapping[str, torch.Tensor], context: tuple[Any, ...], outer_size: torch.Size, outer_stride: Any
     ) -> QuantisedWeight:
-        return cls([inner[name] for name in cls.names], torch.Size(outer_size), context)
+        dtype, *settings = context
+        parts = [inner[name] for name in cls.names_with(tuple(settings))]
+        return cls(parts, torch.Size(outer_size), dtype, tuple(settings))
 
     @classmethod
     def __torch_function__(
@@ -91,8 +115,13 @@ class QuantisedWeight(torch.Tensor):
             if function is _aten._to_copy.default and kwargs.get("dtype", weight.dtype) in (None, weight.dtype):
                 device = kwargs.get("device") or weight.device
                 return weight.over(lambda tensor: tensor.to(device, copy=True))
-            if function is _aten.select.int and args[1] == 0 and weight.dim() == 3:
+            if function is _aten.select.int and args[1] == 0 and weight.has_rows:
                 return weight.select_first(args[2])
+            if function is _aten.squeeze.dim and args[1] == 0 and weight.has_rows and len(weight) == 1:
+                return weight.select_first(0)
+            if function is _aten.slice.Tensor and weight.has_rows and args[1] == 0 and len(args) == 4:
+                found = range(len(weight))[args[2] : args[3]]
+                return weight.rows(found.start, found.stop)
         return function(*tree_map(_ordinary, args), **tree_map(_ordinary, kwargs))
 
 
@@ -122,8 +151,9 @@ class Mxfp4(QuantisedWeight):
         return tuple(self.shape) != (*self.codes.shape[:-2], 2 * self.codes.shape[-2:].numel())
 
     def dequantize(self) -> torch.Tensor:
-        table = torch.tensor(_FP4, dtype=self.dtype, device=self.codes.device)
-        values = torch.ldexp(table[_nibbles(self.codes).int()], (self.scales.int() - 127)[..., None])
+        dtype = torch.promote_types(self.dtype, torch.bfloat16)  # which has all powers of two that scales are
+        values = _values(self.codes, torch.tensor(_FP4, dtype=dtype))
+        values.view(*self.scales.shape, -1).mul_(torch.pow(2.0, self.scales.int() - 127).to(dtype)[..., None])
         values = values.flatten(-2).to(self.dtype)
         return values.transpose(-1, -2).contiguous() if self.is_transposed else values
 
@@ -136,7 +166,7 @@ class Int4Groups(QuantisedWeight):
     """
 
     def dequantize(self) -> torch.Tensor:
-        values = (_nibbles(self.codes.view(torch.uint8)).to(torch.int8) - 8).to(self.scales.dtype)
+        values = _values(self.codes.view(torch.uint8), torch.arange(-8, 8, dtype=self.scales.dtype))
         return _scaled(values, self.scales).to(self.dtype)
 
 
@@ -151,19 +181,144 @@ class Nvfp4(QuantisedWeight):
     divisor: torch.Tensor
 
     def dequantize(self) -> torch.Tensor:
-        table = torch.tensor(_FP4, dtype=torch.float32, device=self.codes.device)
-        return _scaled(table[_nibbles(self.codes).int()], self.scales.float() / self.divisor).to(self.dtype)
+        return _scaled(_values(self.codes, torch.tensor(_FP4)), self.scales.float() / self.divisor).to(self.dtype)
 
 
-def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Halves of bytes, the lower one first."""
-    return torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2)
+class Blocks4(QuantisedWeight):
+    """Two 4-bit codes a byte, the upper one first, whose values are in a ``table``, and a scale for so many elements,
+    wherever rows end: NF4 and FP4 of ``bitsandbytes``, ``weight`` and what its ``quant_state`` has.
+
+    Settings: elements for a scale; the dtype that was quantised, to which values are rounded.
+    Source: ``dequantize_4bit`` of that library, whose bits these are.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ("codes", "scales", "table")
+    table: torch.Tensor
+
+    def dequantize(self) -> torch.Tensor:
+        per_scale, dtype, *_ = self.settings
+        values = _values(self.codes.reshape(-1).view(torch.uint8), self.table, upper_first=True)[: self.numel()]
+        values.mul_(_each(self.block_scales(), per_scale, self.numel()))
+        return values.to(dtype).to(self.dtype).view(self.shape)
+
+    def block_scales(self) -> torch.Tensor:
+        """The scales in fp32."""
+        return self.scales.float()
+
+
+class Blocks4Nested(Blocks4):
+    """The same with scales that are quantised themselves, to 8 bits ("double quantisation").
+
+    Settings: besides, scales for an outer one, and what is added to each.
+    """
+
+    names = ("codes", "scales", "table", "outer_scales", "outer_table")
+    outer_scales: torch.Tensor
+    outer_table: torch.Tensor
+
+    def block_scales(self) -> torch.Tensor:
+        _, _, per_scale, offset = self.settings
+        values = self.outer_table[self.scales.int()]
+        scales: torch.Tensor = values * _each(self.outer_scales, per_scale, len(values)) + offset
+        return scales
+
+
+class Gptq(QuantisedWeight):
+    """Codes in int32, down the columns of the transposed weight, scales and zeros for groups of its rows, and for each
+    row its group: ``qweight``, ``scales``, ``qzeros`` and ``g_idx`` of GPTQ.
+
+    Settings: bits of a code; what is added to a zero as it lies there, 1 in the first version of the format.
+    Source: ``TorchLinear`` of ``gptqmodel``, whose bits these are.
+    """
+
+    names = ("codes", "scales", "zeros", "groups")
+    zeros: torch.Tensor
+    groups: torch.Tensor
+
+    def dequantize(self) -> torch.Tensor:
+        bits, added = self.settings
+        ones = sum(added << shift for shift in range(0, 32, bits))
+        zeros = _fields((self.zeros.long() + ones).int(), range(0, 32, bits), bits).t()
+        codes = _fields(self.codes.t(), range(0, 32, bits), bits)
+        groups = self.groups.long()
+        values: torch.Tensor = self.scales.t()[:, groups] * (codes - zeros[:, groups])
+        return values.to(self.dtype)
+
+
+class Awq(QuantisedWeight):
+    """4-bit codes in int32, along the rows of the transposed weight, scales and zeros for groups of these rows:
+    ``qweight``, ``scales`` and ``qzeros`` of AWQ (version ``gemm``).
+
+    Source: ``dequantize_gemm`` of ``autoawq``, whose bits these are.
+    """
+
+    names = ("codes", "scales", "zeros")
+    zeros: torch.Tensor
+
+    def dequantize(self) -> torch.Tensor:
+        codes, zeros = _fields(self.codes, _AWQ_SHIFTS, 4), _fields(self.zeros, _AWQ_SHIFTS, 4)
+        groups = codes.unflatten(0, (len(zeros), -1)) - zeros[:, None]
+        values: torch.Tensor = (groups * self.scales[:, None]).flatten(0, 1).t()
+        return values.to(self.dtype, memory_format=torch.contiguous_format)
+
+
+_AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
+"""Where in an int32 the codes of eight columns lie."""
+
+
+class Stack(QuantisedWeight):
+    """Weights of one format, one below the other, and such a stack for each expert: what files have of experts one by
+    one, and the model as one. The parts have their numbers in dimensions in front.
+
+    Settings: the class of one, and its settings.
+    """
+
+    @classmethod
+    def names_with(cls, settings: tuple[Any, ...]) -> tuple[str, ...]:
+        kind: type[QuantisedWeight] = settings[0]
+        return kind.names
+
+    def dequantize(self) -> torch.Tensor:
+        if self.dim() > 2:
+            return torch.stack([self.select_first(index).dequantize() for index in range(len(self))])
+        kind, *settings = self.settings
+        count = len(self.parts[0])
+        shape = torch.Size((self.shape[0] // count, self.shape[1]))
+        items = ([part[index] for part in self.parts] for index in range(count))
+        return torch.cat([kind(parts, shape, self.dtype, tuple(settings)).dequantize() for parts in items])
+
+
+def _fields(words: torch.Tensor, shifts: Sequence[int], bits: int) -> torch.Tensor:
+    """Numbers of so many bits that lie at these places of int32, in their order along the last dimension."""
+    places = torch.tensor(shifts, dtype=torch.int32, device=words.device)
+    fields: torch.Tensor = (words[..., None] >> places & (1 << bits) - 1).to(torch.int16)
+    return fields.flatten(-2)
+
+
+def _each(scales: torch.Tensor, count: int, numel: int) -> torch.Tensor:
+    """The scale of each of so many elements, where ``count`` of them have one."""
+    return scales.repeat_interleave(count)[:numel]
+
+
+def _values(codes: torch.Tensor, table: torch.Tensor, *, upper_first: bool = False) -> torch.Tensor:
+    """The values of two 4-bit codes a byte, the lower one first, along the last dimension. Both
+    are looked up at once."""
+    table = table.to(codes.device)
+    byte = torch.arange(256, device=codes.device)
+    halves = (byte >> 4, byte & 0xF) if upper_first else (byte & 0xF, byte >> 4)
+    pairs = table[torch.stack(halves, dim=-1)].view(_PAIRS[table.itemsize])
+    found = pairs.view(-1).index_select(0, codes.flatten().int()).view(table.dtype)
+    return found.view(*codes.shape[:-1], -1)
+
+
+_PAIRS = {2: torch.int32, 4: torch.int64}
+"""Dtypes of two numbers of so many bytes."""
 
 
 def _scaled(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Rows times the scales of their groups."""
-    groups: torch.Tensor = values.unflatten(-1, (scales.shape[-1], -1))
-    return (groups * scales[..., None]).flatten(-2)
+    """Rows times the scales of their groups, in their memory."""
+    values.unflatten(-1, (scales.shape[-1], -1)).mul_(scales[..., None])
+    return values
 
 
 class _Linear(torch.autograd.Function):

@@ -64,7 +64,7 @@ def image_of(program: Program) -> bytes:
 def compiled(version: str, architecture: str, definitions: tuple[str, ...]) -> bytes:
     """In the place of ``compile_kernels``."""
     assert (version, architecture) == ("12.8", "sm_90")
-    return image_of(Program(*(text.split("=")[1].removeprefix("offload::") for text in definitions)))
+    return image_of(Program(*(text.split("=")[1].removeprefix("offload::rules::") for text in definitions)))
 
 
 class FakeDriver:

@@ -15,8 +15,8 @@ from offload.birth.birth import Birth
 from offload.config import OffloadConfig
 from offload.device.protocol import Processor
 from offload.errors import ConfigError, warn
+from offload.native_optimizers import NATIVE_OPTIMIZERS
 from offload.optim.choose import OptimizerChoice, choose, takes_elements
-from offload.optim.kernel_rule import KERNELS
 from offload.optim.rule import facts_of
 from offload.plan.plan import Plan, Tier
 from offload.planning import check_backend, check_paths, open_processor, plan_for
@@ -160,7 +160,8 @@ def _refuse_for_ranks(
     if not takes_elements(config.optimizer):
         raise ConfigError(
             f"this is one of {world.size} ranks, which hold parts of parameters, and an optimizer other than these may "
-            f"look at whole ones: optimizer= is one of {', '.join(KERNELS)}, or a class of torch that is one of them"
+            f"look at whole ones: optimizer= is one of {', '.join(NATIVE_OPTIMIZERS)}, or a class of torch that is one "
+            "of them"
         )
     packed = next((spec for unit in units for spec in unit.parameters if spec.packing is not None), None)
     if packed is not None:
@@ -241,5 +242,5 @@ def _refuse_for_parts(distributions: Sequence[Distribution], config: OffloadConf
     if config.optimizer is not None and not takes_elements(config.optimizer):
         raise ConfigError(
             "the model has DTensors, and an optimizer other than these may look at whole parameters: optimizer= is one "
-            f"of {', '.join(KERNELS)}, or a class of torch that is one of them"
+            f"of {', '.join(NATIVE_OPTIMIZERS)}, or a class of torch that is one of them"
         )

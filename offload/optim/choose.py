@@ -14,19 +14,17 @@ from torch import nn
 from offload import option_values
 from offload.config import OPTIMIZERS, OffloadConfig
 from offload.errors import ConfigError
+from offload.native_optimizers import MATRIX_DEFAULTS, NATIVE_OPTIMIZERS, NativeOptimizer
 from offload.optim.formats import Formats
-from offload.optim.kernel_rule import KERNELS, KernelRule, NativeOptimizer
+from offload.optim.kernel_rule import KernelRule
 from offload.optim.matrix_rule import MATRIX_OPTIMIZERS, MatrixRule
 from offload.optim.matrix_steps import ADJUSTMENTS, Algorithm
 from offload.optim.rule import Group, Rule
 from offload.optim.torch_rule import TorchRule
 from offload.units import ParameterSpec, UnitSpec
 
-_KERNEL_OF_CLASS = {
-    torch.optim.Adam: "adam",
-    torch.optim.AdamW: "adamw",
-    torch.optim.Adagrad: "adagrad",
-    torch.optim.SGD: "sgd",
+_KERNEL_OF_CLASS: Mapping[type[torch.optim.Optimizer], str] = {
+    getattr(torch.optim, native.torch_class): name for name, native in NATIVE_OPTIMIZERS.items() if native.torch_class
 }
 """Classes for which there is a kernel. A subclass may do something else: it runs as it is."""
 
@@ -54,7 +52,7 @@ class OptimizerChoice:
 def takes_elements(optimizer: object) -> bool:
     """``config.optimizer`` takes elements one by one, with a native kernel; or there is none."""
     if isinstance(optimizer, str):
-        return optimizer in KERNELS
+        return optimizer in NATIVE_OPTIMIZERS
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     return optimizer is None or kind in _KERNEL_OF_CLASS
 
@@ -72,7 +70,7 @@ def choose(config: OffloadConfig, units: Sequence[UnitSpec]) -> OptimizerChoice 
     if isinstance(optimizer, str) and optimizer in MATRIX_OPTIMIZERS:
         return _of_matrices(config, optimizer, [spec for unit in units for spec in unit.parameters])
     if isinstance(optimizer, str):
-        kernel = KERNELS[optimizer]
+        kernel = NATIVE_OPTIMIZERS[optimizer]
         settings = _known_options(config.optimizer_settings, kernel.defaults, optimizer)
         group = {**kernel.defaults, **_checked(settings, kernel.defaults)}
         return _native(config, kernel, [(group, trainable)])
@@ -90,8 +88,8 @@ def choose(config: OffloadConfig, units: Sequence[UnitSpec]) -> OptimizerChoice 
         for spec in trainable:
             specs.setdefault(id(spec.parameter), []).append(spec)
         groups = [(group, _specs_of(group, specs)) for group in built.param_groups]
-    if _kernel_name(built) is not None:
-        return _native(config, KERNELS[_kernel_name(built) or ""], groups, built)
+    if type(built) in _KERNEL_OF_CLASS:
+        return _native(config, NATIVE_OPTIMIZERS[_KERNEL_OF_CLASS[type(built)]], groups, built)
     for name, kind in MATRIX_OPTIMIZERS.items():
         if type(built) is getattr(torch.optim, kind.torch_class, None):
             algorithms = dict.fromkeys((spec for _, specs in groups for spec in specs), kind.inner)
@@ -115,10 +113,10 @@ def _native(
 
 
 def _of_matrices(config: OffloadConfig, name: str, specs: Sequence[ParameterSpec]) -> OptimizerChoice:
-    kind = MATRIX_OPTIMIZERS[name]
-    settings = _known_options(config.optimizer_settings, kind.defaults, name)
-    algorithms = kind.algorithms(specs)
-    group = {**kind.defaults, **_checked(settings, kind.defaults)}
+    defaults = MATRIX_DEFAULTS[name]
+    settings = _known_options(config.optimizer_settings, defaults, name)
+    algorithms = MATRIX_OPTIMIZERS[name].algorithms(specs)
+    group = {**defaults, **_checked(settings, defaults)}
     return _matrix(config, name, algorithms, [(group, list(algorithms))])
 
 
@@ -135,10 +133,6 @@ def _matrix(
         for spec in specs:
             rule.check_options(spec, group)
     return OptimizerChoice(rule, groups, source)
-
-
-def _kernel_name(optimizer: torch.optim.Optimizer) -> str | None:
-    return _KERNEL_OF_CLASS.get(type(optimizer))
 
 
 def _known_options(settings: dict[str, Any], known: Any, name: str) -> dict[str, Any]:

@@ -28,7 +28,6 @@ class MatrixOptimizer:
     ``torch_class`` is the name of a class in ``torch.optim`` that does ``inner`` alone; "" if there is none.
     """
 
-    defaults: Mapping[str, Any]
     inner: Algorithm
     others: Algorithm
     torch_class: str = ""
@@ -54,19 +53,10 @@ class MatrixOptimizer:
         return {spec: self.inner if told.get(spec, spec in inner) else self.others for spec in specs if spec.trainable}
 
 
-_MUON = {
-    **{"lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "ns_steps": 5},
-    **{"adjust_lr_fn": "match_rms_adamw", "betas": (0.9, 0.999), "eps": 1e-8},
-}
-_LAMB = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.0, "maximize": False}
-
 MATRIX_OPTIMIZERS: Mapping[str, MatrixOptimizer] = MappingProxyType(
-    {
-        "muon": MatrixOptimizer(_MUON, Muon(), AdamW(), "Muon"),
-        "lamb": MatrixOptimizer(_LAMB, Lamb(), Lamb()),
-    }
+    {"muon": MatrixOptimizer(Muon(), AdamW(), "Muon"), "lamb": MatrixOptimizer(Lamb(), Lamb())}
 )
-"""By the names that ``optimizer=`` takes."""
+"""By the names in ``MATRIX_DEFAULTS``."""
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ import torch
 from offload import kernels
 from offload.dtypes import kernel_dtype
 from offload.memory import tensor_at
+from offload.native_optimizers import NATIVE_OPTIMIZERS, AdamCoef, Coef
 from offload.optim.formats import Formats
-from offload.optim.kernel_rule import DTYPES, KERNELS
+from offload.optim.kernel_rule import DTYPES
 from offload.optim.moments import copy_moments, read_moments
 from offload.optim.rule import Group, TileBytes
 
@@ -65,7 +66,7 @@ class Arrays:
         """Write fp32 numbers as weight and master. They may be what is there."""
         self.formats.put_master(value.reshape(-1), self.at.weights, self.master)
 
-    def sweep(self, coef: kernels.Coef, **weight: Any) -> None:
+    def sweep(self, coef: Coef, **weight: Any) -> None:
         """Run a kernel over gradient, states, and ``weight``, the parameter's own if nothing else is given."""
         addresses: dict[str, Any] = {name: state.data_ptr() for name, state in self.states.items()}
         kernels.update(
@@ -112,7 +113,7 @@ class Algorithm(ABC):
 class _Elements(Step):
     """A step that takes elements one by one."""
 
-    coef: kernels.Coef
+    coef: Coef
 
     def apply(self, arrays: Arrays) -> None:
         arrays.sweep(self.coef)
@@ -125,7 +126,7 @@ class AdamW(Algorithm):
 
     def step(self, group: Group, step: int, grad_scale: float) -> Step:
         return _Elements(
-            KERNELS["adamw"].coefficients({"amsgrad": False, "maximize": False, **group}, step, grad_scale)
+            NATIVE_OPTIMIZERS["adamw"].coefficients({"amsgrad": False, "maximize": False, **group}, step, grad_scale)
         )
 
     def temporary_bytes(self, shape: torch.Size, moments: str) -> int:
@@ -196,7 +197,7 @@ class Muon(Algorithm):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _LambCoef(kernels.AdamCoef):
+class _LambCoef(AdamCoef):
     """Of AdamW's kernel, which makes the direction of a copy of the weight."""
 
     def _others(self) -> tuple[float, ...]:

@@ -19,6 +19,7 @@ from aio_ext.profile import load_profile
 from offload import kernels
 from offload.errors import ConfigError
 from offload.memory import available_bytes
+from offload.native_optimizers import AdamCoef
 from offload.planning import AUTO_SHARE, free_bytes_of
 from offload.predict.machine import Cores, Machine
 from offload.predict.model import Model
@@ -208,7 +209,7 @@ class _Block(nn.Module):
 def _update_rate(meet: Callable[[], object]) -> float:
     """Bytes of memory traffic a second that the kernel of Adam reaches on this thread's cores."""
     master, grad, first, second = (torch.full((_SWEPT,), 1e-3) for _ in range(4))
-    coefficients = kernels.AdamCoef(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=1)
+    coefficients = AdamCoef(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=1)
 
     def sweep() -> None:
         kernels.update(

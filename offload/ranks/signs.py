@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch import distributed
 
-from offload.torch_internals import own_address
+from offload.ranks.torch_distributed import own_address
 
 _TCPStore: Any = distributed.TCPStore  # type: ignore[attr-defined]
 

@@ -29,6 +29,7 @@ from offload.errors import WaitTimeout
 from offload.interrupts import held_back
 from offload.kernels.gpu import GpuKernels
 from offload.kernels.nvrtc import CompilerMissing
+from offload.native_optimizers import SgdCoef
 from offload.report.report import LinkRates
 from offload.testing.simulated import SimulatedDevice
 from offload.testing.stream import SimulatedStream
@@ -72,7 +73,7 @@ def page() -> Iterator[int]:
 
 
 def step(native: Callable[[str], kernels.Kernel], weight: int, grad: int, numel: int) -> None:
-    coef = kernels.SgdCoef(lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.01, step=1)
+    coef = SgdCoef(lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.01, step=1)
     dtypes = {"grad_dtype": kernels.Dtype.F32, "weight_dtype": kernels.Dtype.F32}
     kernels.update(coef, numel, grad=grad, weight=weight, native=native, **dtypes)
 
