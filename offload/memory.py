@@ -25,6 +25,14 @@ def tensor_at(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(buffer, dtype=dtype)
 
 
+def copied_memory(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """The same bytes as those of a flat tensor in host memory, elsewhere. No operation of torch's makes it: a transform
+    of ``torch.func`` or a mode that is under way would take the copy for a part of its own computation."""
+    copy = torch.UntypedStorage(tensor.nbytes)
+    ctypes.memmove(copy.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+    return copy
+
+
 def passing_tensor(nbytes: int) -> torch.Tensor:
     """Zeros of ``uint8`` in memory that goes back to the system with the tensor. What is freed in between is often kept
     by the C library, in pieces: a hundred tensors that follow one another would take the memory of many."""

@@ -6,28 +6,7 @@ line of ``NATIVE_OPTIMIZERS``. From these follow the kernels of every instructio
 (``optim/kernel_rule.py``), and which formats of moments it has.
 
 All constants of a step are worked out in double and rounded to fp32 once; the kernels then work in fp32, in the order
-of src/rules.h. The fp32 master weight is kept in one of three ways:
-
-- ``weight_dtype=F32`` alone: the weight is its own master.
-- ``weight_dtype=BF16`` and ``rest``, a uint16 array: split master, see ``split_master``.
-- ``master``, an fp32 array: ``weight``, of any dtype, is only written, with the new master rounded to it.
-
-States are F32, BF16 (rounded to nearest, even) or INT8 (codes; pass the address of the scales, fp32, one for each
-``CODE_BLOCK`` elements from the start of the call, as ``<state>_scale``). INT8 is inexact, and rounds at random, by
-what a block holds and the step: the same bits everywhere, for any tiles whose sizes are multiples of ``CODE_BLOCK``.
-All states, scales included, are zero before step 1.
-
-Bytes of memory traffic per element (read + write), gradients in BF16:
-
-=========================  ===========  ==========  ==========
-weight                     F32 moments  BF16        INT8
-=========================  ===========  ==========  ==========
-F32                        26           18          14
-split, BF16 + rest         26           18          14
-master, BF16 weight out    28           20          16
-=========================  ===========  ==========  ==========
-
-for Adam; an F32 gradient adds 2, a second state less takes off 8, 4 or 2. (INT8: and 1/16 for two scales.)
+of src/rules.h. Formats of weights and states, and the bytes that they cost, are in ``kernels/_update.py``.
 """
 
 from __future__ import annotations
@@ -89,7 +68,7 @@ class Coef(ABC):
 class AdamCoef(Coef):
     """Of Adam or AdamW.
 
-    Cost:    28 bytes of memory traffic per element in fp32 (read 16, write 12); others at the top of this file.
+    Cost:    28 bytes of memory traffic per element in fp32 (read 16, write 12); see ``kernels/_update.py``.
     Source:  Kingma & Ba, arXiv:1412.6980; Loshchilov & Hutter, arXiv:1711.05101; Reddi et al., arXiv:1904.09237.
     """
 

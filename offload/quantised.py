@@ -7,6 +7,7 @@ autograd keeps of one for backward is the wrapper, so that no dequantised weight
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -14,8 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map
 
+from offload.memory import passing_tensor
+
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """Values of E2M1 by their codes (OCP Microscaling Formats 1.0, table 2)."""
+
+_AT_ONCE_NUMEL = 1 << 20
+"""Elements that are worked out at a time: temporaries stay in a processor's cache, and small."""
 
 _aten = torch.ops.aten
 
@@ -60,9 +66,36 @@ class QuantisedWeight(torch.Tensor):
         """Several weights that lie one after the other: each part has a row for each."""
         return self.dim() == 3 and all(part.dim() > 2 and len(part) == len(self) for part in self.parts)
 
-    def dequantize(self) -> torch.Tensor:
-        """The weight as an ordinary tensor, in memory of its own."""
+    @property
+    def grain(self) -> int:
+        """Rows that are worked out together, at least."""
+        return 1
+
+    def work_out(self, start: int, stop: int) -> torch.Tensor:
+        """The rows ``[start, stop)`` of one weight, each bound a multiple of ``grain``, as an ordinary tensor."""
         raise NotImplementedError
+
+    def dequantize(self) -> torch.Tensor:
+        """The weight as an ordinary tensor, in memory that goes back to the system with it. Takes a few MiB besides."""
+        if self.device.type == "cpu":
+            out = passing_tensor(self.shape.numel() * self.dtype.itemsize).view(self.dtype).view(self.shape)
+        else:
+            out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        with torch.no_grad():
+            self.put_into(out)
+        return out
+
+    def put_into(self, out: torch.Tensor) -> None:
+        """Fill ``out``, of this shape and dtype, with the weight."""
+        if self.dim() > 2:
+            for index in range(len(self)):
+                self.select_first(index).put_into(out[index])
+            return
+        rows, columns = out.shape
+        step = max(_AT_ONCE_NUMEL // columns // self.grain, 1) * self.grain
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            out[start:stop] = self.work_out(start, stop)
 
     def select_first(self, index: int) -> QuantisedWeight:
         """One of several weights that lie one after the other, without a copy."""
@@ -131,31 +164,32 @@ class Fp8Blocks(QuantisedWeight):
     Source: ``Fp8Dequantize`` of ``transformers``, whose bits these are.
     """
 
-    def dequantize(self) -> torch.Tensor:
-        rows, columns = self.codes.shape
-        down, across = self.scales.shape
-        blocks = self.codes.float().view(down, rows // down, across, columns // across)
-        return (blocks * self.scales.float()[:, None, :, None]).view(rows, columns).to(self.dtype)
+    @property
+    def grain(self) -> int:
+        return len(self.codes) // len(self.scales)
+
+    def work_out(self, start: int, stop: int) -> torch.Tensor:
+        across = self.scales.shape[1]
+        blocks = self.codes[start:stop].float().view(-1, self.grain, across, self.codes.shape[1] // across)
+        scales = self.scales[start // self.grain : stop // self.grain].float()
+        return blocks.mul_(scales[:, None, :, None]).view(stop - start, -1)
 
 
 class Mxfp4(QuantisedWeight):
-    """Two 4-bit codes a byte, and a power of two for each 32, as ``_blocks`` and ``_scales`` of GPT-OSS. A stack of
-    weights stands for the transposed ones, as its experts have them.
+    """Two 4-bit codes a byte, and a power of two for each 32, as ``_blocks`` and ``_scales`` of GPT-OSS.
 
+    Settings: the shape is that of the transposed weight, as GPT-OSS has its stacks of experts.
     Source: ``convert_moe_packed_tensors`` of ``transformers``, whose bits these are.
     """
 
-    @property
-    def is_transposed(self) -> bool:
-        """The shape has the last two dimensions of what lies there in another order."""
-        return tuple(self.shape) != (*self.codes.shape[:-2], 2 * self.codes.shape[-2:].numel())
+    def put_into(self, out: torch.Tensor) -> None:
+        (is_transposed,) = self.settings
+        super().put_into(out.t() if is_transposed and out.dim() == 2 else out)
 
-    def dequantize(self) -> torch.Tensor:
+    def work_out(self, start: int, stop: int) -> torch.Tensor:
         dtype = torch.promote_types(self.dtype, torch.bfloat16)  # which has all powers of two that scales are
-        values = _values(self.codes, torch.tensor(_FP4, dtype=dtype))
-        values.view(*self.scales.shape, -1).mul_(torch.pow(2.0, self.scales.int() - 127).to(dtype)[..., None])
-        values = values.flatten(-2).to(self.dtype)
-        return values.transpose(-1, -2).contiguous() if self.is_transposed else values
+        scales = torch.pow(2.0, self.scales[start:stop].int() - 127).to(dtype)
+        return _values(self.codes[start:stop], torch.tensor(_FP4, dtype=dtype)).mul_(scales[..., None]).flatten(-2)
 
 
 class Int4Groups(QuantisedWeight):
@@ -165,9 +199,9 @@ class Int4Groups(QuantisedWeight):
     Source: ``PackedQuantizationCompressor`` of that library, whose bits these are.
     """
 
-    def dequantize(self) -> torch.Tensor:
-        values = _values(self.codes.view(torch.uint8), torch.arange(-8, 8, dtype=self.scales.dtype))
-        return _scaled(values, self.scales).to(self.dtype)
+    def work_out(self, start: int, stop: int) -> torch.Tensor:
+        values = _values(self.codes[start:stop].view(torch.uint8), torch.arange(-8, 8, dtype=self.scales.dtype))
+        return _scaled(values, self.scales[start:stop])
 
 
 class Nvfp4(QuantisedWeight):
@@ -180,8 +214,9 @@ class Nvfp4(QuantisedWeight):
     names = ("codes", "scales", "divisor")
     divisor: torch.Tensor
 
-    def dequantize(self) -> torch.Tensor:
-        return _scaled(_values(self.codes, torch.tensor(_FP4)), self.scales.float() / self.divisor).to(self.dtype)
+    def work_out(self, start: int, stop: int) -> torch.Tensor:
+        scales = self.scales[start:stop].float() / self.divisor
+        return _scaled(_values(self.codes[start:stop], torch.tensor(_FP4)), scales)
 
 
 class Blocks4(QuantisedWeight):
@@ -195,11 +230,18 @@ class Blocks4(QuantisedWeight):
     names: ClassVar[tuple[str, ...]] = ("codes", "scales", "table")
     table: torch.Tensor
 
-    def dequantize(self) -> torch.Tensor:
+    @property
+    def grain(self) -> int:
+        per_scale = self.settings[0]
+        return min(len(self), math.lcm(self.shape[1], per_scale) // self.shape[1])
+
+    def work_out(self, start: int, stop: int) -> torch.Tensor:
         per_scale, dtype, *_ = self.settings
-        values = _values(self.codes.reshape(-1).view(torch.uint8), self.table, upper_first=True)[: self.numel()]
-        values.mul_(_each(self.block_scales(), per_scale, self.numel()))
-        return values.to(dtype).to(self.dtype).view(self.shape)
+        begin, end = start * self.shape[1], stop * self.shape[1]
+        codes = self.codes.reshape(-1).view(torch.uint8)[begin // 2 : -(-end // 2)]
+        values = _values(codes, self.table, upper_first=True)[: end - begin]
+        scales = self.block_scales()[begin // per_scale : -(-end // per_scale)]
+        return values.mul_(_each(scales, per_scale, end - begin)).to(dtype).view(stop - start, -1)
 
     def block_scales(self) -> torch.Tensor:
         """The scales in fp32."""
@@ -235,14 +277,19 @@ class Gptq(QuantisedWeight):
     zeros: torch.Tensor
     groups: torch.Tensor
 
-    def dequantize(self) -> torch.Tensor:
+    @property
+    def grain(self) -> int:
+        return 32 // int(self.settings[0])
+
+    def work_out(self, start: int, stop: int) -> torch.Tensor:
         bits, added = self.settings
         ones = sum(added << shift for shift in range(0, 32, bits))
-        zeros = _fields((self.zeros.long() + ones).int(), range(0, 32, bits), bits).t()
-        codes = _fields(self.codes.t(), range(0, 32, bits), bits)
+        words = self.zeros[:, start // self.grain : stop // self.grain].long() + ones
+        zeros = _fields(words.int(), range(0, 32, bits), bits).t()
+        codes = _fields(self.codes[:, start:stop].t(), range(0, 32, bits), bits)
         groups = self.groups.long()
-        values: torch.Tensor = self.scales.t()[:, groups] * (codes - zeros[:, groups])
-        return values.to(self.dtype)
+        values: torch.Tensor = self.scales[:, start:stop].t()[:, groups] * (codes - zeros[:, groups])
+        return values
 
 
 class Awq(QuantisedWeight):
@@ -255,11 +302,16 @@ class Awq(QuantisedWeight):
     names = ("codes", "scales", "zeros")
     zeros: torch.Tensor
 
-    def dequantize(self) -> torch.Tensor:
-        codes, zeros = _fields(self.codes, _AWQ_SHIFTS, 4), _fields(self.zeros, _AWQ_SHIFTS, 4)
+    @property
+    def grain(self) -> int:
+        return len(_AWQ_SHIFTS)
+
+    def work_out(self, start: int, stop: int) -> torch.Tensor:
+        words = slice(start // self.grain, stop // self.grain)
+        codes, zeros = (_fields(part[:, words], _AWQ_SHIFTS, 4) for part in (self.codes, self.zeros))
         groups = codes.unflatten(0, (len(zeros), -1)) - zeros[:, None]
-        values: torch.Tensor = (groups * self.scales[:, None]).flatten(0, 1).t()
-        return values.to(self.dtype, memory_format=torch.contiguous_format)
+        values: torch.Tensor = groups * self.scales[:, None, start:stop]
+        return values.flatten(0, 1).t()
 
 
 _AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
@@ -278,14 +330,14 @@ class Stack(QuantisedWeight):
         kind: type[QuantisedWeight] = settings[0]
         return kind.names
 
-    def dequantize(self) -> torch.Tensor:
+    def put_into(self, out: torch.Tensor) -> None:
         if self.dim() > 2:
-            return torch.stack([self.select_first(index).dequantize() for index in range(len(self))])
+            super().put_into(out)
+            return
         kind, *settings = self.settings
-        count = len(self.parts[0])
-        shape = torch.Size((self.shape[0] // count, self.shape[1]))
-        items = ([part[index] for part in self.parts] for index in range(count))
-        return torch.cat([kind(parts, shape, self.dtype, tuple(settings)).dequantize() for parts in items])
+        for index, rows in enumerate(out.chunk(len(self.parts[0]))):
+            parts = [part[index] for part in self.parts]
+            kind(parts, rows.shape, self.dtype, tuple(settings)).put_into(rows)
 
 
 def _fields(words: torch.Tensor, shifts: Sequence[int], bits: int) -> torch.Tensor:

@@ -142,7 +142,7 @@ def _mxfp4(name: str, codes: StoredTensor, tensors: Mapping[str, StoredTensor]) 
     *stack, rows, groups, width = codes.shape
     columns = 2 * groups * width
     shape = torch.Size((*stack, columns, rows) if stack else (rows, columns))
-    return StoredQuantised(base, Mxfp4, shape, (codes, scales))
+    return StoredQuantised(base, Mxfp4, shape, (codes, scales), settings=(bool(stack),))
 
 
 def _packed(name: str, codes: StoredTensor, tensors: Mapping[str, StoredTensor]) -> StoredQuantised | None:
@@ -199,7 +199,7 @@ def _gptq(name: str, codes: StoredTensor, tensors: Mapping[str, StoredTensor], a
     bits = codes.shape[0] * 32 // columns if columns else 0
     if bits not in (2, 4, 8) or codes.shape != (columns * bits // 32, rows) or scales.shape[1:] != (rows,):
         return None
-    if zeros.dtype != torch.int32 or zeros.shape != (scales.shape[0], rows * bits // 32):
+    if rows * bits % 32 or zeros.dtype != torch.int32 or zeros.shape != (scales.shape[0], rows * bits // 32):
         return None
     return StoredQuantised(base + "weight", Gptq, torch.Size((rows, columns)), (codes, *parts), (), (bits, added))
 

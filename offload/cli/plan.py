@@ -74,8 +74,15 @@ def plan(
     clipped: Annotated[Literal["never", "always"] | None, Option(show_default=False,
         help="Whether steps reach that bound.  [default: never]")] = None,
     gradient_accumulation_steps: Annotated[int, Option(min=1, metavar="N", help="Forwards of a step.")] = 1,
-    activation_checkpointing: Annotated[bool, Option("--activation-checkpointing",
-        help="Blocks keep their inputs alone, and are computed once more in backward.")] = False,
+    activations: Annotated[Literal["keep", "recompute", "host", "nvme"], Option(
+        help="What becomes of activations: blocks keep them; keep their inputs alone, and are computed once more in "
+             "backward; and these inputs go to host memory, or on to NVMe.")] = "keep",
+    activation_memory: Annotated[str, Option(metavar="BYTES",
+        help="Of host memory, what is set aside for activations of host and nvme; auto: what serves them.")] = "auto",
+    together: Annotated[bool, Option("--together",
+        help="Micro-batches of a step pass each unit together, by engine.together.")] = False,
+    loss_rows: Annotated[int | None, Option(min=1, metavar="N", show_default=False,
+        help="Tokens of which logits exist at a time, by cross_entropy_in_tiles.  [default: all]")] = None,
     plot: Annotated[Path | None, Option(metavar="FILE", show_default=False,
         help="Draw the step time into this svg or png.")] = None,
     over: Annotated[Literal["host-memory", "batch"], Option(help="What --plot draws it over.")] = "host-memory",

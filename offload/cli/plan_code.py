@@ -32,8 +32,6 @@ def _lines(asked: Asked, name: str, options: dict[str, Any], *, quantised: bool)
         yield ""
         yield f"engine = OffloadEngine.from_pretrained(AutoModelForCausalLM, {name!r}, {said})"
         yield "model = engine.module.train()"
-        if asked.given["activation_checkpointing"]:
-            yield "model.gradient_checkpointing_enable()"
         return
     if of_factory:
         module, _, function = name.partition(":")
@@ -63,8 +61,6 @@ def _lines(asked: Asked, name: str, options: dict[str, Any], *, quantised: bool)
         targets = repr(list(asked.lora.targets)) if asked.lora.targets else '"all-linear"'
         yield f"adapters = peft.LoraConfig(r={asked.lora.rank}, target_modules={targets})"
         yield "model = peft.get_peft_model(model, adapters, autocast_adapter_dtype=False)"
-    if asked.given["activation_checkpointing"] and not of_factory:
-        yield "model.gradient_checkpointing_enable()"
     yield f"engine = OffloadEngine(model, {said})"
 
 
@@ -83,9 +79,11 @@ def _options(asked: Asked, prediction: Prediction) -> dict[str, Any]:
     elif asked.drives:
         options["nvme_path"] = [f"/mnt/nvme{number}" for number in range(len(asked.drives))]
     defaults = OffloadConfig()
-    for name in ("precision", "optimizer", "moments_dtype", "gradient_accumulation_steps", "shard"):
+    for name in ("precision", "optimizer", "moments_dtype", "gradient_accumulation_steps", "activations", "shard"):
         if given[name] != getattr(defaults, name):
             options[name] = given[name]
+    if prediction.activations.memory:
+        options["activation_memory"] = prediction.activations.memory
     if given["device_memory"] != "auto":
         options["device_memory"] = given["device_memory"]
     if given["gradient_clipping"]:

@@ -26,7 +26,7 @@ from offload.predict.model import Model
 from offload.predict.workload import Workload
 from offload.ranks.host_cores import host_cores
 from offload.report.report import Bandwidths
-from offload.tiers.bandwidth import bounded_q
+from offload.tiers.bandwidth import fitted
 from swapper import checksum
 
 _ROUNDS = 5
@@ -260,6 +260,7 @@ def _measured(path: Path, backend: str) -> Bandwidths:
                 samples = {mode: range_.measure(mode, 2 * nbytes) for mode in ("read", "write", "mixed")}
         finally:
             os.close(descriptor)
-    read, write = samples["read"].bytes_per_s, samples["write"].bytes_per_s
     mixed = samples["mixed"]
-    return Bandwidths(read, write, bounded_q(mixed.read_bytes / read, mixed.write_bytes / write, mixed.seconds))
+    return fitted(
+        samples["read"].bytes_per_s, samples["write"].bytes_per_s, mixed.read_bytes, mixed.write_bytes, mixed.seconds
+    )

@@ -13,7 +13,7 @@ import torch
 
 import aio_ext
 from offload.device.protocol import Device
-from offload.memory import tensor_at
+from offload.memory import copied_memory, tensor_at
 from offload.torch_internals import can_swap_memory, keeps_version, swap_memory
 from offload.units import local_tensor
 
@@ -100,7 +100,7 @@ class SwapWindow(_Holds):
         """Safe to call twice: the address says whether it is open."""
         if self.flat.data_ptr() == self._poison.address or (self._kept is not None and self.has_copy()):
             return
-        copy = self.flat.clone().untyped_storage() if self._keeps else None
+        copy = copied_memory(self.flat) if self._keeps else None
         swap_memory(self._storage, self._under[1])
         if copy is not None:
             self._kept = copy.data_ptr(), copy

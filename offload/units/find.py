@@ -109,14 +109,19 @@ def find_units(
 def _owners(
     model: nn.Module, separate: Collection[nn.Module], in_rows: Collection[int]
 ) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Each module with the module that stands for its unit. ``separate`` experts have units of their own, and so have
-    parameters whose ``id`` is ``in_rows``: neither counts for those around them."""
+    """Each module, once, with the module that stands for its unit. ``separate`` experts have units of their own, and so
+    have parameters whose ``id`` is ``in_rows``: neither counts for those around them."""
+    seen: set[nn.Module] = set()
+    """A module may stand in several others, and in those that it contains."""
     apart = {*in_rows, *(id(parameter) for expert in separate for parameter in expert.parameters())}
 
     def size(module: nn.Module) -> int:
         return sum(p.numel() for p in module.parameters() if id(p) not in apart)
 
     def assign(module: nn.Module, unit: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+        if module in seen:
+            return
+        seen.add(module)
         unit = module if module in separate else unit
         yield module, unit
         for child in module.children():
@@ -128,6 +133,9 @@ def _owners(
         if not container and size(module) <= share * total:
             yield from assign(module, module)
             return
+        if module in seen:
+            return
+        seen.add(module)
         yield module, module
         children = list(module.children())
         classes = [type(child) for child in children]

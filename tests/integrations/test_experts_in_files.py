@@ -118,7 +118,7 @@ def test_fused_mxfp4_experts_are_units_and_are_read_in_place(tmp_path: Path) -> 
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             count, columns, rows = value.shape
             codes, scales = mxfp4(count, rows, columns, seed=seed)
-            dequantised[name] = Mxfp4([codes, scales], value.shape, BF16).dequantize()
+            dequantised[name] = Mxfp4([codes, scales], value.shape, BF16, (True,)).dequantize()
             del quantised[name]
             quantised |= {f"{name}_blocks": codes, f"{name}_scales": scales}
     base, ordinary = in_shards(quantised, tmp_path / "base"), in_shards(dequantised, tmp_path / "ordinary")

@@ -37,17 +37,22 @@ def test_fp8_in_blocks_has_the_bits_that_transformers_makes_of_it() -> None:
     assert torch.equal(ours, module.Fp8Dequantize(None)._dequantize_one(codes, scales, output_dtype=BF16))
 
 
-def test_mxfp4_has_the_bits_that_transformers_makes_of_it() -> None:
+@pytest.mark.parametrize("rows", [96, 64])  # those of GPT-OSS are square, and transposed
+def test_mxfp4_has_the_bits_that_transformers_makes_of_it(rows: int) -> None:
     module = pytest.importorskip("transformers.integrations.mxfp4")
-    codes, scales = mxfp4(4, 96, 64)
+    codes, scales = mxfp4(4, rows, 64)
     scales[0, 0, 0], scales[0, 0, 1] = 0, 254
     theirs = module.convert_moe_packed_tensors(codes, scales, dtype=BF16)
-    assert theirs.shape == (4, 64, 96)
-    ours = Mxfp4([codes, scales], theirs.shape, BF16)
+    assert theirs.shape == (4, 64, rows)
+    ours = Mxfp4([codes, scales], theirs.shape, BF16, (True,))
     assert torch.equal(ours.dequantize(), theirs)
     assert torch.equal(ours[2].dequantize(), theirs[2])
-    flat = Mxfp4([codes[1], scales[1]], torch.Size((96, 64)), BF16)
+    flat = Mxfp4([codes[1], scales[1]], torch.Size((rows, 64)), BF16, (False,))
     assert torch.equal(flat.dequantize(), theirs[1].T)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 @pytest.mark.parametrize("shape", [(5, 256), (2, 3, 256)])
@@ -126,6 +131,25 @@ def test_awq_is_worked_out_as_its_format_says() -> None:
             zero = int(files["qzeros"][column // 32, row // 8]) >> shift & 0xF
             expected[row, column] = ((code - zero) * files["scales"][column // 32, row].float()).half()
     assert torch.equal(weight.dequantize(), expected.to(BF16))
+
+
+@pytest.mark.parametrize("number_format", [in_fp8, in_int4, in_nvfp4, in_nf4, in_nested_nf4, in_gptq, in_awq])
+def test_a_weight_is_dequantised_in_parts_with_the_same_bits(number_format: Any, monkeypatch: Any) -> None:
+    _, weight = number_format(torch.randn(384, 256))
+    expected = weight.work_out(0, 384).to(BF16)
+    assert torch.equal(weight.dequantize(), expected)
+    monkeypatch.setattr("offload.quantised._AT_ONCE_NUMEL", 40 * 256)
+    assert torch.equal(weight.dequantize(), expected)
+
+
+def test_dequantised_weights_that_follow_one_another_leave_no_memory_behind() -> None:
+    codes, scales = mxfp4(2048, 7168)
+    weight = Mxfp4([codes, scales], torch.Size((2048, 7168)), BF16, (False,))
+    weight.dequantize()
+    kept, before = [], resident_bytes()
+    for _ in range(8):
+        kept.append(weight.dequantize()[0].clone())  # such as an activation
+    assert resident_bytes() - before < weight.numel()
 
 
 def test_int4_in_groups_is_worked_out_as_its_format_says() -> None:
@@ -260,7 +284,7 @@ def test_mxfp4_experts_are_read_in_place_and_train_as_the_dequantised_ones(tmp_p
         del values[f"{index}.proj"]
         values[f"{index}.proj_blocks"], values[f"{index}.proj_scales"] = codes, scales
         with torch.no_grad():
-            model[index].proj.copy_(Mxfp4([codes, scales], torch.Size((4, 256, 256)), BF16).dequantize())
+            model[index].proj.copy_(Mxfp4([codes, scales], torch.Size((4, 256, 256)), BF16, (True,)).dequantize())
     base = in_shards(values, tmp_path / "base")
 
     def losses(engine: OffloadEngine) -> list[float]:

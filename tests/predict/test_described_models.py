@@ -130,8 +130,9 @@ def test_a_llama_keeps_49_bytes_for_each_token_layer_and_unit_of_width():
     model = described(dict(known.configs()["llama-3-8b"]))
     kept = model.kept(2048, torch.bfloat16)
     assert kept.blocks / (32 * 4096 * 2048) == pytest.approx(49, abs=0.5)
-    assert kept.nbytes(3, recomputed=False) == 3 * kept.blocks
-    assert kept.nbytes(1, recomputed=True) == 32 * 4096 * 2048 * 2 + kept.blocks // 32
+    assert kept.nbytes(3, recomputed=False) == 3 * (kept.blocks + kept.around)
+    assert kept.inputs == pytest.approx(32 * 4096 * 2048 * 2, rel=0.01)  # and rotary embeddings once
+    assert kept.nbytes(1, recomputed=True) == kept.inputs + kept.blocks // 32 + kept.around
 
 
 def test_a_model_of_ones_own_is_followed_and_one_that_cannot_be_is_estimated():
