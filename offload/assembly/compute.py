@@ -169,7 +169,7 @@ class OnDevice:
     def pin(self, arena: Arena) -> None:
         """Let the device copy from and to it by itself."""
         device = self._device
-        fault_in(arena.address, arena.nbytes, torch.get_num_threads())  # to pin it, the kernel would use one
+        fault_in(arena.address, arena.nbytes, max(int(self._run.cores), 1))  # to pin it, the kernel would use one
         device.pin(arena.address, max(arena.nbytes, PAGE_BYTES))
         self._closers.callback(partial(device.unpin, arena.address))
 
