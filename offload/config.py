@@ -17,9 +17,10 @@ from torch.nn.parameter import is_lazy
 from offload import foreign, option_values
 from offload.device.protocol import Device
 from offload.errors import ConfigError, warn
+from offload.native_optimizers import NATIVE_OPTIMIZERS
 from offload.units.experts import EXPERTS
 
-OPTIMIZERS = ("adam", "adamw", "adagrad", "lion", "sgd")
+OPTIMIZERS = tuple(NATIVE_OPTIMIZERS)
 """Those that have a native kernel, by the names that ``optimizer=`` takes."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -228,7 +228,7 @@ def plan_within(
     )
     resident = [_resident_unit(unit, choice) for unit in units if unit.index in device_plan.resident]
     plan = plan.with_resident(resident, device_plan)
-    updates_early = device_plan.computes and choice is not None and choice.rule.repeatable and not ranks.gathers
+    updates_early = device_plan.computes and choice is not None and choice.rule.repeatable
     return plan.with_spares() if updates_early else plan  # the CPU's compute leaves no cores for it
 
 

@@ -79,7 +79,7 @@ class Step:
             batch=self.batch,
             sequence=self.sequence,
             micro_batches=self.micro_batches,
-            recomputed=self.recomputed,
+            activations="recompute" if self.recomputed else "keep",
             shard=self.shard,
         )
         return predict(_model(int(self.parameters), self.layers, self.width, self.vocabulary), machine, workload)

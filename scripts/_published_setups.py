@@ -59,7 +59,10 @@ class Setup:
         if self.lora:
             model = model.with_adapters(Lora(), AS_WEIGHTS)
         workload = Workload(
-            batch=max(self.batch, 1), sequence=self.sequence, micro_batches=self.micro_batches, recomputed=True
+            batch=max(self.batch, 1),
+            sequence=self.sequence,
+            micro_batches=self.micro_batches,
+            activations="recompute",
         )
         if not self.batch:
             largest = Batches.of(predict(model, machine, workload)).largest

@@ -25,7 +25,7 @@ SIZES = {"1B": 1e9, "7B": 7e9, "13B": 13e9, "70B": 70e9}
 DRIVES = {"3.5": "3.5GB/s,3GB/s,4TB", "7": "7GB/s,5GB/s,4TB", "14": "14GB/s,10GB/s,4TB"}
 """By what they read, GB/s."""
 GPU = "rtx4090"
-WORKLOAD = Workload(batch=1, sequence=2048, recomputed=True, device_bytes=8 << 30)
+WORKLOAD = Workload(batch=1, sequence=2048, activations="recompute", device_bytes=8 << 30)
 """A third of the GPU's memory is the engine's, so that each of the models is larger than it."""
 RATED_BYTES = 600 * 10**12
 

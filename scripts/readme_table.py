@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""The table of models of README.md, by ``offload plan``. ``python scripts/readme_table.py`` writes it into the page."""
+"""The tables of models and of batches of README.md, by ``offload plan``. ``python scripts/readme_table.py`` writes them
+into the page."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import contextlib
 import io
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from offload.cli import main as offload
 PAGE = Path(__file__).parents[1] / "README.md"
 
 MACHINE = ("--gpu", "4090", "--host-memory", "64GiB", "--nvme", "7GB/s,5GB/s,2TB", "--sustained-write", "1.5GB/s")
-STEP = ("--activation-checkpointing", "--sequence", "2048")
+STEP = ("--activations", "recompute", "--sequence", "2048")
 ROWS = (
     ("Llama 3.1 8B, LoRA (r=16)", 4, "meta-llama/Llama-3.1-8B", ("--lora", "r=16")),
     ("Llama 3.1 8B, full", 4, "meta-llama/Llama-3.1-8B", ()),
@@ -27,12 +29,49 @@ ROWS = (
 )
 
 
+BATCHES = (
+    "meta-llama/Llama-3.1-70B", *MACHINE[:-2], "--moments-dtype", "int8", "--loss-rows", "1024", "--batch", "4",
+    "--activations", "recompute",
+)  # fmt: skip
+"""The drive is not bound by what it writes in the long run."""
+
+
 def page(text: str) -> str:
-    """The page with its table as the forecast is now."""
+    """The page with its tables as the forecast is now."""
     head = "| training | sequences | a step | tokens/s | written a step | limited by |"
     lines = [head, "|---|---|---|---|---|---|", *(_row(*row) for row in ROWS)]
     table = "<!-- forecast -->\n\n" + "\n".join(lines) + "\n\n<!-- end of forecast -->"
-    return re.sub(r"<!-- forecast -->.*?<!-- end of forecast -->", lambda _: table, text, flags=re.DOTALL)
+    text = re.sub(r"<!-- forecast -->.*?<!-- end of forecast -->", lambda _: table, text, flags=re.DOTALL)
+    batches = "<!-- batches -->\n\n" + "\n".join(_batches()) + "\n\n<!-- end of batches -->"
+    return re.sub(r"<!-- batches -->.*?<!-- end of batches -->", lambda _: batches, text, flags=re.DOTALL)
+
+
+def _batches() -> Iterator[str]:
+    columns = (
+        "activations",
+        "largest",
+        "best",
+        "a step",
+        "tokens/s",
+        "written a token",
+        "limited by",
+        "GPU",
+        "RAM",
+        "NVMe",
+    )
+    yield f"| {' | '.join(columns)} |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    for row in plan(*BATCHES)["best_batches"]:
+        name = f"`{row['activations']}`"
+        if row["micro_batch"] is not None:
+            name += f", {row['micro_batch']} at a time, together"
+        if not row["fits"]:
+            yield f"| {name} | none fits | | | | | {row['shortage']} | | | |"
+            continue
+        kept = row["activation_bytes"]
+        sizes = f"{kept['device'] / 2**30:.1f} GiB | {kept['host'] / 2**30:.1f} GiB | {kept['nvme'] / 1e9:.0f} GB"
+        speed = f"{row['tokens_per_second']:,.0f} | {row['written_bytes_a_token'] / 1e6:,.0f} MB | {row['limit']}"
+        yield f"| {name} | {row['largest_batch']:,} | {row['batch']:,} | {row['seconds']:,.0f} s | {speed} | {sizes} |"
 
 
 def _row(title: str, batch: int, model: str, options: tuple[str, ...]) -> str:

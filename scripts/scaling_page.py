@@ -23,7 +23,7 @@ GPUS_A_NODE = 8
 HOST_BYTES = 1536 << 30
 DRIVES = [parse_drive("7GB/s,5GB/s,3.84TB")] * 8
 NETWORK = 8 * 50e9
-WORKLOAD = Workload(batch=1, sequence=1024, recomputed=True, shard="weights")
+WORKLOAD = Workload(batch=1, sequence=1024, activations="recompute", shard="weights")
 
 
 def page(text: str) -> str:

@@ -12,9 +12,10 @@ from torch import nn
 
 from offload import torch_internals
 from offload.birth.birth import Birth
-from offload.config import OPTIMIZERS, OffloadConfig
+from offload.config import OffloadConfig
 from offload.device.protocol import Processor
 from offload.errors import ConfigError, warn
+from offload.native_optimizers import NATIVE_OPTIMIZERS
 from offload.optim.choose import OptimizerChoice, choose, has_kernel
 from offload.optim.rule import facts_of
 from offload.plan.plan import Plan, Tier
@@ -159,7 +160,8 @@ def _refuse_for_ranks(
     if not has_kernel(config.optimizer):
         raise ConfigError(
             f"this is one of {world.size} ranks, which hold parts of parameters, and an optimizer without a kernel may "
-            f"look at whole ones: optimizer= is one of {', '.join(OPTIMIZERS)}, or a class of torch that is one of them"
+            f"look at whole ones: optimizer= is one of {', '.join(NATIVE_OPTIMIZERS)}, or a class of torch that is one "
+            "of them"
         )
     packed = next((spec for unit in units for spec in unit.parameters if spec.packing is not None), None)
     if packed is not None:
@@ -240,5 +242,5 @@ def _refuse_for_parts(distributions: Sequence[Distribution], config: OffloadConf
     if config.optimizer is not None and not has_kernel(config.optimizer):
         raise ConfigError(
             "the model has DTensors, and an optimizer without a kernel may look at whole parameters: optimizer= is one "
-            f"of {', '.join(OPTIMIZERS)}, or a class of torch that is one of them"
+            f"of {', '.join(NATIVE_OPTIMIZERS)}, or a class of torch that is one of them"
         )

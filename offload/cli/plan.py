@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from typer import Argument, Option
 
 from offload.cli.console import Json
 from offload.cli.plan_asked import Asked
+from offload.native_optimizers import NATIVE_OPTIMIZERS
+
+if TYPE_CHECKING:
+    _Optimizer = str
+else:
+    _Optimizer = Literal[tuple(NATIVE_OPTIMIZERS)]
 
 
 # fmt: off
@@ -61,15 +67,22 @@ def plan(
     batch: Annotated[int, Option(min=1, metavar="N", help="Sequences of a forward, on each GPU.")] = 1,
     sequence: Annotated[int, Option(min=1, metavar="N", help="Tokens of a sequence.")] = 2048,
     precision: Annotated[Literal["bf16", "fp16", "fp32"], Option(help="Of weights and gradients.")] = "bf16",
-    optimizer: Annotated[Literal["adam", "adamw", "adagrad", "lion", "sgd"], Option(
+    optimizer: Annotated[_Optimizer, Option(
         help="What updates the weights.")] = "adamw",
     moments_dtype: Annotated[Literal["fp32", "bf16", "int8"], Option(help="Of the optimizer's states.")] = "fp32",
     gradient_clipping: Annotated[float, Option(min=0, metavar="X", help="Bound of the gradient norm; 0: none.")] = 0,
     clipped: Annotated[Literal["never", "always"] | None, Option(show_default=False,
         help="Whether steps reach that bound.  [default: never]")] = None,
     gradient_accumulation_steps: Annotated[int, Option(min=1, metavar="N", help="Forwards of a step.")] = 1,
-    activation_checkpointing: Annotated[bool, Option("--activation-checkpointing",
-        help="Blocks keep their inputs alone, and are computed once more in backward.")] = False,
+    activations: Annotated[Literal["keep", "recompute", "host", "nvme"], Option(
+        help="What becomes of activations: blocks keep them; keep their inputs alone, and are computed once more in "
+             "backward; and these inputs go to host memory, or on to NVMe.")] = "keep",
+    activation_memory: Annotated[str, Option(metavar="BYTES",
+        help="Of host memory, what is set aside for activations of host and nvme; auto: what serves them.")] = "auto",
+    together: Annotated[bool, Option("--together",
+        help="Micro-batches of a step pass each unit together, by engine.together.")] = False,
+    loss_rows: Annotated[int | None, Option(min=1, metavar="N", show_default=False,
+        help="Tokens of which logits exist at a time, by cross_entropy_in_tiles.  [default: all]")] = None,
     plot: Annotated[Path | None, Option(metavar="FILE", show_default=False,
         help="Draw the step time into this svg or png.")] = None,
     over: Annotated[Literal["host-memory", "batch"], Option(help="What --plot draws it over.")] = "host-memory",

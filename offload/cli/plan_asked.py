@@ -44,6 +44,8 @@ class Asked:
         self.host_bytes = None if host in ("auto", "least") else rates.nbytes("--host-memory", host)
         self.takes_least = host == "least"
         self.device_bytes = None if device == "auto" else rates.nbytes("--device-memory", device)
+        kept = given["activation_memory"]
+        self.activation_memory = None if kept == "auto" else rates.nbytes("--activation-memory", kept)
         self.drives: list[Drive] = [parse_drive(text) for text in given["nvme"] or ()]
         self.paths = [path.expanduser() for path in given["nvme_path"] or ()]
         self.sustained_write: float | None = optional("sustained_write", rates.bytes_per_second)
@@ -87,6 +89,12 @@ def _refuse_contradictions(given: Mapping[str, Any]) -> None:
         raise typer.BadParameter("--shard is of several GPUs: give --gpus or --nodes")
     if given["sustained_write"] is not None and not given["nvme"]:
         raise typer.BadParameter("--sustained-write is of drives that --nvme describes")
+    if given["activations"] == "nvme" and not given["nvme"] and not given["nvme_path"]:
+        raise typer.BadParameter("--activations nvme needs a drive: give --nvme or --nvme-path")
+    if given["activation_memory"] != "auto" and given["activations"] not in ("host", "nvme"):
+        raise typer.BadParameter("--activation-memory is of --activations host or nvme")
+    if given["together"] and given["gradient_accumulation_steps"] == 1:
+        raise typer.BadParameter("--together is of several micro-batches: give --gradient-accumulation-steps")
     quantised = given["base"] not in (None, "bf16")
     if quantised and given["lora"] is None and (given["model"] is None or ":" not in given["model"]):
         raise typer.BadParameter("--base is of frozen weights: give --lora, too")

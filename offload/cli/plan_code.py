@@ -7,6 +7,7 @@ from typing import Any
 
 from offload.cli.plan_asked import Asked
 from offload.config import OffloadConfig
+from offload.predict import known
 from offload.predict.prediction import Prediction
 
 _QUANTISED = {"nf4": "to_nf4"}
@@ -19,7 +20,7 @@ def code(asked: Asked, prediction: Prediction) -> str | None:
     quantised = asked.base.bits > 0
     if asked.model is None or (quantised and asked.base.name not in _QUANTISED):
         return None
-    return "\n".join(_lines(asked, asked.model, _options(asked, prediction), quantised=quantised))
+    return "\n".join(_lines(asked, known.hub_name(asked.model), _options(asked, prediction), quantised=quantised))
 
 
 def _lines(asked: Asked, name: str, options: dict[str, Any], *, quantised: bool) -> Iterator[str]:
@@ -31,8 +32,6 @@ def _lines(asked: Asked, name: str, options: dict[str, Any], *, quantised: bool)
         yield ""
         yield f"engine = OffloadEngine.from_pretrained(AutoModelForCausalLM, {name!r}, {said})"
         yield "model = engine.module.train()"
-        if asked.given["activation_checkpointing"]:
-            yield "model.gradient_checkpointing_enable()"
         return
     if of_factory:
         module, _, function = name.partition(":")
@@ -62,8 +61,6 @@ def _lines(asked: Asked, name: str, options: dict[str, Any], *, quantised: bool)
         targets = repr(list(asked.lora.targets)) if asked.lora.targets else '"all-linear"'
         yield f"adapters = peft.LoraConfig(r={asked.lora.rank}, target_modules={targets})"
         yield "model = peft.get_peft_model(model, adapters, autocast_adapter_dtype=False)"
-    if asked.given["activation_checkpointing"] and not of_factory:
-        yield "model.gradient_checkpointing_enable()"
     yield f"engine = OffloadEngine(model, {said})"
 
 
@@ -82,9 +79,11 @@ def _options(asked: Asked, prediction: Prediction) -> dict[str, Any]:
     elif asked.drives:
         options["nvme_path"] = [f"/mnt/nvme{number}" for number in range(len(asked.drives))]
     defaults = OffloadConfig()
-    for name in ("precision", "optimizer", "moments_dtype", "gradient_accumulation_steps", "shard"):
+    for name in ("precision", "optimizer", "moments_dtype", "gradient_accumulation_steps", "activations", "shard"):
         if given[name] != getattr(defaults, name):
             options[name] = given[name]
+    if prediction.activations.memory:
+        options["activation_memory"] = prediction.activations.memory
     if given["device_memory"] != "auto":
         options["device_memory"] = given["device_memory"]
     if given["gradient_clipping"]:

@@ -20,6 +20,7 @@ from offload.predict import facts
 from offload.predict import model as models
 from offload.predict.advice import advise, ways
 from offload.predict.architecture import Architecture
+from offload.predict.best_batches import best_batches
 from offload.predict.endurance import Endurance
 from offload.predict.gpus import find_gpu
 from offload.predict.machine import Machine, described, nvme_of
@@ -41,6 +42,7 @@ def planned(asked: Asked) -> int:
     answer = facts.facts_of(prediction, _least(prediction), advise(prediction), wear)
     answer["machine"]["host_memory_from"] = _source(asked)
     answer |= facts.of_batches(Batches.of(prediction))
+    answer["best_batches"] = facts.of_best_batches(best_batches(prediction))
     answer["ways"] = facts.of_ways(ways(prediction)) if asked.lora is None else []
     answer["lora"], answer["base"] = asked.lora and str(asked.lora), asked.base.name or None
     answer |= facts.of_training(prediction, asked.tokens)
@@ -67,7 +69,10 @@ def _workload(asked: Asked) -> Workload:
         moments_dtype=given["moments_dtype"],
         optimizer=given["optimizer"],
         clipped=given["clipped"] == "always",
-        recomputed=given["activation_checkpointing"],
+        activations=given["activations"],
+        activation_memory=asked.activation_memory,
+        together=given["together"],
+        loss_rows=given["loss_rows"],
         shard=given["shard"],
         device_bytes=asked.device_bytes,
     )

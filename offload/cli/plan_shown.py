@@ -21,6 +21,14 @@ _UNITS = {"device": (1 << 30, "GPU, GiB"), "host": (1 << 30, "host, GiB"), "nvme
 """By tier: memory is counted in GiB, drives in GB."""
 
 
+_ACTIVATIONS = {
+    "keep": "",
+    "recompute": ", activations recomputed",
+    "host": ", activations recomputed from host memory",
+    "nvme": ", activations recomputed from host memory and NVMe",
+}
+
+
 def shown(facts: Facts) -> RenderableType:
     """The answer, what was asked, tables of bytes, seconds, ways and advice, code, and what was assumed."""
     return Group(*_parts(facts))
@@ -29,6 +37,7 @@ def shown(facts: Facts) -> RenderableType:
 def _parts(facts: Facts) -> Iterator[RenderableType]:
     yield from _answer(facts)
     tables = [_memory(facts), _links(facts)] if facts["fits"] else []
+    tables += [_best_batches(facts)]
     tables += [_ways(facts)] if facts["ways"] else []
     tables += [_advice(facts)] if facts["advice"] else []
     for table in tables:
@@ -75,13 +84,19 @@ def _verdict(facts: Facts) -> Iterator[str]:
         f"there is {_size(shortage['given_bytes'])}."
     )
     if shortage["kind"] in ("device memory", "memory for activations"):
-        recomputed = "" if facts["workload"]["recomputed"] else "--activation-checkpointing, "
+        nvme = facts["machine"]["nvme"] is not None
+        smaller_ways = {
+            "keep": "--activations recompute, ",
+            "recompute": f"--activations {'nvme' if nvme else 'host'}, ",
+        }
+        less = smaller_ways.get(facts["workload"]["activations"], "")
+        option = "--gradient-accumulation-steps" if facts["workload"]["together"] else "--batch"
         smaller = (
-            f"--batch {facts['largest_batch']}, the largest that fits"
+            f"{option} {facts['largest_batch']}, the largest that fits"
             if facts["largest_batch"]
             else "a shorter --sequence (no batch fits)"
         )
-        yield f"Activations of this batch take {_size(facts['activation_bytes'])}. Try {recomputed}{smaller}."
+        yield f"Activations of this batch take {_size(facts['activation_bytes'])}. Try {less}{smaller}."
     for way in facts["ways"]:
         if way["fits"]:
             yield f"With {way['options']} it fits: {way['tokens_per_second']:,.0f} tokens a second."
@@ -104,24 +119,27 @@ def _asked(facts: Facts) -> Iterator[str]:
     node = " a node" if machine["nodes"] > 1 else ""
     yield f"machine: {_where(machine)}, {host}{node} ({machine['host_memory_from']})"
     micro = f" x {workload['micro_batches']}" if workload["micro_batches"] > 1 else ""
+    micro += " together" if workload["together"] else ""
     yield (
         f"step: batch {workload['batch']}{micro} of {workload['sequence']:,} tokens, {workload['precision']}, "
         f"{workload['optimizer']} with {workload['moments_dtype']} moments"
-        + (", activations recomputed" if workload["recomputed"] else "")
+        + _ACTIVATIONS[workload["activations"]]
+        + (f", logits of {workload['loss_rows']:,} tokens at a time" if workload["loss_rows"] else "")
         + (", every step clipped" if workload["clipped"] else "")
     )
 
 
 def _batches(facts: Facts) -> Iterator[str]:
-    largest, computing = facts["largest_batch"], facts["compute_bound_batch"]
+    largest, computing, workload = facts["largest_batch"], facts["compute_bound_batch"], facts["workload"]
     each = _each(facts["machine"])
-    said = f"The largest batch that fits is {largest:,}{each}"
+    what = "number of micro-batches together" if workload["together"] else "batch"
+    said = f"The largest {what} that fits is {largest:,}{each}"
     if computing is None:
         yield f"{said}, and up to it compute does not limit."
-    elif computing <= facts["workload"]["batch"]:
+    elif computing <= workload["micro_batches" if workload["together"] else "batch"]:
         yield f"{said}. Compute limits: nothing takes longer."
     else:
-        yield f"{said}; from a batch of {computing:,} on, compute limits."
+        yield f"{said}; from {computing:,} on, compute limits."
 
 
 def _where(machine: Facts) -> str:
@@ -172,6 +190,28 @@ def _links(facts: Facts) -> Table:
     for name, seconds in sorted(facts["link_seconds"].items(), key=lambda item: -item[1]):
         if seconds:
             table.add_row(name, f"{seconds:,.3g}", f"{seconds / facts['seconds']:.0%}")
+    return table
+
+
+def _best_batches(facts: Facts) -> Table:
+    """Of a batch with which compute limits a larger one is no faster."""
+    tiers = _tiers(facts)
+    title = "Which batch is best, by what becomes of activations; and their bytes"
+    columns = ["largest", "compute from", "best", "tokens a second", "limited by", "written a token"]
+    table = _table(title, *columns, *(_UNITS[tier][1] for tier in tiers))
+    for row in facts["best_batches"]:
+        name = row["activations"]
+        if row["micro_batch"] is not None:
+            name += f", together, {row['micro_batch']:,} each"
+        if row["fits"]:
+            computing = row["compute_bound_batch"]
+            table.add_row(
+                name, f"{row['largest_batch']:,}", "" if computing is None else f"{computing:,}",
+                f"{row['batch']:,}", f"{row['tokens_per_second']:,.0f}", row["limit"],
+                nbytes(row["written_bytes_a_token"]), *_amounts(row["activation_bytes"], tiers),
+            )  # fmt: skip
+        else:
+            table.add_row(name, "none", "", "", "", row["shortage"], "", *("" for _ in tiers))
     return table
 
 

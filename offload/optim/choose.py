@@ -13,17 +13,15 @@ from torch import nn
 from offload import option_values
 from offload.config import OffloadConfig
 from offload.errors import ConfigError
+from offload.native_optimizers import NATIVE_OPTIMIZERS, NativeOptimizer
 from offload.optim.formats import Formats
-from offload.optim.kernel_rule import KERNELS, KernelRule, NativeOptimizer
+from offload.optim.kernel_rule import KernelRule
 from offload.optim.rule import Group, Rule
 from offload.optim.torch_rule import TorchRule
 from offload.units import ParameterSpec, UnitSpec
 
-_KERNEL_OF_CLASS = {
-    torch.optim.Adam: "adam",
-    torch.optim.AdamW: "adamw",
-    torch.optim.Adagrad: "adagrad",
-    torch.optim.SGD: "sgd",
+_KERNEL_OF_CLASS: Mapping[type[torch.optim.Optimizer], str] = {
+    getattr(torch.optim, native.torch_class): name for name, native in NATIVE_OPTIMIZERS.items() if native.torch_class
 }
 """Classes for which there is a kernel. A subclass may do something else: it runs as it is."""
 
@@ -65,7 +63,7 @@ def choose(config: OffloadConfig, units: Sequence[UnitSpec]) -> OptimizerChoice 
         return None
     trainable = [spec for unit in units for spec in unit.parameters if spec.trainable]
     if isinstance(optimizer, str):
-        kernel = KERNELS[optimizer]
+        kernel = NATIVE_OPTIMIZERS[optimizer]
         settings = _known_options(config.optimizer_settings, kernel.defaults, optimizer)
         group = {**kernel.defaults, **_checked(settings, kernel.defaults)}
         return _native(config, kernel, [(group, trainable)])
@@ -84,11 +82,11 @@ def choose(config: OffloadConfig, units: Sequence[UnitSpec]) -> OptimizerChoice 
         for spec in trainable:
             specs.setdefault(id(spec.parameter), []).append(spec)
         groups = [(group, _specs_of(group, specs)) for group in built.param_groups]
-    if _kernel_name(built) is not None:
-        return _native(config, KERNELS[_kernel_name(built) or ""], groups, built)
+    if type(built) in _KERNEL_OF_CLASS:
+        return _native(config, NATIVE_OPTIMIZERS[_KERNEL_OF_CLASS[type(built)]], groups, built)
     if config.moments_dtype != "fp32":
         raise ConfigError(
-            f"moments_dtype={config.moments_dtype!r} needs an optimizer with a kernel: {', '.join(KERNELS)}"
+            f"moments_dtype={config.moments_dtype!r} needs an optimizer with a kernel: {', '.join(NATIVE_OPTIMIZERS)}"
         )
     return OptimizerChoice(TorchRule(built, groups, Formats.of(config), config.gradient_dtype), groups, built)
 
@@ -102,10 +100,6 @@ def _native(
     dtypes = config.dtype, config.gradient_dtype
     rule = KernelRule(kernel, [group for group, _ in groups], Formats.of(config), dtypes, config.moments_dtype)
     return OptimizerChoice(rule, groups, source)
-
-
-def _kernel_name(optimizer: torch.optim.Optimizer) -> str | None:
-    return _KERNEL_OF_CLASS.get(type(optimizer))
 
 
 def _known_options(settings: dict[str, Any], known: Any, name: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,17 +22,20 @@ arXiv:2205.05198, section 4."""
 
 @dataclass(frozen=True)
 class Kept:
-    """Bytes kept for one sequence: of all ``blocks`` together, of the ``largest``, and of the ``inputs`` of them all.
-    ``reason`` says why they are an estimate; empty: they were counted."""
+    """Bytes kept for one sequence: of all ``blocks`` together, of the ``largest``, of the ``inputs`` of them all, of
+    the inputs of the one that has most (``input``), and ``around`` the blocks. ``reason`` says why they are an
+    estimate; empty: they were counted."""
 
     blocks: int
     largest: int
     inputs: int
+    input: int
+    around: int = 0
     reason: str = ""
 
     def nbytes(self, batch: int, *, recomputed: bool) -> int:
-        """Of a batch; with activation checkpointing the inputs, and one block at a time."""
-        return batch * (self.inputs + self.largest if recomputed else self.blocks)
+        """Of a batch, where nothing leaves; of recomputed blocks the inputs, and one block at a time."""
+        return batch * (self.around + (self.inputs + self.largest if recomputed else self.blocks))
 
 
 @functools.lru_cache(maxsize=8)
@@ -56,48 +60,100 @@ def kept_of(module: nn.Module, layers: int, width: int, sequence: int, dtype: to
 
     The module has ``dtype`` afterwards, if it is on the meta device.
     """
-    inputs = layers * width * sequence * dtype.itemsize
     try:
-        counts = _followed(module, sequence, dtype)
+        return _followed(module, sequence, dtype)
     except Exception as error:  # whatever a model's own code may say to tensors without values
-        one = _ESTIMATE * width * sequence * dtype.itemsize // 2
-        return Kept(layers * one, one, inputs, f"{type(error).__name__}: {' '.join(str(error).split())[:120]}")
-    return Kept(sum(counts), max(counts), inputs)
+        hidden = width * sequence * dtype.itemsize
+        one = _ESTIMATE * hidden // 2
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+        return Kept(layers * one, one, layers * hidden, hidden, reason=reason)
 
 
-def _followed(module: nn.Module, sequence: int, dtype: torch.dtype) -> list[int]:
-    """The bytes of each block. Blocks with the same class and shapes are followed once."""
+def _followed(module: nn.Module, sequence: int, dtype: torch.dtype) -> Kept:
+    """Blocks with the same class and shapes are followed once."""
     if any(not parameter.is_meta for parameter in module.parameters()):
         raise TypeError("its weights are in memory")
     blocks = blocks_of(module) or [module]
     module.to(dtype)
-    parameters = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+    given = _options(module, sequence)
+    lasting = [*module.parameters(), *module.buffers(), *given.values()]
+    known = {tensor.untyped_storage()._cdata for tensor in lasting if isinstance(tensor, Tensor)}
     followed: dict[Any, tuple[int, Any]] = {}
     counts: list[int] = []
+    inputs = _Inputs(known)
     plain = {block: block.forward for block in blocks}
 
     def forward(block: nn.Module, *args: Any, **options: Any) -> Any:
+        inputs.of_call((args, options))
         kind = type(block), tuple(parameter.shape for parameter in block.parameters())
         if kind not in followed:
             saved: dict[int, Tensor] = {}
-            with torch.autograd.graph.saved_tensors_hooks(functools.partial(_note, saved), lambda tensor: tensor):
+            with _noting(saved):
                 output = plain[block](*args, **options)
-            own = saved.keys() - parameters
-            followed[kind] = sum(saved[storage].untyped_storage().nbytes() for storage in own), output
+            followed[kind] = _nbytes(saved, known), output
         counts.append(followed[kind][0])
+        inputs.passed_on(followed[kind][1])
         return followed[kind][1]
 
     try:
         for block in blocks:
             block.forward = functools.partial(forward, block)
-        with _Attention(), _Shapes(), torch.enable_grad():
-            module(*_inputs(module, sequence), **_options(module, sequence))
+        around: dict[int, Tensor] = {}
+        with _Attention(), _Shapes(), torch.enable_grad(), _noting(around):
+            module(*_inputs(module, sequence), **given)
     finally:
         for block in blocks:
             del block.forward
     if len(counts) < len(blocks):
         raise ValueError("its forward does not call all of its blocks")
-    return counts
+    return Kept(
+        sum(counts), max(counts), sum(inputs.counts), max(inputs.counts), _nbytes(around, known | inputs.storages)
+    )
+
+
+class _Inputs:
+    """Bytes among the arguments of each call of a block. What several are given is counted once, except for what the
+    block before has made: each has its own, for which one stands here."""
+
+    def __init__(self, known: set[int]) -> None:
+        self.counts: list[int] = []
+        self._known = known
+        self._seen: dict[int, Tensor] = {}
+        """Kept, so that no other storage comes to lie where theirs do."""
+
+    def of_call(self, arguments: Any) -> None:
+        """The next block is called with these."""
+        count = 0
+        for tensor in _tensors(arguments):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._known and storage._cdata not in self._seen:
+                self._seen[storage._cdata] = tensor
+                count += storage.nbytes()
+        self.counts.append(count)
+
+    @property
+    def storages(self) -> Set[int]:
+        """What blocks were given, but for what others have made."""
+        return self._seen.keys()
+
+    def passed_on(self, output: Any) -> None:
+        """The block has returned this."""
+        for tensor in _tensors(output):
+            self._seen.pop(tensor.untyped_storage()._cdata, None)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, Mapping):
+        yield from _tensors(tuple(values.values()))
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from _tensors(value)
+
+
+def _nbytes(saved: Mapping[int, Tensor], known: Set[int]) -> int:
+    return sum(saved[storage].untyped_storage().nbytes() for storage in saved.keys() - known)
 
 
 def _inputs(module: nn.Module, sequence: int) -> tuple[Tensor, ...]:
@@ -117,9 +173,14 @@ def _options(module: nn.Module, sequence: int) -> dict[str, Any]:
     return {"attention_mask": mask, "use_cache": False}
 
 
-def _note(saved: dict[int, Tensor], tensor: Tensor) -> Tensor:
-    saved[tensor.untyped_storage()._cdata] = tensor
-    return tensor
+def _noting(saved: dict[int, Tensor]) -> torch.autograd.graph.saved_tensors_hooks:
+    """Within ``with``, what autograd saves is noted, by its storage."""
+
+    def note(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
 
 
 class _FlashAttention(torch.autograd.Function):

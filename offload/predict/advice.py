@@ -6,13 +6,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from offload.errors import ConfigError
+from offload.native_optimizers import NATIVE_OPTIMIZERS
+from offload.predict.best_batches import modes_of
 from offload.predict.machine import Machine, with_second_drive
 from offload.predict.prediction import Prediction, predict
 from offload.predict.variants import AS_WEIGHTS, BASES, Lora
-from offload.predict.workload import Workload
+from offload.predict.workload import Mode, Workload
 
 _WORTH = 1.01
 """Least gain that is worth a line."""
+
+ACTIVATIONS: dict[Mode, str] = {
+    "keep": "activations kept, not recomputed",
+    "recompute": "recomputed activations",
+    "host": "activations recomputed, inputs of blocks in host memory",
+    "nvme": "activations recomputed, inputs of blocks on NVMe",
+}
+"""What may become of activations, in words."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +83,14 @@ def _changes(machine: Machine, workload: Workload) -> Iterator[tuple[str, Machin
     yield "twice the host memory", replace(machine, host_bytes=2 * machine.host_bytes), workload
     if machine.nvme is not None:
         yield "a second SSD for each one", with_second_drive(machine), workload
-    if workload.moments_dtype != "int8" and workload.optimizer in ("adam", "adamw", "lion", "adagrad"):
+    if workload.moments_dtype != "int8" and NATIVE_OPTIMIZERS[workload.optimizer].states:
         yield "moments in 8 bits (inexact)", machine, replace(workload, moments_dtype="int8")
-    if workload.recomputed:
-        yield "activations kept, not recomputed", machine, replace(workload, recomputed=False)
-    else:
-        yield "recomputed activations", machine, replace(workload, recomputed=True)
+    for mode in modes_of(machine):
+        if mode != workload.activations:
+            yield ACTIVATIONS[mode], machine, replace(workload, activations=mode)
     if workload.precision == "fp32" and machine.device.computes:
         yield "weights in bf16", machine, replace(workload, precision="bf16")
     if workload.clipped:
         yield "a bound of the gradient norm that steps do not reach", machine, replace(workload, clipped=False)
-    yield f"batch {2 * workload.batch}", machine, replace(workload, batch=2 * workload.batch)
+    what = "micro-batches" if workload.together else "batch"
+    yield f"{what} {2 * workload.size}", machine, workload.of_size(2 * workload.size)

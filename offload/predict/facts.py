@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from offload.predict.advice import Advice, Way
+from offload.predict.best_batches import BestBatch
 from offload.predict.endurance import Endurance
 from offload.predict.prediction import Batches, Prediction
 
@@ -40,7 +41,7 @@ def facts_of(
         "fits": prediction.fits,
         "shortage": None if prediction.shortage is None else asdict(prediction.shortage),
         "least_host_memory_bytes": least_host_bytes,
-        "activation_bytes": prediction.activation_bytes,
+        "activation_bytes": prediction.activations.computing,
         "advice": [
             {
                 "change": one.change,
@@ -99,6 +100,32 @@ def of_batches(batches: Batches) -> dict[str, Any]:
     return {"largest_batch": batches.largest, "compute_bound_batch": batches.computing}
 
 
+def of_best_batches(found: Sequence[BestBatch]) -> list[dict[str, Any]]:
+    """Rows of a table: for each thing that may become of activations the best batch, and what a step is with it."""
+    return [
+        {
+            "activations": row.prediction.workload.activations,
+            "micro_batch": row.prediction.workload.batch if row.prediction.workload.together else None,
+            "largest_batch": row.largest,
+            "compute_bound_batch": row.computing,
+            "batch": row.best,
+            **_of_way(row.prediction),
+            **(_of_kept(row.prediction) if row.prediction.fits else {}),
+        }
+        for row in found
+    ]
+
+
+def _of_kept(prediction: Prediction) -> dict[str, Any]:
+    """What a token costs of drives, and the bytes of activations in each tier."""
+    tokens = prediction.tokens // prediction.machine.num_ranks
+    rows = [row for kind, row in memory_of(prediction).items() if kind.startswith("activations")]
+    return {
+        "written_bytes_a_token": prediction.written_bytes / tokens,
+        "activation_bytes": {tier: sum(row[tier] for row in rows) for tier in ("device", "host", "nvme")},
+    }
+
+
 def of_training(prediction: Prediction, tokens: int | None) -> dict[str, Any]:
     """Facts about a training on so many tokens, if they are known."""
     hours = tokens / prediction.tokens_per_second / 3600 if tokens is not None and prediction.fits else None
@@ -116,6 +143,7 @@ def _of_way(prediction: Prediction) -> dict[str, Any]:
     rows = memory_of(prediction).values()
     return {
         "fits": True,
+        "seconds": prediction.seconds,
         "tokens_per_second": prediction.tokens_per_second,
         "limit": prediction.limit,
         "memory": {tier: sum(row[tier] for row in rows) for tier in ("device", "host", "nvme")},
@@ -127,6 +155,9 @@ def memory_of(prediction: Prediction) -> dict[str, dict[str, int]]:
     """Bytes of each kind in each tier of a rank, what passes through and activations included."""
     assert prediction.plan is not None
     none = {"device": 0, "host": 0, "nvme": 0}
-    kept = {"device" if prediction.machine.device.computes else "host": prediction.activation_bytes}
+    activations = prediction.activations
+    kept = {"device" if prediction.machine.device.computes else "host": activations.computing}
     rows = {**prediction.plan.memory, "activations (outside of budgets)": kept}
+    if activations.memory:
+        rows["activations"] = {"host": activations.memory, "nvme": activations.written}
     return {kind: {**none, **tiers} for kind, tiers in rows.items()}

@@ -73,6 +73,6 @@ def _over_memory(prediction: Prediction) -> Sequence[tuple[float, Prediction]]:
 def _over_batch(prediction: Prediction) -> Sequence[tuple[float, Prediction]]:
     """From one to past the batch from which compute limits."""
     model, machine, workload = prediction.model, prediction.machine, prediction.workload
-    most = 2 * max(prediction.compute_bound_batch if prediction.fits else 0, workload.batch, 4)
+    most = 2 * max(prediction.compute_bound_batch if prediction.fits else 0, workload.size, 4)
     batches = sorted({max(round(most * index / _POINTS), 1) for index in range(1, _POINTS + 1)})
-    return [(float(batch), predict(model, machine, replace(workload, batch=batch))) for batch in batches]
+    return [(float(batch), predict(model, machine, workload.of_size(batch))) for batch in batches]

@@ -21,16 +21,27 @@ from offload.plan.device import GOLDEN, MARGIN
 from offload.plan.plan import Plan
 from offload.plan.ranks import ONE_RANK, PLACEMENTS, RanksPlan, plan_ranks
 from offload.planning import DeviceRoom, Room, plan_within
+from offload.predict.activation_bytes import ActivationBytes, activation_bytes
 from offload.predict.cores import bound, shares_of
 from offload.predict.machine import CONTEXT_BYTES, Machine
 from offload.predict.model import Model
 from offload.predict.schedule import Steps, UnitWork, step_seconds
-from offload.predict.unit_costs import link_seconds, nvme_bytes, places_of, receiving_seconds, works_of
+from offload.predict.unit_costs import (
+    kept_link_seconds,
+    link_seconds,
+    nvme_bytes,
+    places_of,
+    receiving_seconds,
+    works_of,
+)
 from offload.predict.workload import Workload
 from offload.units import Tile, UnitSpec, shard_unit
 
 _MOST_TILES = 1024
 """A larger model is planned in bundles of tiles: placing them one by one would take minutes at a trillion."""
+
+MOST_BATCH = 1 << 16
+"""No larger one is looked at."""
 
 _PLENTY = 1 << 61
 """More bytes than any machine has."""
@@ -53,18 +64,21 @@ class Shortage:
 class Prediction:
     """Forecast of a step. ``plan`` is None where it does not fit: ``shortage`` says of what there is too little.
 
-    ``links`` are the seconds that a step takes of each part of the machine, ``seconds`` the step. Bytes are a rank's.
+    ``links`` are the seconds that a step takes of each part of the machine, those of activations in ``kept_links``;
+    ``seconds`` is the step. Bytes are a rank's.
     """
 
     model: Model
     machine: Machine
     workload: Workload
-    activation_bytes: int
+    activations: ActivationBytes
+    """Of a pass."""
     shortage: Shortage | None = None
     read_bytes: int = 0
     written_bytes: int = 0
     plan: Plan | None = None
     links: dict[str, float] = field(default_factory=dict)
+    kept_links: dict[str, float] = field(default_factory=dict)
     seconds: float = math.inf
 
     @property
@@ -95,7 +109,7 @@ class Prediction:
     @property
     def tokens(self) -> int:
         """Of a step, of all ranks."""
-        return self.workload.tokens * self.workload.micro_batches * self.machine.num_ranks
+        return self.workload.tokens * self.workload.passes * self.machine.num_ranks
 
     @property
     def tokens_per_second(self) -> float:
@@ -104,41 +118,50 @@ class Prediction:
     @property
     def compute_bound_batch(self) -> int:
         """The batch from which compute would take longer than any link, if these took as long with it as they do
-        now. ``Batches.of`` looks whether it fits."""
-        others = max((seconds for name, seconds in self.links.items() if name != "compute"), default=0.0)
-        return max(math.ceil(self.workload.batch * others / self.links["compute"]), 1)
+        now, but for activations. ``Batches.of`` looks whether it fits; ``MOST_BATCH`` and one if there is none."""
+        compute, least = self.links["compute"], 1
+        for name, seconds in self.links.items():
+            if name == "compute":
+                continue
+            growing = self.kept_links.get(name, 0.0)
+            faster = (compute - growing) * MOST_BATCH > (seconds - growing) * self.workload.size
+            batch = self.workload.size * (seconds - growing) / (compute - growing) if faster else MOST_BATCH + 1
+            least = max(least, math.ceil(batch))
+        return least
 
 
 def predict(model: Model, machine: Machine, workload: Workload) -> Prediction:
     """Plan the model into the machine as the engine would, and play a step through. Raises ``ConfigError``."""
-    activations = activation_bytes(model, workload)
+    activations = activation_bytes(model, workload, machine.host_bytes)
     prediction = Prediction(model, machine, workload, activations)
     found = _placed(model, machine, workload, activations)
     if isinstance(found, Shortage):
         return replace(prediction, shortage=found)
     case, plan = found
     places = places_of(plan)
-    works = works_of(model, machine, workload, case.whole, plan)
-    read, written = nvme_bytes(plan, places, workload)
+    works = works_of(model, machine, workload, case.whole, plan, activations)
+    read, written = nvme_bytes(plan, places, workload, activations)
     links = link_seconds(machine, workload, plan, places, works, read, written)
     received = receiving_seconds(machine, workload, plan, places, case.whole)
     shares = shares_of(machine, plan, works, links, read + written, received)
     links["compute"] = max(links["compute"], bound(shares, works, links))
     seconds, least = math.inf, max(links.values())
     for speculative in _speculative_choices(plan, works, workload):
-        steps = Steps(speculative, workload.micro_batches, machine.network.settle_seconds)
+        steps = Steps(speculative, workload.passes, machine.network.settle_seconds)
         seconds = min(seconds, step_seconds(works, places, steps, shares))
         if seconds <= least:
             break  # no schedule takes less
     return replace(
-        prediction, plan=plan, links=links, seconds=max(seconds, least), read_bytes=read, written_bytes=written
-    )
+        prediction, plan=plan, links=links, kept_links=kept_link_seconds(works, workload), seconds=max(seconds, least),
+        read_bytes=read, written_bytes=written,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches of a workload, all else as it is: the ``largest`` that fits, 0 if none does, and the least of those that
-    fit with which compute limits (``computing``); None: it does with none of them."""
+    """Batches of a workload, or numbers of micro-batches that are together, all else as it is: the ``largest`` that
+    fits, 0 if none does, and the least of those that fit with which compute limits (``computing``); None: it does with
+    none of them."""
 
     largest: int
     computing: int | None
@@ -149,37 +172,34 @@ class Batches:
         model, machine, workload = prediction.model, prediction.machine, prediction.workload
         largest = _largest_batch(model, machine, workload)
         if not prediction.fits or prediction.limit == "compute":
-            return cls(largest, prediction.workload.batch if prediction.fits else None)
-        batch, found = workload.batch, prediction
+            return cls(largest, workload.size if prediction.fits else None)
+        batch, found = workload.size, prediction
         while found.limit != "compute":
             batch = max(found.compute_bound_batch, batch + 1)
             if batch > largest:
                 return cls(largest, None)
-            found = predict(model, machine, replace(workload, batch=batch))
+            found = predict(model, machine, workload.of_size(batch))
         return cls(largest, batch)
 
 
-_MOST_BATCH = 1 << 16
-
-
 def _largest_batch(model: Model, machine: Machine, workload: Workload) -> int:
-    """The largest batch that fits, up to ``_MOST_BATCH``; 0 if none does."""
+    """The largest batch that fits, up to ``MOST_BATCH``; 0 if none does."""
 
-    def kept(batch: int) -> int:
-        return activation_bytes(model, replace(workload, batch=batch))
+    def kept(batch: int) -> ActivationBytes:
+        return activation_bytes(model, workload.of_size(batch), machine.host_bytes)
 
     device = machine.device
     room = device.memory_bytes - CONTEXT_BYTES if device.computes else machine.beside_bytes
-    each = max(kept(2) - kept(1), 1)
-    once = kept(1) - each
+    each = max(kept(2).computing - kept(1).computing, 1)
+    once = kept(1).computing - each
 
     def of_room(nbytes: float) -> int:
-        return int(min(max((nbytes - once) / each, 0), _MOST_BATCH))
+        return int(min(max((nbytes - once) / each, 0), MOST_BATCH))
 
     largest = of_room(room)
     least, most, batch = 0, largest + 1, largest
     while most - least > 1:
-        found = _placed(model, machine, replace(workload, batch=batch), kept(batch))
+        found = _placed(model, machine, workload.of_size(batch), kept(batch))
         if not isinstance(found, Shortage):
             least, guess = batch, batch + 1
         elif found.kind == "device memory":
@@ -200,18 +220,10 @@ def least_host_bytes(model: Model, machine: Machine, workload: Workload) -> int:
     return 0
 
 
-def activation_bytes(model: Model, workload: Workload) -> int:
-    """Bytes that autograd keeps for one micro-batch, of logits with their gradients, and of the widest matrix of a
-    quantised base: outside of all budgets."""
-    width, dtype = 4 if workload.precision == "fp32" else 2, workload.dtype
-    blocks = model.kept(workload.sequence, dtype).nbytes(workload.batch, recomputed=workload.recomputed)
-    return blocks + workload.tokens * model.vocabulary * (width + 8) + model.widened_bytes(dtype)
-
-
 @dataclass(frozen=True)
 class _Case:
-    """Case that a rank's plan depends on: the ``whole`` units, its ``shards`` of them, and what whole units take
-    there."""
+    """Case that a rank's plan depends on: the ``whole`` units, its ``shards`` of them, what whole units take there, and
+    what activations take of NVMe (``kept_bytes``)."""
 
     whole: Sequence[UnitSpec]
     shards: Sequence[UnitSpec]
@@ -219,6 +231,7 @@ class _Case:
     choice: OptimizerChoice | None
     room: Room
     ranks: RanksPlan
+    kept_bytes: int
 
     def plan(self, room: Room | None = None) -> Plan:
         """The rank's plan, in another room if one is given. Raises ``BudgetError``."""
@@ -237,39 +250,47 @@ class _Case:
             try:
                 self.plan(tried)
             except BudgetError as error:
-                return Shortage(kind, error.needed_bytes, given)
+                aside = self.kept_bytes if kind == "NVMe" else 0
+                return Shortage(kind, error.needed_bytes + aside, given + aside)
         raise AssertionError("the plan fits")
 
 
-def _placed(model: Model, machine: Machine, workload: Workload, activations: int) -> tuple[_Case, Plan] | Shortage:
+def _placed(
+    model: Model, machine: Machine, workload: Workload, activations: ActivationBytes
+) -> tuple[_Case, Plan] | Shortage:
     """The plan, and what it depends on; else of what there is too little."""
-    if not machine.device.computes and activations > machine.beside_bytes:
-        return Shortage("memory for activations", activations, int(machine.beside_bytes))
+    if not machine.device.computes and activations.computing > machine.beside_bytes:
+        return Shortage("memory for activations", activations.computing, int(machine.beside_bytes))
+    nvme = machine.nvme_bytes if machine.nvme is not None else 0
+    if activations.written > nvme:
+        return Shortage("NVMe", activations.written, nvme)
     found = _planned(list(_cases(model, machine, workload, activations)))
     return found.shortage() if isinstance(found, _Case) else found
 
 
-def _cases(model: Model, machine: Machine, workload: Workload, activations: int) -> Iterator[_Case]:
+def _cases(model: Model, machine: Machine, workload: Workload, activations: ActivationBytes) -> Iterator[_Case]:
     """One for each placement that may be taken, in the order in which the engine tries them; one for a single rank."""
     count = machine.num_ranks
     whole = model.units(workload.dtype, count)
     shards = [shard_unit(unit, 0, count) for unit in whole]
     config = replace(workload.config(), device_memory="auto")
+    if activations.memory:  # what is set aside is the same for both, and there is no path here
+        config = replace(config, activations="host", activation_memory=activations.memory)
     formats = Formats.of(config)
     choice = _bundled(choose(config, shards), shards)
-    nvme = machine.nvme_bytes if machine.nvme is not None else 0
+    nvme = machine.nvme_bytes - activations.written if machine.nvme is not None else 0
     room = Room(machine.host_bytes, nvme, float(nvme))
     if machine.device.computes:
-        left = machine.device.memory_bytes - CONTEXT_BYTES - activations
+        left = machine.device.memory_bytes - CONTEXT_BYTES - activations.computing
         given = left * MARGIN if workload.device_bytes is None else min(workload.device_bytes, left)
         budget = max(int(given), 0)
         config, room = replace(config, device_memory=budget), replace(room, compute=DeviceRoom(budget))
     if count == 1:
-        yield _Case(whole, shards, config, choice, room, ONE_RANK)
+        yield _Case(whole, shards, config, choice, room, ONE_RANK, activations.written)
         return
     for placement in PLACEMENTS if workload.shard == "auto" else (workload.shard,):
         ranks = plan_ranks(whole, formats, placement, count, device=machine.device.computes)
-        yield _Case(whole, shards, config, choice, room, ranks)
+        yield _Case(whole, shards, config, choice, room, ranks, activations.written)
 
 
 def _planned(cases: Sequence[_Case]) -> tuple[_Case, Plan] | _Case:

@@ -20,6 +20,19 @@ NOTHING_SHARED = Shares()
 
 
 @dataclass(frozen=True)
+class KeptWork:
+    """Seconds that activations of one unit take of each part of the machine in a pass, on their way out and back."""
+
+    to_host: float = 0.0
+    write: float = 0.0
+    read: float = 0.0
+    to_device: float = 0.0
+
+
+STAYS = KeptWork()
+
+
+@dataclass(frozen=True)
 class UnitWork:
     """Seconds that one unit takes of each part of the machine in a step.
 
@@ -27,7 +40,7 @@ class UnitWork:
     ``spill`` is a write of its gradients, ``late`` their read by an update that begins after the step is certain.
     ``to_device_again`` is the copy for backward, if forward's has not stayed. ``gather`` is that of the whole unit's
     weights over the network, ``exchange`` that of its gradients. ``calls`` are 2 for a weight that both ends of the
-    model use.
+    model use. ``kept`` are its activations, where they leave.
     ``streamed``: its weights pass through a slot; ``eligible``: it may be updated in backward, and ``beside`` is then
     the copy to its spare places in host memory.
     """
@@ -45,9 +58,18 @@ class UnitWork:
     to_host: float = 0.0
     gather: float = 0.0
     exchange: float = 0.0
+    kept: KeptWork = STAYS
     calls: int = 1
     streamed: bool = False
     eligible: bool = False
+
+
+_BRING, _BRING_KEPT, _UPDATE, _SPILL, _LEAVE = range(5)
+"""Queues of jobs, in the order in which the drive takes them: what compute needs, updates of the last step, what is
+done beside, and what goes."""
+
+_KEPT_AHEAD = 2
+"""Activations of so many units are on their way at a time: their memory has room for no more."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +110,8 @@ def step_seconds(works: Sequence[UnitWork], places: Places, steps: Steps, shares
 @dataclass(frozen=True)
 class _Use:
     """A unit at work, ``seconds`` long. ``brought``: its weights come for it, from where they rest if they are
-    ``fetched``, over the link in ``link``. ``leaves``: gradients go when it is over, ``last``: for this step."""
+    ``fetched``, over the link in ``link``. ``leaves``: gradients go when it is over, ``last``: for this step.
+    ``keeps``: it is a forward, whose activations go then."""
 
     index: int
     seconds: float
@@ -97,15 +120,15 @@ class _Use:
     fetched: bool = True
     leaves: bool = False
     last: bool = False
+    keeps: bool = False
 
 
 class _Program:
-    """``tasks`` are what compute does, ``queues`` the jobs: for compute, updates of the last step, what is done beside,
-    gradients that go."""
+    """``tasks`` are what compute does, ``queues`` the jobs."""
 
     def __init__(self, works: Sequence[UnitWork], places: Places, steps: Steps) -> None:
         self.tasks: list[Task] = []
-        self.queues: list[deque[Job]] = [deque(), deque(), deque(), deque()]
+        self.queues: list[deque[Job]] = [deque() for _ in range(5)]
         self._works, self._places, self._steps = works, places, steps
         self._streamed = [index for index, work in enumerate(works) if work.streamed]
         self._position = {index: position for position, index in enumerate(self._streamed)}
@@ -120,6 +143,10 @@ class _Program:
         """Speculative updates, each of which holds a slot."""
         self._leaving: deque[Job] = deque()
         """Gradients on their way, of the last two units."""
+        self._kept_leaving: deque[Job] = deque()
+        """Activations on their way, of the last units."""
+        self._kept_jobs: dict[int, Job] = {}
+        """The same, and those that have left, by unit."""
 
     def step(self) -> int:
         """Add a step; the number of the task that ends its backward."""
@@ -134,7 +161,7 @@ class _Program:
                 after = self._last
                 if work.streamed and (position := self._position[index]) >= self._places.slots:
                     after += 1 + self._streamed[position - self._places.slots]  # whose slot it takes
-                self._ask(1, index, Job(after, work.update + work.late, work.sweep))
+                self._ask(_UPDATE, index, Job(after, work.update + work.late, work.sweep))
         return self._last
 
     def _uses(self, number: int) -> Iterator[_Use]:
@@ -142,27 +169,35 @@ class _Program:
         works, count = self._works, len(self._works)
         last = number == self._steps.micro_batches - 1
 
-        def use(index: int, seconds: float, *, backward: bool, fetched: bool = True, leaves: bool = False) -> _Use:
+        def use(
+            index: int,
+            seconds: float,
+            *,
+            backward: bool,
+            fetched: bool = True,
+            leaves: bool = False,
+            keeps: bool = False,
+        ) -> _Use:
             brought = self._places.brought(index, count, backward=backward, first=number == 0)
             link = works[index].to_device_again if backward else works[index].to_device
-            return _Use(index, seconds, link * brought, brought, fetched and brought, leaves, leaves and last)
+            return _Use(index, seconds, link * brought, brought, fetched and brought, leaves, leaves and last, keeps)
 
         def once(seconds: float, work: UnitWork) -> float:
             return seconds if work.calls == 1 else 0.0
 
         twice = [index for index in range(count) if works[index].calls > 1]
         for index, work in enumerate(works):
-            yield use(index, once(work.forward, work), backward=False)
+            yield use(index, once(work.forward, work), backward=False, keeps=True)
         for index in twice:
             yield use(index, works[index].forward, backward=True, fetched=False)
         for index in twice:
             yield use(index, works[index].backward, backward=True, fetched=False)
-        kept = self._kept()
+        lying = self._lying()
         for index in reversed(range(count)):
             seconds = once(works[index].backward, works[index])
-            yield use(index, seconds, backward=True, fetched=index not in kept, leaves=True)
+            yield use(index, seconds, backward=True, fetched=index not in lying, leaves=True)
 
-    def _kept(self) -> set[int]:
+    def _lying(self) -> set[int]:
         """Units that still lie in their slots when backward begins: those that forward ended with."""
         return set(self._streamed[-max(self._places.slots - 2, 1) :])
 
@@ -173,9 +208,36 @@ class _Program:
             task.waits_for.append(self._held.popleft())
         while len(self._leaving) > 1:  # gradients of one unit are on their way at a time
             task.waits_for.append(self._leaving.popleft())
+        while len(self._kept_leaving) >= _KEPT_AHEAD:
+            task.waits_for.append(self._kept_leaving.popleft())
+        if use.leaves:
+            task.waits_for.extend(self._kept_brought(use))
         self.tasks.append(task)
+        if use.keeps:
+            self._kept_leaves(use)
         if use.leaves:
             self._leave(use)
+
+    def _kept_leaves(self, use: _Use) -> None:
+        """The unit's forward is over: its activations go."""
+        kept, now = self._works[use.index].kept, len(self.tasks) - 1
+        if not kept.to_host and not kept.write:
+            return
+        copy = Job(now, 0.0, back=kept.to_host)
+        write = Job(now, kept.write, needs=copy)
+        self.queues[_LEAVE].append(copy)
+        self.queues[_SPILL].append(write)
+        self._kept_leaving.append(write)
+        self._kept_jobs[use.index] = write
+
+    def _kept_brought(self, use: _Use) -> list[Job]:
+        """Its activations come back for the next task, its backward."""
+        kept, left = self._works[use.index].kept, self._kept_jobs.pop(use.index, None)
+        if left is None:
+            return []
+        job = Job(len(self.tasks) - _KEPT_AHEAD, kept.read, link=kept.to_device, needs=left)
+        self.queues[_BRING_KEPT].append(job)
+        return [job]
 
     def _brought(self, use: _Use) -> list[Job]:
         """The jobs that the next task, a use of the unit, waits for."""
@@ -194,7 +256,7 @@ class _Program:
         fetch = work.fetch if use.fetched and update is None else 0.0
         if fetch or use.link or gather:
             job = Job(after, fetch, link=use.link, network=gather, needs=update)
-            self.queues[0].append(job)
+            self.queues[_BRING].append(job)
             return [job]
         return [] if update is None else [update]
 
@@ -204,13 +266,13 @@ class _Program:
         job = None
         if work.exchange or work.to_host:
             job = Job(now, 0.0, network=work.exchange, back=work.to_host)
-            self.queues[3].append(job)
+            self.queues[_LEAVE].append(job)
             self._leaving.append(job)
         if work.spill:
-            self.queues[2].append(Job(now, work.spill, needs=job))
+            self.queues[_SPILL].append(Job(now, work.spill, needs=job))
         if use.last and use.index in self._steps.speculative:
             speculative = Job(now, work.update, work.sweep + work.beside, needs=job)
-            self._ask(2, use.index, speculative)
+            self._ask(_SPILL, use.index, speculative)
             if work.streamed:
                 self._held.append(speculative)
 

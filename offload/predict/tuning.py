@@ -76,7 +76,7 @@ def tune(
     """
     given = {**options, "precision": workload.precision, "optimizer": workload.optimizer}
     given |= {"moments_dtype": workload.moments_dtype, "gradient_accumulation_steps": workload.micro_batches}
-    given |= {"activations": "recompute"} if workload.recomputed else {}
+    given |= {"activations": workload.activations} if workload.recomputed else {}
     loop = {"batch": workload.batch, "together": False}
     seconds, plan = _turn(build(), workload.sequence, {**given, **loop})
     candidates: list[Options] = [{}, *_of_transfers(plan, options), *_of_batches(build(), workload, plan)]

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from offload.optim.formats import Formats
 from offload.plan.plan import Plan, Tier, UnitPlan
+from offload.predict.activation_bytes import ActivationBytes
 from offload.predict.cores import Own
 from offload.predict.machine import Machine
 from offload.predict.model import Model
-from offload.predict.schedule import Places, UnitWork
+from offload.predict.schedule import KeptWork, Places, UnitWork
 from offload.predict.workload import Workload
 from offload.units import UnitSpec
 
@@ -54,23 +55,31 @@ def places_of(plan: Plan) -> Places:
 
 
 def works_of(
-    model: Model, machine: Machine, workload: Workload, whole: Sequence[UnitSpec], plan: Plan
+    model: Model,
+    machine: Machine,
+    workload: Workload,
+    whole: Sequence[UnitSpec],
+    plan: Plan,
+    activations: ActivationBytes,
 ) -> list[UnitWork]:
     """The seconds of every unit. ``whole`` are those of which the plan has a rank's shards."""
-    formats, network, drive = plan.formats, machine.network, _Drive(machine, plan, workload)
+    formats, network, drive = plan.formats, machine.network, _Drive(machine, plan, workload, activations)
     compute = compute_seconds(model, machine, workload, whole)
+    keeping = _kept(model, machine, whole, activations, drive)
+    copying = 0.0 if machine.device.computes else 2 * activations.leaving / machine.update  # each way
     own = Own(machine, formats)
     stays = 1.0
     if plan.device.all_bytes:
         stays = min(plan.device.weights_bytes / plan.device.all_bytes, 1.0)
     works = []
-    for item, (forward, backward), unit in zip(plan.units, compute, whole, strict=True):
+    for item, (forward, backward), unit, (share, kept) in zip(plan.units, compute, whole, keeping, strict=True):
         one, uses = _bytes(item, formats), 2 if _tied(unit) else 1
         per_element = 0.0 if item.weights is Tier.DEVICE else formats.weights / machine.device.link
         to_device, to_host = item.unit.numel * per_element, item.unit.trainable_numel * per_element
         works.append(
             UnitWork(
-                forward=forward + own.forward(item), backward=backward + own.backward(item, unit, uses),
+                forward=forward + own.forward(item) + share * copying,
+                backward=backward + own.backward(item, unit, uses) + share * copying,
                 fetch=drive.seconds(one.weights),
                 update=drive.seconds(one.weights + one.states, one.trained + one.states),
                 sweep=one.in_memory / machine.update + own.update(item), spill=drive.seconds(0, one.grads),
@@ -78,7 +87,7 @@ def works_of(
                 to_device=to_device, to_device_again=to_device * (1 - stays), to_host=to_host,
                 gather=network.gather_seconds(unit.numel * formats.weights),
                 exchange=network.exchange_seconds(unit.trainable_numel * formats.weights),
-                calls=uses, streamed=item.weights is Tier.NVME,
+                kept=kept, calls=uses, streamed=item.weights is Tier.NVME,
                 eligible=item.has_spares or (plan.speculative and item.streamed),
                 beside=2 * item.spare_bytes(formats) / machine.update if item.has_spares else 0.0,
             )
@@ -86,54 +95,77 @@ def works_of(
     return works
 
 
+def _kept(
+    model: Model, machine: Machine, units: Sequence[UnitSpec], activations: ActivationBytes, drive: _Drive
+) -> list[tuple[float, KeptWork]]:
+    """By unit: its share of what leaves, as it has of the blocks' products; and the seconds that it takes."""
+    link = machine.device.link
+    out = [activations.leaving / link, drive.seconds(0, activations.written)]
+    back = [drive.seconds(activations.read), activations.leaving / link]
+    products = [0.0 if _is_head(model, unit) else model.flops(unit)[0] for unit in units]
+    shares = [one / (sum(products) or 1.0) for one in products]
+    return [(share, KeptWork(*(share * seconds for seconds in (*out, *back)))) for share in shares]
+
+
 def link_seconds(
     machine: Machine, workload: Workload, plan: Plan, places: Places, works: Sequence[UnitWork], read: int, written: int
 ) -> dict[str, float]:
     """Seconds that a step takes of each part of the machine. ``read`` and ``written`` are its bytes on NVMe."""
-    micro_batches = workload.micro_batches
-    forward, backward = (_brought(places, len(works), micro_batches, backward=again) for again in (False, True))
+    passes, kept = workload.passes, kept_link_seconds(works, workload)
+    forward, backward = (_brought(places, len(works), passes, backward=again) for again in (False, True))
     links = {
-        "compute": sum(work.forward + work.backward for work in works) * micro_batches,
+        "compute": sum(work.forward + work.backward for work in works) * passes,
         "NVMe": machine.nvme.seconds(read, written) if machine.nvme is not None else 0.0,
     }
     if machine.device.computes:
         links |= {
-            "link to the device": sum(
+            "link to the device": kept["link to the device"]
+            + sum(
                 work.to_device * there + work.to_device_again * back
                 for work, there, back in zip(works, forward, backward, strict=True)
             ),
-            "link to the host": sum(work.to_host for work in works) * micro_batches,
+            "link to the host": kept["link to the host"] + sum(work.to_host for work in works) * passes,
             "CPU updates": sum(work.sweep for work in works),
         }
     if plan.ranks.gathers:
         links["network"] = sum(
-            work.gather * (there + back) + work.exchange * micro_batches
+            work.gather * (there + back) + work.exchange * passes
             for work, there, back in zip(works, forward, backward, strict=True)
         )
     return links
 
 
-def nvme_bytes(plan: Plan, places: Places, workload: Workload) -> tuple[int, int]:
+def kept_link_seconds(works: Sequence[UnitWork], workload: Workload) -> dict[str, float]:
+    """Of these seconds, those of activations."""
+    kept = [work.kept for work in works]
+    return {
+        "NVMe": sum(one.read + one.write for one in kept) * workload.passes,
+        "link to the device": sum(one.to_device for one in kept) * workload.passes,
+        "link to the host": sum(one.to_host for one in kept) * workload.passes,
+    }
+
+
+def nvme_bytes(plan: Plan, places: Places, workload: Workload, activations: ActivationBytes) -> tuple[int, int]:
     """Bytes that a rank reads and writes in a step. Units that still lie in their slots are read no more."""
     moved = [_bytes(item, plan.formats) for item in plan.units]
     streamed = [index for index, one in enumerate(moved) if one.weights]
     lie = set(streamed[-max(places.slots - 2, 1) :])
-    num_units, micro_batches = len(moved), workload.micro_batches
-    forward, backward = (_brought(places, num_units, micro_batches, backward=again) for again in (False, True))
+    num_units, passes = len(moved), workload.passes
+    forward, backward = (_brought(places, num_units, passes, backward=again) for again in (False, True))
     read = plan.step_read_bytes
     for index in streamed:  # of which the plan's bytes have two reads
         again = backward[index] * (index not in lie)
         read += moved[index].weights * (forward[index] + again - 2)
-    grads = sum(one.grads for one in moved) * (micro_batches - 1)
+    grads = sum(one.grads for one in moved) * (passes - 1)
     if workload.clipped and plan.speculative:  # gradients are read by updates that begin later
         read += sum(one.grads for item, one in zip(plan.units, moved, strict=True) if item.streamed)
-    return read + grads, plan.step_write_bytes + grads
+    return read + grads + activations.read * passes, plan.step_write_bytes + grads + activations.written * passes
 
 
-def _brought(places: Places, num_units: int, micro_batches: int, *, backward: bool) -> list[int]:
+def _brought(places: Places, num_units: int, passes: int, *, backward: bool) -> list[int]:
     """Count the times that each unit's weights come for all forwards, or backwards, of a step."""
     return [
-        sum(places.brought(index, num_units, backward=backward, first=number == 0) for number in range(micro_batches))
+        sum(places.brought(index, num_units, backward=backward, first=number == 0) for number in range(passes))
         for index in range(num_units)
     ]
 
@@ -141,10 +173,10 @@ def _brought(places: Places, num_units: int, micro_batches: int, *, backward: bo
 class _Drive:
     """Seconds of reads and writes: alone, less what is saved where both go on at once."""
 
-    def __init__(self, machine: Machine, plan: Plan, workload: Workload) -> None:
+    def __init__(self, machine: Machine, plan: Plan, workload: Workload, activations: ActivationBytes) -> None:
         self._nvme, self._overlap = machine.nvme, 1.0
         if self._nvme is not None:
-            read, written = nvme_bytes(plan, places_of(plan), workload)
+            read, written = nvme_bytes(plan, places_of(plan), workload, activations)
             alone = self.seconds(read, written)
             self._overlap = self._nvme.seconds(read, written) / alone if alone else 1.0
 
@@ -160,16 +192,16 @@ def receiving_seconds(
     """Of cores, in a step: what a rank receives passes them where the CPU computes."""
     network, gathered = machine.network, 0.0
     for backward in (False, True):
-        brought = _brought(places, len(whole), workload.micro_batches, backward=backward)
+        brought = _brought(places, len(whole), workload.passes, backward=backward)
         gathered += sum(unit.numel * times for unit, times in zip(whole, brought, strict=True)) * plan.formats.weights
-    exchanged = sum(unit.trainable_numel for unit in whole) * plan.formats.weights * workload.micro_batches
+    exchanged = sum(unit.trainable_numel for unit in whole) * plan.formats.weights * workload.passes
     return network.received_bytes(network.gather_cores * gathered + network.exchange_cores * exchanged)
 
 
 def compute_seconds(
     model: Model, machine: Machine, workload: Workload, units: Sequence[UnitSpec]
 ) -> list[tuple[float, float]]:
-    """Seconds of each unit in forward and backward of one micro-batch."""
+    """Seconds of each unit in forward and backward of one pass."""
     products = [model.flops(unit) for unit in units]
     heads = [_is_head(model, unit) for unit in units]
     in_blocks = sum(forward for (forward, _), head in zip(products, heads, strict=True) if not head) or 1.0
@@ -178,7 +210,7 @@ def compute_seconds(
     for (forward, trained), head in zip(products, heads, strict=True):
         rate = workload.tokens / (machine.cores.head if head else machine.cores.blocks)
         mixing = 0.0 if head else attention * forward / in_blocks
-        again = forward + mixing if workload.recomputed and not head else 0.0
+        again = forward + mixing if (workload.loss_rows if head else workload.recomputed) else 0.0
         seconds.append((rate * (forward + mixing), rate * (forward + trained + 2 * mixing + again)))
     return seconds
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from offload.config import OffloadConfig
+
+Mode = Literal["keep", "recompute", "host", "nvme"]
+"""What becomes of activations: values of the engine's option."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +18,6 @@ class Workload:
     """A step of one rank: ``micro_batches`` of ``batch`` sequences of ``sequence`` tokens.
 
     ``clipped`` says that the norm is over the bound in each step, so that no update may begin in backward.
-    ``recomputed``: activation checkpointing, blocks keep their inputs alone and are computed once more in backward.
     """
 
     batch: int = 1
@@ -25,16 +27,46 @@ class Workload:
     moments_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
     optimizer: str = "adamw"
     clipped: bool = False
-    recomputed: bool = False
+    activations: Mode = "keep"
+    activation_memory: int | None = None
+    """Host memory set aside for activations of "host" and "nvme"; None: what serves them."""
+    together: bool = False
+    """Micro-batches pass each unit together, by ``engine.together``."""
+    loss_rows: int | None = None
+    """Tokens of which logits exist at a time, by ``cross_entropy_in_tiles``; None: all."""
     shard: Literal["auto", "states", "gradients", "weights"] = "auto"
     """Parts of the state that ranks hold shards of."""
     device_bytes: int | None = None
     """``device_memory``; None: what activations leave."""
 
     @property
+    def size(self) -> int:
+        """What can be raised while each unit is fetched as often: the batch, or micro-batches that are together."""
+        return self.micro_batches if self.together else self.batch
+
+    def of_size(self, size: int) -> Workload:
+        """All else as it is."""
+        return replace(self, micro_batches=size) if self.together else replace(self, batch=size)
+
+    @property
+    def passes(self) -> int:
+        """Of a step: so many times each unit is fetched for forward, and for backward."""
+        return 1 if self.together else self.micro_batches
+
+    @property
     def tokens(self) -> int:
-        """Of one micro-batch."""
-        return self.batch * self.sequence
+        """Of one pass: of a micro-batch, or of all that are together."""
+        return self.batch * self.sequence * (self.micro_batches // self.passes)
+
+    @property
+    def recomputed(self) -> bool:
+        """Blocks keep their inputs alone, and are computed once more in backward."""
+        return self.activations != "keep"
+
+    @property
+    def leave(self) -> bool:
+        """Activations leave the memory where the model computes."""
+        return self.activations in ("host", "nvme")
 
     @property
     def dtype(self) -> torch.dtype:

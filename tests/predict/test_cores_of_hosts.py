@@ -26,7 +26,7 @@ def host(cores: int, memory_bandwidth: float, gpu: str = "h100", host_bytes: int
 
 
 def played(machine: Machine, batch: int, *, clipped: bool = False) -> Prediction:
-    return predict(seven_billion(), machine, Workload(batch=batch, clipped=clipped, recomputed=True))
+    return predict(seven_billion(), machine, Workload(batch=batch, clipped=clipped, activations="recompute"))
 
 
 def reached(prediction: Prediction) -> float:

@@ -71,7 +71,7 @@ def test_what_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str]):
     found = answer(capsys, *ONE, "--batch", "256")
     largest = found["largest_batch"]
     assert main([*ONE, "--batch", "256"]) == 0
-    assert f"Try --activation-checkpointing, --batch {largest}, the largest that fits" in capsys.readouterr().out
+    assert f"Try --activations recompute, --batch {largest}, the largest that fits" in capsys.readouterr().out
     assert answer(capsys, *ONE, "--batch", str(largest))["fits"]
     assert not answer(capsys, *ONE, "--batch", str(largest + 1))["fits"]  # type: ignore[operator]
 
@@ -140,7 +140,7 @@ def test_a_mistake_and_help_do_not_wait_for_torch(arguments: list[str]):
 
 
 def test_a_plan_of_a_known_model_brings_in_neither_its_library_nor_torchs_compiler():
-    given = ["plan", "llama-3-8b", "--gpu", "4090", "--host-memory", "64GiB", "--activation-checkpointing"]
+    given = ["plan", "llama-3-8b", "--gpu", "4090", "--host-memory", "64GiB", "--activations", "recompute"]
     code = (
         f"import sys; from offload.cli import main; main({given}); "
         "sys.exit(not {'transformers', 'peft', 'torch._dynamo'}.isdisjoint(sys.modules))"
@@ -227,7 +227,7 @@ def test_this_machine_is_tried(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 @pytest.mark.parametrize("over", ["host-memory", "batch"])
 def test_a_picture_is_drawn(over: str, capsys: pytest.CaptureFixture[str], tmp_path: Path):
     picture = tmp_path / "step.svg"
-    assert main([*ONE, "--activation-checkpointing", "--plot", str(picture), "--over", over]) == 0
+    assert main([*ONE, "--activations", "recompute", "--plot", str(picture), "--over", over]) == 0
     text = picture.read_text()
     assert text.startswith("<?xml") and len(text) > 5000
     assert str(picture) in capsys.readouterr().out

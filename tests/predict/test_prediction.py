@@ -22,6 +22,7 @@ from offload.planning import Room, plan_within
 from offload.predict import known
 from offload.predict import model as models
 from offload.predict import prediction as prediction_module
+from offload.predict.activation_bytes import activation_bytes
 from offload.predict.advice import advise
 from offload.predict.architecture import Architecture, Experts
 from offload.predict.endurance import Endurance
@@ -29,7 +30,7 @@ from offload.predict.facts import facts_of
 from offload.predict.machine import Cores, Machine, described, parse_drive
 from offload.predict.model import Model, from_architecture, from_count
 from offload.predict.network import Network
-from offload.predict.prediction import Batches, Prediction, activation_bytes, least_host_bytes, predict
+from offload.predict.prediction import Batches, Prediction, least_host_bytes, predict
 from offload.predict.variants import BASES, Lora
 from offload.predict.workload import Workload
 from offload.report.report import Bandwidths
@@ -66,7 +67,7 @@ def tiny() -> Model:
 
 def seven_billion(host: str, **options: object) -> Prediction:
     machine = described("h100", host_bytes=int(host.removesuffix("GiB")) << 30, drives=[parse_drive(DRIVE)])
-    return predict(from_count(7 * 10**9), machine, Workload(sequence=2048, recomputed=True, **options))  # type: ignore[arg-type]
+    return predict(from_count(7 * 10**9), machine, Workload(sequence=2048, activations="recompute", **options))  # type: ignore[arg-type]
 
 
 def places(plan: Plan) -> list[object]:
@@ -154,7 +155,7 @@ def test_from_the_compute_bound_batch_on_compute_limits():
 
 def test_the_batch_that_is_advised_fits_and_one_more_does_not():
     machine = described("rtx4090", host_bytes=1 << 36, drives=[parse_drive("40GB/s")])
-    base = predict(from_count(2 * 10**9), machine, Workload(sequence=512, recomputed=True))
+    base = predict(from_count(2 * 10**9), machine, Workload(sequence=512, activations="recompute"))
     found = Batches.of(base)
     assert found.computing is not None and 1 < found.computing <= found.largest
     at, before = (predict(base.model, machine, replace(base.workload, batch=batch)) for batch in (found.computing, 1))
@@ -175,7 +176,7 @@ def test_a_model_of_which_backward_keeps_nothing_fits_with_any_batch():
 
 
 def test_activations_have_room_beside_the_engines_memory_where_the_cpu_computes():
-    needed = activation_bytes(tiny(), SMALL)
+    needed = activation_bytes(tiny(), SMALL).computing
     assert predict(tiny(), here(1 << 30, beside_bytes=needed), SMALL).fits
     shortage = predict(tiny(), here(1 << 30, beside_bytes=needed - 1), SMALL).shortage
     assert shortage is not None and (shortage.kind, shortage.needed_bytes) == ("memory for activations", needed)
@@ -183,7 +184,7 @@ def test_activations_have_room_beside_the_engines_memory_where_the_cpu_computes(
 
 def test_shares_of_ranks_take_a_share_of_each_tier():
     model, drives = from_count(7 * 10**9), [parse_drive(DRIVE)]
-    workload = Workload(sequence=2048, recomputed=True, device_bytes=4 << 30)
+    workload = Workload(sequence=2048, activations="recompute", device_bytes=4 << 30)
     one = predict(model, described("h100", host_bytes=1 << 40, drives=drives), workload).plan
     eight = predict(model, described("h100", host_bytes=1 << 40, gpus=8, drives=drives), workload)
     assert one is not None and eight.plan is not None
@@ -196,7 +197,7 @@ def test_each_placement_gathers_and_keeps_what_it_says():
     model, micro_batches = from_count(7 * 10**9), 4
     machine = described("h100", host_bytes=1 << 40, gpus=8, drives=[parse_drive(DRIVE)])
     found = {
-        shard: predict(model, machine, Workload(recomputed=True, micro_batches=micro_batches, shard=shard))
+        shard: predict(model, machine, Workload(activations="recompute", micro_batches=micro_batches, shard=shard))
         for shard in PLACEMENTS
     }
     assert [one.shard for one in found.values()] == list(PLACEMENTS)
@@ -217,7 +218,7 @@ def test_each_placement_gathers_and_keeps_what_it_says():
         assert one.plan.device.ranks_bytes == one.plan.ranks.device_bytes
     states, gradients, weights = (sum(one.plan.ranks.buffers) for one in found.values() if one.plan)
     assert states >= 4 * numel > 4 * gradients == 4 * weights
-    assert predict(model, machine, Workload(recomputed=True, micro_batches=micro_batches)).shard == "states"
+    assert predict(model, machine, Workload(activations="recompute", micro_batches=micro_batches)).shard == "states"
 
 
 def test_ranks_that_compute_on_cpus_take_the_plan_that_the_engine_makes_for_them():
@@ -274,7 +275,7 @@ def test_a_trillion_parameters_are_planned_in_bundles_of_tiles(gpus: int, nodes:
         "h100", host_bytes=1536 << 30, gpus=gpus, nodes=nodes, drives=[parse_drive("56GB/s,40GB/s,60TB")]
     )
     start = time.process_time()
-    found = predict(model, machine, Workload(sequence=1024, recomputed=True))
+    found = predict(model, machine, Workload(sequence=1024, activations="recompute"))
     assert found.fits, found.shortage
     assert time.process_time() - start < 20  # it takes a fraction of a second; the bound is for a busy machine
     assert len(made) < 12 * prediction_module._MOST_TILES
@@ -287,7 +288,7 @@ def test_a_trillion_parameters_are_planned_in_bundles_of_tiles(gpus: int, nodes:
 def test_bundles_of_tiles_do_not_change_the_least_budget(monkeypatch: pytest.MonkeyPatch):
     model = from_count(10**9)
     machine = described("h100", host_bytes=8 << 30, drives=[parse_drive(DRIVE)])
-    workload = Workload(sequence=512, recomputed=True, device_bytes=1 << 30)
+    workload = Workload(sequence=512, activations="recompute", device_bytes=1 << 30)
     plain = least_host_bytes(model, machine, workload)
     one_by_one = predict(model, machine, workload)
     monkeypatch.setattr(prediction_module, "_MOST_TILES", 100)
@@ -310,7 +311,7 @@ def of_experts() -> Model:
 @pytest.mark.parametrize("lora", [None, Lora(rank=4)])
 @pytest.mark.parametrize("gpu", [True, False])
 def test_experts_planned_several_for_one_take_the_memory_and_the_time_of_single_ones(gpu, lora, monkeypatch):
-    workload = Workload(batch=2, sequence=256, recomputed=True)
+    workload = Workload(batch=2, sequence=256, activations="recompute")
     machine = here(0)
     if gpu:
         machine = described("rtx4090", host_bytes=0, drives=[parse_drive(DRIVE)])
@@ -335,7 +336,7 @@ def test_fifteen_thousand_experts_are_planned_in_no_time():
     model = from_architecture("deepseek", shapes).with_adapters(Lora(), BASES["mxfp4"])
     machine = described("rtx4090", host_bytes=64 << 30, drives=[parse_drive(DRIVE)])
     start = time.process_time()
-    assert predict(model, machine, Workload(recomputed=True)).fits
+    assert predict(model, machine, Workload(activations="recompute")).fits
     assert time.process_time() - start < 20  # it takes half a second; the bound is for a busy machine
 
 

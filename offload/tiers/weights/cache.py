@@ -11,8 +11,18 @@ model, compute can hold them all: then one place is added.
 
 [Note: Interrupts] An exception may come at any line of the thread that computes (Ctrl-C, a time limit). What it may
 leave half done is one of three things. A pin is in a set or not: ``release`` takes it out, and may be called twice.
-What was learnt of the order of uses is forgotten. While a place changes hands nothing can be left half done: that ends
-the engine, with an error that says so (``whole``).
+What was learnt of the order of uses is forgotten. While a place changes hands handlers wait (``held_back``).
+
+[Note: Who frees a place] This file alone calls ``Carrier.free_place``, with the monitor held. ``evict`` does for a unit
+without pins whose transfers are over (``Entry.is_settled``): for the sake of another one (``_try_to_bring``, of what
+``_victim`` chooses); in ``_drop``, for ``outdate``, ``drop``, ``shrink`` and the next use of an outdated one; for
+``ShadowSlots.flip``; and for ``DeviceLevel.close``, at the end. A fetch that could not begin frees the place that it
+took (``_fetch_to``). A speculative update has a place between ``lend`` and ``take_back``. What is resident by the plan
+has no place to free: its memory goes with the arena, or with the homes on a device.
+
+[Note: Who is fetched next] ``_fetch_ahead`` takes the units of ``UseOrder.upcoming`` (``RoutedOrder`` where there are
+experts) as long as each finds a place, and is called by every use of compute, by ``announce`` and by ``fetch_ahead``.
+``_victim`` says whose place a unit gets. What is pinned and not there is fetched at once, whatever comes next.
 """
 
 from __future__ import annotations
@@ -76,8 +86,8 @@ class WeightCache(Generic[P]):
         ]
         self.present: dict[Entry[P], None] = {}
         """The entries that have a place and may be evicted, in the order in which they got it."""
-        self.lent: set[UnitSpec] = set()
-        """Units whose place the update has, and gives back by itself."""
+        self._lent: set[UnitSpec] = set()
+        """Units whose places speculative updates have."""
         self._order = order_of(self.units)
         self.routed_numel = self.fetched_numel = 0
         """Elements of experts that compute has used, each once in a visit of its layer, and of those that were fetched
@@ -194,17 +204,20 @@ class WeightCache(Generic[P]):
                 return
             self.monitor.wait_for_transfer(under_way.wait)  # meanwhile others may use the unit again
 
-    def detach(self, entry: Entry[P], state: UnitState = UnitState.ABSENT) -> P:
-        """The unit is without a place from now on; the place it had."""
-        place = entry.place
-        if place is None:
-            raise RuntimeError(f"unit {entry.unit.name} has no place to give")
-        entry.become(UnitState.ABSENT)
-        if state is not UnitState.ABSENT:
-            entry.become(state)
-        self.present.pop(entry, None)
-        entry.place = entry.fetch = entry.write = None
+    def lend(self, entry: Entry[P]) -> P:
+        """Give the place of a unit to its speculative update, until ``take_back``. Callers have seen that it has no
+        other pins and is settled. The unit is absent from now on, and what is below has, or gets, a shadow."""
+        self._lent.add(entry.unit)
+        entry.pins.clear()
+        place = self._detach(entry)
+        entry.become(UnitState.SHADOWED)
         return place
+
+    def take_back(self, unit: UnitSpec, place: P) -> None:
+        """The place that was lent is for any unit again."""
+        self._lent.discard(unit)
+        self.carrier.free_place(unit, place)
+        self.monitor.notify_all()
 
     def evict(self, entry: Entry[P]) -> None:
         """Give the place of a unit back. Callers have seen that it has no pins and is settled; at the end nobody asks.
@@ -214,7 +227,17 @@ class WeightCache(Generic[P]):
         if entry.write is not None:
             entry.write.wait()
         with held_back():
-            self.carrier.free_place(entry.unit, self.detach(entry))
+            self.carrier.free_place(entry.unit, self._detach(entry))
+
+    def _detach(self, entry: Entry[P]) -> P:
+        """The unit is without a place from now on; the place it had."""
+        place = entry.place
+        if place is None:
+            raise RuntimeError(f"unit {entry.unit.name} has no place to give")
+        entry.become(UnitState.ABSENT)
+        self.present.pop(entry, None)
+        entry.place = entry.fetch = entry.write = None
+        return place
 
     def held(self) -> str:
         """Holders of the places, for messages."""
@@ -333,7 +356,7 @@ class WeightCache(Generic[P]):
     def _compute_holds_all(self) -> bool:
         return (
             self.may_add_places
-            and not self.lent
+            and not self._lent
             and all(any(pin.purpose is Purpose.COMPUTE for pin in entry.pins) for entry in self.present)
         )
 

@@ -113,7 +113,7 @@ class HostLevel(CacheLevel[HostPlace]):
             )
         )
         self.fence = self.cache.fence
-        self.shadows = ShadowSlots(self.cache, self.carrier, homes)
+        self.shadows = ShadowSlots(self.cache, homes)
         self._homes = homes
         self._streams = bool(slots)
         self._updates = [self.pin(unit, Purpose.UPDATE) for unit in units]

@@ -1,36 +1,23 @@
-"""The optimizers: coefficients named as in ``torch.optim``, turned into the constants of one step for ``update``.
+"""The optimizers with a native kernel, each declared once.
+
+A new one is its rule in C++ and a line of ``OFFLOAD_RULES`` in ``kernels/src/rules.h``, its coefficients here, and a
+line of ``NATIVE_OPTIMIZERS``. From these follow the kernels of every instruction set and of GPUs, the names that
+``optimizer=`` and the command line take, the class of torch that it stands in for, how its states lie in tiles
+(``optim/kernel_rule.py``), and which formats of moments it has.
 
 All constants of a step are worked out in double and rounded to fp32 once; the kernels then work in fp32, in the order
-of src/rules.h. The fp32 master weight is kept in one of three ways:
-
-- ``weight_dtype=F32`` alone: the weight is its own master.
-- ``weight_dtype=BF16`` and ``rest``, a uint16 array: split master, see ``split_master``.
-- ``master``, an fp32 array: ``weight``, of any dtype, is only written, with the new master rounded to it.
-
-States are F32, BF16 (rounded to nearest, even) or INT8 (codes; pass the address of the scales, fp32, one for each
-``CODE_BLOCK`` elements from the start of the call, as ``<state>_scale``). INT8 is inexact, and rounds at random, by
-what a block holds and the step: the same bits everywhere, for any tiles whose sizes are multiples of ``CODE_BLOCK``.
-All states, scales included, are zero before step 1.
-
-Bytes of memory traffic per element (read + write), gradients in BF16:
-
-=========================  ===========  ==========  ==========
-weight                     F32 moments  BF16        INT8
-=========================  ===========  ==========  ==========
-F32                        26           18          14
-split, BF16 + rest         26           18          14
-master, BF16 weight out    28           20          16
-=========================  ===========  ==========  ==========
-
-for Adam; an F32 gradient adds 2, a second state less takes off 8, 4 or 2. (INT8: and 1/16 for two scales.)
+of src/rules.h. Formats of weights and states, and the bytes that they cost, are in ``kernels/_update.py``.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from functools import cached_property
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +32,11 @@ class Coef(ABC):
     """Multiplies every element of the gradient first, once, in fp32: unscale times clip factor."""
     maximize: bool = False
 
+    squares: ClassVar[frozenset[str]] = frozenset()
+    """States that are never below zero: in 8 bits their codes have no sign (``state_signed`` in src/rules.h)."""
+    asked_by: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
+    """States that only some options ask for, each with the options that do."""
+
     def __post_init__(self) -> None:
         if self.step < 1:
             raise ValueError(f"step counts from 1, got {self.step}")
@@ -55,7 +47,7 @@ class Coef(ABC):
     @property
     @abstractmethod
     def kernel(self) -> str:
-        """The name of the kernel in the native module."""
+        """The name of the kernel in ``OFFLOAD_RULES``."""
 
     @property
     @abstractmethod
@@ -64,7 +56,7 @@ class Coef(ABC):
 
     @cached_property
     def constants(self) -> tuple[float, ...]:
-        """The fields of the optimizer's struct in src/rules.h."""
+        """The fields of the rule in src/rules.h."""
         return (-self.grad_scale if self.maximize else self.grad_scale, *self._others())
 
     @abstractmethod
@@ -76,7 +68,7 @@ class Coef(ABC):
 class AdamCoef(Coef):
     """Of Adam or AdamW.
 
-    Cost:    28 bytes of memory traffic per element in fp32 (read 16, write 12); others at the top of this file.
+    Cost:    28 bytes of memory traffic per element in fp32 (read 16, write 12); see ``kernels/_update.py``.
     Source:  Kingma & Ba, arXiv:1412.6980; Loshchilov & Hutter, arXiv:1711.05101; Reddi et al., arXiv:1904.09237.
     """
 
@@ -86,6 +78,9 @@ class AdamCoef(Coef):
     decoupled: bool = True
     """Weight decay as in AdamW; if not, as in Adam (added to the gradient)."""
     amsgrad: bool = False
+
+    squares = frozenset({"exp_avg_sq", "max_exp_avg_sq"})
+    asked_by = MappingProxyType({"max_exp_avg_sq": {"amsgrad": True}})
 
     @property
     def kernel(self) -> str:
@@ -119,6 +114,7 @@ class AdagradCoef(Coef):
     eps: float
     kernel = "adagrad"
     states = ("sum",)
+    squares = frozenset(states)
 
     def _others(self) -> tuple[float, ...]:
         return self.weight_decay, self.eps, -self.lr / (1.0 + (self.step - 1) * self.lr_decay)
@@ -153,6 +149,8 @@ class SgdCoef(Coef):
     dampening: float
     nesterov: bool = False
 
+    asked_by = MappingProxyType({"momentum_buffer": {"momentum": 1.0}})
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
@@ -172,3 +170,58 @@ class SgdCoef(Coef):
             return self.weight_decay, -self.lr
         dampened = 1.0 if self.step == 1 else 1.0 - self.dampening
         return self.weight_decay, self.momentum, dampened, -self.lr
+
+
+@dataclass(frozen=True)
+class NativeOptimizer:
+    """An optimizer as ``torch.optim`` names its options, and the coefficients of the kernel that does the same."""
+
+    kind: type[Coef]
+    defaults: Mapping[str, Any]
+    torch_class: str
+    """The name of the class in ``torch.optim`` that it stands in for; empty: there is none."""
+    decoupled: bool = False
+    """That of ``AdamCoef``."""
+
+    def coefficients(self, group: Mapping[str, Any], step: int = 1, grad_scale: float = 1.0) -> Coef:
+        """Return those of a step of the group's parameters. Raises ``ValueError`` or
+        ``TypeError`` for options that cannot work."""
+        names = {field.name for field in fields(self.kind)} & self.defaults.keys()
+        options = {name: group[name] for name in names} | {"lr": float(group["lr"])}
+        if "betas" in self.defaults:
+            options["beta1"], options["beta2"] = map(float, group["betas"])
+        if self.kind is AdamCoef:
+            options["decoupled"] = self.decoupled or group.get("decoupled_weight_decay", False)
+        return self.kind(step=step, grad_scale=grad_scale, **options)
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The states that it has by default."""
+        return self.coefficients(self.defaults).states
+
+    def options_for(self, states: Iterable[str]) -> dict[str, Any]:
+        """Return options with which the kernel has these states, as far as it can have them."""
+        asked = (self.kind.asked_by.get(state, {}) for state in states)
+        return {**self.defaults, **{name: value for options in asked for name, value in options.items()}}
+
+
+_ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "maximize": False}
+_ADAGRAD = {
+    "lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10, "maximize": False,
+}  # fmt: skip
+_LION = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0, "maximize": False}
+_SGD = {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
+
+NATIVE_OPTIMIZERS: Mapping[str, NativeOptimizer] = MappingProxyType(
+    {
+        "adam": NativeOptimizer(AdamCoef, _ADAM, "Adam"),
+        "adamw": NativeOptimizer(AdamCoef, {**_ADAM, "weight_decay": 0.01}, "AdamW", decoupled=True),
+        "adagrad": NativeOptimizer(AdagradCoef, _ADAGRAD, "Adagrad"),
+        "lion": NativeOptimizer(LionCoef, _LION, torch_class=""),
+        "sgd": NativeOptimizer(SgdCoef, _SGD, "SGD"),
+    }
+)
+"""By the names that ``optimizer=`` takes."""
+
+SQUARES = frozenset(name for optimizer in NATIVE_OPTIMIZERS.values() for name in optimizer.kind.squares)
+"""The squares of all of them: their states have these names in checkpoints and state dicts, too."""
