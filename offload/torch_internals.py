@@ -231,15 +231,17 @@ def can_swap_memory() -> bool:
 
 def wrapper(cls: type[torch.Tensor], meta: torch.Tensor, device: torch.device) -> Any:
     """A tensor of class ``cls`` with the shape and dtype of ``meta``, on ``device``, and no memory: what would write
-    there without an operation (``to_dlpack``) raises ``RuntimeError``."""
-    tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-        cls,
-        meta.shape,
-        strides=meta.stride(),
-        storage_offset=meta.storage_offset(),
-        dtype=meta.dtype,
-        device=device,
-    )
+    there without an operation (``to_dlpack``) raises ``RuntimeError``. It is no inference tensor, wherever it is made:
+    no view of an ordinary tensor is."""
+    with torch.inference_mode(False):
+        tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            meta.shape,
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            device=device,
+        )
     _has_no_memory(tensor)
     return tensor
 

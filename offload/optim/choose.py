@@ -83,6 +83,7 @@ def choose(config: OffloadConfig, units: Sequence[UnitSpec]) -> OptimizerChoice 
             raise ConfigError(
                 f"{', '.join(config.optimizer_settings)}: the optimizer that was given is built already; set this there"
             )
+        _refuse_that_of_an_engine(built)
         _refuse_replaced_step(built)
         specs: dict[int, list[ParameterSpec]] = {}
         for spec in trainable:
@@ -166,6 +167,16 @@ def _build(kind: type[torch.optim.Optimizer], settings: dict[str, Any]) -> torch
         raise ConfigError(
             f"optimizer {kind.__name__} cannot be built with {option_values.shown(settings)}: {said}"
         ) from error
+
+
+def _refuse_that_of_an_engine(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ``ConfigError`` if an engine has it, or had: states and steps are that engine's."""
+    if hasattr(optimizer, "_engine_side"):
+        raise ConfigError(
+            f"optimizer {type(optimizer).__name__} is, or was, another engine's, where its states are. Build a new one "
+            "over model.parameters(). Its load_state_dict takes up what optimizer.state_dict() gave before that engine "
+            "was closed"
+        )
 
 
 def _refuse_replaced_step(optimizer: torch.optim.Optimizer) -> None:
