@@ -17,11 +17,12 @@ _FAULT_BYTES = 64 << 20
 """One thread faults in so much in one call."""
 
 
-def tensor_at(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """A flat tensor over memory that someone else owns. It must outlive the tensor."""
+def tensor_at(address: int, numel: int, dtype: torch.dtype, owner: object = None) -> torch.Tensor:
+    """A flat tensor over memory that someone else owns. It must outlive the tensor: its storage keeps ``owner``."""
     if numel == 0:
         return torch.empty(0, dtype=dtype)
     buffer = (ctypes.c_char * (numel * dtype.itemsize)).from_address(address)
+    buffer.owner = owner  # type: ignore[attr-defined]
     return torch.frombuffer(buffer, dtype=dtype)
 
 
