@@ -256,6 +256,24 @@ itself: Callable[[], AbstractContextManager[None]] = _found(torch._C, "DisableTo
 no_torch_function: Any = _found(torch._C, "_disabled_torch_function_impl")
 """``__torch_function__`` of a class whose operations are to reach ``__torch_dispatch__`` unchanged."""
 
+data: Any = _found(torch._C.TensorBase, "data")
+"""Descriptor of what a tensor looks at, under the property of the same name."""
+
+
+def watch_data(assign: Callable[[torch.Tensor, Any], None]) -> None:
+    """Have ``tensor.data = value`` make this call, in the whole process, for tensors whose class has no ``data`` of its
+    own."""
+
+    class Data:
+        def __get__(self, tensor: torch.Tensor | None, kind: type | None = None) -> Any:
+            return data if tensor is None else data.__get__(tensor, kind)
+
+        def __set__(self, tensor: torch.Tensor, value: Any) -> None:
+            assign(tensor, value)
+
+    torch.Tensor.data = Data()  # type: ignore[assignment]
+
+
 autograd_gradient: Any = _found(torch.Tensor, "grad")
 """Descriptor where autograd puts gradients, under the property of the same name."""
 
