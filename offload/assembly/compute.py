@@ -127,8 +127,9 @@ class OnHost:
             sink = _exchange(base, collectives, sink, self._exchange_memory(base), collectives.links)
         return Computing(level, self._uses(base, level), sink, whole=level)
 
-    def _uses(self, base: Base, level: Level) -> Uses:
-        return Uses(base.run.units, level, HostWindows(self._windows), HostClock(), base.meter)
+    def _uses(self, base: Base, level: HostLevel | GatherLevel) -> Uses:
+        windows = HostWindows(self._windows, level.cache.leave_memory)
+        return Uses(base.run.units, level, windows, HostClock(), base.meter)
 
     def _exchange_memory(self, base: Base) -> ExchangeMemory:
         plan = base.run.plan.ranks
