@@ -265,7 +265,15 @@ data: Any = found(torch._C.TensorBase, "data")
 def watch_data(assign: Callable[[torch.Tensor, Any], None]) -> None:
     """Have ``tensor.data = value`` make this call, in the whole process, for tensors whose class has no ``data`` of its
     own."""
-    torch.Tensor.data = property(data.__get__, assign)  # type: ignore[assignment]
+
+    class Data:
+        def __get__(self, tensor: torch.Tensor | None, kind: type | None = None) -> Any:
+            return data if tensor is None else data.__get__(tensor, kind)
+
+        def __set__(self, tensor: torch.Tensor, value: Any) -> None:
+            assign(tensor, value)
+
+    torch.Tensor.data = Data()  # type: ignore[assignment]
 
 
 autograd_gradient: Any = found(torch.Tensor, "grad")
