@@ -41,18 +41,16 @@ class Passes:
         if self.checkpoints.is_due:
             self.checkpoints.pass_boundary()
         try:
-            self.aliases.take(unit.index)
+            if self.aliases.of_unit:
+                self.aliases.take(unit.index)
             return self._begin(unit)
         except FATAL as error:
             self.failure.raise_first(error)
 
     def announce(self, experts: Sequence[UnitSpec]) -> None:
         """The model will use these experts of one layer next, in this order."""
-        self.failure.check()
-        try:
+        with self.failure:
             self.uses.announce(experts)
-        except FATAL as error:
-            self.failure.raise_first(error)
 
     def end_use(self, unit: UnitSpec) -> None:
         try:
@@ -100,14 +98,11 @@ class TrainingPasses(Passes):
         """A gradient of the coming step has come."""
 
     def take_gradient(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor, scale: float | None) -> None:
-        self.failure.check()
-        try:
+        with self.failure:
             if self.speculative.of_unit:
                 self.speculative.invalidate(unit)
             self.fence.wait(unit)
             self.sink.take(unit, spec, gradient, 1.0 if scale is None else scale)
-        except FATAL as error:
-            self.failure.raise_first(error)
         if scale is None:
             self.progress.has_other_gradients = True
             if self.access.zeroing is Zeroing.DUE and self.access.own_gradients.of(spec) is None:

@@ -1,4 +1,5 @@
-"""Everything private of torch that the engine stands on, in one place, tried before it is trusted.
+"""Everything private of torch that the engine stands on, in one place, tried before it is trusted. What ranks need of
+``torch.distributed`` is in ``ranks/torch_distributed.py``.
 
 ``check`` runs each once, before the first engine is made. What has no fallback raises ``TorchUnsupported`` with torch's
 version, instead of a wrong number or a crash later on.
@@ -6,10 +7,9 @@ version, instead of a wrong number or a crash later on.
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from operator import is_, methodcaller
 from types import FrameType
@@ -33,7 +33,7 @@ def _unsupported(name: str, what: str) -> TorchUnsupported:
     )
 
 
-def _found(owner: Any, name: str) -> Any:
+def found(owner: Any, name: str) -> Any:
     """Return what torch has under this name. Raises ``TorchUnsupported``."""
     try:
         return getattr(owner, name)
@@ -41,15 +41,15 @@ def _found(owner: Any, name: str) -> Any:
         raise _unsupported(name, str(error)) from error
 
 
-map_leaves: Callable[[Callable[[Any], Any], Any], Any] = _found(_pytree, "tree_map")
+map_leaves: Callable[[Callable[[Any], Any], Any], Any] = found(_pytree, "tree_map")
 """Replace each leaf of nested containers."""
 
-leaves_of: Callable[[Any], list[Any]] = _found(_pytree, "tree_leaves")
+leaves_of: Callable[[Any], list[Any]] = found(_pytree, "tree_leaves")
 """The leaves of nested containers."""
 
 
-_flattened: Callable[..., tuple[list[Any], Any]] = _found(_pytree, "tree_flatten")
-_unflattened: Callable[[list[Any], Any], Any] = _found(_pytree, "tree_unflatten")
+_flattened: Callable[..., tuple[list[Any], Any]] = found(_pytree, "tree_flatten")
+_unflattened: Callable[[list[Any], Any], Any] = found(_pytree, "tree_unflatten")
 
 
 def taken_apart(item: Any) -> tuple[list[Any], Any]:
@@ -73,16 +73,16 @@ def replace_leaves(function: Callable[[Any], Any], item: Any) -> Any:
     return _unflattened(replaced, structure)
 
 
-graph_task: Callable[[], int] = _found(torch._C, "_current_graph_task_id")
+graph_task: Callable[[], int] = found(torch._C, "_current_graph_task_id")
 """The number of the backward that this thread is in; -1 outside of all."""
 
-next_sequence_number: Callable[[], int] = _found(torch._C._autograd, "_get_sequence_nr")
+next_sequence_number: Callable[[], int] = found(torch._C._autograd, "_get_sequence_nr")
 """The number that the next autograd node of this thread gets."""
 
 sequence_number: Callable[[Node], int] = methodcaller("_sequence_nr")
 """The number that an autograd node got when it was made, by the count of the thread that made it."""
 
-belongs_to_backward: Callable[[Node], bool] = _found(torch._C, "_will_engine_execute_node")
+belongs_to_backward: Callable[[Node], bool] = found(torch._C, "_will_engine_execute_node")
 """Tell whether a node, not the one that it began with, is part of the backward that this thread is in. It must be in
 one."""
 
@@ -98,12 +98,12 @@ def others_listen() -> bool:
     )
 
 
-unseen: Callable[[], AbstractContextManager[Any]] = _found(_python_dispatch, "_disable_current_modes")
+unseen: Callable[[], AbstractContextManager[Any]] = found(_python_dispatch, "_disable_current_modes")
 """Within, no ``TorchDispatchMode`` sees them."""
 
-_function_modes: Callable[[], list[Any]] = _found(torch.overrides, "_get_current_function_mode_stack")
-_dispatch_modes: Callable[[], list[Any]] = _found(_python_dispatch, "_get_current_dispatch_mode_stack")
-_transforms: Callable[[], Any] = _found(torch._C._functorch, "peek_interpreter_stack")
+_function_modes: Callable[[], list[Any]] = found(torch.overrides, "_get_current_function_mode_stack")
+_dispatch_modes: Callable[[], list[Any]] = found(_python_dispatch, "_get_current_dispatch_mode_stack")
+_transforms: Callable[[], Any] = found(torch._C._functorch, "peek_interpreter_stack")
 
 
 def no_modes_listen() -> bool:
@@ -114,10 +114,10 @@ def no_modes_listen() -> bool:
 SavedTensorsHooks: TypeAlias = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """What packs a tensor that autograd saves, and what unpacks it."""
 
-_top_hooks: Callable[[bool], Any] = _found(torch._C._autograd, "_top_saved_tensors_default_hooks")
-_push_hooks: Callable[..., None] = _found(torch._C._autograd, "_push_saved_tensors_default_hooks")
-_hooks_are_enabled: Callable[[], bool] = _found(torch._C._autograd, "_saved_tensors_hooks_is_enabled")
-_pop_hooks: Callable[[], None] = _found(torch._C._autograd, "_pop_saved_tensors_default_hooks")
+_top_hooks: Callable[[bool], Any] = found(torch._C._autograd, "_top_saved_tensors_default_hooks")
+_push_hooks: Callable[..., None] = found(torch._C._autograd, "_push_saved_tensors_default_hooks")
+_hooks_are_enabled: Callable[[], bool] = found(torch._C._autograd, "_saved_tensors_hooks_is_enabled")
+_pop_hooks: Callable[[], None] = found(torch._C._autograd, "_pop_saved_tensors_default_hooks")
 
 
 def top_saved_tensors_hooks() -> SavedTensorsHooks | None:
@@ -152,7 +152,7 @@ def take_out_saved_tensors_hooks(hooks: SavedTensorsHooks, below: SavedTensorsHo
 def hooks_step_aside() -> None:
     """Transforms of ``torch.func`` refuse to run under hooks of saved tensors. Those whose ``pack`` has the attribute
     ``steps_aside`` are taken out for as long as one runs."""
-    disabled = _found(torch.autograd.graph, "disable_saved_tensors_hooks")
+    disabled = found(torch.autograd.graph, "disable_saved_tensors_hooks")
 
     @contextmanager
     def disable_saved_tensors_hooks(error_message: str) -> Iterator[None]:
@@ -170,7 +170,7 @@ def hooks_step_aside() -> None:
     torch.autograd.graph.disable_saved_tensors_hooks = disable_saved_tensors_hooks
 
 
-never_compiled: Callable[[Any], Any] = _found(torch, "_disable_dynamo")
+never_compiled: Callable[[Any], Any] = found(torch, "_disable_dynamo")
 """Keeps a function out of what ``torch.compile`` makes of its callers."""
 
 
@@ -212,11 +212,11 @@ def swap_memory(left: torch.UntypedStorage, right: torch.UntypedStorage) -> None
     left._swap_data_ptr_(right)  # type: ignore[attr-defined]
 
 
-num_owners: Callable[[int], int] = _found(torch._C, "_storage_Use_Count")
+num_owners: Callable[[int], int] = found(torch._C, "_storage_Use_Count")
 """The number of owners of a storage, by its ``_cdata``: tensors over it, in Python or in C++, and arrays of these."""
 
 
-StorageReference: Any = _found(reductions, "StorageWeakRef")
+StorageReference: Any = found(reductions, "StorageWeakRef")
 """Weak reference to a storage: ``expired()`` says whether it is gone. Its ``_cdata`` is nobody else's until then."""
 
 
@@ -239,38 +239,50 @@ def can_swap_memory() -> bool:
 
 def wrapper(cls: type[torch.Tensor], meta: torch.Tensor, device: torch.device) -> Any:
     """A tensor of class ``cls`` with the shape and dtype of ``meta``, on ``device``, and no memory: what would write
-    there without an operation (``to_dlpack``) raises ``RuntimeError``."""
-    tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-        cls,
-        meta.shape,
-        strides=meta.stride(),
-        storage_offset=meta.storage_offset(),
-        dtype=meta.dtype,
-        device=device,
-    )
+    there without an operation (``to_dlpack``) raises ``RuntimeError``. It is no inference tensor, wherever it is made:
+    no view of an ordinary tensor is."""
+    with torch.inference_mode(False):
+        tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls,
+            meta.shape,
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            device=device,
+        )
     _has_no_memory(tensor)
     return tensor
 
 
-_has_no_memory: Callable[[torch.Tensor], None] = _found(torch._C, "_set_throw_on_mutable_data_ptr")
+_has_no_memory: Callable[[torch.Tensor], None] = found(torch._C, "_set_throw_on_mutable_data_ptr")
 
-no_dispatch: Callable[[], AbstractContextManager[None]] = _found(_mode_utils, "no_dispatch")
+no_dispatch: Callable[[], AbstractContextManager[None]] = found(_mode_utils, "no_dispatch")
 """Operations within work on the tensors of a class themselves, and do not reach ``__torch_dispatch__``."""
 
 
-itself: Callable[[], AbstractContextManager[None]] = _found(torch._C, "DisableTorchFunctionSubclass")
+itself: Callable[[], AbstractContextManager[None]] = found(torch._C, "DisableTorchFunctionSubclass")
 """Within, operations and attributes are those of the tensors themselves, and pass by ``__torch_function__``."""
 
-no_torch_function: Any = _found(torch._C, "_disabled_torch_function_impl")
+no_torch_function: Any = found(torch._C, "_disabled_torch_function_impl")
 """``__torch_function__`` of a class whose operations are to reach ``__torch_dispatch__`` unchanged."""
 
-autograd_gradient: Any = _found(torch.Tensor, "grad")
+data: Any = found(torch._C.TensorBase, "data")
+"""Descriptor of what a tensor looks at, under the property of the same name."""
+
+
+def watch_data(assign: Callable[[torch.Tensor, Any], None]) -> None:
+    """Have ``tensor.data = value`` make this call, in the whole process, for tensors whose class has no ``data`` of its
+    own."""
+    torch.Tensor.data = property(data.__get__, assign)  # type: ignore[assignment]
+
+
+autograd_gradient: Any = found(torch.Tensor, "grad")
 """Descriptor where autograd puts gradients, under the property of the same name."""
 
-version: Any = _found(torch.Tensor, "_version")
+version: Any = found(torch.Tensor, "_version")
 """Descriptor of the number of changes in place, under the property of the same name."""
 
-requires_grad: Any = _found(torch.Tensor, "requires_grad")
+requires_grad: Any = found(torch.Tensor, "requires_grad")
 """Descriptor that says whether autograd makes a gradient, under the property of the same name."""
 
 
@@ -410,51 +422,6 @@ _TRIALS: dict[str, Callable[[], bool]] = {
     "torch.utils._pytree": _try_containers,
     "wrapper subclasses of Tensor": _try_wrapper,
 }
-
-
-def own_store(prefix: str) -> Any:
-    """The store that the processes of ``torch.distributed`` share, with keys of one's own; where it can be had, by a
-    connection of one's own, too: another thread may use the common one to wait for something."""
-    from torch.distributed import distributed_c10d
-
-    store = _found(distributed_c10d, "_get_default_store")()
-    with suppress(AttributeError, RuntimeError, NotImplementedError):  # only some stores can be reached twice
-        store = store.clone()
-    return _found(distributed_c10d, "PrefixStore")(prefix, store)
-
-
-def own_address(store: Any) -> str:
-    """The address of this machine on the way to the process that has ``store``. Raises ``AttributeError`` for one that
-    is reached in another way than over TCP."""
-    while not hasattr(store, "host"):
-        store = store.underlying_store
-    family, kind, _, _, address = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as way:
-        way.connect(address)  # which sends nothing
-        return str(way.getsockname()[0])
-
-
-@contextmanager
-def groups_by_members() -> Iterator[None]:
-    """A group that is made within is made by its members alone. Where the program has bound its processes to devices
-    (``init_process_group(device_id=)``), torch would split it off the group of all of them, and wait for the others."""
-    everyone = _found(torch.distributed, "group").WORLD
-    bound = getattr(everyone, "bound_device_id", None)
-    if bound is None:
-        yield
-        return
-    everyone.bound_device_id = None
-    try:
-        yield
-    finally:
-        everyone.bound_device_id = bound
-
-
-def abort_group(group: Any) -> None:
-    """End the transfers of an nccl group that wait for a peer which is gone: they return as if they were done."""
-    from torch.distributed import distributed_c10d
-
-    _found(distributed_c10d, "_abort_process_group")(group)
 
 
 def in_module_call() -> bool:

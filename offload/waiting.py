@@ -1,4 +1,14 @@
-"""Waiting for other threads: every wait has a deadline, and the first fatal error ends all of them."""
+"""Waiting for other threads: every wait has a deadline, and the first fatal error ends all of them.
+
+[Note: Where a fault goes] A read, or any transfer, that fails twice (``swapper/ticket.py``) raises where its ticket is
+waited for. On the thread that computes, in forward or backward, that is ``WeightCache._wait_for_fetch``: ``take``
+releases the pin, ``Uses.begin`` ends the use, and ``Passes.begin_use`` keeps the error by ``Failure.raise_first`` and
+raises it. Other calls on that thread stand in ``with failure:``, which does the same. A thread of the engine's own
+calls ``Failure.record`` and ends what it does (``Updater._guarded``, ``HostSource._start``, ``Finisher``,
+``GradientTransport``, ``Committer.begin_commit``). Who waits meanwhile looks ten times a second
+(``Monitor.wait_until``), or is woken (``when_known``, the ends of jobs and copies), and raises the first error; so does
+each later call of the engine, by ``Failure.check``. What the error says of the bytes is ``OffloadError.survives``.
+"""
 
 from __future__ import annotations
 

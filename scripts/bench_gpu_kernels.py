@@ -23,6 +23,7 @@ import torch
 from offload import kernels
 from offload.device.protocol import Device
 from offload.dtypes import kernel_dtype
+from offload.native_optimizers import AdagradCoef, AdamCoef, Coef, LionCoef, SgdCoef
 from offload.tiers import bandwidth
 from offload.tiers.window import DeviceWindow
 
@@ -33,10 +34,10 @@ _PARAMETER = 1 << 24
 """Elements of a large matrix."""
 
 _HYPER = {"lr": 1e-3, "weight_decay": 0.01, "grad_scale": 0.5}
-_ADAM = kernels.AdamCoef(**_HYPER, beta1=0.9, beta2=0.999, eps=1e-8, step=3)
-_LION = kernels.LionCoef(**_HYPER, beta1=0.9, beta2=0.99, step=2)
-_ADAGRAD = kernels.AdagradCoef(**_HYPER, lr_decay=0.1, eps=1e-10, step=2)
-_SGD = kernels.SgdCoef(**_HYPER, momentum=0.0, dampening=0.0, step=2)
+_ADAM = AdamCoef(**_HYPER, beta1=0.9, beta2=0.999, eps=1e-8, step=3)
+_LION = LionCoef(**_HYPER, beta1=0.9, beta2=0.99, step=2)
+_ADAGRAD = AdagradCoef(**_HYPER, lr_decay=0.1, eps=1e-10, step=2)
+_SGD = SgdCoef(**_HYPER, momentum=0.0, dampening=0.0, step=2)
 _BF16, _F16, _F32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -45,7 +46,7 @@ class Case:
     """An optimizer, and the dtypes of what it reads and writes. ``master``: what stands beside a 16-bit weight."""
 
     name: str
-    coef: kernels.Coef
+    coef: Coef
     weight: torch.dtype
     grad: torch.dtype
     master: str = ""

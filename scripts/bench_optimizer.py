@@ -31,7 +31,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload.kernels import CODE_BLOCK, ISA, AdamCoef, Dtype, OnHost, _kernels, always, update
+from offload.kernels import CODE_BLOCK, ISA, Dtype, OnHost, _kernels, always, update
+from offload.native_optimizers import AdamCoef
 
 COEF = AdamCoef(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, step=3, grad_scale=0.5)
 HUGE_PAGE = 2 << 20

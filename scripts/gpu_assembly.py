@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from offload.kernels.gpu import _FORMATS, _RULES, Program
+from offload.kernels.gpu import _FORMATS, Program
 from offload.kernels.nvrtc import CompilerMissing, compile_kernels
 
 ARCHITECTURES = ("80", "90", "100", "120")
@@ -40,7 +40,7 @@ _FUSED = {
 }  # fmt: skip
 """Calls of ``fma`` in a rule of src/rules.h, ``advance`` and ``apply`` together."""
 
-_STATES = {name: 3 if "amsgrad" in name else 2 if "adam" in name else 0 if name == "sgd" else 1 for name in _RULES}
+_STATES = {name: 3 if "amsgrad" in name else 2 if "adam" in name else 0 if name == "sgd" else 1 for name in _FUSED}
 
 _COPIES = 5
 """How often the text of a rule stands in a program: for each of four elements at a time, and for one at the end."""
@@ -57,14 +57,13 @@ _NOT_ARITHMETIC = ("mov.", "ld.", "st.", "setp.", "selp.", "neg.", "abs.", "cvt.
 class Case:
     """A program, and what it is compiled with and for."""
 
-    rule: str
     program: Program
     architecture: str
     compiler: str
 
     def __str__(self) -> str:
         formats = f"{self.program.grad} {self.program.weight_format} {self.program.state}"
-        return f"{self.rule} {formats} sm_{self.architecture} NVRTC {self.compiler}"
+        return f"{self.program.rule} {formats} sm_{self.architecture} NVRTC {self.compiler}"
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def all_cases(rules: Iterable[str], architectures: Iterable[str], compilers: Ite
     for compiler, architecture, rule, grad, weights, state in product(
         compilers, architectures, rules, ("f32", "bf16", "f16"), _FORMATS, ("f32", "bf16")
     ):
-        yield Case(rule, Program(_RULES[rule], grad, weights, state), architecture, compiler)
+        yield Case(Program(rule, grad, weights, state), architecture, compiler)
 
 
 def check(case: Case, disassembler: str | None) -> tuple[list[str], dict[str, Resources]]:
@@ -113,9 +112,10 @@ def check_ptx(case: Case, text: str) -> list[str]:
     for kernel, body in bodies.items():
         found += [f"{kernel}: {line}" for line in _wrong_instructions(body)]
     fused = sum(operation.startswith("fma.") for operation, _ in _instructions(bodies["update"]))
-    if fused != _COPIES * _FUSED[case.rule]:
+    if fused != _COPIES * _FUSED[case.program.rule]:
         found.append(
-            f"update: {fused} fused multiplications and additions, the rule has {_FUSED[case.rule]} in each copy"
+            f"update: {fused} fused multiplications and additions, the rule has {_FUSED[case.program.rule]} in each "
+            "copy"
         )
     for kernel in KERNELS[1:]:
         if "fma." in bodies[kernel]:
@@ -193,7 +193,7 @@ def _registers(operands: str) -> list[int]:
 
 def _num_arrays(case: Case) -> int:
     """Arrays that an update reads: gradient, weight in one or two halves, states."""
-    return 1 + (2 if case.program.weight_format == "split" else 1) + _STATES[case.rule]
+    return 1 + (2 if case.program.weight_format == "split" else 1) + _STATES[case.program.rule]
 
 
 def resources(binary: bytes) -> dict[str, Resources]:
@@ -258,7 +258,7 @@ def disassemble(disassembler: str, binary: bytes) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--rules", nargs="+", choices=_RULES, default=list(_RULES))
+    parser.add_argument("--rules", nargs="+", choices=_FUSED, default=list(_FUSED))
     parser.add_argument("--architectures", nargs="+", default=ARCHITECTURES)
     parser.add_argument("--compilers", nargs="+", default=COMPILERS)
     parser.add_argument("--table", action="store_true", help="print the registers of each program's update")

@@ -24,6 +24,7 @@ from aio_ext import Memory
 from offload import kernels
 from offload.device.protocol import Device
 from offload.memory import fault_in, tensor_at
+from offload.native_optimizers import AdamCoef
 
 _ADAM_NUMEL = 1 << 26
 _ADAM_BYTES = 26
@@ -55,7 +56,7 @@ def adam_by_threads(cores: int) -> dict[str, float]:
     arrays = {name: torch.zeros(_ADAM_NUMEL, dtype=torch.bfloat16) for name in ("grad", "weight", "rest")}
     arrays |= {name: torch.zeros(_ADAM_NUMEL) for name in ("exp_avg", "exp_avg_sq")}
     addresses = {name: tensor.data_ptr() for name, tensor in arrays.items()}
-    coef = kernels.AdamCoef(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=3, grad_scale=1.0)
+    coef = AdamCoef(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=3, grad_scale=1.0)
     dtypes = {"grad_dtype": kernels.Dtype.BF16, "weight_dtype": kernels.Dtype.BF16}
     found = {}
     for num_threads in sorted({*(1 << power for power in range(8) if 1 << power <= cores), cores}):

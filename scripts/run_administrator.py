@@ -180,8 +180,11 @@ class Administrator:
         self.done["read whole"] += 1
 
     def _check_retention(self, folder: Path, key: Key) -> None:
-        """It is gone: by retention, because enough newer ones of its run were saved."""
-        if (key, folder.name) not in self._seen or len(self._newer(key)) < KEEP_LAST:
+        """It is gone: by retention, because enough newer ones of its run were saved; or of the run that had replaced
+        it by its own of that name."""
+        saved = self._acknowledged | self._seen
+        replacing = [other for other, tag in saved if tag == folder.name == "best" and other[0] != key[0]]
+        if (key, folder.name) not in self._seen or max(len(self._newer(of)) for of in (key, *replacing)) < KEEP_LAST:
             raise SystemExit(f"{folder} is gone, and its run has saved {len(self._newer(key))} newer ones")
         self.done["retained away"] += 1
 

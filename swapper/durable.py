@@ -134,11 +134,6 @@ class DurableStore:
         """The generation that was prepared, by this owner or the one before, and is neither finished nor abandoned."""
         return self._generations.prepared
 
-    def metadata_of(self, generation: int) -> bytes:
-        """Metadata that was given to ``commit`` or ``prepare`` with a generation that is kept. Raises
-        ``StoreMissing``."""
-        return self.manifest_of(generation).metadata
-
     def holds(self, extent: Extent) -> bool:
         """The extent is a part of the last generation."""
         return self.manifest_of(self.generation).entries[extent.index].generation > 0

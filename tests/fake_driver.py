@@ -64,7 +64,7 @@ def image_of(program: Program) -> bytes:
 def compiled(version: str, architecture: str, definitions: tuple[str, ...]) -> bytes:
     """In the place of ``compile_kernels``."""
     assert (version, architecture) == ("12.8", "sm_90")
-    return image_of(Program(*(text.split("=")[1].removeprefix("offload::") for text in definitions)))
+    return image_of(Program(*(text.split("=")[1].removeprefix("offload::rules::") for text in definitions)))
 
 
 class FakeDriver:
@@ -157,13 +157,15 @@ def _used(program: Program, name: str, arguments: Any, num_blocks: int) -> list[
 
 
 class _Event:
-    def __init__(self, enable_timing: bool = False) -> None:
+    def __init__(self, face: FakeCuda) -> None:
+        self._face = face
         self._stream: _Stream | None = None
 
     def record(self, stream: _Stream) -> None:
         self._stream = stream
 
     def query(self) -> bool:
+        self._face._make_context()
         return self._stream is None or not self._stream.hangs
 
     def elapsed_time(self, later: _Event) -> float:
@@ -171,8 +173,9 @@ class _Event:
 
 
 class _Stream:
-    def __init__(self, handle: int, priority: int) -> None:
+    def __init__(self, handle: int, priority: int, index: int) -> None:
         self.cuda_stream = handle
+        self.index = index
         self.priority = priority
         self.hangs = False
         """Its work does not end."""
@@ -199,7 +202,6 @@ class FakeCuda:
     """What ``CudaDevice`` asks of ``torch.cuda``."""
 
     OutOfMemoryError = torch.OutOfMemoryError
-    Event = _Event
 
     def __init__(self, driver: FakeDriver, num_devices: int) -> None:
         self.streams: list[_Stream] = []
@@ -209,7 +211,17 @@ class FakeCuda:
         """The runtime's: the next call that works on the GPU raises it, whoever has made it."""
         self._driver = driver
         self._num_devices = num_devices
-        self._default = _Stream(0, 0)
+        self._default = _Stream(0, 0, 0)
+        self._thread = threading.local()
+        self.contexts: set[int] = set()
+        """GPUs on which a thread has made a context by a call of the runtime."""
+
+    def Event(self, enable_timing: bool = False) -> _Event:
+        return _Event(self)
+
+    def _make_context(self) -> None:
+        """What every call of the runtime does that needs a context: on the GPU that is the thread's current one."""
+        self.contexts.add(self.current_device())
 
     def is_available(self) -> bool:
         return True
@@ -221,14 +233,25 @@ class FakeCuda:
         return self._num_devices
 
     def current_device(self) -> int:
-        return 0
+        return getattr(self._thread, "index", 0)
+
+    @contextmanager
+    def device(self, index: int) -> Iterator[None]:
+        """At the end nothing is made current where there is no context, but in this thread's books."""
+        before = self.current_device()
+        self._thread.index = index
+        self._make_context()
+        try:
+            yield
+        finally:
+            self._thread.index = before
 
     def current_stream(self, device: Any) -> _Stream:
         return self._default
 
     def Stream(self, device: torch.device, priority: int = 0) -> _Stream:
         index = self.computes_on if device.index is None else device.index
-        self.streams.append(_Stream(self._driver.stream(index), priority))
+        self.streams.append(_Stream(self._driver.stream(index), priority, index))
         return self.streams[-1]
 
     @contextmanager
@@ -236,7 +259,18 @@ class FakeCuda:
         status, self.last_error = self.last_error, 0
         if status:
             raise RuntimeError(f"CUDA error {status}")
-        yield
+        before = self.current_device()
+        self._make_current(stream.index)
+        try:
+            yield
+        finally:
+            self._make_current(before)
+
+    def _make_current(self, index: int) -> None:
+        """As ``cudaSetDevice`` does since CUDA 12."""
+        if index != self.current_device():
+            self._thread.index = index
+            self._make_context()
 
     def cudart(self) -> _Runtime:
         return _Runtime(self)

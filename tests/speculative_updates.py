@@ -4,7 +4,7 @@ step."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny import Tiny, batches, loss_of
 
-from offload import OffloadEngine
+from offload import BudgetError, OffloadEngine
 from offload.tiers.gradients.transport import GradientTransport
 from offload.units import UnitSpec
 from offload.waiting import Worker
@@ -23,6 +23,14 @@ OPTIONS: dict[str, Any] = {"precision": "fp32", "lr": 1e-2, "tile_bytes": 65536}
 def built() -> Tiny:
     torch.manual_seed(0)
     return Tiny(width=64, num_blocks=12)
+
+
+def with_least(given: dict[str, Any], *budgets: str, make_model: Callable[[], Tiny] = built, **options: Any) -> None:
+    """Add the least of each of these budgets, one after the other, to the options that are given."""
+    for name in budgets:
+        with pytest.raises(BudgetError) as caught:
+            OffloadEngine(make_model(), **{**OPTIONS, **options}, **{**given, name: 1})
+        given[name] = caught.value.needed_bytes
 
 
 def drain(worker: Worker) -> None:

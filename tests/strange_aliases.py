@@ -1,25 +1,20 @@
 """Random programs that look at weights through other tensors, and write to them at random moments.
 
-Each is run by plain PyTorch, by the engine in RAM, and by the engine with the least budget and the rest on NVMe: the
-same numbers must come out, or one typed error.
+Judged by ``strange_programs``.
 
     PYTHONPATH=tests python -m strange_aliases --programs 1000
 """
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
-import tempfile
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from strange_models import PLACES, Found, judge
+from strange_programs import Found, main
 from tiny import least_budget
 from torch import nn
 
@@ -171,35 +166,5 @@ def run(program: dict[str, Any], place: str, folder: Path) -> Found:
     return found
 
 
-def try_program(seed: int, folder: Path) -> tuple[str | None, str]:
-    """What is wrong with the program of this number, and what came of it."""
-    program = draw(seed)
-    outcomes = {place: run(program, place, folder) for place in PLACES}
-    typed = [found.message for found in outcomes.values() if found.is_typed]
-    plain = outcomes["torch"].error
-    return judge(outcomes), typed[0][:100] if typed else f"{plain}, as in PyTorch" if plain else "the same"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--programs", type=int, default=100)
-    parser.add_argument("--first", type=int, default=0, help="number of the first one")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    results: Counter[str] = Counter()
-    wrong = 0
-    with tempfile.TemporaryDirectory() as folder:
-        for seed in range(arguments.first, arguments.first + arguments.programs):
-            fault, result = try_program(seed, Path(folder))
-            results[result] += 1
-            if fault is not None:
-                wrong += 1
-                print(f"{seed}: {fault}\n    {draw(seed)}", flush=True)
-    for result, count in results.most_common():
-        print(f"{count:>6}  {result}")
-    print(f"{arguments.programs} programs, {wrong} wrong")
-    sys.exit(wrong > 0)
-
-
 if __name__ == "__main__":
-    main()
+    main(draw, run, str(__doc__))

@@ -1,26 +1,23 @@
 """Random models whose blocks hand tensors over, keep their weights and write to them in random ways.
 
-Each is trained by plain PyTorch, by the engine in RAM, and by the engine with the least budget and the rest on NVMe:
-the same numbers must come out, or one typed error.
+Judged by ``strange_programs``.
 
     PYTHONPATH=tests python -m strange_models --programs 1000
 """
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
-import tempfile
 import types
 import warnings
-from collections import Counter, UserDict
+from collections import UserDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from strange_programs import Found, main
 from tiny import least_budget
 from torch import nn
 from torch.nn import functional as F
@@ -30,7 +27,6 @@ from offload import OffloadEngine, OffloadError
 
 WIDTH = 16
 NUM_STEPS = 4
-PLACES = ("torch", "ram", "nvme")
 
 
 class Slots:
@@ -281,17 +277,6 @@ def _through(block: Block, x: torch.Tensor) -> torch.Tensor:
     return HANDOVERS[block.plan.handover][1](block, block(x))
 
 
-@dataclass
-class Found:
-    """What came of a program in one place."""
-
-    numbers: list[float] = field(default_factory=list)
-    weights: list[torch.Tensor] = field(default_factory=list)
-    error: str | None = None
-    is_typed: bool = False
-    message: str = ""
-
-
 def run(program: Program, place: str, folder: Path) -> Found:
     """Train the program's model there."""
     found = Found()
@@ -375,66 +360,5 @@ def _look_at_kept(program: Program, model: Strange, found: Found, step: int) -> 
             _as_tensor(block.kept).mul_(0.5)
 
 
-def judge(outcomes: dict[str, Found]) -> str | None:
-    """What is wrong, if anything is."""
-    plain, ram, nvme = (outcomes[place] for place in PLACES)
-    for place in ("ram", "nvme"):
-        found = outcomes[place]
-        if found.error is not None:
-            if not found.is_typed and found.error != plain.error:
-                return f"{place}: {found.error}: {found.message[:300]}"
-        elif plain.error is not None:
-            return f"{place}: no error, and {plain.error} in PyTorch: {plain.message[:200]}"
-        elif not _near(plain, found):
-            return f"{place}: other numbers than PyTorch: {_apart(plain, found)}"
-    if ram.error is None and nvme.error is None and not _same(ram, nvme):
-        return f"RAM and NVMe: other bits: {_apart(ram, nvme)}"
-    return None
-
-
-def _near(left: Found, right: Found) -> bool:
-    return len(left.numbers) == len(right.numbers) and _apart(left, right) < 1e-4
-
-
-def _apart(left: Found, right: Found) -> float:
-    apart = [abs(a - b) / (1 + abs(a)) for a, b in zip(left.numbers, right.numbers, strict=True)]
-    apart += [(a - b).abs().max().item() for a, b in zip(left.weights, right.weights, strict=True)]
-    return max((float("inf") if number != number else number for number in apart), default=0.0)
-
-
-def _same(left: Found, right: Found) -> bool:
-    return left.numbers == right.numbers and all(map(torch.equal, left.weights, right.weights))
-
-
-def try_program(seed: int, folder: Path) -> tuple[str | None, str]:
-    """What is wrong with the program of this number, and what came of it."""
-    program = draw(seed)
-    outcomes = {place: run(program, place, folder) for place in PLACES}
-    typed = [found.message for found in outcomes.values() if found.is_typed]
-    plain = outcomes["torch"].error
-    return judge(outcomes), typed[0][:100] if typed else f"{plain}, as in PyTorch" if plain else "the same"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--programs", type=int, default=100)
-    parser.add_argument("--first", type=int, default=0, help="number of the first one")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    results: Counter[str] = Counter()
-    wrong = 0
-    with tempfile.TemporaryDirectory() as folder:
-        for seed in range(arguments.first, arguments.first + arguments.programs):
-            fault, result = try_program(seed, Path(folder))
-            results[result] += 1
-            if fault is not None:
-                wrong += 1
-                print(f"{seed}: {fault}\n    {draw(seed)}", flush=True)
-    for result, count in results.most_common():
-        print(f"{count:>6}  {result}")
-    print(f"{arguments.programs} programs, {wrong} wrong")
-    sys.exit(wrong > 0)
-
-
 if __name__ == "__main__":
-    main()
+    main(draw, run, str(__doc__))

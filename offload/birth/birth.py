@@ -59,12 +59,10 @@ class Birth:
             origin = self._origins.get(spec.owners[0])
             if origin is None or origin.dtype != dtype or not origin.parts:
                 return unit
-            row_numel = spec.model_shape[1:].numel()
-            first = spec.start + (0 if spec.piece is None else spec.piece.start * row_numel)
-            begin, end = (element * dtype.itemsize for element in (first, first + spec.numel))
-            found = (part.within(begin, end) for part in origin.parts)
-            base = spec.offset * dtype.itemsize
-            parts += [replace(part, offset=part.offset + base) for part in found if part is not None]
+            for begin, end, at in spec.places(dtype):
+                found = (part.within(begin, end) for part in origin.parts)
+                base = spec.offset * dtype.itemsize + at
+                parts += [replace(part, offset=part.offset + base) for part in found if part is not None]
         return replace(unit, in_files=tuple(parts))
 
     def is_cast(self, unit: UnitSpec, dtype: torch.dtype) -> bool:

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.birth.stacked import stacked
 from offload.birth.stored_quantised import StoredQuantised
-from offload.birth.weights_file import StoredTensor
+from offload.birth.weights_file import StackedTensor, StoredTensor
 from offload.errors import ConfigError, WeightsError
 from offload.units import Site
 
@@ -70,7 +71,7 @@ def initialise_missing(model: Any, loaded: Iterable[torch.Tensor]) -> None:
 class Renamed:
     """The tensors of weights files by the names that the model has for them."""
 
-    found: Mapping[str, StoredTensor | StoredQuantised | Converted]
+    found: Mapping[str, StoredTensor | StackedTensor | StoredQuantised | Converted]
     unexpected: list[str]
     used: list[Any]
     """The conversions of ``transformers`` that were used: it undoes them when the model is saved."""
@@ -98,7 +99,7 @@ def renamed(
     converter_of = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     own = dict.fromkeys(dtypes, True)
     prefix = model.base_model_prefix
-    found: dict[str, StoredTensor | StoredQuantised | Converted] = {}
+    found: dict[str, StoredTensor | StackedTensor | StoredQuantised | Converted] = {}
     sources: dict[str, list[_Source]] = {}
     unexpected: list[str] = []
     for name in sorted(stored, key=dot_natural_key):
@@ -115,7 +116,7 @@ def renamed(
         conversion = _Conversion(model, converter_of[several[0].pattern], first, several)
         for name, shape in conversion.shapes().items():
             if name in own:
-                found[name] = Converted(conversion, name, shape)
+                found[name] = conversion.stacked(name, shape) or Converted(conversion, name, shape)
             else:
                 unexpected.append(name)
     return Renamed(found, unexpected, [entry for entry in conversions if entry.was_used()])
@@ -154,12 +155,19 @@ class _Conversion:
         self._waiting = set(results)
         return {name: value.shape for name, value in results.items()}
 
-    def result(self, name: str) -> torch.Tensor:
-        """Makes all of them, and keeps those that have not been asked for."""
+    def stacked(self, name: str, shape: torch.Size) -> StackedTensor | StoredQuantised | None:
+        """The sources as one tensor, if all that it does with them is to put one behind the other."""
+        patterns = self.converter.source_patterns
+        columns = [[source.stored for source in self.sources if source.pattern == pattern] for pattern in patterns]
+        return stacked(name, shape, self.converter.operations, columns)
+
+    def result(self, name: str, *, keeps: bool = False) -> torch.Tensor:
+        """Makes all of them, and keeps those that have not been asked for. ``keeps``: this one will be again."""
         if name not in self._results:
             self._results = self._run(lambda source: source.stored.whole(source.dtype))
         value = self._results[name]
-        self._waiting.discard(name)
+        if not keeps:
+            self._waiting.discard(name)
         if not self._waiting:
             self._results = {}
         return value
@@ -182,7 +190,13 @@ class Converted:
     shape: torch.Size
 
     def whole(self) -> torch.Tensor:
+        """All of it."""
         return self.conversion.result(self.name)
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        """The rows ``[start, stop)``. The whole is kept until the last ones are asked for."""
+        value = self.conversion.result(self.name, keeps=stop < self.shape[0])
+        return value[start:stop]
 
 
 def worth_saying(model: Any, missing: Iterable[str], unexpected: Iterable[str]) -> tuple[list[str], list[str]]:

@@ -15,13 +15,13 @@ from offload.birth.adapters import sites_by_name, without_adapters
 from offload.birth.hugging_face import Converted, listed
 from offload.birth.initialise import tensor_of
 from offload.birth.origin import Origin
-from offload.birth.stored_quantised import StoredQuantised, joined
-from offload.birth.weights_file import StoredTensor, Weights
+from offload.birth.stored_quantised import StoredQuantised, check_known, joined
+from offload.birth.weights_file import StackedTensor, StoredTensor, Weights
 from offload.errors import ConfigError, WeightsError, warn
 from offload.units import Site
 from swapper import FilePart
 
-Item = StoredTensor | StoredQuantised | Converted
+Item = StoredTensor | StackedTensor | StoredQuantised | Converted
 """What files have for one weight."""
 
 
@@ -45,12 +45,13 @@ def origins_in(weights: Weights, model: nn.Module) -> Stored:
     model = without_adapters(model)
     sites = sites_by_name(model)
     tensors = {name: tensor_of(site) for name, site in sites.items()}
-    stored = joined(weights.tensors)
+    stored = joined(weights.tensors, weights.directory)
     found: Mapping[str, Item] = stored
     pretrained = hugging_face.is_pretrained(model)
     if pretrained:
         mapped = hugging_face.renamed(model, stored, {name: tensor.dtype for name, tensor in tensors.items()})
         found, unexpected = mapped.found, mapped.unexpected
+        check_known(unexpected, weights.path)
         model._weight_conversions = mapped.used  # type: ignore[assignment]  # ``save_pretrained`` undoes them
     else:
         unexpected = [name for name in found if name not in sites]
@@ -94,12 +95,12 @@ def origins_in(weights: Weights, model: nn.Module) -> Stored:
 def _origin(item: Item, dtype: torch.dtype) -> Origin:
     """The origin that is read from files when it is needed, and cast to the dtype that the model has."""
     if isinstance(item, Converted):
-        return Origin(item.whole)
+        return Origin(item.whole, item.rows)
     if isinstance(item, StoredQuantised):  # which is trained
-        return Origin(partial(item.whole, dtype))
+        return Origin(partial(item.whole, dtype), partial(item.rows, dtype=dtype))
     parts: tuple[FilePart, ...] = ()
     if torch.promote_types(item.dtype, dtype) == dtype:  # else the model's dtype rounds it
-        parts = (FilePart(item.file.read_only, item.start, item.nbytes, 0),)
+        parts = tuple(item.in_files(0))
     return Origin(partial(item.whole, dtype), partial(item.rows, dtype=dtype), item.dtype, parts)
 
 

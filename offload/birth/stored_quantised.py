@@ -2,67 +2,127 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from offload.birth.origin import Origin
-from offload.birth.weights_file import StoredTensor
-from offload.quantised import Fp8Blocks, Int4Groups, Mxfp4, Nvfp4, QuantisedWeight
+from offload.birth.weights_file import StackedTensor, StoredTensor
+from offload.errors import WeightsError
+from offload.quantised import Awq, Blocks4, Blocks4Nested, Fp8Blocks, Gptq, Int4Groups, Mxfp4, Nvfp4, QuantisedWeight
 from offload.units import Packing
-from swapper import FilePart
+from swapper.checked import (
+    TEXT,
+    Cursor,
+    Int,
+    OneOf,
+    Real,
+    Record,
+    Shape,
+    read_regular,
+    refusals,
+    require_held,
+    text_of,
+)
 
 _FP8_SCALES = "_scale_inv"
 _MXFP4_CODES, _MXFP4_SCALES = "_blocks", "_scales"
 _PACKED = "_packed"
+_QWEIGHT = "qweight"
+_QUANT_STATE = ".quant_state.bitsandbytes__"
+_ENDINGS = (_FP8_SCALES, _MXFP4_CODES, _PACKED, ".qweight", ".absmax", ".SCB")
+"""Of names of tensors that are a quantised weight's and no other's."""
+_CONFIG_BYTES_MAX = 16 << 20
+_STATE_BYTES_MAX = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
 class StoredQuantised:
     """A weight whose ``parts`` are in files; ``shape`` is that of the dequantised one. ``others`` are in the files
-    beside them, and say nothing more."""
+    beside them, and say nothing more. ``settings`` are those of its kind."""
 
     name: str
     kind: type[QuantisedWeight]
     shape: torch.Size
-    parts: tuple[StoredTensor, ...]
+    parts: tuple[StoredTensor | StackedTensor, ...]
     others: tuple[StoredTensor, ...] = ()
+    settings: tuple[object, ...] = ()
 
     def over(self, dtype: torch.dtype, device: str) -> QuantisedWeight:
         """The weight in this dtype, with memory for what the files have."""
-        return self.kind([torch.empty(t.shape, dtype=t.dtype, device=device) for t in self.parts], self.shape, dtype)
+        parts = [torch.empty(part.shape, dtype=part.dtype, device=device) for part in self.parts]
+        return self.kind(parts, self.shape, dtype, self.settings)
 
     def whole(self, dtype: torch.dtype) -> torch.Tensor:
         """The dequantised weight."""
         return self._read(dtype).dequantize()
+
+    def rows(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        """The same of the rows ``[start, stop)``."""
+        if not self.over(dtype, "meta").has_rows:
+            return self.whole(dtype)[start:stop]
+        return self._read_rows(start, stop, dtype).dequantize()
 
     def origin(self, dtype: torch.dtype) -> Origin:
         """The origin of the bytes that the engine stores of such a weight."""
         meta = self.over(dtype, "meta")
         packing = Packing(meta)
         parts = tuple(
-            FilePart(tensor.file.read_only, tensor.start, tensor.nbytes, offset)
+            part
             for tensor, offset in zip(self.parts, packing.offsets(meta), strict=True)
+            for part in tensor.in_files(offset)
         )
-        return Origin(lambda: packing.pack(self._read(dtype)), None, dtype, parts)
+
+        def rows(start: int, stop: int) -> torch.Tensor:
+            return Packing(meta.rows(start, stop)).pack(self._read_rows(start, stop, dtype))
+
+        return Origin(lambda: packing.pack(self._read(dtype)), rows, dtype, parts)
 
     def _read(self, dtype: torch.dtype) -> QuantisedWeight:
-        return self.kind([tensor.whole(tensor.dtype) for tensor in self.parts], self.shape, dtype)
+        return self.kind([part.whole(part.dtype) for part in self.parts], self.shape, dtype, self.settings)
+
+    def _read_rows(self, start: int, stop: int, dtype: torch.dtype) -> QuantisedWeight:
+        parts = [part.rows(start, stop, part.dtype) for part in self.parts]
+        return self.kind(parts, torch.Size((stop - start, *self.shape[1:])), dtype, self.settings)
 
 
-def joined(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor | StoredQuantised]:
+def joined(tensors: Mapping[str, StoredTensor], directory: Path) -> dict[str, StoredTensor | StoredQuantised]:
     """The tensors of files by name, where those that are one weight are joined: FP8 with scales for blocks
-    (``weight`` and ``weight_scale_inv``), MXFP4 (``_blocks`` and ``_scales``), and of ``compressed-tensors`` symmetric
-    int4 and NVFP4 (``weight_packed``, ``weight_scale`` and what belongs to them)."""
+    (``weight`` and ``weight_scale_inv``), MXFP4 (``_blocks`` and ``_scales``), of ``compressed-tensors`` symmetric
+    int4 and NVFP4 (``weight_packed``, ``weight_scale`` and what belongs to them), 4 bits of ``bitsandbytes``
+    (``weight``, ``weight.absmax``, ``weight.quant_state.``...), GPTQ and AWQ (``qweight``, ``qzeros``, ``scales``).
+
+    ``directory`` has the configs that go with the files. Raises ``WeightsError`` for those that are damaged.
+    """
     found: dict[str, StoredTensor | StoredQuantised] = dict(tensors)
+    added = _added_to_zeros(directory) if any(name.endswith(_QWEIGHT) for name in tensors) else 0
     for name, codes in tensors.items():
-        weight = _fp8(name, codes, tensors) or _mxfp4(name, codes, tensors) or _packed(name, codes, tensors)
+        weight = (
+            _fp8(name, codes, tensors)
+            or _mxfp4(name, codes, tensors)
+            or _packed(name, codes, tensors)
+            or _blocks4(name, codes, tensors)
+            or _gptq(name, codes, tensors, added)
+            or _awq(name, codes, tensors)
+        )
         if weight is not None:
             for tensor in (*weight.parts, *weight.others):
                 del found[tensor.name]
             found[weight.name] = weight
     return found
+
+
+def check_known(names: Iterable[str], path: Path) -> None:
+    """Raise ``WeightsError`` if some of these tensors, which nobody has asked for, are a quantised weight's."""
+    unknown = [name for name in names if name.endswith(_ENDINGS)]
+    if unknown:
+        raise WeightsError(
+            f"the weights in {path} are quantised in a way that is not read ({', '.join(unknown[:3])}, ...). Load the "
+            "model in memory, dequantise it, save it, and give that."
+        )
 
 
 def _fp8(name: str, codes: StoredTensor, tensors: Mapping[str, StoredTensor]) -> StoredQuantised | None:
@@ -82,7 +142,7 @@ def _mxfp4(name: str, codes: StoredTensor, tensors: Mapping[str, StoredTensor]) 
     *stack, rows, groups, width = codes.shape
     columns = 2 * groups * width
     shape = torch.Size((*stack, columns, rows) if stack else (rows, columns))
-    return StoredQuantised(base, Mxfp4, shape, (codes, scales))
+    return StoredQuantised(base, Mxfp4, shape, (codes, scales), settings=(bool(stack),))
 
 
 def _packed(name: str, codes: StoredTensor, tensors: Mapping[str, StoredTensor]) -> StoredQuantised | None:
@@ -103,3 +163,87 @@ def _packed(name: str, codes: StoredTensor, tensors: Mapping[str, StoredTensor])
         return None
     beside = (base + "_shape", base.removesuffix("weight") + "input_global_scale")
     return StoredQuantised(base, kind, shape, parts, tuple(tensors[other] for other in beside if other in tensors))
+
+
+def _blocks4(name: str, codes: StoredTensor, tensors: Mapping[str, StoredTensor]) -> StoredQuantised | None:
+    state = next((t for kind in ("nf4", "fp4") if (t := tensors.get(name + _QUANT_STATE + kind)) is not None), None)
+    parts = _beside(name, (".absmax", ".quant_map"), tensors)
+    if state is None or parts is None:
+        return None
+    with refusals(f"{state.name} in the weights file {state.file.path}", WeightsError):
+        text = state.bytes(_STATE_BYTES_MAX)
+        require_held(text)
+        said = _STATE.take(Cursor(text_of(text)).whole())
+    shape = torch.Size(said["shape"])
+    settings: tuple[object, ...] = (said["blocksize"], said["dtype"])
+    scales = -(-shape.numel() // said["blocksize"])
+    kind: type[Blocks4] = Blocks4
+    if "nested_offset" in said:
+        outer = _beside(name, (".nested_absmax", ".nested_quant_map"), tensors)
+        if outer is None or outer[0].shape.numel() != -(-scales // said["nested_blocksize"]):
+            return None
+        kind, parts = Blocks4Nested, (*parts, *outer)
+        settings = (*settings, said["nested_blocksize"], said["nested_offset"])
+    if 2 * codes.nbytes != shape.numel() + shape.numel() % 2 or parts[0].shape.numel() != scales:
+        return None
+    return StoredQuantised(name, kind, shape, (codes, *parts), (state,), settings)
+
+
+def _gptq(name: str, codes: StoredTensor, tensors: Mapping[str, StoredTensor], added: int) -> StoredQuantised | None:
+    base = name.removesuffix(_QWEIGHT)
+    parts = _beside(base, ("scales", "qzeros", "g_idx"), tensors)
+    if base == name or parts is None or codes.dtype != torch.int32:
+        return None
+    scales, zeros, groups = parts
+    columns, rows = groups.shape.numel(), codes.shape[-1]
+    bits = codes.shape[0] * 32 // columns if columns else 0
+    if bits not in (2, 4, 8) or codes.shape != (columns * bits // 32, rows) or scales.shape[1:] != (rows,):
+        return None
+    if rows * bits % 32 or zeros.dtype != torch.int32 or zeros.shape != (scales.shape[0], rows * bits // 32):
+        return None
+    return StoredQuantised(base + "weight", Gptq, torch.Size((rows, columns)), (codes, *parts), (), (bits, added))
+
+
+def _awq(name: str, codes: StoredTensor, tensors: Mapping[str, StoredTensor]) -> StoredQuantised | None:
+    base = name.removesuffix(_QWEIGHT)
+    parts = _beside(base, ("scales", "qzeros"), tensors)
+    if base == name or parts is None or base + "g_idx" in tensors or codes.dtype != torch.int32:
+        return None
+    scales, zeros = parts
+    if len(codes.shape) != 2 or zeros.dtype != torch.int32 or zeros.shape[1:] != codes.shape[1:]:
+        return None
+    shape = torch.Size((8 * codes.shape[1], codes.shape[0]))
+    if scales.shape != (zeros.shape[0], shape[0]) or shape[1] % zeros.shape[0]:
+        return None
+    return StoredQuantised(base + "weight", Awq, shape, (codes, *parts))
+
+
+def _beside(base: str, endings: Iterable[str], tensors: Mapping[str, StoredTensor]) -> tuple[StoredTensor, ...] | None:
+    """The tensors of these names, if all of them are there."""
+    found = tuple(tensors[base + ending] for ending in endings if base + ending in tensors)
+    return found if len(found) == len(tuple(endings)) else None
+
+
+def _added_to_zeros(directory: Path) -> int:
+    """What GPTQ adds to each zero: 1, unless a config says that the files have the second version of the format."""
+    for file, member in (("config.json", "quantization_config"), ("quantize_config.json", "checkpoint_format")):
+        path = directory / file
+        if not path.exists():
+            continue
+        with refusals(f"the config {path}", WeightsError):
+            text = read_regular(path, _CONFIG_BYTES_MAX, links=True)
+            require_held(text)
+            value = dict(Cursor(text_of(text)).whole()).get(member)
+            value = value.get("checkpoint_format") if isinstance(value, dict) else value
+            if value == "gptq_v2":
+                return 0
+    return 1
+
+
+_VALUE_DTYPES = OneOf({"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16})
+_STATE: Record[dict[str, Any]] = Record(
+    dict,
+    {"quant_type": TEXT, "blocksize": Int(1), "dtype": _VALUE_DTYPES, "shape": Shape()},
+    {"nested_blocksize": Int(1), "nested_dtype": TEXT, "nested_offset": Real(finite=True)},
+)
+"""What ``bitsandbytes`` says of a weight in JSON."""

@@ -18,7 +18,7 @@ import xxhash
 
 from offload.errors import WeightsError
 from offload.memory import passing_tensor
-from swapper import ReadOnlyFile
+from swapper import FilePart, ReadOnlyFile
 from swapper.checked import (
     TEXT,
     Cursor,
@@ -181,6 +181,16 @@ class StoredTensor:
         """All of it, cast to ``dtype``."""
         return self._read(self.shape, 0, dtype)
 
+    def bytes(self, most: int) -> bytes:
+        """Its bytes. Raises ``Refused`` for more than ``most``."""
+        if self.nbytes > most:
+            raise Refused(f"it has {self.nbytes:,} bytes, more than {most:,}")
+        return self.whole(self.dtype).flatten().view(torch.uint8).numpy().tobytes()
+
+    def in_files(self, offset: int) -> Iterator[FilePart]:
+        """Where it lies, if its bytes are those from ``offset`` on of a record."""
+        yield FilePart(self.file.read_only, self.start, self.nbytes, offset)
+
     def parts(self) -> Iterator[torch.Tensor]:
         """All of it as it is in the file, flat, a few MiB at a time."""
         numel = math.prod(self.shape)
@@ -207,6 +217,40 @@ def _fresh(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return passing_tensor(math.prod(shape) * dtype.itemsize).view(dtype).view(tuple(shape))
 
 
+@dataclass(frozen=True, eq=False)
+class StackedTensor:
+    """Tensors of one dtype and shape as one, of this ``shape``: each of its rows is those of one of ``rows``, one
+    behind the other."""
+
+    name: str
+    grid: Sequence[Sequence[StoredTensor]]
+    shape: torch.Size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.grid[0][0].dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def rows(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        """The rows ``[start, stop)``, cast to ``dtype``."""
+        flat = [tensor.whole(dtype).flatten() for row in self.grid[start:stop] for tensor in row]
+        return torch.cat(flat).view(stop - start, *self.shape[1:])
+
+    def whole(self, dtype: torch.dtype) -> torch.Tensor:
+        """All of it, cast to ``dtype``."""
+        return self.rows(0, len(self.grid), dtype)
+
+    def in_files(self, offset: int) -> Iterator[FilePart]:
+        """See ``StoredTensor.in_files``."""
+        for row in self.grid:
+            for tensor in row:
+                yield from tensor.in_files(offset)
+                offset += tensor.nbytes
+
+
 class Weights:
     """The tensors of one file, or of all shards of an index."""
 
@@ -231,6 +275,11 @@ class Weights:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def directory(self) -> Path:
+        """Where the files are."""
+        return self.path if self.path.is_dir() else self.path.parent
 
     def close(self) -> None:
         for file in self.files:

@@ -15,6 +15,7 @@ import contextlib
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from offload.checkpoint.locks import take, take_unused
@@ -46,11 +47,20 @@ class Workplace:
 
     def put_aside(self, name: str) -> None:
         """Take what is to be replaced out of its name, which it gets back if nothing else has it in the end."""
-        self._move(name, _REPLACED)
+        replaced = self.folder / _REPLACED
+        replaced.mkdir(exist_ok=True)
+        (self._target / name).rename(replaced / name)
 
-    def remove(self, name: str) -> None:
-        """Take something out of its name; it goes at ``close``."""
-        self._move(name, _REMOVED)
+    def remove(self, name: str, is_meant: Callable[[Path], bool]) -> None:
+        """Take something out of its name; it goes at ``close``. It is looked at when nobody else can take the name
+        from it any more: what another process has put there meanwhile is not meant, and gets the name back."""
+        self.put_aside(name)
+        aside, removed = self.folder / _REPLACED / name, self.folder / _REMOVED
+        if is_meant(aside):
+            removed.mkdir(exist_ok=True)
+            aside.rename(removed / name)
+        else:
+            _give_names_back(aside.parent, self._target)
 
     def close(self) -> None:
         """Give names back, and remove all that is still there. Safe to call twice."""
@@ -58,10 +68,6 @@ class Workplace:
             _give_names_back(self.folder / _REPLACED, self._target)
             _remove(self.folder)
         self._lock.close()
-
-    def _move(self, name: str, kind: str) -> None:
-        (self.folder / kind).mkdir(exist_ok=True)
-        (self._target / name).rename(self.folder / kind / name)
 
     def __enter__(self) -> Workplace:
         return self

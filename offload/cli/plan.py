@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from typer import Argument, Option
 
 from offload.cli.console import Json
 from offload.cli.plan_asked import Asked
+from offload.native_optimizers import NATIVE_OPTIMIZERS
+
+if TYPE_CHECKING:
+    _Optimizer = str
+else:
+    _Optimizer = Literal[tuple(NATIVE_OPTIMIZERS)]
 
 
 # fmt: off
@@ -61,7 +67,7 @@ def plan(
     batch: Annotated[int, Option(min=1, metavar="N", help="Sequences of a forward, on each GPU.")] = 1,
     sequence: Annotated[int, Option(min=1, metavar="N", help="Tokens of a sequence.")] = 2048,
     precision: Annotated[Literal["bf16", "fp16", "fp32"], Option(help="Of weights and gradients.")] = "bf16",
-    optimizer: Annotated[Literal["adam", "adamw", "adagrad", "lion", "sgd"], Option(
+    optimizer: Annotated[_Optimizer, Option(
         help="What updates the weights.")] = "adamw",
     moments_dtype: Annotated[Literal["fp32", "bf16", "int8"], Option(help="Of the optimizer's states.")] = "fp32",
     gradient_clipping: Annotated[float, Option(min=0, metavar="X", help="Bound of the gradient norm; 0: none.")] = 0,

@@ -7,6 +7,7 @@ from typing import Any
 
 from offload.cli.plan_asked import Asked
 from offload.config import OffloadConfig
+from offload.predict import known
 from offload.predict.prediction import Prediction
 
 _QUANTISED = {"nf4": "to_nf4"}
@@ -19,7 +20,7 @@ def code(asked: Asked, prediction: Prediction) -> str | None:
     quantised = asked.base.bits > 0
     if asked.model is None or (quantised and asked.base.name not in _QUANTISED):
         return None
-    return "\n".join(_lines(asked, asked.model, _options(asked, prediction), quantised=quantised))
+    return "\n".join(_lines(asked, known.hub_name(asked.model), _options(asked, prediction), quantised=quantised))
 
 
 def _lines(asked: Asked, name: str, options: dict[str, Any], *, quantised: bool) -> Iterator[str]:

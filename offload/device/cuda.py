@@ -4,14 +4,19 @@
 All memory of weights is allocated and freed on the stream that computes, so compute may go on using what is freed later
 in its own order; a copy into new memory waits for an event that compute recorded after the allocation. Where a user
 computes on several streams, the one under which memory was allocated waits for those that have used it.
+
+[Note: Why a thread takes the GPU for a moment] A thread begins with GPU 0 as its current one. CUDA makes a context
+there (about 0.5 GiB) when that thread asks whether an event is over, or makes GPU 0 current again, as
+``torch.cuda.stream`` does at its end. With eight ranks on a machine seven of them would take that from the first one's
+GPU. ``torch.cuda.device`` makes the right GPU current, and none where there is no context yet at its end.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -35,40 +40,52 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 10e-6, 500e-6
 
 
 class _Event:
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: torch.cuda.Event, index: int) -> None:
         self.event = event
+        self._index = index
 
     def wait(self) -> None:
         deadline, pause_s = Deadline(lambda: "work on the GPU"), _FIRST_PAUSE_S
-        while not self.event.query():  # ``synchronize`` has no deadline
-            deadline.check()
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        with torch.cuda.device(self._index):
+            while not self.event.query():  # ``synchronize`` has no deadline
+                deadline.check()
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def done(self) -> bool:
-        return bool(self.event.query())
+        with torch.cuda.device(self._index):
+            return bool(self.event.query())
 
     def seconds_since(self, earlier: Event) -> float:
         assert isinstance(earlier, _Event)
-        return float(earlier.event.elapsed_time(self.event)) / 1000
+        with torch.cuda.device(self._index):
+            return float(earlier.event.elapsed_time(self.event)) / 1000
 
 
 class _Stream:
-    def __init__(self, stream: torch.cuda.Stream, programs: GpuPrograms) -> None:
+    def __init__(self, stream: torch.cuda.Stream, index: int, programs: GpuPrograms) -> None:
         self.stream = stream
+        self._index = index
         self._programs = programs
 
     def record(self) -> _Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(self.stream)
-        return _Event(event)
+        return _Event(event, self._index)
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Within, what this thread asks of torch goes to the stream. See [Note: Why a thread takes the GPU for a
+        moment]."""
+        with torch.cuda.device(self._index), torch.cuda.stream(self.stream):
+            yield
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, _Event)
         self.stream.wait_event(event.event)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        with torch.cuda.stream(self.stream), torch.no_grad():
+        with self.current(), torch.no_grad():
             target.copy_(source, non_blocking=True)
 
     def kernel(self, name: str) -> kernels.Kernel:
@@ -120,6 +137,7 @@ class CudaDevice:
         if index >= torch.cuda.device_count():
             raise ConfigError(f'device="cuda:{index}": there are {torch.cuda.device_count()} GPUs')
         self.torch_device = torch.device("cuda", index)
+        self._index = index
         self._programs = programs_of(index)
         self._pinned = PinnedMemory(registry_of(index))
         self._streams: list[_Stream] = []
@@ -137,19 +155,19 @@ class CudaDevice:
 
     @property
     def compute(self) -> _Stream:
-        return _Stream(torch.cuda.current_stream(self.torch_device), self._programs)
+        return self._stream(torch.cuda.current_stream(self.torch_device))
 
     def new_stream(self) -> _Stream:
-        self._streams.append(_Stream(torch.cuda.Stream(self.torch_device, _BEFORE_COMPUTE), self._programs))
+        self._streams.append(self._stream(torch.cuda.Stream(self.torch_device, _BEFORE_COMPUTE)))
         return self._streams[-1]
 
     def new_compute_stream(self) -> _Stream:
-        self._streams.append(_Stream(torch.cuda.Stream(self.torch_device), self._programs))
+        self._streams.append(self._stream(torch.cuda.Stream(self.torch_device)))
         return self._streams[-1]
 
     def current(self, stream: Stream) -> AbstractContextManager[None]:
         assert isinstance(stream, _Stream)
-        return torch.cuda.stream(stream.stream)  # type: ignore[no-any-return]
+        return stream.current()
 
     def surroundings(self) -> Callable[[], AbstractContextManager[None]]:
         return partial(self.current, self.compute)
@@ -215,3 +233,6 @@ class CudaDevice:
         for stream in self._streams:  # where this raises the memory stays registered: the GPU may still write to it
             stream.record().wait()
         self._pinned.unpin(address)
+
+    def _stream(self, stream: torch.cuda.Stream) -> _Stream:
+        return _Stream(stream, self._index, self._programs)

@@ -13,7 +13,7 @@ from offload.device.driver import Context, DriverError, context_of
 from offload.kernels.gpu import GpuKernels, Program
 from offload.kernels.nvrtc import CompilerMissing, compile_kernels
 
-_FIRST_PROGRAM = Program("Sgd", "f32", "f32", "f32")
+_FIRST_PROGRAM = Program("sgd", "f32", "f32", "f32")
 
 
 class GpuPrograms:

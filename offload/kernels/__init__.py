@@ -17,7 +17,6 @@ except ImportError as error:
 
 from ._companions import Bring, accumulate, convert, decode, encode, join_master, split_master, sum_squares
 from ._native import CODE_BLOCK, ISA, SQUARES_BLOCK, SQUARES_LANES, Dtype
-from ._optimizers import AdagradCoef, AdamCoef, Coef, LionCoef, SgdCoef
 from ._update import Kernel, Native, OnHost, Sweep, always, on_host, update
 
 __all__ = [
@@ -25,16 +24,11 @@ __all__ = [
     "ISA",
     "SQUARES_BLOCK",
     "SQUARES_LANES",
-    "AdagradCoef",
-    "AdamCoef",
     "Bring",
-    "Coef",
     "Dtype",
     "Kernel",
-    "LionCoef",
     "Native",
     "OnHost",
-    "SgdCoef",
     "Sweep",
     "accumulate",
     "always",

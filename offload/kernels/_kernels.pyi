@@ -1,22 +1,10 @@
-"""The native kernels, as ``__init__.py`` calls them: nothing is checked here."""
+"""The native kernels, as ``__init__.py`` calls them: nothing is checked here.
+
+Those of the optimizers are functions too, with the names of ``OFFLOAD_RULES`` in src/rules.h: ``_update.py`` gets them
+by name, and calls them with the fields of ``Sweep``.
+"""
 
 from collections.abc import Sequence
-from typing import Protocol
-
-class Kernel(Protocol):
-    """An optimizer, over the fields of ``Sweep``."""
-
-    def __call__(self, *sweep: object) -> None: ...
-
-adamw: Kernel
-adamw_amsgrad: Kernel
-adam: Kernel
-adam_amsgrad: Kernel
-adagrad: Kernel
-lion: Kernel
-sgd: Kernel
-sgd_momentum: Kernel
-sgd_nesterov: Kernel
 
 def accumulate(
     numel: int, destination: int, destination_dtype: int, source: int, source_dtype: int, num_threads: int

@@ -1,4 +1,28 @@
-"""One optimizer step, whatever the optimizer: how the weight is kept, what its states are, and the checks."""
+"""One optimizer step, whatever the optimizer: how the weight is kept, what its states are, and the checks.
+
+The fp32 master weight is kept in one of three ways:
+
+- ``weight_dtype=F32`` alone: the weight is its own master.
+- ``weight_dtype=BF16`` and ``rest``, a uint16 array: split master, see ``split_master``.
+- ``master``, an fp32 array: ``weight``, of any dtype, is only written, with the new master rounded to it.
+
+States are F32, BF16 (rounded to nearest, even) or INT8 (codes; pass the address of the scales, fp32, one for each
+``CODE_BLOCK`` elements from the start of the call, as ``<state>_scale``). INT8 is inexact, and rounds at random, by
+what a block holds and the step: the same bits everywhere, for any tiles whose sizes are multiples of ``CODE_BLOCK``.
+All states, scales included, are zero before step 1.
+
+Bytes of memory traffic per element (read + write), gradients in BF16:
+
+=========================  ===========  ==========  ==========
+weight                     F32 moments  BF16        INT8
+=========================  ===========  ==========  ==========
+F32                        26           18          14
+split, BF16 + rest         26           18          14
+master, BF16 weight out    28           20          16
+=========================  ===========  ==========  ==========
+
+for Adam; an F32 gradient adds 2, a second state less takes off 8, 4 or 2. (INT8: and 1/16 for two scales.)
+"""
 
 from __future__ import annotations
 
@@ -7,9 +31,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from offload.native_optimizers import Coef
+
 from . import _kernels
 from ._native import Dtype, check_address, check_numbers, check_numel
-from ._optimizers import Coef
 
 _FORMAT_F32, _FORMAT_SPLIT, _FORMAT_OUT = 0, 1, 2  # WeightFormat in src/arrays.h: _FORMAT_OUT + Dtype
 
@@ -85,7 +110,7 @@ def update(
 ) -> None:
     """Advance ``numel`` weights by one step of the optimizer that ``coef`` is of, in place, in one pass.
 
-    Shapes:  every array has ``numel`` elements; for the formats see the top of ``_optimizers.py``. ``states`` are the
+    Shapes:  every array has ``numel`` elements; for the formats see the top of this file. ``states`` are the
              addresses of ``coef.states`` by name, and of their scales as ``<name>_scale``.
     Effects: writes all arrays but ``grad``. Allocates nothing. ``native`` says who runs the kernel: the CPU, at once,
              or a GPU, whose memory all addresses are then of (``gpu.py``).

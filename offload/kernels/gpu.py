@@ -20,19 +20,6 @@ _EACH = 4
 _GROUPS = 4
 """Blocks of a sum of squares that a block of threads works on, a thread a lane: ``kGroups`` in src/device.cu."""
 
-_RULES = {
-    "adamw": "Adam<false, true>",
-    "adamw_amsgrad": "Adam<true, true>",
-    "adam": "Adam<false, false>",
-    "adam_amsgrad": "Adam<true, false>",
-    "adagrad": "Adagrad",
-    "lion": "Lion",
-    "sgd": "Sgd",
-    "sgd_momentum": "SgdMomentum<false>",
-    "sgd_nesterov": "SgdMomentum<true>",
-}
-"""The types in src/rules.h, by the names that the native module has for their kernels."""
-
 _FORMATS = ("f32", "split", "out_f32", "out_bf16", "out_f16")
 """``WeightFormat`` in src/arrays.h."""
 
@@ -42,6 +29,7 @@ class Program:
     """Types that src/device.cu is compiled for."""
 
     rule: str
+    """The name of a kernel in ``OFFLOAD_RULES``, src/rules.h."""
     grad: str
     weight_format: str
     state: str
@@ -49,7 +37,7 @@ class Program:
     def definitions(self) -> tuple[str, ...]:
         """The macros that say so."""
         return (
-            f"OFFLOAD_RULE=offload::{self.rule}",
+            f"OFFLOAD_RULE=offload::rules::{self.rule}",
             f"OFFLOAD_GRAD={self.grad}",
             f"OFFLOAD_FORMAT={self.weight_format}",
             f"OFFLOAD_STATE={self.state}",
@@ -85,7 +73,7 @@ class GpuKernels:
 
     def kernel(self, name: str) -> Kernel:
         """The kernel that the native module has under this name. States in 8 bits have none."""
-        return partial(self._update, _RULES[name])
+        return partial(self._update, name)
 
     def sum_squares(
         self, dtype: Dtype, source: int, ranges: int, num_ranges: int, lanes: int, num_blocks: int, sums: int
@@ -98,7 +86,7 @@ class GpuKernels:
         """
         if num_ranges == 0:
             return
-        program = Program("Sgd", _name(dtype), "f32", "f32")
+        program = Program("sgd", _name(dtype), "f32", "f32")
         source_, ranges_, lanes_, sums_ = map(ctypes.c_void_p, (source, ranges, lanes, sums))
         of_all = [source_, ranges_, ctypes.c_size_t(num_ranges), ctypes.c_size_t(num_blocks), lanes_]
         if num_blocks:

@@ -72,6 +72,14 @@ class OwnWrites:
                 parameter.data = self._views[index]
                 yield index, value, other if are_moved[index] else None
 
+    def is_written(self) -> bool:
+        """Whether ``end`` would find something, as the use stands."""
+        return (
+            list(map(_version, self._parameters)) != self._versions
+            or list(map(_address, self._parameters)) != list(map(_address, self._views))
+            or bool(self._hashes and self._hashes != self.hashes())
+        )
+
     def put_back(self) -> None:
         """Parameters that an interrupt has left pointed elsewhere."""
         with itself():  # the unit may rest

@@ -2,8 +2,10 @@
 
 Torch's own checkpoint does it (``use_reentrant=False``): it keeps the inputs as saved tensors, so that hooks may take
 them further, and restores torch's random generators, autocast and the default device. Here is what it leaves out: the
-generators of Python and numpy, and what a forward changes in its modules (statistics, counters, attributes) and in
-objects among its arguments (a cache), which a second run finds as the first one did, and leaves as it was.
+generators of Python and numpy, and what a forward finds in its modules (statistics, counters, attributes) and in
+objects among its arguments (a cache), whoever changes that afterwards: a second run finds it as the first one did, and
+leaves it as it was. Weights that a forward writes to cannot be had again, nor those, or buffers, that somebody changes
+in place before the second run.
 
 [Note: Who recomputes] The outermost call of the unit's own module does. A module without children does not, which would
 save nothing, and neither does one around other units. Where the user's own hooks are in force (a checkpoint,
@@ -30,6 +32,7 @@ from offload.model.draws import Generators
 from offload.model.forward_costs import Unmeasured
 from offload.model.unit_in_model import UnitInModel
 from offload.torch_internals import graph_task, put_together, taken_apart
+from swapper import OffloadError
 
 _DERIVED = ("_flat_weights", "_flat_weight_refs")
 _MISSING = object()
@@ -102,17 +105,32 @@ class RecomputedForward:
         assert module is not None
         return module
 
-    def again(self, run: Callable[[], object]) -> None:
-        """A second run, in backward: the unit's parameters stand in the model meanwhile."""
+    def again(self, run: Callable[[], object], versions: list[int]) -> None:
+        """A second run, in backward: the unit's parameters stand in the model meanwhile. Raises ``OffloadError`` if
+        they had other versions when the first one was over."""
         module = self.module
         before, after = self.unit.around
         output = None
         before(module, ())
         try:
+            for index, (version, now) in enumerate(zip(versions, self.versions(), strict=True)):
+                if version != now:
+                    raise _changed_since(self.unit.spec.name, self.unit.spec.parameters[index].name)
             output = run()
         finally:  # it ends by an exception as soon as all is there
             after(module, (), output)
             self.costs.again()
+
+    def versions(self) -> list[int]:
+        """Those of the unit's parameters, which stand in the model."""
+        return [parameter._version for parameter in self.unit.parameters]
+
+    def check_weights(self) -> None:
+        """A first run is over. Raises ``ConfigError`` if it has written to the unit's weights."""
+        if self.unit.own_writes.is_written():
+            raise _not_to_be_run_again(
+                self.unit.spec.name, "writes to its weights, which a second run would not find as they were"
+            )
 
     def _is_outermost(self) -> bool:
         """See [Note: Who recomputes]."""
@@ -137,20 +155,25 @@ class _RunsOfCall:
     def __init__(self, of: RecomputedForward) -> None:
         self._of = of
         self._state: State | None = None
-        """What the first run has changed."""
+        """What the first run has found."""
+        self._versions: list[int] = []
+        """Those of the weights after it."""
 
     def _run(self, arguments: Sequence[Any], forward: Callable[[], Any]) -> Any:
         if self._state is not None:
             with self._state.before():
-                self._of.again(forward)
+                self._of.again(forward, self._versions)
             return None
         state = State(self._of.module, arguments, self._of.unit.spec.name)
         try:
             with self._of.costs.first(arguments):
-                return forward()
+                output = forward()
         finally:
             state.compare()
             self._state = state
+        self._of.check_weights()
+        self._versions = self._of.versions()
+        return output
 
 
 class _TracedRuns(_RunsOfCall):
@@ -199,6 +222,8 @@ class State:
         self._known: list[tuple[Any, Any]] = []
         """Containers, each with a copy."""
         self._buffers: list[tuple[dict[str, Any], str, torch.Tensor, int, torch.Tensor | None]] = []
+        self._unchanged: list[tuple[str, torch.Tensor, int]] = []
+        """Buffers, with their versions."""
         for each in module.modules():
             self._know(vars(each))
             self._know(each._buffers)
@@ -214,26 +239,31 @@ class State:
             self._look_into(argument, seen)
 
     def compare(self) -> None:
-        """The first run is over: forget what it has not changed. Raises ``ConfigError``."""
+        """The first run is over. Raises ``ConfigError``."""
         for buffers, key, buffer, version, values in self._buffers:
-            if values is None and buffer._version != version:
-                raise ConfigError(
-                    f"unit {self._name}: its forward changes the buffer {key}, which is too large to be copied for a "
-                    f'second run. Do not recompute it: activations={{"{self._name}": "keep", ...}}'
+            is_written = buffer._version != version
+            if values is None and is_written:
+                raise _not_to_be_run_again(
+                    self._name, f"changes the buffer {key}, which is too large to be copied for a second run"
                 )
-            if values is not None and not torch.equal(values, buffer):  # kernels change statistics behind the version
+            if values is not None and (is_written or not torch.equal(values, buffer)):
                 before = next(before for container, before in self._known if container is buffers)
-                before[key] = values
+                before[key] = values  # kernels change statistics behind the version
+            else:
+                self._unchanged.append((key, buffer, version))
         self._buffers = []
-        self._known = [(container, before) for container, before in self._known if _differ(container, before)]
         self._generators.compare()
 
     @contextmanager
     def before(self) -> Iterator[None]:
-        """Within, all is as it was before the first run; then it is again as it is now."""
-        now = [(container, copy(container)) for container, _ in self._known]
+        """Within, all is as it was before the first run; then it is again as it is now. Raises ``OffloadError``."""
+        for key, buffer, version in self._unchanged:
+            if buffer._version != version:
+                raise _changed_since(self._name, key)
+        changed = [(container, before) for container, before in self._known if _differ(container, before)]
+        now = [(container, copy(container)) for container, _ in changed]
         try:
-            for container, before in self._known:
+            for container, before in changed:
                 _restore(container, before)
             with self._generators.rewound():
                 yield
@@ -260,6 +290,17 @@ class State:
             self._know(vars(value))
             for item in list(vars(value).values()):
                 self._look_into(item, seen)
+
+
+def _not_to_be_run_again(name: str, reason: str) -> ConfigError:
+    return ConfigError(f'unit {name}: its forward {reason}. Do not recompute it: activations={{"{name}": "keep", ...}}')
+
+
+def _changed_since(name: str, what: str) -> OffloadError:
+    return OffloadError(
+        f"unit {name}: {what} was changed between a forward and its backward, which runs that forward again and would "
+        f'find something else. Change it after the backward, or do not recompute: activations={{"{name}": "keep", ...}}'
+    )
 
 
 def _differ(container: Any, before: Any) -> bool:

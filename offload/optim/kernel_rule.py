@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ from offload import kernels
 from offload.dtypes import kernel_dtype
 from offload.errors import ConfigError
 from offload.memory import tensor_at
+from offload.native_optimizers import NATIVE_OPTIMIZERS, Coef, NativeOptimizer
 from offload.optim.formats import Formats
 from offload.optim.moments import copy_moments, is_in_codes, num_blocks, scale_name
 from offload.optim.rule import Group, SteppingParameter, TileBytes, TilePart
@@ -21,48 +20,9 @@ from offload.units import GRAIN, ParameterSpec, Tile, UnitSpec
 _SCALE_BYTES = 4
 
 
-@dataclass(frozen=True)
-class NativeOptimizer:
-    """An optimizer as ``torch.optim`` names it and its options, and the coefficients of the kernel that does the
-    same. ``decoupled`` is that of ``AdamCoef``."""
-
-    defaults: Mapping[str, Any]
-    kind: type[kernels.Coef]
-    decoupled: bool = False
-
-    def coefficients(self, group: Group, step: int = 1, grad_scale: float = 1.0) -> kernels.Coef:
-        """Of a step of the group's parameters. Raises ``ConfigError`` for options that cannot work."""
-        names = {field.name for field in fields(self.kind)} & self.defaults.keys()
-        try:
-            options = {name: group[name] for name in names} | {"lr": float(group["lr"])}
-            if "betas" in self.defaults:
-                options["beta1"], options["beta2"] = map(float, group["betas"])
-            if self.kind is kernels.AdamCoef:
-                options["decoupled"] = self.decoupled or group.get("decoupled_weight_decay", False)
-            return self.kind(step=step, grad_scale=grad_scale, **options)
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"optimizer options cannot work: {error}") from None
-
-
-_ADAM = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "maximize": False}
-_ADAGRAD = {"lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10}
-_LION = {"lr": 1e-4, "betas": (0.9, 0.99), "weight_decay": 0.0, "maximize": False}
-_SGD = {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
-
-KERNELS: Mapping[str, NativeOptimizer] = MappingProxyType(
-    {
-        "adam": NativeOptimizer(_ADAM, kernels.AdamCoef),
-        "adamw": NativeOptimizer({**_ADAM, "weight_decay": 0.01}, kernels.AdamCoef, decoupled=True),
-        "adagrad": NativeOptimizer({**_ADAGRAD, "maximize": False}, kernels.AdagradCoef),
-        "lion": NativeOptimizer(_LION, kernels.LionCoef),
-        "sgd": NativeOptimizer(_SGD, kernels.SgdCoef),
-    }
-)
-"""By the names that ``optimizer=`` takes."""
-
-_DTYPES = {"fp32": kernels.Dtype.F32, "bf16": kernels.Dtype.BF16, "int8": kernels.Dtype.INT8}
-MOMENTS = tuple(_DTYPES)
-_TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
+DTYPES = {"fp32": kernels.Dtype.F32, "bf16": kernels.Dtype.BF16, "int8": kernels.Dtype.INT8}
+MOMENTS = tuple(DTYPES)
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 
 
 class KernelRule:
@@ -70,6 +30,7 @@ class KernelRule:
 
     repeatable = True
     uniform = True
+    temporary_bytes = 0
 
     def __init__(
         self,
@@ -82,12 +43,12 @@ class KernelRule:
         """``dtypes`` are those of weights and gradients; ``moments`` is ``moments_dtype``."""
         self._kernel = kernel
         self._moments = moments
-        longest = max((kernel.coefficients(group).states for group in groups), key=len, default=())
+        longest = max((self._coefficients(group).states for group in groups), key=len, default=())
         self._names = longest
         self._formats = formats
         self._weight_dtype, self._grad_dtype = map(kernel_dtype, dtypes)
-        self._dtype = _DTYPES[moments]
-        self._torch_dtype = _TORCH_DTYPES[moments]
+        self._dtype = DTYPES[moments]
+        self._torch_dtype = TORCH_DTYPES[moments]
         self._others: dict[ParameterSpec, dict[str, Any]] = {}
         """Entries that the user has put beside a parameter's states. They rest in RAM."""
         self._first_value = max((float(group.get("initial_accumulator_value", 0.0)) for group in groups), default=0.0)
@@ -102,7 +63,7 @@ class KernelRule:
 
     @property
     def identity(self) -> dict[str, Any]:
-        name = next(name for name, kernel in KERNELS.items() if kernel is self._kernel)
+        name = next(name for name, kernel in NATIVE_OPTIMIZERS.items() if kernel is self._kernel)
         return {"optimizer": name, "states": list(self._names), "moments": self._moments}
 
     def tile_between(self, unit: UnitSpec, start: int, stop: int) -> Tile:
@@ -124,7 +85,7 @@ class KernelRule:
         pass
 
     def freeze(self, spec: ParameterSpec, group: Group, step: int, grad_scale: float) -> Hashable:
-        coefficients = self._kernel.coefficients(group, step, grad_scale)
+        coefficients = self._coefficients(group, step, grad_scale)
         unknown = set(coefficients.states) - set(self._names)
         if unknown:
             raise ConfigError(
@@ -132,6 +93,12 @@ class KernelRule:
                 "set amsgrad or momentum in some group before the engine is made"
             )
         return coefficients
+
+    def _coefficients(self, group: Group, step: int = 1, grad_scale: float = 1.0) -> Coef:
+        try:
+            return self._kernel.coefficients(group, step, grad_scale)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"optimizer options cannot work: {error}") from None
 
     def check_options(self, spec: ParameterSpec, group: Group) -> None:
         self.freeze(spec, group, 1, 1.0)
@@ -144,7 +111,7 @@ class KernelRule:
     def apply(self, frozen: Hashable, tile: Tile, start: int, stop: int, at: TileBytes, native: kernels.Native) -> None:
         into = start - tile.start
         arrays: dict[str, int] = {}
-        assert isinstance(frozen, kernels.Coef)
+        assert isinstance(frozen, Coef)
         for name in frozen.states:
             state = at.states + self._offset(tile, name)
             arrays[name] = state + into * self._dtype.itemsize

@@ -12,9 +12,7 @@ from typing import Any
 import torch
 
 from offload import kernels
-
-SQUARES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "sum"})
-"""States that are never below zero: their codes have no sign."""
+from offload.native_optimizers import SQUARES
 
 
 def scale_name(name: str) -> str:

@@ -21,7 +21,7 @@ TilesOf = Callable[[UnitSpec, int], tuple[Tile, ...]]
 
 
 class Tier(Enum):
-    """Tier of memory in which bytes rest between uses."""
+    """Tier of memory in which bytes rest between uses. What a new one needs is listed in docs/design.md."""
 
     DEVICE = "device"
     HOST = "host"

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from offload.errors import ConfigError
+from offload.native_optimizers import NATIVE_OPTIMIZERS
 from offload.predict.best_batches import modes_of
 from offload.predict.machine import Machine, with_second_drive
 from offload.predict.prediction import Prediction, predict
@@ -82,7 +83,7 @@ def _changes(machine: Machine, workload: Workload) -> Iterator[tuple[str, Machin
     yield "twice the host memory", replace(machine, host_bytes=2 * machine.host_bytes), workload
     if machine.nvme is not None:
         yield "a second SSD for each one", with_second_drive(machine), workload
-    if workload.moments_dtype != "int8" and workload.optimizer in ("adam", "adamw", "lion", "adagrad"):
+    if workload.moments_dtype != "int8" and NATIVE_OPTIMIZERS[workload.optimizer].states:
         yield "moments in 8 bits (inexact)", machine, replace(workload, moments_dtype="int8")
     for mode in modes_of(machine):
         if mode != workload.activations:

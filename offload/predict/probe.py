@@ -19,13 +19,14 @@ from aio_ext.profile import load_profile
 from offload import kernels
 from offload.errors import ConfigError
 from offload.memory import available_bytes
+from offload.native_optimizers import AdamCoef
 from offload.planning import AUTO_SHARE, free_bytes_of
 from offload.predict.machine import Cores, Machine
 from offload.predict.model import Model
 from offload.predict.workload import Workload
 from offload.ranks.host_cores import host_cores
 from offload.report.report import Bandwidths
-from offload.tiers.bandwidth import bounded_q
+from offload.tiers.bandwidth import fitted
 from swapper import checksum
 
 _ROUNDS = 5
@@ -208,7 +209,7 @@ class _Block(nn.Module):
 def _update_rate(meet: Callable[[], object]) -> float:
     """Bytes of memory traffic a second that the kernel of Adam reaches on this thread's cores."""
     master, grad, first, second = (torch.full((_SWEPT,), 1e-3) for _ in range(4))
-    coefficients = kernels.AdamCoef(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=1)
+    coefficients = AdamCoef(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=1)
 
     def sweep() -> None:
         kernels.update(
@@ -259,6 +260,7 @@ def _measured(path: Path, backend: str) -> Bandwidths:
                 samples = {mode: range_.measure(mode, 2 * nbytes) for mode in ("read", "write", "mixed")}
         finally:
             os.close(descriptor)
-    read, write = samples["read"].bytes_per_s, samples["write"].bytes_per_s
     mixed = samples["mixed"]
-    return Bandwidths(read, write, bounded_q(mixed.read_bytes / read, mixed.write_bytes / write, mixed.seconds))
+    return fitted(
+        samples["read"].bytes_per_s, samples["write"].bytes_per_s, mixed.read_bytes, mixed.write_bytes, mixed.seconds
+    )

@@ -27,14 +27,14 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import distributed
 
 from offload.errors import RankError
 from offload.ranks.agreement import NO_FACTS, Facts, disagreement, told
-from offload.ranks.heartbeat import PATIENCE_S
+from offload.ranks.heartbeat import PATIENCE_S, Waiting
 from offload.ranks.links import HostLinks
 from offload.ranks.places import Place, Places
 from offload.ranks.world import Peers, World
@@ -109,22 +109,24 @@ CarryOut = Callable[[int, Sequence[int], Operation | None], None]
 called on ranks that do not."""
 
 
-class Collectives(Protocol):
-    """Collectives of ranks, at places of the program that all of them come to. A world of one does it by itself."""
+class LocalCollectives:
+    """Collectives at places of the program that all ranks come to, in a world of one, which does them by itself."""
 
-    @property
-    def received_bytes(self) -> int:
-        """Received from other ranks, between host memories."""
+    received_bytes = 0
+    """Received from other ranks, between host memories."""
 
     def all_gather(self, name: str, own: torch.Tensor, facts: Facts = NO_FACTS) -> list[torch.Tensor]:
         """Wait for all ranks; what each of them gives, of the same shape and dtype as ``own``. ``name`` is where the
         program is: the same on all ranks, and so are the ``facts``. Raises ``RankError`` on all of them if not."""
+        return [own]
 
     def all_gather_parts(self, name: str, own: torch.Tensor) -> list[torch.Tensor]:
         """As ``all_gather``, with flat tensors that may have different lengths; one without elements has any dtype."""
+        return [own]
 
     def join(self, name: str, own: torch.Tensor) -> torch.Tensor:
         """The flat tensors of those ranks that hold the shards of one copy with this one, one after the other."""
+        return own
 
     def broadcast(self, name: str, tensor: torch.Tensor) -> None:
         """Make ``tensor``, contiguous in host memory and of one size on all ranks, what the first rank has."""
@@ -142,35 +144,6 @@ class Collectives(Protocol):
     def stop(self) -> bool:
         """End. False: a transfer that a failed rank has left may still be under way, and what it reads and writes, this
         object included, must stay."""
-
-
-class LocalCollectives:
-    """Those of a world of one rank."""
-
-    received_bytes = 0
-
-    def all_gather(self, name: str, own: torch.Tensor, facts: Facts = NO_FACTS) -> list[torch.Tensor]:
-        return [own]
-
-    def all_gather_parts(self, name: str, own: torch.Tensor) -> list[torch.Tensor]:
-        return [own]
-
-    def join(self, name: str, own: torch.Tensor) -> torch.Tensor:
-        return own
-
-    def broadcast(self, name: str, tensor: torch.Tensor) -> None:
-        pass
-
-    def suspend(self) -> None:
-        pass
-
-    def resume(self) -> None:
-        pass
-
-    def leave(self) -> None:
-        pass
-
-    def stop(self) -> bool:
         return True
 
 
@@ -178,8 +151,8 @@ _all: weakref.WeakSet[Rounds] = weakref.WeakSet()
 """Those of this process: what one waits for may be ended by the ranks of another alone."""
 
 
-class Rounds:
-    """The collectives of several ranks: see the module's docstring. Operations are submitted by any thread."""
+class Rounds(Waiting):
+    """The same of several ranks: see the module's docstring. Operations are submitted by any thread."""
 
     def __init__(self, world: World) -> None:
         self.world = world

@@ -20,7 +20,7 @@ from torch import distributed
 from offload.errors import RankError
 from offload.ranks.heartbeat import Heartbeat
 from offload.ranks.launch import start_name
-from offload.torch_internals import groups_by_members, own_store
+from offload.ranks.torch_distributed import groups_by_members, own_store
 
 _PATIENCE = timedelta(days=7)
 """A collective may wait this long: a rank that is gone is noticed by its silence (``offload.ranks.heartbeat``), and one

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from offload.errors import RankError
 from offload.ranks.places import Place
@@ -45,37 +45,23 @@ STORE_IS_GONE = (
 )
 
 
-class Waiting(Protocol):
-    """What a rank does together with others, as its heartbeat asks for it."""
+class Waiting:
+    """What a rank does together with others, as its heartbeat asks for it: nothing so far."""
 
     def waited_s(self) -> float:
         """Seconds since which an operation of this rank has waited for others to come to it, or to another."""
+        return 0.0
 
     def can_be_given(self) -> bool:
         """What the operation wants can be given by ranks that do something else."""
+        return False
 
     def give(self) -> None:
         """Others wait for what this rank can give: give it, if it has nothing to do with them itself."""
 
     def place(self) -> Place:
         """The place of this rank."""
-
-
-class _NobodyWaits:
-    def waited_s(self) -> float:
-        return 0.0
-
-    def can_be_given(self) -> bool:
-        return False
-
-    def give(self) -> None:
-        pass
-
-    def place(self) -> Place:
         return Place("the making of the engine", 0.0)
-
-
-NOBODY_WAITS: Waiting = _NobodyWaits()
 
 
 class Heartbeat:
@@ -234,7 +220,7 @@ class Heartbeat:
     def _call_and_answer(self) -> None:
         """Call the others if this rank has waited for long; if one has called, give it what it waits for, and say where
         this rank is."""
-        attached = self._attached() or NOBODY_WAITS
+        attached = self._attached() or Waiting()
         waited_s = attached.waited_s()
         if waited_s > self._timeout_s / 2 or (waited_s > _CALL_S and attached.can_be_given()):
             self._store.add(_CALLS, 1 + _WANTS * attached.can_be_given())

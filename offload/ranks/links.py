@@ -19,8 +19,8 @@ from torch import distributed
 from offload.device.protocol import Device, Event
 from offload.ranks.groups import Group, take_group
 from offload.ranks.heartbeat import Heartbeat
+from offload.ranks.torch_distributed import abort_group
 from offload.ranks.world import Peers, World
-from offload.torch_internals import abort_group
 
 _LAST_S = 30
 """Seconds that a program has for its end, in which NCCL or the driver may wait for a peer that is gone."""

@@ -1,4 +1,16 @@
-"""Ranks of an engine: their world, and what they do together. One rank is a world of one."""
+"""Ranks of an engine: their world, and what they do together. One rank is a world of one.
+
+[Note: What differs between one rank and many] The chains. ``OnHost.connect`` and ``OnDevice.connect``
+(``assembly/compute.py``) put a ``GatherLevel``, or a ``RanksSource`` below a ``DeviceLevel``, between weights and
+compute, and a ``GradientExchange`` between compute and gradients. Plan, homes and updates work on shards as on units.
+The rest of ``assembly/`` adds up squares of shards (``tiers.py``), and gives compute a fence that is open and sources
+of whole weights (``assemble.py``), and each rank a folder and options that all agree on (``run_plan.py``). Below and
+beside it the number of ranks is asked for where it is the matter itself, and nowhere else: units are cut for it
+(``units/find.py``, ``units/shard.py``) and budgets counted (``plan_for``); ``Committer`` prepares and finishes instead
+of committing; ``Generations`` copies nothing behind the training; folders and files have a part for each rank
+(``SavingDirectory``, ``Checkpoints``, ``dcp/writer.py``); and ``Session.close`` tells the others first. All else asks
+``Ranks``, whose collectives return at once in a world of one.
+"""
 
 from __future__ import annotations
 

@@ -10,39 +10,30 @@ from __future__ import annotations
 import contextlib
 import threading
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from torch import distributed
 
-from offload.torch_internals import own_address
+from offload.ranks.torch_distributed import own_address
 
 _TCPStore: Any = distributed.TCPStore  # type: ignore[attr-defined]
 
 
-class Signs(Protocol):
-    """What a heartbeat asks of ranks that are silent."""
+class Signs:
+    """What a heartbeat asks of ranks that are silent: here nobody can be asked."""
 
     def ask(self, rank: int) -> None:
         """Ask a rank whether it lives, unless it was asked and has not answered. Never waits."""
 
     def has_answered(self, rank: int) -> bool:
         """The rank has answered since this was asked last."""
-
-
-class NoSigns:
-    """Nobody can be asked."""
-
-    def ask(self, rank: int) -> None:
-        pass
-
-    def has_answered(self, rank: int) -> bool:
         return False
 
 
-NO_SIGNS: Signs = NoSigns()
+NO_SIGNS = Signs()
 
 
-class OwnStores:
+class OwnStores(Signs):
     """A store in each process. Where ranks cannot reach each other's, there are no answers."""
 
     def __init__(self, rank: int, store: Any, timeout_s: float) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import cycle, islice
+from itertools import cycle
 
 import torch
 
@@ -29,7 +30,8 @@ def measure(store: DurableStore, extents: Sequence[Extent], buffers: Sequence[in
     """Read, write, and do both at once, for a moment each. What is written is what was read: nothing changes.
 
     ``extents`` are of one kind, none larger than a buffer; ``buffers`` are addresses, two or more. Some extents are
-    written and the others read, since no extent may be in two transfers at a time.
+    written and the others read, since no extent may be in two transfers at a time. Both at once is what a step does:
+    one extent after the other is read and written back.
     """
     half = len(buffers) // 2
     num_written = max(min(half, len(extents) // 2), 1)
@@ -46,15 +48,19 @@ def measure(store: DurableStore, extents: Sequence[Extent], buffers: Sequence[in
     read_rate, write_rate = _rate(reads, len(spare), most_bytes), _rate(writes, len(own), most_bytes)
     if len(extents) == 1:  # nothing to read while it is written
         return Bandwidths(read_rate, write_rate, 1.0)
-    depth = min(len(spare), len(own))
-    mixed = [job for pair in zip(cycle(reads), islice(cycle(writes), len(reads)), strict=False) for job in pair]
-    q = bounded_q(0.5 / read_rate, 0.5 / write_rate, 1 / _rate(mixed, 2 * depth, most_bytes))
-    return Bandwidths(read_rate, write_rate, q)
+    return fitted(read_rate, write_rate, *_both(store, extents, buffers, most_bytes))
 
 
-def bounded_q(read_seconds: float, write_seconds: float, both_seconds: float) -> float:
-    """See ``mixed_q``."""
-    return min(mixed_q(read_seconds, write_seconds, both_seconds), _MOST_Q)
+def fitted(read_rate: float, write_rate: float, read_bytes: int, write_bytes: int, seconds: float) -> Bandwidths:
+    """The rates by which reads and writes of so many bytes take ``seconds`` together.
+
+    Where that is longer than one after the other, a write costs what it costs beside reads: a few extents that are
+    written over and over alone are faster than those of a step, which go everywhere.
+    """
+    reading, writing = read_bytes / read_rate, write_bytes / write_rate
+    if seconds > reading + writing:
+        return Bandwidths(read_rate, write_bytes / (seconds - reading), 1.0)
+    return Bandwidths(read_rate, write_rate, min(mixed_q(reading, writing, seconds), _MOST_Q))
 
 
 def measure_link(device: Device, window: DeviceWindow, address: int, numel: int) -> LinkRates:
@@ -82,6 +88,37 @@ def _copy_rate(stream: Stream, target: torch.Tensor, source: torch.Tensor) -> fl
             ends[-2].wait()
     ends[-1].wait()
     return len(ends) * source.nbytes / ends[-1].seconds_since(before)
+
+
+def _both(
+    store: DurableStore, extents: Sequence[Extent], buffers: Sequence[int], most_bytes: int
+) -> tuple[int, int, float]:
+    """Let one extent after the other pass through a buffer, and back: bytes read and written, and the seconds."""
+    buffers = buffers[: len(extents)]  # so that no extent is in two transfers at a time
+    reading: deque[tuple[Extent, int, Ticket]] = deque()
+    writing: deque[Ticket] = deque()
+
+    def write_back() -> None:
+        extent, address, read = reading.popleft()
+        read.wait()
+        writing.append(store.write(extent, address, extent.nbytes))
+
+    asked = 0
+    start = time.perf_counter()
+    for number, (extent, address) in enumerate(zip(cycle(extents), cycle(buffers), strict=False)):
+        if asked >= most_bytes or (time.perf_counter() - start > _SECONDS and writing):
+            break
+        if number >= len(buffers):
+            writing.popleft().wait()
+        reading.append((extent, address, store.read(extent, address, extent.nbytes)))
+        asked += extent.nbytes
+        if len(reading) > len(buffers) // 2:
+            write_back()
+    while reading:
+        write_back()
+    for write in writing:
+        write.wait()
+    return asked, asked, time.perf_counter() - start
 
 
 def _rate(

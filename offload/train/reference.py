@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from offload import kernels
+from offload.native_optimizers import AdamCoef
 from offload.train import process
 from offload.train.digest import digests_of
 from offload.train.settings import GRADIENT_CLIPPING, OPTIMIZER, STATE_BYTES, Settings
@@ -52,7 +53,7 @@ class InMemoryAdamW(torch.optim.Optimizer):
         self._num_steps += 1
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
-            coef = kernels.AdamCoef(
+            coef = AdamCoef(
                 lr=float(group["lr"]),
                 beta1=beta1,
                 beta2=beta2,

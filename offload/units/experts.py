@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
 
+from offload.units.packed import Packing
 from offload.units.pieces import WeightInPieces
 
 EXPERTS = ("experts",)
@@ -38,13 +39,18 @@ class FusedExperts(Experts):
         super().__init__(name, module, next(iter(parameters.values())).shape[0])
         self.parameters = parameters
 
-    def cut(self, sites: Collection[Sequence[tuple[nn.Module, str]]], together: int = 1) -> list[WeightInPieces]:
-        """A piece for each expert, or for so many ``together``, of each parameter; ``sites`` are those of the
-        parameters."""
-        prefix = f"{self.name}." if self.name else ""
+    def cut(
+        self,
+        sites: Mapping[int, Sequence[tuple[nn.Module, str]]],
+        packings: Mapping[int, Packing],
+        together: int = 1,
+    ) -> list[WeightInPieces]:
+        """A piece for each expert, or for so many ``together``, of each parameter; ``sites`` and ``packings`` are those
+        of the parameters, by their ``id``."""
+        prefix, count = f"{self.name}." if self.name else "", math.ceil(self.count / together)
         return [
-            WeightInPieces(prefix + name, places, parameter.shape, math.ceil(self.count / together))
-            for (name, parameter), places in zip(self.parameters.items(), sites, strict=True)
+            WeightInPieces(prefix + name, sites[id(of)], of.shape, count, packings.get(id(of)))
+            for name, of in self.parameters.items()
         ]
 
 

@@ -55,7 +55,7 @@ def find_units(
         if packing is not None:
             packings[id(parameter)] = packing
     check_memory_is_distinct(model.named_parameters())
-    kept = {*packings, *distributions}
+    kept = {*distributions, *(id_ for id_, packing in packings.items() if not packing.has_rows)}
     of_layers = list(find_experts(model, experts, fused=in_pieces, whole=kept, least=GRAIN * num_ranks))
     fused = {of.module: of for of in of_layers if isinstance(of, FusedExperts)}
     in_rows = {id(parameter) for of in fused.values() for parameter in of.parameters.values()}
@@ -109,14 +109,19 @@ def find_units(
 def _owners(
     model: nn.Module, separate: Collection[nn.Module], in_rows: Collection[int]
 ) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Each module with the module that stands for its unit. ``separate`` experts have units of their own, and so have
-    parameters whose ``id`` is ``in_rows``: neither counts for those around them."""
+    """Each module, once, with the module that stands for its unit. ``separate`` experts have units of their own, and so
+    have parameters whose ``id`` is ``in_rows``: neither counts for those around them."""
+    seen: set[nn.Module] = set()
+    """A module may stand in several others, and in those that it contains."""
     apart = {*in_rows, *(id(parameter) for expert in separate for parameter in expert.parameters())}
 
     def size(module: nn.Module) -> int:
         return sum(p.numel() for p in module.parameters() if id(p) not in apart)
 
     def assign(module: nn.Module, unit: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+        if module in seen:
+            return
+        seen.add(module)
         unit = module if module in separate else unit
         yield module, unit
         for child in module.children():
@@ -128,6 +133,9 @@ def _owners(
         if not container and size(module) <= share * total:
             yield from assign(module, module)
             return
+        if module in seen:
+            return
+        seen.add(module)
         yield module, module
         children = list(module.children())
         classes = [type(child) for child in children]
@@ -255,7 +263,7 @@ def _cuts(parameters: dict[nn.Module, list[tuple[str, nn.Parameter]]], layout: _
 def _units_of_experts(first: int, experts: FusedExperts, together: int, layout: _Layout) -> Iterator[UnitSpec]:
     """A unit for each expert, or for so many ``together``: its rows of all parameters."""
     parameters = list(experts.parameters.values())
-    wholes = experts.cut([layout.sites[id(parameter)] for parameter in parameters], max(together, 1))
+    wholes = experts.cut(layout.sites, layout.packings, max(together, 1))
     for row, pieces in enumerate(zip(*(whole.pieces for whole in wholes), strict=True)):
         unit = _unit_of_pieces(first + row, pieces, parameters, layout)
         yield replace(unit, experts=experts, count=pieces[0].stop - pieces[0].start)
@@ -266,16 +274,20 @@ def _unit_of_pieces(
 ) -> UnitSpec:
     """The unit of a piece, or of the same rows of several parameters."""
 
-    def spec(piece: Piece, trainable: bool, offset: int) -> ParameterSpec:
+    def laid_out_of(piece: Piece, trainable: bool) -> _LaidOut:
         shape = torch.Size([piece.stop - piece.start, *piece.whole.shape[1:]])
-        site = Site(piece, "weight")
-        return ParameterSpec(piece.whole.name + rows, shape, shape.numel(), offset, trainable, (site,), piece)
+        whole, site = piece.whole.packing, Site(piece, "weight")
+        packing = None if whole is None else whole.rows(piece.start, piece.stop)
+        numel = shape.numel() if packing is None else packing.nbytes // layout.dtype.itemsize
+
+        def spec(offset: int) -> ParameterSpec:
+            return ParameterSpec(piece.whole.name + rows, shape, numel, offset, trainable, (site,), piece, packing)
+
+        return _LaidOut(numel, trainable, packing is not None, spec)
 
     rows = f"[{pieces[0].start}:{pieces[0].stop}]"
-    numels = [(piece.stop - piece.start) * piece.whole.shape[1:].numel() for piece in pieces]
     laid_out = [
-        _LaidOut(numel, parameter.requires_grad, False, partial(spec, piece, parameter.requires_grad))
-        for numel, piece, parameter in zip(numels, pieces, parameters, strict=True)
+        laid_out_of(piece, parameter.requires_grad) for piece, parameter in zip(pieces, parameters, strict=True)
     ]
     specs, trainable_numel, numel = _lay_out(laid_out, layout.multiple)
     owners = {module for piece in pieces for module, _ in piece.whole.sites}

@@ -59,6 +59,16 @@ class _Wrapper:
         tensor: torch.Tensor = self.kind.__tensor_unflatten__(inner, self.context, self.shape, self.stride)
         return tensor.detach()  # some remember that what they were made of required grad
 
+    def like(self) -> Any:
+        """Such a tensor on the meta device."""
+        inner = {
+            name: item.like()
+            if isinstance(item, _Wrapper)
+            else torch.empty(item.shape, dtype=item.dtype, device="meta")
+            for name, item in self.wrapped.items()
+        }
+        return self.kind.__tensor_unflatten__(inner, self.context, self.shape, self.stride)
+
     def plain(self, tensor: torch.Tensor) -> Iterator[tuple[_Plain, torch.Tensor]]:
         """Each ordinary tensor, with what is known of it."""
         for name, item in self.wrapped.items():
@@ -86,6 +96,24 @@ class Packing:
     def is_of_files(self) -> bool:
         """Its bytes lie in weights files as they are: the tensor can be without values."""
         return issubclass(self.kind, QuantisedWeight)
+
+    @property
+    def has_rows(self) -> bool:
+        """It stands for several weights, of which some can be taken by themselves."""
+        return self.is_of_files and self._outer.like().has_rows
+
+    def rows(self, start: int, stop: int) -> Packing:
+        """The packing of some of them."""
+        return Packing(self._outer.like().rows(start, stop))
+
+    def places(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Where the bytes of these rows lie among those of all: first, behind the last, and the first's place in
+        ``rows(start, stop)``."""
+        own = self.rows(start, stop)._outer.wrapped.values()
+        for item, rows in zip(self._outer.wrapped.values(), own, strict=True):
+            assert isinstance(item, _Plain) and isinstance(rows, _Plain)
+            row_bytes = item.nbytes // item.shape[0]
+            yield item.offset + start * row_bytes, item.offset + stop * row_bytes, rows.offset
 
     def offsets(self, tensor: torch.Tensor) -> list[int]:
         """Where the bytes of each ordinary tensor begin that such a tensor wraps, in order."""

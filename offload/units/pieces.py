@@ -13,6 +13,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from offload.units.packed import Packing
+
 _LEAST_NUMEL = 1 << 18
 """Pieces smaller than this save no memory worth the calls they cost."""
 
@@ -49,11 +51,19 @@ class Piece(nn.Module):
 class WeightInPieces:
     """A weight in pieces. ``sites`` are the modules that own it, each with its name there."""
 
-    def __init__(self, name: str, sites: Sequence[tuple[nn.Module, str]], shape: torch.Size, count: int) -> None:
-        """``count`` pieces, of rows that differ by one at most."""
+    def __init__(
+        self,
+        name: str,
+        sites: Sequence[tuple[nn.Module, str]],
+        shape: torch.Size,
+        count: int,
+        packing: Packing | None = None,
+    ) -> None:
+        """``count`` pieces, of rows that differ by one at most. ``packing`` is that of a quantised one."""
         self.name = name
         self.sites = tuple(sites)
         self.shape = shape
+        self.packing = packing
         bounds = [shape[0] * index // count for index in range(count + 1)]
         self.pieces = [Piece(self, start, stop) for start, stop in pairwise(bounds)]
 

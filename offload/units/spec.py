@@ -73,8 +73,17 @@ class ParameterSpec:
         """The elements of ``parameter`` that this one has; of a quantised one the bytes."""
         if self.whole is not None:
             return self.shard_of(self.whole.value())
-        value = self.parameter.detach()
-        return self.part_of(value) if self.packing is None else self.packing.pack(value)
+        value = self.part_of(self.parameter.detach())
+        return value if self.packing is None else self.packing.pack(value)
+
+    def places(self, dtype: torch.dtype) -> Iterator[tuple[int, int, int]]:
+        """Which bytes it has of those that its parameter's value has in ``dtype``: first, behind the last, and the
+        first's place in it."""
+        if self.piece is not None and self.piece.whole.packing is not None:
+            yield from self.piece.whole.packing.places(self.piece.start, self.piece.stop)
+            return
+        first = self.start + (0 if self.piece is None else self.piece.start * self.model_shape[1:].numel())
+        yield first * dtype.itemsize, (first + self.numel) * dtype.itemsize, 0
 
     def over(self, flat: torch.Tensor) -> nn.Parameter:
         """Return the parameter that computes with these ``numel`` elements of a unit's memory."""

@@ -119,7 +119,6 @@ class Pipeline:
     ) -> None:
         """``cpu`` runs the kernels of the tiles that stay on the host."""
         self._free = list(buffers)
-        self._num_buffers = len(self._free)
         self.ahead = StatePrefetch(self._free)
         self._rule = rule
         self._formats = formats

@@ -82,7 +82,7 @@ class SpeculationPolicy:
 
     def _is_unclipped(self, unit: UnitSpec) -> bool:
         """The step will multiply by what is expected, as far as can be said with this unit's gradients."""
-        gradients = self.gradients.of(unit).values()
+        gradients = self.gradients.of(unit).copy().values()
         return self.forecast is not None and self.forecast.unclipped(unit.index, gradients)
 
     def _begin_update(self, unit: UnitSpec, *, unclipped: bool) -> None:

@@ -170,8 +170,8 @@ class SpeculativeUpdates:
         """Gradients of each unit that have come for the coming step."""
         self._num_expected = [self.num_backwards * len(unit.trainable) for unit in self.units]
         """Gradients that will come for it, if it is like the last one that the unit took part in."""
-        self.of_unit: dict[UnitSpec, SpeculativeUpdate] = {}
-        """Those that are held or begun, by unit; the training thread's alone."""
+        self.of_unit: dict[int, SpeculativeUpdate] = {}
+        """Those that are held or begun, by index of the unit, which is its shards' too; the training thread's alone."""
         self._changed = Monitor(self.failure)
         """Guards the stages and the four below. Outermost: the cache's monitor may be taken while it is held."""
         self._queue: deque[SpeculativeUpdate] = deque()
@@ -197,23 +197,23 @@ class SpeculativeUpdates:
         if index not in self._rank:
             return
         self._num_arrived[index] += 1
-        if self._num_arrived[index] != self._num_expected[index] or unit in self.of_unit:
+        if self._num_arrived[index] != self._num_expected[index] or index in self.of_unit:
             return
         if self._rank[index] >= self._num_speculative:
             return
         is_slot_held = self.max_held is not None
         if self.max_held is not None and not self._hold(unit, self.max_held):
             return
-        self.of_unit[unit] = SpeculativeUpdate(unit, self, is_slot_held=is_slot_held)
+        self.of_unit[index] = SpeculativeUpdate(self.units[index], self, is_slot_held=is_slot_held)
 
     def is_held(self, unit: UnitSpec) -> bool:
         """An update of the unit would begin, now that its backward is over."""
-        speculative = self.of_unit.get(unit)
+        speculative = self.of_unit.get(unit.index)
         return speculative is not None and speculative.stage is Stage.HELD
 
     def begin(self, unit: UnitSpec, update: UnitUpdate | None) -> bool:
         """Ask for the update of a unit that is held; None lets it go. True if ``tasks`` must be carried out anew."""
-        speculative, homes = self.of_unit[unit], self.homes[unit.index]
+        speculative, homes = self.of_unit[unit.index], self.homes[unit.index]
         with self._changed:
             if update is None:
                 self._cancel(speculative)
@@ -234,10 +234,10 @@ class SpeculativeUpdates:
     def invalidate(self, unit: UnitSpec) -> None:
         """The unit's weights, gradients or states are about to change: a speculative update of it is void, and reads
         nothing of the unit any more when this returns."""
-        speculative = self.of_unit.get(unit)
+        speculative = self.of_unit.get(unit.index)
         if speculative is None or speculative.stage is Stage.HELD:
             return
-        del self.of_unit[unit]
+        del self.of_unit[unit.index]
         with self._changed:
             if speculative.stage is Stage.QUEUED:
                 with contextlib.suppress(ValueError):  # an interrupt may have come before it was put there
@@ -257,19 +257,19 @@ class SpeculativeUpdates:
         do."""
         remaining = []
         for update in step:
-            speculative = self.of_unit.get(update.unit)
+            speculative = self.of_unit.get(update.unit.index)
             if speculative is None or speculative.stage is Stage.HELD:
                 remaining.append(update)
                 continue
-            wanted = speculative.update.segments == update.segments
+            wanted = speculative.update.is_the_same(update)
             with self._changed:
                 stage = speculative.stage
                 if stage is Stage.RUNNING:  # one that is void need not be waited for: the unit's own update comes after
                     speculative.become(Stage.CONFIRMED if wanted else Stage.VOID)
-                    del self.of_unit[update.unit]
+                    del self.of_unit[update.unit.index]
                 elif stage is Stage.WRITTEN and wanted:
                     speculative.become(Stage.OVER)
-                    del self.of_unit[update.unit]
+                    del self.of_unit[update.unit.index]
             if stage is Stage.QUEUED or not wanted:
                 remaining.append(update)
             elif stage is Stage.WRITTEN:
@@ -282,12 +282,12 @@ class SpeculativeUpdates:
 
     def drop_all(self) -> None:
         """There will be no step with these gradients: forget every speculative update."""
-        for unit, speculative in list(self.of_unit.items()):
+        for speculative in list(self.of_unit.values()):
             if speculative.stage is Stage.HELD:
                 with self._changed:
                     self._cancel(speculative)
             else:
-                self.invalidate(unit)
+                self.invalidate(speculative.unit)
         self.of_unit.clear()
         self._num_arrived = [0] * len(self.units)
 
@@ -345,7 +345,7 @@ class SpeculativeUpdates:
     def _cancel(self, speculative: SpeculativeUpdate) -> None:
         """It has not begun, and never will. Called with the monitor held."""
         speculative.become(Stage.OVER)
-        self.of_unit.pop(speculative.unit, None)
+        self.of_unit.pop(speculative.unit.index, None)
         self._end_loan(speculative)
         if speculative.is_slot_held:
             self._num_holding -= 1

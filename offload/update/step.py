@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from offload import kernels
 from offload.optim.formats import Formats
 from offload.optim.rule import Rule, TileBytes
+from offload.tiers.gradients.store import Gradient
 from offload.tiers.home import TileHomes
 from offload.units import Tile, UnitSpec
 
@@ -27,6 +28,15 @@ class UnitUpdate:
 
     unit: UnitSpec
     segments: tuple[Segment, ...]
+    gradients: tuple[Gradient, ...] = field(default=(), compare=False)
+    """Gradients that it was frozen with. Another object stands in the place of one that has changed since."""
+
+    def is_the_same(self, other: UnitUpdate) -> bool:
+        """Both do the same to the unit, with the same gradients."""
+        return self.segments == other.segments and (
+            len(self.gradients) == len(other.gradients)
+            and all(one is another for one, another in zip(self.gradients, other.gradients, strict=True))
+        )
 
     def parts(self, tile: Tile) -> Iterator[Segment]:
         """The segments, as far as they lie in the tile."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,7 +101,9 @@ class Verdict:
         groups = groups_by_parameter(param_groups)
         common: _Common = {}
         updates = []
-        taking_part = {unit: found for unit in self.units if (found := self._taking_part(unit, groups))}
+        taking_part = {
+            unit: found for unit in self.units if (found := self._taking_part(unit, self.gradients.of(unit), groups))
+        }
         stepping = {
             spec: SteppingParameter(self.parameters[spec], group)
             for found in taking_part.values()
@@ -109,7 +111,7 @@ class Verdict:
         }
         self.rule.begin_step(stepping)
         for unit, found in taking_part.items():
-            update = self._update(unit, found, common)
+            update = self._update(unit, found, self.gradients.of(unit), common)
             if update is not None:
                 updates.append(update)
         for spec in stepping:
@@ -123,32 +125,39 @@ class Verdict:
 
         ``groups`` by ``id`` of their parameters.
         """
-        if not all(math.isfinite(gradient.sum_squares) for gradient in self.gradients.of(unit).values()):
+        gradients = self.gradients.of(unit).copy()  # other ranks may send more of them meanwhile
+        if not all(math.isfinite(gradient.sum_squares) for gradient in gradients.values()):
             return None
-        return self._update(unit, self._taking_part(unit, groups), {}, factor)
+        return self._update(unit, self._taking_part(unit, gradients, groups), gradients, {}, factor)
 
     def _update(
-        self, unit: UnitSpec, taking_part: dict[ParameterSpec, Group], common: _Common, factor: float = 1.0
+        self,
+        unit: UnitSpec,
+        taking_part: dict[ParameterSpec, Group],
+        gradients: Mapping[ParameterSpec, Gradient],
+        common: _Common,
+        factor: float = 1.0,
     ) -> UnitUpdate | None:
         segments: list[Segment] = []
         for spec, group in taking_part.items():
             if spec.numel:
-                self._append(segments, spec, self._frozen(unit, spec, group, common, factor))
-        return UnitUpdate(unit, tuple(segments)) if segments else None
+                self._append(segments, spec, self._frozen(spec, group, common, gradients[spec].scale * factor))
+        return UnitUpdate(unit, tuple(segments), tuple(map(gradients.__getitem__, taking_part))) if segments else None
 
-    def _taking_part(self, unit: UnitSpec, groups: dict[int, Group]) -> dict[ParameterSpec, Group]:
+    def _taking_part(
+        self, unit: UnitSpec, gradients: Mapping[ParameterSpec, Gradient], groups: dict[int, Group]
+    ) -> dict[ParameterSpec, Group]:
         """The unit's parameters that have a gradient and a group."""
         found = {}
-        gradients = self.gradients.of(unit)
         for spec in unit.parameters:
             group = groups.get(id(self.parameters[spec]))
             if spec in gradients and group is not None:
                 found[spec] = group
         return found
 
-    def _frozen(self, unit: UnitSpec, spec: ParameterSpec, group: Group, common: _Common, factor: float) -> Hashable:
+    def _frozen(self, spec: ParameterSpec, group: Group, common: _Common, scale: float) -> Hashable:
         """The parameter's step. ``common`` holds those that others of the same moment may share."""
-        step, scale = self.num_steps.get(spec, 0) + 1, self.gradients.of(unit)[spec].scale * factor
+        step = self.num_steps.get(spec, 0) + 1
         if not self.rule.uniform:
             return self.rule.freeze(spec, group, step, scale)
         key = (id(group), step, scale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from fnmatch import fnmatch
 from pathlib import Path
@@ -73,3 +74,31 @@ def test_lines_of_the_design_fit_a_terminal():
     """Tables cannot be shorter."""
     lines = _DESIGN.read_text().splitlines()
     assert not [line for line in lines if len(line) > 120 and not line.startswith("|")]
+
+
+def test_every_call_path_of_the_design_names_functions_that_are_there():
+    """``Class.function`` anywhere, and ``_function`` where questions are answered."""
+    text = _DESIGN.read_text()
+    members: dict[str, set[str]] = {}
+    bases: dict[str, list[str]] = {}
+    functions = set()
+    for path in _sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                functions.add(node.name)
+            if isinstance(node, ast.ClassDef):
+                own = members.setdefault(node.name, set())
+                own |= {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+                own |= {target.attr for target in ast.walk(node) if isinstance(target, ast.Attribute)}
+                own |= {target.id for target in ast.walk(node) if isinstance(target, ast.Name)}
+                bases.setdefault(node.name, []).extend(ast.unparse(base).split("[")[0] for base in node.bases)
+
+    def has(kind: str, name: str) -> bool:
+        return name in members.get(kind, ()) or any(has(base, name) for base in bases.get(kind, ()))
+
+    named = set(re.findall(r"`([A-Z]\w+)\.(\w+)(?:\([^`]*\))?`", text))
+    known = {(kind, name) for kind, name in named if kind in members}
+    answers = text.partition("## Where to look")[2].partition("\n## ")[0]
+    assert len(known) > 40 and not [f"{kind}.{name}" for kind, name in known if not has(kind, name)]
+    assert not set(re.findall(r"`(_[a-z]\w+)`", answers)) - functions
+    assert {kind for kind, _ in re.findall(r"`([A-Z]\w+)\.(\w+)`", answers)} <= members.keys()

@@ -1,7 +1,8 @@
-"""Bases whose files are quantised, FP8 with scales for blocks and MXFP4: they stay as they are in the files."""
+"""Bases whose files are quantised: they stay as they are in the files."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,30 +11,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 from frozen_bases import WIDTH, Adapted, held, in_shards, steps
+from quantised_files import (
+    BF16,
+    fp8,
+    in_awq,
+    in_fp8,
+    in_gptq,
+    in_int4,
+    in_nested_nf4,
+    in_nf4,
+    in_nvfp4,
+    mxfp4,
+    of_bitsandbytes,
+)
 from torch import nn
 
-from offload import BudgetError, OffloadEngine
-from offload.quantised import Fp8Blocks, Int4Groups, Mxfp4, Nvfp4, QuantisedWeight
-
-BF16 = torch.bfloat16
-
-
-def fp8(value: torch.Tensor, block: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of blocks."""
-    rows, columns = value.shape
-    blocks = value.float().view(rows // block, block, columns // block, block)
-    scales = blocks.abs().amax(dim=(1, 3)) / 448
-    codes = (blocks / scales[:, None, :, None]).view(rows, columns).to(torch.float8_e4m3fn)
-    return codes, scales
-
-
-def mxfp4(*shape: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Any codes, and scales around one, of a weight of this shape as it lies in a file."""
-    generator = torch.Generator().manual_seed(seed)
-    *rows, columns = shape
-    codes = torch.randint(0, 256, (*rows, columns // 32, 16), dtype=torch.uint8, generator=generator)
-    scales = torch.randint(118, 124, (*rows, columns // 32), dtype=torch.uint8, generator=generator)
-    return codes, scales
+from offload import BudgetError, OffloadEngine, WeightsError
+from offload.quantised import Blocks4, Blocks4Nested, Fp8Blocks, Mxfp4, QuantisedWeight
 
 
 def test_fp8_in_blocks_has_the_bits_that_transformers_makes_of_it() -> None:
@@ -43,17 +37,22 @@ def test_fp8_in_blocks_has_the_bits_that_transformers_makes_of_it() -> None:
     assert torch.equal(ours, module.Fp8Dequantize(None)._dequantize_one(codes, scales, output_dtype=BF16))
 
 
-def test_mxfp4_has_the_bits_that_transformers_makes_of_it() -> None:
+@pytest.mark.parametrize("rows", [96, 64])  # those of GPT-OSS are square, and transposed
+def test_mxfp4_has_the_bits_that_transformers_makes_of_it(rows: int) -> None:
     module = pytest.importorskip("transformers.integrations.mxfp4")
-    codes, scales = mxfp4(4, 96, 64)
+    codes, scales = mxfp4(4, rows, 64)
     scales[0, 0, 0], scales[0, 0, 1] = 0, 254
     theirs = module.convert_moe_packed_tensors(codes, scales, dtype=BF16)
-    assert theirs.shape == (4, 64, 96)
-    ours = Mxfp4([codes, scales], theirs.shape, BF16)
+    assert theirs.shape == (4, 64, rows)
+    ours = Mxfp4([codes, scales], theirs.shape, BF16, (True,))
     assert torch.equal(ours.dequantize(), theirs)
     assert torch.equal(ours[2].dequantize(), theirs[2])
-    flat = Mxfp4([codes[1], scales[1]], torch.Size((96, 64)), BF16)
+    flat = Mxfp4([codes[1], scales[1]], torch.Size((rows, 64)), BF16, (False,))
     assert torch.equal(flat.dequantize(), theirs[1].T)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 @pytest.mark.parametrize("shape", [(5, 256), (2, 3, 256)])
@@ -75,32 +74,82 @@ def test_a_linear_layer_has_the_bits_of_the_dequantised_weight_and_keeps_no_dequ
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
 
 
-Files = dict[str, torch.Tensor]
-"""Tensors by what their names have behind the weight's."""
+@pytest.mark.parametrize("nested", [False, True])
+def test_nf4_is_worked_out_as_its_format_says(nested: bool) -> None:
+    files, weight = of_bitsandbytes(torch.empty(8, 40), nested=nested)
+    codes, scales, table = files["weight"].flatten(), files["weight.absmax"], files["weight.quant_map"]
+    expected = torch.empty(320)
+    for index in range(320):
+        scale = scales[index // 64]
+        if nested:
+            outer = files["weight.nested_absmax"][index // 64 // 256]
+            scale = files["weight.nested_quant_map"][int(scale)] * outer + 0.04
+        expected[index] = table[int(codes[index // 2]) >> (0 if index % 2 else 4) & 0xF] * scale
+    assert torch.equal(weight.dequantize(), expected.view(8, 40).to(BF16))
 
 
-def in_fp8(value: torch.Tensor) -> tuple[Files, QuantisedWeight]:
-    codes, scales = fp8(value)
-    return {"": codes, "_scale_inv": scales}, Fp8Blocks([codes, scales], codes.shape, BF16)
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+def test_nf4_has_the_bits_that_bitsandbytes_makes_of_it(nested: bool, dtype: torch.dtype) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    codes, state = functional.quantize_4bit(
+        torch.randn(96, 320).to(dtype), quant_type="nf4", compress_statistics=nested
+    )
+    of = state.as_dict(packed=True)
+    parts, settings = [codes, of["absmax"], of["quant_map"]], (state.blocksize, dtype)
+    weight = Blocks4(parts, state.shape, dtype, settings)
+    if nested:
+        parts += [of["nested_absmax"], of["nested_quant_map"]]
+        weight = Blocks4Nested(parts, state.shape, dtype, (*settings, 256, state.offset.item()))
+    assert torch.equal(weight.dequantize(), functional.dequantize_4bit(codes, state))
 
 
-def in_int4(value: torch.Tensor) -> tuple[Files, QuantisedWeight]:
-    """Any codes of its shape, as compressed-tensors has them."""
-    rows, columns = value.shape
-    codes = torch.randint(-(1 << 31), 1 << 31, (rows, columns // 8)).to(torch.int32)
-    scales = (torch.rand(rows, columns // 32) / 100).to(BF16)
-    shape = torch.tensor(value.shape)
-    return {"_packed": codes, "_scale": scales, "_shape": shape}, Int4Groups([codes, scales], value.shape, BF16)
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("added", [0, 1])
+def test_gptq_is_worked_out_as_its_format_says(bits: int, added: int) -> None:
+    files, weight = in_gptq(torch.empty(16, 64), bits)
+    weight.settings = bits, added
+    expected, per_word, most = torch.empty(16, 64), 32 // bits, (1 << bits) - 1
+    for row in range(16):
+        for column in range(64):
+            word = int(files["qweight"][column // per_word, row]) & 0xFFFFFFFF
+            code, group = word >> bits * (column % per_word) & most, int(files["g_idx"][column])
+            ones = sum(added << shift for shift in range(0, 32, bits))
+            zeros = (int(files["qzeros"][group, row // per_word]) + ones) & 0xFFFFFFFF
+            zero = zeros >> bits * (row % per_word) & most
+            expected[row, column] = ((code - zero) * files["scales"][group, row].float()).half()
+    assert torch.equal(weight.dequantize(), expected.to(BF16))
 
 
-def in_nvfp4(value: torch.Tensor) -> tuple[Files, QuantisedWeight]:
-    """Any codes of its shape, as compressed-tensors has them."""
-    rows, columns = value.shape
-    codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)
-    scales = (torch.rand(rows, columns // 16) * 100).to(torch.float8_e4m3fn)
-    divisor = torch.tensor([7000.0])
-    files = {"_packed": codes, "_scale": scales, "_global_scale": divisor}
-    return files, Nvfp4([codes, scales, divisor], value.shape, BF16)
+def test_awq_is_worked_out_as_its_format_says() -> None:
+    files, weight = in_awq(torch.empty(16, 64))
+    expected = torch.empty(16, 64)
+    for row in range(16):
+        shift = 4 * [0, 4, 1, 5, 2, 6, 3, 7][row % 8]
+        for column in range(64):
+            code = int(files["qweight"][column, row // 8]) >> shift & 0xF
+            zero = int(files["qzeros"][column // 32, row // 8]) >> shift & 0xF
+            expected[row, column] = ((code - zero) * files["scales"][column // 32, row].float()).half()
+    assert torch.equal(weight.dequantize(), expected.to(BF16))
+
+
+@pytest.mark.parametrize("number_format", [in_fp8, in_int4, in_nvfp4, in_nf4, in_nested_nf4, in_gptq, in_awq])
+def test_a_weight_is_dequantised_in_parts_with_the_same_bits(number_format: Any, monkeypatch: Any) -> None:
+    _, weight = number_format(torch.randn(384, 256))
+    expected = weight.work_out(0, 384).to(BF16)
+    assert torch.equal(weight.dequantize(), expected)
+    monkeypatch.setattr("offload.quantised._AT_ONCE_NUMEL", 40 * 256)
+    assert torch.equal(weight.dequantize(), expected)
+
+
+def test_dequantised_weights_that_follow_one_another_leave_no_memory_behind() -> None:
+    codes, scales = mxfp4(2048, 7168)
+    weight = Mxfp4([codes, scales], torch.Size((2048, 7168)), BF16, (False,))
+    weight.dequantize()
+    kept, before = [], resident_bytes()
+    for _ in range(8):
+        kept.append(weight.dequantize()[0].clone())  # such as an activation
+    assert resident_bytes() - before < weight.numel()
 
 
 def test_int4_in_groups_is_worked_out_as_its_format_says() -> None:
@@ -108,9 +157,9 @@ def test_int4_in_groups_is_worked_out_as_its_format_says() -> None:
     expected = torch.empty(6, 128)
     for row in range(6):
         for column in range(128):
-            word = int(files["_packed"][row, column // 8]) & 0xFFFFFFFF
+            word = int(files["weight_packed"][row, column // 8]) & 0xFFFFFFFF
             code = (word >> (4 * (column % 8)) & 0xF) - 8
-            expected[row, column] = code * files["_scale"][row, column // 32].float()
+            expected[row, column] = code * files["weight_scale"][row, column // 32].float()
     assert torch.equal(weight.dequantize(), expected.to(BF16))
 
 
@@ -120,8 +169,8 @@ def test_nvfp4_is_worked_out_as_its_format_says() -> None:
     expected = torch.empty(6, 64)
     for row in range(6):
         for column in range(64):
-            code = int(files["_packed"][row, column // 2]) >> (4 * (column % 2)) & 0xF
-            scale = files["_scale"][row, column // 16].float() / files["_global_scale"][0]
+            code = int(files["weight_packed"][row, column // 2]) >> (4 * (column % 2)) & 0xF
+            scale = files["weight_scale"][row, column // 16].float() / files["weight_global_scale"][0]
             expected[row, column] = values[code & 7] * (-1 if code & 8 else 1) * scale
     assert torch.equal(weight.dequantize(), expected.to(BF16))
 
@@ -137,7 +186,7 @@ def test_4_bits_have_the_bits_that_compressed_tensors_makes_of_them(number_forma
         args |= {"type": "float", "strategy": "tensor_group", "group_size": 16}
         kind = compressors.NVFP4PackedCompressor
     scheme = quantization.QuantizationScheme(targets=["Linear"], weights=quantization.QuantizationArgs(**args))
-    theirs = kind.decompress({f"weight{name}": tensor for name, tensor in files.items()}, scheme)
+    theirs = kind.decompress(dict(files), scheme)
     assert torch.equal(weight.dequantize(), theirs["weight"])
 
 
@@ -149,7 +198,7 @@ def quantised_values(number_format: Any) -> tuple[dict[str, torch.Tensor], nn.Mo
         if isinstance(block, Adapted):
             name = f"{index}.base.weight"
             files, weight = number_format(values.pop(name))
-            values |= {name + ending: tensor for ending, tensor in files.items()}
+            values |= {name.removesuffix("weight") + own: tensor for own, tensor in files.items()}
             with torch.no_grad():
                 block.base.weight.copy_(weight.dequantize())
     return values, model
@@ -161,7 +210,7 @@ def least(base: Path, **options: Any) -> int:
     return error.value.needed_bytes
 
 
-@pytest.mark.parametrize("number_format", [in_fp8, in_int4, in_nvfp4])
+@pytest.mark.parametrize("number_format", [in_fp8, in_int4, in_nvfp4, in_nf4, in_nested_nf4, in_gptq, in_awq])
 def test_a_base_is_read_in_place_and_trains_as_the_dequantised_one(number_format: Any, tmp_path: Path) -> None:
     values, model = quantised_values(number_format)
     model_values = {name: value.clone() for name, value in model.state_dict().items()}
@@ -184,6 +233,29 @@ def test_a_base_is_read_in_place_and_trains_as_the_dequantised_one(number_format
         with OffloadEngine(frozen_bases.unborn(), weights=base, **budget, **options) as engine:
             engine.load_checkpoint(tmp_path / "run")
             assert steps(engine, range(2, 4)) == losses[2:]
+
+
+def test_the_second_version_of_gptq_is_known_by_its_config(tmp_path: Path) -> None:
+    files, weight = in_gptq(torch.empty(256, 256))
+    values, _ = quantised_values(lambda _: (files, weight))
+    for version, added in (("gptq", 1), ("gptq_v2", 0)):
+        base = in_shards(values, tmp_path / version)
+        said = {"model_type": "any", "quantization_config": {"checkpoint_format": version, "bits": 4}}
+        (base / "config.json").write_text(json.dumps(said))
+        with OffloadEngine(frozen_bases.unborn(), weights=base, optimizer=None, precision="bf16") as engine:
+            weight.settings = 4, added
+            assert torch.equal(engine.module[0].base.weight.dequantize(), weight.dequantize())
+
+
+@pytest.mark.parametrize(
+    "content", ["no JSON", '{"blocksize": 0, "quant_type": "nf4", "dtype": "bfloat16", "shape": []}']
+)
+def test_what_a_file_says_of_a_quantised_weight_is_checked(content: str, tmp_path: Path) -> None:
+    values, _ = quantised_values(in_nf4)
+    state = "3.base.weight.quant_state.bitsandbytes__nf4"
+    values[state] = torch.tensor(list(content.encode()), dtype=torch.uint8)
+    with pytest.raises(WeightsError, match=state):
+        OffloadEngine(frozen_bases.unborn(), weights=in_shards(values, tmp_path / "base"), optimizer=None)
 
 
 class Experts(nn.Module):
@@ -212,7 +284,7 @@ def test_mxfp4_experts_are_read_in_place_and_train_as_the_dequantised_ones(tmp_p
         del values[f"{index}.proj"]
         values[f"{index}.proj_blocks"], values[f"{index}.proj_scales"] = codes, scales
         with torch.no_grad():
-            model[index].proj.copy_(Mxfp4([codes, scales], torch.Size((4, 256, 256)), BF16).dequantize())
+            model[index].proj.copy_(Mxfp4([codes, scales], torch.Size((4, 256, 256)), BF16, (True,)).dequantize())
     base = in_shards(values, tmp_path / "base")
 
     def losses(engine: OffloadEngine) -> list[float]:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from offload.kernels import AdagradCoef, AdamCoef, Dtype, LionCoef, SgdCoef, update
+from offload.kernels import Dtype, update
+from offload.native_optimizers import AdagradCoef, AdamCoef, LionCoef, SgdCoef
 
 NUMEL = 1003
 STEPS = 1000

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from gpu_emulator import Emulator
 
-from offload.kernels import AdagradCoef, AdamCoef, Coef, Dtype, LionCoef, SgdCoef, sum_squares, update
+from offload.kernels import Dtype, sum_squares, update
 from offload.kernels._native import SQUARES_BLOCK, SQUARES_LANES
 from offload.kernels.gpu import GpuKernels
+from offload.native_optimizers import AdagradCoef, AdamCoef, Coef, LionCoef, SgdCoef
 
 HYPER = {"lr": 1e-3, "weight_decay": 0.01, "grad_scale": 0.37}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from offload.kernels import nvrtc
-from offload.kernels.gpu import _FORMATS, _RULES, Program
+from offload.kernels.gpu import _FORMATS, Program
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
@@ -50,8 +51,8 @@ def slice_of(architecture: str) -> list[gpu_assembly.Case]:
     """Every optimizer, and every format of gradients, weights and states at least once."""
     formats = zip(cycle(("bf16", "f32", "f16")), cycle(_FORMATS), cycle(("f32", "bf16")), strict=False)
     return [
-        gpu_assembly.Case(rule, Program(_RULES[rule], *of), architecture, compiler)
-        for rule, of, compiler in zip(_RULES, formats, cycle(COMPILERS), strict=False)
+        gpu_assembly.Case(Program(rule, *of), architecture, compiler)
+        for rule, of, compiler in zip(gpu_assembly._FUSED, formats, cycle(COMPILERS), strict=False)
     ]
 
 
@@ -77,7 +78,7 @@ def test_arithmetic_is_exact_and_loads_come_first(architecture: str) -> None:
     ],
 )
 def test_a_compiler_that_is_let_off_ieee_is_found(monkeypatch: pytest.MonkeyPatch, option: str, said: str) -> None:
-    case = gpu_assembly.Case("adamw", Program("Adam<false, true>", "f32", "f32", "f32"), "90", COMPILERS[-1])
+    case = gpu_assembly.Case(Program("adamw", "f32", "f32", "f32"), "90", COMPILERS[-1])
     kept = [given for given in nvrtc._OPTIONS if not given.startswith(option.split("=")[0])]
     monkeypatch.setattr(nvrtc, "_OPTIONS", (*kept, option))
     assert said in gpu_assembly.check_ptx(case, gpu_assembly.compile_ptx(case))
@@ -109,7 +110,7 @@ def test_text_that_is_slow_or_inexact_is_found(
     assert text in kernels
     (sources / "device.cu").write_text(kernels.replace(text, planted))
     monkeypatch.setattr(nvrtc, "_SOURCES", sources)
-    case = gpu_assembly.Case("adamw", Program("Adam<false, true>", "bf16", "split", "f32"), "90", COMPILERS[-1])
+    case = gpu_assembly.Case(Program("adamw", "bf16", "split", "f32"), "90", COMPILERS[-1])
     assert said in gpu_assembly.check_ptx(case, gpu_assembly.compile_ptx(case))
 
 
@@ -140,12 +141,14 @@ _LISTING = """
     ],
 )
 def test_a_machine_that_waits_twice_or_spills_is_found(use: str, square: str, said: list[str]) -> None:
-    case = gpu_assembly.Case("lion", Program("Lion", "bf16", "f32", "f32"), "90", "13")
+    case = gpu_assembly.Case(Program("lion", "bf16", "f32", "f32"), "90", "13")
     assert gpu_assembly.check_sass(case, _LISTING.format(use=use, square=square)) == said
 
 
 def test_the_table_of_rules_is_that_of_the_text() -> None:
-    assert set(gpu_assembly._FUSED) == set(gpu_assembly._STATES) == set(_RULES)
+    rules = (Path(nvrtc.__file__).with_name("src") / "rules.h").read_text()
+    listed = re.findall(r"^  RULE\((\w+),", rules, re.MULTILINE)
+    assert set(gpu_assembly._FUSED) == set(gpu_assembly._STATES) == set(listed)
 
 
 # How the compiler is found.
@@ -154,7 +157,7 @@ def test_the_table_of_rules_is_that_of_the_text() -> None:
 @needs_compilers
 @pytest.mark.parametrize("compiler", COMPILERS)
 def test_it_compiles_where_torch_has_loaded_nothing(compiler: str) -> None:
-    definitions = Program("Sgd", "f32", "f32", "f32").definitions()
+    definitions = Program("sgd", "f32", "f32", "f32").definitions()
     arguments = [sys.executable, "-c", _ALONE, nvrtc.__file__, compiler, *definitions]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -11,11 +11,8 @@ import torch
 
 from offload.kernels import (
     CODE_BLOCK,
-    AdamCoef,
     Dtype,
-    LionCoef,
     OnHost,
-    SgdCoef,
     _kernels,
     accumulate,
     always,
@@ -27,6 +24,7 @@ from offload.kernels import (
     sum_squares,
     update,
 )
+from offload.native_optimizers import AdamCoef, LionCoef, SgdCoef
 
 TORCH_DTYPES = {Dtype.F32: torch.float32, Dtype.BF16: torch.bfloat16, Dtype.F16: torch.float16}
 CANONICAL_NAN = {Dtype.F32: 0x7FC00000, Dtype.BF16: 0x7FC0, Dtype.F16: 0x7E00}

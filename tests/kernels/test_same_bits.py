@@ -14,13 +14,8 @@ import pytest
 
 from offload.kernels import (
     CODE_BLOCK,
-    AdagradCoef,
-    AdamCoef,
-    Coef,
     Dtype,
-    LionCoef,
     OnHost,
-    SgdCoef,
     _kernels,
     accumulate,
     always,
@@ -32,6 +27,7 @@ from offload.kernels import (
     sum_squares,
     update,
 )
+from offload.native_optimizers import AdagradCoef, AdamCoef, Coef, LionCoef, SgdCoef
 
 ISAS = [isa for isa in _kernels.isas_supported() if isa != "scalar"] or ["scalar"]
 LENGTHS = [*range(0, 36), 255, 256, 257, 515, 1000]  # to beyond two of the widest vectors; code blocks

@@ -109,6 +109,15 @@ def jacobian(place):
     return torch.func.jacrev(model)(x), torch.func.jacfwd(model)(x)
 
 
+@family.works_or_refused("`torch.func.vjp(model, x)`: forward, and what it gives called later", "create_graph")
+def func_vjp(place):
+    model = _mlp()
+    place.wrap(model)
+    torch.manual_seed(2)
+    output, pull_back = torch.func.vjp(model, torch.randn(3, 48))
+    return output, pull_back(torch.ones_like(output))
+
+
 @family.works("`torch.autograd.functional.jacobian(model, x)`, `hessian` of a sum")
 def autograd_jacobian(place):
     model = _mlp(layers=10)

@@ -55,6 +55,16 @@ def adafactor_after_wrapping(place):
     return _loop(engine, torch.optim.Adafactor(engine.module.parameters()))
 
 
+@family.works_or_refused("an optimizer that was given to an engine is given to the next one", "load_state_dict")
+def optimizer_given_twice(place):
+    model = small()
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    engine = place.wrap(model, optimizer=optimizer)
+    train(engine, 1)
+    engine.close()
+    return train(place.wrap(model, optimizer=optimizer), 1)
+
+
 @family.refused(
     "an optimizer built before wrapping and not given to the engine, stepped", r"engine\.optimizer|optimizer="
 )

@@ -629,6 +629,20 @@ def update_bn(place):
     return values(model)
 
 
+@family.works("weights are read, viewed and written within `torch.inference_mode()`")
+def written_in_inference_mode(place):
+    engine = place.small()
+    block = engine.module.blocks[1]
+    train(engine, 1)
+    with torch.inference_mode():
+        block.up.weight.data.clamp_(-0.1, 0.1)
+        block.up.bias.detach()[2:4].zero_()
+        block.down.weight.t()[0].mul_(0.5)
+        block.down.bias.copy_(engine.module.blocks[0].down.bias)
+        kept = block.down.weight.view(-1)[:3]
+    return kept.is_inference(), train(engine, 2), values(engine.module)
+
+
 @family.works("buffers are written, and replaced")
 def buffers(place):
     torch.manual_seed(1)

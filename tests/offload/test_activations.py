@@ -13,7 +13,8 @@ from tiny import Tiny, batches, loss_of, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from offload import ActivationError, ConfigError, OffloadEngine, StorageIOError
+from offload import ActivationError, ConfigError, OffloadEngine, OffloadError, StorageIOError
+from offload.model.recompute import State
 from offload.tiers.activations.pool import ActivationPool
 
 MODES = {
@@ -256,3 +257,62 @@ def test_the_models_own_forward_is_there_in_copies_and_after_the_end(make_model,
             assert torch.equal(copy.deepcopy(model)(tokens), expected)
             assert torch.equal(pickle.loads(pickle.dumps(model))(tokens), expected)
     assert "forward" not in vars(model.blocks[0])
+
+
+def test_a_second_run_finds_what_was_changed_after_the_first_as_it_was():
+    module, seen = nn.BatchNorm1d(4), [1]
+    state = State(module, [seen], "block")
+    state.compare()
+    module.eps, module.training = 0.5, False
+    seen.append(2)
+    with state.before():
+        assert (module.eps, module.training, seen) == (1e-5, True, [1])
+    assert (module.eps, module.training, seen) == (0.5, False, [1, 2])
+
+
+def test_a_buffer_that_is_written_between_the_two_runs_is_an_error_unless_the_first_wrote_it_too():
+    for first_writes in (True, False):
+        module = nn.BatchNorm1d(4)
+        state = State(module, [], "block")
+        if first_writes:
+            module.running_mean.fill_(1.0)
+        state.compare()
+        module.running_mean.fill_(2.0)
+        if first_writes:
+            with state.before():
+                assert module.running_mean.tolist() == [0.0] * 4
+            assert module.running_mean.tolist() == [2.0] * 4
+        else:
+            with pytest.raises(OffloadError, match="running_mean was changed between"), state.before():
+                pass
+
+
+class Written(nn.Sequential):
+    """Its forward writes to a weight, in the way that is given."""
+
+    how = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "data":
+            self[0].weight.data = self[0].weight.data * 0.9
+        elif self.how == "no_grad":
+            with torch.no_grad():
+                self[0].weight.mul_(0.9)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("how", ["data", "no_grad", "between"])
+def test_a_weight_that_two_runs_would_find_different_is_an_error(how: str):
+    torch.manual_seed(0)
+    blocks = [Written(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)) for _ in range(6)]
+    blocks[3].how = how
+    with OffloadEngine(nn.Sequential(*blocks), activations="recompute") as engine:
+        if how == "between":
+            loss = engine(torch.ones(2, 32)).sum()
+            with torch.no_grad():
+                blocks[3][2].bias.mul_(0.5)
+            with pytest.raises(OffloadError, match=r"3\.2\.bias was changed between a forward and its backward"):
+                loss.backward()
+        else:
+            with pytest.raises(ConfigError, match=r'unit 3: its forward writes to its weights.*"3": "keep"'):
+                engine(torch.ones(2, 32))

@@ -20,6 +20,7 @@ from offload.checkpoint.publish import make_directory
 from offload.checkpoint.workplace import Workplace, clear_left_over
 from offload.ranks.ranks import Ranks
 from swapper import StoreMissing, create_store
+from swapper.files import Descriptor
 
 
 @pytest.fixture
@@ -77,6 +78,22 @@ def test_after_a_rollback_the_abandoned_steps_are_the_older_ones(tmp_path: Path,
     assert names(tmp_path) == ["latest", "step16", "step9"]
     (tmp_path / "latest").unlink()
     assert latest(tmp_path) == "step9"
+
+
+def test_what_another_run_saves_under_the_tag_of_what_is_retained_away_stays(tmp_path: Path, run, monkeypatch):
+    save(tmp_path, run, 1, "best")
+    other, real = RunIdentity(), folder_module.take_unused
+
+    def other_is_faster(mark: Path) -> Descriptor | None:
+        if mark.parent.name == "best":
+            save(tmp_path, other, 7, "best")
+        return real(mark)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(folder_module, "take_unused", other_is_faster)
+        save(tmp_path, run, 2, keep_last=1)
+    assert read_mark(tmp_path / "best").run == other.value and names(tmp_path) == ["best", "latest", "step2"]
+    other.release()
 
 
 def test_what_somebody_has_moved_or_copied_is_not_retentions(tmp_path: Path, run):

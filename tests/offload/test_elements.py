@@ -13,8 +13,9 @@ from torch import nn
 from offload.elements import Elements, Layout, NewElements, Span, first_states, source_of
 from offload.kernels import CODE_BLOCK
 from offload.memory import tensor_at
+from offload.native_optimizers import NATIVE_OPTIMIZERS
 from offload.optim.formats import Formats
-from offload.optim.kernel_rule import KERNELS, KernelRule
+from offload.optim.kernel_rule import KernelRule
 from offload.optim.moments import read_moments
 from offload.optim.torch_rule import TorchRule
 from offload.tiers.home import Home, TileHomes
@@ -72,8 +73,8 @@ class Memory:
 
 def kernel_layout(dtype: torch.dtype, moments: str = "fp32") -> Layout[KernelRule]:
     formats = PRECISIONS[dtype]
-    group = {**KERNELS["adamw"].defaults}
-    return Layout(formats, dtype, KernelRule(KERNELS["adamw"], [group], formats, (dtype, dtype), moments))
+    group = {**NATIVE_OPTIMIZERS["adamw"].defaults}
+    return Layout(formats, dtype, KernelRule(NATIVE_OPTIMIZERS["adamw"], [group], formats, (dtype, dtype), moments))
 
 
 def tiles_of(layout: Layout[KernelRule], unit: UnitSpec) -> list[Tile]:

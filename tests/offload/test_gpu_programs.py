@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from cache_rig import Call
 from fake_driver import ILLEGAL_ADDRESS, MISALIGNED, FakeDriver, Stand, compiled
 from gpu_emulator import Emulator
 from speculative_updates import let_gradients_come_first
@@ -29,6 +30,7 @@ from offload.errors import WaitTimeout
 from offload.interrupts import held_back
 from offload.kernels.gpu import GpuKernels
 from offload.kernels.nvrtc import CompilerMissing
+from offload.native_optimizers import SgdCoef
 from offload.report.report import LinkRates
 from offload.testing.simulated import SimulatedDevice
 from offload.testing.stream import SimulatedStream
@@ -72,7 +74,7 @@ def page() -> Iterator[int]:
 
 
 def step(native: Callable[[str], kernels.Kernel], weight: int, grad: int, numel: int) -> None:
-    coef = kernels.SgdCoef(lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.01, step=1)
+    coef = SgdCoef(lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.01, step=1)
     dtypes = {"grad_dtype": kernels.Dtype.F32, "weight_dtype": kernels.Dtype.F32}
     kernels.update(coef, numel, grad=grad, weight=weight, native=native, **dtypes)
 
@@ -331,6 +333,26 @@ def test_a_wrong_address_is_found_and_stays(
             kernel(kernels.Sweep([1.0, 0.0, 0.0], numel, grad, 0, 0, 0, weight + wrong, 0, [0, 0, 0], [0, 0, 0], 0, 0))
         assert caught.value.status == status
     assert fake.num_bound == 0
+
+
+def test_threads_that_work_for_another_gpu_make_no_context_on_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand = Stand(monkeypatch, num_devices=2)
+    device = stand.device(1)
+    memory = torch.zeros(2, 8)
+
+    def work() -> None:
+        stream = device.new_stream()
+        before = stream.record()
+        stream.copy(memory[0], memory[1])
+        with device.current(device.new_compute_stream()):
+            pass
+        after = stream.record()
+        after.wait()
+        assert after.done() and after.seconds_since(before) == 0.001
+        assert stand.cuda.current_device() == 0, "what the thread's own code asks of torch goes where it went"
+
+    Call(work).result()
+    assert stand.cuda.contexts == {1}
 
 
 def test_a_stream_of_another_gpu_is_refused(stand: Stand) -> None:

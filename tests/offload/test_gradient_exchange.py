@@ -219,6 +219,20 @@ def test_each_rank_gets_the_mean_of_its_shard_added_up_in_the_order_of_the_ranks
         assert [[unit.name for unit in rank.exchange.complete()] for rank in ranks.ranks] == [["u1"]] * size
 
 
+def test_a_unit_is_not_complete_while_more_of_it_is_gathered_here_or_on_its_way(ranks: Ranks) -> None:
+    first, second = ranks.ranks
+    for rank in ranks.ranks:
+        rank.take(0, 1, torch.ones(LARGE))
+        rank.exchange.close(rank.units[0])
+    ranks.settle()
+    first.take(0, 1, torch.ones(LARGE))  # of a later backward
+    assert list(first.exchange.complete()) == [] and list(second.exchange.complete()) == [second.shards[0]]
+    first.exchange.close(first.units[0])
+    assert list(first.exchange.complete()) == []
+    ranks.settle(Place("here"))  # the second rank has made nothing since
+    assert set(first.exchange.complete()) == {first.shards[0]}
+
+
 def test_replicas_add_up_the_sums_of_their_copies_and_get_the_same_bits() -> None:
     with Ranks(4, copies=2) as ranks:
         gradients = per_rank(4)

@@ -89,6 +89,15 @@ def test_nested_units_know_how_many_are_resident_around_them():
     assert depths["(root)"] == 0 and depths["blocks.0"] == 1 and depths["embed"] == 1
 
 
+def test_modules_that_stand_in_others_and_around_themselves_are_cut_once():
+    model = Tiny()
+    for block, before in pairwise(model.blocks):
+        before.next = block
+        block.parent, block.norm = model, before.norm
+    of_parameter = [spec.name for unit in find_units(model) for spec in unit.parameters]
+    assert sorted(of_parameter) == sorted(name for name, _ in model.named_parameters())
+
+
 @pytest.mark.parametrize("formats", [FP32, BF16])
 def test_every_budget_from_the_least_up_is_obeyed_and_moves_no_more_than_a_smaller_one(formats):
     units = find_units(Tiny(num_blocks=6))

@@ -23,12 +23,13 @@ from speculative_updates import (
     trained_in_memory,
     with_engine_step,
     with_fp16,
+    with_least,
     with_own_clipping,
     with_scaler,
 )
 from tiny import Tiny, batches, loss_of, train
 
-from offload import BudgetError, OffloadEngine
+from offload import OffloadEngine
 from offload.testing.simulated import SimulatedDevice
 from offload.testing.stream import SimulatedEvent
 from offload.units import UnitSpec
@@ -70,10 +71,7 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> list[Stage]:
 def streaming(path: Path, make_model: Callable[[], Tiny] = built, share: float = 1, **options: Any) -> dict[str, Any]:
     """Options for a device with the least memory, and ``share`` of the least host memory."""
     given: dict[str, Any] = {"nvme_path": path, "device": SimulatedDevice(seed=3)}
-    for name in ("device_memory", "host_memory"):
-        with pytest.raises(BudgetError) as caught:
-            OffloadEngine(make_model(), **{**OPTIONS, **options}, **given, **{name: 1})
-        given[name] = caught.value.needed_bytes
+    with_least(given, "device_memory", "host_memory", make_model=make_model, **options)
     given["host_memory"] = int(share * given["host_memory"])
     return given
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from itertools import product
 
 import pytest
@@ -99,9 +100,36 @@ def by_dropping_queued(room: Room) -> None:
     room.speculative.drop_all()
 
 
+class _Interrupted(deque[SpeculativeUpdate]):
+    def append(self, _: SpeculativeUpdate) -> None:
+        raise KeyboardInterrupt
+
+
+def _queue_interrupted(room: Room) -> None:
+    """An update that is asked for, and that an interrupt keeps from the queue."""
+    room.hold(0)
+    queue, room.speculative._queue = room.speculative._queue, _Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        room.speculative.begin(room.units[0], room.update(0))
+    room.speculative._queue = queue
+    assert room.speculative.of_unit[room.units[0]].stage is Stage.QUEUED and not queue
+
+
+def by_void_after_an_interrupt(room: Room) -> None:
+    _queue_interrupted(room)
+    room.speculative.invalidate(room.units[0])
+
+
+def by_dropping_after_an_interrupt(room: Room) -> None:
+    _queue_interrupted(room)
+    room.speculative.drop_all()
+
+
 @pytest.mark.parametrize(
     "end",
     [
+        by_void_after_an_interrupt,
+        by_dropping_after_an_interrupt,
         by_none,
         by_void_before,
         by_void_meanwhile,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from strange_aliases import ALIASES, WRITES, draw, try_program
+from strange_aliases import ALIASES, WRITES, draw, run
+from strange_programs import try_program
 
 SEEDS = (0, 5, 12, 13, 39, 50)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_program_with_aliases_ends_as_in_torch_or_with_one_typed_error(seed, tmp_path):
-    fault, _ = try_program(seed, tmp_path)
+    fault, _ = try_program(draw, run, seed, tmp_path)
     assert fault is None, draw(seed)
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from strange_models import HANDOVERS, KEPT, WRITES, draw, try_program
+from strange_models import HANDOVERS, KEPT, WRITES, draw, run
+from strange_programs import try_program
 
 SEEDS = range(9)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_strange_model_trains_as_in_torch_or_ends_with_one_typed_error(seed, tmp_path):
-    fault, _ = try_program(seed, tmp_path)
+    fault, _ = try_program(draw, run, seed, tmp_path)
     assert fault is None, draw(seed)
 
 

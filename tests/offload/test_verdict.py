@@ -280,6 +280,20 @@ def test_a_unit_with_a_gradient_that_is_not_finite_is_not_frozen_by_itself(bad):
     assert story.verdict.freeze_unit(story.units[1], groups, 1.0) == expected
 
 
+def test_a_step_is_the_same_only_with_the_gradients_that_it_was_frozen_with():
+    story = Story([20, 20], [20])
+    story.come("ac")
+    unit, groups = story.units[0], groups_by_parameter(story.groups)
+    early = story.verdict.freeze_unit(unit, groups, 0.5)
+    story.verdict.scale(0.5)
+    assert early.is_the_same(story.verdict.freeze_unit(unit, groups, 1.0)), "a factor leaves the gradient what it is"
+    story.come("a")  # a later one is added to it
+    late = story.verdict.freeze_unit(unit, groups, 1.0)
+    assert late.segments[0][:2] == early.segments[0][:2] and not early.is_the_same(late)
+    story.come("b")
+    assert not late.is_the_same(story.verdict.freeze_unit(unit, groups, 1.0))
+
+
 def test_a_unit_without_gradient_or_group_is_not_frozen_by_itself():
     story = Story([20], [20])
     story.come("b")

@@ -63,7 +63,7 @@ def theirs(kind: str) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry["names"][0])
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: next(iter(entry["names"])))
 def test_a_known_model_has_as_many_parameters_as_were_published(entry):
     shapes = Architecture.of_config(entry["config"])
     assert shapes is not None
@@ -82,6 +82,15 @@ def test_a_model_is_known_by_its_name_on_the_hub_whatever_its_ending():
     assert known.config_of("Qwen/Qwen3-235B-A22B-Instruct-2507") == known.configs()["qwen3-235b-a22b"]
     assert known.config_of("mistralai/Mistral-7B-v0.1") == known.configs()["mistral-7b"]
     assert known.config_of("someone/Llama-9-8B") is None and "llama-3-8b" in known.nearest("lama-3-8b")
+
+
+def test_the_hub_s_own_name_of_each_known_model_is_known_and_is_what_code_loads():
+    for entry in ENTRIES:
+        for name, on_the_hub in entry["names"].items():
+            assert known.hub_name(name) == on_the_hub == known.hub_name(on_the_hub)
+            assert known.config_of(on_the_hub) == entry["config"], on_the_hub
+    assert known.hub_name("Llama-3.1-8B-Instruct") == "meta-llama/Llama-3.1-8B-Instruct"
+    assert known.hub_name("package.module:factory") == "package.module:factory"
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

@@ -111,7 +111,7 @@ def left_prepared(paths, lease) -> list[Path]:
         store.commit(b"step 1")
         put(store, 0, 2, lease)
         assert store.prepare(b"step 2") == store.prepared == 2
-        assert (store.generation, store.metadata, store.metadata_of(2)) == (1, b"step 1", b"step 2")
+        assert (store.generation, store.metadata, store.manifest_of(2).metadata) == (1, b"step 1", b"step 2")
     return paths
 
 
@@ -123,7 +123,7 @@ def test_the_next_owner_finds_the_last_generation_and_the_prepared_one(left_prep
     for _ in range(2):  # to look at it decides nothing
         with open_store(left_prepared, "run") as store:
             assert (store.generation, store.generations, store.metadata) == (1, (1,), b"step 1")
-            assert (store.prepared, store.metadata_of(2)) == (2, b"step 2")
+            assert (store.prepared, store.manifest_of(2).metadata) == (2, b"step 2")
             assert values(store, lease) == [{1}, {1}]
 
 

@@ -38,19 +38,6 @@ _NUM_OPEN = 16
 _LOCAL_HEADER = struct.Struct("<26x2H")
 """Of a file in a zip archive: the lengths of its name and of what follows that."""
 
-
-_DAMAGE = (
-    zipfile.BadZipFile,
-    zlib.error,
-    struct.error,
-    LookupError,
-    ValueError,
-    TypeError,
-    EOFError,
-    NotImplementedError,
-)
-"""Errors that other bytes in the place of a chunk's file lead to."""
-
 _LAYOUT_BYTES_MAX = 1 << 20
 """Of a chunk, what is not its numbers has no more."""
 

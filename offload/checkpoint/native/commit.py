@@ -4,6 +4,15 @@
 nothing is copied. Records in memory are written to extents of their own. A commit of a step runs behind the next
 forward and backward, on a thread of its own; the next step, and every change from access, waits for its end before it
 touches memory (``wait``).
+
+[Note: Why a commit is one step] What it reads cannot change, and what it has written counts at once. ``_commit`` waits
+for the step's update (``wait_for_updates``), writes what is in memory, and calls ``DurableStore.commit``: that has the
+store alone (``Turns.alone``), waits for its writes, syncs, and renames the manifest, before which the old generation
+counts. Until ``wait`` has returned nothing changes memory: ``Step._prepare`` calls it before a verdict, and
+``ExternalAccess.changing`` before every change from outside. Updates during backward and spilled gradients go to other
+places than those that a kept generation needs (``Places``). A checkpoint is a generation that is retained
+(``commit_retained``, ``linked.py``). Several ranks only ``prepare``; ``finish`` renames on each when all of them have
+prepared.
 """
 
 from __future__ import annotations

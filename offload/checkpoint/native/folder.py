@@ -282,7 +282,7 @@ class SavingDirectory(CheckpointDirectory):
                     lock = take_unused(self.path / saved.name / MARK)
                     if lock is not None:  # nobody reads it
                         locks.callback(lock.close)
-                        place.remove(saved.name)
+                        place.remove(saved.name, partial(_has_mark, saved.mark))
                 sync_folder(self.path)
         except OSError as error:
             raise failed(f"removing old checkpoints in {self.path}", error) from error
@@ -292,6 +292,10 @@ def hold(folder: Path, closing: contextlib.ExitStack) -> None:
     """Have no retention remove a checkpoint until ``closing``. Nothing is known of one without a mark."""
     with contextlib.suppress(OSError):
         closing.callback(share(folder / MARK).close)
+
+
+def _has_mark(mark: Mark, folder: Path) -> bool:
+    return read_mark(folder) == mark
 
 
 def _nothing() -> None:

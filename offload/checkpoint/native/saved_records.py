@@ -17,8 +17,9 @@ from offload.dtypes import BY_PRECISION
 from offload.elements import Layout, Loan
 from offload.errors import ConfigError
 from offload.memory import tensor_at
+from offload.native_optimizers import NATIVE_OPTIMIZERS
 from offload.optim.formats import MASTER_BYTES, Formats
-from offload.optim.kernel_rule import KERNELS, MOMENTS, KernelRule
+from offload.optim.kernel_rule import MOMENTS, KernelRule
 from offload.optim.rule import TileLayout, TilePart
 from offload.tiers.home import Home, TileHomes
 from offload.units import ParameterSpec, Tile, UnitSpec
@@ -200,18 +201,13 @@ def _unit(index: int, saved: SavedUnit) -> UnitSpec:
 
 def _kernel_rule(optimizer: Mapping[str, Any], formats: Formats) -> KernelRule | None:
     """Return how states lie in tiles, for an optimizer with a kernel."""
-    kernel = KERNELS.get(optimizer["optimizer"])
+    kernel = NATIVE_OPTIMIZERS.get(optimizer["optimizer"])
     if kernel is None:
         return None
     states, moments = optimizer["states"], optimizer["moments"]
     if moments not in MOMENTS:
         raise ConfigError(f"moments are in {moments!r} there, and this program knows {', '.join(MOMENTS)}")
-    group = {
-        **kernel.defaults,
-        "amsgrad": "max_exp_avg_sq" in states,
-        "momentum": float("momentum_buffer" in states),
-    }
-    rule = KernelRule(kernel, [group], formats, (torch.float32, torch.float32), moments)
+    rule = KernelRule(kernel, [kernel.options_for(states)], formats, (torch.float32, torch.float32), moments)
     if rule.identity["states"] != states:
         raise StorageCorrupt(f"{optimizer['optimizer']} has states {states} there, which it cannot have.")
     return rule

@@ -15,6 +15,7 @@ from offload.compat.deepspeed.keys import TABLE, Block, Effect, Key
 from offload.compat.deepspeed.kinds import is_auto
 from offload.compat.deepspeed.sources import Sources
 from offload.errors import ConfigError
+from offload.native_optimizers import NATIVE_OPTIMIZERS
 
 _PATH = "optimizer.params"
 _DEFAULT = "the default"
@@ -51,13 +52,13 @@ class OptimizerPart:
         """The optimizer of torch over these parameters or groups. Raises ``ConfigError`` where torch has none."""
         kind = self.kind
         if isinstance(kind, str):
-            classes = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "adagrad": torch.optim.Adagrad}
-            if kind not in classes:
+            torch_class = NATIVE_OPTIMIZERS[kind].torch_class
+            if not torch_class:
                 raise ConfigError(
                     f"optimizer.type={kind!r} trains all parameters alike, and model_parameters has groups, or not "
                     "all of them: set requires_grad instead, or use AdamW"
                 )
-            kind = classes[kind]
+            kind = getattr(torch.optim, torch_class)
         try:
             return kind(parameters, **self.settings)  # type: ignore[call-arg]
         except (TypeError, ValueError) as error:

@@ -140,15 +140,9 @@ std::vector<std::string> isas_supported() {
 }  // namespace
 
 PYBIND11_MODULE(_kernels, m) {
-  define_update(m, "adamw", &Table::adamw);
-  define_update(m, "adamw_amsgrad", &Table::adamw_amsgrad);
-  define_update(m, "adam", &Table::adam);
-  define_update(m, "adam_amsgrad", &Table::adam_amsgrad);
-  define_update(m, "adagrad", &Table::adagrad);
-  define_update(m, "lion", &Table::lion);
-  define_update(m, "sgd", &Table::sgd);
-  define_update(m, "sgd_momentum", &Table::sgd_momentum);
-  define_update(m, "sgd_nesterov", &Table::sgd_nesterov);
+#define OFFLOAD_UPDATE(name, ...) define_update(m, #name, &Table::name);
+  OFFLOAD_RULES(OFFLOAD_UPDATE)
+#undef OFFLOAD_UPDATE
   define_map(m, "accumulate", &Table::accumulate);
   define_map(m, "convert", &Table::convert);
   define_master(m, "split_master", &Table::split);

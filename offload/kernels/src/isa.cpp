@@ -132,15 +132,9 @@ void stream(const Arrays& arrays, std::size_t begin, std::size_t end) {
 
 const Table OFFLOAD_JOIN(table_, OFFLOAD_ISA) = {
     .name = OFFLOAD_QUOTE(OFFLOAD_ISA),
-    .adamw = OFFLOAD_ISA::update<Adam<false, true>>,
-    .adamw_amsgrad = OFFLOAD_ISA::update<Adam<true, true>>,
-    .adam = OFFLOAD_ISA::update<Adam<false, false>>,
-    .adam_amsgrad = OFFLOAD_ISA::update<Adam<true, false>>,
-    .adagrad = OFFLOAD_ISA::update<Adagrad>,
-    .lion = OFFLOAD_ISA::update<Lion>,
-    .sgd = OFFLOAD_ISA::update<Sgd>,
-    .sgd_momentum = OFFLOAD_ISA::update<SgdMomentum<false>>,
-    .sgd_nesterov = OFFLOAD_ISA::update<SgdMomentum<true>>,
+#define OFFLOAD_UPDATE(rule, ...) .rule = OFFLOAD_ISA::update<rules::rule>,
+    OFFLOAD_RULES(OFFLOAD_UPDATE)
+#undef OFFLOAD_UPDATE
     .accumulate = OFFLOAD_ISA::accumulate,
     .convert = OFFLOAD_ISA::convert,
     .sum_squares = OFFLOAD_ISA::sum_squares,

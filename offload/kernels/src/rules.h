@@ -1,7 +1,8 @@
 // The optimizers: what happens to one weight, given its gradient and its states. A rule is the constants of one step, worked
 // out once, and two halves, written once for all vector widths: V is one of vec_*.h. `advance` brings states, gradient and
 // weight as far as they come without square root and division; `apply` returns the new weight. (Both take long: sweeps overlap
-// one vector's `apply` with the next one's `advance`.) In every rule a NaN in a new state makes the new weight NaN.
+// one vector's `apply` with the next one's `advance`.) In every rule a NaN in a new state makes the new weight NaN. At the end
+// stands the list of the kernels, by name. What a rule owes to Python is in offload/native_optimizers.py, and nowhere else.
 #pragma once
 
 #include <cstddef>
@@ -139,5 +140,24 @@ struct SgdMomentum {
     return V::fma(V::set(minus_lr), x.grad, x.weight);
   }
 };
+
+// The kernels: RULE(name, type). The table of each instruction set, the functions of the Python module and the types that programs
+// of GPUs are compiled for are made of this list.
+#define OFFLOAD_RULES(RULE)              \
+  RULE(adamw, Adam<false, true>)         \
+  RULE(adamw_amsgrad, Adam<true, true>)  \
+  RULE(adam, Adam<false, false>)         \
+  RULE(adam_amsgrad, Adam<true, false>)  \
+  RULE(adagrad, Adagrad)                 \
+  RULE(lion, Lion)                       \
+  RULE(sgd, Sgd)                         \
+  RULE(sgd_momentum, SgdMomentum<false>) \
+  RULE(sgd_nesterov, SgdMomentum<true>)
+
+namespace rules {
+#define OFFLOAD_RULE_TYPE(name, ...) using name = __VA_ARGS__;
+OFFLOAD_RULES(OFFLOAD_RULE_TYPE)
+#undef OFFLOAD_RULE_TYPE
+}  // namespace rules
 
 }  // namespace offload

@@ -19,15 +19,9 @@ using Decode = void (*)(std::byte* numbers, const std::byte* codes, const float*
 
 struct Table {
   const char* name;
-  Update<Adam<false, true>> adamw;
-  Update<Adam<true, true>> adamw_amsgrad;
-  Update<Adam<false, false>> adam;
-  Update<Adam<true, false>> adam_amsgrad;
-  Update<Adagrad> adagrad;
-  Update<Lion> lion;
-  Update<Sgd> sgd;
-  Update<SgdMomentum<false>> sgd_momentum;
-  Update<SgdMomentum<true>> sgd_nesterov;
+#define OFFLOAD_UPDATE(name, ...) Update<rules::name> name;
+  OFFLOAD_RULES(OFFLOAD_UPDATE)
+#undef OFFLOAD_UPDATE
   Map accumulate;
   Map convert;
   double (*sum_squares)(const std::byte* source, Dtype dtype, std::size_t begin, std::size_t end);

@@ -3,6 +3,13 @@
 Last in, first out: a backward needs first what a forward has kept last. So what was kept first leaves the memory first,
 is read back last, and what is kept last is never read. Nothing is written as long as half of the memory is free.
 
+[Note: The way of an activation to NVMe] ``assembly/activations.py`` gives each unit the hooks of its mode, and where it
+recomputes a ``RecomputedForward``, whose inputs are what its hooks see. What autograd saves comes to
+``OffloadedTensors.pack``, which calls ``keep``: a copy in memory, and ``_write_oldest`` as soon as more than half of it
+waits to be written. A place is a range of ``Scratch``, which no commit knows. When a node of backward asks,
+``OffloadedTensors.unpack`` calls ``bring``: ``_fetch`` reads what has left, and ``_fetch_ahead`` what backward wants
+next. A new kind of hook, or of mode, is a class with ``pack`` and ``unpack`` and a line of ``Activations.tie``.
+
 [Note: The order of backward] Whoever keeps an activation says when a backward comes to it: the greater its order, the
 sooner. Where several micro-batches are on their way together, all of them do the backward of one unit, the first one
 first, before any does that of the unit before. So of one unit's the last micro-batch's leave first.

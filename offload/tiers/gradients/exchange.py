@@ -121,6 +121,9 @@ class GradientExchange:
         """The last step's update has been given what it reads of gradients on a device."""
         self._unsettled = False
         """Something may have come since sums of squares were exchanged."""
+        self._num_sent = [0] * len(self.units)
+        """Buckets of each unit that were sent; the next one is of those that were added up and handed on."""
+        self._num_added_up = [0] * len(self.units)
         self.collectives.register(Kind.GRADIENTS, self._carry_out)
 
     def take(self, unit: UnitSpec, spec: ParameterSpec, gradient: torch.Tensor, scale: float = 1.0) -> None:
@@ -143,8 +146,11 @@ class GradientExchange:
         self._send_if_due(unit, is_part=False)
 
     def complete(self) -> Iterator[UnitSpec]:
-        """Shards, not units."""
-        return self.sink.complete()
+        """Shards, not units. Of those that other ranks send more of, nobody here knows."""
+        for shard in self.sink.complete():
+            index = shard.index
+            if index not in self._open and self._num_sent[index] == self._num_added_up[index]:
+                yield shard
 
     def settle(self, at: Place | None = None) -> None:
         """Ranks that have made gradients since the last time meet for that."""
@@ -213,6 +219,7 @@ class GradientExchange:
             bucket.made = self.links.mark()
             self._sent.add(bucket)
             del self._open[unit.index]
+            self._num_sent[unit.index] += 1
             self.collectives.submit(Kind.GRADIENTS, unit.index, f"the gradients of unit {unit.name}", bucket)
 
     # On the thread of collectives.
@@ -231,6 +238,7 @@ class GradientExchange:
             self.fence.wait(shard)  # which reads the gradients of the last step
             for spec, total, scale in self._reduce(unit, shard, parts, scales):
                 self.sink.take(shard, spec, total, scale)
+            self._num_added_up[index] += bucket is not None
             if bucket is not None and bucket.is_part:
                 self.sink.end_part(shard)
             else:

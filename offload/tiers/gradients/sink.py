@@ -6,7 +6,15 @@
     GradientStore -> UnitGradients: a home, or a buffer and NVMe
 
 Ranks exchange theirs first; a transport brings those to the host that do not stay on a device. Each sink looks the
-same from before it.
+same from before it. ``assembly/compute.py`` ties the chain, and puts ``GradientStore`` at its end.
+
+[Note: How a gradient reaches NVMe] Autograd calls a hook of the parameter, ``Hooks`` gives the gradient to
+``TrainingPasses.take_gradient``, which waits for the unit's last update and calls ``take`` of the first sink. The last
+one adds it up (``GradientStore._add``) by ``put`` or ``add`` of the unit's ``SpilledGradients``, in one of the buffers
+of ``BufferPool``. When ``Hooks`` sees that the unit's backward is over it calls ``TrainingPasses.end_backward``; from
+there ``close`` goes down the chain, and ``SpilledGradients.close`` writes each tile's part of the buffer to its extent
+(``StoredHome.write``). ``GradientTransport`` calls that end of it (``GradientStore.put_away``) on its own thread, when
+the unit's last copy has come. A buffer that another unit needs sooner is spilled by ``BufferPool.take``.
 """
 
 from __future__ import annotations

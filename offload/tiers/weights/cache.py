@@ -11,8 +11,18 @@ model, compute can hold them all: then one place is added.
 
 [Note: Interrupts] An exception may come at any line of the thread that computes (Ctrl-C, a time limit). What it may
 leave half done is one of three things. A pin is in a set or not: ``release`` takes it out, and may be called twice.
-What was learnt of the order of uses is forgotten. While a place changes hands nothing can be left half done: that ends
-the engine, with an error that says so (``whole``).
+What was learnt of the order of uses is forgotten. While a place changes hands handlers wait (``held_back``).
+
+[Note: Who frees a place] This file alone calls ``Carrier.free_place``, with the monitor held. ``evict`` does for a unit
+without pins whose transfers are over (``Entry.is_settled``): for the sake of another one (``_try_to_bring``, of what
+``_victim`` chooses); in ``_drop``, for ``outdate``, ``drop``, ``shrink`` and the next use of an outdated one; for
+``ShadowSlots.flip``; and for ``DeviceLevel.close``, at the end. A fetch that could not begin frees the place that it
+took (``_fetch_to``). A speculative update has a place between ``lend`` and ``take_back``. What is resident by the plan
+has no place to free: its memory goes with the arena, or with the homes on a device.
+
+[Note: Who is fetched next] ``_fetch_ahead`` takes the units of ``UseOrder.upcoming`` (``RoutedOrder`` where there are
+experts) as long as each finds a place, and is called by every use of compute, by ``announce`` and by ``fetch_ahead``.
+``_victim`` says whose place a unit gets. What is pinned and not there is fetched at once, whatever comes next.
 """
 
 from __future__ import annotations
@@ -21,7 +31,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import islice
-from typing import Generic
+from typing import Any, Generic
 
 from offload.errors import warn
 from offload.interrupts import held_back
@@ -36,6 +46,9 @@ from offload.units import UnitSpec
 from offload.waiting import Deadline, Failure, Monitor
 
 _SLICE_S = 0.1
+
+_KNOW_NO_ADDRESS = (Purpose.COMPUTE, Purpose.SPECULATION)
+"""Pins whose owners are the caller, or ask for the place once nobody else uses it."""
 
 
 def order_of(units: Sequence[UnitSpec]) -> UseOrder | RoutedOrder:
@@ -76,14 +89,16 @@ class WeightCache(Generic[P]):
         ]
         self.present: dict[Entry[P], None] = {}
         """The entries that have a place and may be evicted, in the order in which they got it."""
-        self.lent: set[UnitSpec] = set()
-        """Units whose place the update has, and gives back by itself."""
+        self._lent: set[UnitSpec] = set()
+        """Units whose places speculative updates have."""
         self._order = order_of(self.units)
         self.routed_numel = self.fetched_numel = 0
         """Elements of experts that compute has used, each once in a visit of its layer, and of those that were fetched
         for it or for others, since the cache was made."""
         self._forward_under_way = False
         """Compute has used units since the last step was frozen."""
+        self._spares: list[Any] = []
+        """Memory that places had, and that nobody looks at any more."""
         self._waiting: set[Pin[P]] = set()
         """Uses that wait for a place: nothing is fetched ahead meanwhile."""
 
@@ -183,28 +198,42 @@ class WeightCache(Generic[P]):
                 with contextlib.suppress(Exception):
                     transfer.wait()
 
+    def leave_memory(self, pin: Pin[P]) -> Callable[[], object]:
+        """Have the memory under a unit that compute uses stay as it is for those who look at it beyond the use. Another
+        unit may get it after the call that is returned."""
+        place: Any = pin.place
+        with self.monitor:
+            self.wait_until_unused(pin.entry, but=_KNOW_NO_ADDRESS)
+            return place.leave(self._spares)  # type: ignore[no-any-return]
+
     # With the monitor held.
 
-    def wait_until_unused(self, entry: Entry[P], *, but: Pin[P] | None = None) -> None:
-        """Block until no pin but this one keeps the unit, and no transfer to or from its place is in flight."""
+    def wait_until_unused(self, entry: Entry[P], *, but: Sequence[Purpose] = ()) -> None:
+        """Block until no pins but those for these purposes keep the unit, and no transfer to or from its place is in
+        flight."""
         while True:
-            self.monitor.wait_until(lambda: not entry.pins - {but}, lambda: f"the use of unit {entry.unit.name}")
+            self.monitor.wait_until(
+                lambda: all(pin.purpose in but for pin in entry.pins), lambda: f"the use of unit {entry.unit.name}"
+            )
             under_way = next((transfer for transfer in entry.transfers() if not transfer.done()), None)
             if under_way is None:
                 return
             self.monitor.wait_for_transfer(under_way.wait)  # meanwhile others may use the unit again
 
-    def detach(self, entry: Entry[P], state: UnitState = UnitState.ABSENT) -> P:
-        """The unit is without a place from now on; the place it had."""
-        place = entry.place
-        if place is None:
-            raise RuntimeError(f"unit {entry.unit.name} has no place to give")
-        entry.become(UnitState.ABSENT)
-        if state is not UnitState.ABSENT:
-            entry.become(state)
-        self.present.pop(entry, None)
-        entry.place = entry.fetch = entry.write = None
+    def lend(self, entry: Entry[P]) -> P:
+        """Give the place of a unit to its speculative update, until ``take_back``. Callers have seen that it has no
+        other pins and is settled. The unit is absent from now on, and what is below has, or gets, a shadow."""
+        self._lent.add(entry.unit)
+        entry.pins.clear()
+        place = self._detach(entry)
+        entry.become(UnitState.SHADOWED)
         return place
+
+    def take_back(self, unit: UnitSpec, place: P) -> None:
+        """The place that was lent is for any unit again."""
+        self._lent.discard(unit)
+        self.carrier.free_place(unit, place)
+        self.monitor.notify_all()
 
     def evict(self, entry: Entry[P]) -> None:
         """Give the place of a unit back. Callers have seen that it has no pins and is settled; at the end nobody asks.
@@ -214,7 +243,17 @@ class WeightCache(Generic[P]):
         if entry.write is not None:
             entry.write.wait()
         with held_back():
-            self.carrier.free_place(entry.unit, self.detach(entry))
+            self.carrier.free_place(entry.unit, self._detach(entry))
+
+    def _detach(self, entry: Entry[P]) -> P:
+        """The unit is without a place from now on; the place it had."""
+        place = entry.place
+        if place is None:
+            raise RuntimeError(f"unit {entry.unit.name} has no place to give")
+        entry.become(UnitState.ABSENT)
+        self.present.pop(entry, None)
+        entry.place = entry.fetch = entry.write = None
+        return place
 
     def held(self) -> str:
         """Holders of the places, for messages."""
@@ -333,7 +372,7 @@ class WeightCache(Generic[P]):
     def _compute_holds_all(self) -> bool:
         return (
             self.may_add_places
-            and not self.lent
+            and not self._lent
             and all(any(pin.purpose is Purpose.COMPUTE for pin in entry.pins) for entry in self.present)
         )
 

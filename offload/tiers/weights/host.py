@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import aio_ext
 from offload.report.meter import Meter
@@ -26,6 +26,9 @@ class HostPlace(Protocol):
 
     @property
     def address(self) -> int: ...
+
+    def leave(self, spares: list[Any]) -> Callable[[], None]:
+        """See ``WeightCache.leave_memory``."""
 
 
 class NvmeCarrier(Carrier[HostPlace]):
@@ -113,7 +116,7 @@ class HostLevel(CacheLevel[HostPlace]):
             )
         )
         self.fence = self.cache.fence
-        self.shadows = ShadowSlots(self.cache, self.carrier, homes)
+        self.shadows = ShadowSlots(self.cache, homes)
         self._homes = homes
         self._streams = bool(slots)
         self._updates = [self.pin(unit, Purpose.UPDATE) for unit in units]

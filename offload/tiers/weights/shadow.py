@@ -86,16 +86,11 @@ class SpareWeights:
         pass
 
 
-class _Slots(Protocol):
-    def free_place(self, unit: UnitSpec, place: Slot) -> None: ...
-
-
 class ShadowSlots:
     """Holds, lends and takes back slots of the cache of host memory. Each unit has one speculative update at most."""
 
-    def __init__(self, cache: WeightCache[Any], slots: _Slots, homes: Sequence[UnitHomes]) -> None:
+    def __init__(self, cache: WeightCache[Any], homes: Sequence[UnitHomes]) -> None:
         self._cache = cache
-        self._slots = slots
         self._homes = homes
         self._pins = [Pin(entry, Purpose.SPECULATION, cache) for entry in cache.entries]
 
@@ -137,9 +132,7 @@ class ShadowSlots:
                     break
                 for transfer in entry.transfers():  # meanwhile others may use the unit again
                     cache.monitor.wait_for_transfer(transfer.wait)
-            cache.lent.add(unit)
-            entry.pins.clear()
-            slot: Slot = cache.detach(entry, UnitState.SHADOWED)
+            slot: Slot = cache.lend(entry)
             return slot
 
     def give_back(self, unit: UnitSpec, slot: Slot) -> None:
@@ -149,9 +142,7 @@ class ShadowSlots:
         write = None if home is None else home.write_shadow(slot.address)
         with self._cache.monitor:
             slot.write = write
-            self._cache.lent.discard(unit)
-            self._slots.free_place(unit, slot)
-            self._cache.monitor.notify_all()
+            self._cache.take_back(unit, slot)
 
     def flip(self, unit: UnitSpec) -> None:
         """The weights in the shadow are the unit's from now on; its update is done."""

@@ -1,0 +1,152 @@
+#!/usr/bin/env python3
+"""LoRA over a mixture of experts whose base is made-up MXFP4 safetensors, read in place, one expert after the other.
+
+``make DIR`` writes the files: experts one by one in MXFP4, all else in bf16. ``train DIR`` trains an adapter of the
+attention over them, in a memory cgroup if asked, and prints after each step time, losses, a checksum of the adapter,
+the kernel's counts of bytes of the process, and what was routed. Two runs with other budgets have the same lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+import xxhash
+from bench_frozen_base import moved, sweep
+from safetensors.torch import save_file
+from transformers.initialization import no_init_weights
+
+from offload import OffloadEngine, deferred_init
+
+_PER_SCALE = 32
+_MATRICES = ("gate_proj", "up_proj", "down_proj")
+
+
+def config_of(arguments: argparse.Namespace) -> Any:
+    return transformers.Qwen3MoeConfig(
+        hidden_size=arguments.width, moe_intermediate_size=arguments.inner, intermediate_size=arguments.inner,
+        num_hidden_layers=arguments.layers, num_experts=arguments.experts, num_experts_per_tok=8, head_dim=32,
+        num_attention_heads=4, num_key_value_heads=2, vocab_size=1024, dtype="bfloat16",
+    )  # fmt: skip
+
+
+def make(folder: Path, config: Any) -> None:
+    """Random weights, an eighth of a layer's experts in a shard, and all else in the first one."""
+    folder.mkdir(parents=True)
+    with torch.device("meta"):
+        shapes = {name: value.shape for name, value in transformers.Qwen3MoeForCausalLM(config).state_dict().items()}
+    generator = torch.Generator().manual_seed(0)
+    weight_map: dict[str, str] = {}
+
+    def save(number: int, values: dict[str, torch.Tensor]) -> None:
+        file = folder / f"model-{number:04d}.safetensors"
+        save_file(values, file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(values, file.name))
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    rest = {name: shape for name, shape in shapes.items() if ".mlp.experts." not in name}
+    noise = {name: torch.randn(shape, generator=generator) * 0.02 for name, shape in rest.items()}
+    save(0, {name: (value + ("norm" in name)).to(torch.bfloat16) for name, value in noise.items()})
+    for layer in range(config.num_hidden_layers):
+        for group in torch.arange(config.num_experts).chunk(8 if config.hidden_size > 1000 else 1):
+            values = {}
+            for expert in group.tolist():
+                for matrix in _MATRICES:
+                    rows, columns = config.moe_intermediate_size, config.hidden_size
+                    rows, columns = (columns, rows) if matrix == "down_proj" else (rows, columns)
+                    name = f"model.layers.{layer}.mlp.experts.{expert}.{matrix}.weight"
+                    lengths = rows, columns // _PER_SCALE
+                    words = torch.randint(-(1 << 62), 1 << 62, (*lengths, 2), generator=generator)
+                    values[f"{name}_blocks"] = words.view(torch.uint8)
+                    values[f"{name}_scales"] = torch.randint(118, 121, lengths, dtype=torch.uint8, generator=generator)
+            save(len(set(weight_map.values())), values)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    config.save_pretrained(folder)
+
+
+def build(config: Any) -> Any:
+    torch.manual_seed(0)
+    with no_init_weights():  # the files have all of it: initialisers would draw as many numbers as there are weights
+        model = transformers.Qwen3MoeForCausalLM._from_config(config, dtype=torch.bfloat16)
+    lora = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"])
+    return peft.get_peft_model(model, lora, autocast_adapter_dtype=False).to(torch.bfloat16)
+
+
+def train(arguments: argparse.Namespace) -> None:
+    folder = arguments.folder
+    config = transformers.Qwen3MoeConfig.from_pretrained(folder)
+    base_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    sweep_s = sweep(folder)
+    print(f"base: {base_bytes / 1e9:.3f} GB; a sweep of it: {sweep_s:.2f} s, {base_bytes / sweep_s / 1e9:.2f} GB/s")
+    if arguments.cgroup:
+        group = Path("/sys/fs/cgroup/memory") / f"bench-experts-{os.getpid()}"
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(int(arguments.cgroup * (1 << 30))))
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+    begin, (read, written) = time.perf_counter(), moved()
+    engine = OffloadEngine(
+        deferred_init(build, config), weights=folder, nvme_path=arguments.store, host_memory=arguments.host_memory,
+        lr=1e-3,
+    )  # fmt: skip
+    print(engine.plan)
+    with engine:
+        for number in range(arguments.steps):
+            start, (read_before, written_before), use = time.perf_counter(), moved(), engine.expert_use()
+            batch = torch.randint(0, 1024, (1, arguments.tokens), generator=torch.Generator().manual_seed(number))
+            loss = engine(input_ids=batch, labels=batch).loss
+            forward_s = time.perf_counter() - start
+            engine.backward(loss)
+            engine.step()
+            engine.synchronize()
+            now, (read_now, written_now), used = time.perf_counter(), moved(), engine.expert_use()
+            adapter = xxhash.xxh3_64()
+            for parameter in (p for p in engine.module.parameters() if p.requires_grad):
+                adapter.update(parameter.detach().clone().view(torch.uint8).numpy().tobytes())
+            routed, fetched = used.routed_bytes - use.routed_bytes, used.read_bytes - use.read_bytes
+            print(
+                f"step {number + 1}: {now - start:.2f} s (forward {forward_s:.2f}), loss {loss.item().hex()}, adapter "
+                f"{adapter.hexdigest()}; read {(read_now - read_before) / 1e6:,.1f} MB, by the plan "
+                f"{engine.plan.step_read_bytes / 1e6:,.1f}; written {(written_now - written_before) / 1e6:.2f} MB, by "
+                f"the plan {engine.plan.step_write_bytes / 1e6:.2f}; routed {routed / 1e6:,.1f} MB, fetched for it "
+                f"{fetched / 1e6:,.1f}; {(now - begin) / sweep_s:.2f} sweeps since the beginning",
+                flush=True,
+            )
+        read_now, written_now = moved()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        print(f"all: read {(read_now - read) / 1e6:,.1f} MB, written {(written_now - written) / 1e6:,.1f} MB")
+        print(f"peak of the process {peak:,.0f} MiB, with host_memory={arguments.host_memory}")
+        engine.close(discard=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["make", "train"])
+    parser.add_argument("folder", type=Path, help="where the files are, or are to be")
+    parser.add_argument("--store", type=Path, default=Path(), help="a directory for what is trained")
+    parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument("--experts", type=int, default=256)
+    parser.add_argument("--width", type=int, default=7168)
+    parser.add_argument("--inner", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--host-memory", default="1GiB")
+    parser.add_argument("--cgroup", type=float, help="GiB that the process may take, in a memory cgroup of its own")
+    arguments = parser.parse_args()
+    if arguments.what == "make":
+        make(arguments.folder, config_of(arguments))
+    else:
+        train(arguments)
+
+
+if __name__ == "__main__":
+    main()
