@@ -98,9 +98,17 @@ def others_listen() -> bool:
     )
 
 
+unseen: Callable[[], AbstractContextManager[Any]] = found(_python_dispatch, "_disable_current_modes")
+"""Within, no ``TorchDispatchMode`` sees them."""
+
 _function_modes: Callable[[], list[Any]] = found(torch.overrides, "_get_current_function_mode_stack")
 _dispatch_modes: Callable[[], list[Any]] = found(_python_dispatch, "_get_current_dispatch_mode_stack")
 _transforms: Callable[[], Any] = found(torch._C._functorch, "peek_interpreter_stack")
+
+
+def no_modes_listen() -> bool:
+    """No ``TorchDispatchMode`` sees the operations of this thread."""
+    return not _dispatch_modes()
 
 
 SavedTensorsHooks: TypeAlias = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from _cgroups import memory_limit
+
 _WORKER = Path(__file__).with_name("_step_worker.py")
-_CGROUPS = Path("/sys/fs/cgroup")
 
 
 class WorkerFailed(Exception):
@@ -45,7 +46,7 @@ class Turns:
                     limit_bytes = None
                     if limit is not None:
                         limit_bytes = first["host_memory"] + imports_bytes + limit.activation_bytes
-                        after.enter_context(_memory_cgroup(pid, limit_bytes))
+                        after.enter_context(memory_limit(pid, limit_bytes))
                     ask({})
                     with _held(self._lock):
                         answer = ask({"warm_up": warm_up, "steps": steps})
@@ -91,26 +92,6 @@ def _held(lock: str | None) -> Iterator[None]:
     with Path(lock).open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-@contextlib.contextmanager
-def _memory_cgroup(pid: int, limit_bytes: int) -> Iterator[None]:
-    """A cgroup of its own for the process, with this limit. Exits if this user may not make one."""
-    first, name = (_CGROUPS / "memory", "memory.limit_in_bytes")
-    if not first.exists():
-        first, name = (_CGROUPS, "memory.max")
-    group = first / f"bench-step-{pid}"
-    try:
-        group.mkdir()
-        (group / name).write_text(str(limit_bytes))
-        (group / "cgroup.procs").write_text(str(pid))
-    except OSError as error:
-        sys.exit(f"--limit: cannot make a memory cgroup: {error}")
-    try:
-        yield
-    finally:
-        (first / "cgroup.procs").write_text(str(pid))
-        group.rmdir()
 
 
 def _last_line(errors: IO[str]) -> str:

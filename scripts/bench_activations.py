@@ -2,50 +2,77 @@
 """Memory and time of a training step by sequence length, for each of the modes of ``activations=``.
 
 A transformer of the given size trains two steps on one sequence for each mode and length, each in a process of its own.
-Printed are the highest resident memory of the process beside what it took before the first forward, the bytes of
-activations that were kept, written and read in the second step, and its seconds. The loss is that of
-``cross_entropy_in_tiles``, so that logits decide nothing. Lengths and modes are interleaved."""
+Printed are the highest resident memory of the process, the same beside what it took before the first forward, the bytes
+of activations that were kept, written and read in the second step, and its seconds. The loss is that of
+``cross_entropy_in_tiles``, so that logits decide nothing. Lengths and modes are interleaved.
+
+``--window`` has tokens look at those of their own window alone, so that the time grows with the length and no faster;
+``--rows`` puts MLPs in tiles; ``--limit`` is a memory cgroup around each process, imports included, and needs root;
+``--plot`` draws the peaks.
+
+    python scripts/bench_activations.py --layers 24 --width 64 --window 512 --rows 4096 --limit 1GiB \\
+        --lengths 16384 32768 65536 131072
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 import torch
+from _cgroups import memory_limit
 from torch import nn
 
-from offload import OffloadEngine, cross_entropy_in_tiles
+from offload import OffloadEngine, cross_entropy_in_tiles, in_tiles
+from offload.option_values import parse_bytes
 
 MODES = ("keep", "recompute", "nvme")
 
 
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
+class Mlp(nn.Module):
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.heads = heads
-        self.norm, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.after, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.gelu(self.up(self.after(x))))
+
+
+class Block(nn.Module):
+    """``window`` tokens look at each other; 0: all of them."""
+
+    def __init__(self, width: int, heads: int, window: int) -> None:
+        super().__init__()
+        self.heads, self.window = heads, window
+        self.norm = nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = Mlp(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        windows = x.unflatten(1, (-1, self.window or x.shape[1])).flatten(0, 1)
         query, key, value = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1)
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm(windows)).chunk(3, -1)
         )
         mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        return x + self.down(nn.functional.gelu(self.up(self.after(x))))
+        x = x + self.out(mixed.transpose(1, 2).flatten(2)).view_as(x)
+        return x + self.mlp(x)
 
 
 class Model(nn.Module):
-    def __init__(self, layers: int, width: int, vocabulary: int) -> None:
+    def __init__(self, layers: int, width: int, vocabulary: int, window: int = 0, rows: int = 0) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary, bias=False)
-        self.blocks = nn.ModuleList(Block(width, width // 64) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, width // 64, window) for _ in range(layers))
+        for block in self.blocks:
+            if rows:
+                in_tiles(block.mlp, rows=rows)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
@@ -61,7 +88,7 @@ def resident_peak() -> int:
 def measure(options: argparse.Namespace, mode: str, length: int) -> dict[str, float]:
     """One process's figures."""
     torch.manual_seed(0)
-    model = Model(options.layers, options.width, options.vocabulary)
+    model = Model(options.layers, options.width, options.vocabulary, options.window, options.rows)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     budget = {"host_memory": options.host_memory, "activation_memory": options.activation_memory}
     engine = OffloadEngine(
@@ -79,6 +106,7 @@ def measure(options: argparse.Namespace, mode: str, length: int) -> dict[str, fl
         return {
             "parameters": parameters,
             "peak": resident_peak() - before,
+            "whole": resident_peak(),
             "kept": use.kept_bytes,
             "written": use.write_bytes,
             "read": use.read_bytes,
@@ -96,31 +124,77 @@ def main() -> int:
     parser.add_argument("--modes", nargs="+", default=list(MODES))
     parser.add_argument("--host-memory", default="600MiB")
     parser.add_argument("--activation-memory", default="16MiB")
+    parser.add_argument("--window", type=int, default=0)
+    parser.add_argument("--rows", type=int, default=0)
+    parser.add_argument("--limit")
+    parser.add_argument("--plot", type=Path)
     parser.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()), help="a folder for the swap store")
     parser.add_argument("--one", nargs=2, metavar=("MODE", "LENGTH"), help="measure this one, and print it as JSON")
     options = parser.parse_args()
     if options.one:
+        sys.stdin.readline()
         print(json.dumps(measure(options, options.one[0], int(options.one[1]))))
         return 0
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {vars(options)}")
-    print(
-        f"{'length':>8} {'mode':>10} {'peak MiB':>9} {'kept':>7} {'written':>8} {'read':>7} {'s':>7} {'bound/step':>10}"
-    )
+    sizes = f"{'whole MiB':>9} {'peak MiB':>9} {'kept':>7} {'written':>8} {'read':>7}"
+    print(f"{'length':>8} {'mode':>10} {sizes} {'s':>7} {'bound/step':>10}")
+    peaks: dict[str, list[tuple[int, float]]] = {}
     for length in options.lengths:
         for mode in options.modes:
-            one = [sys.executable, __file__, *sys.argv[1:], "--one", mode, str(length)]
-            done = subprocess.run(one, capture_output=True, text=True, check=False)
-            if done.returncode:
-                print(f"{length:>8} {mode:>10} {done.stderr.strip().splitlines()[-1][:90]}")
+            found = in_process(options, [*sys.argv[1:], "--one", mode, str(length)])
+            if isinstance(found, str):
+                print(f"{length:>8} {mode:>10} {found}", flush=True)
                 continue
-            found = json.loads(done.stdout.splitlines()[-1])
-            sizes = [found[name] / (1 << 20) for name in ("peak", "kept", "written", "read")]
-            print(
-                f"{length:>8} {mode:>10} {sizes[0]:>9,.0f} {sizes[1]:>7,.1f} {sizes[2]:>8,.1f} {sizes[3]:>7,.1f} "
-                f"{found['seconds']:>7.1f} {found['bound'] / found['seconds']:>10.2f}",
-                flush=True,
-            )
+            peaks.setdefault(mode, []).append((length, found["whole"]))
+            whole, peak, *moved = (found[name] / (1 << 20) for name in ("whole", "peak", "kept", "written", "read"))
+            passed = "{:>7,.1f} {:>8,.1f} {:>7,.1f}".format(*moved)
+            times = f"{found['seconds']:>7.1f} {found['bound'] / found['seconds']:>10.2f}"
+            print(f"{length:>8} {mode:>10} {whole:>9,.0f} {peak:>9,.0f} {passed} {times}", flush=True)
+    if options.plot is not None:
+        draw(peaks, options)
     return 0
+
+
+def in_process(options: argparse.Namespace, arguments: list[str]) -> dict[str, float] | str:
+    """Figures of a process of its own, or its last words. It begins when it is told to, within the limit."""
+    one = subprocess.Popen(
+        [sys.executable, __file__, *arguments],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    limit = contextlib.nullcontext() if options.limit is None else memory_limit(one.pid, byte_count(options.limit))
+    with limit:
+        said, errors = one.communicate("begin\n")
+    if one.returncode == -signal.SIGKILL:
+        return "killed: out of memory"
+    if one.returncode:
+        return errors.strip().splitlines()[-1][:90]
+    found: dict[str, float] = json.loads(said.splitlines()[-1])
+    return found
+
+
+def byte_count(text: str) -> int:
+    """``1GiB`` in bytes."""
+    return int(parse_bytes("--limit", text))
+
+
+def draw(peaks: dict[str, list[tuple[int, float]]], options: argparse.Namespace) -> None:
+    """A picture of the peaks by length and mode."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for mode, points in peaks.items():
+        axes.plot([length for length, _ in points], [peak / (1 << 20) for _, peak in points], marker="o", label=mode)
+    if options.limit is not None:
+        axes.axhline(byte_count(options.limit) / (1 << 20), color="#999999", linestyle="--", label="limit")
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("tokens of a sequence")
+    axes.set_ylabel("peak resident memory of the process, MiB")
+    axes.legend(frameon=False)
+    figure.savefig(options.plot)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ from offload.torch_internals import (
     in_module_call,
     map_leaves,
     next_sequence_number,
+    no_modes_listen,
+    unseen,
     when_backward_ends,
 )
 from offload.units import ParameterSpec
@@ -74,7 +76,7 @@ class Hooks:
         the CPU.
         """
         self.units = units
-        self._begin_forward = outside_of_graphs(self._enter_forward, _IN_PARTS)
+        self._begin_forward = outside_of_graphs(self._enter_unseen, _IN_PARTS)
         self._end_forward = outside_of_graphs(self._finish_forward, _IN_PARTS)
         self._listener = listener
         self._handles = handles
@@ -228,6 +230,15 @@ class Hooks:
             return output  # the pre-hook of this call raised: there is nothing to undo
         unit.forward_depth -= 1
         return output if unit.forward_depth > 0 else self._end_forward(unit, output)
+
+    def _enter_unseen(self, unit: UnitInModel) -> None:
+        """Modes around the call do not see what is done here: one of a checkpoint's policy would expect the same
+        operations when the call is recomputed."""
+        if no_modes_listen():
+            self._enter_forward(unit)
+        else:
+            with unseen():
+                self._enter_forward(unit)
 
     def _enter_forward(self, unit: UnitInModel) -> None:
         """The outermost call of the unit's modules begins."""

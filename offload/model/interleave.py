@@ -8,7 +8,9 @@ in turn, and it is released after the last.
 weights, which stay as they are, the sums of gradients, and the random generators. A micro-batch begins the backward of
 a unit when those before it have begun theirs, so that gradients are added in the order of the loop. Once one draws
 random numbers in its forward, or changes weights there, it goes on alone to its end, and so does the next: that is the
-loop. What has come in another order all the same is an error. None of it depends on the micro-batches using the same
+loop. The first forward of all runs alone, so that this is known before another one begins: what a model remembers of
+one forward (the state of a recurrent net) would be read by the next one before anything shows that it was changed. What
+has come in another order all the same is an error. None of it depends on the micro-batches using the same
 units in the same order; only the traffic that is saved does.
 
 [Note: Why nothing hangs] One thread computes at any moment until all are over. Who stops to compute, by waiting or by
@@ -71,6 +73,8 @@ class Habits:
     """Its forward draws random numbers, for example: each micro-batch runs after the other, as in a loop."""
     draws_first: bool = False
     """It has drawn some before it used the model, and none later."""
+    are_seen: bool = False
+    """A forward has run alone: the first of all."""
     _has_warned: bool = False
 
     def take_turns(self, reason: str) -> None:
@@ -161,6 +165,8 @@ class MicroBatches:
         self._there_may_be_more = True
         self._one_by_one = False
         """Each runs to its end from now on."""
+        self._last_changer: MicroBatch | None = None
+        """The last one that has changed an attribute of a module."""
         self._last_place: Place | None = None
         """The use that began last."""
         self._last_drawer = -1
@@ -222,6 +228,7 @@ class MicroBatches:
                 "autocast keeps its casts for all threads in one place (precision=, or autocast's cache_enabled=False, "
                 "keep none)"
             )
+        self.habits.are_seen |= backward
         own.place, own.stage = Place(unit, backward), Stage.WAITING
         following = self._following() or own
         self.hooks.keep(following.unit)
@@ -275,7 +282,7 @@ class MicroBatches:
         waiting = self._in_stage(Stage.WAITING)
         if self._error is not None:
             return waiting[0] if waiting else None
-        one_by_one = self._one_by_one or self.habits.takes_turns
+        one_by_one = self._one_by_one or self.habits.takes_turns or not self.habits.are_seen
         if self._there_may_be_more and not (one_by_one and waiting):
             return self._begin_next()
         able = waiting[:1] if one_by_one else [each for each in waiting if not self._comes_too_early(each)]
@@ -378,8 +385,13 @@ class MicroBatches:
         kind = self.attributes.changed(dict.fromkeys([*last, *arrived, *own.context.in_forward]))
         if kind is None:
             return
-        self._one_by_one = True  # this once: it may be a cache that was filled
-        self.habits.say(f"a {kind} keeps something of its forward in an attribute")
+        reason = f"a {kind} keeps something of its forward in an attribute"
+        if self._last_changer in (None, own):
+            self._one_by_one = True  # this once: it may be a cache that was filled
+            self.habits.say(reason)
+        else:
+            self._run_one_by_one(reason)
+        self._last_changer = own
         before = [each for each in self._all[: own.index] if each.stage is not Stage.OVER]
         if before:
             self._refuse_order(own, before[0].index, f"has changed an attribute of a {kind}")
