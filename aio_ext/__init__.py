@@ -9,7 +9,7 @@ Knows buffers, files, offsets and queues; never sees a tensor. Addresses are pla
 
 from ._core import core
 from .errors import QueueError
-from .memory import Memory, Pattern
+from .memory import Memory, Pattern, share
 from .queue import Queue, available_backends, unavailable_backends
 from .statistics import DirectionStatistics, Statistics
 from .striped import StripedFile, StripedTicket, StripePath
@@ -30,5 +30,6 @@ __all__ = [
     "Ticket",
     "available_backends",
     "direct_io_alignment",
+    "share",
     "unavailable_backends",
 ]

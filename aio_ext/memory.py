@@ -69,6 +69,12 @@ class Pattern(_Range):
         super().__init__(core.pattern_memory(nbytes, value), nbytes)
 
 
+def share(address: int, nbytes: int) -> Lease | None:
+    """A part in the range that contains ``[address, address + nbytes)``, which stays mapped as long as this does; None
+    where no range does."""
+    return core.lease_containing(address, nbytes)
+
+
 def huge_bytes(address: int, nbytes: int) -> int:
     """Bytes of ``[address, address + nbytes)`` on 2 MiB pages, by ``/proc/self/smaps``; whole mappings are counted."""
     total = 0

@@ -17,11 +17,11 @@ from torch.nn.parameter import is_lazy
 from offload import foreign, option_values
 from offload.device.protocol import Device
 from offload.errors import ConfigError, warn
-from offload.native_optimizers import NATIVE_OPTIMIZERS
+from offload.native_optimizers import MATRIX_DEFAULTS, NATIVE_OPTIMIZERS
 from offload.units.experts import EXPERTS
 
-OPTIMIZERS = tuple(NATIVE_OPTIMIZERS)
-"""Those that have a native kernel, by the names that ``optimizer=`` takes."""
+OPTIMIZERS = (*NATIVE_OPTIMIZERS, *MATRIX_DEFAULTS)
+"""The engine's own, by the names that ``optimizer=`` takes."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _PRECISIONS: dict[torch.dtype, Literal["bf16", "fp16", "fp32"]] = {
@@ -69,8 +69,9 @@ class OffloadConfig:
     parameters of three dimensions, whose code takes one row of them for an expert, or an ``nn.ModuleList`` of experts.
     Classes of ``transformers`` that take an experts implementation need no name."""
     optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer | None = "adamw"
-    """Optimizer that updates the weights: "adam", "adamw", "adagrad", "lion" or "sgd"; a ``torch.optim.Optimizer``
-    class; or one that is built already over the model's parameters, whose groups, settings and states are taken over.
+    """Optimizer that updates the weights: "adam", "adamw", "adagrad", "lion" or "sgd", and "muon" or "lamb", which
+    look at whole parameters; a ``torch.optim.Optimizer`` class; or one that is built already over the model's
+    parameters, whose groups, settings and states are taken over.
     None: no training, no gradients, no states."""
     lr: float | None = None
     """Learning rate; a scheduler on ``engine.optimizer`` changes it. None, here and below: the optimizer's default."""

@@ -5,7 +5,12 @@ has threads of its own, checksums and I/O have a few that sleep without work. Th
 number of cores, get what all of those leave. What that is, each step measures: the seconds of cores that the process
 has spent beside these kernels, over the seconds in which compute was at work. So a model whose compute keeps three of
 sixteen cores busy leaves thirteen, whatever torch was given, and many checksums leave fewer. Before the first step it
-is assumed. While compute waits, for an update or for the disk, the kernels have all of them."""
+is assumed. While compute waits, for an update or for the disk, the kernels have all of them.
+
+[Note: Where no core is idle] Compute's threads then wait for the slowest of them at each of their barriers. A kernel on
+one thread makes that one slow for as long as it runs, and the cores of the others idle meanwhile. On as many threads as
+there are cores it slows all of them alike, and is over so much sooner: nothing is lost. What the kernels take so counts
+as what compute would have kept busy."""
 
 from __future__ import annotations
 
@@ -48,19 +53,20 @@ class CoreBudget:
         self._compute_waits = compute_waits
         self._process_seconds, self._thread_seconds = process_seconds, thread_seconds
         self._lent = 0.0
-        """Seconds of cores that kernels have spent; the thread that updates alone adds to it."""
+        """Seconds of idle cores that kernels have spent; the thread that updates alone adds to it."""
         self._at_last_step = process_seconds(), 0.0
 
     @contextlib.contextmanager
     def lend(self, numel: int) -> Iterator[int]:
         """How many threads, one at least, update so many elements within the block, which is the update."""
-        idle = self.total if self._compute_waits() else self.total - self.others
-        num_threads = max(1, min(int(idle), numel // _GRAIN))
+        idle = self.total if self._compute_waits() else max(self.total - self.others, 0.0)
+        wanted = idle if idle >= 1 else self.total  # see [Note: Where no core is idle]
+        num_threads = max(1, min(int(wanted), numel // _GRAIN))
         start = self._thread_seconds()
         try:
             yield num_threads
         finally:  # threads share the blocks of a tile, so each works as long as this one
-            self._lent += num_threads * (self._thread_seconds() - start)
+            self._lent += min(num_threads, idle) * (self._thread_seconds() - start)
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Copy so many bytes between two addresses, by torch's threads; it counts as the update's work."""

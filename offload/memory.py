@@ -17,20 +17,19 @@ _FAULT_BYTES = 64 << 20
 """One thread faults in so much in one call."""
 
 
-def tensor_at(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """A flat tensor over memory that someone else owns. It must outlive the tensor."""
+def tensor_at(address: int, numel: int, dtype: torch.dtype, owner: object = None) -> torch.Tensor:
+    """A flat tensor over memory that someone else owns. It must outlive the tensor: its storage keeps ``owner``."""
     if numel == 0:
         return torch.empty(0, dtype=dtype)
     buffer = (ctypes.c_char * (numel * dtype.itemsize)).from_address(address)
+    buffer.owner = owner  # type: ignore[attr-defined]
     return torch.frombuffer(buffer, dtype=dtype)
 
 
-def copied_memory(tensor: torch.Tensor) -> torch.UntypedStorage:
-    """The same bytes as those of a flat tensor in host memory, elsewhere. No operation of torch's makes it: a transform
-    of ``torch.func`` or a mode that is under way would take the copy for a part of its own computation."""
-    copy = torch.UntypedStorage(tensor.nbytes)
-    ctypes.memmove(copy.data_ptr(), tensor.data_ptr(), tensor.nbytes)
-    return copy
+def copy_memory(target: int, source: int, nbytes: int) -> None:
+    """Copy between two addresses. No operation of torch's does it: a transform of ``torch.func`` or a mode that is
+    under way would take the copy for a part of its own computation."""
+    ctypes.memmove(target, source, nbytes)
 
 
 def passing_tensor(nbytes: int) -> torch.Tensor:

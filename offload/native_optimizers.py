@@ -223,5 +223,16 @@ NATIVE_OPTIMIZERS: Mapping[str, NativeOptimizer] = MappingProxyType(
 )
 """By the names that ``optimizer=`` takes."""
 
+MATRIX_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "muon": {
+            **{"lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "ns_steps": 5},
+            **{"adjust_lr_fn": "match_rms_adamw", "betas": (0.9, 0.999), "eps": 1e-8},
+        },
+        "lamb": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.0, "maximize": False},
+    }
+)
+"""Options of those that look at whole parameters (``optim/matrix_rule.py``), by the names that ``optimizer=`` takes."""
+
 SQUARES = frozenset(name for optimizer in NATIVE_OPTIMIZERS.values() for name in optimizer.kind.squares)
 """The squares of all of them: their states have these names in checkpoints and state dicts, too."""

@@ -41,7 +41,8 @@ class Passes:
         if self.checkpoints.is_due:
             self.checkpoints.pass_boundary()
         try:
-            self.aliases.take(unit.index)
+            if self.aliases.of_unit:
+                self.aliases.take(unit.index)
             return self._begin(unit)
         except FATAL as error:
             self.failure.raise_first(error)

@@ -190,6 +190,7 @@ def plan_within(
     Raises ``BudgetError``, and ``StorageFull`` for ``durable`` without the room for it."""
     tile_bytes = None if config.tile_bytes == "auto" else int(config.tile_bytes)
     tiles_of = choice.rule.tiles_of if choice is not None else None
+    temporary_bytes = choice.rule.temporary_bytes if choice is not None else 0
     device_plan, ranks = room.compute.plan(config, units, choice, ranks)
     on_host = [unit for unit in units if unit.index not in device_plan.resident]
     make = partial(
@@ -200,7 +201,10 @@ def plan_within(
         room.host_bytes,
         room.nvme_bytes,
         tile_bytes,
-        room.compute.compute_host_bytes(config, on_host, ranks) + ranks.nbytes + config.activation_bytes,
+        room.compute.compute_host_bytes(config, on_host, ranks)
+        + ranks.nbytes
+        + config.activation_bytes
+        + temporary_bytes,
         num_backwards=config.gradient_accumulation_steps,
         rereads=room.compute.computes,
     )

@@ -258,6 +258,16 @@ itself: Callable[[], AbstractContextManager[None]] = found(torch._C, "DisableTor
 no_torch_function: Any = found(torch._C, "_disabled_torch_function_impl")
 """``__torch_function__`` of a class whose operations are to reach ``__torch_dispatch__`` unchanged."""
 
+data: Any = found(torch._C.TensorBase, "data")
+"""Descriptor of what a tensor looks at, under the property of the same name."""
+
+
+def watch_data(assign: Callable[[torch.Tensor, Any], None]) -> None:
+    """Have ``tensor.data = value`` make this call, in the whole process, for tensors whose class has no ``data`` of its
+    own."""
+    torch.Tensor.data = property(data.__get__, assign)  # type: ignore[assignment]
+
+
 autograd_gradient: Any = found(torch.Tensor, "grad")
 """Descriptor where autograd puts gradients, under the property of the same name."""
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, Protocol
 
 import torch
 
 from offload.device.protocol import Device, Event
+from offload.interrupts import held_back
 from offload.report.meter import Meter
 from offload.tiers.weights.level import Level
 from offload.tiers.weights.pin import Pin, UnitState
@@ -33,17 +34,24 @@ class Windows(Protocol):
 
 
 class HostWindows:
-    """Windows on host memory, over the place that a pin gives."""
+    """Windows on host memory, over the place that a pin gives. Where somebody looks at it beyond the use, the memory is
+    left to the window, and the place goes on without it."""
 
-    def __init__(self, windows: Sequence[HostWindow]) -> None:
+    def __init__(self, windows: Sequence[HostWindow], leave: Callable[[Pin[Any]], Callable[[], object]]) -> None:
+        """``leave``: see ``WeightCache.leave_memory``."""
         self._windows = windows
+        self._leave = leave
 
     def open(self, pin: Pin[Any]) -> bool:
         self._windows[pin.entry.unit.index].open(pin.place.address)
         return pin.entry.state is not UnitState.PERMANENT
 
     def close(self, pin: Pin[Any]) -> None:
-        self._windows[pin.entry.unit.index].close()
+        window = self._windows[pin.entry.unit.index]
+        if window.gives_way:
+            with held_back():
+                window.leave(self._leave(pin), is_copy=pin.entry.state is not UnitState.PERMANENT)
+        window.close()
 
 
 class DeviceWindows:

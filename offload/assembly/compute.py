@@ -127,8 +127,9 @@ class OnHost:
             sink = _exchange(base, collectives, sink, self._exchange_memory(base), collectives.links)
         return Computing(level, self._uses(base, level), sink, whole=level)
 
-    def _uses(self, base: Base, level: Level) -> Uses:
-        return Uses(base.run.units, level, HostWindows(self._windows), HostClock(), base.meter)
+    def _uses(self, base: Base, level: HostLevel | GatherLevel) -> Uses:
+        windows = HostWindows(self._windows, level.cache.leave_memory)
+        return Uses(base.run.units, level, windows, HostClock(), base.meter)
 
     def _exchange_memory(self, base: Base) -> ExchangeMemory:
         plan = base.run.plan.ranks
@@ -169,7 +170,7 @@ class OnDevice:
     def pin(self, arena: Arena) -> None:
         """Let the device copy from and to it by itself."""
         device = self._device
-        fault_in(arena.address, arena.nbytes, torch.get_num_threads())  # to pin it, the kernel would use one
+        fault_in(arena.address, arena.nbytes, max(int(self._run.cores), 1))  # to pin it, the kernel would use one
         device.pin(arena.address, max(arena.nbytes, PAGE_BYTES))
         self._closers.callback(partial(device.unpin, arena.address))
 

@@ -16,7 +16,7 @@ from offload.config import OffloadConfig
 from offload.device.protocol import Processor
 from offload.errors import ConfigError, warn
 from offload.native_optimizers import NATIVE_OPTIMIZERS
-from offload.optim.choose import OptimizerChoice, choose, has_kernel
+from offload.optim.choose import OptimizerChoice, choose, takes_elements
 from offload.optim.rule import facts_of
 from offload.plan.plan import Plan, Tier
 from offload.planning import check_backend, check_paths, open_processor, plan_for
@@ -66,7 +66,7 @@ def plan_run(model: nn.Module, given: OffloadConfig, world: World, birth: Birth)
     config, sharers, cores = _of_rank(given, world, processor)
     units = find_units(
         model,
-        in_pieces=has_kernel(given.optimizer),
+        in_pieces=takes_elements(given.optimizer),
         dtype=given.dtype,
         num_ranks=world.size,
         experts=given.expert_names,
@@ -157,9 +157,9 @@ def _refuse_for_ranks(
                 "rank"
             )
     _refuse_devices(world, processor.identity)
-    if not has_kernel(config.optimizer):
+    if not takes_elements(config.optimizer):
         raise ConfigError(
-            f"this is one of {world.size} ranks, which hold parts of parameters, and an optimizer without a kernel may "
+            f"this is one of {world.size} ranks, which hold parts of parameters, and an optimizer other than these may "
             f"look at whole ones: optimizer= is one of {', '.join(NATIVE_OPTIMIZERS)}, or a class of torch that is one "
             "of them"
         )
@@ -239,8 +239,8 @@ def _refuse_for_parts(distributions: Sequence[Distribution], config: OffloadConf
             f"weights={config.weights_path}: the model has DTensors, and the files whole values. Load them into the "
             "model, parallelise it, and make the engine without weights="
         )
-    if config.optimizer is not None and not has_kernel(config.optimizer):
+    if config.optimizer is not None and not takes_elements(config.optimizer):
         raise ConfigError(
-            "the model has DTensors, and an optimizer without a kernel may look at whole parameters: optimizer= is one "
+            "the model has DTensors, and an optimizer other than these may look at whole parameters: optimizer= is one "
             f"of {', '.join(NATIVE_OPTIMIZERS)}, or a class of torch that is one of them"
         )

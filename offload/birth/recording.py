@@ -4,6 +4,7 @@
 Initialisers draw from one stream, in the order in which a program calls them; units are stored in another order. So
 each call that draws is made twice. When it is recorded it is made on scratch memory: the generator moves on as it would
 have, and the state that it had before is kept (5 KB). When the tensor is needed the call is made again from that state.
+Calls that fill a tensor in order are made in pieces: see [Note: Pieces of one draw].
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from offload.birth.draws import Draw, comes_in_pieces
 from offload.memory import passing_tensor
 
 _aten = torch.ops.aten
@@ -56,6 +58,8 @@ class _Call:
     state: Tensor | None = None
     """The generator's before it, if it draws."""
     overwrites: bool = False
+    draw: Draw | None = None
+    """What it does, if it fills the tensor that is its first argument with random numbers in order."""
 
 
 class Recording(TorchDispatchMode):
@@ -138,15 +142,18 @@ class Recording(TorchDispatchMode):
         inputs = [tensor for tensor in _tensors((args, kwargs)) if _is_meta(tensor)]
         self._hold(inputs)
         arguments = tree_map(self._kept, (args, kwargs))
-        state = None
-        if draws:
+        state, draw = None, None
+        if draws and overwrites and comes_in_pieces(function, args[0]):
+            settings = [item for item in (*args[1:], *kwargs.values()) if not isinstance(item, torch.Generator | None)]
+            draw = Draw(function, settings, args[0], _generator_of(arguments))
+        elif draws:
             state = _generator_of(arguments).get_state()
             scratch = {key: self._memory_for(key) for key in map(_key, inputs)}
             _run(function, arguments, scratch)
         for key in {*map(_key, writes), *(key for key in fresh if key is not None)}:
             self._writers.setdefault(key, []).append(len(self._calls))
         reads = frozenset(map(_key, inputs))
-        self._calls.append(_Call(function, arguments, reads, fresh, state, overwrites))
+        self._calls.append(_Call(function, arguments, reads, fresh, state, overwrites, draw))
 
     def _hold(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
@@ -173,6 +180,9 @@ class Recording(TorchDispatchMode):
             for read in call.reads:
                 if read not in storages:
                     storages[read] = self._memory_for(read)
+            if call.draw is not None:
+                call.draw.fill(_tensor_in(storages, call.arguments[0][0]))
+                continue
             with _from_state(call):
                 result = _run(call.function, call.arguments, storages)
             for made, tensor in zip(call.fresh, _tensors(result), strict=False):

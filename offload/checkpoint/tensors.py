@@ -17,6 +17,7 @@ import torch
 from offload.dtypes import BY_PRECISION
 from offload.elements import PART_NUMEL, Elements, Span
 from offload.memory import passing_tensor
+from offload.optim.moments import scale_name
 from offload.option_values import as_choice
 from offload.units import ParameterSpec, UnitSpec
 
@@ -97,8 +98,12 @@ class Tensors:
         of_moments = torch.bfloat16 if rule.identity["moments"] == "bf16" else torch.float32  # codes become numbers
         own = tuple(span.spec.shape)
         states = [(name, of_moments, own) for name in rule.identity.get("states", ())]
-        parts = (part for part in rule.parts(tile.tile) if part.parameter == span.spec.name and part.state)
-        for name, dtype, shape in [*states, *((part.state, part.dtype, part.shape) for part in parts)]:
+        parts = [part for part in rule.parts(tile.tile) if part.parameter == span.spec.name and part.state]
+        in_codes = {part.state for part in parts if part.dtype == torch.uint8}
+        for part in parts:
+            if part.state not in {scale_name(name) for name in in_codes}:
+                states.append((part.state, torch.float32 if part.state in in_codes else part.dtype, part.shape))
+        for name, dtype, shape in states:
             per_element = shape == own  # else the tile has all of it
             start = place.first + span.first if per_element else 0
             stop = start + (span.numel if per_element else math.prod(shape))

@@ -79,9 +79,11 @@ def _verdict(facts: Facts) -> Iterator[str]:
         )
         return
     shortage, each = facts["shortage"], _each(facts["machine"])
+    beside = f"activations of this batch, {_size(facts['activation_bytes'])}, leave"
+    there = beside if shortage["kind"] == "device memory" else "there is"
     yield (
         f"It does not fit: {shortage['kind']} of {_size(shortage['needed_bytes'])}{each} is the least that works, and "
-        f"there is {_size(shortage['given_bytes'])}."
+        f"{there} {_size(shortage['given_bytes'])}."
     )
     if shortage["kind"] in ("device memory", "memory for activations"):
         nvme = facts["machine"]["nvme"] is not None
@@ -96,7 +98,7 @@ def _verdict(facts: Facts) -> Iterator[str]:
             if facts["largest_batch"]
             else "a shorter --sequence (no batch fits)"
         )
-        yield f"Activations of this batch take {_size(facts['activation_bytes'])}. Try {less}{smaller}."
+        yield f"Try {less}{smaller}."
     for way in facts["ways"]:
         if way["fits"]:
             yield f"With {way['options']} it fits: {way['tokens_per_second']:,.0f} tokens a second."

@@ -3,13 +3,16 @@
 
 In PyTorch it is the parameter's memory. Here the weight rests in the engine, and the two are kept the same: what was
 written to an alias reaches the weight before the next use of its unit, the next look at it and the next step; a step
-brings to the alias what the weight has become. The memory is known weakly: it costs nothing once nobody has it.
+brings to the alias what the weight has become. The engine has a part in the memory, so that what is written last is
+not lost with it: who writes may let go. It gives that up when it next looks, if nobody else has one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
+from functools import cache
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -17,7 +20,7 @@ from torch.autograd.graph import increment_version
 
 from offload.errors import warn
 from offload.model.own_writes import bytes_hash
-from offload.torch_internals import StorageReference, storage_of
+from offload.torch_internals import StorageReference, num_owners, storage_of
 from swapper import OffloadError, readable_bytes
 
 _ASSIGNED_BYTES_MAX = 64 * 1024**2
@@ -36,12 +39,33 @@ class Aliased(Protocol):
     def write(self, value: torch.Tensor) -> None: ...
 
 
+class _Part:
+    """The engine's part in memory that somebody looks at: one for all aliases there."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._tensor = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+        self._storage: int = storage._cdata
+
+    def is_alone(self) -> bool:
+        """Nobody else has one."""
+        return num_owners(self._storage) == _owners_if_alone()
+
+
+@cache
+def _owners_if_alone() -> int:
+    """What is counted where the engine alone has a part: the object of Python that stands for a storage may own it."""
+    part = _Part(torch.UntypedStorage(1))
+    return num_owners(part._storage)
+
+
 class Alias:
-    """A tensor as somebody looks at it, without a part in its memory."""
+    """A tensor as somebody looks at it; without a part in its memory, until it is followed."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._storage = StorageReference(tensor.untyped_storage())
+        self._part: _Part | None = None
         self._dtype = tensor.dtype
+        self.nbytes = tensor.nbytes
         self._layout = tensor.storage_offset(), tensor.shape, tensor.stride()
         self._hash = 0
         self._witness = tensor.detach()
@@ -53,6 +77,16 @@ class Alias:
         """The tensor; None if nobody has its memory."""
         storage = storage_of(self._storage)
         return None if storage is None else torch.empty(0, dtype=self._dtype).set_(storage, *self._layout)  # type: ignore[call-overload]
+
+    def hold(self, parts: MutableMapping[int, _Part]) -> None:
+        """Have a part in the memory, which somebody has: that of these which is another alias's, too."""
+        storage = storage_of(self._storage)
+        assert storage is not None
+        self._part = parts.get(storage._cdata) or parts.setdefault(storage._cdata, _Part(storage))
+
+    def is_alone(self) -> bool:
+        """Nobody else has the memory."""
+        return self._part is not None and self._part.is_alone()
 
     def fits(self, dtype: torch.dtype, device: torch.device) -> bool:
         """A parameter of this kind may be over it: a conversion has made another memory, as elsewhere."""
@@ -79,8 +113,9 @@ class Aliases:
     def __init__(self) -> None:
         self.of_unit: dict[int, dict[Aliased, list[Alias]]] = {}
         """By the index of the unit. Empty, as a rule."""
-        self._assigned: list[torch.Tensor] = []
-        """Tensors that parameters were pointed to: who has assigned one may write to it and let go of it."""
+        self._parts: WeakValueDictionary[int, _Part] = WeakValueDictionary()
+        self._assigned_bytes = 0
+        """Of tensors that parameters were pointed to since all aliases were looked at."""
         self._has_warned = False
 
     def follow(self, unit: int, parameter: Aliased, alias: Alias) -> None:
@@ -88,33 +123,39 @@ class Aliases:
         tensor = alias.tensor()
         if tensor is not None:
             alias.leave(tensor)
+            alias.hold(self._parts)
             self.of_unit.setdefault(unit, {}).setdefault(parameter, []).append(alias)
 
     def assigned(self, unit: int, parameter: Aliased, alias: Alias) -> None:
-        """The parameter was pointed to this. It stays until the next step, as far as there is room."""
+        """The parameter was pointed to this. Such tensors stay until the next step, as far as there is room."""
         self.follow(unit, parameter, alias)
-        if (tensor := alias.tensor()) is not None:
-            self._assigned.append(tensor)
-        if sum(tensor.nbytes for tensor in self._assigned) > _ASSIGNED_BYTES_MAX:
+        self._assigned_bytes += alias.nbytes
+        if self._assigned_bytes > _ASSIGNED_BYTES_MAX:
             self.take_all()
 
     def take_all(self) -> None:
         """What was written to any alias reaches the weights."""
         for unit in list(self.of_unit):
             self.take(unit)
-        self._assigned = []
+        self._assigned_bytes = 0
 
     def take(self, unit: int) -> None:
         """The same of one unit."""
         if self.of_unit:
             for parameter in list(self.of_unit.get(unit, ())):
-                there = self._there(unit, parameter)
-                told = [alias.tells_autograd() for alias, _ in there]
-                if any(told):
-                    increment_version(parameter.in_use)
-                written = [tensor for alias, tensor in there if alias.is_written(tensor)]
-                if written:
-                    parameter.write(written[-1].clone())
+                are_alone = [alias for alias in self.of_unit[unit][parameter] if alias.is_alone()]
+                self._take_of(unit, parameter)
+                for alias in are_alone:
+                    self._forget(unit, parameter, alias)
+
+    def _take_of(self, unit: int, parameter: Aliased) -> None:
+        there = self._there(unit, parameter)
+        told = [alias.tells_autograd() for alias, _ in there]
+        if any(told):
+            increment_version(parameter.in_use)
+        written = [tensor for alias, tensor in there if alias.is_written(tensor)]
+        if written:
+            parameter.write(written[-1].clone())
 
     def check(self, unit: int) -> None:
         """A use of the unit is over. Raises ``OffloadError`` if an alias was written to within it: the unit has
@@ -142,6 +183,8 @@ class Aliases:
         nbytes = 0
         for unit in list(self.of_unit):
             for parameter in list(self.of_unit[unit]):
+                for alias in [alias for alias in self.of_unit[unit][parameter] if alias.is_alone()]:
+                    self._forget(unit, parameter, alias)
                 if self._there(unit, parameter):
                     value = parameter.read_weight()
                     nbytes += value.nbytes
@@ -157,11 +200,13 @@ class Aliases:
             )
 
     def _there(self, unit: int, parameter: Aliased) -> list[tuple[Alias, torch.Tensor]]:
-        """The aliases whose memory somebody has; others are forgotten."""
-        of_unit = self.of_unit.get(unit, {})
-        found = [(alias, tensor) for alias in of_unit.get(parameter, ()) if (tensor := alias.tensor()) is not None]
-        if found:
-            of_unit[parameter] = [alias for alias, _ in found]
-        elif of_unit.pop(parameter, None) is not None and not of_unit:
-            self.of_unit.pop(unit, None)
-        return found
+        of_parameter = self.of_unit.get(unit, {}).get(parameter, ())
+        return [(alias, tensor) for alias in of_parameter if (tensor := alias.tensor()) is not None]
+
+    def _forget(self, unit: int, parameter: Aliased, alias: Alias) -> None:
+        of_unit = self.of_unit[unit]
+        of_unit[parameter].remove(alias)
+        if not of_unit[parameter]:
+            del of_unit[parameter]
+        if not of_unit:
+            del self.of_unit[unit]

@@ -80,10 +80,12 @@ class ParameterBacking:
                 self._write(elements, own)
         self._aliases.bring(self._unit.index, self, value)
 
-    def follow(self, alias: Alias) -> None:
-        """The value was taken from there, and the two are to be the same from now on."""
-        if alias.fits(self._access.layout.dtype, self._access.device):
+    def follow(self, alias: Alias) -> bool:
+        """The value was taken from there, and the two are to be the same from now on. False where they cannot be."""
+        fits = alias.fits(self._access.layout.dtype, self._access.device)
+        if fits:
             self._aliases.follow(self._unit.index, self, alias)
+        return fits
 
     def point_to(self, memory: Alias, value: torch.Tensor) -> None:
         """``parameter.data`` was made a tensor of this value, over this memory."""

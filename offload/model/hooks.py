@@ -323,12 +323,12 @@ class Hooks:
             else:
                 unit.reassigned[spec] = self._serial
                 self._listener.moved_in_use(unit.spec, spec, value, Alias(other))
+                unit.strays.refuse_move(spec.name)
 
     def _release(self, unit: UnitInModel) -> None:
-        if unit.is_over or graph_task() == -1:  # what is recomputed is looked at when its backward is over
-            unit.strays.end_use()
-            if unit.strays.are_left:
-                self._with_strays[unit] = None
+        unit.strays.end_use(is_recomputed=graph_task() != -1 and not unit.is_over)
+        if unit.strays.are_left:
+            self._with_strays[unit] = None
         try:
             self._listener.end_use(unit.spec)
         finally:

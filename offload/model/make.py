@@ -21,6 +21,7 @@ from offload.model.handle_backing import Backing
 from offload.model.identity import take_over
 from offload.model.packed_handle import PackedBacking, PackedHandle
 from offload.model.piecewise import PiecewiseHandle
+from offload.model.shared_memory import share_memory_of_handles
 from offload.ranks.ranks import Ranks
 from offload.spooled import Spooled
 from offload.units import ParameterSpec, UnitSpec, WeightInPieces
@@ -70,6 +71,7 @@ def make_handles(
 
     The objects that stood in the model are the handles from now on, as far as torch allows it (``identity.py``).
     """
+    share_memory_of_handles()
     dtype, device = access.layout.dtype, access.device
     aliases = Aliases()
     backings = {

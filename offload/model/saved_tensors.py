@@ -12,7 +12,6 @@ in before they are asked to give it back.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from threading import get_ident
 from typing import Any, Protocol
 
@@ -70,7 +69,11 @@ class SavedTensors:
         """It is over, or was abandoned. Safe to call twice."""
         if call.hooks is None or call.thread != get_ident():
             return  # each thread has hooks of its own
-        with nullcontext() if call.hooks[1] is None else held_back():
+        if call.hooks[1] is None:
+            take_out_saved_tensors_hooks(*call.hooks)
+            call.hooks = None
+            return
+        with held_back():
             take_out_saved_tensors_hooks(*call.hooks)
             call.hooks = None
 
@@ -119,7 +122,10 @@ class HooksAbove:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         unit = unit_around(tensor, self.uses.context)
-        return self._pack_below(tensor), None if unit is None else unit.call
+        if unit is None:
+            return self._pack_below(tensor), None
+        with unit.strays.kept_by_hooks():
+            return self._pack_below(tensor), unit.call
 
     def unpack(self, packed: Any) -> torch.Tensor:
         below, call = packed

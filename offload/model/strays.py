@@ -3,9 +3,10 @@ or an array; a transform of ``torch.func`` has saved it. (The parameter itself i
 
 They can be counted at no cost: each of them owns the storage that the window keeps for the unit's whole life. What
 autograd has saved through the engine's hooks owns it, too, and is known; it comes back through a use. So where others
-are left at the end of a use, a copy of the weights stays under the closed window for them, and a step brings it up to
-date. Such a copy can be read. What is written to it reaches nobody, and is an error as soon as it is noticed: before
-the next use, the next step and the next ``zero_grad()``.
+are left at the end of a use, the memory stays under the closed window for them: see [Note: What is kept keeps its
+address]. It is that of weights in RAM, or else a copy from then on, which each use and each step bring up to date. Such
+a copy can be read. What is written to it reaches nobody, and is an error as soon as it is noticed: before the next use,
+the next step and the next ``zero_grad()``.
 
 Who has them is asked when a step finds some, and of the collector: what only frames have (those of an exception that
 somebody keeps) is nothing that a forward has kept, and nobody is warned of it.
@@ -15,8 +16,8 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import CellType, FrameType
 
 import torch
@@ -62,11 +63,14 @@ class Strays:
         self._knows = False
         """What is counted where there are none is known: before the first use."""
         self._owners_at_rest = 0
+        self._in_hooks = 0
+        """Owners since the use began that hooks of saved tensors below ours have made."""
         self._owners_asked = 0
         """As many as there were when the collector was asked for them."""
 
     def begin_use(self) -> None:
         """Before it. Raises ``OffloadError`` if what was left to strays has been written to."""
+        self._in_hooks = 0
         if self.are_left:
             self.check()
             self.are_left = False
@@ -74,17 +78,35 @@ class Strays:
             self._owners_at_rest = self._owners()
             self._knows = True  # last: an interrupt between these lines leaves it to the next use
 
-    def end_use(self) -> None:
-        """See whether there are some, while the weights are there."""
-        self.are_left = self._are_there()
+    @contextmanager
+    def kept_by_hooks(self) -> Iterator[None]:
+        """Within, hooks of saved tensors below ours are called."""
+        before = num_owners(self._storage)
+        yield
+        self._in_hooks += num_owners(self._storage) - before
+
+    def end_use(self, *, is_recomputed: bool = False) -> None:
+        """See whether there are some, while the weights are there. What a checkpoint recomputes it has saved for the
+        backward that follows, which asks our hooks for it."""
+        self.are_left = self._are_there(but=self._in_hooks if is_recomputed else 0)
         if self.are_left:
             self._hashes = self._writes.hashes()
         if self.are_left != self._keeps:
             self._keeps = self.are_left
             self._window.keep(self._keeps)
 
+    def refuse_move(self, name: str) -> None:
+        """A use has pointed the parameter of this name to another tensor. Raises ``OffloadError`` if somebody has kept
+        what would look at the former value from then on: the window shows the present one."""
+        if self._are_there(but=self._in_hooks):
+            raise OffloadError(
+                f"{name}: a forward has assigned to its .data, and a tensor over the unit's memory from before is kept "
+                "(by hooks of saved tensors such as save_on_cpu, or by the model), which needs the value before. There "
+                "is one: assign before the use, or after the step, or keep a clone."
+            )
+
     def drop(self) -> None:
-        """Give the copy back if nobody has it any more: a frame that has ended since held what a module returned.
+        """Give the memory back if nobody has it any more: a frame that has ended since held what a module returned.
         Raises as ``begin_use``."""
         if not self._are_there():
             self.check()
@@ -121,13 +143,14 @@ class Strays:
     def warn(self) -> None:
         """Say what they cost."""
         warn(
-            f"unit {self._unit.name}: a forward has kept a tensor over its weights (a view, .data, an array). A copy "
-            f"of {readable_bytes(self._window.flat.nbytes)} stays in memory for it, beside the budget, and one for "
-            "each other such unit. Keep a clone of what is needed, or nothing."
+            f"unit {self._unit.name}: a forward has kept a tensor over its weights (a view, .data, an array). The "
+            f"{readable_bytes(self._window.flat.nbytes)} stay in memory for it, beside the budget where they rest on "
+            "NVMe, and those of each other such unit, and each step waits for their update. Keep a clone of what is "
+            "needed, or nothing."
         )
 
-    def _are_there(self) -> bool:
-        return self._is_seen and self._owners() > self._owners_at_rest
+    def _are_there(self, but: int = 0) -> bool:
+        return self._is_seen and self._owners() - but > self._owners_at_rest
 
     def _owners(self) -> int:
         return num_owners(self._storage) - sys.getrefcount(self.saved)

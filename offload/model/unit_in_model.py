@@ -225,7 +225,7 @@ class UnitInModel:
         parameter has from its handle: it is where it belongs."""
         with itself():  # the unit may rest
             gradient = parameter.grad
-            if any(gradient is shown for _, _, shown in self._shown):
+            if self._shown and any(gradient is shown for _, _, shown in self._shown):
                 return None
             parameter.grad = None
             return gradient

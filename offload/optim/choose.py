@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from offload import option_values
-from offload.config import OffloadConfig
+from offload.config import OPTIMIZERS, OffloadConfig
 from offload.errors import ConfigError
-from offload.native_optimizers import NATIVE_OPTIMIZERS, NativeOptimizer
+from offload.native_optimizers import MATRIX_DEFAULTS, NATIVE_OPTIMIZERS, NativeOptimizer
 from offload.optim.formats import Formats
 from offload.optim.kernel_rule import KernelRule
+from offload.optim.matrix_rule import MATRIX_OPTIMIZERS, MatrixRule
+from offload.optim.matrix_steps import ADJUSTMENTS, Algorithm
 from offload.optim.rule import Group, Rule
 from offload.optim.torch_rule import TorchRule
 from offload.units import ParameterSpec, UnitSpec
@@ -46,10 +49,12 @@ class OptimizerChoice:
         return {spec: dict(states) for spec, states in of_parameter.items() if states}
 
 
-def has_kernel(optimizer: object) -> bool:
-    """``config.optimizer`` is one with a native kernel, which takes elements one by one; or there is none."""
+def takes_elements(optimizer: object) -> bool:
+    """``config.optimizer`` takes elements one by one, with a native kernel; or there is none."""
+    if isinstance(optimizer, str):
+        return optimizer in NATIVE_OPTIMIZERS
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
-    return optimizer is None or isinstance(optimizer, str) or kind in _KERNEL_OF_CLASS
+    return optimizer is None or kind in _KERNEL_OF_CLASS
 
 
 def choose(config: OffloadConfig, units: Sequence[UnitSpec]) -> OptimizerChoice | None:
@@ -62,6 +67,8 @@ def choose(config: OffloadConfig, units: Sequence[UnitSpec]) -> OptimizerChoice 
     if optimizer is None:
         return None
     trainable = [spec for unit in units for spec in unit.parameters if spec.trainable]
+    if isinstance(optimizer, str) and optimizer in MATRIX_OPTIMIZERS:
+        return _of_matrices(config, optimizer, [spec for unit in units for spec in unit.parameters])
     if isinstance(optimizer, str):
         kernel = NATIVE_OPTIMIZERS[optimizer]
         settings = _known_options(config.optimizer_settings, kernel.defaults, optimizer)
@@ -84,9 +91,13 @@ def choose(config: OffloadConfig, units: Sequence[UnitSpec]) -> OptimizerChoice 
         groups = [(group, _specs_of(group, specs)) for group in built.param_groups]
     if type(built) in _KERNEL_OF_CLASS:
         return _native(config, NATIVE_OPTIMIZERS[_KERNEL_OF_CLASS[type(built)]], groups, built)
+    for name, kind in MATRIX_OPTIMIZERS.items():
+        if type(built) is getattr(torch.optim, kind.torch_class, None):
+            algorithms = dict.fromkeys((spec for _, specs in groups for spec in specs), kind.inner)
+            return _matrix(config, name, algorithms, groups, built)
     if config.moments_dtype != "fp32":
         raise ConfigError(
-            f"moments_dtype={config.moments_dtype!r} needs an optimizer with a kernel: {', '.join(NATIVE_OPTIMIZERS)}"
+            f"moments_dtype={config.moments_dtype!r} needs an optimizer with a kernel: {', '.join(OPTIMIZERS)}"
         )
     return OptimizerChoice(TorchRule(built, groups, Formats.of(config), config.gradient_dtype), groups, built)
 
@@ -102,6 +113,29 @@ def _native(
     return OptimizerChoice(rule, groups, source)
 
 
+def _of_matrices(config: OffloadConfig, name: str, specs: Sequence[ParameterSpec]) -> OptimizerChoice:
+    defaults = MATRIX_DEFAULTS[name]
+    settings = _known_options(config.optimizer_settings, defaults, name)
+    algorithms = MATRIX_OPTIMIZERS[name].algorithms(specs)
+    group = {**defaults, **_checked(settings, defaults)}
+    return _matrix(config, name, algorithms, [(group, list(algorithms))])
+
+
+def _matrix(
+    config: OffloadConfig,
+    name: str,
+    algorithms: Mapping[ParameterSpec, Algorithm],
+    groups: list[tuple[Group, list[ParameterSpec]]],
+    source: torch.optim.Optimizer | None = None,
+) -> OptimizerChoice:
+    dtypes = config.dtype, config.gradient_dtype
+    rule = MatrixRule(name, algorithms, Formats.of(config), dtypes, config.moments_dtype)
+    for group, specs in groups:
+        for spec in specs:
+            rule.check_options(spec, group)
+    return OptimizerChoice(rule, groups, source)
+
+
 def _known_options(settings: dict[str, Any], known: Any, name: str) -> dict[str, Any]:
     for option in settings:
         if option not in known:
@@ -111,7 +145,13 @@ def _known_options(settings: dict[str, Any], known: Any, name: str) -> dict[str,
 
 def _checked(settings: dict[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a kernel, each of the kind that its default is. Raises ``ConfigError``."""
-    checks = {bool: option_values.as_flag, float: option_values.as_number, tuple: option_values.as_betas}
+    checks: dict[type, Callable[[str, Any], Any]] = {
+        bool: option_values.as_flag,
+        int: option_values.as_count,
+        float: option_values.as_number,
+        str: partial(option_values.as_choice, allowed=ADJUSTMENTS),
+        tuple: option_values.as_betas,
+    }
     return {name: checks[type(defaults[name])](name, value) for name, value in settings.items()}
 
 

@@ -20,9 +20,9 @@ from offload.units import GRAIN, ParameterSpec, Tile, UnitSpec
 _SCALE_BYTES = 4
 
 
-_DTYPES = {"fp32": kernels.Dtype.F32, "bf16": kernels.Dtype.BF16, "int8": kernels.Dtype.INT8}
-MOMENTS = tuple(_DTYPES)
-_TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
+DTYPES = {"fp32": kernels.Dtype.F32, "bf16": kernels.Dtype.BF16, "int8": kernels.Dtype.INT8}
+MOMENTS = tuple(DTYPES)
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 
 
 class KernelRule:
@@ -30,6 +30,7 @@ class KernelRule:
 
     repeatable = True
     uniform = True
+    temporary_bytes = 0
 
     def __init__(
         self,
@@ -46,8 +47,8 @@ class KernelRule:
         self._names = longest
         self._formats = formats
         self._weight_dtype, self._grad_dtype = map(kernel_dtype, dtypes)
-        self._dtype = _DTYPES[moments]
-        self._torch_dtype = _TORCH_DTYPES[moments]
+        self._dtype = DTYPES[moments]
+        self._torch_dtype = TORCH_DTYPES[moments]
         self._others: dict[ParameterSpec, dict[str, Any]] = {}
         """Entries that the user has put beside a parameter's states. They rest in RAM."""
         self._first_value = max((float(group.get("initial_accumulator_value", 0.0)) for group in groups), default=0.0)

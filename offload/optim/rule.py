@@ -100,6 +100,8 @@ class Rule(TileLayout, Protocol):
     """``apply`` leaves nothing behind but what it writes to the addresses, so that it can be taken back."""
     uniform: bool
     """``freeze`` gives the same for all parameters of a group with the same step and scale."""
+    temporary_bytes: int
+    """Host memory that ``apply`` takes beside the tile, as far as it is known."""
 
     def tile_between(self, unit: UnitSpec, start: int, stop: int) -> Tile:
         """A tile of the unit's elements ``[start, stop)``, whatever ``tiles_of`` has cut."""

@@ -1,8 +1,7 @@
 """Any ``torch.optim.Optimizer``, run one parameter at a time over tiles that hold whole parameters.
 
-A tile is ``[master of a | states of a | master of b | ...]``. Which states there are is seen in one step on a stand-in
-of the same shape: tensors of more than one element rest in the tile, everything else in RAM: numbers, lists of tensors,
-and what an optimizer makes after its first step.
+Which states there are is seen in one step on a stand-in of the same shape: tensors of more than one element rest in the
+tile, everything else in RAM: numbers, lists of tensors, and what an optimizer makes after its first step.
 """
 
 from __future__ import annotations
@@ -20,39 +19,16 @@ from offload import kernels
 from offload.errors import ConfigError, warn
 from offload.memory import tensor_at
 from offload.optim.formats import Formats
-from offload.optim.rule import Group, SteppingParameter, TileBytes, TilePart
+from offload.optim.rule import Group, SteppingParameter, TileBytes
 from offload.optim.shared_state import SharedState, cannot, is_data, same
 from offload.optim.trial import check_kinds, try_alone
 from offload.optim.twin import SIDE, Kind, Representatives, Twin, as_when_training, without_compiling
-from offload.units import GRAIN, ParameterSpec, Tile, UnitSpec
+from offload.optim.whole_parameters import Record, Schema, WholeParameters
+from offload.units import ParameterSpec, Tile
 from swapper import OffloadError
-
-_ALIGNMENT = 64
-
-_Schema = dict[str, tuple[torch.Size, torch.dtype]]
-"""Shapes and dtypes of states, by their names."""
 
 _KINDS_MAX = 3
 """Kinds of parameters of a group that a trial has."""
-
-
-@dataclass(frozen=True)
-class _State:
-    """One state tensor of a parameter: where it lies in the tile."""
-
-    name: str
-    offset: int
-    shape: torch.Size
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class _Record:
-    """Content of a tile that belongs to one parameter."""
-
-    spec: ParameterSpec
-    master: int
-    states: tuple[_State, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +50,7 @@ class _ParameterStep:
     grad_scale: float
 
 
-class TorchRule:
+class TorchRule(WholeParameters):
     """The optimizer of the user's, over parameters that come in one after the other. See ``Rule`` and
     [Note: Once a step, parameter by parameter].
 
@@ -85,6 +61,7 @@ class TorchRule:
     repeatable = False
     uniform = False
     device_unsupported_reason = "the optimizer has no kernel"
+    temporary_bytes = 0
 
     def __init__(
         self,
@@ -94,10 +71,10 @@ class TorchRule:
         grad_dtype: torch.dtype,
     ) -> None:
         """Raises ``ConfigError`` for an optimizer that cannot run one parameter at a time, with the reason."""
+        super().__init__(formats)
         self._optimizer = weakref.ref(optimizer)
         self._twin, ahead = Twin(optimizer), Twin(optimizer)
         self._name = self._twin.kind.__name__
-        self._formats = formats
         self._grad_dtype = grad_dtype
         self._group_of = {spec: index for index, (_, specs) in enumerate(groups) for spec in specs}
         self._shared = as_when_training(self._twin, SharedState.of(optimizer))
@@ -112,73 +89,17 @@ class TorchRule:
         self._stepping: Mapping[ParameterSpec, SteppingParameter] = {}
         self._late: set[str] = set()
         """States that have come after the first step, and were warned of."""
-        self._records: dict[Tile, dict[ParameterSpec, _Record]] = {}
         self._absent: dict[ParameterSpec, frozenset[str]] = {}
         """States for which there is room and that are not there, of parameters that have others."""
-        self._schemas: dict[tuple[torch.Size, int], list[tuple[Any, _Schema]]] = {}
+        self._schemas: dict[tuple[torch.Size, int], list[tuple[Any, Schema]]] = {}
         """States of parameters of a shape in a group: by what else tells them apart."""
         self._loose: dict[ParameterSpec, dict[str, Any]] = {}
         """Of each parameter that has taken a step: its states that lie in no tile."""
-
-    def tiles_of(self, unit: UnitSpec, tile_bytes: int) -> tuple[Tile, ...]:
-        tiles: list[Tile] = []
-        records: dict[ParameterSpec, _Record] = {}
-        start = end = 0
-
-        def close(stop: int) -> None:
-            tile = Tile(start, stop, end)
-            tiles.append(tile)
-            self._records[tile] = dict(records)
-
-        for spec in unit.parameters:
-            if not spec.trainable:
-                continue
-            record, after = self._lay_out(spec, end)
-            if records and after > tile_bytes and spec.offset % GRAIN == 0:  # gradients of a tile are whole pages
-                close(spec.offset)
-                records.clear()
-                start = spec.offset
-                record, after = self._lay_out(spec, 0)
-            records[spec] = record
-            end = after
-        if unit.trainable_numel:
-            close(unit.trainable_numel)
-        return tuple(tiles)
 
     @property
     def identity(self) -> dict[str, Any]:
         kind = self._twin.kind
         return {"optimizer": f"{kind.__module__}.{kind.__qualname__}", "moments": "fp32"}
-
-    def tile_between(self, unit: UnitSpec, start: int, stop: int) -> Tile:
-        records: dict[ParameterSpec, _Record] = {}
-        end = 0
-        for spec in unit.trainable:
-            if start <= spec.offset < stop:
-                records[spec], end = self._lay_out(spec, end)
-        tile = Tile(start, stop, end)
-        self._records[tile] = records
-        return tile
-
-    def parts(self, tile: Tile) -> Sequence[TilePart]:
-        found = []
-        for spec, record in self._records[tile].items():
-            if self._formats.master:
-                master = torch.float32 if self._formats.master == 4 else torch.uint16
-                found.append(TilePart(spec.name, "", record.master, tuple(spec.shape), master))
-            found += [TilePart(spec.name, s.name, s.offset, tuple(s.shape), s.dtype) for s in record.states]
-        return found
-
-    def begin(self, tile: Tile, address: int) -> None:
-        tensor_at(address, tile.nbytes, torch.uint8).zero_()
-
-    def master_offset(self, tile: Tile, element: int) -> int:
-        record = next(
-            record
-            for spec, record in self._records[tile].items()
-            if spec.offset <= element < spec.offset + max(spec.numel, 1)
-        )
-        return record.master + (element - record.spec.offset) * self._formats.master
 
     def begin_step(self, stepping: Mapping[ParameterSpec, SteppingParameter]) -> None:
         optimizer = self._its_owner()
@@ -255,14 +176,6 @@ class TorchRule:
         self._keep(spec, record, resting, found.get(parameter, {}), borrowed)
         self._formats.put_master(parameter.detach().reshape(-1), at.weights, at.states + record.master)
 
-    def states(self, tile: Tile, address: int, spec: ParameterSpec) -> dict[str, torch.Tensor]:
-        record = self._records[tile].get(spec)
-        if record is None:
-            return {}
-        return {
-            state.name: tensor_at(address + state.offset, state.shape.numel(), state.dtype) for state in record.states
-        }
-
     def put_states(self, tile: Tile, address: int, spec: ParameterSpec, states: Mapping[str, Any], first: int) -> None:
         views = self.states(tile, address, spec)  # a tile has all of the parameter
         for name in views.keys() & states.keys():
@@ -273,9 +186,6 @@ class TorchRule:
 
     def names(self, spec: ParameterSpec) -> tuple[str, ...]:
         return tuple(name for name in self._schema(spec) if name not in self._absent.get(spec, ()))
-
-    def shape(self, spec: ParameterSpec, name: str) -> torch.Size:
-        return self._schema(spec)[name][0]
 
     def shapes_like(self, spec: ParameterSpec, states: Mapping[str, Any]) -> dict[str, torch.Size]:
         return {name: shape for name, (shape, _) in self._schema(spec).items() if name in states}
@@ -293,17 +203,7 @@ class TorchRule:
         if spec in self._first:
             self._representatives.set_states(self._group_of[spec], {})
 
-    def _lay_out(self, spec: ParameterSpec, offset: int) -> tuple[_Record, int]:
-        """The parameter's record when it begins at ``offset`` of a tile, and where the record ends."""
-        master = offset
-        offset = _align(offset + spec.numel * self._formats.master)
-        states = []
-        for name, (shape, dtype) in self._schema(spec).items():
-            states.append(_State(name, offset, shape, dtype))
-            offset = _align(offset + shape.numel() * dtype.itemsize)
-        return _Record(spec, master, tuple(states)), offset
-
-    def _schema(self, spec: ParameterSpec) -> _Schema:
+    def _schema(self, spec: ParameterSpec) -> Schema:
         """The states of a parameter of this kind, seen in one step on a stand-in."""
         group = self._group_of.get(spec)
         if group is None or spec.numel == 0:  # in no group: it never takes a step
@@ -334,7 +234,7 @@ class TorchRule:
     def _keep(
         self,
         spec: ParameterSpec,
-        record: _Record,
+        record: Record,
         resting: dict[str, torch.Tensor],
         states: dict[str, Any],
         borrowed: set[int],
@@ -396,7 +296,3 @@ def _rests_in_tile(value: Any) -> bool:
 
 def _describe(states: dict[str, tuple[torch.Size, torch.dtype]]) -> str:
     return ", ".join(f"{name} {tuple(shape)} {dtype}" for name, (shape, dtype) in states.items()) or "none"
-
-
-def _align(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

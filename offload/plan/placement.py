@@ -117,8 +117,8 @@ def _stagings(
     small = max(min(largest // _TILES_A_UNIT, DEFAULT_TILE_BYTES) // _LEAST_TILE_BYTES, 1) * _LEAST_TILE_BYTES
     least_slots = num_nested(units) + (1 if training else 0)
     for slots in (least_slots + 2, least_slots + 1):
-        sizes = [size for size in (DEFAULT_TILE_BYTES >> shift for shift in range(3)) if size > small]
-        for size in [tile_bytes] if tile_bytes else [*sizes, small]:
+        halved = (DEFAULT_TILE_BYTES >> shift for shift in range(DEFAULT_TILE_BYTES.bit_length()))
+        for size in [tile_bytes] if tile_bytes else [*(size for size in halved if size > small), small]:
             yield Staging(slots, _NUM_GRAD_BUFFERS, _NUM_TILE_BUFFERS, size)
 
 

@@ -146,11 +146,11 @@ def predict(model: Model, machine: Machine, workload: Workload) -> Prediction:
     shares = shares_of(machine, plan, works, links, read + written, received)
     links["compute"] = max(links["compute"], bound(shares, works, links))
     seconds, least = math.inf, max(links.values())
-    for speculative in _speculative_choices(plan, works, workload):
+    for speculative in _speculative_choices(works, workload):
         steps = Steps(speculative, workload.passes, machine.network.settle_seconds)
-        seconds = min(seconds, step_seconds(works, places, steps, shares))
-        if seconds <= least:
-            break  # no schedule takes less
+        before, seconds = seconds, min(seconds, step_seconds(works, places, steps, shares))
+        if seconds == before or seconds <= least:
+            break  # fewer make it slower, or no schedule takes less
     return replace(
         prediction, plan=plan, links=links, kept_links=kept_link_seconds(works, workload), seconds=max(seconds, least),
         read_bytes=read, written_bytes=written,
@@ -310,6 +310,7 @@ class _Bundles:
 
     def __init__(self, rule: Rule, size: int) -> None:
         self.repeatable, self.device_unsupported_reason = rule.repeatable, rule.device_unsupported_reason
+        self.temporary_bytes = rule.temporary_bytes
         self._rule, self._size = rule, size
 
     def tiles_of(self, unit: UnitSpec, tile_bytes: int) -> tuple[Tile, ...]:
@@ -330,11 +331,12 @@ def _bundled(choice: OptimizerChoice | None, units: Sequence[UnitSpec]) -> Optim
     return replace(choice, rule=_Bundles(choice.rule, max(size, 1)))  # type: ignore[arg-type]
 
 
-def _speculative_choices(plan: Plan, works: Sequence[UnitWork], workload: Workload) -> list[frozenset[int]]:
-    """Sets of units that may be updated during backward: none, or so many of those that can be, evenly spread."""
+def _speculative_choices(works: Sequence[UnitWork], workload: Workload) -> list[frozenset[int]]:
+    """Sets of units that may be updated during backward: all that can be, or fewer of them, evenly spread; the largest
+    first."""
     eligible = [index for index, work in enumerate(works) if work.eligible]
     if workload.clipped or not eligible:
         return [frozenset()]
     spread = sorted(eligible, key=lambda index: index * GOLDEN % 1)
     counts = {len(spread) * share // _EARLY_SHARES for share in range(_EARLY_SHARES + 1)}
-    return [frozenset(spread[:count]) for count in sorted(counts)]
+    return [frozenset(spread[:count]) for count in sorted(counts, reverse=True)]

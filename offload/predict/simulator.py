@@ -21,6 +21,9 @@ _ROUNDING = 1e-12
 _COMPUTE, _DRIVE, _SWEEP, _LINK, _NETWORK, _BACK = range(6)
 """Parts of a machine."""
 
+_PHASES = (_DRIVE, _SWEEP), (_LINK,), (_NETWORK,), (_BACK,)
+"""Parts that a job takes at once, one phase after the other."""
+
 
 @dataclass(frozen=True)
 class Shares:
@@ -46,17 +49,13 @@ class Job:
     back: float = 0.0
     needs: Job | None = None
     is_over: bool = False
-    phases: deque[list[tuple[int, float]]] = field(init=False)
-    """Phases that are left of it."""
+    phase: int = 0
+    """The next of ``_PHASES``."""
     num_open: int = 0
     """Parts that are at it, or will be before its next phase."""
 
-    def __post_init__(self) -> None:
-        at_once = (_DRIVE, self.drive), (_SWEEP, self.sweep)
-        then = (_LINK, self.link), (_NETWORK, self.network), (_BACK, self.back)
-        first = [one for one in at_once if one[1]]
-        self.phases = deque([first] if first else [])
-        self.phases.extend([one] for one in then if one[1])
+    def seconds_of(self, part: int) -> float:
+        return (0.0, self.drive, self.sweep, self.link, self.network, self.back)[part]
 
 
 @dataclass(eq=False, slots=True)
@@ -67,21 +66,6 @@ class Task:
     waits_for: list[Job] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class _Work:
-    left: float
-    of: Job | Task
-
-
-class _Lane:
-    """A part of the machine: its ``works``, of which the first is at work, and the ``share`` of the cores that it keeps
-    busy."""
-
-    def __init__(self, share: float) -> None:
-        self.share = share
-        self.works: deque[_Work] = deque()
-
-
 class Played:
     """``ends`` are the times at which the tasks are over."""
 
@@ -90,69 +74,88 @@ class Played:
         self.ends: list[float] = []
         self._tasks, self._queues = tasks, queues
         self._now = 0.0
-        self._lanes = [_Lane(share) for share in (shares.compute, shares.drive, shares.sweep, 0.0, shares.network, 0.0)]
+        self._shares = shares.compute, shares.drive, shares.sweep, 0.0, shares.network, 0.0
+        self._speeds: dict[tuple[int, ...], Sequence[float]] = {}
+        """Speeds of the parts that are busy together."""
+        self._lanes: tuple[deque[tuple[float, Job | Task]], ...] = tuple(deque() for _ in self._shares)
+        """What each part has to do, and for how long; the first is at work."""
+        self._left = [0.0] * len(self._lanes)
+        """Of what is at work in each."""
         while len(self.ends) < len(tasks):
             self._begin()
             self._go_on()
 
     def _begin(self) -> None:
         """Begin all that can."""
-        begun = True
-        while begun:
-            begun = self._begin_job() or self._begin_task()
+        while self._begin_job() or self._begin_task():
+            pass
 
     def _begin_job(self) -> bool:
+        num_ends, drives = len(self.ends), self._lanes[_DRIVE]
         for queue in self._queues:
-            if queue and self._can_begin(queue[0]):
+            if not queue:
+                continue
+            job = queue[0]
+            if job.after < num_ends and (job.needs is None or job.needs.is_over) and not (drives and job.drive):
                 self._advance(queue.popleft())
                 return True
         return False
 
-    def _can_begin(self, job: Job) -> bool:
-        return (
-            job.after < len(self.ends)
-            and (job.needs is None or job.needs.is_over)
-            and not (job.drive and self._lanes[_DRIVE].works)
-        )
-
     def _begin_task(self) -> bool:
-        if self._lanes[_COMPUTE].works or len(self.ends) == len(self._tasks):
+        if self._lanes[_COMPUTE] or len(self.ends) == len(self._tasks):
             return False
         task = self._tasks[len(self.ends)]
-        if not all(job.is_over for job in task.waits_for):
-            return False
+        for job in task.waits_for:
+            if not job.is_over:
+                return False
         if task.seconds:
-            self._lanes[_COMPUTE].works.append(_Work(task.seconds, task))
+            self._ask(_COMPUTE, task.seconds, task)
         else:
             self.ends.append(self._now)
         return True
 
     def _advance(self, job: Job) -> None:
         """Begin its next phase, or have it wait for its part."""
-        if not job.phases:
-            job.is_over = True
-            return
-        phase = job.phases.popleft()
-        job.num_open = len(phase)
-        for lane, seconds in phase:
-            self._lanes[lane].works.append(_Work(seconds, job))
+        while job.phase < len(_PHASES):
+            parts = _PHASES[job.phase]
+            job.phase += 1
+            for part in parts:
+                if seconds := job.seconds_of(part):
+                    job.num_open += 1
+                    self._ask(part, seconds, job)
+            if job.num_open:
+                return
+        job.is_over = True
+
+    def _ask(self, part: int, seconds: float, work: Job | Task) -> None:
+        lane = self._lanes[part]
+        if not lane:
+            self._left[part] = seconds
+        lane.append((seconds, work))
 
     def _go_on(self) -> None:
         """Until something is over."""
-        busy = [lane for lane in self._lanes if lane.works]
+        busy = tuple([part for part, lane in enumerate(self._lanes) if lane])
         if not busy:
             assert len(self.ends) == len(self._tasks), "tasks and jobs wait for each other"
             return
-        speeds = _speeds([lane.share for lane in busy])
-        seconds = min(lane.works[0].left / speed for lane, speed in zip(busy, speeds, strict=True))
+        speeds = self._speeds.get(busy)
+        if speeds is None:
+            speeds = self._speeds[busy] = _speeds([self._shares[part] for part in busy])
+        left = self._left
+        seconds = min([left[part] / speed for part, speed in zip(busy, speeds, strict=True)])
         self._now += seconds
         rounding = _ROUNDING * self._now
-        for lane, speed in zip(busy, speeds, strict=True):
-            work = lane.works[0]
-            work.left -= seconds * speed
-            if work.left <= rounding:
-                lane.works.popleft()
-                self._end(work.of)
+        over = []
+        for part, speed in zip(busy, speeds, strict=True):
+            left[part] -= seconds * speed
+            if left[part] <= rounding:
+                lane = self._lanes[part]
+                over.append(lane.popleft()[1])
+                if lane:
+                    left[part] = lane[0][0]
+        for work in over:
+            self._end(work)
 
     def _end(self, work: Job | Task) -> None:
         if isinstance(work, Task):

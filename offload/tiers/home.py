@@ -10,7 +10,8 @@ the schedule borrows.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -93,6 +94,17 @@ class HostHome(Home):
     def __init__(self, lease: Lease) -> None:
         super().__init__(lease.nbytes)
         self.address: int = lease.address
+        self.is_looked_at = False
+        """Somebody has the address, and looks there at what the record is."""
+
+    def leave(self, spares: object) -> Callable[[], None]:
+        """The record stays at its address until the call that is returned."""
+
+        def take_back() -> None:
+            self.is_looked_at = False
+
+        self.is_looked_at = True
+        return take_back
 
     @contextlib.contextmanager
     def borrow(self, *, change: bool) -> Iterator[int]:
@@ -111,7 +123,10 @@ class SpareHostHome(HostHome):
         self.spare_address: int = spare.address
 
     def flip(self) -> None:
-        self.address, self.spare_address = self.spare_address, self.address
+        if self.is_looked_at:
+            ctypes.memmove(self.address, self.spare_address, self.nbytes)
+        else:
+            self.address, self.spare_address = self.spare_address, self.address
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,15 @@ gradient is silently wrong. A window therefore keeps one storage for the unit's 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
 import aio_ext
 from offload.device.protocol import Device
-from offload.memory import copied_memory, tensor_at
+from offload.interrupts import held_back
+from offload.memory import copy_memory, tensor_at
 from offload.torch_internals import can_swap_memory, keeps_version, swap_memory
 from offload.units import local_tensor
 
@@ -24,10 +26,15 @@ POISON = 0x7FFF
 class Window(Protocol):
     """``flat`` is the tensor whose storage the window changes; ``close`` puts poison, or nothing, under it.
     ``holds`` tells whether a tensor looks into that storage, while the window is open.
-    ``keep``, while it is open: what is in it can be read on when it is closed, from memory of its own, a copy.
-    ``has_copy``: that copy is under it now, as it was left.
+    ``keep``, while it is open: what is in it can be read on when it is closed; in host memory at the same address.
+    ``has_copy``: that is a copy of the weights, as it was left. ``drop_copy``: nobody reads it any more.
 
     A new window is neither open nor closed: take views of ``flat``, then close it.
+
+    [Note: What is kept keeps its address] Tensors over a window are not all that may outlive a use. An array or a
+    capsule that was made of one refers to its storage, and looks at the address that was under it then. So where
+    somebody has something still, the very memory stays under the window, and the weights move on. A device's memory has
+    no room for that: tensors over it get a copy, and what knows an address alone is good within the use.
     """
 
     flat: torch.Tensor
@@ -44,9 +51,18 @@ class Window(Protocol):
 
 
 class HostWindow(Window, Protocol):
-    """Can be opened on host memory, where it is."""
+    """Can be opened on host memory, where it is.
+
+    ``gives_way``: what is kept would be another unit's memory. ``leave`` tells the open window that it is not, until
+    the window makes this call, and whether the weights are in other memory from now on.
+    """
+
+    @property
+    def gives_way(self) -> bool: ...
 
     def open(self, address: int) -> None: ...
+
+    def leave(self, take_back: Callable[[], object], *, is_copy: bool) -> None: ...
 
 
 class _Holds:
@@ -67,48 +83,79 @@ class SwapWindow(_Holds):
 
     def __init__(self, numel: int, dtype: torch.dtype, poison: aio_ext.Pattern) -> None:
         self.flat = tensor_at(poison.address, numel, dtype)
+        self._poison_address: int = poison.address
         self._poison = poison  # mapped as long as anything may look at it
         self._storage = self.flat.untyped_storage()
-        self._under = 0, self._storage
+        self._under = self._nothing = 0, self._storage
         """The address of the memory that was last under the window, or is now, and that memory: made once for a unit
         that is resident in RAM. One value: an interrupt may come at any line."""
-        self._kept: tuple[int, torch.UntypedStorage] | None = None
-        """The address of the copy that is under the window while it is closed, if one is to be, and what was there."""
         self._keeps = False
+        self._left: Callable[[], object] | None = None
+        """What is under it stays there, until this call."""
+        self._has_copy = False
 
     def keep(self, keeps: bool) -> None:
         self._keeps = keeps
 
     def has_copy(self) -> bool:
-        return self._kept is not None and self.flat.data_ptr() == self._kept[0]
+        return self._has_copy
 
     def drop_copy(self) -> None:
-        if self._kept is not None:
-            if self.has_copy():
-                swap_memory(self._storage, self._kept[1])
-            self._kept = None
+        self.close()
+
+    @property
+    def gives_way(self) -> bool:
+        return self._keeps and self._left is None
+
+    def leave(self, take_back: Callable[[], object], *, is_copy: bool) -> None:
+        """The storage has a part in the memory: who looks at it may outlive the engine."""
+        address, flat = self._under[0], self.flat
+        part = aio_ext.share(address, flat.nbytes)
+        kept = tensor_at(address, flat.numel(), flat.dtype, part).untyped_storage()
+        with held_back():
+            swap_memory(self._storage, self._under[1])
+            self._under = address, kept
+            swap_memory(self._storage, kept)
+            self._left, self._has_copy = take_back, is_copy
 
     def open(self, address: int) -> None:
-        self.close()  # an interrupt may have left it open
-        if self._kept is not None:
-            self.drop_copy()
+        if self._left is not None:
+            self._bring(address)
+            return
+        if self.flat.data_ptr() != self._poison_address:  # an interrupt has left it open
+            self.close()
         if self._under[0] != address:
             self._under = address, tensor_at(address, self.flat.numel(), self.flat.dtype).untyped_storage()
         swap_memory(self._storage, self._under[1])
 
     def close(self) -> None:
         """Safe to call twice: the address says whether it is open."""
-        if self.flat.data_ptr() == self._poison.address or (self._kept is not None and self.has_copy()):
+        if self._keeps or self.flat.data_ptr() == self._poison_address:
             return
-        copy = copied_memory(self.flat) if self._keeps else None
-        swap_memory(self._storage, self._under[1])
-        if copy is not None:
-            self._kept = copy.data_ptr(), copy
-            swap_memory(self._storage, copy)
+        if self._left is None:
+            swap_memory(self._storage, self._under[1])
+        else:
+            self._give_back(self._left)
+
+    def _give_back(self, take_back: Callable[[], object]) -> None:
+        """Nobody looks any more at what was left."""
+        with held_back():
+            swap_memory(self._storage, self._under[1])
+            self._under = self._nothing
+            self._left, self._has_copy = None, False
+            take_back()
+
+    def _bring(self, address: int) -> None:
+        """Fill what is under the window, unless these are the weights themselves."""
+        if self._under[0] != address:
+            copy_memory(self._under[0], address, self.flat.nbytes)
 
 
 class CopyWindow(_Holds):
     """Frees the storage by resizing and fills it again by copying: for a torch that cannot exchange pointers."""
+
+    gives_way = False
+    """Its memory is its own."""
 
     def __init__(self, numel: int, dtype: torch.dtype, poison: aio_ext.Pattern) -> None:
         self.flat = torch.empty(numel, dtype=dtype)
@@ -125,13 +172,17 @@ class CopyWindow(_Holds):
         self.flat.untyped_storage().resize_(0)
 
     def open(self, address: int) -> None:
-        self.flat.untyped_storage().resize_(self._nbytes)
+        if not self.has_copy():
+            self.flat.untyped_storage().resize_(self._nbytes)
         with torch.no_grad(), keeps_version(self.flat):
             self.flat.copy_(tensor_at(address, self.flat.numel(), self.flat.dtype))
 
     def close(self) -> None:
         if not self._keeps:
             self.flat.untyped_storage().resize_(0)
+
+    def leave(self, take_back: Callable[[], object], *, is_copy: bool) -> None:
+        raise RuntimeError("a window that copies has left nothing")
 
 
 class DeviceWindow(_Holds):

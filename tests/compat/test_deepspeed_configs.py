@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from offload import ConfigError
+from offload import ConfigError, OffloadConfig
 from offload.compat.deepspeed import translate
 from offload.compat.deepspeed.keys import Effect
 from offload.compat.deepspeed.table import table_of
@@ -349,3 +349,16 @@ def test_what_cannot_be_is_one_line_that_says_what_to_do(config: dict, message: 
     with pytest.raises(ConfigError) as refused:
         translate(config)
     assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("given", "meant"), [("bf16", "bf16"), ("fp32", "auto"), ("fp16", "auto"), (None, "auto")])
+def test_the_dtype_that_ranks_communicate_in_is_that_of_the_exchange(given: str | None, meant: str):
+    options = translate({**BATCH, "communication_data_type": given}).options
+    assert OffloadConfig(**options).exchange_dtype == meant
+
+
+def test_a_dtype_that_ranks_cannot_communicate_in_is_told():
+    with pytest.raises(
+        ConfigError, match="communication_data_type: expected one of 'fp32', 'fp16', 'bf16', got 'int8'"
+    ):
+        translate({**BATCH, "communication_data_type": "int8"})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 from tiny import least_budget
 from torch import nn
 
-from offload import OffloadEngine, OffloadError
+from offload import ConfigError, OffloadEngine, OffloadError
 from offload.model.aliases import _ASSIGNED_BYTES_MAX, Alias, Aliases
 
 
@@ -92,6 +94,32 @@ def test_what_a_parameter_was_pointed_to_stays_until_a_step_and_no_longer_than_t
     assert not aliases.of_unit
 
 
+def test_what_was_written_to_an_alias_reaches_the_weight_although_nobody_has_it_any_more():
+    memory = torch.zeros(6)
+    aliases, parameter = _followed(memory[:3])
+    other = _Parameter(aliases, memory[3:])
+    aliases.follow(1, other, Alias(memory[3:]))
+    memory += 1
+    watcher = weakref.ref(memory)
+    del memory
+    assert watcher() is None
+    aliases.take(0)
+    assert parameter.value.tolist() == [1.0] * 3 and list(aliases.of_unit) == [1]
+    aliases.take(1)
+    assert other.value.tolist() == [1.0] * 3
+    assert not aliases.of_unit and not aliases._parts
+
+
+def test_a_write_within_the_use_of_the_unit_is_one_error_although_the_alias_is_gone():
+    memory = torch.zeros(4)
+    aliases, _ = _followed(memory)
+    aliases.take(0)
+    memory.add_(1)
+    del memory
+    with pytest.raises(OffloadError, match=r"weight: a tensor over the memory .* was written to within"):
+        aliases.check(0)
+
+
 def test_a_write_to_an_alias_within_the_use_of_its_unit_is_one_error():
     memory = torch.zeros(4)
     aliases, _ = _followed(memory)
@@ -167,3 +195,33 @@ def test_aliases_from_before_the_engine_are_read_and_written_to_as_in_pytorch(ho
     expected = _seen(None, ALIASES[how], of_engine=False)
     folder = tmp_path if tier == "nvme" else None
     assert _seen(folder, ALIASES[how], of_engine=True) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_tensor_that_is_given_a_parameters_memory_shares_it() -> None:
+    model = _Net()
+    plain = copy.deepcopy(model)
+    tensor, expected = torch.zeros(16, 16), torch.zeros(16, 16)
+    with OffloadEngine(model, lr=1e-2, weight_decay=0.01) as engine:
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+        tensor.data, expected.data = model.layers[1].weight.data, plain.layers[1].weight.data
+        assert torch.equal(tensor.norm(), expected.norm()) and type(tensor) is torch.Tensor
+        for of in (tensor, expected):
+            of.mul_(0.5)
+        assert torch.equal(model.layers[1].weight.detach().clone(), expected)
+        for run, step in ((engine, engine.optimizer), (plain, optimizer)):
+            run(torch.ones(2, 16)).square().mean().backward()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                step.step()
+        torch.testing.assert_close(tensor, expected)
+        with pytest.raises(ConfigError, match=r"of layers\.1\.weight: the two would be one memory"):
+            tensor.data = model.layers[1].weight.data[:3]
+
+
+def test_what_is_no_handles_is_assigned_as_ever() -> None:
+    tensor, other = nn.Parameter(torch.zeros(3)), torch.ones(4)
+    tensor.data = other
+    assert tensor.data_ptr() == tensor.data.data_ptr() == other.data_ptr()
+    with pytest.raises(TypeError, match="Variable data has to be a tensor"):
+        tensor.data = 3
+    assert isinstance(torch.Tensor.data, type(torch.Tensor.is_leaf))

@@ -27,6 +27,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "amsgrad in bf16": {"precision": "bf16", "optimizer": "adam", "optimizer_options": {"amsgrad": True}},
     "adagrad": {"optimizer": "adagrad", "lr": 1e-2},
     "sgd": {"optimizer": "sgd", "optimizer_options": {"momentum": 0.9}, "lr": 1e-2},
+    "muon": {"optimizer": "muon", "lr": 1e-3},
+    "lamb in bf16": {"precision": "bf16", "optimizer": "lamb", "lr": 1e-3},
 }
 
 

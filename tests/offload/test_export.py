@@ -500,7 +500,7 @@ print(json.dumps(found))
 # Checkpoints for others.
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", torch.optim.Adamax, torch.optim.Adafactor], ids=str)
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon", torch.optim.Adamax, torch.optim.Adafactor], ids=str)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_states_and_weights_come_back_through_torch(tmp_path: Path, make_model, precision: str, optimizer: Any):
     options = {"optimizer_options": {"momentum": 0.9}} if optimizer == "sgd" else {}
@@ -532,11 +532,12 @@ def test_states_and_weights_come_back_through_torch(tmp_path: Path, make_model, 
     assert_same(read(tmp_path / "safetensors"), found["model"])
 
 
-def test_states_in_8_bits_become_the_numbers_that_they_stand_for(tmp_path: Path):
-    with OffloadEngine(make_huge(), moments_dtype="int8", lr=1e-3) as engine:
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_states_in_8_bits_become_the_numbers_that_they_stand_for(tmp_path: Path, optimizer: str):
+    with OffloadEngine(make_huge(), optimizer=optimizer, moments_dtype="int8", lr=1e-3) as engine:
         train(engine, 1)
         engine.save_checkpoint(tmp_path / "saved")
-    with OffloadEngine(make_huge(), moments_dtype="fp32", lr=1e-3) as engine:
+    with OffloadEngine(make_huge(), optimizer=optimizer, moments_dtype="fp32", lr=1e-3) as engine:
         engine.load_checkpoint(tmp_path / "saved")
         states = states_of(engine)
     assert offload("export", tmp_path / "saved", tmp_path / "dcp", "--format", "dcp", "--states") == 0

@@ -8,6 +8,7 @@ import types
 import warnings
 from collections import UserDict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -502,4 +503,27 @@ def test_a_backward_that_needs_what_a_parameter_was_before_it_became_another_ten
     with pytest.raises(OffloadError, match=r"^a.weight: a forward has assigned to its .data once it was used"):
         story.model(batch(requires_grad=True)).sum().backward()
     story.hooks.reset()
+    story.check_at_rest()
+
+
+class _AssignsAfterUse(nn.Linear):
+    """With hooks of the user's own above the engine's, or around the model."""
+
+    saves: bool
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.save_on_cpu() if self.saves else nullcontext():
+            output = super().forward(x)
+        self.weight.data = self.weight.data * 2
+        return output
+
+
+def test_a_weight_that_is_assigned_to_once_hooks_of_others_have_saved_it_is_one_error():
+    story = Story(Model(lambda self, x: self.a(x), a=_AssignsAfterUse(4, 4)), "a")
+    story.model.a.saves = True
+    with pytest.raises(OffloadError, match=r"^a\.weight: a forward has assigned to its \.data, and a tensor over"):
+        story.model(batch(requires_grad=True))
+    story.model.a.saves = False
+    story.hooks.reset()
+    story.model(batch())  # without a gradient for its input, nothing has saved the weight
     story.check_at_rest()

@@ -16,8 +16,8 @@ from offload.predict.workload import Workload
 from offload.report.report import Bandwidths
 
 _BUDGETS = 8
-_SLOWER = 1.11
-"""Of the first 200 seeds 27 have a budget that is slower than the one below it, 13 by more than 2 %, none by more than
+_SLOWER = 1.06
+"""Of the first 200 seeds 22 have a budget that is slower than the one below it, 9 by more than 2 %, none by more than
 this."""
 
 
@@ -55,7 +55,7 @@ def played(seed: int) -> list[float]:
     return [predict(model, replace(machine, host_bytes=budget), workload).seconds for budget in budgets]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [0, 18, 31, 43, 67, 108, 113, 174])
 def test_more_memory_is_not_slower_but_for_what_a_choice_by_bytes_does_not_see(seed: int):
     seconds = played(seed)
     assert seconds[-1] < seconds[0]

@@ -15,6 +15,7 @@ from offload.checkpoint.native.description import Description
 from offload.checkpoint.native.saved_records import SavedHome, SavedRecords, Source
 from offload.elements import Elements, Loan, Records, Span, first_states
 from offload.errors import ConfigError
+from offload.optim.moments import scale_name
 from offload.optim.rule import TilePart
 from offload.tiers.gradients.store import Gradient
 from offload.tiers.home import TileHomes
@@ -56,12 +57,22 @@ class Loading:
         self._check_files(unit)
         for saved in self._description.units if self._access.layout.rule is not None else ():
             for tile in saved.tiles if saved.name == unit.name else ():
-                there = {(part.parameter, part.state): part for part in tile.parts}
-                for part in self._parts_of(unit.name, tile.start, tile.stop) if there else ():
-                    found = there.get((part.parameter, part.state))
-                    if found is None or (found.shape, found.dtype) != (part.shape, part.dtype):
-                        what = f"state {part.state}" if part.state else "the master"
-                        raise ConfigError(f"{what} of {part.parameter} is another one there. Nothing has changed")
+                there = self._kinds(tile.parts)
+                own = self._kinds(self._parts_of(unit.name, tile.start, tile.stop)) if there else {}
+                for (parameter, state), kind in own.items():
+                    if there.get((parameter, state)) != kind:
+                        what = f"state {state}" if state else "the master"
+                        raise ConfigError(f"{what} of {parameter} is another one there. Nothing has changed")
+
+    def _kinds(self, parts: Sequence[TilePart]) -> dict[tuple[str, str], tuple[tuple[int, ...], torch.dtype | None]]:
+        """Shapes and dtypes of a tile's parts by parameter and state, as far as the states that are here need them:
+        those in another format of moments come over."""
+        there, rule = self._description.optimizer, self._access.layout.rule
+        if there is None or rule is None or there["moments"] == rule.identity["moments"]:
+            return {(part.parameter, part.state): (part.shape, part.dtype) for part in parts}
+        scales = {scale_name(part.state) for part in parts}
+        numbers = (part for part in parts if part.state not in scales)
+        return {(part.parameter, part.state): (part.shape, None if part.state else part.dtype) for part in numbers}
 
     def _check_files(self, unit: UnitSpec) -> None:
         """Raise ``ConfigError`` if frozen weights were read in place from other files, or from some that are gone."""

@@ -97,6 +97,7 @@ KINDS = {
     "dict": DICT,
     "options": Kind(option_values.as_options, takes_auto=False),
     "paths": Kind(_paths, takes_auto=False),
+    "dtype": _one_of("fp32", "fp16", "bf16"),
     "device": _one_of("none", "cpu", "nvme"),
     "mean_or_sum": _one_of("mean", "sum"),
     "log_or_linear": _one_of("log", "linear"),

@@ -85,6 +85,7 @@ def translate(config: object, args: object = None, optimizer: torch.optim.Optimi
     options = {
         **_precision(given.get("fp16", {}), bf16, sources),
         **_zero(given.get("zero_optimization", {})),
+        **_exchange(given),
         "gradient_clipping": _clipping(given, sources),
         "gradient_accumulation_steps": batch.steps,
     }
@@ -150,6 +151,11 @@ def _zero(zero: Mapping[str, Any]) -> dict[str, Any]:
             )
         paths += [path for path in block["nvme_path"] if path not in paths]
     return {**options, "nvme_path": paths} if paths else options
+
+
+def _exchange(given: Mapping[str, Any]) -> dict[str, Any]:
+    """``exchange_dtype``, where gradients are to be sent in fewer bytes."""
+    return {"exchange_dtype": "bf16"} if given.get("communication_data_type") == "bf16" else {}
 
 
 def _clipping(given: Mapping[str, Any], sources: Sources) -> float:

@@ -31,7 +31,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import islice
-from typing import Generic
+from typing import Any, Generic
 
 from offload.errors import warn
 from offload.interrupts import held_back
@@ -46,6 +46,9 @@ from offload.units import UnitSpec
 from offload.waiting import Deadline, Failure, Monitor
 
 _SLICE_S = 0.1
+
+_KNOW_NO_ADDRESS = (Purpose.COMPUTE, Purpose.SPECULATION)
+"""Pins whose owners are the caller, or ask for the place once nobody else uses it."""
 
 
 def order_of(units: Sequence[UnitSpec]) -> UseOrder | RoutedOrder:
@@ -94,6 +97,8 @@ class WeightCache(Generic[P]):
         for it or for others, since the cache was made."""
         self._forward_under_way = False
         """Compute has used units since the last step was frozen."""
+        self._spares: list[Any] = []
+        """Memory that places had, and that nobody looks at any more."""
         self._waiting: set[Pin[P]] = set()
         """Uses that wait for a place: nothing is fetched ahead meanwhile."""
 
@@ -193,12 +198,23 @@ class WeightCache(Generic[P]):
                 with contextlib.suppress(Exception):
                     transfer.wait()
 
+    def leave_memory(self, pin: Pin[P]) -> Callable[[], object]:
+        """Have the memory under a unit that compute uses stay as it is for those who look at it beyond the use. Another
+        unit may get it after the call that is returned."""
+        place: Any = pin.place
+        with self.monitor:
+            self.wait_until_unused(pin.entry, but=_KNOW_NO_ADDRESS)
+            return place.leave(self._spares)  # type: ignore[no-any-return]
+
     # With the monitor held.
 
-    def wait_until_unused(self, entry: Entry[P], *, but: Pin[P] | None = None) -> None:
-        """Block until no pin but this one keeps the unit, and no transfer to or from its place is in flight."""
+    def wait_until_unused(self, entry: Entry[P], *, but: Sequence[Purpose] = ()) -> None:
+        """Block until no pins but those for these purposes keep the unit, and no transfer to or from its place is in
+        flight."""
         while True:
-            self.monitor.wait_until(lambda: not entry.pins - {but}, lambda: f"the use of unit {entry.unit.name}")
+            self.monitor.wait_until(
+                lambda: all(pin.purpose in but for pin in entry.pins), lambda: f"the use of unit {entry.unit.name}"
+            )
             under_way = next((transfer for transfer in entry.transfers() if not transfer.done()), None)
             if under_way is None:
                 return

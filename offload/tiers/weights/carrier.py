@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from typing import Generic
 
 import aio_ext
@@ -15,9 +17,23 @@ class HostBuffer:
     """One buffer in host memory for the weights of a unit."""
 
     def __init__(self, memory: Lease | aio_ext.Memory) -> None:
-        self.address: int = memory.address
         self.nbytes: int = memory.nbytes
         self._memory = memory
+
+    @property
+    def address(self) -> int:
+        return self._memory.address
+
+    def leave(self, spares: list[Lease | aio_ext.Memory]) -> Callable[[], None]:
+        """Go on in other memory, with the same bytes: in one of the ``spares``, or beyond the plan. The memory that was
+        here is one of the spares from the call that is returned on."""
+        left, fitting = self._memory, [spare for spare in spares if spare.nbytes >= self.nbytes]
+        if fitting:
+            spares.remove(fitting[0])
+        memory = fitting[0] if fitting else aio_ext.Memory(self.nbytes)
+        ctypes.memmove(memory.address, left.address, self.nbytes)
+        self._memory = memory
+        return lambda: spares.append(left)
 
 
 class Carrier(Generic[P]):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import aio_ext
 from offload.report.meter import Meter
@@ -26,6 +26,9 @@ class HostPlace(Protocol):
 
     @property
     def address(self) -> int: ...
+
+    def leave(self, spares: list[Any]) -> Callable[[], None]:
+        """See ``WeightCache.leave_memory``."""
 
 
 class NvmeCarrier(Carrier[HostPlace]):

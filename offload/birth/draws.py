@@ -1,0 +1,84 @@
+"""Random numbers drawn in pieces, from known places of the generator's stream.
+
+[Note: Pieces of one draw] torch's generator on the CPU gives one number after the other: where a number stands in its
+stream is only known when all before it were drawn. ``uniform_`` and ``normal_`` fill memory without gaps in order, the
+second one in blocks of 16 elements. So calls on its pieces, one after the other, give the numbers of one call on all of
+it, if all pieces but the last one are whole blocks, and the last one is at least one. The first time they are drawn one
+after the other, into a little scratch memory, and the state before each is kept (5 KB). From there they are drawn
+again by as many threads as there are cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offload.ranks.host_cores import host_cores
+
+_BLOCK = 16
+"""Elements that ``normal_`` makes at a time, where there are as many."""
+
+_PIECE = 1 << 22
+"""Elements of a piece: whole blocks."""
+
+_IN_ORDER = (torch.ops.aten.uniform_, torch.ops.aten.normal_)
+
+
+class Draw:
+    """One call of ``uniform_`` or ``normal_`` on memory without gaps."""
+
+    def __init__(
+        self, function: Callable[..., Any], settings: Sequence[Any], like: Tensor, generator: torch.Generator
+    ) -> None:
+        """Draw once: the ``generator`` moves on. The call is ``function`` on a tensor ``like`` this one, on the meta
+        device or not, with these ``settings`` of the distribution."""
+        self._function, self._settings = function, settings
+        self._states: list[Tensor] = []
+        scratch = torch.empty(min(like.numel(), _PIECE + _BLOCK), dtype=like.dtype, device="cpu")
+        for start, stop in _pieces(like.numel()):
+            self._states.append(generator.get_state())
+            whole_blocks = (stop - start) % _BLOCK == 0
+            if whole_blocks and _takes_as_many(like.dtype):
+                scratch[: stop - start].uniform_(generator=generator)  # which is cheaper, and nobody reads it
+            else:
+                function(scratch[: stop - start], *settings, generator=generator)
+
+    def fill(self, tensor: Tensor) -> None:
+        """Put the numbers into a contiguous tensor. No generator of the program notices."""
+        flat = tensor.view(-1)
+
+        def draw(piece: tuple[Tensor, tuple[int, int]]) -> None:
+            state, (start, stop) = piece
+            generator = torch.Generator()
+            generator.set_state(state)
+            self._function(flat[start:stop], *self._settings, generator=generator)
+
+        with ThreadPoolExecutor(max(int(host_cores().available), 1)) as threads:
+            list(threads.map(draw, zip(self._states, _pieces(flat.numel()), strict=True)))
+
+
+def comes_in_pieces(function: Any, tensor: Tensor) -> bool:
+    """The call that fills this tensor can be a ``Draw``."""
+    return getattr(function, "overloadpacket", None) in _IN_ORDER and tensor.is_contiguous()
+
+
+def _pieces(numel: int) -> Iterator[tuple[int, int]]:
+    """Start and stop of each piece."""
+    starts = range(0, max(numel - _BLOCK + 1, 1), _PIECE)
+    yield from zip(starts, [*starts[1:], numel], strict=True)
+
+
+@cache
+def _takes_as_many(dtype: torch.dtype) -> bool:
+    """``normal_`` takes as many numbers of the stream for a block as ``uniform_``."""
+    generators = torch.Generator(), torch.Generator()
+    block = torch.empty(_BLOCK, dtype=dtype, device="cpu")
+    block.normal_(generator=generators[0])
+    block.uniform_(generator=generators[1])
+    states = [generator.get_state() for generator in generators]
+    return torch.equal(*states)

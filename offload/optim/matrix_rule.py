@@ -1,0 +1,167 @@
+"""Optimizers of ours that look at a parameter as a whole, over tiles that hold whole parameters: Muon and LAMB."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload import kernels
+from offload.errors import ConfigError
+from offload.optim.formats import Formats
+from offload.optim.kernel_rule import TORCH_DTYPES
+from offload.optim.matrix_steps import AdamW, Algorithm, Arrays, Lamb, Muon, Step
+from offload.optim.moments import copy_moments, is_in_codes, num_blocks, scale_name
+from offload.optim.rule import Group, SteppingParameter, TileBytes
+from offload.optim.whole_parameters import Schema, WholeParameters
+from offload.units import ParameterSpec, Tile
+
+
+@dataclass(frozen=True)
+class MatrixOptimizer:
+    """An optimizer that has one algorithm for matrices between embedding and head, and one for the rest.
+
+    ``torch_class`` is the name of a class in ``torch.optim`` that does ``inner`` alone; "" if there is none.
+    """
+
+    inner: Algorithm
+    others: Algorithm
+    torch_class: str = ""
+
+    def algorithms(self, specs: Sequence[ParameterSpec]) -> dict[ParameterSpec, Algorithm]:
+        """What is done to each parameter that is trained, of all that the model has, in its order.
+
+        A parameter's own ``use_muon`` decides. Where it has none, an inner matrix is one that is no embedding, nor the
+        last one with as many rows as an embedding has. Raises ``ConfigError`` for one that cannot be.
+        """
+        matrices = [spec for spec in specs if len(spec.shape) == 2]
+        embeddings = [spec for spec in matrices if any(_is_embedding(site.module) for site in spec.owners)]
+        rows = {spec.shape[0] for spec in embeddings}
+        heads = [spec for spec in matrices[-1:] if spec.shape[0] in rows]
+        inner = frozenset(matrices) - {*embeddings, *heads}
+        told = {spec: spec.parameter.use_muon for spec in specs if hasattr(spec.parameter, "use_muon")}
+        for spec, use_muon in told.items():
+            if use_muon and len(spec.shape) != 2:
+                raise ConfigError(
+                    f"parameter {spec.name} {tuple(spec.shape)} has use_muon=True, and Muon takes matrices alone: "
+                    "set it to False"
+                )
+        return {spec: self.inner if told.get(spec, spec in inner) else self.others for spec in specs if spec.trainable}
+
+
+MATRIX_OPTIMIZERS: Mapping[str, MatrixOptimizer] = MappingProxyType(
+    {"muon": MatrixOptimizer(Muon(), AdamW(), "Muon"), "lamb": MatrixOptimizer(Lamb(), Lamb())}
+)
+"""By the names in ``MATRIX_DEFAULTS``."""
+
+
+@dataclass(frozen=True)
+class _ParameterStep:
+    """One parameter's step: equal to that of no other, so that each is taken by itself."""
+
+    spec: ParameterSpec
+    step: Step
+
+
+class MatrixRule(WholeParameters):
+    """Steps of whole parameters. See ``Rule``."""
+
+    repeatable = True
+    uniform = False
+    device_unsupported_reason = "whole matrices are updated on the CPU"
+
+    def __init__(
+        self,
+        name: str,
+        algorithms: Mapping[ParameterSpec, Algorithm],
+        formats: Formats,
+        dtypes: tuple[torch.dtype, torch.dtype],
+        moments: str,
+    ) -> None:
+        """``algorithms`` of all parameters that have a group. ``dtypes`` are those of weights and gradients;
+        ``moments`` is ``moments_dtype``."""
+        super().__init__(formats)
+        self._name, self._algorithms, self._dtypes, self._moments = name, algorithms, dtypes, moments
+        self._others: dict[ParameterSpec, dict[str, Any]] = {}
+        """Entries that the user has put beside a parameter's states. They rest in RAM."""
+        sizes = (algorithm.temporary_bytes(spec.shape, moments) for spec, algorithm in algorithms.items())
+        self.temporary_bytes = max(sizes, default=0)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return {"optimizer": self._name, "moments": self._moments}
+
+    def begin_step(self, stepping: Mapping[ParameterSpec, SteppingParameter]) -> None:
+        pass
+
+    def freeze(self, spec: ParameterSpec, group: Group, step: int, grad_scale: float) -> Hashable:
+        try:
+            return _ParameterStep(spec, self._algorithms[spec].step(group, step, grad_scale))
+        except (KeyError, ValueError, TypeError) as error:
+            raise ConfigError(f"optimizer options cannot work: {error}") from None
+
+    def check_options(self, spec: ParameterSpec, group: Group) -> None:
+        self.freeze(spec, group, 1, 1.0)
+
+    def apply(self, frozen: Hashable, tile: Tile, start: int, stop: int, at: TileBytes, native: kernels.Native) -> None:
+        assert isinstance(frozen, _ParameterStep)
+        spec = frozen.spec
+        arrays = Arrays(
+            shape=spec.shape,
+            states=self.states(tile, at.states, spec),
+            master=at.states + self._records[tile][spec].master,
+            at=at,
+            dtypes=self._dtypes,
+            moments=self._moments,
+            formats=self._formats,
+            native=native,
+        )
+        frozen.step.apply(arrays)
+
+    def put_states(self, tile: Tile, address: int, spec: ParameterSpec, states: Mapping[str, Any], first: int) -> None:
+        own = self.states(tile, address, spec)  # a tile has all of the parameter
+        for name in self._state_names(spec) if own else ():
+            copy_moments(name, own, 0, states, 0, spec.numel)
+
+    def names(self, spec: ParameterSpec) -> tuple[str, ...]:
+        return tuple(self._schema(spec))
+
+    def shapes_like(self, spec: ParameterSpec, states: Mapping[str, Any]) -> dict[str, torch.Size]:
+        names = self._state_names(spec)
+        scales = {scale_name(name): torch.Size([num_blocks(spec.numel)]) for name in names if is_in_codes(name, states)}
+        return {**dict.fromkeys(names, spec.shape), **scales}
+
+    def loose_states(self, spec: ParameterSpec, step: int) -> dict[str, Any]:
+        return {"step": torch.tensor(float(step)), **self._others.get(spec, {})}
+
+    def set_loose_states(self, spec: ParameterSpec, states: dict[str, Any]) -> int:
+        self._others[spec] = {name: value for name, value in states.items() if name != "step"}
+        return int(states.get("step", 1))
+
+    def forget_states(self, spec: ParameterSpec) -> None:
+        self._others.pop(spec, None)
+
+    def get_shared(self) -> dict[str, Any]:
+        return {}
+
+    def set_shared(self, shared: Mapping[str, Any]) -> None:
+        pass
+
+    def _state_names(self, spec: ParameterSpec) -> tuple[str, ...]:
+        return self._algorithms[spec].states if spec in self._algorithms else ()
+
+    def _schema(self, spec: ParameterSpec) -> Schema:
+        dtype, schema = TORCH_DTYPES[self._moments], {}
+        for name in self._state_names(spec):
+            schema[name] = spec.shape, dtype
+            if dtype is torch.uint8:
+                schema[scale_name(name)] = torch.Size([num_blocks(spec.numel)]), torch.float32
+        return schema
+
+
+def _is_embedding(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag))

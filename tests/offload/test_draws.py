@@ -1,0 +1,95 @@
+"""What begins a run by several threads: random numbers that are drawn in pieces, memory that is faulted in."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offload import OffloadEngine, deferred_init
+from offload.assembly import compute
+from offload.birth import draws
+from offload.birth.draws import Draw
+from offload.closing import Closers
+from offload.report.meter import Meter
+from offload.testing.simulated import SimulatedDevice
+
+FOREVER_S = 20.0
+CALLS = {
+    "uniform": (torch.ops.aten.uniform_.default, [-1.0, 2.0]),
+    "normal": (torch.ops.aten.normal_.default, [0.5, 0.02]),
+}
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draws, "_PIECE", 64)
+
+
+@pytest.mark.parametrize("before", [0, 1, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("call", CALLS)
+def test_pieces_have_the_numbers_of_one_call_and_the_generator_goes_on_after_them(
+    call: str, dtype: torch.dtype, before: int
+):
+    function, settings = CALLS[call]
+    for numel in (0, 1, 15, 16, 17, 63, 64, 65, 79, 80, 81, 127, 128, 129, 1000, 1024):
+        generators = [torch.Generator().manual_seed(numel) for _ in range(2)]
+        for generator in generators:
+            torch.empty(before).normal_(generator=generator)  # which may leave one number for later
+        expected = torch.empty(numel, dtype=dtype)
+        function(expected, *settings, generator=generators[0])
+        draw = Draw(function, settings, torch.empty(numel, dtype=dtype, device="meta"), generators[1])
+        assert torch.equal(generators[0].get_state(), generators[1].get_state()), numel
+        found = torch.full((numel,), torch.nan, dtype=dtype)
+        draw.fill(found)
+        assert torch.equal(found, expected), numel
+
+
+def test_pieces_are_drawn_at_the_same_time(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(draws, "host_cores", lambda: SimpleNamespace(available=2.5))
+    met = threading.Barrier(2, timeout=FOREVER_S)
+    waits = False
+
+    def meet(piece: torch.Tensor, *settings: Any, generator: torch.Generator) -> None:
+        if waits:
+            met.wait()
+        piece.uniform_(generator=generator)
+
+    draw = Draw(meet, [], torch.empty(128), torch.Generator())
+    waits = True
+    draw.fill(torch.empty(128))
+
+
+def test_a_deferred_model_of_many_pieces_comes_out_as_in_memory(monkeypatch: pytest.MonkeyPatch):
+    sizes, fill = [], Draw.fill
+    monkeypatch.setattr(Draw, "fill", lambda draw, tensor: (sizes.append(tensor.numel()), fill(draw, tensor)))
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Embedding(37, 24), nn.Linear(24, 53), nn.LayerNorm(53), nn.Linear(53, 7, bias=False))
+        nn.init.normal_(model[1].weight, std=0.02)
+        nn.init.normal_(model[3].weight.t(), std=0.1)  # not in the order of its memory
+        nn.init.trunc_normal_(model[0].weight, std=0.3)
+        return model
+
+    torch.manual_seed(7)
+    expected, after = dict(build().named_parameters()), torch.rand(3)
+    torch.manual_seed(7)
+    model, after_it = deferred_init(build), torch.rand(3)
+    with OffloadEngine(model, precision="fp32", lr=1e-3) as engine:
+        found = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+    assert torch.equal(after, after_it) and sorted(sizes) == [53, 37 * 24, 24 * 53], "those in order"
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_the_arena_is_faulted_in_by_the_cores_of_the_rank(monkeypatch: pytest.MonkeyPatch):
+    asked: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(compute, "fault_in", lambda *of: asked.append(of))
+    run: Any = SimpleNamespace(cores=3.5, plan=SimpleNamespace(compute_bytes=0, activation_bytes=0))
+    arena: Any = SimpleNamespace(address=1 << 20, nbytes=8192)
+    compute.OnDevice(run, SimulatedDevice(), Meter(), Closers()).pin(arena)
+    assert asked == [(1 << 20, 8192, 3)]

@@ -1,0 +1,189 @@
+"""Muon and LAMB of ours, beside torch's Muon and the formulas of LAMB's paper."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import Tiny, batches, least_budget, loss_of, train
+from torch import nn
+
+from offload import ConfigError, OffloadEngine
+from offload.optim.matrix_steps import Muon, orthogonalised
+
+
+def make_model() -> Tiny:
+    torch.manual_seed(0)
+    return Tiny(width=128, num_blocks=6)
+
+
+def matrices_of(model: nn.Module) -> list[nn.Parameter]:
+    return [p for name, p in model.named_parameters() if name.startswith("blocks") and p.ndim == 2]
+
+
+def only_matrices() -> Tiny:
+    model = make_model()
+    for parameter in set(model.parameters()) - set(matrices_of(model)):
+        parameter.requires_grad_(False)
+    return model
+
+
+def plain(model: nn.Module, optimizer: Any, steps: int = 3) -> dict[str, torch.Tensor]:
+    """Weights after the same steps in memory."""
+    for tokens, targets in batches(steps):
+        optimizer.zero_grad()
+        loss_of(model(tokens), targets).backward()
+        optimizer.step()
+    return dict(model.named_parameters())
+
+
+def tight(model: nn.Module, folder: Path, **options: Any) -> OffloadEngine:
+    options["tile_bytes"] = 64 << 10
+    return OffloadEngine(model, nvme_path=folder, host_memory=least_budget(model, folder, **options), **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw"}, {"momentum": 0.3, "ns_steps": 3, "weight_decay": 0.0}],
+    ids=lambda options: "-".join(options),
+)
+def test_muon_on_nvme_has_the_bits_of_torch_optim_muon(tmp_path, options):
+    model = only_matrices()
+    expected = plain(model, torch.optim.Muon(matrices_of(model), lr=1e-2, **options))
+    model = only_matrices()
+    with tight(model, tmp_path, optimizer=torch.optim.Muon(matrices_of(model), lr=1e-2, **options)) as engine:
+        assert engine.plan.nvme_bytes["states"] > 0
+        _, weights = train(engine)
+    assert all(torch.equal(value, expected[name]) for name, value in weights.items())
+
+
+class Lamb(torch.optim.Optimizer):
+    """Alg. 2 of the paper."""
+
+    def __init__(self, parameters: Any, lr: float, weight_decay: float) -> None:
+        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                t = state["t"] = state.get("t", 0) + 1
+                m = state["m"] = 0.9 * state.get("m", 0) + 0.1 * p.grad
+                v = state["v"] = 0.999 * state.get("v", 0) + 0.001 * p.grad**2
+                direction = m / (1 - 0.9**t) / ((v / (1 - 0.999**t)).sqrt() + 1e-6) + group["weight_decay"] * p
+                lengths = p.norm(), direction.norm()
+                p -= group["lr"] * (lengths[0] / lengths[1] if min(lengths) > 0 else 1.0) * direction
+
+
+def test_lamb_on_nvme_has_the_steps_of_its_paper(tmp_path):
+    model = make_model()
+    nn.init.zeros_(model.blocks[0].up.bias)  # whose length is 0: it moves by the direction itself
+    start = {name: value.detach().clone() for name, value in model.named_parameters()}
+    expected = plain(model, Lamb(model.parameters(), lr=1e-2, weight_decay=0.1))
+    model = make_model()
+    nn.init.zeros_(model.blocks[0].up.bias)
+    with tight(model, tmp_path, optimizer="lamb", lr=1e-2, weight_decay=0.1) as engine:
+        assert engine.plan.nvme_bytes["states"] > 0
+        _, weights = train(engine)
+    for name, value in weights.items():
+        assert (value - expected[name]).norm() < 1e-4 * (expected[name] - start[name]).norm(), name
+
+
+@pytest.mark.parametrize(
+    ("name", "moments", "precision"),
+    [("muon", "fp32", "bf16"), ("muon", "int8", "bf16"), ("muon", "bf16", "fp16"), ("lamb", "int8", "fp16")],
+)
+def test_all_placements_have_the_same_bits(tmp_path, name, moments, precision):
+    options = {"optimizer": name, "moments_dtype": moments, "precision": precision, "lr": 1e-2}
+    with OffloadEngine(make_model(), **options) as engine:
+        losses, weights = train(engine)
+    assert all(map(torch.isfinite, map(torch.tensor, losses)))
+    with tight(make_model(), tmp_path, **options) as engine:
+        assert engine.plan.nvme_bytes["states"] > 0
+        others = train(engine)
+    assert others[0] == losses and all(torch.equal(value, others[1][key]) for key, value in weights.items())
+
+
+def states_of(model: nn.Module, **options: Any) -> dict[str, set[str]]:
+    """The names of the states of each parameter after a step, but for the number of steps."""
+    with OffloadEngine(model, optimizer="muon", **options) as engine:
+        train(engine, 1)
+        state = engine.optimizer.state
+        return {name: set(state[p]) - {"step", "master"} for name, p in model.named_parameters() if p in state}
+
+
+def test_by_name_muon_takes_the_matrices_between_embedding_and_head_and_adamw_the_rest():
+    found = states_of(make_model())
+    assert found.keys() == dict(make_model().named_parameters()).keys()
+    inner = {name for name, states in found.items() if states == {"momentum_buffer"}}
+    assert inner == {f"blocks.{index}.{part}.weight" for index in range(6) for part in ("up", "down")}
+    assert all(states == {"exp_avg", "exp_avg_sq"} for name, states in found.items() if name not in inner)
+
+
+def test_a_parameter_says_itself_whether_it_is_one_of_muons():
+    model = make_model()
+    model.head.weight.use_muon = True
+    model.blocks[0].up.weight.use_muon = False
+    found = states_of(model)
+    assert found["head.weight"] == {"momentum_buffer"} and found["blocks.0.up.weight"] == {"exp_avg", "exp_avg_sq"}
+    model = make_model()
+    model.norm.weight.use_muon = True
+    with pytest.raises(ConfigError, match=r"norm.weight \(128,\) has use_muon=True, and Muon takes matrices"):
+        OffloadEngine(model, optimizer="muon")
+
+
+def test_muon_keeps_fewer_bytes_than_adamw_and_codes_fewer_still():
+    nbytes = {}
+    for optimizer, moments in (("adamw", "fp32"), ("muon", "fp32"), ("muon", "bf16"), ("muon", "int8")):
+        model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
+        with OffloadEngine(model, optimizer=optimizer, moments_dtype=moments, precision="bf16") as engine:
+            nbytes[optimizer, moments] = (
+                sum(tile.nbytes for unit in engine.plan.units for tile, _ in unit.tiles) / 2**18
+            )
+    assert list(nbytes.values()) == [10, 6, 4, 2 + 1 + 4 / 256]
+
+
+def test_what_a_step_takes_for_itself_is_in_the_budget(tmp_path):
+    model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(3)))
+    options = {"precision": "bf16", "optimizer": "muon"}
+    taken = Muon().temporary_bytes(torch.Size([512, 512]), "fp32")
+    assert taken == 8 * 512 * 512
+    with tight(model, tmp_path, **options) as engine:
+        assert engine.plan.compute_bytes >= taken
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"optimizer_options": {"momentum": 1.0}}, r"momentum must be in \[0, 1\), got 1.0"),
+        ({"optimizer_options": {"ns_steps": 100}}, r"ns_steps must be in \[1, 100\), got 100"),
+        ({"optimizer_options": {"ns_steps": 0}}, "ns_steps: expected a whole number >= 1, got 0"),
+        ({"optimizer_options": {"adjust_lr_fn": "orginal"}}, "adjust_lr_fn: expected .* did you mean 'original'"),
+        ({"optimizer_options": {"dampening": 0.1}}, "optimizer 'muon' has no option 'dampening'; it has: lr, "),
+    ],
+)
+def test_options_that_cannot_be_are_told_before_anything_is_reserved(options, said):
+    with pytest.raises(ConfigError, match=said):
+        OffloadEngine(make_model(), optimizer="muon", **options)
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (8, 40), (40, 8)])
+def test_an_orthogonalised_matrix_has_singular_values_near_to_one(shape):
+    torch.manual_seed(0)
+    values = torch.linalg.svdvals(orthogonalised(torch.randn(shape), num_iterations=10))
+    assert values.min() > 0.6 and values.max() < 1.3
+
+
+@pytest.mark.parametrize("name", ["muon", "lamb"])
+def test_a_step_that_was_taken_early_is_the_one_that_comes_and_is_not_taken_again(tmp_path, name):
+    written = {}
+    for optimizer in ("adamw", name):
+        with tight(make_model(), tmp_path, optimizer=optimizer, precision="bf16") as engine:
+            assert engine.plan.speculative
+            train(engine, 4)
+            engine.synchronize()
+            written[optimizer] = engine.report().nvme_write_bytes / sum(engine.plan.nvme_bytes.values())
+    assert written[name] < 1.2 * written["adamw"]
