@@ -155,7 +155,7 @@ class Range:
         return submit(self._file, offset, address, nbytes)
 
     def _sample(self, work: Callable[[], None]) -> Sample:
-        """What the queue does in ``work``."""
+        """The counts of the queue's work within ``work``."""
         before, start, cpu = self._queue.statistics(), time.perf_counter(), time.process_time()
         work()
         seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu

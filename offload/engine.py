@@ -170,7 +170,6 @@ class OffloadEngine:
         """Compute the gradients of ``loss`` (divided by ``gradient_accumulation_steps``) and bring them to their
         homes."""
         self._session.failure.check()
-        self._require_training()
         self._session.backward(loss)
 
     @contextlib.contextmanager
@@ -217,20 +216,20 @@ class OffloadEngine:
         ``NonFiniteGradient`` if a gradient is NaN or infinite: the gradients are dropped and nothing else has changed.
         With ``precision="fp16"`` that is part of training: the step is skipped and the loss scale halved.
         """
-        optimizer = self._require_training()
+        trained = self._session.trained
         self._session.failure.check()
-        if self._session.step.is_due():
-            optimizer.step()  # through the optimizer, so that schedulers see it
-            self._session.step.forget_used()
+        if trained.step.is_due():
+            trained.optimizer.step()  # through the optimizer, so that schedulers see it
+            trained.step.forget_used()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients so that their global 2-norm is at most ``max_norm``; the norm before. Moves no bytes.
 
         As ``torch.nn.utils.clip_grad_norm_``. A norm that is not finite scales nothing; ``step`` says so.
         """
-        self._require_training()
+        step = self._session.trained.step
         self._session.failure.check()
-        return torch.tensor(self._session.step.clip_grad_norm(max_norm), device=self._session.torch_device)
+        return torch.tensor(step.clip_grad_norm(max_norm), device=self._session.torch_device)
 
     def synchronize(self) -> None:
         """Wait until the last step's update is done everywhere, and until all ranks are here: meanwhile this one gives
@@ -420,12 +419,6 @@ class OffloadEngine:
         """The model has this public attribute, or would have it as any module, and the engine has none of its name."""
         known = name.startswith("_") or name in vars(self)
         return not known and (hasattr(nn.Module, name) or hasattr(vars(self).get("module"), name))
-
-    def _require_training(self) -> OffloadOptimizer:
-        optimizer = self._session.optimizer
-        if optimizer is None:
-            raise ConfigError("the engine was made with optimizer=None: it does not train")
-        return optimizer
 
 
 def _summary(plan: Plan, bandwidths: Bandwidths | None) -> str:

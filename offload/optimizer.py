@@ -42,12 +42,12 @@ class Steps(Protocol):
 
 @dataclass(eq=False)
 class _EngineSide:
-    """What stands behind the optimizer."""
+    """The part of the engine behind the optimizer."""
 
     states: States
     progress: Progress
     view: Any
-    """What ``optimizer.state`` gives."""
+    """The states that ``optimizer.state`` gives."""
     engine: Steps | None = None
     """None while the engine is being made."""
     is_stepping: bool = False

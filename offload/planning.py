@@ -278,7 +278,7 @@ def check_paths(paths: Sequence[Path]) -> None:
 
 
 def open_processor(device: str | torch.device | Device, local_index: int | None) -> Processor:
-    """What the model computes on. Of several GPUs that none is named of, the process with
+    """Open the processor that the model computes on. Of several GPUs that none is named of, the process with
     this index on its machine takes its own. Raises ``ConfigError`` if it is not there."""
     if not isinstance(device, (str, torch.device)):
         return device

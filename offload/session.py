@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from offload.access import Zeroing
-from offload.assembly.parts import Assembly
+from offload.assembly.parts import Assembly, Trained
 from offload.checkpoint.safetensors.model_weights import ModelWeights
 from offload.errors import BudgetError, ConfigError, warn
 from offload.memory import resident_bytes
@@ -17,7 +16,6 @@ from offload.model.identity import OrdinaryParameters
 from offload.optimizer import OffloadOptimizer
 from offload.plan.plan import Drives, Plan
 from offload.report.report import ExpertUse, Report
-from offload.step import Step
 from swapper import OffloadError
 from swapper.errors import readable_bytes
 
@@ -47,11 +45,11 @@ class Session:
         return None if self.parts.trained is None else self.parts.trained.optimizer
 
     @property
-    def step(self) -> Step:
-        """Raises ``ConfigError`` for an engine that does not train."""
+    def trained(self) -> Trained:
+        """The parts that train. Raises ``ConfigError`` for an engine that does not."""
         if self.parts.trained is None:
             raise ConfigError("the engine was made with optimizer=None: it does not train")
-        return self.parts.trained.step
+        return self.parts.trained
 
     @property
     def torch_device(self) -> torch.device:
@@ -60,7 +58,7 @@ class Session:
 
     @property
     def plan(self) -> Plan:
-        """What rests where now."""
+        """The plan as it is now."""
         return self.parts.growth.plan
 
     @property
@@ -70,17 +68,17 @@ class Session:
 
     @property
     def drives(self) -> Drives | None:
-        """What the store is read and written by, and how fast; None if nothing was measured."""
+        """Mover of the store's bytes and its rates; None if nothing was measured."""
         store = self.parts.tiers.store
         return None if store is None or self.bandwidths is None else Drives(store.backend, self.bandwidths)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run the backward of ``loss``, which may be the last one of a step."""
+        self.trained.step.zeroing_is_done()
         hooks, progress = self.parts.hooks, self.progress
         scale = progress.loss_scale.value if progress.loss_scale is not None else 1.0
         context = hooks.context
         context.gradient_scale = 1 / scale
-        self.zeroing_is_done()
         try:
             steps = self.parts.run.config.gradient_accumulation_steps
             (loss.float() * scale / steps).backward()  # type: ignore[no-untyped-call]
@@ -98,11 +96,6 @@ class Session:
     ) -> list[Any]:
         """See ``OffloadEngine.together``."""
         return self.parts.together.run(micro_batches, function, num_at_once)
-
-    def zeroing_is_done(self) -> None:
-        """Nobody expects the gradients that the last step has used up to be there still."""
-        self.parts.access.zeroing = Zeroing.DONE
-        self.parts.access.gradients.forget_used()
 
     def wait_for_updates(self) -> None:
         """Wait until the last step's update is done everywhere."""

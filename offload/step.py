@@ -147,10 +147,14 @@ class Step:
             for unit in self.units:
                 self.sink.forget(unit)
 
-    def forget_used(self) -> None:
-        """Forget the gradients that the step has used, as if ``zero_grad()`` of the optimizer came after it."""
+    def zeroing_is_done(self) -> None:
+        """Nobody expects the gradients that the last step has used up to be there still."""
         self.access.zeroing = Zeroing.DONE
         self.access.gradients.forget_used()
+
+    def forget_used(self) -> None:
+        """Forget the gradients that the step has used, as if ``zero_grad()`` of the optimizer came after it."""
+        self.zeroing_is_done()
         for spec in self.verdict.stepping:
             self.access.own_gradients.drop(spec)
 

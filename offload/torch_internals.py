@@ -112,7 +112,7 @@ def no_modes_listen() -> bool:
 
 
 SavedTensorsHooks: TypeAlias = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-"""What packs a tensor that autograd saves, and what unpacks it."""
+"""Functions that pack a tensor that autograd saves, and unpack it."""
 
 _top_hooks: Callable[[bool], Any] = found(torch._C._autograd, "_top_saved_tensors_default_hooks")
 _push_hooks: Callable[..., None] = found(torch._C._autograd, "_push_saved_tensors_default_hooks")

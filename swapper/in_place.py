@@ -84,7 +84,7 @@ class _Edge(NamedTuple):
 
 
 class _Reading:
-    """How a part is read: see [Note: Aligned reads around unaligned bytes]."""
+    """The read of a part: see [Note: Aligned reads around unaligned bytes]."""
 
     def __init__(self, part: FilePart, place: int) -> None:
         begin, end = part.start, part.start + part.nbytes
@@ -261,7 +261,7 @@ class InPlaceFiles:
         self._pages += [arena.lease(edge_bytes) for _ in range(num_reads) if edge_bytes]
 
     def statistics(self) -> aio_ext.Statistics:
-        """What has been read so far."""
+        """Counts of the reads so far."""
         return self._queue.statistics()
 
     def change_of(self, file: ReadOnlyFile) -> WeightsChanged | None:

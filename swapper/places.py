@@ -121,7 +121,7 @@ class Places:
                 ticket.wait()
 
     def entries(self) -> tuple[Entry, ...]:
-        """What is current, as the manifest of a generation says it."""
+        """Entries of what is current, as the manifest of a generation has them."""
         found = []
         for extent, record, before in zip(self.extents, self.records, self._generations.base.entries, strict=True):
             place = record.current
@@ -132,7 +132,7 @@ class Places:
         return tuple(found)
 
     def described(self) -> None:
-        """What was written so far is part of a generation."""
+        """Count what was written so far as part of a generation."""
         self._writes.clear()
 
     def give_up(self) -> None:

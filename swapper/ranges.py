@@ -31,7 +31,7 @@ class Ranges:
         return None
 
     def give_back(self, start: int, nbytes: int) -> None:
-        """What ``take`` has given is free again."""
+        """Free what ``take`` has given."""
         stop = start + align(nbytes)
         self.taken_bytes -= stop - start
         index = bisect_left(self._starts, start)

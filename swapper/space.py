@@ -1,4 +1,4 @@
-"""Which places of a store have their space taken, and taking it.
+"""The places of a store that have their space, and taking it.
 
 [Note: Space] The space of a place is taken when the store is made, or else by ``reserve``, or before it is first
 written. So there can be room for many generations in the layout that takes no room on the disk before they are there.

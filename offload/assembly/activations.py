@@ -36,14 +36,14 @@ from swapper import Arena, Scratch, open_scratch
 
 @dataclass(eq=False)
 class Activations:
-    """What becomes of each unit's activations, and the pool for those that leave the memory of compute."""
+    """Modes of the units' activations, and the pool for those that leave the memory of compute."""
 
     modes: Sequence[str]
     """By unit."""
     pools: Sequence[ActivationPool]
     """One, or none where nothing leaves."""
     chosen: FixedActivations = field(default_factory=FixedActivations)
-    """Which units' modes change, and when."""
+    """Changes of modes, and their moments."""
 
     @property
     def scratch(self) -> Sequence[Scratch]:
@@ -51,7 +51,7 @@ class Activations:
         return [pool.scratch for pool in self.pools if pool.scratch is not None]
 
     def take_use(self) -> ActivationUse:
-        """What was moved and taken since the last call."""
+        """Bytes that were moved and taken since the last call."""
         return next((pool.take_use() for pool in self.pools), ActivationUse())
 
     def tie(self, hooks: Hooks, model: nn.Module, processor: Processor, num_sharers: int) -> None:

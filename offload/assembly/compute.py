@@ -1,4 +1,4 @@
-"""What stands between the tiers and compute: on the CPU or a device, for one rank or several."""
+"""The chains between the tiers and compute: on the CPU or a device, for one rank or several."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Moving:
 
 @dataclass(frozen=True)
 class Computing:
-    """What compute asks for weights, and what takes its gradients."""
+    """The level that compute asks for weights, and the sink that takes its gradients."""
 
     level: Level
     uses: Uses
@@ -304,7 +304,7 @@ class OnDevice:
 def _exchange(
     base: Base, collectives: Rounds, sink: GradientSink, memory: ExchangeMemory, links: Links
 ) -> GradientExchange:
-    """What takes gradients of whole units, between ranks that have shards of them."""
+    """The sink of gradients of whole units, between ranks that have shards of them."""
     config = base.run.config
     return GradientExchange(
         units=base.run.units,

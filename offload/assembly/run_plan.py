@@ -31,7 +31,7 @@ from offload.units.find import find_units
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What is known before anything is reserved."""
+    """All that is known before anything is reserved."""
 
     config: OffloadConfig
     """The options of this rank, which has its part of the machine."""

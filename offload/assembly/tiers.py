@@ -38,9 +38,9 @@ class Tiers:
     files: InPlaceFiles | None
     """Files that frozen weights are read from in place."""
     opened: EngineStore | None
-    """How the store was opened."""
+    """The store as it was opened."""
     records: Sequence[RecordExtents]
-    """What of the store a commit puts each unit's records into; nothing if it cannot hold generations."""
+    """Extents that a commit puts each unit's records into; none if the store cannot hold generations."""
     homes: list[UnitHomes]
     windows: Sequence[Window]
     parameters: Sequence[Sequence[nn.Parameter]]
@@ -50,7 +50,7 @@ class Tiers:
     host: HostLevel
     gradients: GradientStore
     computing: Computing
-    """What stands between the tiers and compute."""
+    """The chains between the tiers and compute."""
 
 
 def make_tiers(

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from offload.memory import passing_tensor
 from offload.ranks.host_cores import host_cores
 
 _BLOCK = 16
@@ -39,7 +40,7 @@ class Draw:
         device or not, with these ``settings`` of the distribution."""
         self._function, self._settings = function, settings
         self._states: list[Tensor] = []
-        scratch = torch.empty(min(like.numel(), _PIECE + _BLOCK), dtype=like.dtype, device="cpu")
+        scratch = passing_tensor(min(like.numel(), _PIECE + _BLOCK) * like.itemsize).view(like.dtype)
         for start, stop in _pieces(like.numel()):
             self._states.append(generator.get_state())
             whole_blocks = (stop - start) % _BLOCK == 0

@@ -27,7 +27,7 @@ class SavedSteps:
 
     @property
     def left(self) -> str:
-        """What is left of the run when its process has ended, and how it goes on, in words."""
+        """Describe in words what is left of the run when its process has ended, and how it goes on."""
         step, lost = self._progress.global_step, self.num_lost
         if self._config.durable:
             return f"step {step} is committed under {self._config.paths[0]}: engine.load_checkpoint() goes on from it"

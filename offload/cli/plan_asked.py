@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Asked:
-    """What was asked for. ``given`` has the options as they were typed; what has a unit is a number here."""
+    """The options of a question. ``given`` has the options as they were typed; what has a unit is a number here."""
 
     def __init__(self, given: Mapping[str, Any]) -> None:
         """Raises ``BadParameter`` for options that contradict each other, ``ConfigError`` for what is no number, or

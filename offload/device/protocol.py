@@ -65,7 +65,7 @@ class Shortages:
 
 
 class Processor(Protocol):
-    """What the model computes on: the CPU, or a device."""
+    """The processor that the model computes on: the CPU, or a device."""
 
     @property
     def torch_device(self) -> torch.device: ...

@@ -40,7 +40,7 @@ def processor() -> Iterator[Finding]:
 
 
 def cores() -> Iterator[Finding]:
-    """How many of them the optimizer's kernels and compute can keep busy, and what kinds there are."""
+    """The number of them that the optimizer's kernels and compute can keep busy, and their kinds."""
     found = host_cores(_ROOT)
     count = len(found.cores)
     slow = f", {found.num_slow} of them slower than the others: they take fewer blocks of a tile" * (found.num_slow > 0)

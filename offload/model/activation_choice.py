@@ -1,4 +1,4 @@
-"""What becomes of each unit's activations: as the option says, or as a step has shown that it is best."""
+"""The modes of units' activations: as the option says, or as a step has shown that it is best."""
 
 from __future__ import annotations
 

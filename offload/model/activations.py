@@ -55,7 +55,7 @@ class Shared:
 
 
 class Packed:
-    """What a graph has in the place of a saved tensor."""
+    """The object that a graph has in the place of a saved tensor."""
 
     __slots__ = ("_layout", "_shared", "_version", "_witness", "call")
 
@@ -96,7 +96,7 @@ class OffloadedTensors(SavedTensors):
         self._lasting = lasting
         self._spills = spills
         self._shared: dict[int, weakref.ref[Shared]] = {}
-        """What was kept last of each storage."""
+        """The bytes that were kept last of each storage."""
 
     def pack(self, tensor: torch.Tensor) -> Any:
         if (
@@ -132,7 +132,7 @@ class OffloadedTensors(SavedTensors):
         )
 
     def _known(self, tensor: torch.Tensor) -> Shared | None:
-        """What was kept of the same memory, if it has all of the tensor."""
+        """Return the bytes that were kept of the same memory, if they have all of the tensor."""
         key = tensor.untyped_storage()._cdata
         shared = self._shared[key]() if key in self._shared else None
         if shared is None or shared.storage.expired() or shared.version != tensor._version:

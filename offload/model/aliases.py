@@ -134,7 +134,7 @@ class Aliases:
             self.take_all()
 
     def take_all(self) -> None:
-        """What was written to any alias reaches the weights."""
+        """Bring what was written to any alias to the weights."""
         for unit in list(self.of_unit):
             self.take(unit)
         self._assigned_bytes = 0

@@ -52,7 +52,7 @@ class ParameterBacking:
 
     @property
     def in_model(self) -> nn.Parameter | None:
-        """What stands in the model for the parameter now."""
+        """The tensor that stands in the model for the parameter now."""
         module, name = self._spec.owners[0]
         return module._parameters.get(name)
 

@@ -105,7 +105,7 @@ _IN_UNIT = {
     *(F.linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.mm, Tensor.mm),
     *(torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__),
 }
-"""What models do with an expert's weights and biases, with a result that is no view of them."""
+"""Operations of models on an expert's weights and biases, with a result that is no view of them."""
 
 
 def announce_routes(

@@ -224,7 +224,7 @@ class Handle(torch.Tensor):
         return register(hook)
 
     def _hooked(self, what: str) -> Leaves | None:
-        """What hooks on a parameter of the model go to."""
+        """The tensor that hooks on a parameter of the model go to."""
         if self._leaves is None and self._is_managed:
             self._leaves = Leaves([self, *self._whole_in_use(what)])
         return self._leaves

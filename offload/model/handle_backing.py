@@ -1,4 +1,4 @@
-"""What a handle is backed by: the interface, and two simple kinds of it."""
+"""The backing of a handle: the interface, and two simple kinds of it."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def give_back(handle: nn.Parameter, parameter: nn.Parameter) -> nn.Parameter:
 
 
 class OrdinaryParameters:
-    """What the parameters of a model would be without an engine: a copy of all values and gradients in memory."""
+    """The parameters of a model as they would be without an engine: a copy of all values and gradients in memory."""
 
     def __init__(self, model: nn.Module) -> None:
         self._values: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}

@@ -92,7 +92,7 @@ class Leaves:
             self._is_joined_outside = False
 
     def hooked(self, gradient: torch.Tensor) -> torch.Tensor:
-        """What hooks make of the whole gradient."""
+        """Return what hooks make of the whole gradient."""
         for hook in list(self._hooks.values()):
             result = hook(gradient)
             gradient = gradient if result is None else result

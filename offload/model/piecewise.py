@@ -43,7 +43,7 @@ class PiecewiseHandle(Handle):
 
 
 def whole_of(weight: Any) -> WeightInPieces | None:
-    """What the handle stands for, in pieces. A detached handle, or a view of one, is a value like any other."""
+    """The value that a handle stands for, in pieces. A detached handle, or a view of one, is a value like any other."""
     return weight._backing.whole if isinstance(weight, PiecewiseHandle) and weight._is_managed else None
 
 

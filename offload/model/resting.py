@@ -66,7 +66,7 @@ def _in_model(item: Any) -> Any:
 
 
 def _of_class(func: Any, item: Any) -> Callable[..., Any]:
-    """What ``func`` of ``torch.Tensor`` is in the item's own class."""
+    """Return what ``func`` of ``torch.Tensor`` is in the item's own class."""
     descriptor = getattr(func, "__self__", None)
     if isinstance(descriptor, GetSetDescriptorType):
         name = descriptor.__name__

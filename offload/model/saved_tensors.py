@@ -30,7 +30,7 @@ from offload.torch_internals import (
 
 
 class UsesOfUnits(Protocol):
-    """What the hooks ask of those of the model."""
+    """The questions of these hooks to those of the model."""
 
     context: HookContext
     """The one that computes."""
@@ -84,7 +84,7 @@ class SavedTensors:
         return below is not None and self._of_engine(below) is self
 
     def _of_engine(self, hooks: SavedTensorsHooks) -> SavedTensors | HooksAbove | None:
-        """Who has put them there, if it is this engine: not another one, whose model has called this one's."""
+        """Their owner, if it is of this engine: not of another one, whose model has called this one's."""
         owner = getattr(hooks[0], "__self__", None)
         return owner if isinstance(owner, (SavedTensors, HooksAbove)) and owner.uses is self.uses else None
 
@@ -137,7 +137,7 @@ class HooksAbove:
 
 
 def _from_use(uses: UsesOfUnits, call: Call, get: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """What ``get`` gives while the call's unit is in use: a copy, if it is in none for a backward."""
+    """Return what ``get`` gives while the call's unit is in use: a copy, if it is in none for a backward."""
     if not uses.needed(call):
         return uses.look(call, get)
     tensor = get()

@@ -31,8 +31,8 @@ from swapper import OffloadError, readable_bytes
 
 
 class Saved:
-    """What autograd has saved of a unit: each such tensor refers to the one object of this class, and owns the unit's
-    storage once."""
+    """Mark of what autograd has saved of a unit: each such tensor refers to the one object of this class, and owns the
+    unit's storage once."""
 
 
 class Strays:
@@ -61,7 +61,7 @@ class Strays:
         self._keeps = False
         """The window does."""
         self._knows = False
-        """What is counted where there are none is known: before the first use."""
+        """The count where there are none is known, from before the first use."""
         self._owners_at_rest = 0
         self._in_hooks = 0
         """Owners since the use began that hooks of saved tensors below ours have made."""

@@ -145,7 +145,7 @@ class UnitInModel:
         self.num_users = 0
         """Micro-batches that use the unit now."""
         self.is_copy = False
-        """What is in the window is a copy of the weights."""
+        """The window shows a copy of the weights."""
         self.is_over = False
         """A backward of it is over, and the end of it has not been told."""
         self.reassigned: dict[ParameterSpec, int] = {}

@@ -14,7 +14,7 @@ DEFAULT_TILE_BYTES = 8 << 20
 """Measured: from 2 MiB up the disk does not care, below 8 MiB the training thread does (see docs/design.md)."""
 
 MASTER_BYTES = {torch.bfloat16: 2, torch.float16: 4, torch.float32: 0}
-"""What is kept beside a trained weight of this dtype."""
+"""Bytes that are kept beside a trained weight of this dtype."""
 
 
 @dataclass(frozen=True)

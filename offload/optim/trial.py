@@ -90,7 +90,7 @@ class _Moment:
         self.reason = reason
 
     def difference(self, alone: _Moment) -> str | None:
-        """What steps over one parameter at a time have made otherwise."""
+        """Name what steps over one parameter at a time have made otherwise."""
         shared = self.shared.difference(alone.shared)
         if shared is not None:
             return f"{shared} depended on what parameters there were beside one, or on their gradients"

@@ -1,4 +1,4 @@
-"""What becomes of the activations of each unit, by the bytes and times that a step has shown: a pure function.
+"""The modes of the units' activations, by the bytes and times that a step has shown: a pure function.
 
 A step takes as long as the slowest of its parts. While compute is the slowest, memory goes to units whose second
 forward takes longest for the bytes that it saves; while NVMe is, to those whose inputs go there. It stops when neither
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class UnitActivations:
-    """What a step has shown of one unit."""
+    """Bytes and times of one unit, as a step has shown them."""
 
     input_bytes: int
     """Of its inputs, which are kept where it is recomputed: of all its calls that are alive at a time."""

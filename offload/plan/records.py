@@ -59,7 +59,7 @@ class Records:
         self._saved = np.concatenate(
             [-rereads * (trained > 0) * (self.numel * formats.weights + self._counts * TRANSFER_BYTES), one_read]
         )
-        """What an update during backward saves of a unit's weights and of its gradients."""
+        """Bytes that an update during backward saves of a unit's weights and of its gradients."""
         self._costs = np.concatenate(
             [
                 (self.numel * reads + trained) * formats.weights

@@ -132,7 +132,7 @@ _TRAITS: dict[str, dict[str, Any]] = {
     "bloom": {**_PLAIN, "norm_of_table": True},
     "falcon": _PLAIN,
 }
-"""What a ``model_type`` has that its fields do not say."""
+"""Facts of a ``model_type`` that its fields do not say."""
 
 
 def _of_falcon(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class Model:
         )
 
     def kept(self, sequence: int, dtype: torch.dtype) -> Kept:
-        """What backward needs of a forward of one sequence."""
+        """Bytes that backward needs of a forward of one sequence."""
         return kept_of(self.module, self.layers, self.width, sequence, dtype)
 
     def widened_bytes(self, dtype: torch.dtype) -> int:

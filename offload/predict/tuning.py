@@ -121,7 +121,7 @@ def _parted(settings: Options) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _of_transfers(plan: Plan, options: Options) -> Iterator[Options]:
-    """What differs from the defaults in one thing that was not given, and bears on bytes from and to NVMe."""
+    """Settings that differ from the defaults in one thing that was not given, and bears on bytes from and to NVMe."""
     if not plan.step_read_bytes + plan.step_write_bytes:
         return
     if "io_backend" not in options:

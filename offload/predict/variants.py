@@ -1,4 +1,4 @@
-"""What of a model is trained and how its frozen base is stored, as options say it: ``--lora`` and ``--base``."""
+"""The trained part of a model and the format of its frozen base, as options say it: ``--lora`` and ``--base``."""
 
 from __future__ import annotations
 

@@ -46,14 +46,14 @@ STORE_IS_GONE = (
 
 
 class Waiting:
-    """What a rank does together with others, as its heartbeat asks for it: nothing so far."""
+    """Answers of a rank to its heartbeat about what it does together with others: nothing so far."""
 
     def waited_s(self) -> float:
         """Seconds since which an operation of this rank has waited for others to come to it, or to another."""
         return 0.0
 
     def can_be_given(self) -> bool:
-        """What the operation wants can be given by ranks that do something else."""
+        """Tell whether ranks that do something else can give what the operation wants."""
         return False
 
     def give(self) -> None:

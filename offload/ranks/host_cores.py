@@ -32,7 +32,7 @@ class HostCores:
 
     @property
     def told(self) -> tuple[list[list[int]], float]:
-        """What another process needs to know of them."""
+        """The facts that another process needs of them."""
         return sorted(map(sorted, self.cores)), self.quota
 
     @classmethod

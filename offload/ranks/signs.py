@@ -20,7 +20,7 @@ _TCPStore: Any = distributed.TCPStore  # type: ignore[attr-defined]
 
 
 class Signs:
-    """What a heartbeat asks of ranks that are silent: here nobody can be asked."""
+    """Questions of a heartbeat to ranks that are silent: here nobody can be asked."""
 
     def ask(self, rank: int) -> None:
         """Ask a rank whether it lives, unless it was asked and has not answered. Never waits."""

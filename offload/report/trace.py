@@ -52,7 +52,7 @@ class Trace:
         span.stop = time.perf_counter()
 
     def over(self, track: str, name: str, start: float) -> float:
-        """What began at ``start`` is over; now."""
+        """Note that what began at ``start`` is over now."""
         now = time.perf_counter()
         self._over.append((track, name, start, now))
         return now

@@ -20,7 +20,7 @@ _SECONDS = 0.2
 """Duration of each of the three measurements, unless all records have been moved ``_MOST_PASSES`` times before."""
 
 _MOST_PASSES = 2
-"""What is small is not worn out for a rate that hardly matters there: the records of an adapter, over a frozen base."""
+"""A small store is not worn out for a rate that hardly matters there: the records of an adapter, over a frozen base."""
 
 _MOST_Q = 8.0
 """Both at once at full speed; what is more comes of a moment that was slow."""

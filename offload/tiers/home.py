@@ -193,7 +193,7 @@ class StoredHome(Home):
         return [checksum for record, _ in self._in_files for checksum in record.checksums]
 
     def expect(self, checksums: Sequence[int | None]) -> None:
-        """What is in files must have these checksums, where they are known. Raises ``WeightsChanged`` if other bytes
+        """Require these checksums, where they are known, of what is in files. Raises ``WeightsChanged`` if other bytes
         were read."""
         for record, _ in self._in_files:
             record.expect(checksums)

@@ -74,16 +74,14 @@ def make_homes(
         weights, grads = home_of_weights(item), None
         if _is_host(item.grads):
             grads = HostHome(arena.lease(unit.trainable_numel * formats.grads))
-        tiles = []
-        for tile, tier in item.tiles:
-            if _is_host(tier):
-                states: Home = in_ram(align(tile.nbytes), item)
-            else:
-                states = stored(f"states of {unit.name}")
-            spilled = None
-            if not _is_host(item.grads):
-                spilled = stored(f"gradients of {unit.name}")
-            tiles.append(TileHomes(tile, states, spilled))
+        tiles = [
+            TileHomes(
+                tile,
+                in_ram(align(tile.nbytes), item) if _is_host(tier) else stored(f"states of {unit.name}"),
+                None if grads is not None else stored(f"gradients of {unit.name}"),
+            )
+            for tile, tier in item.tiles
+        ]
         homes.append(UnitHomes(weights, grads, tiles))
     return homes
 

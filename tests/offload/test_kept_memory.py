@@ -92,6 +92,23 @@ def test_each_use_brings_up_to_date_what_is_looked_at():
     assert look(address_of(kept)) == "n"
 
 
+def test_what_is_looked_at_is_filled_while_a_transform_is_under_way():
+    rig = Rig("ab", num_slots=1)
+    uses, kept = Uses(rig), []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        uses.use("a", lambda flat: kept.append(flat.detach()))
+        return x.square().sum()
+
+    torch.func.grad(function)(torch.ones(2))
+    address = uses.windows["a"].flat.data_ptr()
+    rig.end_step("a")
+    rig.update("a", "n")
+    torch.func.grad(function)(torch.ones(2))
+    uses.use("b")
+    assert look(address) == "n"
+
+
 def test_memory_that_nobody_looks_at_any_more_is_the_next_ones():
     uses = Uses(Rig("ab", num_slots=1))
     kept = [uses.use("a", lambda flat: flat.numpy())]

@@ -299,7 +299,7 @@ def test_each_unit_is_brought_in_once_in_each_direction(tmp_path: Path, monkeypa
     least = least_budget(Tiny(width=64), tmp_path, **OPTIONS)
     with OffloadEngine(Tiny(width=64), nvme_path=tmp_path, host_memory=least, **OPTIONS) as engine:
         told: list[tuple[str, str]] = []
-        passes, hooks = engine._session.step.passes, engine._session.parts.hooks
+        passes, hooks = engine._session.trained.step.passes, engine._session.parts.hooks
         for name in ("begin_use", "end_backward"):
 
             def tell(unit: Any, name: str, call: Any) -> None:

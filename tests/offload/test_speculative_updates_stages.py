@@ -112,7 +112,7 @@ def _queue_interrupted(room: Room) -> None:
     with pytest.raises(KeyboardInterrupt):
         room.speculative.begin(room.units[0], room.update(0))
     room.speculative._queue = queue
-    assert room.speculative.of_unit[room.units[0]].stage is Stage.QUEUED and not queue
+    assert room.speculative.of_unit[room.units[0].index].stage is Stage.QUEUED and not queue
 
 
 def by_void_after_an_interrupt(room: Room) -> None:

@@ -94,7 +94,7 @@ def test_in_an_engine_weights_come_in_once_for_all_tiles(mode: dict[str, Any], t
             for block in model.blocks:
                 in_tiles(block, rows=rows)
         with OffloadEngine(model, nvme_path=tmp_path, lr=1e-2, **options) as engine:
-            passes = engine._session.step.passes
+            passes = engine._session.trained.step.passes
             begin = passes.begin_use
             passes.begin_use = lambda unit: told.append(unit.name) or begin(unit)  # type: ignore[method-assign]
             for tokens, targets in batches(2):

@@ -79,7 +79,7 @@ def test_what_several_ranks_do_not_have_is_said(two: Pool, tmp_path: Path):
     shared, mixed, optimizer, mesh = same(two(jobs.refusals, tmp_path))
     assert shared.startswith("ConfigError: ranks 0 and 1 compute on the same GPU (GPU 7)")
     assert mixed.startswith("ConfigError: rank 0 computes on the CPU and rank 1 on a device")
-    assert optimizer.startswith("ConfigError: this is one of 2 ranks") and "without a kernel" in optimizer
+    assert optimizer.startswith("ConfigError: this is one of 2 ranks") and "look at whole ones" in optimizer
     assert mesh.startswith("ConfigError: mesh: ") and "3 (('a', 'b', 'c'))" in mesh
 
 

@@ -62,7 +62,7 @@ class CheckpointDirectory:
         return self.path / tag
 
     def saved(self) -> list[Saved]:
-        """What is there, the one saved first first."""
+        """The checkpoints that are there, the one saved first first."""
         return [saved for saved in saved_in(self.path) if _TAG.fullmatch(saved.name)]
 
     def recover(self) -> None:

@@ -19,7 +19,7 @@ class LinkedCheckpoints:
     """The store keeps what they need as long as its data has their links: see ``swapper.links``."""
 
     def __init__(self, committer: Committer) -> None:
-        """What a process that had the store before was still copying elsewhere, or has never finished, is given up."""
+        """Give up what a process that had the store before was still copying elsewhere, or has never finished."""
         self._committer = committer
         committer.store.release_unlinked()
 

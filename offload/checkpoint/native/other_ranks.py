@@ -44,7 +44,7 @@ def bring_together(base: Path, own: int) -> None:
 
 
 def went_on(base: Path, own: int, commit: Mapping[str, Any], store: Path) -> bool:
-    """Whether another number of ranks has gone on with the run whose own last ``commit``, its state, is in
+    """Tell whether another number of ranks has gone on with the run whose own last ``commit``, its state, is in
     ``store``."""
     for part in (part for folder in _folders(base, own) for part in folder):
         for name in run_names(part):
@@ -76,8 +76,8 @@ def last_run(base: Path, own: int, identity: str | None = None) -> Parts | None:
 
 
 def what_is_there(base: Path, own: int) -> str:
-    """What there is under ``base`` where nothing was found that a run of ``own`` ranks goes on from; nothing if there
-    is nothing."""
+    """Describe what there is under ``base`` where nothing was found that a run of ``own`` ranks goes on from; empty if
+    there is nothing."""
     told = [
         f"ranks {sorted(found)} of a run of {count}, and not the others"
         for count, found in runs_in_parts(base).items()

@@ -41,7 +41,7 @@ def text_of(translation: Translation) -> str:
 
 
 def _imports(translation: Translation) -> list[str]:
-    """What the call needs beside ``model``."""
+    """Arguments that the call needs beside ``model``."""
     names = [value for value in translation.options.values() if isinstance(value, type)]
     of_torch = translation.scheduler is not None and translation.scheduler.kind.__module__.startswith("torch.")
     lines = ["import torch", ""] if names or of_torch else []

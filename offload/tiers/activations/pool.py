@@ -184,7 +184,7 @@ class ActivationPool:
             raise self._too_little(excess_bytes)
 
     def take_use(self) -> ActivationUse:
-        """What was moved and taken since the last call."""
+        """Bytes that were moved and taken since the last call."""
         use, self.use = self.use, ActivationUse()
         return use
 

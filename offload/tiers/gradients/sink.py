@@ -39,7 +39,7 @@ class GradientSink(Protocol):
         """Add ``scale`` times ``gradient``, which is complete, to what the coming step has. Reads ``gradient`` only."""
 
     def end_part(self, unit: UnitSpec) -> None:
-        """What comes of the unit from now on is of another one of several backwards that are under way."""
+        """Gradients of the unit are from now on those of another one of several backwards that are under way."""
 
     def close(self, unit: UnitSpec) -> None:
         """The unit has all its gradients of this backward."""

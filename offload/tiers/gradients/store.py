@@ -35,7 +35,7 @@ class Gradient:
     own_squares: float = math.nan
     """Of this rank's elements, once ``sum_squares`` is of all ranks'."""
     origin: object = field(default_factory=object, compare=False, repr=False)
-    """What it has in common with what it was before others were added to it. One in its place has another."""
+    """Mark that it shares with what it was before others were added to it. One in its place has another."""
 
     def __post_init__(self) -> None:
         if math.isnan(self.came_with):
@@ -124,7 +124,7 @@ class GradientStore:
         return self._of[unit.index].known
 
     def find(self, unit: UnitSpec, spec: ParameterSpec) -> Gradient | None:
-        """What is known of the parameter's gradient: of the one for the coming step, else of that of the last one."""
+        """Return what is known of the parameter's gradient for the coming step, else of that of the last one."""
         of = self._of[unit.index]
         return of.known.get(spec) or of.used.get(spec)
 

@@ -52,7 +52,7 @@ _KNOW_NO_ADDRESS = (Purpose.COMPUTE, Purpose.SPECULATION)
 
 
 def order_of(units: Sequence[UnitSpec]) -> UseOrder | RoutedOrder:
-    """What is known of the order of uses before the first one."""
+    """Return what is known of the order of uses before the first one."""
     return RoutedOrder(units) if any(unit.experts is not None for unit in units) else UseOrder(len(units))
 
 

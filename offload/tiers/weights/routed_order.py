@@ -63,7 +63,7 @@ class _Layer:
         return True
 
     def reversed_to(self, index: int) -> list[int]:
-        """What a backward uses that begins with this expert, after the present visit."""
+        """Uses of a backward that begins with this expert, after the present visit."""
         forward = list(self.coming)
         return forward[: forward.index(index) + 1][::-1] if index in self.coming else [index]
 

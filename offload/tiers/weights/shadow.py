@@ -22,7 +22,7 @@ class Slot(HostBuffer):
 
 
 class Shadow(Protocol):
-    """What a speculative update does with the weights of its unit."""
+    """Treatment of a unit's weights by its speculative update."""
 
     def hold(self, unit: UnitSpec) -> bool:
         """Keep the weights of a unit in use where they are; False if they are not in use."""
