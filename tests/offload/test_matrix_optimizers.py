@@ -161,7 +161,7 @@ def test_what_a_step_takes_for_itself_is_in_the_budget(tmp_path):
         ({"optimizer_options": {"momentum": 1.0}}, r"momentum must be in \[0, 1\), got 1.0"),
         ({"optimizer_options": {"ns_steps": 100}}, r"ns_steps must be in \[1, 100\), got 100"),
         ({"optimizer_options": {"ns_steps": 0}}, "ns_steps: expected a whole number >= 1, got 0"),
-        ({"optimizer_options": {"adjust_lr_fn": "orginal"}}, "adjust_lr_fn: expected .* did you mean 'original'"),
+        ({"optimizer_options": {"adjust_lr_fn": "originals"}}, "adjust_lr_fn: expected .* did you mean 'original'"),
         ({"optimizer_options": {"dampening": 0.1}}, "optimizer 'muon' has no option 'dampening'; it has: lr, "),
     ],
 )
