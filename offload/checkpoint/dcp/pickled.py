@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict
+from enum import Enum
 from pathlib import Path, PosixPath
 from typing import Any
 
@@ -34,6 +35,14 @@ _CLASSES = {
     filesystem: ("_StorageInfo", "_StoragePrefix"),
 }
 _DTYPES = {*DTYPES, *(str(dtype).removeprefix("torch.") for dtype in (torch.qint8, torch.quint8, torch.qint32))}
+
+
+def _member(kind: Any, name: Any) -> Any:
+    """The member of an enumeration: Python 3.11.0 to 3.11.3 write it as an attribute of its class."""
+    is_enumeration = isinstance(kind, type) and issubclass(kind, Enum)
+    return kind[name] if is_enumeration and name in kind.__members__ else _refuse("builtins.getattr")
+
+
 _KNOWN: dict[tuple[str, str], Any] = {
     **{(module.__name__, name): getattr(module, name) for module, of_it in _CLASSES.items() for name in of_it},
     **{("torch", name): getattr(torch, name) for name in (*_DTYPES, "Size", "strided", "device")},
@@ -43,6 +52,7 @@ _KNOWN: dict[tuple[str, str], Any] = {
     ("pathlib._local", "PosixPath"): PosixPath,
     ("builtins", "set"): set,
     ("builtins", "frozenset"): frozenset,
+    ("builtins", "getattr"): _member,
 }
 
 
