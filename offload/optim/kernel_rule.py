@@ -13,6 +13,7 @@ from offload.errors import ConfigError
 from offload.memory import tensor_at
 from offload.native_optimizers import NATIVE_OPTIMIZERS, Coef, NativeOptimizer
 from offload.optim.formats import Formats
+from offload.optim.loose_states import LooseStates
 from offload.optim.moments import copy_moments, is_in_codes, num_blocks, scale_name
 from offload.optim.rule import Group, SteppingParameter, TileBytes, TilePart
 from offload.units import GRAIN, ParameterSpec, Tile, UnitSpec
@@ -25,7 +26,7 @@ MOMENTS = tuple(DTYPES)
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 
 
-class KernelRule:
+class KernelRule(LooseStates):
     """A native kernel over tiles of any length. See ``Rule``."""
 
     repeatable = True
@@ -49,8 +50,7 @@ class KernelRule:
         self._weight_dtype, self._grad_dtype = map(kernel_dtype, dtypes)
         self._dtype = DTYPES[moments]
         self._torch_dtype = TORCH_DTYPES[moments]
-        self._others: dict[ParameterSpec, dict[str, Any]] = {}
-        """Entries that the user has put beside a parameter's states. They rest in RAM."""
+        super().__init__()
         self._first_value = max((float(group.get("initial_accumulator_value", 0.0)) for group in groups), default=0.0)
         if self._first_value and moments == "int8":
             raise ConfigError("initial_accumulator_value needs moments_dtype fp32 or bf16, not int8")
@@ -167,22 +167,6 @@ class KernelRule:
     def shapes_like(self, spec: ParameterSpec, states: Mapping[str, Any]) -> dict[str, torch.Size]:
         scales = [scale_name(name) for name in self._names if is_in_codes(name, states)]
         return {name: self.shape(spec, name) for name in (*self._names, *scales)}
-
-    def loose_states(self, spec: ParameterSpec, step: int) -> dict[str, Any]:
-        return {"step": torch.tensor(float(step)), **self._others.get(spec, {})}
-
-    def set_loose_states(self, spec: ParameterSpec, states: dict[str, Any]) -> int:
-        self._others[spec] = {name: value for name, value in states.items() if name != "step"}
-        return int(states.get("step", 1))
-
-    def forget_states(self, spec: ParameterSpec) -> None:
-        self._others.pop(spec, None)
-
-    def get_shared(self) -> dict[str, Any]:
-        return {}
-
-    def set_shared(self, shared: Mapping[str, Any]) -> None:
-        pass
 
     def _nbytes(self, numel: int) -> int:
         return numel * self._formats.master + len(self._names) * self._state_bytes(numel)

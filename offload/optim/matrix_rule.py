@@ -14,6 +14,7 @@ from offload import kernels
 from offload.errors import ConfigError
 from offload.optim.formats import Formats
 from offload.optim.kernel_rule import TORCH_DTYPES
+from offload.optim.loose_states import LooseStates
 from offload.optim.matrix_steps import AdamW, Algorithm, Arrays, Lamb, Muon, Step
 from offload.optim.moments import copy_moments, is_in_codes, num_blocks, scale_name
 from offload.optim.rule import Group, SteppingParameter, TileBytes
@@ -67,7 +68,7 @@ class _ParameterStep:
     step: Step
 
 
-class MatrixRule(WholeParameters):
+class MatrixRule(LooseStates, WholeParameters):
     """Steps of whole parameters. See ``Rule``."""
 
     repeatable = True
@@ -86,8 +87,6 @@ class MatrixRule(WholeParameters):
         ``moments`` is ``moments_dtype``."""
         super().__init__(formats)
         self._name, self._algorithms, self._dtypes, self._moments = name, algorithms, dtypes, moments
-        self._others: dict[ParameterSpec, dict[str, Any]] = {}
-        """Entries that the user has put beside a parameter's states. They rest in RAM."""
         sizes = (algorithm.temporary_bytes(spec.shape, moments) for spec, algorithm in algorithms.items())
         self.temporary_bytes = max(sizes, default=0)
 
@@ -134,22 +133,6 @@ class MatrixRule(WholeParameters):
         names = self._state_names(spec)
         scales = {scale_name(name): torch.Size([num_blocks(spec.numel)]) for name in names if is_in_codes(name, states)}
         return {**dict.fromkeys(names, spec.shape), **scales}
-
-    def loose_states(self, spec: ParameterSpec, step: int) -> dict[str, Any]:
-        return {"step": torch.tensor(float(step)), **self._others.get(spec, {})}
-
-    def set_loose_states(self, spec: ParameterSpec, states: dict[str, Any]) -> int:
-        self._others[spec] = {name: value for name, value in states.items() if name != "step"}
-        return int(states.get("step", 1))
-
-    def forget_states(self, spec: ParameterSpec) -> None:
-        self._others.pop(spec, None)
-
-    def get_shared(self) -> dict[str, Any]:
-        return {}
-
-    def set_shared(self, shared: Mapping[str, Any]) -> None:
-        pass
 
     def _state_names(self, spec: ParameterSpec) -> tuple[str, ...]:
         return self._algorithms[spec].states if spec in self._algorithms else ()
