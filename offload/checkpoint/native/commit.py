@@ -41,7 +41,7 @@ class Committer:
         self._working = 2 if speculative else 1
         self.store: DurableStore = opened.store
         self.checkpoints_max = opened.checkpoints_max
-        self._opened = opened
+        self.opened = opened
         self._records = records
         self._extents = extents
         self._access = records.access
@@ -107,7 +107,7 @@ class Committer:
         self.wait()
         if any(self.ranks.all_gather_object("a commit", self.store.prepared is not None)):
             self.store.finish()
-            self._opened.remove_previous()
+            self.opened.remove_previous()
 
     def changing(self, unit: UnitSpec) -> None:
         """The unit's weights, frozen ones included, are about to be changed from outside."""
@@ -131,7 +131,7 @@ class Committer:
         generation = self.store.commit(metadata) if self.ranks.size == 1 else self.store.prepare(metadata)
         self._frozen_done.update(self._records.units)
         if self.ranks.size == 1:
-            self._opened.remove_previous()
+            self.opened.remove_previous()
         _log.debug("committed: generation %d", generation)
         return generation
 
