@@ -35,7 +35,7 @@ from swapper.opening import take_up
 from swapper.publication import NEW
 
 DISK_BYTES = 24 << 20
-NUM_STEPS = 4
+NUM_STEPS = 10
 WIDTH = 64
 
 

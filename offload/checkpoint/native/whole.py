@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from offload.checkpoint.native.logged_updates import LoggedUpdate
 from offload.checkpoint.native.saved_units import SavedParameter, SavedTile, SavedUnit
 from offload.dtypes import BY_PRECISION
 from offload.encoding import DTYPE
@@ -32,6 +33,8 @@ class Described(Protocol):
     def files(self) -> Sequence[Any]: ...
     @property
     def run(self) -> Mapping[str, Any]: ...
+    @property
+    def updates(self) -> Sequence[LoggedUpdate]: ...
 
 
 class Held(Protocol):
@@ -160,6 +163,11 @@ def check_records(description: Described, source: Held) -> None:
         if extent.nbytes != align(nbytes):
             raise Refused(f"extent {index} has {extent.nbytes} bytes, and the record {nbytes}")
 
+    tiles = {unit.name: unit.tiles for unit in description.units}
+    for number, update in enumerate(description.updates):
+        with within("updates"), within(number):
+            for index, tile in zip(update.gradients, tiles[update.unit], strict=True):
+                check(index, (tile.stop - tile.start) * gradient_width)
     for unit in description.units:
         with within(unit.name):
             parts = [numel for numel in (unit.trainable_numel, unit.stored_numel - unit.trainable_numel) if numel]
