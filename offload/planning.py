@@ -330,7 +330,8 @@ def store_bytes(plan: Plan, config: OffloadConfig, *, speculative: bool) -> int:
     needed = sum(plan.nvme_bytes.values()) + plan.spare_copy_bytes
     if config.durable:
         needed += 2 * (plan.resident_bytes["weights"] + plan.resident_bytes["states"])
-        needed += (plan.spare_copy_bytes if speculative else 0) + log_bytes(plan)
+        num_places = 2 if len(config.paths) > 1 else 1  # several paths take the room of all places at once
+        needed += (plan.spare_copy_bytes if speculative else 0) + log_bytes(plan) * num_places
     return needed
 
 

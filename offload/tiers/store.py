@@ -30,7 +30,7 @@ from aio_ext.queue import DEPTH
 from offload.config import OffloadConfig
 from offload.errors import warn
 from offload.plan.plan import Plan, Tier, UnitPlan
-from offload.plan.update_log import LOGGED_STEPS, gradient_bytes
+from offload.plan.update_log import LOGGED_STEPS, part_bytes
 from offload.ranks.machine import queue_share
 from offload.ranks.ranks import Ranks
 from offload.tiers.home import UnitHomes
@@ -62,7 +62,7 @@ _RUN = re.compile(r"run-([0-9]{1,9})\.store")
 class RecordExtents:
     """Extents where a commit finds or puts the records of one unit: its weights (what is trained, then what is frozen),
     its tiles, and gradients that were accumulated for the next step. ``log`` has, for each update that can be logged
-    before they are written again, the extents of each tile's gradients."""
+    before they are written again, the extents of its gradients in parts."""
 
     weights: tuple[Extent, ...]
     tiles: tuple[Extent, ...]
@@ -322,7 +322,8 @@ def extents_of_records(plan: Plan, homes: Sequence[UnitHomes], store: EngineStor
             stored = tile.states.stored
             tiles.append(next(stored.extents) if stored is not None else next(more))
         gradients = next(more) if unit.trainable_numel and plan.formats.grads else None
-        log = tuple(tuple(next(more) for _ in item.tiles) for _ in range(LOGGED_STEPS if item.is_logged else 0))
+        num_logged = LOGGED_STEPS if item.is_logged else 0
+        log = tuple(tuple(next(more) for _ in part_bytes(item, plan.formats)) for _ in range(num_logged))
         found.append(RecordExtents(own, tuple(tiles), gradients, log))
     return found
 
@@ -357,7 +358,7 @@ def _committed(item: UnitPlan, plan: Plan, *, durable: bool) -> Iterator[_Kind]:
     if unit.trainable_numel and formats.grads:
         yield _Kind(unit.trainable_numel * formats.grads, 1, 0)
     for _ in range(LOGGED_STEPS if item.is_logged else 0):
-        yield from (_Kind(nbytes, 1, 1) for nbytes in gradient_bytes(item, formats))
+        yield from (_Kind(nbytes, 1, 1) for nbytes in part_bytes(item, formats))
 
 
 def open_files(config: OffloadConfig, plan: Plan, sharers: int) -> InPlaceFiles | None:

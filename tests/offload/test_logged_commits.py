@@ -11,7 +11,9 @@ from runs import bits, least, make_model, train
 
 from offload import OffloadEngine
 from offload.checkpoint.native.description import Description
-from swapper import generation_metadata
+from offload.plan.update_log import LOGGED_STEPS, log_bytes
+from offload.planning import store_bytes
+from swapper import StorageFull, generation_metadata
 
 LAST = 12
 
@@ -99,3 +101,20 @@ def test_a_checkpoint_and_its_store_need_no_log(tmp_path: Path) -> None:
         assert bits(engine.module).equal(final)
     (saved,) = (tmp_path / "saved").glob("step*")
     assert not Description.decode(generation_metadata(saved), "the checkpoint").updates
+
+
+def test_a_log_takes_room_that_is_there_or_there_is_none(tmp_path: Path) -> None:
+    def make(**options: object) -> OffloadEngine:
+        return OffloadEngine(make_model(), lr=1e-3, nvme_path=tmp_path, **options)
+
+    with make(durable=1) as engine:
+        plan, log = engine.plan, log_bytes(engine.plan)
+        needed = store_bytes(plan, engine.config, speculative=False)
+        assert log == LOGGED_STEPS * plan.resident_bytes["grads"] and all(item.is_logged for item in plan.units)
+    with make(durable=1, nvme_capacity=needed - 1) as engine:
+        assert not log_bytes(engine.plan)
+    with pytest.raises(StorageFull):
+        make(durable=1, nvme_capacity=needed - log - 1)
+    for options in ({"durable": 2}, {"durable": 1, "optimizer": "sgd"}, {"durable": 1, "optimizer": "muon"}):
+        with make(**options) as engine:  # not every step; gradients are as large as what they change; another rule
+            assert not log_bytes(engine.plan)

@@ -21,7 +21,7 @@ from offload.native_optimizers import NATIVE_OPTIMIZERS
 from offload.optim.formats import MASTER_BYTES, Formats
 from offload.optim.kernel_rule import KernelRule
 from offload.optim.rule import TileBytes
-from offload.plan.update_log import LOGGED_STEPS
+from offload.plan.update_log import LOGGED_STEPS, in_parts
 from offload.tiers.gradients.last_step import LastGradients
 from offload.tiers.home import HostHome, TileHomes, UnitHomes
 from offload.tiers.store import RecordExtents
@@ -136,8 +136,8 @@ def test_a_unit_that_takes_no_step_keeps_its_log() -> None:
 
 def test_coefficients_that_are_no_plain_numbers_are_not_logged() -> None:
     odd = ADAM.coefficients({**ADAM.defaults, "weight_decay": torch.tensor(0.1)})
-    assert logged("u", [0], [Segment(0, GRAIN, odd)]) is None
-    assert logged("u", [0], [Segment(0, GRAIN, ADAM.coefficients(ADAM.defaults))]) is not None
+    assert logged("u", 1, [0], [Segment(0, GRAIN, odd)]) is None
+    assert logged("u", 1, [0], [Segment(0, GRAIN, ADAM.coefficients(ADAM.defaults))]) is not None
 
 
 def test_who_would_replace_gradients_that_a_commit_reads_waits() -> None:
@@ -215,8 +215,9 @@ def test_records_are_read_as_they_are_after_all_logged_updates(
             Segment(start, stop, ADAM.coefficients({**ADAM.defaults, "lr": lr}, step, 0.37))
             for start, stop, lr in ((0, 2 * GRAIN, 1e-2), (2 * GRAIN + 256, numel - 100, 1e-3))
         )
-        extents = [source.add(grads[tile.start : tile.stop]) for tile in tiles]
-        one = logged("unit0", extents, segments)
+        num_tiles = 1 if step < num_steps else 2  # in parts of one and of several tiles
+        parts = [(part[0].start, part[-1].stop) for part in in_parts(tiles, num_tiles)]
+        one = logged("unit0", num_tiles, [source.add(grads[start:stop]) for start, stop in parts], segments)
         assert one is not None
         updates.append(one)
         for tile, of_tile in zip(tiles, states, strict=True):
@@ -243,7 +244,7 @@ def test_records_are_read_as_they_are_after_all_logged_updates(
 def test_a_log_that_cannot_be_is_refused() -> None:
     of_unit = SavedUnit("u", GRAIN, GRAIN, (), (0,), (SavedTile(0, GRAIN, 8, 1),), None)
     optimizer = {"optimizer": "adamw", "states": ["exp_avg", "exp_avg_sq"], "moments": "fp32"}
-    good = logged("u", [2], [Segment(0, GRAIN, ADAM.coefficients(ADAM.defaults))])
+    good = logged("u", 1, [2], [Segment(0, GRAIN, ADAM.coefficients(ADAM.defaults))])
     assert good is not None
     check_logged([good], [of_unit], optimizer)
     (coefficients,) = good.coefficients
@@ -253,6 +254,7 @@ def test_a_log_that_cannot_be_is_refused() -> None:
         "an optimizer without a kernel": (good, {**optimizer, "optimizer": "Adamax"}),
         "no optimizer": (good, None),
         "a tile without gradients": (replace(good, gradients=()), optimizer),
+        "gradients without a tile": (replace(good, gradients=(2, 3)), optimizer),
         "elements beyond the unit": (replace(good, segments=((0, GRAIN + 256, 0),)), optimizer),
         "elements twice": (replace(good, segments=((0, 512, 0), (256, GRAIN, 0))), optimizer),
         "elements in the middle of a block": (replace(good, segments=((8, GRAIN, 0),)), optimizer),

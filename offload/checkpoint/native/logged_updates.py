@@ -12,6 +12,7 @@ from typing import Any
 from offload.checkpoint.native.saved_units import SavedUnit
 from offload.encoding import Json, as_json
 from offload.native_optimizers import NATIVE_OPTIMIZERS, Coef
+from offload.plan.update_log import in_parts
 from offload.units import ALIGNMENT
 from offload.update.step import Segment
 from swapper.checked import TEXT, Int, Kind, ListOf, MapOf, Real, Record, Refused, Tuple, within
@@ -19,10 +20,11 @@ from swapper.checked import TEXT, Int, Kind, ListOf, MapOf, Real, Record, Refuse
 
 @dataclass(frozen=True)
 class LoggedUpdate:
-    """The update of one unit in one step. ``gradients`` are the extents, by number, of each tile's. ``coefficients``
-    are the fields of a ``Coef``; ``segments`` say which elements take a step with which of them."""
+    """The update of one unit in one step. ``gradients`` are extents, by number, each with those of ``num_tiles`` tiles.
+    ``coefficients`` are the fields of a ``Coef``; ``segments`` say which elements take a step with which of them."""
 
     unit: str
+    num_tiles: int
     gradients: tuple[int, ...]
     coefficients: tuple[dict[str, float], ...]
     segments: tuple[tuple[int, int, int], ...]
@@ -44,7 +46,7 @@ class LoggedUpdate:
             yield Segment(start, stop, frozen[index])
 
 
-def logged(unit: str, gradients: Sequence[int], segments: Sequence[Segment]) -> LoggedUpdate | None:
+def logged(unit: str, num_tiles: int, gradients: Sequence[int], segments: Sequence[Segment]) -> LoggedUpdate | None:
     """An update with these segments; None if its coefficients are not plain numbers, from which the same would
     follow."""
     frozen: dict[Any, int] = {}
@@ -54,7 +56,7 @@ def logged(unit: str, gradients: Sequence[int], segments: Sequence[Segment]) -> 
     if not all(map(_is_plain, (value for given in coefficients for value in given.values()))):
         return None
     indexed = tuple((segment.start, segment.stop, frozen[segment.frozen]) for segment in segments)
-    return LoggedUpdate(unit, tuple(gradients), coefficients, indexed)
+    return LoggedUpdate(unit, num_tiles, tuple(gradients), coefficients, indexed)
 
 
 def logged_as_json(updates: Sequence[LoggedUpdate]) -> Json:
@@ -71,7 +73,7 @@ def check_logged(updates: Sequence[LoggedUpdate], units: Sequence[SavedUnit], op
             unit = by_name.get(update.unit)
             if unit is None or optimizer is None or optimizer["optimizer"] not in NATIVE_OPTIMIZERS:
                 raise Refused("there is nothing that it could be an update of", "unit")
-            if len(update.gradients) != len(unit.tiles):
+            if len(update.gradients) != len(in_parts(unit.tiles, update.num_tiles)):
                 raise Refused(f"there are {len(update.gradients)}, and {len(unit.tiles)} tiles", "gradients")
             _check_segments(update, unit.trainable_numel)
             try:
@@ -114,6 +116,7 @@ LOGGED_UPDATES = ListOf(
         LoggedUpdate,
         {
             "unit": TEXT,
+            "num_tiles": Int(1),
             "gradients": ListOf(_EXTENT),
             "coefficients": ListOf(MapOf(_Number())),
             "segments": ListOf(Tuple(Int(), Int(), Int())),

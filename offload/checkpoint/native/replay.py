@@ -3,21 +3,22 @@
 [Note: How a log is replayed] An update changes each tile by itself: its states, the weights of its elements. So a tile
 is read as it was when it was last written, with the gradients of all its logged updates, and the kernel runs over it as
 it did in the run, once for each of them. The kernels give the same bits on every machine. The weights of a unit are one
-record: all of its tiles are replayed when they are read. Memory: the weights of one unit, and a tile with all of its
-gradients.
+record: all of its tiles are replayed when they are read. Memory: the weights of one unit, a tile, and one part of the
+gradients of each update (8 MiB).
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import aio_ext
 from offload.checkpoint.native.description import Description
 from offload.checkpoint.native.logged_updates import LoggedUpdate
 from offload.checkpoint.native.saved_layout import Source, saved_kernel_rule, saved_unit
-from offload.checkpoint.native.saved_units import SavedTile, SavedUnit
+from offload.checkpoint.native.saved_units import SavedUnit
 from offload.dtypes import BY_PRECISION
 from offload.optim.formats import MASTER_BYTES, Formats
 from offload.optim.rule import TileBytes
@@ -60,10 +61,7 @@ class Replayed:
         """By extent: unit and number of each tile with updates."""
         self._units: dict[int, _Logged] = {}
         """By the extent of the trained weights."""
-        self._memory = aio_ext.Memory(1)
-        self._weights = aio_ext.Memory(1)
-        self._weights_of: int | None = None
-        """The extent whose bytes ``_weights`` has, as they were written last."""
+        self._weights, self._gradients, self._states, self._slice = _Room(), _Room(), _Room(), _Room()
         of_unit: dict[str, list[LoggedUpdate]] = {}
         for update in description.updates:
             of_unit.setdefault(update.unit, []).append(update)
@@ -108,55 +106,60 @@ class Replayed:
     def _replay_beside(self, logged: _Logged, number: int, weights: int) -> None:
         """Bring the weights of a tile's elements, in the record at this address, to what they are after all updates."""
         tile = logged.saved.tiles[number]
-        states = self._source.extents[tile.extent]
-        with waiting() as tickets:
-            first, gradients = self._room_for(logged, number, states.nbytes)
-            tickets.append(self._source.read(states, first, states.nbytes))
-            tickets += self._read_gradients(logged, number, gradients)
-        self._apply(logged, tile, TileBytes(first, weights + tile.start * self._formats.weights, 0), gradients)
+        extent = self._source.extents[tile.extent]
+        states = self._states.room_for(extent.nbytes)
+        self._source.read(extent, states, extent.nbytes).wait()
+        self._apply(logged, number, states, weights + tile.start * self._formats.weights)
 
     def _replay_tile(self, logged: _Logged, number: int, states: int) -> None:
         """Bring the states of a tile, at this address, to what they are after all updates."""
         tile, width = logged.saved.tiles[number], self._formats.weights
-        base = self._base_weights(logged)
-        with waiting() as tickets:
-            nbytes = (tile.stop - tile.start) * width
-            weights, gradients = self._room_for(logged, number, self._source.extents[tile.extent].nbytes)
-            tickets += self._read_gradients(logged, number, gradients)
-            ctypes.memmove(weights, base + tile.start * width, nbytes)
-        self._apply(logged, tile, TileBytes(states, weights, 0), gradients)
+        nbytes = (tile.stop - tile.start) * width
+        weights = self._slice.room_for(nbytes)
+        ctypes.memmove(weights, self._base_weights(logged) + tile.start * width, nbytes)
+        self._apply(logged, number, states, weights)
 
     def _base_weights(self, logged: _Logged) -> int:
         """The address of the unit's weights as they were written last."""
-        extent = self._source.extents[logged.weights]
-        if self._weights_of != extent.index:
-            self._weights_of = None
-            if self._weights.nbytes < extent.nbytes:
-                self._weights.close()
-                self._weights = aio_ext.Memory(extent.nbytes)
-            self._source.read(extent, self._weights.address, extent.nbytes).wait()
-            self._weights_of = extent.index
-        return self._weights.address
+        return self._weights.brought(self._source, [self._source.extents[logged.weights]])[0]
 
-    def _room_for(self, logged: _Logged, number: int, first_bytes: int) -> tuple[int, list[int]]:
-        """The addresses of memory for so many bytes, and for the gradients of each update of a tile."""
-        sizes = [first_bytes, *(extent.nbytes for extent in self._gradients(logged, number))]
-        if self._memory.nbytes < sum(sizes):
+    def _apply(self, logged: _Logged, number: int, states: int, weights: int) -> None:
+        """Run the kernel over a tile, once for each update."""
+        tiles = logged.saved.tiles
+        tile = self._rule.tile_between(logged.unit, tiles[number].start, tiles[number].stop)
+        parts = [update.gradients[number // update.num_tiles] for update, _ in logged.updates]
+        addresses = self._gradients.brought(self._source, [self._source.extents[index] for index in parts])
+        for (logged_update, update), address in zip(logged.updates, addresses, strict=True):
+            first = tiles[number - number % logged_update.num_tiles]
+            grads = address + (tile.start - first.start) * self._formats.grads
+            apply(self._rule, self._formats, update, tile, TileBytes(states, weights, grads))
+
+
+class _Room:
+    """Memory that is as large as what was asked for at most."""
+
+    def __init__(self) -> None:
+        self._memory = aio_ext.Memory(1)
+        self._holds: list[int] = []
+        """The extents that ``brought`` has left there."""
+        self._addresses: list[int] = []
+
+    def room_for(self, nbytes: int) -> int:
+        """The address of so many bytes, which may be written to."""
+        self._holds = []
+        if self._memory.nbytes < nbytes:
             self._memory.close()
-            self._memory = aio_ext.Memory(sum(sizes))
-        addresses = [self._memory.address]
-        for nbytes in sizes[:-1]:
-            addresses.append(addresses[-1] + nbytes)
-        return addresses[0], addresses[1:]
+            self._memory = aio_ext.Memory(nbytes)
+        return self._memory.address
 
-    def _gradients(self, logged: _Logged, number: int) -> Iterator[Extent]:
-        return (self._source.extents[update.gradients[number]] for update, _ in logged.updates)
-
-    def _read_gradients(self, logged: _Logged, number: int, addresses: Sequence[int]) -> Iterator[Ticket]:
-        for extent, address in zip(self._gradients(logged, number), addresses, strict=True):
-            yield self._source.read(extent, address, extent.nbytes)
-
-    def _apply(self, logged: _Logged, tile: SavedTile, at: TileBytes, gradients: Sequence[int]) -> None:
-        own = self._rule.tile_between(logged.unit, tile.start, tile.stop)
-        for (_, update), grads in zip(logged.updates, gradients, strict=True):
-            apply(self._rule, self._formats, update, own, at._replace(grads=grads))
+    def brought(self, source: Source, extents: Sequence[Extent]) -> list[int]:
+        """The addresses of what these extents hold, to be read. What was brought last is not read again."""
+        numbers = [extent.index for extent in extents]
+        if self._holds != numbers:
+            first = self.room_for(sum(extent.nbytes for extent in extents))
+            self._addresses = list(accumulate((extent.nbytes for extent in extents[:-1]), initial=first))
+            with waiting() as tickets:
+                for extent, address in zip(extents, self._addresses, strict=True):
+                    tickets.append(source.read(extent, address, extent.nbytes))
+            self._holds = numbers
+        return self._addresses

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 from offload.checkpoint.native.logged_updates import LoggedUpdate, logged
-from offload.plan.update_log import LOGGED_STEPS
+from offload.plan.update_log import LOGGED_STEPS, in_parts, tiles_a_part
 from offload.tiers.gradients.last_step import LastGradients
 from offload.tiers.home import UnitHomes
 from offload.tiers.store import RecordExtents
@@ -123,12 +123,13 @@ class UpdateLog:
         address = homes.grads_address
         if address is None or len(chain) == len(slots) or not self.gradients.are_there(update.unit):
             return ()
-        slot = slots[len(chain)]
-        one = logged(update.unit.name, [extent.index for extent in slot], update.segments)
+        slot, tiles = slots[len(chain)], [tile.tile for tile in homes.tiles]
+        num_tiles = tiles_a_part(tiles, self._width)
+        one = logged(update.unit.name, num_tiles, [extent.index for extent in slot], update.segments)
         if one is None:
             return ()
-        for extent, tile in zip(slot, homes.tiles, strict=True):
-            gradients.append((extent, address + tile.tile.start * self._width))
+        for extent, part in zip(slot, in_parts(tiles, num_tiles), strict=True):
+            gradients.append((extent, address + part[0].start * self._width))
         return (*chain, one)
 
 

@@ -15,6 +15,7 @@ from offload.checkpoint.native.saved_units import SavedParameter, SavedTile, Sav
 from offload.dtypes import BY_PRECISION
 from offload.encoding import DTYPE
 from offload.optim.formats import MASTER_BYTES
+from offload.plan.update_log import in_parts
 from offload.units import ALIGNMENT, GRAIN
 from swapper import Extent, align
 from swapper.checked import Refused, within
@@ -166,8 +167,8 @@ def check_records(description: Described, source: Held) -> None:
     tiles = {unit.name: unit.tiles for unit in description.units}
     for number, update in enumerate(description.updates):
         with within("updates"), within(number):
-            for index, tile in zip(update.gradients, tiles[update.unit], strict=True):
-                check(index, (tile.stop - tile.start) * gradient_width)
+            for index, part in zip(update.gradients, in_parts(tiles[update.unit], update.num_tiles), strict=True):
+                check(index, (part[-1].stop - part[0].start) * gradient_width)
     for unit in description.units:
         with within(unit.name):
             parts = [numel for numel in (unit.trainable_numel, unit.stored_numel - unit.trainable_numel) if numel]
