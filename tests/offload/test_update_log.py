@@ -260,6 +260,9 @@ def test_a_log_that_cannot_be_is_refused() -> None:
         "elements in the middle of a block": (replace(good, segments=((8, GRAIN, 0),)), optimizer),
         "coefficients that are not there": (replace(good, segments=((0, GRAIN, 1),)), optimizer),
         "a coefficient of another optimizer": (replace(good, coefficients=(momentum,)), optimizer),
+        "a number of another type": (replace(good, coefficients=({**coefficients, "amsgrad": 0.0},)), optimizer),
+        "half a step": (replace(good, coefficients=({**coefficients, "step": 1.5},)), optimizer),
+        "no number that follows": (replace(good, coefficients=({**coefficients, "lr": 1e300},)), optimizer),
         "no step": (replace(good, coefficients=({**coefficients, "step": 0},)), optimizer),
         "a state without room": (replace(good, coefficients=(amsgrad,)), optimizer),
     }

@@ -4,7 +4,7 @@ their gradients."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -38,22 +38,23 @@ class LoggedUpdate:
         """The segments as ``Rule.apply`` takes them. Raises ``ValueError`` and ``TypeError`` for coefficients that the
         optimizer of this name cannot have."""
         kind = NATIVE_OPTIMIZERS[optimizer].kind
-        names = {field.name for field in fields(kind)}
-        if any(given.keys() != names for given in self.coefficients):
-            raise ValueError(f"each step has {', '.join(sorted(names))}, and nothing else")
-        frozen = [kind(**given) for given in self.coefficients]  # type: ignore[arg-type]  # JSON has one kind of number
+        if not all(_are_of(kind, given) for given in self.coefficients):
+            raise ValueError(f"each step has {', '.join(field.name for field in fields(kind))}, and nothing else")
+        frozen = [kind(**given) for given in self.coefficients]  # type: ignore[arg-type]
+        for of in frozen:
+            if not all(map(math.isfinite, of.constants)):
+                raise ValueError("what follows from a step is no number")
         for start, stop, index in self.segments:
             yield Segment(start, stop, frozen[index])
 
 
 def logged(unit: str, num_tiles: int, gradients: Sequence[int], segments: Sequence[Segment]) -> LoggedUpdate | None:
-    """An update with these segments; None if its coefficients are not plain numbers, from which the same would
-    follow."""
+    """An update with these segments; None if its coefficients are other numbers than a description can have."""
     frozen: dict[Any, int] = {}
     for segment in segments:
         frozen.setdefault(segment.frozen, len(frozen))
-    coefficients = tuple(asdict(coefficients) for coefficients in frozen)
-    if not all(map(_is_plain, (value for given in coefficients for value in given.values()))):
+    coefficients = tuple(asdict(of) for of in frozen)
+    if not all(_are_of(type(of), given) for of, given in zip(frozen, coefficients, strict=True)):
         return None
     indexed = tuple((segment.start, segment.stop, frozen[segment.frozen]) for segment in segments)
     return LoggedUpdate(unit, num_tiles, tuple(gradients), coefficients, indexed)
@@ -80,8 +81,8 @@ def check_logged(updates: Sequence[LoggedUpdate], units: Sequence[SavedUnit], op
                 steps = list(update.steps(optimizer["optimizer"]))
             except (ValueError, TypeError, ArithmeticError) as error:
                 raise Refused(str(error), "coefficients") from None
-            states = optimizer.get("states", ())
-            if any(not set(step.frozen.states) <= set(states) for step in steps if isinstance(step.frozen, Coef)):
+            states = set(optimizer.get("states", ()))
+            if any(not set(step.frozen.states) <= states for step in steps if isinstance(step.frozen, Coef)):
                 raise Refused(f"the optimizer has the states {', '.join(states)} alone", "coefficients")
 
 
@@ -95,19 +96,25 @@ def _check_segments(update: LoggedUpdate, numel: int) -> None:
         end = stop
 
 
-def _is_plain(value: object) -> bool:
-    return type(value) is bool or (type(value) in (int, float) and math.isfinite(value) and abs(value) < 1 << 53)  # type: ignore[arg-type]
+def _are_of(kind: type[Coef], given: Mapping[str, object]) -> bool:
+    """The numbers are those of a step of this kind, each of its type."""
+    types = {field.name: _TYPES[field.type] for field in fields(kind)}
+    return given.keys() == types.keys() and all(
+        type(value) in types[name] and abs(value) < _MOST  # type: ignore[arg-type]
+        for name, value in given.items()
+    )
+
+
+_TYPES: Mapping[Any, tuple[type, ...]] = {"float": (float, int), "int": (int,), "bool": (bool,)}
+_MOST = 1e30
 
 
 class _Number(Kind[float]):
     """A finite number, or a truth, as it is."""
 
     def take(self, value: Any) -> float:
-        if type(value) is not bool and type(value) is not int:
-            return Real(finite=True).take(value)
-        if not _is_plain(value):
-            raise Refused("it is too large")
-        return value
+        Real(finite=True).take(float(value) if type(value) is bool else value)
+        return value  # type: ignore[no-any-return]
 
 
 _EXTENT = Int(0, 1 << 32)

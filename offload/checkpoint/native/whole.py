@@ -180,8 +180,10 @@ def check_records(description: Described, source: Held) -> None:
             for index, tile in enumerate(unit.tiles):
                 with within("tiles"), within(index):
                     check(tile.extent, tile.nbytes)
-            if any(parameter.name in accumulated for parameter in unit.parameters):
-                with within("gradients"):
+            with within("gradients"):
+                if unit.gradients is not None and unit.gradients >= len(extents):
+                    raise Refused(f"{unit.gradients} is none of the {len(extents)} extents that are there")
+                if any(parameter.name in accumulated for parameter in unit.parameters):
                     if unit.gradients is None or any(p.name in accumulated for p in unit.parameters if not p.trainable):
                         raise Refused("they are in no extent")
                     check(unit.gradients, unit.trainable_numel * gradient_width)
