@@ -377,6 +377,7 @@ class _Assembler:
             tiers.host,
             access.own_gradients,
             access,
+            tiers.last_gradients,
             speculative=self.run.plan.speculative,
         )
         generations = checkpoints.generations

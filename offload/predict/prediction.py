@@ -310,7 +310,7 @@ class _Bundles:
 
     def __init__(self, rule: Rule, size: int) -> None:
         self.repeatable, self.device_unsupported_reason = rule.repeatable, rule.device_unsupported_reason
-        self.temporary_bytes = rule.temporary_bytes
+        self.temporary_bytes, self.replayable = rule.temporary_bytes, rule.replayable
         self._rule, self._size = rule, size
 
     def tiles_of(self, unit: UnitSpec, tile_bytes: int) -> tuple[Tile, ...]:

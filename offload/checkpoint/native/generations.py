@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,9 +12,11 @@ from offload.checkpoint.native.commit import Committer
 from offload.checkpoint.native.description import Description
 from offload.checkpoint.native.folder import SavingDirectory
 from offload.checkpoint.native.linked import LinkedCheckpoints
+from offload.checkpoint.native.logged_updates import LoggedUpdate
 from offload.config import OffloadConfig
 from offload.ranks.ranks import Ranks, program_error
 from offload.units import UnitSpec
+from offload.update.step import UnitUpdate
 from swapper import StorageFull
 
 _HOW = "how a checkpoint is saved"
@@ -23,8 +25,11 @@ _HOW = "how a checkpoint is saved"
 class NoGenerations:
     """The store cannot hold any, or is there no more: steps are not committed, and checkpoints are copied."""
 
-    def commit(self, describe: Callable[[], bytes]) -> None:
-        """Commit what the last step has left, behind the training."""
+    def step_taken(self, step: Sequence[UnitUpdate]) -> None:
+        """These updates are certain."""
+
+    def commit(self, describe: Callable[[Sequence[LoggedUpdate]], bytes]) -> None:
+        """Commit what the last step has left, behind the training. ``describe`` is given the logged updates."""
 
     def wait(self) -> None:
         """Return when no commit is under way, and the last one counts."""
@@ -59,8 +64,11 @@ class Generations(NoGenerations):
         self.background = BackgroundCopy(committer.store, committer.failure)
         self._config = config
 
-    def commit(self, describe: Callable[[], bytes]) -> None:
-        self.committer.begin_commit(describe())
+    def step_taken(self, step: Sequence[UnitUpdate]) -> None:
+        self.committer.log.step_taken(step)
+
+    def commit(self, describe: Callable[[Sequence[LoggedUpdate]], bytes]) -> None:
+        self.committer.begin_commit(describe)
 
     def wait(self) -> None:
         self.committer.wait()
