@@ -15,6 +15,7 @@ from offload.ranks.ranks import Ranks
 from offload.report.meter import Meter
 from offload.report.report import Bandwidths
 from offload.tiers import bandwidth
+from offload.tiers.gradients.last_step import LastGradients
 from offload.tiers.gradients.make import make_unit_gradients
 from offload.tiers.gradients.norms import AddUp, DistributedParts, RankSquares, add_up_shards
 from offload.tiers.gradients.spill import BufferPool
@@ -50,6 +51,7 @@ class Tiers:
     tile_buffers: Sequence[Lease]
     host: HostLevel
     gradients: GradientStore
+    last_gradients: LastGradients
     computing: Computing
     """The chains between the tiers and compute."""
 
@@ -87,13 +89,12 @@ def make_tiers(
     pool = BufferPool(grad_buffers, host.fence, failure, host_meter)
     closers.callback(pool.drain)
     squares = variant.make_squares(units)
-    gradients = _gradients(
-        run,
-        ranks,
-        failure,
-        [make_unit_gradients(unit, homes[unit.index], pool, config.gradient_dtype, squares, host_meter)
-         for unit in units],
-    )  # fmt: skip
+    last_gradients = LastGradients(failure)
+    by_unit = [
+        make_unit_gradients(unit, homes[unit.index], pool, config.gradient_dtype, squares, host_meter, last_gradients)
+        for unit in units
+    ]
+    gradients = _gradients(run, ranks, failure, by_unit)
     base = Base(run, ranks, arena, homes, slots, host, gradients, holds_gradients, failure, meter, closers)
     return Tiers(
         arena=arena,
@@ -108,6 +109,7 @@ def make_tiers(
         tile_buffers=tile_buffers,
         host=host,
         gradients=gradients,
+        last_gradients=last_gradients,
         computing=variant.connect(base, parameters, squares),
     )
 
