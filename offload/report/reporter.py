@@ -106,13 +106,7 @@ class Reporter:
         self.working_seconds = seconds
         if compute_seconds is None:
             compute_seconds = self.working_seconds = max(seconds - spent.stalled_seconds, 0.0)
-        bounds = {
-            "schedule": schedule_seconds,
-            "compute": compute_seconds,
-            "nvme": self._nvme_seconds(spent),
-            "to_device": spent.to_device_bytes / self.link.to_device,
-            "to_host": spent.to_host_bytes / self.link.to_host,
-        }
+        bounds = {"schedule": schedule_seconds, "compute": compute_seconds, **self._transfers(spent)}
         bound_by = max(bounds, key=lambda name: bounds[name])
         self.last = Report(
             step=step,
@@ -157,6 +151,14 @@ class Reporter:
             return 0.0
         computing = (phase.seconds - phase.stalled_seconds for phase in phases)
         return sum(map(max, computing, busy))
+
+    def _transfers(self, spent: _Moment) -> dict[str, float]:
+        """Seconds that each way of bytes takes alone, by the name of the bound that it is."""
+        return {
+            "nvme": self._nvme_seconds(spent),
+            "to_device": spent.to_device_bytes / self.link.to_device,
+            "to_host": spent.to_host_bytes / self.link.to_host,
+        }
 
     def _nvme_seconds(self, phase: _Moment) -> float:
         return 0.0 if self.bandwidths is None else self.bandwidths.seconds(phase.read_bytes, phase.write_bytes)
