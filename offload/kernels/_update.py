@@ -121,21 +121,22 @@ def update(
     master, weight_format = _check_weight(numel, weight, weight_dtype, rest, master)
     if moments_dtype is Dtype.F16:
         raise ValueError("states are F32, BF16 or INT8: the range of F16 is too small for squares of gradients")
-    addresses = [states.pop(name, 0) for name in coef.states]
-    scales = [states.pop(f"{name}_scale", 0) for name in coef.states]
-    if states:
-        raise ValueError(f"{coef.kernel} has no states {', '.join(states)}: it has {', '.join(coef.states) or 'none'}")
-    for name, address, scale in zip(coef.states, addresses, scales, strict=True):
+    names = coef.states
+    addresses, scales = [0, 0, 0], [0, 0, 0]
+    for index, name in enumerate(names):
+        addresses[index] = address = states.pop(name, 0)
+        scales[index] = scale = states.pop(f"{name}_scale", 0)
         check_address(name, address, moments_dtype.itemsize, numel)
         if moments_dtype is Dtype.INT8:
             check_address(f"{name}_scale", scale, 4, numel)
-    unused = [0] * (3 - len(addresses))
+    if states:
+        raise ValueError(f"{coef.kernel} has no states {', '.join(states)}: it has {', '.join(names) or 'none'}")
     seed = coef.step * 0x9E3779B1 % 2**32
     kernel = native(coef.kernel)
     kernel(
         Sweep(
-            coef.constants, numel, grad, grad_dtype, weight, rest, master, weight_format, addresses + unused,
-            scales + unused, moments_dtype, seed,
+            coef.constants, numel, grad, grad_dtype, weight, rest, master, weight_format, addresses, scales,
+            moments_dtype, seed,
         )
     )  # fmt: skip
 

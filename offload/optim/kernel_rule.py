@@ -113,8 +113,9 @@ class KernelRule(LooseStates):
         into = start - tile.start
         arrays: dict[str, int] = {}
         assert isinstance(frozen, Coef)
+        first, each = at.states + tile.numel * self._formats.master, self._state_bytes(tile.numel)
         for name in frozen.states:
-            state = at.states + self._offset(tile, name)
+            state = first + self._names.index(name) * each
             arrays[name] = state + into * self._dtype.itemsize
             if self._dtype is kernels.Dtype.INT8:
                 scales = state + tile.numel * self._dtype.itemsize

@@ -63,7 +63,7 @@ class Task(Protocol):
         """All tiles are updated, or passed over: the weights go to their home, and waiting uses may go on."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _TaskState:
     task: Task
     num_left: int
@@ -74,7 +74,7 @@ class _TaskState:
     """The tiles are passed over."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _TileJob:
     """One tile on its way. ``buffer`` is None where states and gradients are used in place."""
 

@@ -22,7 +22,7 @@ class Segment(NamedTuple):
     frozen: Hashable
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class UnitUpdate:
     """Step of one unit."""
 
