@@ -55,6 +55,10 @@ class Sweep(NamedTuple):
     state_dtype: int
     seed: int
     """Of the random rounding of codes."""
+    weight_shift: int = 0
+    """Bytes from where a new weight goes to where the old one stands. On the CPU alone."""
+    states_shift: int = 0
+    """The same of all else that is written."""
 
 
 Kernel = Callable[[Sweep], None]
@@ -106,12 +110,16 @@ def update(
     master: int = 0,
     moments_dtype: Dtype = Dtype.F32,
     native: Native = on_host,
+    weight_shift: int = 0,
+    states_shift: int = 0,
     **states: int,
 ) -> None:
-    """Advance ``numel`` weights by one step of the optimizer that ``coef`` is of, in place, in one pass.
+    """Advance ``numel`` weights by one step of the optimizer that ``coef`` is of, in one pass.
 
     Shapes:  every array has ``numel`` elements; for the formats see the top of this file. ``states`` are the
              addresses of ``coef.states`` by name, and of their scales as ``<name>_scale``.
+             The old weight is read ``weight_shift`` bytes from there, what else is written ``states_shift`` bytes: 0
+             is in place. The old arrays and the new ones do not overlap then.
     Effects: writes all arrays but ``grad``. Allocates nothing. ``native`` says who runs the kernel: the CPU, at once,
              or a GPU, whose memory all addresses are then of (``gpu.py``).
     Raises:  ``ValueError`` for an impossible address, count or combination. Nothing has been written in that case.
@@ -136,7 +144,7 @@ def update(
     kernel(
         Sweep(
             coef.constants, numel, grad, grad_dtype, weight, rest, master, weight_format, addresses, scales,
-            moments_dtype, seed,
+            moments_dtype, seed, weight_shift, states_shift,
         )
     )  # fmt: skip
 

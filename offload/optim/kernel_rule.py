@@ -32,6 +32,7 @@ class KernelRule(LooseStates):
     repeatable = True
     replayable = True
     uniform = True
+    writes_beside = True
     temporary_bytes = 0
 
     def __init__(
@@ -132,6 +133,8 @@ class KernelRule(LooseStates):
             weight_dtype=self._weight_dtype,
             moments_dtype=self._dtype,
             native=native,
+            weight_shift=at.weights_before - at.weights,
+            states_shift=at.states_before - at.states,
             **arrays,
         )
 

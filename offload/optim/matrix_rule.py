@@ -74,6 +74,7 @@ class MatrixRule(LooseStates, WholeParameters):
     repeatable = True
     replayable = False
     uniform = False
+    writes_beside = False
     device_unsupported_reason = "whole matrices are updated on the CPU"
 
     def __init__(

@@ -60,6 +60,7 @@ class TorchRule(WholeParameters):
 
     repeatable = False
     replayable = False
+    writes_beside = False
     uniform = False
     device_unsupported_reason = "the optimizer has no kernel"
     temporary_bytes = 0

@@ -76,6 +76,7 @@ def _of_step(prediction: Prediction, endurance: Endurance) -> dict[str, Any]:
         "memory": memory_of(prediction),
         "seconds": prediction.seconds,
         "bound_seconds": prediction.bound_seconds,
+        "schedule_seconds": prediction.schedule_seconds,
         "unoverlapped_seconds": prediction.unoverlapped_seconds,
         "limit": prediction.limit,
         "link_seconds": prediction.links,

@@ -23,6 +23,10 @@ CORE_UPDATE = 30e9
 """Of that, what one core sweeps through in the optimizer's kernel, bytes a second: 26 bytes a parameter (bf16, Adam) in
 0.85 ns, the slower of the two states in which ``docs/kernels.md`` has measured it."""
 
+CORE_BESIDE = 10e9
+"""The same where the new numbers go beside the old ones: 26 bytes a parameter in 2.6 ns, as ``docs/kernels.md`` has
+measured it. Where memory is the limit it takes no longer than in place: as many bytes pass."""
+
 UNKNOWN_CAPACITY = 1 << 50
 """Bytes of a drive of which only the rate was given."""
 
@@ -70,7 +74,8 @@ class Machine:
     """One rank's part of a machine: host memory, drives and memory bandwidth of a node are divided among its ranks.
 
     Where the CPU computes, updates and checksums take its cores. ``update`` is the memory
-    traffic of the optimizer's kernel and ``checksum`` what a core checks of the bytes that pass NVMe, bytes a second.
+    traffic of the optimizer's kernel, ``beside`` that of updates before the verdict of units in host memory, and
+    ``checksum`` what a core checks of the bytes that pass NVMe, bytes a second.
     ``unit_seconds`` and ``record_seconds`` are what the engine itself takes of a core in a step, for each unit and for
     each record on NVMe. ``network`` joins the ranks.
     """
@@ -85,6 +90,7 @@ class Machine:
     record_seconds: float
     device: DeviceMachine = CPU
     network: Network = ALONE
+    beside: float = math.inf
     beside_bytes: float = math.inf
     """Host memory beside the engine's, where the CPU computes: for activations."""
     assumptions: tuple[str, ...] = ()
@@ -171,6 +177,7 @@ def described(
         nvme=nvme_of(drives, gpus),
         cores=Cores(compute, compute),
         update=update / gpus,
+        beside=min(memory_bandwidth, updating * CORE_BESIDE) / gpus,
         checksum=25e9,
         unit_seconds=1e-4,
         record_seconds=1e-3,

@@ -25,7 +25,7 @@ from offload.predict.activation_bytes import ActivationBytes, activation_bytes
 from offload.predict.cores import bound, shares_of
 from offload.predict.machine import CONTEXT_BYTES, Machine
 from offload.predict.model import Model
-from offload.predict.schedule import Steps, UnitWork, step_seconds
+from offload.predict.schedule import Steps, UnitWork, bound_seconds, step_seconds
 from offload.predict.unit_costs import (
     kept_link_seconds,
     link_seconds,
@@ -79,6 +79,8 @@ class Prediction:
     plan: Plan | None = None
     links: dict[str, float] = field(default_factory=dict)
     kept_links: dict[str, float] = field(default_factory=dict)
+    schedule_seconds: float = 0.0
+    """Seconds that the order of a step takes at least: what must come in forward, and then backward."""
     seconds: float = math.inf
 
     @property
@@ -153,6 +155,7 @@ def predict(model: Model, machine: Machine, workload: Workload) -> Prediction:
             break  # fewer make it slower, or no schedule takes less
     return replace(
         prediction, plan=plan, links=links, kept_links=kept_link_seconds(works, workload), seconds=max(seconds, least),
+        schedule_seconds=bound_seconds(works, places, workload.passes, clipped=workload.clipped),
         read_bytes=read, written_bytes=written,
     )  # fmt: skip
 
@@ -332,11 +335,12 @@ def _bundled(choice: OptimizerChoice | None, units: Sequence[UnitSpec]) -> Optim
 
 
 def _speculative_choices(works: Sequence[UnitWork], workload: Workload) -> list[frozenset[int]]:
-    """Sets of units that may be updated during backward: all that can be, or fewer of them, evenly spread; the largest
-    first."""
+    """Sets of units that may be updated during backward: those that need no drive, and all others that can be, or fewer
+    of these, evenly spread; the largest first."""
     eligible = [index for index, work in enumerate(works) if work.eligible]
     if workload.clipped or not eligible:
         return [frozenset()]
-    spread = sorted(eligible, key=lambda index: index * GOLDEN % 1)
+    in_memory = [index for index in eligible if not works[index].update]
+    spread = sorted((index for index in eligible if works[index].update), key=lambda index: index * GOLDEN % 1)
     counts = {len(spread) * share // _EARLY_SHARES for share in range(_EARLY_SHARES + 1)}
-    return [frozenset(spread[:count]) for count in sorted(counts, reverse=True)]
+    return [frozenset(in_memory + spread[:count]) for count in sorted(counts, reverse=True)]

@@ -89,7 +89,7 @@ def works_of(
                 exchange=network.exchange_seconds(unit.trainable_numel * formats.weights),
                 kept=kept, calls=uses, streamed=item.weights is Tier.NVME,
                 eligible=item.has_spares or (plan.speculative and item.streamed),
-                beside=2 * item.spare_bytes(formats) / machine.update if item.has_spares else 0.0,
+                beside=one.in_memory * max(1 / machine.beside - 1 / machine.update, 0.0),
             )
         )  # fmt: skip
     return works

@@ -385,8 +385,8 @@ def test_facts_are_plain_values_and_tiers_add_up():
 def test_a_room_is_all_that_the_plan_knows_of_a_machine():
     config = OffloadConfig(precision="fp32")
     units = tiny().units(torch.float32)
-    two = plan_within(config, units, choose(config, units), Room(1 << 22, 1 << 40, 1 << 40), ONE_RANK)
-    one = plan_within(config, units, choose(config, units), Room(1 << 22, 1 << 40, 1 << 20), ONE_RANK)
+    two = plan_within(config, units, choose(config, units), Room(5 << 20, 1 << 40, 1 << 40), ONE_RANK)
+    one = plan_within(config, units, choose(config, units), Room(5 << 20, 1 << 40, 1 << 20), ONE_RANK)
     assert (two.record_copies, two.speculative) == (2, True) and (one.record_copies, one.speculative) == (1, False)
 
 
