@@ -98,7 +98,13 @@ def _machine(case: Case, folder: Path, of_record: float | None) -> Machine:
     assert of_record is not None and drive is not None
     machine = replace(
         probed,
-        cores=Cores(_mean(probed.cores.blocks), _mean(probed.cores.head), _mean(probed.cores.busy), probed.cores.count),
+        cores=Cores(
+            _mean(probed.cores.blocks),
+            _mean(probed.cores.head),
+            _mean(probed.cores.busy),
+            probed.cores.count,
+            _mean(probed.cores.gradients),
+        ),
         update=_mean(probed.update),
         checksum=_mean(probed.checksum),
         unit_seconds=_mean(unit_seconds()),

@@ -3,6 +3,7 @@
 
     python scripts/plan_check.py --nvme-path /mnt/nvme --save runs.json
     python scripts/plan_check.py --cases 12x768:least:never:1:io_uring --steps 8
+    python scripts/plan_check.py --cases 12x768:600MiB:never:1:io_uring:bf16
     python scripts/plan_check.py --again runs.json        # predictions anew, for steps that were taken before
 
 Each run is a process of its own (the worker of ``bench_step.py``). Before each run the machine is looked at as
@@ -19,12 +20,13 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from _step_model import VOCABULARY, Shape
 from _step_process import Turns, WorkerFailed
 
+from offload.option_values import parse_bytes
 from offload.predict.machine import Cores, DeviceMachine, Machine
 from offload.predict.model import Model
 from offload.predict.network import Network
@@ -37,31 +39,36 @@ from offload.report.report import Bandwidths
 BOUNDS = {"never": 1e9, "always": 1e-3}
 """Bounds of the gradient norm by what they do."""
 
-STATE_BYTES = 16
-"""Of a parameter in fp32: weight, gradient and two moments."""
+STATE_BYTES = {"fp32": 16, "bf16": 14}
+"""Of a parameter: weight, gradient, two moments and what a master has beside the weight."""
 
 CONTEXT = 128
+
+Precision = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run. ``budget`` is "all", "half" or "least", ``clipping`` a key of ``BOUNDS``."""
+    """A run. ``budget`` is "all", "half", "least" or bytes such as "600MiB", ``clipping`` a key of ``BOUNDS``."""
 
     size: str
     budget: str
     clipping: str
     batch: int
     backend: str
+    precision: Precision = "fp32"
 
     @classmethod
     def parse(cls, text: str) -> Case:
-        """``12x768:least:never:1:io_uring``."""
-        size, budget, clipping, batch, backend = text.split(":")
-        return cls(size, budget, clipping, int(batch), backend)
+        """``12x768:least:never:1:io_uring``; ``:bf16`` behind it for another precision than fp32."""
+        size, budget, clipping, batch, backend, *precision = text.split(":")
+        return cls(size, budget, clipping, int(batch), backend, *precision)  # type: ignore[arg-type]
 
     @property
     def name(self) -> str:
-        return f"{self.size}, {self.budget}, clipped {self.clipping}, batch {self.batch}, {self.backend}"
+        return (
+            f"{self.size}, {self.precision}, {self.budget}, clipped {self.clipping}, batch {self.batch}, {self.backend}"
+        )
 
     @property
     def shape(self) -> Shape:
@@ -69,7 +76,8 @@ class Case:
 
     @property
     def workload(self) -> Workload:
-        return Workload(batch=self.batch, sequence=CONTEXT, precision="fp32", clipped=self.clipping == "always")
+        clipped = self.clipping == "always"
+        return Workload(batch=self.batch, sequence=CONTEXT, precision=self.precision, clipped=clipped)
 
     def model(self) -> Model:
         shape = self.shape
@@ -125,7 +133,7 @@ def _taken(arguments: argparse.Namespace) -> Iterator[Run]:
         for case in arguments.cases or _grid():
             machine = _machine(case, folder)
             request: dict[str, Any] = {
-                "system": "engine", "shape": asdict(case.shape), "precision": "fp32", "nvme_path": folder,
+                "system": "engine", "shape": asdict(case.shape), "precision": case.precision, "nvme_path": folder,
                 "device": "cpu", "device_memory": "auto", "clipping": BOUNDS[case.clipping],
                 "io_backend": case.backend, "host_memory": machine.host_bytes,
             }  # fmt: skip
@@ -143,8 +151,9 @@ def _machine(case: Case, folder: str) -> Machine:
     model, workload = case.model(), case.workload
     machine = probe([Path(folder)], model, workload, host_bytes=0, backend=case.backend)
     machine = replace(machine, unit_seconds=unit_seconds(), record_seconds=record_seconds(Path(folder)))
-    state_bytes = STATE_BYTES * model.num_parameters
-    budget = {"all": 2 * state_bytes, "half": state_bytes // 2, "least": 0}[case.budget]
+    state_bytes = STATE_BYTES[case.precision] * model.num_parameters
+    named = {"all": 2 * state_bytes, "half": state_bytes // 2, "least": 0}
+    budget = named[case.budget] if case.budget in named else int(parse_bytes("--cases", case.budget))
     return replace(machine, host_bytes=max(budget, least_host_bytes(model, machine, workload)))
 
 
@@ -164,9 +173,9 @@ def _grid() -> Iterator[Case]:
 def _row(run: Run) -> str:
     case, prediction, median = run.case, run.prediction(), statistics.median(run.seconds)
     return (
-        f"| {case.size} | {run.turn['parameters'] / 1e6:.0f} | {case.budget} | {case.clipping} | {case.batch} "
-        f"| {case.backend} | {prediction.seconds:.3f} ({prediction.limit}) | {median:.3f} ({min(run.seconds):.3f} to "
-        f"{max(run.seconds):.3f}) | {_deviation(run):+.0%} |"
+        f"| {case.size} | {run.turn['parameters'] / 1e6:.0f} | {case.precision} | {case.budget} | {case.clipping} "
+        f"| {case.batch} | {case.backend} | {prediction.seconds:.3f} ({prediction.limit}) "
+        f"| {median:.3f} ({min(run.seconds):.3f} to {max(run.seconds):.3f}) | {_deviation(run):+.0%} |"
     )
 
 
@@ -175,7 +184,9 @@ def _deviation(run: Run) -> float:
 
 
 def _table(runs: list[Run]) -> str:
-    titles = "model | M parameters | budget | clipped | batch | backend | predicted, s | measured, s | deviation"
+    titles = (
+        "model | M parameters | precision | budget | clipped | batch | backend | predicted, s | measured, s | deviation"
+    )
     deviations = [abs(_deviation(run)) for run in runs]
     worst = max(runs, key=lambda run: abs(_deviation(run)))
     within = sum(1 for deviation in deviations if deviation <= 0.1)
@@ -194,7 +205,11 @@ def _table(runs: list[Run]) -> str:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--cases", nargs="+", type=Case.parse, metavar="SIZE:BUDGET:CLIPPED:BATCH:BACKEND", help="default: a grid of 35"
+        "--cases",
+        nargs="+",
+        type=Case.parse,
+        metavar="SIZE:BUDGET:CLIPPED:BATCH:BACKEND[:PRECISION]",
+        help="default: a grid of 35",
     )
     parser.add_argument("--warm-up", type=int, default=2, help="steps of a run that are not counted (default: 2)")
     parser.add_argument("--steps", type=int, default=4, help="timed steps of a run (default: 4)")

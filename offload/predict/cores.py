@@ -34,7 +34,7 @@ class Own:
             return 0.0
         formats = self._formats
         traffic = whole.trainable_numel * (uses * (formats.weights + formats.grads) + (uses - 1) * formats.grads)
-        return self.forward(item) + traffic / self._machine.update
+        return self.forward(item) + traffic / self._machine.cores.gradients
 
     def update(self, item: UnitPlan) -> float:
         """Of the update's thread: each tile that passes NVMe is asked for, waited for and sent off."""

@@ -45,13 +45,15 @@ class Cores:
     """Rates of compute: FLOP/s that a step reaches in blocks, and in the head with its loss.
 
     ``count`` are the cores of a CPU that a rank has, a part of one where ranks share it, and ``busy`` what of them a
-    step's compute keeps busy. Both are for a CPU.
+    step's compute keeps busy. ``gradients`` is the traffic of putting a backward's gradients where they rest, bytes a
+    second. These are for a CPU.
     """
 
     blocks: float
     head: float
     busy: float = 1.0
     count: float = 1.0
+    gradients: float = math.inf
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from aio_ext import Memory, Queue, available_backends
 from aio_ext.measure import Range
 from aio_ext.profile import load_profile
 from offload import kernels
+from offload.dtypes import kernel_dtype
 from offload.errors import ConfigError
 from offload.memory import available_bytes
 from offload.native_optimizers import AdamCoef
@@ -107,8 +108,8 @@ def drive_rates(paths: Sequence[Path], backend: str = "auto") -> tuple[Bandwidth
 
 def core_rates(model: Model, workload: Workload, count: float, meet: Callable[[], object]) -> Cores:
     """Measure the rates that these ``count`` cores reach in such a transformer's blocks, and in its table and head with
-    the loss, forward and backward. Each gradient is let go as soon as it is there, and large weights are used in
-    pieces, as in the engine: what a process keeps, and what it asks the system for, bears on its speed."""
+    the loss, forward and backward. Each gradient is put away and let go as soon as it is there, and large weights are
+    used in pieces, as in the engine: what a process keeps, and what it asks the system for, bears on its speed."""
     dtype = workload.dtype
     width = max(min(model.width, _MOST_WIDTH) // _HEAD_WIDTH, 1) * _HEAD_WIDTH
     number = max(min(_BLOCKS_BYTES // (12 * width**2 * dtype.itemsize), model.layers), 2)
@@ -117,7 +118,7 @@ def core_rates(model: Model, workload: Workload, count: float, meet: Callable[[]
     batch = max(min(workload.batch, most_tokens // sequence), 1)
     tokens = batch * sequence
     blocks = nn.Sequential(*(_Block(width) for _ in range(number))).to(dtype)
-    _let_gradients_go(blocks)
+    homes = _Homes(blocks)
     x = torch.randn(batch, sequence, width, dtype=dtype, requires_grad=True)
 
     def through_blocks() -> None:
@@ -126,9 +127,9 @@ def core_rates(model: Model, workload: Workload, count: float, meet: Callable[[]
     matrices = sum(weight.numel() for weight in blocks.parameters() if weight.dim() > 1)
     flops = 6.0 * tokens * matrices + number * 3 * 2.0 * tokens * sequence * width
     seconds, busy = _seconds(through_blocks, meet)
-    rate, busy = flops / seconds, min(busy / count, 1.0)
+    rate, busy = flops / (seconds - homes.seconds), min(busy / count, 1.0)
     if not model.vocabulary:
-        return Cores(rate, rate, busy, count)
+        return Cores(rate, rate, busy, count, homes.bytes_per_s)
     rows = _rows(model, dtype)
     ends = _Ends(rows, width).to(dtype)
     targets = torch.randint(0, sum(rows), (batch, sequence))
@@ -137,7 +138,7 @@ def core_rates(model: Model, workload: Workload, count: float, meet: Callable[[]
         ends(targets).backward()
 
     seconds, _ = _seconds(through_ends, meet)
-    return Cores(rate, 6.0 * tokens * width * sum(rows) / seconds, busy, count)
+    return Cores(rate, 6.0 * tokens * width * sum(rows) / seconds, busy, count, homes.bytes_per_s)
 
 
 def _rows(model: Model, dtype: torch.dtype) -> list[int]:
@@ -149,9 +150,39 @@ def _rows(model: Model, dtype: torch.dtype) -> list[int]:
     return rows if sum(rows) == model.vocabulary else [model.vocabulary]
 
 
-def _let_gradients_go(module: nn.Module) -> None:
-    for parameter in module.parameters():
-        parameter.register_post_accumulate_grad_hook(_let_go)
+class _Homes:
+    """Memory in which the gradients of a module rest, and the seconds in which they are put there.
+
+    They are timed where they come, in a backward: compute's threads look for work for a while after each of its parts,
+    and are in the way of the kernel's then.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._taken: list[float] = []
+        """Seconds of each of them, a round after the other."""
+        self._homes = {parameter: torch.zeros_like(parameter) for parameter in module.parameters()}
+        for parameter in self._homes:
+            parameter.register_post_accumulate_grad_hook(self._put)
+
+    @property
+    def seconds(self) -> float:
+        """Of a round, the median; the first does not count."""
+        count = len(self._homes)
+        return statistics.median(sum(self._taken[at : at + count]) for at in range(count, len(self._taken), count))
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Traffic: what is read, and what is written."""
+        return 2 * sum(home.nbytes for home in self._homes.values()) / self.seconds
+
+    def _put(self, parameter: Tensor) -> None:
+        gradient, home = parameter.grad, self._homes[parameter]  # type: ignore[index]
+        assert gradient is not None
+        dtype, start = kernel_dtype(home.dtype), time.perf_counter()
+        threads = torch.get_num_threads()
+        kernels.convert(home.numel(), home.data_ptr(), dtype, gradient.data_ptr(), dtype, threads)
+        self._taken.append(time.perf_counter() - start)
+        parameter.grad = None
 
 
 def _let_go(parameter: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from offload.predict.machine import Cores, Machine
 from offload.predict.model import Model
 from offload.predict.overhead import record_seconds, unit_seconds
 from offload.predict.prediction import least_host_bytes, predict
+from offload.predict.probe import core_rates
 from offload.predict.workload import Workload
 from offload.report.report import Bandwidths
 
@@ -42,3 +44,19 @@ def test_each_record_that_passes_nvme_is_charged_to_the_cores():
         predict(model, replace(resident, record_seconds=1.0), workload).seconds
         == predict(model, resident, workload).seconds
     )
+
+
+def test_gradients_are_put_away_at_the_rate_that_a_backward_has_shown():
+    with torch.device("meta"):
+        model = Model("tiny", Tiny(), 4, 128, 0, 256)
+    workload = Workload(batch=4, sequence=16, precision="fp32")
+    cores = core_rates(model, workload, 1.0, lambda: None)
+    assert 0 < cores.gradients < math.inf
+    machine = Machine(
+        host_bytes=1 << 30, nvme_bytes=0, nvme=None, cores=replace(cores, gradients=math.inf), update=4e10,
+        checksum=2e10, unit_seconds=0.0, record_seconds=0.0,
+    )  # fmt: skip
+    free = predict(model, machine, workload)
+    charged = predict(model, replace(machine, cores=replace(cores, gradients=1e6)), workload)
+    traffic = 8 * sum(unit.trainable_numel for unit in model.units(workload.dtype))  # read and written, in fp32
+    assert charged.links["compute"] - free.links["compute"] == pytest.approx(traffic / 1e6, rel=0.02)
