@@ -77,17 +77,22 @@ class OffloadEngine:
         config: OffloadConfig | None = None,
         *,
         model_kwargs: Mapping[str, Any] | None = None,
+        peft_config: Any = None,
         **options: Any,
     ) -> OffloadEngine:
         """An engine over ``model_class.from_pretrained(path, **model_kwargs)`` of ``transformers``. The model is never
         whole in memory: its weights are streamed to where they rest. The model, in eval mode, is ``engine.module``.
 
         ``model_class`` is a model or auto class, ``path`` a directory with safetensors or the name of a repository on
-        the hub; ``config`` and ``options`` are the engine's. Raises ``WeightsError`` for files that are missing,
-        damaged or do not fit, ``ConfigError`` for what can only be loaded in memory.
+        the hub; ``peft_config`` is a config of ``peft``, such as ``LoraConfig``, whose new adapter is what is trained;
+        ``config`` and ``options`` are the engine's. Weights that are not trained, quantised or not, are read where
+        they are: all but the adapter's, and with ``optimizer=None`` all. Raises ``WeightsError`` for files that are
+        missing, damaged or do not fit, ``ConfigError`` for what can only be loaded in memory.
         """
-        model, weights = from_pretrained.build(model_class, path, model_kwargs or {})
-        return cls(model, config, weights=weights, **options)
+        config = OffloadConfig.of(config, options)
+        trains = config.optimizer is not None
+        model, weights = from_pretrained.build(model_class, path, model_kwargs or {}, peft_config, trains=trains)
+        return cls(model, config, weights=weights)
 
     @classmethod
     def _checked(cls, model: nn.Module, config: OffloadConfig) -> OffloadConfig:

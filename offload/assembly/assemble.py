@@ -53,7 +53,7 @@ from offload.progress import Progress
 from offload.ranks.agreement import fact_of
 from offload.ranks.ranks import Ranks
 from offload.report.meter import Meter
-from offload.report.report import LinkRates
+from offload.report.report import ExpertUse, LinkRates
 from offload.report.reporter import Reporter
 from offload.run.forwards import Forwards
 from offload.run.watch import Watch
@@ -62,6 +62,7 @@ from offload.step import Step
 from offload.step_warnings import StepWarnings
 from offload.tiers.fence import UpdateFence
 from offload.tiers.gradients.own import OwnGradients
+from offload.tiers.weights.cache import WeightCache
 from offload.torch_internals import outside_of_graphs
 from offload.units import FusedExperts, ParameterSpec
 from offload.update.forecast import Forecast
@@ -139,6 +140,7 @@ class _Assembler:
             next((moving.link for moving in tiers.computing.moving), LinkRates()),
             self.activations.scratch,
             self.activations.take_use,
+            partial(_expert_use, tiers.host.cache, run.plan.formats.weights),
         )
         shared = _Shared(tiers, access, handles, of_shards, reporter, growth, taken_over)
         if choice is None or updates is None:
@@ -421,3 +423,8 @@ def _copied_bytes(tiers: Tiers, updates: Updates | None) -> Callable[[], tuple[i
         return to_device, to_host
 
     return copied
+
+
+def _expert_use(cache: WeightCache[Any], bytes_each: int) -> ExpertUse:
+    """Bytes of experts that compute has used, and of those that were fetched for it."""
+    return ExpertUse(cache.routed_numel * bytes_each, cache.fetched_numel * bytes_each)

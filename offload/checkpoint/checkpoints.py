@@ -152,7 +152,7 @@ class Checkpoints:
         generations, self.generations = self.generations, NoGenerations()
         is_first, self._is_over = not self._is_over, True
         try:
-            generations.finish(self._last_step, self._host.drain, give_up=self._signals.came)
+            generations.finish(self._last_step, give_up=self._signals.came)
             steps = self._run.progress.global_step
             if isinstance(error, KeyboardInterrupt) and is_first and steps and self._ranks.rank == 0:
                 print(f"offload: interrupted after step {steps}: {self.saved.left}", file=sys.stderr, flush=True)

@@ -87,11 +87,18 @@ class EngineStore:
     """Checkpoints that it can hold without copying."""
     previous: str | None = None
     name: str | None = None
+    gives_back: bool = False
+    """Others have names for its checkpoints: at its end it leaves them no more space than they need."""
 
     def close(self) -> None:
-        """Close it. A durable run's store in which nothing was ever committed is removed: it only takes room."""
+        """Close it, once no transfer is in flight. A durable run's store in which nothing was ever committed is
+        removed: it only takes room."""
         is_empty = self.store.generation == 0 and self.store.prepared is None
-        self.store.close()
+        try:
+            if self.gives_back:
+                self.store.give_back()
+        finally:
+            self.store.close()
         if self.name is not None and is_empty:
             with contextlib.suppress(OffloadError):  # the next engine on the path removes it
                 remove_store(self.paths, self.name)

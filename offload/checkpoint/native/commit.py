@@ -50,8 +50,8 @@ class Committer:
         self._working = 2 if speculative else 1
         self.store: DurableStore = opened.store
         self.checkpoints_max = opened.checkpoints_max
+        self.opened = opened
         self.log = log
-        self._opened = opened
         self._records = records
         self._extents = extents
         self._access = records.access
@@ -123,7 +123,7 @@ class Committer:
         self.wait()
         if any(self.ranks.all_gather_object("a commit", self.store.prepared is not None)):
             self.store.finish()
-            self._opened.remove_previous()
+            self.opened.remove_previous()
 
     def changing(self, unit: UnitSpec) -> None:
         """The unit's weights, frozen ones included, are about to be changed from outside."""
@@ -161,7 +161,7 @@ class Committer:
         self._frozen_done.update(self._records.units)
         self.log.committed(logging)
         if self.ranks.size == 1:
-            self._opened.remove_previous()
+            self.opened.remove_previous()
         _log.debug("committed: generation %d", generation)
         return generation
 

@@ -47,9 +47,9 @@ class NoGenerations:
         """Save a checkpoint that the store retains. False if it cannot: nothing has changed then."""
         return ranks.all(_HOW, False)
 
-    def finish(self, last: Callable[[], bytes | None], drain: Callable[[], None], *, give_up: bool) -> None:
+    def finish(self, last: Callable[[], bytes | None], *, give_up: bool) -> None:
         """The engine ends: commit its ``last`` step, if that is not yet, and finish a checkpoint that is on its way, or
-        ``give_up``. ``drain`` waits for all transfers."""
+        ``give_up``. Updates may go on."""
 
     def stop(self) -> None:
         """Wait for what is under way, whatever becomes of it."""
@@ -105,11 +105,11 @@ class Generations(NoGenerations):
         self.background.begin(committer.commit_retained(description.encode()), directory, retain)
         return True
 
-    def finish(self, last: Callable[[], bytes | None], drain: Callable[[], None], *, give_up: bool) -> None:
+    def finish(self, last: Callable[[], bytes | None], *, give_up: bool) -> None:
         failure = self.committer.failure
         with contextlib.ExitStack() as ending:
             ending.callback(self.committer.stop)
-            ending.callback(self._give_back, drain)
+            ending.callback(self._leave_checkpoints)
             ending.callback(self.background.finish, give_up=give_up)
             if failure.is_known or (self.committer.ranks.size > 1 and program_error() is not None):
                 return
@@ -123,11 +123,10 @@ class Generations(NoGenerations):
             ending.callback(self.committer.stop)
             ending.callback(self.background.finish)
 
-    def _give_back(self, drain: Callable[[], None]) -> None:
+    def _leave_checkpoints(self) -> None:
         """A store that ends with the process leaves its linked checkpoints no more space than they need."""
-        if not self.committer.failure.is_known and not self._config.durable and self.linked.any:
-            drain()
-            self.committer.store.give_back()
+        is_whole = not self.committer.failure.is_known and not self._config.durable
+        self.committer.opened.gives_back = is_whole and self.linked.any
 
 
 def _share_file_system(directory: Path, store: Path) -> bool:
