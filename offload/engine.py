@@ -213,6 +213,20 @@ class OffloadEngine:
             option_values.as_count("at_once", at_once)
         return self._session.together(micro_batches, function, at_once)
 
+    @contextlib.contextmanager
+    def resident(self, module: nn.Module) -> Iterator[None]:
+        """Keep the weights of ``module``, a block of the model, in memory within: they are brought in once, its
+        parameters are ordinary ones, and what was written to them is stored at the end, once for all of it.
+
+        For what looks at a block's weights many times, or changes them: calibration, quantisation, pruning. A step,
+        ``zero_grad()`` and ``close()`` end it early. Layers in pieces and fused experts come as they are used, as
+        always. Raises ``ConfigError`` for a module whose units memory has no room for at a time, before any is brought
+        in, and for one that is no part of the model.
+        """
+        self._session.failure.check()
+        with self._session.parts.resident.of(module):
+            yield
+
     def step(self) -> None:
         """Take an optimizer step with the gradients since the last one. Returns at once: the update runs behind.
 

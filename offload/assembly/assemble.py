@@ -33,7 +33,7 @@ from offload.growth import FixedPlan, GrowingPlan
 from offload.model.backing import ParameterBacking
 from offload.model.encoders import show_first_layers
 from offload.model.experts import announce_routes, compute_by_expert
-from offload.model.hooks import Hooks, UnitInModel
+from offload.model.hooks import Hooks
 from offload.model.make import (
     Handles,
     convert_statistics,
@@ -44,7 +44,9 @@ from offload.model.make import (
 )
 from offload.model.parameter_metadata import ParameterMetadata
 from offload.model.piecewise import PiecewiseHandle
+from offload.model.resident import Resident
 from offload.model.run_together import Together
+from offload.model.unit_in_model import UnitInModel
 from offload.optim.choose import OptimizerChoice
 from offload.optim.loss_scale import LossScale
 from offload.optimizer import OffloadOptimizer, refuse_others
@@ -169,6 +171,7 @@ class _Assembler:
             specs=shared.specs,
             hooks=hooks,
             together=self._together(hooks, trained),
+            resident=Resident(hooks, tiers.computing.level.has_room),
             checkpoints=checkpoints,
             model_weights=ModelWeights if self.ranks.size == 1 else GatheredModelWeights,
             bandwidths=bandwidths,

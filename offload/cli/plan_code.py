@@ -9,6 +9,7 @@ from offload.cli.plan_asked import Asked
 from offload.config import OffloadConfig
 from offload.predict import known
 from offload.predict.prediction import Prediction
+from offload.predict.variants import Lora
 
 _QUANTISED = {"nf4": "to_nf4"}
 """Functions of ``torchao.quantization`` that make a base as it is named here, which the engine holds."""
@@ -27,13 +28,17 @@ def _lines(asked: Asked, name: str, options: dict[str, Any], *, quantised: bool)
     said = ", ".join(f"{option}={value!r}" for option, value in options.items())
     of_factory, rows = ":" in name, asked.given["loss_rows"]
     in_tiles = ", cross_entropy_in_tiles" if rows else ""
-    if not of_factory and asked.lora is None:
+    if not of_factory and not quantised:
+        yield from ["import peft"] if asked.lora is not None else []
         yield "from transformers import AutoModelForCausalLM"
         yield f"from offload import OffloadEngine{in_tiles}"
         yield ""
+        if asked.lora is not None:
+            yield f"adapters = {_adapters(asked.lora)}"
+            said = f"peft_config=adapters, {said}"
         yield f"engine = OffloadEngine.from_pretrained(AutoModelForCausalLM, {name!r}, {said})"
         yield "model = engine.module.train()"
-        yield from loss_lines(rows)
+        yield from _loss_lines(rows)
         return
     if of_factory:
         module, _, function = name.partition(":")
@@ -61,15 +66,19 @@ def _lines(asked: Asked, name: str, options: dict[str, Any], *, quantised: bool)
         quantise = _QUANTISED[asked.base.name]
         yield f"            part.weight = torch.nn.Parameter({quantise}(part.weight.detach()), requires_grad=False)"
     if asked.lora is not None:
-        targets = repr(list(asked.lora.targets)) if asked.lora.targets else '"all-linear"'
-        yield f"adapters = peft.LoraConfig(r={asked.lora.rank}, target_modules={targets})"
+        yield f"adapters = {_adapters(asked.lora)}"
         yield "model = peft.get_peft_model(model, adapters, autocast_adapter_dtype=False)"
     yield f"engine = OffloadEngine(model, {said})"
     if not of_factory:
-        yield from loss_lines(rows)
+        yield from _loss_lines(rows)
 
 
-def loss_lines(rows: int | None) -> Iterator[str]:
+def _adapters(lora: Lora) -> str:
+    targets = repr(list(lora.targets)) if lora.targets else '"all-linear"'
+    return f"peft.LoraConfig(r={lora.rank}, target_modules={targets})"
+
+
+def _loss_lines(rows: int | None) -> Iterator[str]:
     """The loss of a language model of ``transformers`` in tiles, if that was asked for."""
     if rows:
         yield ""

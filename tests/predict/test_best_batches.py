@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +15,8 @@ from tiny import Tiny
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from offload import OffloadEngine, cross_entropy_in_tiles
+from offload import OffloadEngine
 from offload.cli import main
-from offload.cli.plan_code import loss_lines
 from offload.predict.activation_bytes import activation_bytes
 from offload.predict.architecture import Architecture
 from offload.predict.best_batches import best_batches
@@ -183,14 +184,24 @@ def test_the_command_names_the_options_of_the_best_batch_and_its_code_has_them(c
     assert "logits of 2,048 tokens at a time" in shown and "loss_of(tokens):" in shown
 
 
-def test_the_loss_of_the_code_to_paste_is_that_of_the_model():
+def test_the_code_to_paste_trains_an_adapter_with_the_loss_of_the_model(tmp_path: Path, capsys):
     torch.manual_seed(0)
     shapes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=128, num_key_value_heads=2, **shapes))
-    names = {"model": model, "cross_entropy_in_tiles": cross_entropy_in_tiles}
-    exec("\n".join(loss_lines(16)), names)
-    tokens = torch.randint(0, 128, (2, 20))
-    assert torch.allclose(names["loss_of"](tokens), model(tokens, labels=tokens).loss)  # type: ignore[operator]
+    LlamaForCausalLM(LlamaConfig(vocab_size=128, num_key_value_heads=2, **shapes)).save_pretrained(tmp_path)
+    capsys.readouterr()
+    machine = ["--gpu", "4090", "--host-memory", "1GiB"]
+    assert main(["plan", str(tmp_path), *machine, "--lora", "r=4", "--loss-rows", "16", "--json"]) == 0
+    names: dict[str, Any] = {}
+    exec(json.loads(capsys.readouterr().out)["code"].replace("device='cuda', ", ""), names)
+    engine, tokens = names["engine"], torch.randint(0, 128, (2, 20))
+    with engine:
+        loss = names["loss_of"](tokens)
+        assert torch.allclose(loss, engine(tokens, labels=tokens).loss, rtol=1e-2)  # of logits in bf16
+        engine.backward(loss)
+        engine.step()
+    assert {name.split(".")[-3] for name, p in names["model"].named_parameters() if p.requires_grad} == {
+        "lora_A", "lora_B"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

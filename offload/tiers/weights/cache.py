@@ -149,6 +149,11 @@ class WeightCache(Generic[P]):
                 if entry.state in WITHOUT_PLACE and self.carrier.blocking_transfer(unit) is None:
                     self._try_to_bring(entry, must=False)
 
+    def has_room(self, units: Sequence[UnitSpec]) -> bool:
+        """Tell whether these may be in use at a time, beside what is resident by the plan."""
+        passing = [unit for unit in units if self.entries[unit.index].state is not UnitState.PERMANENT]
+        return not passing or self.carrier.has_room(passing)
+
     def end_step(self) -> None:
         """A step ends the order of uses."""
         with self.monitor:
