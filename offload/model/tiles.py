@@ -31,7 +31,9 @@ from torch.utils.checkpoint import checkpoint
 from offload.errors import ConfigError
 from offload.torch_internals import graph_task, put_together, taken_apart
 
-_ROWS = 2048
+ROWS = 2048
+"""Rows of a tile, where nobody says how many."""
+
 _PLAIN = (torch.Tensor, nn.Parameter, int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
@@ -40,7 +42,7 @@ def cross_entropy_in_tiles(
     hidden: torch.Tensor,
     targets: torch.Tensor,
     *,
-    rows: int = _ROWS,
+    rows: int = ROWS,
     ignore_index: int = -100,
     reduction: Literal["mean", "sum"] = "mean",
 ) -> torch.Tensor:
@@ -195,7 +197,7 @@ class _Tiled:
             self._module.forward = self._forward
 
 
-def in_tiles(module: nn.Module, *, rows: int = _ROWS) -> Callable[[], None]:
+def in_tiles(module: nn.Module, *, rows: int = ROWS) -> Callable[[], None]:
     """Have a module that treats each row by itself, such as an MLP, run on tiles of ``rows``; equal to rounding.
 
     It takes one tensor of the shape (..., width) and gives one with as many rows. Each tile is run again in backward.

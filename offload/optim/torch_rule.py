@@ -59,6 +59,7 @@ class TorchRule(WholeParameters):
     """
 
     repeatable = False
+    replayable = False
     uniform = False
     device_unsupported_reason = "the optimizer has no kernel"
     temporary_bytes = 0
