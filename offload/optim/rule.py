@@ -103,6 +103,9 @@ class Rule(TileLayout, Protocol):
     temporary_bytes: int
     """Host memory that ``apply`` takes beside the tile, as far as it is known."""
 
+    def products(self, unit: UnitSpec) -> float:
+        """FLOP of products of matrices that a step of the unit takes, as far as it is known."""
+
     def tile_between(self, unit: UnitSpec, start: int, stop: int) -> Tile:
         """A tile of the unit's elements ``[start, stop)``, whatever ``tiles_of`` has cut."""
 

@@ -23,6 +23,9 @@ CORE_UPDATE = 30e9
 """Of that, what one core sweeps through in the optimizer's kernel, bytes a second: 26 bytes a parameter (bf16, Adam) in
 0.85 ns, the slower of the two states in which ``docs/kernels.md`` has measured it."""
 
+CORE_PRODUCTS = 100e9
+"""FLOP/s of one core in products of matrices, which updates of whole matrices take; here one reaches 130e9 in fp32."""
+
 UNKNOWN_CAPACITY = 1 << 50
 """Bytes of a drive of which only the rate was given."""
 
@@ -85,10 +88,17 @@ class Machine:
     record_seconds: float
     device: DeviceMachine = CPU
     network: Network = ALONE
+    update_cores: float = 1.0
+    """Where a device computes, cores of the CPU that updates get."""
     beside_bytes: float = math.inf
     """Host memory beside the engine's, where the CPU computes: for activations."""
     assumptions: tuple[str, ...] = ()
     """Assumptions about what was not measured or given, in words."""
+
+    @property
+    def products(self) -> float:
+        """FLOP/s that products of matrices in updates get of the CPU."""
+        return CORE_PRODUCTS * self.update_cores if self.device.computes else self.cores.blocks
 
     @property
     def num_ranks(self) -> int:
@@ -176,6 +186,7 @@ def described(
         nvme=nvme_of(drives, gpus),
         cores=Cores(compute, compute),
         update=update / gpus,
+        update_cores=updating / gpus,
         checksum=25e9,
         unit_seconds=1e-4,
         record_seconds=1e-3,
