@@ -15,7 +15,8 @@ from offload.native_optimizers import MATRIX_DEFAULTS, NATIVE_OPTIMIZERS
 if TYPE_CHECKING:
     _Optimizer = str
 else:
-    _Optimizer = Literal[tuple([*NATIVE_OPTIMIZERS, *MATRIX_DEFAULTS])]
+    _names = (*NATIVE_OPTIMIZERS, *MATRIX_DEFAULTS)
+    _Optimizer = Literal[_names]
 
 
 # fmt: off
