@@ -77,17 +77,22 @@ class OffloadEngine:
         config: OffloadConfig | None = None,
         *,
         model_kwargs: Mapping[str, Any] | None = None,
+        peft_config: Any = None,
         **options: Any,
     ) -> OffloadEngine:
         """An engine over ``model_class.from_pretrained(path, **model_kwargs)`` of ``transformers``. The model is never
         whole in memory: its weights are streamed to where they rest. The model, in eval mode, is ``engine.module``.
 
         ``model_class`` is a model or auto class, ``path`` a directory with safetensors or the name of a repository on
-        the hub; ``config`` and ``options`` are the engine's. Raises ``WeightsError`` for files that are missing,
-        damaged or do not fit, ``ConfigError`` for what can only be loaded in memory.
+        the hub; ``peft_config`` is a config of ``peft``, such as ``LoraConfig``, whose new adapter is what is trained;
+        ``config`` and ``options`` are the engine's. Weights that are not trained, quantised or not, are read where
+        they are: all but the adapter's, and with ``optimizer=None`` all. Raises ``WeightsError`` for files that are
+        missing, damaged or do not fit, ``ConfigError`` for what can only be loaded in memory.
         """
-        model, weights = from_pretrained.build(model_class, path, model_kwargs or {})
-        return cls(model, config, weights=weights, **options)
+        config = OffloadConfig.of(config, options)
+        trains = config.optimizer is not None
+        model, weights = from_pretrained.build(model_class, path, model_kwargs or {}, peft_config, trains=trains)
+        return cls(model, config, weights=weights)
 
     @classmethod
     def _checked(cls, model: nn.Module, config: OffloadConfig) -> OffloadConfig:
@@ -207,6 +212,20 @@ class OffloadEngine:
         if at_once is not None:
             option_values.as_count("at_once", at_once)
         return self._session.together(micro_batches, function, at_once)
+
+    @contextlib.contextmanager
+    def resident(self, module: nn.Module) -> Iterator[None]:
+        """Keep the weights of ``module``, a block of the model, in memory within: they are brought in once, its
+        parameters are ordinary ones, and what was written to them is stored at the end, once for all of it.
+
+        For what looks at a block's weights many times, or changes them: calibration, quantisation, pruning. A step,
+        ``zero_grad()`` and ``close()`` end it early. Layers in pieces and fused experts come as they are used, as
+        always. Raises ``ConfigError`` for a module whose units memory has no room for at a time, before any is brought
+        in, and for one that is no part of the model.
+        """
+        self._session.failure.check()
+        with self._session.parts.resident.of(module):
+            yield
 
     def step(self) -> None:
         """Take an optimizer step with the gradients since the last one. Returns at once: the update runs behind.

@@ -11,7 +11,7 @@ from offload.access import ExternalAccess, Zeroing
 from offload.checkpoint.checkpoints import Checkpoints
 from offload.closing import Closers
 from offload.model.aliases import Alias, Aliases
-from offload.model.backing import ParameterBacking
+from offload.model.backing import ParameterBacking, write_together
 from offload.progress import Progress
 from offload.report.reporter import Reporter
 from offload.tiers.fence import UpdateFence
@@ -69,8 +69,9 @@ class Passes:
     def end_part(self, unit: UnitSpec) -> None:
         """Nor for this."""
 
-    def changed_in_use(self, unit: UnitSpec, spec: ParameterSpec, value: torch.Tensor) -> None:
-        self.backings[spec].write(value)
+    def changed_in_use(self, unit: UnitSpec, changes: Sequence[tuple[ParameterSpec, torch.Tensor]]) -> None:
+        if changes:
+            write_together([(self.backings[spec], value) for spec, value in changes])
 
     def moved_in_use(self, unit: UnitSpec, spec: ParameterSpec, value: torch.Tensor, memory: Alias) -> None:
         self.backings[spec].point_to(memory, value)

@@ -26,6 +26,7 @@ from offload.plan.device import AUTO_RESIDENT_SHARE, ON_HOST, DeviceNeeds, Devic
 from offload.plan.placement import make_plan
 from offload.plan.plan import Plan, Tier, UnitPlan
 from offload.plan.ranks import ONE_RANK, PLACEMENTS, RanksPlan, plan_ranks
+from offload.plan.update_log import log_bytes, with_update_log
 from offload.ranks.world import World
 from offload.tiers.store import run_bytes
 from offload.tiers.window import CopyWindow, window_class
@@ -232,6 +233,9 @@ def plan_within(
     )
     resident = [_resident_unit(unit, choice) for unit in units if unit.index in device_plan.resident]
     plan = plan.with_resident(resident, device_plan)
+    if config.durable == 1 and choice is not None and choice.rule.replayable:
+        logging = with_update_log(plan)
+        plan = logging if store_bytes(logging, config, speculative=speculative) <= room.spare_bytes else plan
     updates_early = device_plan.computes and choice is not None and choice.rule.repeatable
     return plan.with_spares() if updates_early else plan  # the CPU's compute leaves no cores for it
 
@@ -321,12 +325,13 @@ def _gradient_bytes(config: OffloadConfig, units: Sequence[UnitSpec], dtype: tor
 
 
 def store_bytes(plan: Plan, config: OffloadConfig, *, speculative: bool) -> int:
-    """NVMe that the store takes with two places for each trained record; with ``durable`` also for those in memory,
-    and a third one where a speculative update writes beside what is current and what is committed."""
+    """NVMe that the store takes with two places for each trained record; with ``durable`` also for those in memory and
+    for logs, and a third one where a speculative update writes beside what is current and what is committed."""
     needed = sum(plan.nvme_bytes.values()) + plan.spare_copy_bytes
     if config.durable:
         needed += 2 * (plan.resident_bytes["weights"] + plan.resident_bytes["states"])
-        needed += plan.spare_copy_bytes if speculative else 0
+        num_places = 2 if len(config.paths) > 1 else 1  # several paths take the room of all places at once
+        needed += (plan.spare_copy_bytes if speculative else 0) + log_bytes(plan) * num_places
     return needed
 
 

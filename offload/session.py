@@ -110,9 +110,7 @@ class Session:
 
     def expert_use(self) -> ExpertUse:
         """See ``OffloadEngine.expert_use``."""
-        assembly = self.parts
-        cache, each = assembly.tiers.host.cache, assembly.run.plan.formats.weights
-        return ExpertUse(cache.routed_numel * each, cache.fetched_numel * each)
+        return self.parts.reporter.expert_use()
 
     def memory_bytes(self) -> tuple[int, int]:
         """Host and device memory that the engine takes now: by the kernel's count of its buffers, and as allocated."""

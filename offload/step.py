@@ -265,7 +265,7 @@ class Step:
             self.sink.use_up(unit, stepping)
         self.passes.forget_gradients()
         self.progress.global_step += 1
-        self.checkpoints.step_taken()
+        self.checkpoints.step_taken(step)
         report = self.reporter.report(
             self.growth.plan.memory, self.progress.global_step, grad_norm, self._scale, updates_wait=updates_wait
         )

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """What commits and checkpoints cost a training run, in turns with the same run without them.
 
-Two engines of one model at one budget take turns: one as it is, one with ``durable=1``, which commits each step. Then
-the plain one takes rounds of steps: without saving, with one ``save_checkpoint`` in the round, and with one
-``torch.save`` of both state dicts, which is what training loops do. Prints medians, minima and maxima.
+Two engines of one model at one budget take turns: one as it is, one with ``durable=k``, which commits each k-th step
+(let ``--steps`` be a multiple of k). Then the plain one takes rounds of steps: without saving, with one
+``save_checkpoint`` in the round, and with one ``torch.save`` of both state dicts, which is what training loops do.
+Prints medians, minima and maxima.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ def main() -> None:
     parser.add_argument("--clip", type=float, default=0.0)
     parser.add_argument("--steps", type=int, default=4, help="of a turn")
     parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--durable", type=int, default=1, help="commit each step of this number")
     parser.add_argument("--saves", type=int, default=None, help="turns with save_checkpoint and torch.save; as --turns")
     parser.add_argument("--path", default=None, help="directory on the disk to be measured")
     arguments = parser.parse_args()
@@ -94,21 +96,22 @@ def main() -> None:
         path = Path(closing.enter_context(tempfile.TemporaryDirectory(dir=arguments.path)))
         bench = Bench(arguments, path)
         batch = bench.shape.tokens(torch.Generator().manual_seed(0))
-        plain, durable = bench.engine("plain"), bench.engine("durable", durable=1)
+        plain, durable = bench.engine("plain"), bench.engine("durable", durable=arguments.durable)
         for engine in (plain, durable):
             bench.steps(engine, batch)
-        seconds: dict[str, list[float]] = {"plain": [], "durable=1": []}
+        name = f"durable={arguments.durable}"
+        seconds: dict[str, list[float]] = {"plain": [], name: []}
         for _ in range(arguments.turns):
             seconds["plain"].append(bench.steps(plain, batch))
-            seconds["durable=1"].append(bench.steps(durable, batch))
+            seconds[name].append(bench.steps(durable, batch))
         durable.close()
         gc.collect()
         print(f"{arguments.model}, {arguments.precision}, host memory {plain.plan.host_bytes:,} bytes, on NVMe:")
         print(", ".join(f"{kind} {of['nvme']:,}" for kind, of in plain.plan.memory.items()))
-        for name, found in seconds.items():
-            print(f"  step, {name:<12} {measured(found)}")
+        for kind, found in seconds.items():
+            print(f"  step, {kind:<12} {measured(found)}")
         pairs = [b / a - 1 for a, b in zip(*seconds.values(), strict=True)]
-        print(f"  durable=1 costs {percent(pairs)} of a step, by turn")
+        print(f"  {name} costs {percent(pairs)} of a step, by turn")
 
         saved, calls = path / "saved", []
 

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
 """LoRA over a mixture of experts whose base is made-up MXFP4 safetensors, read in place, one expert after the other.
 
-``make DIR`` writes the files: experts one by one in MXFP4, all else in bf16. ``train DIR`` trains an adapter of the
-attention over them, in a memory cgroup if asked, and prints after each step time, losses, a checksum of the adapter,
-the kernel's counts of bytes of the process, and what was routed. Two runs with other budgets have the same lines.
+``make DIR`` writes the files: experts one by one in MXFP4, all else in bf16; shards that are there stay, so it can be
+broken off and started again. ``train DIR`` trains an adapter of the attention over them, in a memory cgroup if asked,
+and prints after each step time, losses, a checksum of the adapter, the kernel's counts of bytes of the process and of
+the drive, and what was routed. Two runs with other budgets have the same lines. ``--change`` flips a byte of a shard at
+the end, for as long as a forward takes, and prints what the engine says to that.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import json
 import os
 import resource
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +28,7 @@ from bench_frozen_base import moved, sweep
 from safetensors.torch import save_file
 from transformers.initialization import no_init_weights
 
-from offload import OffloadEngine, deferred_init
+from offload import OffloadEngine, WeightsChanged, deferred_init
 
 _PER_SCALE = 32
 _MATRICES = ("gate_proj", "up_proj", "down_proj")
@@ -40,36 +44,48 @@ def config_of(arguments: argparse.Namespace) -> Any:
 
 def make(folder: Path, config: Any) -> None:
     """Random weights, an eighth of a layer's experts in a shard, and all else in the first one."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     with torch.device("meta"):
         shapes = {name: value.shape for name, value in transformers.Qwen3MoeForCausalLM(config).state_dict().items()}
-    generator = torch.Generator().manual_seed(0)
     weight_map: dict[str, str] = {}
+    num_shards = 0
 
-    def save(number: int, values: dict[str, torch.Tensor]) -> None:
-        file = folder / f"model-{number:04d}.safetensors"
-        save_file(values, file, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(values, file.name))
-        with file.open("rb") as stream:
+    def save(names: list[str], values_of: Callable[[torch.Generator], dict[str, torch.Tensor]]) -> None:
+        nonlocal num_shards
+        file, number = folder / f"model-{num_shards:04d}.safetensors", num_shards
+        num_shards += 1
+        weight_map.update(dict.fromkeys(names, file.name))
+        if file.exists():
+            return
+        save_file(values_of(torch.Generator().manual_seed(number)), folder / "part", metadata={"format": "pt"})
+        with (folder / "part").open("rb") as stream:
             os.fsync(stream.fileno())
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        (folder / "part").rename(file)
+
+    def of_rest(generator: torch.Generator) -> dict[str, torch.Tensor]:
+        noise = {name: torch.randn(shape, generator=generator) * 0.02 for name, shape in rest.items()}
+        return {name: (value + ("norm" in name)).to(torch.bfloat16) for name, value in noise.items()}
+
+    def of_experts(names: list[str], generator: torch.Generator) -> dict[str, torch.Tensor]:
+        values = {}
+        for name in names:
+            rows, columns = config.moe_intermediate_size, config.hidden_size
+            rows, columns = (columns, rows) if "down_proj" in name else (rows, columns)
+            lengths = rows, columns // _PER_SCALE
+            words = torch.randint(-(1 << 62), 1 << 62, (*lengths, 2), generator=generator)
+            values[f"{name}_blocks"] = words.view(torch.uint8)
+            values[f"{name}_scales"] = torch.randint(118, 121, lengths, dtype=torch.uint8, generator=generator)
+        return values
 
     rest = {name: shape for name, shape in shapes.items() if ".mlp.experts." not in name}
-    noise = {name: torch.randn(shape, generator=generator) * 0.02 for name, shape in rest.items()}
-    save(0, {name: (value + ("norm" in name)).to(torch.bfloat16) for name, value in noise.items()})
+    save(list(rest), of_rest)
     for layer in range(config.num_hidden_layers):
         for group in torch.arange(config.num_experts).chunk(8 if config.hidden_size > 1000 else 1):
-            values = {}
-            for expert in group.tolist():
-                for matrix in _MATRICES:
-                    rows, columns = config.moe_intermediate_size, config.hidden_size
-                    rows, columns = (columns, rows) if matrix == "down_proj" else (rows, columns)
-                    name = f"model.layers.{layer}.mlp.experts.{expert}.{matrix}.weight"
-                    lengths = rows, columns // _PER_SCALE
-                    words = torch.randint(-(1 << 62), 1 << 62, (*lengths, 2), generator=generator)
-                    values[f"{name}_blocks"] = words.view(torch.uint8)
-                    values[f"{name}_scales"] = torch.randint(118, 121, lengths, dtype=torch.uint8, generator=generator)
-            save(len(set(weight_map.values())), values)
+            of = f"model.layers.{layer}.mlp.experts"
+            names = [f"{of}.{expert}.{matrix}.weight" for expert in group.tolist() for matrix in _MATRICES]
+            stored = [f"{name}_{part}" for name in names for part in ("blocks", "scales")]
+            save(stored, partial(of_experts, names))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     config.save_pretrained(folder)
 
@@ -80,6 +96,32 @@ def build(config: Any) -> Any:
         model = transformers.Qwen3MoeForCausalLM._from_config(config, dtype=torch.bfloat16)
     lora = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"])
     return peft.get_peft_model(model, lora, autocast_adapter_dtype=False).to(torch.bfloat16)
+
+
+def on_drive(folder: Path) -> tuple[int, int]:
+    """Bytes that the drive under the folder has read and written, for whomever."""
+    device = folder.stat().st_dev
+    fields = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/stat").read_text().split()
+    return 512 * int(fields[2]), 512 * int(fields[6])
+
+
+def refuses_change(engine: OffloadEngine, folder: Path, batch: torch.Tensor) -> str:
+    """What a forward says when a byte of the last shard is another one meanwhile."""
+    shard = sorted(folder.glob("*.safetensors"))[-1]
+    with shard.open("r+b") as stream:
+        stream.seek(-1, os.SEEK_END)
+        byte = stream.read(1)
+        try:
+            stream.seek(-1, os.SEEK_END)
+            stream.write(bytes([byte[0] ^ 1]))
+            stream.flush()
+            engine(input_ids=batch)
+        except WeightsChanged as error:
+            return f"refused: {str(error).splitlines()[0]}"
+        finally:
+            stream.seek(-1, os.SEEK_END)
+            stream.write(byte)
+    return "read without a word"
 
 
 def train(arguments: argparse.Namespace) -> None:
@@ -93,18 +135,29 @@ def train(arguments: argparse.Namespace) -> None:
         group.mkdir()
         (group / "memory.limit_in_bytes").write_text(str(int(arguments.cgroup * (1 << 30))))
         (group / "cgroup.procs").write_text(str(os.getpid()))
-    begin, (read, written) = time.perf_counter(), moved()
+    begin, (read, written), drive = time.perf_counter(), moved(), on_drive(folder)
+
+    def sweeps(what: str) -> None:
+        now = on_drive(folder)
+        print(
+            f"{what} after {time.perf_counter() - begin:.1f} s; the drive has read "
+            f"{(now[0] - drive[0]) / base_bytes:.3f} sweeps, and written {(now[1] - drive[1]) / 1e6:.1f} MB",
+            flush=True,
+        )
+
     engine = OffloadEngine(
         deferred_init(build, config), weights=folder, nvme_path=arguments.store, host_memory=arguments.host_memory,
         lr=1e-3,
     )  # fmt: skip
     print(engine.plan)
+    sweeps("engine made")
     with engine:
         for number in range(arguments.steps):
             start, (read_before, written_before), use = time.perf_counter(), moved(), engine.expert_use()
             batch = torch.randint(0, 1024, (1, arguments.tokens), generator=torch.Generator().manual_seed(number))
             loss = engine(input_ids=batch, labels=batch).loss
             forward_s = time.perf_counter() - start
+            sweeps(f"forward {number + 1}")
             engine.backward(loss)
             engine.step()
             engine.synchronize()
@@ -121,6 +174,9 @@ def train(arguments: argparse.Namespace) -> None:
                 f"{fetched / 1e6:,.1f}; {(now - begin) / sweep_s:.2f} sweeps since the beginning",
                 flush=True,
             )
+        sweeps("all steps")
+        if arguments.change:
+            print(f"a byte of a shard changed: {refuses_change(engine, folder, batch)}")
         read_now, written_now = moved()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(f"all: read {(read_now - read) / 1e6:,.1f} MB, written {(written_now - written) / 1e6:,.1f} MB")
@@ -140,6 +196,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--host-memory", default="1GiB")
+    parser.add_argument("--change", action="store_true", help="change a byte of a shard at the end, and put it back")
     parser.add_argument("--cgroup", type=float, help="GiB that the process may take, in a memory cgroup of its own")
     arguments = parser.parse_args()
     if arguments.what == "make":

@@ -81,8 +81,8 @@ def make_model(seed: int) -> nn.Module:
     return model
 
 
-def make_engine(seed: int, optimizer: Any = "adamw") -> OffloadEngine:
-    engine = OffloadEngine(make_model(seed), lr=1e-3, optimizer=optimizer, precision="bf16")
+def make_engine(seed: int, optimizer: Any = "adamw", **options: Any) -> OffloadEngine:
+    engine = OffloadEngine(make_model(seed), lr=1e-3, optimizer=optimizer, precision="bf16", **options)
     engine.register_for_checkpointing(torch.optim.lr_scheduler.StepLR(engine.optimizer, 3))
     return engine
 
@@ -137,11 +137,12 @@ class Files:
                 engine.save_model(folder / "safetensors", max_shard_bytes=3000)
                 engine.save_dcp(folder / "dcp")
                 self.weights[name] = engine.module[0].weight.detach().clone()
+        self._save_log(folder / "logged" / "t")
         index = folder / "safetensors" / "model.safetensors.index.json"
         shard = folder / "safetensors" / next(iter(json.loads(index.read_text())["weight_map"].values()))
         self.formats = [
             *self._of_checkpoint("kernel", "adamw"), *self._of_checkpoint("torch", torch.optim.RAdam),
-            *self._of_ranks(),
+            *self._of_checkpoint("logged", "adamw", "updates"), *self._of_ranks(),
             Format("header", shard.read_bytes(), (in_header(in_json), in_header(bytewise), bytewise), self._shard, 8),
             Format("index", index.read_bytes(), (in_json, bytewise), self._index, 4),
             Format("dcp", (folder / "dcp/.metadata").read_bytes(), (bytewise,), self._distributed, 2),
@@ -149,7 +150,22 @@ class Files:
             Format("owner", b'{"pid":1,"host":"h","boot":"b","started":"s","ticks":5}', (in_json,), self._owner, 1),
         ]  # fmt: skip
 
-    def _of_checkpoint(self, name: str, optimizer: Any) -> Iterator[Format]:
+    def _save_log(self, folder: Path) -> None:
+        """The store of a durable run as a checkpoint, as it is beside the run, with updates in its log."""
+        nvme = self.folder / "nvme"
+        nvme.mkdir()
+        with make_engine(0, nvme_path=nvme, durable=1) as engine:
+            for _ in range(3):
+                backward(engine)
+                engine.step()
+            engine._session.checkpoints.pass_boundary()
+            engine._session.checkpoints.generations.wait()
+            shutil.copytree(nvme / "run-1.store", folder, ignore=shutil.ignore_patterns("owner*"))
+            shutil.copy(self.folder / "kernel" / "t" / "checkpoint.json", folder)
+            engine.close(discard=True)
+
+    def _of_checkpoint(self, name: str, optimizer: Any, *parts: str) -> Iterator[Format]:
+        """``parts``: members of the description that are changed beside those that each has."""
         (file,) = (self.folder / name / "t").glob("generation.*")
         whole = file.read_bytes()
         manifest = Manifest.decode(whole)
@@ -174,7 +190,9 @@ class Files:
         metadata = manifest.metadata
         yield Format(f"manifest, {name}", whole, (sealed(in_fields), sealed(bytewise), bytewise), whole_manifest, 4)
         units, run = in_text_of(in_part("units")), in_text_of(in_part("run"))
-        yield Format(f"description, {name}", metadata, (units, units, in_text_of(bytewise), bytewise), description, 5)
+        others = (in_text_of(in_part(part)) for part in parts for _ in range(4))
+        changes = units, units, in_text_of(bytewise), bytewise, *others
+        yield Format(f"description, {name}", metadata, changes, description, 5)
         yield Format(f"run state, {name}", metadata, (run, run, in_text_of(in_json)), description, 5)
 
     def _of_ranks(self) -> Iterator[Format]:

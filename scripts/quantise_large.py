@@ -5,7 +5,9 @@ docs/recipes/compress.md.
 ``--folder`` gets the model in bf16 (``bf16/``), the quantised one (``int8/``) and ``progress.pt``. Each call goes on
 where the last one ended, and ends after about ``--seconds``; it says what is left. The last one loads the files with
 ``transformers`` and compares its logits with those that the streamed model gave. GPTQ is that of the page, whose code
-runs.
+runs. ``--limit`` is a memory cgroup around the process while it quantises, imports and page cache included, and needs
+root. The first block is calibrated and changed in memory alone, too, once in each call: that is what a block takes of
+the cores.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ import os
 import re
 import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from _cgroups import memory_limit
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from offload import OffloadEngine
@@ -64,7 +68,7 @@ class Progress:
     def __init__(self, path: Path) -> None:
         self._path, self._read = path, 0
         self.found: dict[str, Any] = {
-            **{"made": 0, "blocks": 0, "where": {}, "seconds": {}, "read_bytes": 0, "peak": 0},
+            **{"made": 0, "blocks": 0, "where": {}, "seconds": {}, "read_bytes": 0, "peak": 0, "in memory": 0},
             "states": None,
         }
         if path.exists():
@@ -119,6 +123,24 @@ def make(folder: Path, config: Any, progress: Progress, until: float) -> bool:
     return True
 
 
+def in_memory(page: dict[str, Any], folder: Path, model: nn.Module, states: Any) -> float:
+    """Seconds that the first block takes without an engine."""
+    prefix = "model.layers.0."
+    block = type(model.model.layers[0])(model.config, 0).bfloat16()  # type: ignore[operator, union-attr, index]
+    weights = load_file(folder / "bf16" / "model-00000.safetensors")
+    block.load_state_dict({name.removeprefix(prefix): value for name, value in weights.items()})
+    found: dict[str, Any] = {}
+
+    def change(name: str, weight: torch.Tensor, moments: torch.Tensor) -> torch.Tensor:
+        codes, scale = page["gptq"](weight, moments)
+        found[name] = page["Int8Tensor"](codes, scale.bfloat16(), [1, weight.shape[1]], torch.bfloat16)
+        return found[name].dequantize()
+
+    start = time.monotonic()
+    page["through"](block, prefix, states, change)
+    return time.monotonic() - start
+
+
 @torch.no_grad()
 def quantise(folder: Path, host_memory: str, progress: Progress, until: float) -> bool:
     """Quantise block after block, and what is outside of them after the last one; True once all of it is there."""
@@ -127,9 +149,11 @@ def quantise(folder: Path, host_memory: str, progress: Progress, until: float) -
     page = names_of_page()
     out = folder / "int8"
     out.mkdir(exist_ok=True)
+    start = time.monotonic()
     with OffloadEngine.from_pretrained(
         AutoModelForCausalLM, folder / "bf16", optimizer=None, nvme_path=folder, host_memory=host_memory
     ) as engine:
+        progress.add("start", time.monotonic() - start)
         model: nn.Module = engine.module
         names = [name for name, _ in model.named_parameters()]
         found: dict[str, Any] = {}
@@ -153,14 +177,19 @@ def quantise(folder: Path, host_memory: str, progress: Progress, until: float) -
         if progress.found["states"] is not None:
             states = [(x, kwargs) for x, (_, kwargs) in zip(progress.found["states"], states, strict=True)]
         layers = list(model.model.layers)  # type: ignore[union-attr, arg-type]
+        if progress.found["blocks"] < len(layers):
+            progress.add("in memory", in_memory(page, folder, model, states))
+            progress.found["in memory"] += 1
         for number in range(progress.found["blocks"], len(layers)):
             if time.monotonic() > until:
+                engine.close(discard=True)  # what it has changed is in the files
                 return False
             start, prefix = time.monotonic(), f"model.layers.{number}."
-            states = page["through"](layers[number], prefix, states, change)
-            for name, value in layers[number].named_parameters(prefix.rstrip(".")):
-                if name not in found:
-                    found[name] = value.detach().clone().as_subclass(torch.Tensor)
+            with engine.resident(layers[number]):
+                states = page["through"](layers[number], prefix, states, change)
+                for name, value in layers[number].named_parameters(prefix.rstrip(".")):
+                    if name not in found:
+                        found[name] = value.detach().clone().as_subclass(torch.Tensor)
             save(f"model-{number:05}.safetensors")
             progress.add("all", time.monotonic() - start)
             progress.found["blocks"], progress.found["states"] = number + 1, [x for x, _ in states]
@@ -197,6 +226,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--layers", type=int, default=66)
     parser.add_argument("--host-memory", default="512MiB")
+    parser.add_argument("--limit", type=float, help="GiB that the process may take")
     parser.add_argument("--seconds", type=float, default=150.0)
     given = parser.parse_args()
     until = time.monotonic() + given.seconds
@@ -208,12 +238,16 @@ def main() -> None:
         print("the model is made" if done else f"{progress.found['made']} of {given.layers + 1} files are made")
         return
     if not (given.folder / "logits.pt").exists():
-        done = quantise(given.folder, given.host_memory, progress, until)
+        limit = nullcontext() if given.limit is None else memory_limit(os.getpid(), int(given.limit * (1 << 30)))
+        with limit:
+            done = quantise(given.folder, given.host_memory, progress, until)
         progress.write()
         found = progress.found
         print(f"{found['blocks']} of {given.layers} blocks, {'all' if done else 'not all'} is written")
         print(f"peak of the process {found['peak'] / 2**20:.0f} MiB, read {found['read_bytes'] / 1e9:.2f} GB, seconds:",
-              {name: round(seconds) for name, seconds in found["seconds"].items()})  # fmt: skip
+              {name: round(seconds, 1) for name, seconds in found["seconds"].items()})  # fmt: skip
+        block, alone = found["seconds"]["all"] / found["blocks"], found["seconds"]["in memory"] / found["in memory"]
+        print(f"a block takes {block:.1f} s, of which {alone:.1f} s in memory: {alone / block:.2f}")
         return
     check(given.folder)
 

@@ -17,16 +17,16 @@ from offload.cli import main as offload
 PAGE = Path(__file__).parents[1] / "README.md"
 
 MACHINE = ("--gpu", "4090", "--host-memory", "64GiB", "--nvme", "7GB/s,5GB/s,2TB", "--sustained-write", "1.5GB/s")
-STEP = ("--activations", "recompute", "--sequence", "2048")
 ROWS = (
-    ("Llama 3.1 8B, LoRA (r=16)", 4, "meta-llama/Llama-3.1-8B", ("--lora", "r=16")),
-    ("Llama 3.1 8B, full", 4, "meta-llama/Llama-3.1-8B", ()),
-    ("Llama 3.1 8B, full, 8-bit moments", 4, "meta-llama/Llama-3.1-8B", ("--moments-dtype", "int8")),
-    ("Qwen3 32B, LoRA (r=16)", 1, "Qwen/Qwen3-32B", ("--lora", "r=16")),
-    ("Llama 3.1 70B, LoRA (r=16), base in 4 bits", 1, "meta-llama/Llama-3.1-70B", ("--lora", "r=16", "--base", "nf4")),
-    ("Llama 3.1 70B, LoRA (r=16)", 1, "meta-llama/Llama-3.1-70B", ("--lora", "r=16")),
-    ("Llama 3.1 70B, full", 1, "meta-llama/Llama-3.1-70B", ()),
+    ("Llama 3.1 8B, LoRA (r=16)", "meta-llama/Llama-3.1-8B", ("--lora", "r=16")),
+    ("Llama 3.1 8B, full", "meta-llama/Llama-3.1-8B", ()),
+    ("Llama 3.1 8B, full, 8-bit moments", "meta-llama/Llama-3.1-8B", ("--moments-dtype", "int8")),
+    ("Qwen3 32B, LoRA (r=16)", "Qwen/Qwen3-32B", ("--lora", "r=16")),
+    ("Llama 3.1 70B, LoRA (r=16), base in 4 bits", "meta-llama/Llama-3.1-70B", ("--lora", "r=16", "--base", "nf4")),
+    ("Llama 3.1 70B, LoRA (r=16)", "meta-llama/Llama-3.1-70B", ("--lora", "r=16")),
+    ("Llama 3.1 70B, full", "meta-llama/Llama-3.1-70B", ()),
 )
+"""Each with its best batch of 2,048 tokens."""
 
 
 BATCHES = (
@@ -38,8 +38,8 @@ BATCHES = (
 
 def page(text: str) -> str:
     """The page with its tables as the forecast is now."""
-    head = "| training | sequences | a step | tokens/s | written a step | limited by |"
-    lines = [head, "|---|---|---|---|---|---|", *(_row(*row) for row in ROWS)]
+    head = "| training | sequences | activations | a step | tokens/s | written a token | limited by |"
+    lines = [head, "|---|---|---|---|---|---|---|", *(_row(*row) for row in ROWS)]
     table = "<!-- forecast -->\n\n" + "\n".join(lines) + "\n\n<!-- end of forecast -->"
     text = re.sub(r"<!-- forecast -->.*?<!-- end of forecast -->", lambda _: table, text, flags=re.DOTALL)
     batches = "<!-- batches -->\n\n" + "\n".join(_batches()) + "\n\n<!-- end of batches -->"
@@ -62,9 +62,7 @@ def _batches() -> Iterator[str]:
     yield f"| {' | '.join(columns)} |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for row in plan(*BATCHES)["best_batches"]:
-        name = f"`{row['activations']}`"
-        if row["micro_batch"] is not None:
-            name += f", {row['micro_batch']} at a time, together"
+        name = _activations(row)
         if not row["fits"]:
             yield f"| {name} | none fits | | | | | {row['shortage']} | | | |"
             continue
@@ -74,14 +72,19 @@ def _batches() -> Iterator[str]:
         yield f"| {name} | {row['largest_batch']:,} | {row['batch']:,} | {row['seconds']:,.0f} s | {speed} | {sizes} |"
 
 
-def _row(title: str, batch: int, model: str, options: tuple[str, ...]) -> str:
-    found = plan(model, *MACHINE, *STEP, "--batch", str(batch), *options)
-    if not found["fits"]:
-        return f"| {title} | {batch} | does not fit: {found['shortage']['kind']} | | | |"
-    return (
-        f"| {title} | {batch} | {found['seconds']:,.1f} s | {found['tokens_per_second']:,.0f} "
-        f"| {found['nvme_write_bytes'] / 1e9:,.1f} GB | {found['limit']} |"
-    )
+def _row(title: str, model: str, options: tuple[str, ...]) -> str:
+    fitting = [row for row in plan(model, *MACHINE, *options)["best_batches"] if row["fits"]]
+    if not fitting:
+        return f"| {title} | does not fit | | | | | |"
+    best = max(fitting, key=lambda row: row["tokens_per_second"])
+    written = f"{best['written_bytes_a_token'] / 1e6:,.1f} MB"
+    speed = f"{best['seconds']:,.1f} s | {best['tokens_per_second']:,.0f} | {written} | {best['limit']}"
+    return f"| {title} | {best['batch']:,} | {_activations(best)} | {speed} |"
+
+
+def _activations(row: dict[str, Any]) -> str:
+    together = f", {row['micro_batch']} at a time, together" if row["micro_batch"] is not None else ""
+    return f"`{row['activations']}`{together}"
 
 
 def plan(*arguments: str) -> dict[str, Any]:

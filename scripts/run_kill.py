@@ -86,7 +86,11 @@ def phases_are_told() -> Iterator[None]:
 
 
 def train(
-    engine: OffloadEngine, checkpoints: Path | None = None, log: Path | None = None, resume: Path | None = None
+    engine: OffloadEngine,
+    checkpoints: Path | None = None,
+    log: Path | None = None,
+    resume: Path | None = None,
+    save_every: int = 4,
 ) -> list[tuple[int, str]]:
     """Go on to the last step, from what is durable or from ``resume``.
 
@@ -110,7 +114,7 @@ def train(
         if log is not None:
             with log.open("a") as file:
                 file.write(f"{engine.global_step} {loss.item().hex()}\n")
-        if checkpoints is not None and engine.global_step % 4 == 0:
+        if checkpoints is not None and engine.global_step % save_every == 0:
             engine.save_checkpoint(checkpoints)
     return losses
 
@@ -122,12 +126,12 @@ def digest(model: nn.Module) -> str:
     return found.hexdigest()
 
 
-def life(folder: Path, checkpoints: Path, host_memory: str, durable: int) -> None:
+def life(folder: Path, checkpoints: Path, host_memory: str, durable: int, save_every: int) -> None:
     """What is killed."""
     settings = {"nvme_path": folder / "nvme", "host_memory": host_memory, "durable": durable, "keep_last": 2}
     with phases_are_told(), make_engine(settings) as engine:
         torch.manual_seed(7)
-        train(engine, checkpoints, folder / "log")
+        train(engine, checkpoints, folder / "log", save_every=save_every)
         final = digest(engine.module)
     (folder / "end").write_text(final)
 
@@ -145,6 +149,7 @@ class Story:
 
     def live(self) -> None:
         durable = self._rng.choice([1, 1, 2, 3])
+        save_every = self._rng.choice([4, 4, NUM_STEPS])  # each checkpoint ends the log of updates
         elsewhere = self._rng.random() < 0.5
         with (
             tempfile.TemporaryDirectory() as name,
@@ -154,17 +159,17 @@ class Story:
             (folder / "nvme").mkdir()
             (folder / "log").touch()
             while not (folder / "end").exists():
-                self._run_once(folder, Path(checkpoints), durable)
+                self._run_once(folder, Path(checkpoints), durable, save_every)
             found = (folder / "end").read_text()
             if found != self._final:
                 raise SystemExit(f"the final weights differ: {found}, {self._final} was expected")
             self._check(folder, Path(checkpoints))
 
-    def _run_once(self, folder: Path, checkpoints: Path, durable: int) -> None:
+    def _run_once(self, folder: Path, checkpoints: Path, durable: int, save_every: int) -> None:
         budget = self._rng.choice(self._budgets)
         size = (folder / "log").stat().st_size
         _phase[0] = 0
-        process = start(lambda: life(folder, checkpoints, budget, durable))
+        process = start(lambda: life(folder, checkpoints, budget, durable, save_every))
         status = None
         kind = self._rng.random()
         if kind < 0.5:  # in a phase that a run is in for a moment

@@ -35,7 +35,7 @@ from swapper.opening import take_up
 from swapper.publication import NEW
 
 DISK_BYTES = 24 << 20
-NUM_STEPS = 4
+NUM_STEPS = 10
 WIDTH = 64
 
 
@@ -114,7 +114,7 @@ class Story:
         written = [event[2] for event in recorder.events if event[:2] == ("create", NEW)]
         manifests = {manifest.generation: manifest for manifest in map(Manifest.decode, written)}
         points = sum(event[0] != "mark" for event in recorder.events)
-        for state, marks in crash_states(recorder, -(-wanted // points), seed):
+        for state, marks in crash_states(recorder, -(-wanted // points), seed, wanted / points):
             self._take_up(RamDisk(state.data, dict(state.files)), marks, manifests)
             if self.counts["cuts"] % every == 0:
                 self._resume(state, marks)

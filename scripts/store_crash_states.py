@@ -133,8 +133,11 @@ def _choices(sizes: list[int], count_max: int, rng: random.Random) -> Iterator[t
             yield choice
 
 
-def crash_states(recorder: Recorder, per_point: int, seed: int) -> Iterator[tuple[RamDisk, list[tuple[Any, ...]]]]:
-    """Up to ``per_point`` states for a crash before the first event and after each one; with the marks so far."""
+def crash_states(
+    recorder: Recorder, per_point: int, seed: int, share: float = 1.0
+) -> Iterator[tuple[RamDisk, list[tuple[Any, ...]]]]:
+    """Up to ``per_point`` states for a crash before the first event and after each one, or after this ``share`` of
+    them; with the marks so far."""
     rng = random.Random(seed)
     stable = _Stable(bytearray(recorder.begin))
     marks: list[tuple[Any, ...]] = []
@@ -143,5 +146,7 @@ def crash_states(recorder: Recorder, per_point: int, seed: int) -> Iterator[tupl
             marks.append(event[1:])
             continue
         stable.apply(event)
+        if share < 1 and rng.random() >= share:
+            continue
         for disk in stable.states(per_point, rng):
             yield disk, list(marks)

@@ -210,6 +210,13 @@ class DurableStore:
         """
         self._places.flip(extent)
 
+    def discard(self, extent: Extent) -> None:
+        """Leave ``extent`` out of the generations to come, until it is written again: as before its first write.
+
+        Generations that are kept have it still. No transfer of it may be in flight. Waits while a commit is under way.
+        """
+        self._places.discard(extent)
+
     def commit(self, metadata: bytes = b"") -> int:
         """Make everything written so far durable, as the next generation; returns its number.
 

@@ -2,8 +2,9 @@
 
 [Note: Aligned reads around unaligned bytes] A file has its tensors one after the other, at any byte; direct I/O asks
 for whole pages. Of each part the whole pages within go to a page of the part, and are moved by less than one when
-they have come; what is left at either end comes with the page that it is in, to pages beside the record. So
-nothing is read twice but those pages, and nothing beyond the record is written.
+they have come; what is left at either end comes with the page that it is in, to pages beside the record. So do small
+parts, such as the scales of an expert: pages beside that are neighbours in the file come in one request, and no page
+comes twice among them. Nothing beyond the record is written.
 
 [Note: A file that changes] The bytes of a part get their checksum when they are read for the first time, unless it was
 known before, and are verified from then on. Until then, and beside, the file's size, inode and time of change must stay
@@ -71,72 +72,100 @@ class FilePart:
         return FilePart(self.file, self.start + first - self.offset, last - first, first - begin)
 
 
-class _Edge(NamedTuple):
-    """Pages of a file that a part has only a piece of: ``nbytes`` from ``within`` on are the record's at ``target``.
-    They lie at ``place`` among the pages beside the record."""
+_DIRECT_BYTES = 16 << 10
+"""A part with fewer bytes of whole pages comes with its neighbours: copying it costs less than a request of its own."""
+
+
+class _Piece(NamedTuple):
+    """``nbytes`` of a file from ``start`` on, which are those from ``target`` on of the record."""
 
     start: int
-    page_bytes: int
-    within: int
     nbytes: int
     target: int
-    place: int
+
+
+class _Pages:
+    """Neighbouring pages of a file that the record has pieces of. They come to ``place`` among the pages beside it."""
+
+    def __init__(self, file: ReadOnlyFile, start: int, place: int) -> None:
+        self.file = file
+        self.start = self.end = start
+        self.place = place
+        self._pieces: list[_Piece] = []
+        self._whole = file.nbytes // PAGE_BYTES * PAGE_BYTES
+
+    @property
+    def place_end(self) -> int:
+        return self.place + self.end - self.start
+
+    def add(self, piece: _Piece) -> None:
+        """A piece whose first page is one of these, or the next one."""
+        self.end = max(self.end, align(piece.start + piece.nbytes))
+        self._pieces.append(piece)
+
+    def requests(self, pages: int) -> Iterator[tuple[int, int, int]]:
+        """Offset in the file, address and bytes of the read. What is behind the file's last whole page is left out."""
+        nbytes = min(self.end, self._whole) - self.start
+        if nbytes > 0:
+            yield self.start, pages + self.place, nbytes
+
+    def settle(self, address: int, pages: int, files: InPlaceFiles) -> None:
+        """Bring the pieces to their places once the reads are over."""
+        at, behind = pages + self.place - self.start, max(self.start, self._whole)
+        if self.end > self._whole:
+            files.read_tail(self.file, behind, at + behind, self.file.nbytes - behind)
+        for piece in self._pieces:
+            ctypes.memmove(address + piece.target, at + piece.start, piece.nbytes)
+        files.let_go(self.file, self.start, self.end - self.start)
 
 
 class _Reading:
     """The read of a part: see [Note: Aligned reads around unaligned bytes]."""
 
-    def __init__(self, part: FilePart, place: int) -> None:
+    def __init__(self, part: FilePart) -> None:
         begin, end = part.start, part.start + part.nbytes
-        low, high = begin - begin % PAGE_BYTES, align(end)
         first, last = align(begin), end - end % PAGE_BYTES
         self.part = part
-        self.target = part.offset + first - begin
+        self._target = part.offset + first - begin
         """Where the first whole page belongs."""
-        self.landing = part.offset if part.offset % PAGE_BYTES == 0 else align(self.target)
+        self._landing = part.offset if part.offset % PAGE_BYTES == 0 else align(self._target)
         """The page of the record that it comes to. Where that is behind, the last page would end beyond the part."""
-        last -= PAGE_BYTES if self.landing > self.target else 0
-        self.direct_start, self.direct_bytes = first, 0
-        self.edges: list[_Edge] = []
+        last -= PAGE_BYTES if self._landing > self._target else 0
+        self._direct_start, self._direct_bytes = first, last - first
         self.expected: int | None = None
         """Checksum of the bytes, once it is known."""
-
-        def edge(start: int, page_bytes: int, within: int, nbytes: int, target: int) -> None:
-            nonlocal place
-            if nbytes:
-                self.edges.append(_Edge(start, page_bytes, within, nbytes, target, place))
-                place += page_bytes
-
-        if last <= first:
-            edge(low, high - low, begin - low, part.nbytes, part.offset)
+        if self._direct_bytes < _DIRECT_BYTES:
+            self._direct_bytes, pieces = 0, [_Piece(begin, part.nbytes, part.offset)]
         else:
-            self.direct_bytes = last - first
-            edge(low, PAGE_BYTES, begin - low, first - begin, part.offset)
-            edge(last, high - last, 0, end - last, part.offset + last - begin)
-        self.end = place
+            behind = _Piece(last, end - last, part.offset + last - begin)
+            pieces = [_Piece(begin, first - begin, part.offset), behind]
+        self.pieces = [piece for piece in pieces if piece.nbytes]
+        """What comes to pages beside the record."""
 
-    def requests(self, address: int, pages: int) -> Iterator[tuple[int, int, int]]:
-        """Offset in the file, address and bytes of each read. What is beyond the file's last whole page is left out."""
-        if self.direct_bytes:
-            yield self.direct_start, address + self.landing, self.direct_bytes
-        whole = self.part.file.nbytes // PAGE_BYTES * PAGE_BYTES
-        for edge in self.edges:
-            nbytes = min(edge.page_bytes, whole - edge.start)
-            if nbytes > 0:
-                yield edge.start, pages + edge.place, nbytes
+    def requests(self, address: int) -> Iterator[tuple[int, int, int]]:
+        """Offset in the file, address and bytes of the read of whole pages, if there is one."""
+        if self._direct_bytes:
+            yield self._direct_start, address + self._landing, self._direct_bytes
 
-    def settle(self, address: int, pages: int, files: InPlaceFiles) -> None:
-        """Bring the bytes to their places once the reads are over."""
-        file = self.part.file
-        if self.direct_bytes and self.landing != self.target:
-            ctypes.memmove(address + self.target, address + self.landing, self.direct_bytes)
-        whole = file.nbytes // PAGE_BYTES * PAGE_BYTES
-        for edge in self.edges:
-            at, behind = pages + edge.place, max(edge.start, whole)
-            if edge.start + edge.page_bytes > whole:
-                files.read_tail(file, behind, at + behind - edge.start, file.nbytes - behind)
-            ctypes.memmove(address + edge.target, at + edge.within, edge.nbytes)
-        files.let_go(file, self.part.start, self.part.nbytes)
+    def settle(self, address: int, files: InPlaceFiles) -> None:
+        """Bring whole pages to their place once they have come."""
+        if self._direct_bytes:
+            if self._landing != self._target:
+                ctypes.memmove(address + self._target, address + self._landing, self._direct_bytes)
+            files.let_go(self.part.file, self._direct_start, self._direct_bytes)
+
+
+def _beside(readings: Sequence[_Reading]) -> list[_Pages]:
+    """The pages beside a record: pieces that are neighbours in a file come together, whatever parts they are of."""
+    found: list[_Pages] = []
+    numbers = {file: number for number, file in enumerate(dict.fromkeys(reading.part.file for reading in readings))}
+    pieces = [(reading.part.file, piece) for reading in readings for piece in reading.pieces]
+    for file, piece in sorted(pieces, key=lambda item: (numbers[item[0]], item[1].start)):
+        start = piece.start - piece.start % PAGE_BYTES
+        if not found or found[-1].file is not file or start > found[-1].end:
+            found.append(_Pages(file, start, found[-1].place_end if found else 0))
+        found[-1].add(piece)
+    return found
 
 
 def part_checksum(address: int, nbytes: int) -> int:
@@ -146,10 +175,8 @@ def part_checksum(address: int, nbytes: int) -> int:
 
 def edge_bytes(parts: Sequence[FilePart]) -> int:
     """Memory beside the record that reading these parts takes."""
-    end = 0
-    for part in parts:
-        end = _Reading(part, end).end
-    return end
+    pages = _beside([_Reading(part) for part in parts])
+    return pages[-1].place_end if pages else 0
 
 
 class InPlaceRecord:
@@ -159,10 +186,9 @@ class InPlaceRecord:
         self.name = name
         self.nbytes = nbytes
         self._files = files
-        self._readings: list[_Reading] = []
-        for part in parts:
-            self._readings.append(_Reading(part, self._readings[-1].end if self._readings else 0))
-        self.edge_bytes = self._readings[-1].end
+        self._readings = [_Reading(part) for part in parts]
+        self._beside = _beside(self._readings)
+        self.edge_bytes = self._beside[-1].place_end if self._beside else 0
 
     @property
     def checksums(self) -> Sequence[int | None]:
@@ -181,17 +207,16 @@ class InPlaceRecord:
         files, pages = self._files, self._files.take_pages(self.edge_bytes)
 
         def submit(urgent: bool) -> Transfer:
-            return _Several(
-                [
-                    files.submit(reading.part.file, *request, urgent=urgent)
-                    for reading in self._readings
-                    for request in reading.requests(address, pages.address)
-                ]
-            )
+            parts = self._readings
+            wanted = [(reading.part.file, *request) for reading in parts for request in reading.requests(address)]
+            wanted += [(beside.file, *request) for beside in self._beside for request in beside.requests(pages.address)]
+            return _Several([files.submit(*request, urgent=urgent) for request in wanted])
 
         def judge() -> WeightsChanged | None:
             for reading in self._readings:
-                reading.settle(address, pages.address, files)
+                reading.settle(address, files)
+            for beside in self._beside:
+                beside.settle(address, pages.address, files)
             for file in dict.fromkeys(reading.part.file for reading in self._readings):
                 if (change := files.change_of(file)) is not None:
                     raise change

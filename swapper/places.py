@@ -108,6 +108,11 @@ class Places:
             self.records[extent.index].flip()
             self._writes[extent.index] = self._shadow.pop(extent.index)
 
+    def discard(self, extent: Extent) -> None:
+        with self._entered(extent, extent.nbytes):
+            self._writes.pop(extent.index, None)
+            self.records[extent.index].reset(None)
+
     # What a commit makes of them. Whoever calls these has the turn.
 
     def wait_for_writes(self) -> None:

@@ -128,13 +128,14 @@ class Story:
         self.units[unit.index].window.open()
         return True
 
-    def changed_in_use(self, unit: UnitSpec, spec: ParameterSpec, value: torch.Tensor) -> None:
-        self.events.append(f"change {spec.name}")
+    def changed_in_use(self, unit: UnitSpec, changes: Sequence[tuple[ParameterSpec, torch.Tensor]]) -> None:
         window = self.units[unit.index].window
-        window.weights[spec.offset : spec.offset + spec.numel] = value.flatten()
+        for spec, value in changes:
+            self.events.append(f"change {spec.name}")
+            window.weights[spec.offset : spec.offset + spec.numel] = value.flatten()
 
     def moved_in_use(self, unit: UnitSpec, spec: ParameterSpec, value: torch.Tensor, memory: object) -> None:
-        self.changed_in_use(unit, spec, value)
+        self.changed_in_use(unit, [(spec, value)])
 
     def end_use(self, unit: UnitSpec) -> None:
         self.events.append(f"end {unit.name}")

@@ -33,7 +33,7 @@ from offload.growth import FixedPlan, GrowingPlan
 from offload.model.backing import ParameterBacking
 from offload.model.encoders import show_first_layers
 from offload.model.experts import announce_routes, compute_by_expert
-from offload.model.hooks import Hooks, UnitInModel
+from offload.model.hooks import Hooks
 from offload.model.make import (
     Handles,
     convert_statistics,
@@ -44,7 +44,9 @@ from offload.model.make import (
 )
 from offload.model.parameter_metadata import ParameterMetadata
 from offload.model.piecewise import PiecewiseHandle
+from offload.model.resident import Resident
 from offload.model.run_together import Together
+from offload.model.unit_in_model import UnitInModel
 from offload.optim.choose import OptimizerChoice
 from offload.optim.loss_scale import LossScale
 from offload.optimizer import OffloadOptimizer, refuse_others
@@ -53,7 +55,7 @@ from offload.progress import Progress
 from offload.ranks.agreement import fact_of
 from offload.ranks.ranks import Ranks
 from offload.report.meter import Meter
-from offload.report.report import LinkRates
+from offload.report.report import ExpertUse, LinkRates
 from offload.report.reporter import Reporter
 from offload.run.forwards import Forwards
 from offload.run.watch import Watch
@@ -62,6 +64,7 @@ from offload.step import Step
 from offload.step_warnings import StepWarnings
 from offload.tiers.fence import UpdateFence
 from offload.tiers.gradients.own import OwnGradients
+from offload.tiers.weights.cache import WeightCache
 from offload.torch_internals import outside_of_graphs
 from offload.units import FusedExperts, ParameterSpec
 from offload.update.forecast import Forecast
@@ -139,6 +142,7 @@ class _Assembler:
             next((moving.link for moving in tiers.computing.moving), LinkRates()),
             self.activations.scratch,
             self.activations.take_use,
+            partial(_expert_use, tiers.host.cache, run.plan.formats.weights),
         )
         shared = _Shared(tiers, access, handles, of_shards, reporter, growth, taken_over)
         if choice is None or updates is None:
@@ -167,6 +171,7 @@ class _Assembler:
             specs=shared.specs,
             hooks=hooks,
             together=self._together(hooks, trained),
+            resident=Resident(hooks, tiers.computing.level.has_room),
             checkpoints=checkpoints,
             model_weights=ModelWeights if self.ranks.size == 1 else GatheredModelWeights,
             bandwidths=bandwidths,
@@ -377,6 +382,7 @@ class _Assembler:
             tiers.host,
             access.own_gradients,
             access,
+            tiers.last_gradients,
             speculative=self.run.plan.speculative,
         )
         generations = checkpoints.generations
@@ -420,3 +426,8 @@ def _copied_bytes(tiers: Tiers, updates: Updates | None) -> Callable[[], tuple[i
         return to_device, to_host
 
     return copied
+
+
+def _expert_use(cache: WeightCache[Any], bytes_each: int) -> ExpertUse:
+    """Bytes of experts that compute has used, and of those that were fetched for it."""
+    return ExpertUse(cache.routed_numel * bytes_each, cache.fetched_numel * bytes_each)

@@ -18,6 +18,7 @@ from offload.checkpoint.safetensors.model_weights import ModelWeights
 from offload.closing import Closers
 from offload.growth import FixedPlan
 from offload.model.hooks import Hooks
+from offload.model.resident import Resident
 from offload.model.run_together import Together
 from offload.optim.choose import OptimizerChoice
 from offload.optimizer import OffloadOptimizer
@@ -63,6 +64,7 @@ class Assembly:
     """Of each parameter of the model: its spec, or those of its pieces in order."""
     hooks: Hooks
     together: Together
+    resident: Resident
     checkpoints: Checkpoints
     model_weights: type[ModelWeights]
     bandwidths: Bandwidths | None

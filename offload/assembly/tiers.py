@@ -15,6 +15,7 @@ from offload.ranks.ranks import Ranks
 from offload.report.meter import Meter
 from offload.report.report import Bandwidths
 from offload.tiers import bandwidth
+from offload.tiers.gradients.last_step import LastGradients
 from offload.tiers.gradients.make import make_unit_gradients
 from offload.tiers.gradients.norms import AddUp, DistributedParts, RankSquares, add_up_shards
 from offload.tiers.gradients.spill import BufferPool
@@ -49,6 +50,7 @@ class Tiers:
     tile_buffers: Sequence[Lease]
     host: HostLevel
     gradients: GradientStore
+    last_gradients: LastGradients
     computing: Computing
     """The chains between the tiers and compute."""
 
@@ -103,8 +105,10 @@ def make_tiers(
     pool = BufferPool(grad_buffers, host.fence, failure, host_meter)
     closers.callback(pool.drain)
     squares = variant.make_squares(units)
+    last_gradients = LastGradients(failure)
     by_unit = [
-        make_unit_gradients(unit, homes[unit.index], pool, config.gradient_dtype, squares, host_meter) for unit in units
+        make_unit_gradients(unit, homes[unit.index], pool, config.gradient_dtype, squares, host_meter, last_gradients)
+        for unit in units
     ]
     over: list[AddUp] = []
     spilled_by_ranks: set[int] = set()
@@ -130,6 +134,7 @@ def make_tiers(
         tile_buffers=tile_buffers,
         host=host,
         gradients=gradients,
+        last_gradients=last_gradients,
         computing=variant.connect(base, parameters, squares),
     )
 

@@ -11,7 +11,8 @@ from torch import nn
 from tqdm import tqdm
 
 from offload.birth import hugging_face
-from offload.birth.initialise import forget, initialise, initialise_missing, sites_of, tensor_of
+from offload.birth.adapters import without_adapters
+from offload.birth.initialise import forget, initialise, initialise_missing, recorded, sites_of, tensor_of
 from offload.birth.origin import Origin
 from offload.birth.stored import origins_in
 from offload.birth.weights_file import Weights
@@ -60,9 +61,9 @@ class Birth:
             if origin is None or origin.dtype != dtype or not origin.parts:
                 return unit
             for begin, end, at in spec.places(dtype):
-                found = (part.within(begin, end) for part in origin.parts)
                 base = spec.offset * dtype.itemsize + at
-                parts += [replace(part, offset=part.offset + base) for part in found if part is not None]
+                found = origin.parts_within(begin, end)
+                parts += [replace(part, offset=part.offset + base) for part in found]
         return replace(unit, in_files=tuple(parts))
 
     def is_cast(self, unit: UnitSpec, dtype: torch.dtype) -> bool:
@@ -131,9 +132,16 @@ class Birth:
 
     def _find_rest(self, model: nn.Module) -> Mapping[Site, Origin]:
         rest = {site for site in sites_of(model) if site not in self._read and tensor_of(site).device.type == "meta"}
-        if self._weights is not None and hugging_face.is_pretrained(model):
-            return initialise_missing(model, rest)
-        return initialise(model, rest)
+        if self._weights is None:
+            return initialise(model, rest)
+        found: Mapping[Site, Origin] = {}
+        base = without_adapters(model)
+        if base is not model:
+            found = recorded(model, rest)
+            rest -= found.keys()
+        if hugging_face.is_pretrained(base):
+            return {**found, **initialise_missing(model, rest)}
+        return {**found, **initialise(model, rest)}
 
 
 @torch.no_grad()

@@ -10,9 +10,11 @@ again by as many threads as there are cores.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from threading import Lock
 from typing import Any
 
 import torch
@@ -27,6 +29,9 @@ _BLOCK = 16
 _PIECE = 1 << 22
 """Elements of a piece: whole blocks."""
 
+_KEPT_PIECES = 4
+"""An expert has rows of a few weights, which lie in a piece or two of each."""
+
 _IN_ORDER = (torch.ops.aten.uniform_, torch.ops.aten.normal_)
 
 
@@ -40,7 +45,7 @@ class Draw:
         device or not, with these ``settings`` of the distribution."""
         self._function, self._settings = function, settings
         self._states: list[Tensor] = []
-        scratch = passing_tensor(min(like.numel(), _PIECE + _BLOCK) * like.itemsize).view(like.dtype)
+        scratch = _memory(min(like.numel(), _PIECE + _BLOCK), like)
         for start, stop in _pieces(like.numel()):
             self._states.append(generator.get_state())
             whole_blocks = (stop - start) % _BLOCK == 0
@@ -51,16 +56,52 @@ class Draw:
 
     def fill(self, tensor: Tensor) -> None:
         """Put the numbers into a contiguous tensor. No generator of the program notices."""
-        flat = tensor.view(-1)
+        self.fill_from(0, tensor, tensor.numel(), KeptPieces())
 
-        def draw(piece: tuple[Tensor, tuple[int, int]]) -> None:
-            state, (start, stop) = piece
-            generator = torch.Generator()
-            generator.set_state(state)
-            self._function(flat[start:stop], *self._settings, generator=generator)
+    def fill_from(self, begin: int, out: Tensor, numel: int, kept: KeptPieces) -> None:
+        """Put the numbers from ``begin`` on, of ``numel`` in all, into a contiguous tensor. A piece of which others may
+        want the rest is ``kept``."""
+        flat = out.view(-1)
+        end = begin + len(flat)
 
+        def draw(piece: tuple[int, tuple[int, int]]) -> None:
+            number, (start, stop) = piece
+            if begin <= start and stop <= end:
+                self._draw(number, flat[start - begin : stop - begin])
+                return
+            first, last = max(start, begin), min(stop, end)
+            whole = kept.piece(self, number, lambda: self._draw(number, _memory(stop - start, out)))
+            flat[first - begin : last - begin] = whole[first - start : last - start]
+
+        wanted = [piece for piece in enumerate(_pieces(numel)) if piece[1][0] < end and piece[1][1] > begin]
         with ThreadPoolExecutor(max(int(host_cores().available), 1)) as threads:
-            list(threads.map(draw, zip(self._states, _pieces(flat.numel()), strict=True)))
+            list(threads.map(draw, wanted))
+
+    def _draw(self, number: int, into: Tensor) -> Tensor:
+        """The piece of this number again."""
+        generator = torch.Generator()
+        generator.set_state(self._states[number])
+        self._function(into, *self._settings, generator=generator)
+        return into
+
+
+class KeptPieces:
+    """The last pieces that were drawn for a part of theirs: rows are asked for one after the other."""
+
+    def __init__(self) -> None:
+        self._pieces: OrderedDict[tuple[Draw, int], Tensor] = OrderedDict()
+        self._lock = Lock()
+
+    def piece(self, draw: Draw, number: int, make: Callable[[], Tensor]) -> Tensor:
+        """The piece of this number of a draw."""
+        with self._lock:
+            value = self._pieces.pop((draw, number), None)
+            if value is None:
+                value = make()
+            self._pieces[draw, number] = value
+            while len(self._pieces) > _KEPT_PIECES:
+                self._pieces.popitem(last=False)
+        return value
 
 
 def comes_in_pieces(function: Any, tensor: Tensor) -> bool:
@@ -72,6 +113,11 @@ def _pieces(numel: int) -> Iterator[tuple[int, int]]:
     """Start and stop of each piece."""
     starts = range(0, max(numel - _BLOCK + 1, 1), _PIECE)
     yield from zip(starts, [*starts[1:], numel], strict=True)
+
+
+def _memory(numel: int, like: Tensor) -> Tensor:
+    """Memory for so many elements of the same dtype, which goes back to the system."""
+    return passing_tensor(numel * like.itemsize).view(like.dtype)
 
 
 @cache

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from offload.birth.initialise import deferred_init
 from offload.birth.weights_file import Weights
 from offload.errors import ConfigError
 from swapper import OffloadError
@@ -18,22 +19,28 @@ from swapper import OffloadError
 _FOR_HUB = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 _IN_MEMORY = {
     "device_map": "the engine's budgets say where weights rest",
-    "quantization_config": "the engine trains what is not quantized",
+    "quantization_config": "the files are read as they are; torchao quantises a model in memory",
     "gguf_file": "GGUF files are not read",
     "state_dict": "give the directory with the weights",
-    "adapter_kwargs": "adapters are added by peft afterwards",
+    "adapter_kwargs": "an adapter is peft_config=",
     "key_mapping": "register it (transformers.conversion_mapping.register_checkpoint_conversion_mapping)",
     "output_loading_info": "names that do not fit are in a warning",
 }
 """Options of ``from_pretrained`` that are refused, and why."""
 
+_READ = ("awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "mxfp4")
+"""Methods of quantisation, as configs name them, of whose files some are read in place (``stored_quantised.py``)."""
 
-def build(model_class: Any, name: str | os.PathLike[str], options: Mapping[str, Any]) -> tuple[Any, Path]:
+
+def build(
+    model_class: Any, name: str | os.PathLike[str], options: Mapping[str, Any], peft_config: Any, *, trains: bool
+) -> tuple[Any, Path]:
     """The model, in eval mode, and the directory of its weights.
 
     ``model_class`` is a model or auto class, ``name`` a directory or the name of a repository on the hub, ``options``
-    are of ``from_pretrained``. Raises ``ConfigError`` for what cannot be streamed; what ``transformers`` raises for a
-    config that it does not know.
+    are of ``from_pretrained``. ``peft_config`` is of the adapter to put in; None is none. What is not trained is
+    frozen: the base of an adapter, and everything without ``trains``. Raises ``ConfigError`` for what cannot be
+    streamed; what ``transformers`` raises for a config that it does not know.
     """
     options = dict(options)
     for option, why in _IN_MEMORY.items():
@@ -52,8 +59,7 @@ def build(model_class: Any, name: str | os.PathLike[str], options: Mapping[str, 
     generation = options.pop("generation_config", None)
     built = {key: options.pop(key) for key in ("attn_implementation", "experts_implementation") if key in options}
     config, rest = _config(model_class, directory, given, {**options, **trusted})
-    if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(f"the weights in {directory} are quantized, and the engine trains what is not")
+    _take_out_quantisation(config, directory)
     if dtype is None or (dtype == "auto" and getattr(config, "dtype", None) is None):
         dtype = _dtype_in(directory) if dtype == "auto" else torch.get_default_dtype()
     config.name_or_path = str(name)
@@ -64,7 +70,39 @@ def build(model_class: Any, name: str | os.PathLike[str], options: Mapping[str, 
     model.eval()
     if model.can_generate():
         model.generation_config = generation if generation is not None else _generation_config(directory, model)
-    return model, directory
+    if peft_config is not None:
+        model = deferred_init(_adapted, model, peft_config)
+    return model if trains else model.requires_grad_(False), directory
+
+
+def _take_out_quantisation(config: Any, directory: Path) -> None:
+    """What the model computes with is ordinary: quantised are its files, which say so themselves. Raises
+    ``ConfigError`` for methods of which no file is read."""
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        found = getattr(part, "quantization_config", None)
+        if found is None:
+            continue
+        method = found["quant_method"] if isinstance(found, dict) else found.quant_method
+        method = str(getattr(method, "value", method))
+        if method not in _READ:
+            raise ConfigError(
+                f"the weights in {directory} are quantised by {method}, which is not read; {', '.join(_READ)} are. "
+                "Load the model in memory, dequantise it, save it, and give that."
+            )
+        del part.quantization_config
+
+
+def _adapted(model: Any, peft_config: Any) -> Any:
+    """The model with a new adapter in its dtype, its other weights frozen. To be recorded."""
+    try:
+        from peft import get_peft_model
+    except ImportError:
+        raise ConfigError("peft_config: peft is missing, which makes the adapter (pip install peft)") from None
+    adapted = get_peft_model(model, peft_config, autocast_adapter_dtype=False)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(model.dtype)  # without memory peft leaves it in fp32
+    return adapted
 
 
 def _keep_dtypes(model: Any) -> None:
@@ -108,9 +146,10 @@ def _config(model_class: Any, directory: Path, given: Any, options: dict[str, An
 
 
 def _dtype_in(directory: Path) -> torch.dtype:
-    """That of the first floating-point tensor."""
+    """That of the first floating-point tensor that is no code."""
     with contextlib.closing(Weights(directory)) as weights:
-        dtypes = (tensor.dtype for tensor in weights.tensors.values() if tensor.dtype.is_floating_point)
+        found = (tensor.dtype for tensor in weights.tensors.values())
+        dtypes = (dtype for dtype in found if dtype.is_floating_point and dtype.itemsize > 1)
         return next(dtypes, torch.get_default_dtype())
 
 

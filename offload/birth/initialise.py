@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from offload.birth import hugging_face
+from offload.birth.adapters import without_adapters
 from offload.birth.origin import Origin
 from offload.birth.recording import Recording, Shapes
 from offload.errors import ConfigError
@@ -58,7 +59,8 @@ def _built(recording: Recording, build: Callable[[], _Model]) -> _Model:
 def _recorded(recording: Recording, tensor: torch.Tensor) -> Origin:
     """The origin that is the result of what a recording does to ``tensor``. It does not keep the parameter itself: a
     handle takes that one's place."""
-    return Origin(partial(recording.value, tensor.detach()))
+    value = tensor.detach()
+    return Origin(partial(recording.value, value), partial(recording.rows, value))
 
 
 def initialise(model: nn.Module, wanted: Set[Site]) -> dict[Site, Origin]:
@@ -68,13 +70,7 @@ def initialise(model: nn.Module, wanted: Set[Site]) -> dict[Site, Origin]:
     of ``transformers`` is built again; other modules' ``reset_parameters`` are called, those of children first.
     Raises ``ConfigError`` for a module that nothing initialises.
     """
-    origins: dict[Site, Origin] = {}
-    built = [_recordings[module] for module in model.modules() if module in _recordings]
-    for site in wanted:
-        tensor = tensor_of(site)
-        for recording in built:
-            if recording.fills(tensor):
-                origins[site] = _recorded(recording, tensor)
+    origins = recorded(model, wanted)
     rest = wanted - origins.keys()
     if rest:
         recording = Recording()
@@ -84,12 +80,24 @@ def initialise(model: nn.Module, wanted: Set[Site]) -> dict[Site, Origin]:
     return origins
 
 
+def recorded(model: nn.Module, wanted: Set[Site]) -> dict[Site, Origin]:
+    """The origins of those of these sites' tensors that ``deferred_init`` has filled, of the model or of parts."""
+    built = [_recordings[module] for module in model.modules() if module in _recordings]
+    return {
+        site: _recorded(recording, tensor_of(site))
+        for site in wanted
+        for recording in built
+        if recording.fills(tensor_of(site))
+    }
+
+
 def initialise_missing(model: nn.Module, wanted: Set[Site]) -> dict[Site, Origin]:
-    """The same for what a weights file of a ``transformers`` model lacks: as ``from_pretrained`` does, which draws for
-    nothing else."""
+    """The same for what a weights file of a ``transformers`` model lacks, which may have adapters: as
+    ``from_pretrained`` does, which draws for nothing else."""
     recording = Recording()
     with recording:
-        hugging_face.initialise_missing(model, [tensor_of(site) for site in sites_of(model) if site not in wanted])
+        loaded = [tensor_of(site) for site in sites_of(model) if site not in wanted]
+        hugging_face.initialise_missing(without_adapters(model), loaded)
     return _origins(recording, {site: tensor_of(site) for site in wanted})
 
 

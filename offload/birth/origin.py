@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
 
 import torch
 
@@ -26,3 +29,19 @@ class Origin:
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """The rows ``[start, stop)`` of the value."""
         return self.whole()[start:stop] if self.read_rows is None else self.read_rows(start, stop)
+
+    def parts_within(self, begin: int, end: int) -> Iterator[FilePart]:
+        """What of the files the bytes ``[begin, end)`` of the value are, as parts of these."""
+        parts, starts = self._in_order
+        for part in islice(parts, max(bisect_right(starts, begin) - 1, 0), None):
+            if part.offset >= end:
+                return
+            found = part.within(begin, end)
+            if found is not None:
+                yield found
+
+    @cached_property
+    def _in_order(self) -> tuple[Sequence[FilePart], Sequence[int]]:
+        """The parts as they lie in the value, and where each begins: a stack of experts has thousands."""
+        parts = sorted(self.parts, key=lambda part: part.offset)
+        return parts, [part.offset for part in parts]

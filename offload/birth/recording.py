@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from offload.birth.draws import Draw, comes_in_pieces
+from offload.birth.draws import Draw, KeptPieces, comes_in_pieces
 from offload.memory import passing_tensor
 
 _aten = torch.ops.aten
@@ -73,6 +73,7 @@ class Recording(TorchDispatchMode):
         self._storages: dict[int, torch.UntypedStorage] = {}
         """Held, because another storage could get the address of one that is gone."""
         self._last: dict[int, torch.UntypedStorage] = {}
+        self._kept_pieces = KeptPieces()
 
     def fills(self, tensor: Tensor) -> bool:
         """Something was written to the tensor's storage."""
@@ -86,6 +87,18 @@ class Recording(TorchDispatchMode):
             self._last = {}
             self._last = {key: self._make(key)}
         return _tensor_in(self._last, self._layout(tensor))
+
+    @torch.no_grad()
+    def rows(self, tensor: Tensor, start: int, stop: int) -> Tensor:
+        """The rows ``[start, stop)`` of the same. Where one draw has filled all of it, memory for them is enough."""
+        calls = [self._calls[index] for index in self._calls_behind(_key(tensor))]
+        draw = calls[0].draw if len(calls) == 1 else None
+        if draw is None or not (_covers_storage(tensor) and tensor.is_contiguous()):
+            return self.value(tensor)[start:stop]
+        of_row = tensor.shape[1:].numel()
+        out = passing_tensor((stop - start) * of_row * tensor.itemsize).view(tensor.dtype)
+        draw.fill_from(start * of_row, out, tensor.numel(), self._kept_pieces)
+        return out.view(stop - start, *tensor.shape[1:])
 
     def __enter__(self) -> Recording:
         super().__enter__()  # type: ignore[no-untyped-call]

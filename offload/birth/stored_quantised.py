@@ -33,7 +33,7 @@ _MXFP4_CODES, _MXFP4_SCALES = "_blocks", "_scales"
 _PACKED = "_packed"
 _QWEIGHT = "qweight"
 _QUANT_STATE = ".quant_state.bitsandbytes__"
-_ENDINGS = (_FP8_SCALES, _MXFP4_CODES, _PACKED, ".qweight", ".absmax", ".SCB")
+_ENDINGS = (_FP8_SCALES, _MXFP4_CODES, _PACKED, ".qweight", ".absmax", ".SCB", "weight_scale")
 """Of names of tensors that are a quantised weight's and no other's."""
 _CONFIG_BYTES_MAX = 16 << 20
 _STATE_BYTES_MAX = 1 << 16

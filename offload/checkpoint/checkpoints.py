@@ -15,6 +15,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +28,28 @@ from offload.checkpoint.native.description import Description
 from offload.checkpoint.native.folder import CheckpointDirectory, SavingDirectory
 from offload.checkpoint.native.generations import Generations, NoGenerations
 from offload.checkpoint.native.load import Loading
+from offload.checkpoint.native.logged_updates import LoggedUpdate
 from offload.checkpoint.native.other_ranks import bring_together, last_run, went_on, what_is_there
 from offload.checkpoint.native.parts import Parts, description_of, own_description
 from offload.checkpoint.native.records import EngineRecords
 from offload.checkpoint.native.run_identity import RunIdentity
 from offload.checkpoint.native.save import save_copy
-from offload.checkpoint.native.saved_records import Source
+from offload.checkpoint.native.saved_layout import Source
 from offload.checkpoint.native.saved_units import SavedUnits
 from offload.checkpoint.native.signals import Signals
+from offload.checkpoint.native.update_log import UpdateLog
 from offload.checkpoint.random_states import get_random_states, set_random_states
 from offload.checkpoint.run_state import RunState, TakeGradients
 from offload.checkpoint.saved_steps import SavedSteps
 from offload.config import OffloadConfig
 from offload.errors import ConfigError, warn
 from offload.ranks.ranks import program_error
+from offload.tiers.gradients.last_step import LastGradients
 from offload.tiers.gradients.sink import GradientSink
 from offload.tiers.store import EngineStore, RecordExtents
 from offload.tiers.weights.host import HostLevel
 from offload.units import UnitSpec
+from offload.update.step import UnitUpdate
 from swapper import OffloadError, StorageError, open_store
 
 _log = logging.getLogger("offload")
@@ -64,6 +69,7 @@ class Checkpoints:
         host: HostLevel,
         sink: GradientSink,
         access: ExternalAccess,
+        last_gradients: LastGradients,
         *,
         speculative: bool,
     ) -> None:
@@ -92,7 +98,8 @@ class Checkpoints:
         """Units as they are saved, and how many checksums of what is in files were known then."""
         self.generations = NoGenerations()
         if opened is not None and records:
-            committer = Committer(opened, self._records, records, speculative=speculative)
+            log = UpdateLog(units, access.homes, records, last_gradients, access.layout.formats.grads)
+            committer = Committer(opened, self._records, records, log, speculative=speculative)
             self.generations = Generations(committer, config)
         _open.add(self)
         if config.durable:
@@ -115,8 +122,9 @@ class Checkpoints:
 
     # Commits.
 
-    def step_taken(self) -> None:
-        """A step was taken; its update runs."""
+    def step_taken(self, step: Sequence[UnitUpdate]) -> None:
+        """A step was taken; these updates run."""
+        self.generations.step_taken(step)
         if self._config.durable:
             self._feed = self._present_feed()
             self.is_due = self._run.progress.global_step % self._config.durable == 0
@@ -129,13 +137,13 @@ class Checkpoints:
             self.generations.commit(self._describe_step)
         self.is_due = False
 
-    def _describe_step(self) -> bytes:
-        """Describe what the last step has left, without what came after it."""
+    def _describe_step(self, updates: Sequence[LoggedUpdate] = ()) -> bytes:
+        """Describe what the last step has left, without what came after it; ``updates`` are logged."""
         self._committed_step = self._run.progress.global_step
         feed = self._feed or self._present_feed()
         description = self._describe(feed, None, self._own_units)
         description.run.update(gradients={}, num_backwards=0, has_other_gradients=False)
-        return description.encode()
+        return replace(description, updates=tuple(updates)).encode()
 
     def finish(self, error: BaseException | None) -> None:
         """The end of the engine, because of this ``error`` if of one: the last step is committed, if nothing has
@@ -144,7 +152,7 @@ class Checkpoints:
         generations, self.generations = self.generations, NoGenerations()
         is_first, self._is_over = not self._is_over, True
         try:
-            generations.finish(self._last_step, self._host.drain, give_up=self._signals.came)
+            generations.finish(self._last_step, give_up=self._signals.came)
             steps = self._run.progress.global_step
             if isinstance(error, KeyboardInterrupt) and is_first and steps and self._ranks.rank == 0:
                 print(f"offload: interrupted after step {steps}: {self.saved.left}", file=sys.stderr, flush=True)

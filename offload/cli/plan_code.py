@@ -9,6 +9,7 @@ from offload.cli.plan_asked import Asked
 from offload.config import OffloadConfig
 from offload.predict import known
 from offload.predict.prediction import Prediction
+from offload.predict.variants import Lora
 
 _QUANTISED = {"nf4": "to_nf4"}
 """Functions of ``torchao.quantization`` that make a base as it is named here, which the engine holds."""
@@ -25,20 +26,27 @@ def code(asked: Asked, prediction: Prediction) -> str | None:
 
 def _lines(asked: Asked, name: str, options: dict[str, Any], *, quantised: bool) -> Iterator[str]:
     said = ", ".join(f"{option}={value!r}" for option, value in options.items())
-    of_factory = ":" in name
-    if not of_factory and asked.lora is None:
+    of_factory, rows = ":" in name, asked.given["loss_rows"]
+    in_tiles = ", cross_entropy_in_tiles" if rows else ""
+    if not of_factory and not quantised:
+        yield from ["import peft"] if asked.lora is not None else []
         yield "from transformers import AutoModelForCausalLM"
-        yield "from offload import OffloadEngine"
+        yield f"from offload import OffloadEngine{in_tiles}"
         yield ""
+        if asked.lora is not None:
+            yield f"adapters = {_adapters(asked.lora)}"
+            said = f"peft_config=adapters, {said}"
         yield f"engine = OffloadEngine.from_pretrained(AutoModelForCausalLM, {name!r}, {said})"
         yield "model = engine.module.train()"
+        yield from _loss_lines(rows)
         return
     if of_factory:
         module, _, function = name.partition(":")
         yield f"from {module} import {function.partition('.')[0]}"
     if asked.lora is not None:
         yield "import peft"
-    yield "from offload import OffloadEngine" + (", deferred_init" if of_factory and asked.lora is None else "")
+    deferred = ", deferred_init" if of_factory and asked.lora is None else ""
+    yield f"from offload import OffloadEngine{'' if of_factory else in_tiles}{deferred}"
     if not of_factory:
         yield "import torch"
         yield "from transformers import AutoModelForCausalLM"
@@ -58,10 +66,25 @@ def _lines(asked: Asked, name: str, options: dict[str, Any], *, quantised: bool)
         quantise = _QUANTISED[asked.base.name]
         yield f"            part.weight = torch.nn.Parameter({quantise}(part.weight.detach()), requires_grad=False)"
     if asked.lora is not None:
-        targets = repr(list(asked.lora.targets)) if asked.lora.targets else '"all-linear"'
-        yield f"adapters = peft.LoraConfig(r={asked.lora.rank}, target_modules={targets})"
+        yield f"adapters = {_adapters(asked.lora)}"
         yield "model = peft.get_peft_model(model, adapters, autocast_adapter_dtype=False)"
     yield f"engine = OffloadEngine(model, {said})"
+    if not of_factory:
+        yield from _loss_lines(rows)
+
+
+def _adapters(lora: Lora) -> str:
+    targets = repr(list(lora.targets)) if lora.targets else '"all-linear"'
+    return f"peft.LoraConfig(r={lora.rank}, target_modules={targets})"
+
+
+def _loss_lines(rows: int | None) -> Iterator[str]:
+    """The loss of a language model of ``transformers`` in tiles, if that was asked for."""
+    if rows:
+        yield ""
+        yield "def loss_of(tokens):"
+        yield "    hidden = model.get_decoder()(tokens[:, :-1]).last_hidden_state"
+        yield f"    return cross_entropy_in_tiles(model.get_output_embeddings(), hidden, tokens[:, 1:], rows={rows})"
 
 
 def _options(asked: Asked, prediction: Prediction) -> dict[str, Any]:

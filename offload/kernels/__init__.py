@@ -15,7 +15,7 @@ try:
 except ImportError as error:
     raise ImportError(f"the native kernels are missing ({error}): build them with `pip install -e .`") from error
 
-from ._companions import Bring, accumulate, convert, decode, encode, join_master, split_master, sum_squares
+from ._companions import Bring, accumulate, convert, decode, dequantize, encode, join_master, split_master, sum_squares
 from ._native import CODE_BLOCK, ISA, SQUARES_BLOCK, SQUARES_LANES, Dtype
 from ._update import Kernel, Native, OnHost, Sweep, always, on_host, update
 
@@ -34,6 +34,7 @@ __all__ = [
     "always",
     "convert",
     "decode",
+    "dequantize",
     "encode",
     "join_master",
     "on_host",

@@ -102,6 +102,35 @@ def decode(numel: int, numbers_f32: int, codes: int, scales: int, *, signed: boo
     _kernels.decode(numel, numbers_f32, codes, scales, signed, num_threads)
 
 
+def dequantize(
+    numel: int,
+    numbers: int,
+    dtype: Dtype,
+    codes: int,
+    scales_f32: int,
+    per_scale: int,
+    pairs_f32: int,
+    num_threads: int = 1,
+) -> None:
+    """Write the numbers that 4-bit codes stand for, two a byte, times their scales: the product in fp32, rounded to
+    ``dtype`` (nearest, ties to even; NaNs become the canonical one).
+
+    Shapes:  ``codes`` is uint8 ``(ceil(numel / 2),)``, ``scales_f32`` has one for each ``per_scale`` elements,
+             ``pairs_f32`` is ``(256, 2)``: for each byte its first number and its second.
+    Effects: writes ``numbers``; reads the others. Allocates nothing.
+    Cost:    2.5 bytes of memory traffic per element of bf16, and the scales.
+    Raises:  ``ValueError`` for an impossible address or count. Nothing has been written in that case.
+    """
+    check_numel(numel, num_threads)
+    if per_scale < 1:
+        raise ValueError(f"per_scale must be >= 1, got {per_scale}")
+    check_numbers("numbers", numbers, dtype, numel)
+    check_address("codes", codes, 1, numel)
+    check_address("scales_f32", scales_f32, 4, numel)
+    check_address("pairs_f32", pairs_f32, 4, numel)
+    _kernels.dequantize(numel, numbers, dtype, codes, scales_f32, per_scale, pairs_f32, num_threads)
+
+
 def _check_both(
     numel: int, destination: int, destination_dtype: Dtype, source: int, source_dtype: Dtype, num_threads: int
 ) -> None:

@@ -71,14 +71,15 @@ class ParameterBacking:
     def write(self, value: torch.Tensor) -> None:
         """Set the value. The fp32 master becomes exactly this, unless it is rounded to this already; moments stay as
         they are."""
+        write_together([(self, value)])
+
+    def change(self, elements: Elements, value: torch.Tensor) -> None:
+        """The same, of elements that are being changed."""
         layout, spec = self._access.layout, self._spec
         own = spec.shard_of(value.detach()).reshape(-1).to("cpu", layout.dtype)
-        self._access.agree(spec.name, value)
-        with self._access.failure, self._access.elements_to_change() as elements:
-            address = elements.weights(self._unit) + spec.offset * layout.formats.weights
-            if not layout.formats.master or not torch.equal(tensor_at(address, spec.numel, layout.dtype), own):
-                self._write(elements, own)
-        self._aliases.bring(self._unit.index, self, value)
+        address = elements.weights(self._unit) + spec.offset * layout.formats.weights
+        if not layout.formats.master or not torch.equal(tensor_at(address, spec.numel, layout.dtype), own):
+            self._write(elements, own)
 
     def follow(self, alias: Alias) -> bool:
         """The value was taken from there, and the two are to be the same from now on. False where they cannot be."""
@@ -215,6 +216,18 @@ class ParameterBacking:
         meta = torch.empty(shape, dtype=self._access.layout.dtype, device="meta")
         kind = GradientHandle if self._spec.distribution is None else DistributedGradientHandle
         return kind(backing, meta, self._access.device)
+
+
+def write_together(changes: Sequence[tuple[ParameterBacking, torch.Tensor]]) -> None:
+    """Set the values of several parameters of one engine, each as by its own ``write``. Their units are stored once."""
+    access = changes[0][0]._access
+    for backing, value in changes:
+        access.agree(backing.name, value)
+    with access.failure, access.elements_to_change() as elements:
+        for backing, value in changes:
+            backing.change(elements, value)
+    for backing, value in changes:
+        backing._aliases.bring(backing._unit.index, backing, value)
 
 
 class PiecewiseBacking:

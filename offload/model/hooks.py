@@ -26,7 +26,7 @@ from offload.model.listeners import Interleaving, Listener
 from offload.model.outputs import first_node, own_copy, tensors_in
 from offload.model.saved_tensors import SavedTensors
 from offload.model.standing import Standing
-from offload.model.unit_in_model import Call, UnitInModel
+from offload.model.unit_in_model import Call, UnitInModel, UnitsWithStrays
 from offload.torch_internals import (
     graph_task,
     in_module_call,
@@ -38,9 +38,6 @@ from offload.torch_internals import (
 )
 from offload.units import ParameterSpec
 from swapper import OffloadError
-
-__all__ = ["Hooks", "UnitInModel"]
-
 
 _IN_PARTS = "an OffloadEngine brings weights in around each unit: compile its model without fullgraph=True"
 
@@ -89,8 +86,7 @@ class Hooks:
         self._kept: list[UnitInModel] = []
         """Units that the last context has left, and that another one will use next."""
         self.standing = Standing(parameters)
-        self._with_strays: dict[UnitInModel, None] = {}  # a tensor has outlived a use of these
-        self._has_warned = False
+        self._with_strays = UnitsWithStrays()
         self.installed = InstalledHooks()
         saved_tensors = SavedTensors(self)
         for unit in units:
@@ -114,26 +110,15 @@ class Hooks:
             unit.rest()
             if unit.is_over:
                 self._end_backward(unit)
-        self._drop_strays()
-        for unit in self._with_strays:
-            unit.strays.check()
+        self._with_strays.drop()
+        self._with_strays.check()
 
     def refresh(self) -> None:
         """Weights have changed: bring copies that were left to others up to date."""
-        for unit in list(self._with_strays):
-            if not self._has_warned and unit.strays.are_kept():
-                self._has_warned = True
-                unit.strays.warn()
+        self._with_strays.warn_once()
+        for unit in list(self._with_strays.units):
             self._begin_use(unit)
             self._end_use(unit)
-
-    def _drop_strays(self) -> None:
-        """Give back the copies that nobody looks at any more."""
-        for unit in list(self._with_strays):
-            if unit.strays.are_left:
-                unit.strays.drop()
-            if not unit.strays.are_left:
-                self._with_strays.pop(unit, None)
 
     def end_calls(self) -> None:
         """Close what the context that computes has left open."""
@@ -142,6 +127,8 @@ class Hooks:
             if unit.forward_depth or unit in self.context.in_forward:
                 unit.forward_depth = 0
                 self._leave_forward(unit)
+            while unit.num_holds:
+                self.let_go(unit)
 
     # Several micro-batches on their way together.
 
@@ -152,7 +139,7 @@ class Hooks:
         self._enter(forward=True)
         if self.context.open and graph_task() == -1:
             self._close_failed()
-        if self.context.in_forward or self.context.open:
+        if self.context.in_forward or self.context.open or any(unit.num_holds for unit in self.units):
             raise OffloadError(f"{_TOGETHER} within a forward or backward of the model: call it in the training loop")
 
     def begin_turns(self, turns: Interleaving) -> HookContext:
@@ -301,8 +288,8 @@ class Hooks:
         if unit in self._kept:
             self._kept.remove(unit)
         elif unit.num_users == 0:
-            if self._with_strays:
-                self._drop_strays()
+            if self._with_strays.units:
+                self._with_strays.drop()
             unit.strays.begin_use()
             unit.wake()
             unit.is_copy = self._listener.begin_use(unit.spec)
@@ -325,13 +312,12 @@ class Hooks:
                 self._release(unit)
 
     def _pass_on_writes(self, unit: UnitInModel) -> None:
-        for index, value, other in unit.own_writes.end():
-            spec = unit.watched[index]
-            if self._turns is not None:
-                self._turns.changed(unit)
-            if other is None:
-                self._listener.changed_in_use(unit.spec, spec, value)
-            else:
+        found = [(unit.watched[index], value, other) for index, value, other in unit.own_writes.end()]
+        if found and self._turns is not None:
+            self._turns.changed(unit)
+        self._listener.changed_in_use(unit.spec, [(spec, value) for spec, value, other in found if other is None])
+        for spec, value, other in found:
+            if other is not None:
                 unit.reassigned[spec] = self._serial
                 self._listener.moved_in_use(unit.spec, spec, value, Alias(other))
                 unit.strays.refuse_move(spec.name)
@@ -339,7 +325,7 @@ class Hooks:
     def _release(self, unit: UnitInModel) -> None:
         unit.strays.end_use(is_recomputed=graph_task() != -1 and not unit.is_over)
         if unit.strays.are_left:
-            self._with_strays[unit] = None
+            self._with_strays.units[unit] = None
         try:
             self._listener.end_use(unit.spec)
         finally:
@@ -377,13 +363,27 @@ class Hooks:
         return True
 
     def look(self, call: Call, get: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Somebody looks at what a node has saved. See ``UsesOfUnits``."""
-        self._enter(forward=True)
-        self._begin_use(call.unit)
+        """Look at what a node has saved. See ``UsesOfUnits``."""
+        self.hold(call.unit)
         try:
             return get().clone()
         finally:
-            self._end_use(call.unit)
+            self.let_go(call.unit)
+
+    def hold(self, unit: UnitInModel) -> None:
+        """Have the unit in use between calls, too, until ``let_go``, or until what ends all uses."""
+        self._enter(forward=True)
+        self._begin_use(unit)
+        unit.num_holds += 1
+        unit.show_parameters()
+
+    def let_go(self, unit: UnitInModel) -> None:
+        """End the last hold of the unit, if there is one."""
+        if unit.num_holds:
+            unit.num_holds -= 1
+            if not unit.forward_depth:
+                unit.show_handles()
+            self._end_use(unit)
 
     def _reach(self, call: Call) -> None:
         """The backward that this thread is in has come to the call."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -12,8 +13,8 @@ from offload.units import ParameterSpec, UnitSpec
 
 
 class Listener(Protocol):
-    """Receiver of what the hooks tell: a unit is needed, is no longer needed, got a gradient, has all its gradients;
-    one of its weights was given another value while it was in use."""
+    """Receiver of what the hooks tell: a unit is needed, is no longer needed, got a gradient, has all its gradients,
+    has weights with other values than before its use."""
 
     def begin_use(self, unit: UnitSpec) -> bool:
         """Return whether what is in the window is a copy of the weights, which a change of its bytes does not
@@ -29,7 +30,8 @@ class Listener(Protocol):
     def end_part(self, unit: UnitSpec) -> None:
         """Another one of several micro-batches gives gradients of the unit from now on."""
 
-    def changed_in_use(self, unit: UnitSpec, spec: ParameterSpec, value: torch.Tensor) -> None: ...
+    def changed_in_use(self, unit: UnitSpec, changes: Sequence[tuple[ParameterSpec, torch.Tensor]]) -> None:
+        """A use of a unit has given these of its weights other values."""
 
     def moved_in_use(self, unit: UnitSpec, spec: ParameterSpec, value: torch.Tensor, memory: Alias) -> None: ...
 

@@ -3,11 +3,12 @@ projection, a codebook.
 
 Code outside of a use writes to handles, which pass it on. Within one there are ordinary parameters. Their versions and
 addresses are looked at when the use ends: a change through autograd's eyes moves the one, ``parameter.data = tensor``
-the other. A change through ``.data``, an array or a view of these shows in the bytes alone. It counts where the weights
-rest; where the memory is a copy, it would go with that. So hashes of a copy's bytes are compared, at each use.
+the other. A change through ``.data``, an array or a view of these shows in the bytes alone. Where the memory is a copy
+in RAM, the change would go with that: hashes of its bytes are compared at each use.
 
-A hash of a device's memory would have the host wait for the device: there they are compared in the first use with
-gradients and in the first one without, and from then on where they have changed.
+Elsewhere they are compared in the first use with gradients and in the first one without, and from then on where they
+have changed. A hash of a device's memory would have the host wait for the device. And where the memory is that of the
+weights themselves, the change is there in any case: it is only a commit that must know of it (``UpdateLog``).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class OwnWrites:
         self._views = [parameter.data for parameter in parameters]
         """Memory to which each parameter belongs."""
         self._looks = {True: True, False: True}
-        """At the bytes of a device's memory: in uses with gradients, and in those without."""
+        """At the bytes of what is no copy in RAM: in uses with gradients, and in those without."""
         self._mode = True
         """Of the use that is under way: with gradients."""
         self._versions: list[int] = []
@@ -44,10 +45,9 @@ class OwnWrites:
         """The use begins; the weights are there, or a copy of them."""
         self._versions = list(map(_version, self._parameters))
         self._hashes = []
-        if is_copy:
-            self._mode = torch.is_grad_enabled()
-            if all(map(_is_here, self._views)) or self._looks[self._mode]:
-                self._hashes = self.hashes()
+        self._mode = torch.is_grad_enabled()
+        if self._looks[self._mode] or (is_copy and all(map(_is_here, self._views))):
+            self._hashes = self.hashes()
 
     def end(self) -> Sequence[tuple[int, torch.Tensor, torch.Tensor | None]]:
         """The use is over: the index of each parameter that was changed, its value, an own copy, and the tensor that it

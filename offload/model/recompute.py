@@ -20,6 +20,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -85,13 +86,16 @@ class RecomputedForward:
         if not self._is_outermost():
             return forward(*args, **kwargs)
         leaves, structure = taken_apart((args, kwargs))
-        places = [place for place, leaf in enumerate(leaves) if type(leaf) in (torch.Tensor, nn.Parameter)]
-        tensors = [leaves[place] for place in places]
+        places: dict[int, list[int]] = {}
+        for place, leaf in enumerate(leaves):
+            if type(leaf) in (torch.Tensor, nn.Parameter):
+                places.setdefault(id(leaf), []).append(place)
+        tensors = [leaves[first] for first, *_ in places.values()]
         if not any(tensor.requires_grad for tensor in (*tensors, *self.unit.parameters)):
             return forward(*args, **kwargs)
-        for place in places:
+        for place in chain(*places.values()):
             leaves[place] = None
-        return checkpoint(_Runs(self, forward, leaves, structure, places), *tensors, use_reentrant=False)
+        return checkpoint(_Runs(self, forward, leaves, structure, [*places.values()]), *tensors, use_reentrant=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own."""
@@ -195,9 +199,10 @@ class _Runs(_RunsOfCall):
         forward: Callable[..., Any],
         leaves: list[Any],
         structure: Any,
-        places: Sequence[int],
+        places: Sequence[Sequence[int]],
     ) -> None:
-        """``leaves`` of the arguments, but for the tensors, which are at ``places``."""
+        """``leaves`` of the arguments, but for the tensors, each of which is at some ``places``: what is the same
+        object in the first run is so in the second one (``nn.MultiheadAttention`` asks)."""
         super().__init__(of)
         self._forward = forward
         self._leaves = leaves
@@ -206,8 +211,9 @@ class _Runs(_RunsOfCall):
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         leaves = list(self._leaves)
-        for place, tensor in zip(self._places, tensors, strict=True):
-            leaves[place] = tensor
+        for places, tensor in zip(self._places, tensors, strict=True):
+            for place in places:
+                leaves[place] = tensor
         args, kwargs = put_together(leaves, self._structure)
         return self._run([*self._leaves, *tensors], lambda: self._forward(*args, **kwargs))
 

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from offload.errors import ConfigError
 
-_ROWS = 2048
+ROWS = 2048
+"""Rows of a tile, where nobody says how many."""
 
 
 def cross_entropy_in_tiles(
@@ -27,7 +28,7 @@ def cross_entropy_in_tiles(
     hidden: torch.Tensor,
     targets: torch.Tensor,
     *,
-    rows: int = _ROWS,
+    rows: int = ROWS,
     ignore_index: int = -100,
     reduction: Literal["mean", "sum"] = "mean",
 ) -> torch.Tensor:
@@ -71,7 +72,7 @@ def cross_entropy_in_tiles(
     return total if reduction == "sum" else total / (targets != ignore_index).sum()
 
 
-def in_tiles(module: nn.Module, *, rows: int = _ROWS) -> Callable[[], None]:
+def in_tiles(module: nn.Module, *, rows: int = ROWS) -> Callable[[], None]:
     """Have a module that treats each row by itself, such as an MLP, run on tiles of ``rows``; equal to rounding.
 
     It takes one tensor of the shape (..., width) and gives one with as many rows. Each tile is run again in backward.

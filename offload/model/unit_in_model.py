@@ -99,6 +99,7 @@ class UnitInModel:
         "is_copy",
         "is_over",
         "nbytes",
+        "num_holds",
         "num_users",
         "own_writes",
         "parameters",
@@ -142,6 +143,8 @@ class UnitInModel:
         self.begin_address = self.end_address = 0
         """The memory under its parameters while it is in forward."""
         self.in_backward = False
+        self.num_holds = 0
+        """Holds between calls. See ``Hooks.hold``."""
         self.num_users = 0
         """Micro-batches that use the unit now."""
         self.is_copy = False
@@ -208,7 +211,9 @@ class UnitInModel:
             self._show_gradients()
 
     def show_handles(self) -> None:
-        """The handles stand there."""
+        """The handles stand there, unless somebody holds the unit."""
+        if self.num_holds:
+            return
         for recurrent in self._recurrent:
             let_go(recurrent)
         for module, name, handle, parameter in self.sites:
@@ -238,3 +243,31 @@ class UnitInModel:
             if gradient is not None:
                 parameter.grad = gradient
                 self._shown.append((handle, parameter, gradient))
+
+
+class UnitsWithStrays:
+    """Units of which a tensor has outlived a use. See ``offload.model.strays``."""
+
+    def __init__(self) -> None:
+        self.units: dict[UnitInModel, None] = {}
+        self._has_warned = False
+
+    def drop(self) -> None:
+        """Give back the copies that nobody looks at any more."""
+        for unit in list(self.units):
+            if unit.strays.are_left:
+                unit.strays.drop()
+            if not unit.strays.are_left:
+                self.units.pop(unit, None)
+
+    def check(self) -> None:
+        """Raise ``OffloadError`` if what was left to them has been written to."""
+        for unit in self.units:
+            unit.strays.check()
+
+    def warn_once(self) -> None:
+        """Say what they cost, if somebody keeps them, in the first such step."""
+        for unit in self.units:
+            if not self._has_warned and unit.strays.are_kept():
+                self._has_warned = True
+                unit.strays.warn()

@@ -30,6 +30,7 @@ class KernelRule(LooseStates):
     """A native kernel over tiles of any length. See ``Rule``."""
 
     repeatable = True
+    replayable = True
     uniform = True
     writes_beside = True
     temporary_bytes = 0

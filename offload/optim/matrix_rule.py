@@ -72,6 +72,7 @@ class MatrixRule(LooseStates, WholeParameters):
     """Steps of whole parameters. See ``Rule``."""
 
     repeatable = True
+    replayable = False
     uniform = False
     writes_beside = False
     device_unsupported_reason = "whole matrices are updated on the CPU"

@@ -113,6 +113,8 @@ class Rule(TileLayout, Protocol):
 
     repeatable: bool
     """``apply`` leaves nothing behind but what it writes to the addresses, so that it can be taken back."""
+    replayable: bool
+    """``freeze`` gives a ``Coef``, with which another process can take the same step."""
     uniform: bool
     """``freeze`` gives the same for all parameters of a group with the same step and scale."""
     temporary_bytes: int

@@ -60,6 +60,7 @@ class TorchRule(WholeParameters):
 
     repeatable = False
     writes_beside = False
+    replayable = False
     uniform = False
     device_unsupported_reason = "the optimizer has no kernel"
     temporary_bytes = 0

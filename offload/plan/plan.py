@@ -68,6 +68,8 @@ class UnitPlan:
     tiles: tuple[tuple[Tile, Tier], ...]
     has_spares: bool = False
     """Its records in host memory have a spare place each, so that it can be updated during backward."""
+    is_logged: bool = False
+    """A commit may write the gradients of its last step: see ``plan/update_log.py``."""
 
     @property
     def updated_in_ram(self) -> bool:
@@ -263,8 +265,7 @@ class Plan:
         """The plan with spare places for units in RAM, evenly spread, as many as the host's budget has room for."""
         room, chosen = self.host_budget_bytes - self.host_bytes, set()
         for item in sorted(self.units, key=lambda item: item.unit.index * GOLDEN % 1):
-            nbytes = item.spare_bytes(self.formats)
-            if item.updated_in_ram and nbytes <= room:
+            if item.updated_in_ram and (nbytes := item.spare_bytes(self.formats)) <= room:
                 room -= nbytes
                 chosen.add(item.unit.index)
         return replace(self, units=tuple(replace(item, has_spares=item.unit.index in chosen) for item in self.units))

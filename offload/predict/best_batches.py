@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from offload.model.tiles import ROWS
+from offload.predict.activation_bytes import activation_bytes
 from offload.predict.machine import Machine
 from offload.predict.prediction import Batches, Prediction, predict
-from offload.predict.workload import Mode
+from offload.predict.workload import Mode, Workload
+
+_WORTH = 0.95
+"""Share of the most tokens a second with which a smaller batch is as good."""
 
 
 @dataclass(frozen=True)
 class BestBatch:
     """Sequences that pass each unit at a time, in one batch or in micro-batches that are ``together``.
 
-    ``best``: the least number with which compute limits, or else the largest that fits; a larger one would make no more
-    tokens a second. ``computing`` is None where compute limits with none of them, ``largest`` 0 where none fits. The
-    prediction is that of the best, or else of the least.
+    ``best``: the least number that makes about as many tokens a second as any. It may be less than the ``largest`` that
+    fits, whose activations leave weights and states less room. ``computing`` is the least with which compute
+    limits, and None where it does with none of them; ``largest`` is 0 where none fits. The prediction is that of the
+    best, or else of the least.
     """
 
     largest: int
@@ -37,21 +43,50 @@ def modes_of(machine: Machine) -> Sequence[Mode]:
 
 def best_batches(prediction: Prediction) -> list[BestBatch]:
     """One for each of ``modes_of`` the machine, and for those that leave with micro-batches together, of the batch that
-    was asked for; all else as it is."""
-    return list(_best_batches(prediction))
+    was asked for; all else as it is, but that the loss is in tiles where there are logits: larger batches fit then."""
+    asked = prediction.workload
+    if asked.loss_rows is None and _has_logits(prediction):
+        asked = replace(asked, loss_rows=ROWS)
+    return [_best_of(prediction, workload) for workload in _workloads(prediction.machine, asked)]
 
 
-def _best_batches(prediction: Prediction) -> Iterator[BestBatch]:
-    model, machine = prediction.model, prediction.machine
+def _has_logits(prediction: Prediction) -> bool:
+    whole, row = (
+        activation_bytes(prediction.model, replace(prediction.workload, loss_rows=rows)).computing for rows in (None, 1)
+    )
+    return row < whole
+
+
+def _workloads(machine: Machine, asked: Workload) -> Iterator[Workload]:
     for together in (False, True):
         for mode in modes_of(machine):
-            workload = replace(prediction.workload, activations=mode, activation_memory=None, together=together)
-            if together and not workload.leave:
-                continue
-            one = predict(model, machine, workload.of_size(1))
-            batches = Batches.of(one)
-            size = batches.computing or batches.largest
-            best = predict(model, machine, workload.of_size(size)) if size > 1 else one
-            each = workload.batch if together else 1
-            computing = None if batches.computing is None else each * batches.computing
-            yield BestBatch(each * batches.largest, computing, each * size, best)
+            workload = replace(asked, activations=mode, activation_memory=None, together=together)
+            if workload.leave or not together:
+                yield workload
+
+
+def _best_of(prediction: Prediction, workload: Workload) -> BestBatch:
+    model, machine = prediction.model, prediction.machine
+    one = predict(model, machine, workload.of_size(1))
+    batches = Batches.of(one)
+    tried = {1: one}
+    for size in _sizes(batches):
+        tried[size] = predict(model, machine, workload.of_size(size))
+        if tried[size].limit == "compute" and _WORTH * tried[size].tokens_per_second < max(_speeds(tried)[:-1]):
+            break  # larger ones bring no more
+    enough = _WORTH * max(_speeds(tried))
+    best = next(size for size, speed in zip(tried, _speeds(tried), strict=True) if speed >= enough)
+    each = workload.batch if workload.together else 1
+    computing = None if batches.computing is None else each * batches.computing
+    return BestBatch(each * batches.largest, computing, each * best, tried[best])
+
+
+def _sizes(batches: Batches) -> list[int]:
+    """Sizes beside one that are tried: powers of two, the least with which compute limits, and the largest."""
+    least = batches.computing or 1  # with fewer a step takes as long
+    powers = {1 << power for power in range(least.bit_length(), batches.largest.bit_length())}
+    return sorted((powers | {least, batches.largest}) - {0, 1})
+
+
+def _speeds(tried: dict[int, Prediction]) -> list[float]:
+    return [found.tokens_per_second if found.fits else 0.0 for found in tried.values()]

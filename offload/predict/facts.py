@@ -107,6 +107,7 @@ def of_best_batches(found: Sequence[BestBatch]) -> list[dict[str, Any]]:
         {
             "activations": row.prediction.workload.activations,
             "micro_batch": row.prediction.workload.batch if row.prediction.workload.together else None,
+            "loss_rows": row.prediction.workload.loss_rows,
             "largest_batch": row.largest,
             "compute_bound_batch": row.computing,
             "batch": row.best,

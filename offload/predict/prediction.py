@@ -199,17 +199,17 @@ def _largest_batch(model: Model, machine: Machine, workload: Workload) -> int:
     def of_room(nbytes: float) -> int:
         return int(min(max((nbytes - once) / each, 0), MOST_BATCH))
 
-    largest = of_room(room)
-    least, most, batch = 0, largest + 1, largest
+    batch = of_room(room)
+    least, most, guess = 0, batch + 1, batch
     while most - least > 1:
         found = _placed(model, machine, workload.of_size(batch), kept(batch))
         if not isinstance(found, Shortage):
-            least, guess = batch, batch + 1
-        elif found.kind == "device memory":
-            most, guess = batch, of_room(room - found.needed_bytes / MARGIN)
+            least, guess = batch, batch + (batch == guess)  # a guess that fits may be the last that does
         else:
-            most, guess = batch, (least + batch) // 2
-        batch = min(max(guess, least + 1), most - 1)
+            most, guess = batch, least
+            if found.kind == "device memory":
+                guess = of_room(room - found.needed_bytes / MARGIN)
+        batch = guess if least < guess < most else (least + most) // 2
     return least
 
 
@@ -313,7 +313,7 @@ class _Bundles:
 
     def __init__(self, rule: Rule, size: int) -> None:
         self.repeatable, self.device_unsupported_reason = rule.repeatable, rule.device_unsupported_reason
-        self.temporary_bytes = rule.temporary_bytes
+        self.temporary_bytes, self.replayable = rule.temporary_bytes, rule.replayable
         self._rule, self._size = rule, size
 
     def tiles_of(self, unit: UnitSpec, tile_bytes: int) -> tuple[Tile, ...]:

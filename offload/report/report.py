@@ -82,17 +82,21 @@ class LinkRates:
 
 @dataclass(frozen=True)
 class ExpertUse:
-    """Weights of experts, since the engine was made, where some of the model's weights rest on NVMe."""
+    """Weights of experts, in a step or since the engine was made."""
 
-    routed_bytes: int
+    routed_bytes: int = 0
     """Of experts that tokens were sent to, for each forward and each backward of a layer once."""
-    read_bytes: int
+    read_bytes: int = 0
     """Of experts that were read from NVMe for it, those included that were read ahead in vain."""
 
     @property
     def hit_rate(self) -> float:
         """Share of the routed bytes that were in memory when they were needed."""
         return max(1 - self.read_bytes / self.routed_bytes, 0.0) if self.routed_bytes else 1.0
+
+    def since(self, start: ExpertUse) -> ExpertUse:
+        """Difference to an earlier moment."""
+        return ExpertUse(self.routed_bytes - start.routed_bytes, self.read_bytes - start.read_bytes)
 
 
 @dataclass(frozen=True)
@@ -146,6 +150,8 @@ class Report:
     """Before clipping."""
     loss_scale: float
     """Factor that the loss was multiplied by: 1 unless ``precision="fp16"``."""
+    experts: ExpertUse = ExpertUse()
+    """Of a mixture of experts: what tokens were sent to, and what of it was not there."""
     sequences: int = 0
     """Sequences of a forward without training, each of which gets a token in generation; 0 for a step of training."""
 
@@ -186,6 +192,10 @@ def _lines(report: Report) -> Iterator[str]:
         rates = "" if report.bandwidths is None else f"; it {report.bandwidths}"
         yield f"NVMe ({report.io_backend}): {moved}{rates}"
         yield f"written to NVMe since the start: {report.nvme_write_bytes_total / 1e9:,.2f} GB"
+    if report.experts.routed_bytes:
+        routed, read = _megabytes(report.experts.routed_bytes), _megabytes(report.experts.read_bytes)
+        there = f"{report.experts.hit_rate:.0%} were there"
+        yield f"experts: tokens were sent to {routed}, {read} were read for it: {there}"
     if report.activations.kept_bytes:
         use = report.activations
         yield (

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from aio_ext import Statistics
 from offload.report.meter import Meter
-from offload.report.report import ActivationUse, Bandwidths, DriveUse, LinkRates, Report
+from offload.report.report import ActivationUse, Bandwidths, DriveUse, ExpertUse, LinkRates, Report
 from swapper import DurableStore, InPlaceFiles, Scratch
 
 
@@ -59,8 +59,11 @@ class Reporter:
     scratch: Sequence[Scratch] = ()
     activation_use: Callable[[], ActivationUse] = ActivationUse
     """Since the last call."""
+    expert_use: Callable[[], ExpertUse] = ExpertUse
+    """Since the engine was made."""
 
     def __post_init__(self) -> None:
+        self._experts = self.expert_use()
         self._start = self._moment(0.0, 0.0)
         self._drives = self._carried()
         self._forward: _Moment | None = None
@@ -95,6 +98,7 @@ class Reporter:
         start, end = self._start, self._moment(seconds, sum(stalls.values()))
         spent, self._start = end.since(start), end._replace(seconds=0.0, stalled_seconds=0.0)
         drives, self._drives = self._drives, self._carried()
+        before, self._experts = self._experts, self.expert_use()
         compute_seconds = self.busy_seconds()
         schedule_seconds, self.disk_busy = 0.0, None
         if self._forward is not None and compute_seconds is None:
@@ -143,6 +147,7 @@ class Reporter:
             bandwidths=self.bandwidths,
             grad_norm=grad_norm,
             loss_scale=loss_scale,
+            experts=self._experts.since(before),
             sequences=sequences,
         )
         return self.last

@@ -177,6 +177,8 @@ class StoredHome(Home):
         self._parts: list[tuple[ExtentPart | InPlaceRecord, int]] = [*self._stored, *self._in_files]
         self._trace = trace
         self._last_write: Transfer | None = None
+        self.num_flips = 0
+        """So many times the other place became the current one. What was read before the last time is outdated."""
 
     @property
     def stored(self) -> StoredHome:
@@ -231,6 +233,7 @@ class StoredHome(Home):
     def flip(self) -> None:
         if self._trained is not None:
             self._trained.flip()
+        self.num_flips += 1  # at last: what a read finds that begins meanwhile may be outdated or not
 
     def fill(self, address: int) -> Transfer:
         """Start writing all of the record, frozen bytes included, which was changed from outside. What is in files must

@@ -30,6 +30,7 @@ from aio_ext.queue import DEPTH
 from offload.config import OffloadConfig
 from offload.errors import warn
 from offload.plan.plan import Plan, Tier, UnitPlan
+from offload.plan.update_log import LOGGED_STEPS, part_bytes
 from offload.ranks.machine import queue_share
 from offload.ranks.ranks import Ranks
 from offload.tiers.home import UnitHomes
@@ -60,11 +61,13 @@ _RUN = re.compile(r"run-([0-9]{1,9})\.store")
 @dataclass(frozen=True)
 class RecordExtents:
     """Extents where a commit finds or puts the records of one unit: its weights (what is trained, then what is frozen),
-    its tiles, and gradients that were accumulated for the next step."""
+    its tiles, and gradients that were accumulated for the next step. ``log`` has, for each update that can be logged
+    before they are written again, the extents of its gradients in parts."""
 
     weights: tuple[Extent, ...]
     tiles: tuple[Extent, ...]
     gradients: Extent | None
+    log: tuple[tuple[Extent, ...], ...] = ()
 
     @property
     def all(self) -> tuple[Extent, ...]:
@@ -84,11 +87,18 @@ class EngineStore:
     """Checkpoints that it can hold without copying."""
     previous: str | None = None
     name: str | None = None
+    gives_back: bool = False
+    """Others have names for its checkpoints: at its end it leaves them no more space than they need."""
 
     def close(self) -> None:
-        """Close it. A durable run's store in which nothing was ever committed is removed: it only takes room."""
+        """Close it, once no transfer is in flight. A durable run's store in which nothing was ever committed is
+        removed: it only takes room."""
         is_empty = self.store.generation == 0 and self.store.prepared is None
-        self.store.close()
+        try:
+            if self.gives_back:
+                self.store.give_back()
+        finally:
+            self.store.close()
         if self.name is not None and is_empty:
             with contextlib.suppress(OffloadError):  # the next engine on the path removes it
                 remove_store(self.paths, self.name)
@@ -319,7 +329,9 @@ def extents_of_records(plan: Plan, homes: Sequence[UnitHomes], store: EngineStor
             stored = tile.states.stored
             tiles.append(next(stored.extents) if stored is not None else next(more))
         gradients = next(more) if unit.trainable_numel and plan.formats.grads else None
-        found.append(RecordExtents(own, tuple(tiles), gradients))
+        num_logged = LOGGED_STEPS if item.is_logged else 0
+        log = tuple(tuple(next(more) for _ in part_bytes(item, plan.formats)) for _ in range(num_logged))
+        found.append(RecordExtents(own, tuple(tiles), gradients, log))
     return found
 
 
@@ -341,7 +353,7 @@ def _resting(item: UnitPlan, plan: Plan, *, durable: bool) -> Iterator[_Kind]:
 
 
 def _committed(item: UnitPlan, plan: Plan, *, durable: bool) -> Iterator[_Kind]:
-    """The extents of the unit's records in memory, which only commits write."""
+    """The extents of the unit's records in memory and of its log, which only commits write."""
     unit, formats = item.unit, plan.formats
     if item.weights is not Tier.NVME:
         for numel, places in ((unit.trainable_numel, 2), (unit.stored_numel - unit.trainable_numel, 1)):
@@ -352,6 +364,8 @@ def _committed(item: UnitPlan, plan: Plan, *, durable: bool) -> Iterator[_Kind]:
             yield _Kind(tile.nbytes, 1, 2 if durable else 0)
     if unit.trainable_numel and formats.grads:
         yield _Kind(unit.trainable_numel * formats.grads, 1, 0)
+    for _ in range(LOGGED_STEPS if item.is_logged else 0):
+        yield from (_Kind(nbytes, 1, 1) for nbytes in part_bytes(item, formats))
 
 
 def open_files(config: OffloadConfig, plan: Plan, sharers: int) -> InPlaceFiles | None:

@@ -23,7 +23,8 @@ class StatePrefetch:
         self._lock = threading.Lock()
         """Guards what follows. It is held until buffers are back in the pool, so that nobody finds them in neither.
         Only the store's lock is taken, and only reads are waited for, while it is held."""
-        self._present: dict[StoredHome, tuple[Lease, Transfer]] = {}
+        self._present: dict[StoredHome, tuple[Lease, Transfer, int]] = {}
+        """With the number of flips of the home before its read."""
         self._num_drops = 0
 
     def reader(self, homes: Iterable[StoredHome]) -> Callable[[], None]:
@@ -33,18 +34,25 @@ class StatePrefetch:
         return lambda: self._read(homes, before)
 
     def take(self, home: StoredHome) -> tuple[Lease, Transfer] | None:
-        """The buffer of states that are here, or on their way: it belongs to the caller now."""
+        """The buffer of states that are here, or on their way: it belongs to the caller now. None, too, if they were
+        read before a speculative update of them counted."""
         if not self._present:
             return None
         with self._lock:
-            return self._present.pop(home, None)
+            if home not in self._present:
+                return None
+            lease, read, num_flips = self._present.pop(home)
+            if num_flips == home.num_flips:
+                return lease, read
+            self._put_back(lease, read)
+            return None
 
     def give_up(self) -> bool:
         """Put the buffer of the states that are needed last back into the pool; False if there are none."""
         with self._lock:
             if not self._present:
                 return False
-            self._put_back(*self._present.pop(next(reversed(self._present))))
+            self._put_back(*self._present.pop(next(reversed(self._present)))[:2])
             return True
 
     def drop(self) -> None:
@@ -52,7 +60,7 @@ class StatePrefetch:
         with self._lock:
             self._num_drops += 1
             while self._present:
-                self._put_back(*self._present.popitem()[1])
+                self._put_back(*self._present.popitem()[1][:2])
 
     def _read(self, homes: Iterable[StoredHome], before: int) -> None:
         for home in homes:
@@ -60,9 +68,9 @@ class StatePrefetch:
                 if self._num_drops != before or not self._pool:
                     return
                 if home not in self._present:
-                    lease = self._pool.pop()
+                    lease, num_flips = self._pool.pop(), home.num_flips
                     try:
-                        self._present[home] = lease, home.read(lease.address)
+                        self._present[home] = lease, home.read(lease.address), num_flips
                     except BaseException:
                         self._pool.append(lease)
                         raise

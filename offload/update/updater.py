@@ -88,8 +88,10 @@ class Updater:
         self._worker.submit(lambda: self._run_step(step, loans))
 
     def read_ahead(self) -> None:
-        """Start reading what the update of the coming step begins with, although it is not certain yet."""
-        stored = (tile.states.stored for homes in self.homes for tile in homes.tiles)
+        """Start reading what the update of the coming step begins with, although it is not certain yet: units without a
+        speculative update."""
+        still_to_do = (homes for index, homes in enumerate(self.homes) if index not in self.speculative.of_unit)
+        stored = (tile.states.stored for homes in still_to_do for tile in homes.tiles)
         read = self.pipeline.ahead.reader([home for home in stored if home is not None])
         self._worker.submit(partial(self._guarded, read))
 

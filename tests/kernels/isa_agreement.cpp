@@ -138,6 +138,14 @@ int main() {
         table.decode(a.master, a.states[0], a.scales[0], is_signed, 0, numel);
       });
     }
+    std::vector<float> pairs(512), scales(numel);
+    for (std::size_t i = 0; i < pairs.size(); ++i) pairs[i] = static_cast<float>(i) - 200.5f;
+    for (std::size_t i = 0; i < numel; ++i) scales[i] = 1.0f / static_cast<float>(i + 3);
+    for (const Dtype to : {Dtype::f32, Dtype::bf16, Dtype::f16}) {
+      compare("dequantize", numel, Dtype::f32, WeightFormat::f32, Dtype::int8, [&](const Table& table, const Arrays& a) {
+        table.dequantize(a.master, to, a.states[0], scales.data(), 32, pairs.data(), 0, numel);
+      });
+    }
   }
   std::printf("%s: %d differences\n", TABLE.name, differences);
   return differences != 0;

@@ -18,6 +18,7 @@ from offload.kernels import (
     always,
     convert,
     decode,
+    dequantize,
     encode,
     join_master,
     split_master,
@@ -260,6 +261,22 @@ def test_codes_of_numbers_are_those_of_an_update_and_numbers_of_codes_keep_their
         again = torch.zeros(numel)
         decode(numel, again.data_ptr(), codes.data_ptr(), scales.data_ptr(), signed=signed)
         assert torch.equal(again, decoded)
+
+
+@pytest.mark.parametrize("per_scale", [1, 32, 64])
+def test_4_bit_codes_become_what_torch_makes_of_them(per_scale: int) -> None:
+    """The first code of a byte is whichever ``pairs`` has first; the product is rounded once."""
+    numel = 64 * 5 - 1
+    codes = torch.randint(0, 256, (numel // 2 + 1,), dtype=torch.uint8)
+    pairs, scales = torch.randn(256, 2), torch.randn(-(-numel // per_scale)) * torch.tensor(3.0).pow(40)
+    for dtype, number in ((Dtype.F32, torch.float32), (Dtype.BF16, torch.bfloat16), (Dtype.F16, torch.float16)):
+        found = torch.empty(numel, dtype=number)
+        addresses = codes.data_ptr(), scales.data_ptr()
+        dequantize(numel, found.data_ptr(), dtype, *addresses, per_scale, pairs.data_ptr())
+        values = pairs[codes.int()].flatten()[:numel] * scales.repeat_interleave(per_scale)[:numel]
+        assert torch.equal(found, values.to(number))
+    with pytest.raises(ValueError, match="per_scale must be >= 1, got 0"):
+        dequantize(numel, found.data_ptr(), Dtype.F16, *addresses, 0, pairs.data_ptr())
 
 
 @pytest.mark.parametrize("signed", [True, False])

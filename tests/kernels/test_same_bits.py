@@ -21,6 +21,7 @@ from offload.kernels import (
     always,
     convert,
     decode,
+    dequantize,
     encode,
     join_master,
     split_master,
@@ -246,3 +247,23 @@ def test_numbers_become_codes_and_codes_numbers_with_the_bits_of_scalar(
         expected = there_and_back(numel, 1)
         use_isa(isa)
         assert_same(there_and_back(numel, 1 if numel < 40_000 else 3), expected)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", NUMBERS)
+def test_4_bit_codes_become_numbers_with_the_bits_of_scalar(
+    isa: str, dtype: Dtype, guarded: Any, awkward: Any, use_isa: Any
+) -> None:
+    def numbers(numel: int, per_scale: int, num_threads: int) -> list[Any]:
+        given = guarded(np.arange(-(-numel // 2), dtype=np.uint64).astype(np.uint8) * 37)
+        scales, pairs = guarded(awkward(-(-numel // per_scale), 1)), guarded(awkward(512, 2))
+        written = guarded(as_dtype(np.full(numel, 7 << 16, np.uint32), dtype))
+        dequantize(numel, written.address, dtype, given.address, scales.address, per_scale, pairs.address, num_threads)
+        given.check()
+        return [written.values]
+
+    for numel, per_scale in ((0, 1), (1, 2), (35, 32), (257, 16), (515, 64), (1000, 7), (40_000, 32), (70_000, 16_385)):
+        use_isa("scalar")
+        expected = numbers(numel, per_scale, 1)
+        use_isa(isa)
+        assert_same(numbers(numel, per_scale, 3), expected)

@@ -240,9 +240,10 @@ def test_what_must_not_spill_and_has_no_room_is_refused_when_all_of_it_was_count
     assert enough.scratch.events == []
 
 
-def test_an_activation_that_is_larger_than_the_memory_passes_in_pieces():
+def test_an_activation_that_is_larger_than_the_memory_passes_in_pieces_of_which_none_is_read_twice():
     rig = Rig(8)
     values = torch.arange(20 * PAGE, dtype=torch.int32).to(torch.uint8)
     kept = rig.pool.keep(values.untyped_storage(), PAGE, 19 * PAGE - 7, spills=True)
     assert kept is not None
     assert kept.bring().tolist() == values[PAGE : 20 * PAGE - 7].tolist()
+    assert rig.pool.take_use().read_bytes == (19 - 8) * PAGE

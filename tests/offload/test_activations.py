@@ -44,7 +44,7 @@ def same(left: object, right: object) -> bool:
 
 
 class Odd(nn.Module):
-    """A block that draws, counts, keeps statistics, remembers and takes a cache."""
+    """A block that draws, counts, keeps statistics, remembers, takes a cache and asks whether two arguments are one."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -52,7 +52,10 @@ class Odd(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.num_calls, self.seen = 0, []
 
-    def forward(self, x: torch.Tensor, *, cache: Cache, scales: dict[str, torch.Tensor]) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, twin: torch.Tensor, *, cache: Cache, scales: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        x = x if twin is x else 2 * twin
         self.num_calls += 1
         self.seen.append(self.num_calls)
         hidden = self.norm(x.transpose(1, 2)).transpose(1, 2)
@@ -81,7 +84,7 @@ class OddModel(Tiny):
         x, cache = self.embed(tokens), Cache()
         scales = {"scale": x.detach().square().mean((1, 2), keepdim=True)}
         for block in self.blocks:
-            x = block(x, cache=cache, scales=scales)
+            x = block(x, x, cache=cache, scales=scales)
         return self.head(self.norm(x))
 
 

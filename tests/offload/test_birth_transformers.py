@@ -216,9 +216,6 @@ def test_what_can_only_be_loaded_in_memory_is_refused_with_the_way(tmp_path: Pat
     model_class = saved("llama", tmp_path)
     with pytest.raises(ConfigError, match="device_map is not taken here: the engine's budgets"):
         OffloadEngine.from_pretrained(model_class, tmp_path, model_kwargs={"device_map": "auto"})
-    config = transformers.LlamaConfig(**SMALL, quantization_config={"quant_method": "bitsandbytes"})
-    with pytest.raises(ConfigError, match="are quantized"):
-        OffloadEngine.from_pretrained(model_class, tmp_path, model_kwargs={"config": config})
 
     def refuse(name: str, **options: Any) -> str:
         assert name == "nobody/nothing" and options["revision"] == "v2"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -74,11 +76,40 @@ SAVES: dict[str, Callable[[OffloadEngine, Path], object]] = {
 }
 
 
+def hold_updates_until_the_end(engine: OffloadEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates read nothing more before they are told to end, or the store has given its space back."""
+    store, updater, ends = engine._session.parts.tiers.store, engine._session.trained.updates.updater, threading.Event()
+    assert store is not None
+    read, give_back, stop = store.read, store.give_back, updater.pipeline.stop
+
+    def held(*args, **options):
+        assert threading.current_thread().name != "offload-update" or ends.wait(30)
+        return read(*args, **options)
+
+    def given_back():
+        give_back()
+        ends.set()
+        with contextlib.suppress(OffloadError):
+            updater.host.fence.wait_all()
+
+    def stopped():
+        stop()
+        ends.set()
+
+    monkeypatch.setattr(store, "read", held)
+    monkeypatch.setattr(store, "give_back", given_back)
+    monkeypatch.setattr(updater.pipeline, "stop", stopped)
+
+
 def test_steps_that_go_with_the_weights_are_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     engine = small(tmp_path)
     train(engine, 1)
     engine.save_checkpoint(tmp_path / "saved")
-    train(engine, 3)
+    train(engine, 2)
+    engine._session.trained.updates.updater.speculative._num_speculative = 0
+    backward(engine, 2)
+    hold_updates_until_the_end(engine, monkeypatch)
+    engine.step()
     without_room(engine, monkeypatch)
     with pytest.warns(
         UserWarning, match=r"weights take .*and 2 steps since.*save_checkpoint\(dir\), or engine.save_model"

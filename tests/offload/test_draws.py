@@ -14,7 +14,9 @@ from offload import OffloadEngine, deferred_init
 from offload.assembly import compute
 from offload.birth import draws
 from offload.birth.draws import Draw
+from offload.birth.recording import Recording
 from offload.closing import Closers
+from offload.memory import passing_tensor
 from offload.report.meter import Meter
 from offload.testing.simulated import SimulatedDevice
 
@@ -48,6 +50,38 @@ def test_pieces_have_the_numbers_of_one_call_and_the_generator_goes_on_after_the
         found = torch.full((numel,), torch.nan, dtype=dtype)
         draw.fill(found)
         assert torch.equal(found, expected), numel
+
+
+@pytest.mark.parametrize("call", ["uniform_", "normal_"])
+def test_rows_of_a_drawn_weight_take_memory_for_themselves_and_a_piece(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts, which are asked for one after the other, and a piece of each of two weights is drawn once."""
+    torch.manual_seed(3)
+    expected = [getattr(torch.empty(12, 5, 7), call)() for _ in range(2)]
+    torch.manual_seed(3)
+    with Recording() as recording:
+        weights = [getattr(torch.empty(12, 5, 7), call)() for _ in range(2)]
+    sizes, drawn = [], []
+    monkeypatch.setattr(draws, "passing_tensor", lambda nbytes: sizes.append(nbytes) or passing_tensor(nbytes))
+    monkeypatch.setattr(recording, "value", None)  # the whole is not asked for
+    draw = Draw._draw
+    monkeypatch.setattr(Draw, "_draw", lambda of, number, into: drawn.append((of, number)) or draw(of, number, into))
+    for row in range(12):
+        for weight, value in zip(weights, expected, strict=True):
+            assert torch.equal(recording.rows(weight, row, row + 1), value[row : row + 1])
+    assert max(sizes) <= 4 * (64 + 16)
+    assert len(drawn) == len(set(drawn)) == 2 * len(list(draws._pieces(12 * 35)))
+    assert torch.equal(recording.rows(weights[0], 2, 11), expected[0][2:11])
+
+
+def test_the_rows_of_a_weight_that_was_changed_after_its_draw_are_those_of_the_whole() -> None:
+    torch.manual_seed(3)
+    expected = torch.empty(12, 35).normal_().mul_(2)
+    torch.manual_seed(3)
+    with Recording() as recording:
+        weight = torch.empty(12, 35).normal_().mul_(2)
+    assert torch.equal(recording.rows(weight, 3, 5), expected[3:5])
 
 
 def test_pieces_are_drawn_at_the_same_time(monkeypatch: pytest.MonkeyPatch):

@@ -20,7 +20,8 @@ def test_generation_reads_the_experts_that_tokens_were_sent_to_and_that_were_not
         of_experts = sum(item.unit.numel * 4 for item in engine.plan.units if item.unit.experts is not None)
         before = engine.expert_use()
         engine.module.generate(text(1, 1), max_new_tokens=12, do_sample=False)
-        use = engine.expert_use()
+        use, last = engine.expert_use(), engine.report().experts
+    assert last.routed_bytes == of_experts / 4 and last.read_bytes <= last.routed_bytes  # of the last token
     routed, read = use.routed_bytes - before.routed_bytes, use.read_bytes - before.read_bytes
     assert routed == 12 * of_experts / 4  # each token needs two of eight
     assert 0 < read <= routed
@@ -39,4 +40,5 @@ def test_a_training_step_reads_each_expert_at_most_twice(tmp_path: Path) -> None
             routed, read = use.routed_bytes - before.routed_bytes, use.read_bytes - before.read_bytes
             assert read <= routed  # which counts forward and backward
             engine.optimizer.step()
+            assert engine.report().experts.routed_bytes == routed
             engine.optimizer.zero_grad()

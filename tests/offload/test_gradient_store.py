@@ -29,6 +29,7 @@ from offload.tiers.bounce import Bounce
 from offload.tiers.fence import UpdateFence
 from offload.tiers.gradients.device import DeviceGradients
 from offload.tiers.gradients.host import HostGradients
+from offload.tiers.gradients.last_step import LastGradients
 from offload.tiers.gradients.make import make_unit_gradients
 from offload.tiers.gradients.norms import DeviceSquares, DistributedParts, RankSquares, Squares
 from offload.tiers.gradients.spill import BufferPool, SpilledGradients
@@ -427,12 +428,12 @@ def test_a_unit_whose_gradients_rest_elsewhere_begins_anew_there() -> None:
 
 def test_the_home_of_gradients_decides_their_place() -> None:
     unit, memory = make_unit(), aio_ext.Memory(GRAIN * 4)
-    device = SimulatedDevice()
+    device, last = SimulatedDevice(), LastGradients(Failure())
     on_device = DeviceHome(device, torch.zeros(GRAIN), Bounce(device))
 
     def place(grads: Home | None) -> Any:
         pool = BufferPool([], UpdateFence.open(), Failure(), Meter())
-        return make_unit_gradients(unit, UnitHomes(Home(0), grads, []), pool, torch.float32, Squares(), Meter())
+        return make_unit_gradients(unit, UnitHomes(Home(0), grads, []), pool, torch.float32, Squares(), Meter(), last)
 
     assert type(place(HostHome(memory))) is HostGradients  # type: ignore[arg-type]
     assert type(place(on_device)) is DeviceGradients

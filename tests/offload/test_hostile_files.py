@@ -104,6 +104,14 @@ def setter(path: str, value: Any) -> Change:
     return change
 
 
+def both(one: Change, other: Change) -> Change:
+    def change(content: Any) -> None:
+        one(content)
+        other(content)
+
+    return change
+
+
 def without(path: str) -> Change:
     def change(content: Any) -> None:
         holder, key = holder_of(content, path)
@@ -133,6 +141,7 @@ def more(by: int) -> Callable[[int], int]:
         (setter("units.0.numel", more(1)), "elements cannot be trained"),
         (setter("units.1.name", "0"), "two units have this name|unit"),
         (setter("units.0.gradients", None), "gradients: they are in no extent"),
+        (both(setter("run.gradients", {}), setter("units.0.gradients", 10**6)), "1000000 is none of the .* extents"),
         (setter("units.0.parameters.0.name", "__metadata__"), "it cannot be '__metadata__'"),
         # What is another kind of thing.
         (setter("precision", "fp8"), "precision: 'fp8' is none of bf16, fp16, fp32"),
@@ -444,7 +453,7 @@ def test_a_slice_of_the_campaign():
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = json.loads(ended.stdout)
     assert found["wrong"] == []
-    assert found["inputs"] == 700 and len(found["tries"]) == 13 and sum(found["taken"].values()) > 50
+    assert found["inputs"] == 700 and len(found["tries"]) == 16 and sum(found["taken"].values()) > 50
 
 
 def test_the_model_of_the_campaign_has_what_it_is_there_for():

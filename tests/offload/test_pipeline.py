@@ -102,6 +102,7 @@ class Stored:
     name: str
     nbytes: int
     address: int | None = None
+    num_flips: int = 0
 
     @property
     def stored(self) -> Stored:
@@ -861,13 +862,23 @@ def test_who_looks_for_a_buffer_while_states_are_dropped_finds_theirs():
             assert came.wait(10)
 
     ahead = StatePrefetch(pool)
-    ahead.reader([Mock(read=lambda address: Read())])()
+    ahead.reader([Mock(read=lambda address: Read(), num_flips=0)])()
     dropper = threading.Thread(target=ahead.drop)
     dropper.start()
     assert dropping.wait(10) and not pool
     threading.Timer(0.05, came.set).start()
     assert not ahead.give_up() and pool  # it has waited for whoever drops
     dropper.join()
+
+
+def test_states_that_were_read_ahead_before_a_speculative_update_of_them_counted_are_read_again():
+    story = Story(num_buffers=2)
+    a = story.task("a", 1)
+    home = a.tiles[0].states.stored
+    story.pipeline.ahead.reader([home])()
+    home.num_flips += 1
+    story.pipeline.run([a])
+    assert [event[1] for event in story.events if event[0] == "read"] == ["a.0", "a.0"]
 
 
 def test_states_that_are_dropped_are_read_again_and_not_read_ahead_by_a_call_from_before():

@@ -9,7 +9,7 @@ from tiny import Tiny, batches, least_budget, loss_of
 
 from offload import OffloadEngine, Report
 from offload.report.meter import Meter
-from offload.report.report import Bandwidths, DriveUse, LinkRates
+from offload.report.report import Bandwidths, DriveUse, ExpertUse, LinkRates
 from offload.report.reporter import Reporter
 
 RATES = Bandwidths(read=100.0, write=100.0, q=1.0)
@@ -108,4 +108,6 @@ def test_a_report_is_read_by_people(tmp_path: Path):
     assert "compute waited for: update 500 ms, slot 250 ms" in lines
     assert "link: 5.0 MB to the device, 0.0 MB to the host" in lines
     assert lines[-1].endswith("loss scale 1024")
+    use = replace(report, experts=ExpertUse(10_000_000, 2_500_000))
+    assert "experts: tokens were sent to 10.0 MB, 2.5 MB were read for it: 75% were there" in str(use).splitlines()
     assert "network: 2.5 MB from other ranks" in str(replace(report, network_bytes=2_500_000)).splitlines()

@@ -19,7 +19,7 @@ from _full_disk import CannotMount, in_own_mounts  # noqa: E402
     [
         ("run_kill.py", ["--seed", "11", "--kills", "3"], "kills: the same bits {"),
         ("run_administrator.py", ["--seed", "11", "--acts", "6", "--mounts", "none"], "acts: nothing was lost"),
-        ("run_power_cut.py", ["--seed", "11", "--cuts", "150"], "cuts: nothing was lost"),
+        ("run_power_cut.py", ["--seed", "11", "--cuts", "250"], "cuts: nothing was lost"),
     ],
 )
 def test_a_slice(script: str, options: list[str], words: str):

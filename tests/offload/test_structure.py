@@ -24,7 +24,7 @@ from offload.tiers.weights.cache import WeightCache
 from offload.tiers.weights.host import NvmeCarrier
 from offload.tiers.weights.shadow import ShadowSlots
 from offload.units import UnitSpec
-from offload.update.speculative import SpeculativeUpdates
+from offload.update.speculative import SpeculativeUpdates, Stage
 from offload.waiting import Worker
 
 WIDTH, DEPTH = 128, 8
@@ -302,16 +302,19 @@ def test_a_unit_that_backward_uses_again_while_its_speculative_update_runs_harms
     expected = outcome()
     budget = int(1.5 * least_budget(UsedTwice(width=64), tmp_path, precision="fp32"))
     used_again = {name: threading.Event() for name in (f"blocks.{index}" for index in range(4))}
-    running: set[str] = set()
+    running = {name: threading.Event() for name in used_again}
     begin_use, lend = Passes.begin_use, ShadowSlots.lend
 
     def watched_use(passes: Passes, unit: UnitSpec) -> None:
-        if unit.name in running and unit.name in used_again:
+        speculative = passes.speculative.of_unit.get(unit.index)
+        is_asked_for = unit.name in running and speculative is not None and speculative.stage is not Stage.HELD
+        if is_asked_for and running[unit.name].wait(10):  # the thread of updates may have had no core yet
             used_again[unit.name].set()
         begin_use(passes, unit)
 
     def late_lend(host: ShadowSlots, unit: UnitSpec, wanted: Callable[[], bool]) -> object:
-        running.add(unit.name)
+        if unit.name in running:
+            running[unit.name].set()
         if unit.name in used_again:
             used_again[unit.name].wait(2)  # it is not used again where both of its gradients have come
         return lend(host, unit, wanted)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tiny import Tiny
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload import OffloadEngine
 from offload.cli import main
@@ -165,26 +169,39 @@ def test_host_memory_for_activations_is_taken_from_weights_and_states_and_nvme_h
     assert activation_bytes(model, replace(large, activations="nvme")).computing < room
 
 
-def test_the_command_shows_the_best_batch_by_activations_and_its_code_has_the_options(
-    capsys: pytest.CaptureFixture[str],
-):
-    asked = [
-        "plan",
-        "meta-llama/Llama-3.2-1B",
-        "--gpu",
-        "4090",
-        "--host-memory",
-        "32GiB",
-        "--nvme",
-        "6GB/s",
-        "--sequence",
-        "512",
-    ]
-    assert main([*asked, "--activations", "nvme", "--loss-rows", "512"]) == 0
+def test_the_command_names_the_options_of_the_best_batch_and_its_code_has_them(capsys: pytest.CaptureFixture[str]):
+    machine = ["--gpu", "4090", "--host-memory", "8GiB", "--nvme", "6GB/s", "--sequence", "512"]
+    asked = ["plan", "meta-llama/Llama-3.2-1B", *machine]
+    assert main(asked) == 0
     shown = capsys.readouterr().out
     assert "Which batch is best" in shown and "nvme, together, 1 each" in shown
-    assert "activations='nvme', activation_memory=" in shown
-    assert "logits of 512 tokens at a time" in shown
+    advised = re.search(r"^With (.*): ([\d,]+) tokens a second\.$", shown, re.MULTILINE)
+    assert advised is not None and advised[1].endswith("--loss-rows 2048")
+    assert main([*asked, *advised[1].split()]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"It fits: {advised[2]} tokens a second") and "\nWith --" not in shown
+    assert "activations='" in shown and "activation_memory=" in shown
+    assert "logits of 2,048 tokens at a time" in shown and "loss_of(tokens):" in shown
+
+
+def test_the_code_to_paste_trains_an_adapter_with_the_loss_of_the_model(tmp_path: Path, capsys):
+    torch.manual_seed(0)
+    shapes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=128, num_key_value_heads=2, **shapes)).save_pretrained(tmp_path)
+    capsys.readouterr()
+    machine = ["--gpu", "4090", "--host-memory", "1GiB"]
+    assert main(["plan", str(tmp_path), *machine, "--lora", "r=4", "--loss-rows", "16", "--json"]) == 0
+    names: dict[str, Any] = {}
+    exec(json.loads(capsys.readouterr().out)["code"].replace("device='cuda', ", ""), names)
+    engine, tokens = names["engine"], torch.randint(0, 128, (2, 20))
+    with engine:
+        loss = names["loss_of"](tokens)
+        assert torch.allclose(loss, engine(tokens, labels=tokens).loss, rtol=1e-2)  # of logits in bf16
+        engine.backward(loss)
+        engine.step()
+    assert {name.split(".")[-3] for name, p in names["model"].named_parameters() if p.requires_grad} == {
+        "lora_A", "lora_B"
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

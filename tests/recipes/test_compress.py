@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def test_a_model_is_quantised_block_by_block_to_the_files_that_it_gives_in_memor
     quantised = model(page.calibration[0]).logits
     offloaded = page.build()
     with tight(offloaded, optimizer=None) as engine:
-        page.quantise(offloaded, page.calibration, tmp_path / "offloaded")
+        page.quantise(offloaded, page.calibration, tmp_path / "offloaded", engine.resident)
         assert engine.plan.nvme_bytes["weights"] > 0
     expected, found = _contents(tmp_path / "memory"), _contents(tmp_path / "offloaded")
     assert expected.keys() == found.keys()
@@ -51,9 +52,9 @@ def test_rounding_that_knows_the_inputs_leaves_less_error_than_rounding_to_neare
 def test_a_model_is_pruned_block_by_block_to_the_weights_that_it_gets_in_memory(recipe, tight, same):
     page = recipe("compress.md")
     plain, offloaded = page.build(), page.build()
-    assert list(page.by_blocks(plain, page.calibration, page.wanda)) == [0, 1, 2, 3]
-    with tight(offloaded, optimizer=None):
-        list(page.by_blocks(offloaded, page.calibration, page.wanda))
+    assert list(page.by_blocks(plain, page.calibration, page.wanda, nullcontext)) == [0, 1, 2, 3]
+    with tight(offloaded, optimizer=None) as engine:
+        list(page.by_blocks(offloaded, page.calibration, page.wanda, engine.resident))
     same(offloaded, plain)
     assert (offloaded.model.layers[2].mlp.up_proj.weight == 0).float().mean() == 0.5
 

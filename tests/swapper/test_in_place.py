@@ -64,6 +64,27 @@ def test_parts_of_any_length_at_any_byte_come_to_their_place_and_nothing_else_is
         assert found[offset + nbytes :] == bytes([UNTOUCHED]) * (size - offset - nbytes)
 
 
+def test_small_neighbours_come_in_one_request_whatever_their_order(file: ReadOnlyFile, content: bytes) -> None:
+    """As the tensors of an expert lie in a file."""
+    lengths, parts, start = (700, 5_000, 12, 9_000), [], 50
+    for length in lengths:
+        parts.append((start, length))
+        start += length
+    size, offset, record_parts = 8 * PAGE_BYTES, 0, []
+    for start, length in reversed(parts):
+        record_parts.append(FilePart(file, start, length, offset))
+        offset += align(length)
+    files = InPlaceFiles([file])
+    record = InPlaceRecord("an expert", record_parts, size, files)
+    assert record.edge_bytes == align(50 + sum(lengths))
+    found = read(record, size)
+    for part in record_parts:
+        assert found[part.offset : part.offset + part.nbytes] == content[part.start : part.start + part.nbytes]
+    counts = files.statistics().read
+    assert (counts.operations, counts.bytes) == (1, record.edge_bytes)
+    files.close()
+
+
 def test_several_parts_of_several_files_make_one_record(tmp_path: Path, file: ReadOnlyFile, content: bytes) -> None:
     (tmp_path / "other").write_bytes(b"tiny")
     with (tmp_path / "other").open("rb") as stream:

@@ -416,3 +416,28 @@ def test_a_commit_lets_reads_go_on_and_others_wait_for_it_without_a_lock(tmp_pat
         committer.join(30)
         assert order == ["committed", "written"]
         assert store.generation == 1 and get(store, 0, other) == {2}
+
+
+def test_what_is_discarded_is_in_no_generation_to_come_and_its_place_is_free(tmp_path: Path, arena, lease):
+    """The place that held it is written again: no second one takes room on the disk."""
+    with create_store([tmp_path], "run", SIZES, reserved=[1, 1]) as store:
+        store.register(arena)
+        extent = store.extents[1]
+        for value in (1, 2, 3):
+            put(store, 0, value, lease).wait()
+            put(store, 1, value, lease).wait()
+            store.commit()
+            assert (store.holds(extent), get(store, 1, lease)) == (True, {value})
+            store.discard(extent)
+            assert store.holds(extent)  # it is in the last one still
+            store.commit()
+            assert not store.holds(extent)
+            with pytest.raises(StoreMisuse, match="never written"):
+                store.read(extent, lease.address, extent.nbytes)
+        assert store.manifest_of(store.generation).entries[1].generation == 0
+        put(store, 1, 4, lease).wait()
+        store.commit()
+        assert store.manifest_of(store.generation).entries[1].copy == 0
+        store.discard(extent)
+        store.rewind()
+        assert get(store, 1, lease) == {4}

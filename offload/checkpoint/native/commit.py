@@ -1,27 +1,30 @@
 """Commits: the state after a step becomes the next generation of the engine's store.
 
 [Note: What a commit costs] Records on NVMe are where they belong: a write goes beside what a kept generation needs, so
-nothing is copied. Records in memory are written to extents of their own. A commit of a step runs behind the next
-forward and backward, on a thread of its own; the next step, and every change from access, waits for its end before it
-touches memory (``wait``).
+nothing is copied. Records in memory are written to extents of their own, or the gradients from which they follow
+([Note: The log of updates]). A commit of a step runs behind the next forward and backward, on a thread of its own; the
+next step, and every change from access, waits for its end before it touches memory (``wait``).
 
-[Note: Why a commit is one step] What it reads cannot change, and what it has written counts at once. ``_commit`` waits
-for the step's update (``wait_for_updates``), writes what is in memory, and calls ``DurableStore.commit``: that has the
-store alone (``Turns.alone``), waits for its writes, syncs, and renames the manifest, before which the old generation
-counts. Until ``wait`` has returned nothing changes memory: ``Step._prepare`` calls it before a verdict, and
-``ExternalAccess.changing`` before every change from outside. Updates during backward and spilled gradients go to other
-places than those that a kept generation needs (``Places``). A checkpoint is a generation that is retained
-(``commit_retained``, ``linked.py``). Several ranks only ``prepare``; ``finish`` renames on each when all of them have
-prepared.
+[Note: Why a commit is one step] What it reads cannot change, and what it has written counts at once. ``_commit`` writes
+gradients, waits for the step's update (``wait_for_updates``), writes what is in memory, and calls
+``DurableStore.commit``: that has the store alone (``Turns.alone``), waits for its writes, syncs, and renames the
+manifest, before which the old generation counts. Until ``wait`` has returned nothing changes memory: ``Step._prepare``
+calls it before a verdict, and ``ExternalAccess.changing`` before every change from outside. Updates during backward and
+spilled gradients go to other places than those that a kept generation needs (``Places``). A checkpoint is a generation
+that is retained (``commit_retained``, ``linked.py``). Several ranks only ``prepare``; ``finish`` renames on each when
+all of them have prepared.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from offload.checkpoint.native.logged_updates import LoggedUpdate
 from offload.checkpoint.native.records import EngineRecords, Record
+from offload.checkpoint.native.update_log import Logging, UpdateLog
+from offload.interrupts import held_back
 from offload.tiers.store import EngineStore, RecordExtents
 from offload.units import UnitSpec
 from offload.waiting import FATAL, Job, Worker
@@ -34,14 +37,21 @@ class Committer:
     """Brings the state of the engine into its store. One thread at a time calls its methods."""
 
     def __init__(
-        self, opened: EngineStore, records: EngineRecords, extents: Sequence[RecordExtents], *, speculative: bool
+        self,
+        opened: EngineStore,
+        records: EngineRecords,
+        extents: Sequence[RecordExtents],
+        log: UpdateLog,
+        *,
+        speculative: bool,
     ) -> None:
         """A commit of several ranks counts when all of them have it: see ``finish``. ``speculative``: records on NVMe
         are written beside what is current, so that they take one more place."""
         self._working = 2 if speculative else 1
         self.store: DurableStore = opened.store
         self.checkpoints_max = opened.checkpoints_max
-        self._opened = opened
+        self.opened = opened
+        self.log = log
         self._records = records
         self._extents = extents
         self._access = records.access
@@ -69,29 +79,35 @@ class Committer:
     def commit(self, metadata: bytes) -> None:
         """Commit the state as it is once the last step's update is over."""
         self.wait()
-        self._commit(metadata, gradients=False)
+        self._commit(metadata, self.log.all(), gradients=False)
         self.finish()
 
     def commit_retained(self, metadata: bytes) -> int:
         """The same, with gradients that were accumulated since, as a generation that stays until it is released; its
         number."""
         self.wait()
-        generation = self._commit(metadata, gradients=True)
+        generation = self._commit(metadata, self.log.all(), gradients=True)
         self.finish()
         self.store.retain()
         return generation
 
-    def begin_commit(self, metadata: bytes) -> None:
-        """Commit what a step leaves, behind the training. An error is the engine's failure."""
+    def begin_commit(self, describe: Callable[[Sequence[LoggedUpdate]], bytes]) -> None:
+        """Commit what a step leaves, behind the training. An error is the engine's failure. ``describe`` is given the
+        logged updates, and gives the metadata."""
         self.wait()
+        logging = self.log.next()
+        metadata = describe(logging.updates)
 
         def run() -> None:
             try:
-                self._commit(metadata, gradients=False)
+                self._log(logging)
+                self._commit(metadata, logging, gradients=False)
             except FATAL as error:
                 self.failure.record(error)
 
-        self._job = self._worker.submit(run)
+        with held_back():
+            self.log.gradients.begin_reading()
+            self._job = self._worker.submit(run)
 
     def wait(self) -> None:
         """Return when no commit is under way. One of several ranks still needs ``finish``."""
@@ -107,22 +123,35 @@ class Committer:
         self.wait()
         if any(self.ranks.all_gather_object("a commit", self.store.prepared is not None)):
             self.store.finish()
-            self._opened.remove_previous()
+            self.opened.remove_previous()
 
     def changing(self, unit: UnitSpec) -> None:
         """The unit's weights, frozen ones included, are about to be changed from outside."""
         self.wait()
+        self.log.changing(unit)
         self._frozen_done.discard(unit)
 
     def stop(self) -> None:
         """Wait for the commit under way, whatever becomes of it."""
         self._worker.finish()
 
-    def _commit(self, metadata: bytes, *, gradients: bool) -> int:
+    def _log(self, logging: Logging) -> None:
+        """Write the gradients of the last step that are logged: see [Note: When gradients are logged]."""
+        try:
+            with waiting() as tickets:
+                for extent, address in logging.gradients:
+                    tickets.append(self.store.write(extent, address, extent.nbytes))
+        finally:
+            self.log.gradients.end_reading()
+
+    def _commit(self, metadata: bytes, logging: Logging, *, gradients: bool) -> int:
         self._access.wait_for_updates()
+        for extent in logging.over:
+            self.store.discard(extent)
         with contextlib.ExitStack() as borrowed, waiting() as tickets:
             for record in self._records.within(self._extents, gradients=gradients):
-                parts = self._to_write(record) if record.home.stored is None else ()
+                is_written = record.home.stored is None and logging.writes(record.unit)
+                parts = self._to_write(record) if is_written else ()
                 if parts and record.home.address is None:
                     with record.home.borrow(change=False) as address, waiting() as of_copy:
                         self._write(parts, address, of_copy)
@@ -130,8 +159,9 @@ class Committer:
                     self._write(parts, borrowed.enter_context(record.home.borrow(change=False)), tickets)
         generation = self.store.commit(metadata) if self.ranks.size == 1 else self.store.prepare(metadata)
         self._frozen_done.update(self._records.units)
+        self.log.committed(logging)
         if self.ranks.size == 1:
-            self._opened.remove_previous()
+            self.opened.remove_previous()
         _log.debug("committed: generation %d", generation)
         return generation
 

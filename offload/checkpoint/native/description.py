@@ -12,6 +12,7 @@ from typing import Any
 
 from offload.checkpoint.model_state import first_difference as difference_of_models
 from offload.checkpoint.native.base_files import SavedFile, SavedPart, saved_parts
+from offload.checkpoint.native.logged_updates import LOGGED_UPDATES, LoggedUpdate, check_logged, logged_as_json
 from offload.checkpoint.native.saved_units import SavedParameter, SavedTile, SavedUnit, SavedUnits
 from offload.checkpoint.native.whole import check_units
 from offload.checkpoint.run_fields import RUN
@@ -41,6 +42,8 @@ from swapper.checked import (
 from swapper.manifest import EXTENT_BYTES_MAX, METADATA_BYTES_MAX
 
 _FORMAT = 1
+_WITH_LOG = 2
+"""Format of a description with logged updates, which older programs would pass over."""
 
 _SAID = {
     "buffers": "buffers and parameters that are no floating-point numbers (in the model) take",
@@ -61,13 +64,17 @@ class Description:
     run: dict[str, Any] = field(default_factory=dict)
     files: tuple[SavedFile, ...] = ()
     """Files that frozen weights are in."""
+    updates: tuple[LoggedUpdate, ...] = ()
+    """Updates that came after the records of their units were written, in order."""
 
     def encode(self) -> bytes:
         """As the metadata of a generation. Raises ``ConfigError`` for a state of the user's that cannot be saved, and
         for one that is too large."""
-        content = {"format": _FORMAT, "precision": self.precision, "optimizer": self.optimizer}
+        number = _WITH_LOG if self.updates else _FORMAT
+        content = {"format": number, "precision": self.precision, "optimizer": self.optimizer}
+        updates = {"updates": logged_as_json(self.updates)} if self.updates else {}
         files = {"files": [asdict(file) for file in self.files]} if self.files else {}
-        encoded = Encoded({**content, **files, "units": self.units.as_json, "run": self.run}, "the state")
+        encoded = Encoded({**content, **files, "units": self.units.as_json, **updates, "run": self.run}, "the state")
         if encoded.nbytes > METADATA_BYTES_MAX:
             raise ConfigError(self._too_large(encoded.nbytes))
         if not encoded.is_held("run"):
@@ -101,15 +108,18 @@ class Description:
                         raise Refused("this program does not know it")
                     kind = _FIELDS[name]
                     found[name] = kind.take(decoder.whole()) if kind is RUN else kind.read(decoder.cursor)
-                if name == "format" and found[name] != _FORMAT:
-                    raise ConfigError(f"{where} has format {found[name]}, this program knows {_FORMAT}")
+                if name == "format" and found[name] not in (_FORMAT, _WITH_LOG):
+                    raise ConfigError(f"{where} has format {found[name]}, this program knows {_FORMAT} and {_WITH_LOG}")
             decoder.end()
             for name in _FIELDS:
-                if name not in found and name != "files":
+                if name not in found and name not in ("files", "updates"):
                     raise Refused("it is not there", name)
             units, files = SavedUnits(found["units"]), tuple(found.get("files", ()))
-            description = cls(found["precision"], found["optimizer"], units, found["run"], files)
+            updates = tuple(found.get("updates", ()))
+            description = cls(found["precision"], found["optimizer"], units, found["run"], files, updates)
             check_units(description)
+            with within("updates"):
+                check_logged(updates, units, description.optimizer)
             return description
 
     def first_difference(self, other: Description) -> str | None:
@@ -239,6 +249,7 @@ _FIELDS: dict[str, Kind[Any]] = {
     "optimizer": Optional(_OPTIMIZER),
     "files": ListOf(Record(SavedFile, {"path": TEXT, "nbytes": Int(), "header": _CHECKSUM})),
     "units": _UNITS,
+    "updates": LOGGED_UPDATES,
     "run": RUN,
 }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,9 +12,11 @@ from offload.checkpoint.native.commit import Committer
 from offload.checkpoint.native.description import Description
 from offload.checkpoint.native.folder import SavingDirectory
 from offload.checkpoint.native.linked import LinkedCheckpoints
+from offload.checkpoint.native.logged_updates import LoggedUpdate
 from offload.config import OffloadConfig
 from offload.ranks.ranks import Ranks, program_error
 from offload.units import UnitSpec
+from offload.update.step import UnitUpdate
 from swapper import StorageFull
 
 _HOW = "how a checkpoint is saved"
@@ -23,8 +25,11 @@ _HOW = "how a checkpoint is saved"
 class NoGenerations:
     """The store cannot hold any, or is there no more: steps are not committed, and checkpoints are copied."""
 
-    def commit(self, describe: Callable[[], bytes]) -> None:
-        """Commit what the last step has left, behind the training."""
+    def step_taken(self, step: Sequence[UnitUpdate]) -> None:
+        """These updates are certain."""
+
+    def commit(self, describe: Callable[[Sequence[LoggedUpdate]], bytes]) -> None:
+        """Commit what the last step has left, behind the training. ``describe`` is given the logged updates."""
 
     def wait(self) -> None:
         """Return when no commit is under way, and the last one counts."""
@@ -42,9 +47,9 @@ class NoGenerations:
         """Save a checkpoint that the store retains. False if it cannot: nothing has changed then."""
         return ranks.all(_HOW, False)
 
-    def finish(self, last: Callable[[], bytes | None], drain: Callable[[], None], *, give_up: bool) -> None:
+    def finish(self, last: Callable[[], bytes | None], *, give_up: bool) -> None:
         """The engine ends: commit its ``last`` step, if that is not yet, and finish a checkpoint that is on its way, or
-        ``give_up``. ``drain`` waits for all transfers."""
+        ``give_up``. Updates may go on."""
 
     def stop(self) -> None:
         """Wait for what is under way, whatever becomes of it."""
@@ -59,8 +64,11 @@ class Generations(NoGenerations):
         self.background = BackgroundCopy(committer.store, committer.failure)
         self._config = config
 
-    def commit(self, describe: Callable[[], bytes]) -> None:
-        self.committer.begin_commit(describe())
+    def step_taken(self, step: Sequence[UnitUpdate]) -> None:
+        self.committer.log.step_taken(step)
+
+    def commit(self, describe: Callable[[Sequence[LoggedUpdate]], bytes]) -> None:
+        self.committer.begin_commit(describe)
 
     def wait(self) -> None:
         self.committer.wait()
@@ -97,11 +105,11 @@ class Generations(NoGenerations):
         self.background.begin(committer.commit_retained(description.encode()), directory, retain)
         return True
 
-    def finish(self, last: Callable[[], bytes | None], drain: Callable[[], None], *, give_up: bool) -> None:
+    def finish(self, last: Callable[[], bytes | None], *, give_up: bool) -> None:
         failure = self.committer.failure
         with contextlib.ExitStack() as ending:
             ending.callback(self.committer.stop)
-            ending.callback(self._give_back, drain)
+            ending.callback(self._leave_checkpoints)
             ending.callback(self.background.finish, give_up=give_up)
             if failure.is_known or (self.committer.ranks.size > 1 and program_error() is not None):
                 return
@@ -115,11 +123,10 @@ class Generations(NoGenerations):
             ending.callback(self.committer.stop)
             ending.callback(self.background.finish)
 
-    def _give_back(self, drain: Callable[[], None]) -> None:
+    def _leave_checkpoints(self) -> None:
         """A store that ends with the process leaves its linked checkpoints no more space than they need."""
-        if not self.committer.failure.is_known and not self._config.durable and self.linked.any:
-            drain()
-            self.committer.store.give_back()
+        is_whole = not self.committer.failure.is_known and not self._config.durable
+        self.committer.opened.gives_back = is_whole and self.linked.any
 
 
 def _share_file_system(directory: Path, store: Path) -> bool:

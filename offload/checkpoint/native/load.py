@@ -12,7 +12,8 @@ import torch
 from offload.access import ExternalAccess
 from offload.checkpoint.native.base_files import SavedPart
 from offload.checkpoint.native.description import Description
-from offload.checkpoint.native.saved_records import SavedHome, SavedRecords, Source
+from offload.checkpoint.native.saved_layout import Source
+from offload.checkpoint.native.saved_records import SavedHome, SavedRecords
 from offload.elements import Elements, Loan, Records, Span, first_states
 from offload.errors import ConfigError
 from offload.optim.moments import scale_name

@@ -17,6 +17,8 @@ from typing import Any
 
 from offload.checkpoint.native.base_files import SavedFile
 from offload.checkpoint.native.description import Description
+from offload.checkpoint.native.replay import replayed
+from offload.checkpoint.native.saved_layout import Source
 from offload.checkpoint.native.saved_units import SavedTile, SavedUnit, SavedUnits
 from offload.checkpoint.native.whole import check_coverage, check_records
 from swapper import (
@@ -77,10 +79,16 @@ class Parts:
     """All parts as one generation; see ``swapper.Generation`` for the methods."""
 
     def __init__(self, folder: Path, parts: Sequence[Path]) -> None:
+        """Raises as ``open_generation``, and ``StorageCorrupt`` for descriptions that cannot be."""
         self.folder = folder
         with contextlib.ExitStack() as opening:
             self.generations = [opening.enter_context(open_generation(part)) for part in parts]
             self.descriptions = [Description.decode(part.metadata, str(part.folder)) for part in self.generations]
+            self._replayed: list[Source] = []
+            for part, description in zip(self.generations, self.descriptions, strict=True):
+                with refusals(f"the description of {part.folder}", StorageCorrupt):
+                    check_records(description, part)
+                self._replayed.append(replayed(part, description))
             self._closers = opening.pop_all()
         self._bases = [0, *accumulate(len(part.extents) for part in self.generations)]
         self.extents: Sequence[Extent] = _Extents(self)
@@ -97,28 +105,27 @@ class Parts:
 
     def description(self, rank: int = 0) -> Description:
         """The description of all parts, with the state of the run as this rank had it; the last one, if it was none of
-        them."""
+        them. What they have logged has been replayed."""
         units: list[SavedUnit] = []
         files: list[SavedFile] = []
         for base, description in zip(self._bases, self.descriptions, strict=False):
             units += [_shifted(unit, base, len(files)) for unit in description.units]
             files += description.files
         own = self.descriptions[min(rank, len(self.descriptions) - 1)]
-        return replace(own, units=SavedUnits(units), files=tuple(files))
+        return replace(own, units=SavedUnits(units), files=tuple(files), updates=())
 
     def holds(self, extent: Extent) -> bool:
-        part, own = self._place(extent.index)
-        return part.holds(own)
+        number, own = self._place(extent.index)
+        return self.generations[number].holds(own)
 
     def read(self, extent: Extent, address: int, nbytes: int) -> Ticket:
-        part, own = self._place(extent.index)
-        return part.read(own, address, nbytes)
+        number, own = self._place(extent.index)
+        return self._replayed[number].read(own, address, nbytes)
 
-    def _place(self, index: int) -> tuple[Generation, Extent]:
-        """The part that has the extent of this number, and the extent there. Raises ``IndexError``."""
+    def _place(self, index: int) -> tuple[int, Extent]:
+        """The number of the part that has the extent of this number, and the extent there. Raises ``IndexError``."""
         number = bisect_right(self._bases, index) - 1
-        part = self.generations[number]
-        return part, part.extents[index - self._bases[number]]
+        return number, self.generations[number].extents[index - self._bases[number]]
 
     def close(self) -> None:
         self._closers.close()

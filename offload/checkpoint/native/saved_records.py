@@ -5,36 +5,24 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 import aio_ext
 from offload.checkpoint.native.base_files import BaseFiles, SavedPart
 from offload.checkpoint.native.description import Description
+from offload.checkpoint.native.replay import replayed
+from offload.checkpoint.native.saved_layout import Source, saved_kernel_rule, saved_unit
 from offload.checkpoint.native.saved_units import SavedTile, SavedUnit
 from offload.dtypes import BY_PRECISION
 from offload.elements import Layout, Loan
-from offload.errors import ConfigError
 from offload.memory import tensor_at
-from offload.native_optimizers import NATIVE_OPTIMIZERS
 from offload.optim.formats import MASTER_BYTES, Formats
-from offload.optim.kernel_rule import MOMENTS, KernelRule
 from offload.optim.rule import TileLayout, TilePart
 from offload.tiers.home import Home, TileHomes
 from offload.units import ParameterSpec, Tile, UnitSpec
-from swapper import Extent, StorageCorrupt, Ticket, align, waiting
-
-
-class Source(Protocol):
-    """Source that a generation is read from: a checkpoint, or the store of a run."""
-
-    @property
-    def extents(self) -> Sequence[Extent]: ...
-    def holds(self, extent: Extent) -> bool: ...
-    @property
-    def metadata(self) -> bytes: ...
-    def read(self, extent: Extent, address: int, nbytes: int) -> Ticket: ...
+from swapper import StorageCorrupt, align, waiting
 
 
 class SavedHome(Home):
@@ -95,17 +83,18 @@ class SavedRecords:
         """``check`` is called now and then, and may raise to end the work. ``parts_of`` knows what a tile of a unit has
         where the checkpoint, an old one, does not say. ``own``: units of an engine, which may read files in place that
         the generation refers to."""
-        self._source = source
+        self._source = replayed(source, description)
         self.base = BaseFiles(description.files, own)
         self._parts_of = parts_of
         self._check = check
         dtype, trained = BY_PRECISION[description.precision], description.optimizer is not None
         formats = Formats(dtype.itemsize, MASTER_BYTES[dtype] if trained else 0, 0)
-        self._kernel = None if description.optimizer is None else _kernel_rule(description.optimizer, formats)
+        dtypes = torch.float32, torch.float32  # no step is taken
+        self._kernel = None if not trained else saved_kernel_rule(description.optimizer or {}, formats, dtypes)
         self._parts = PartsLayout(description.optimizer or {}, formats)
         tiles: TileLayout | None = (self._kernel or self._parts) if trained else None
         self.layout = Layout(formats, dtype, tiles)
-        self.units = [_unit(index, saved) for index, saved in enumerate(description.units)]
+        self.units = [saved_unit(index, saved) for index, saved in enumerate(description.units)]
         self._saved_weights = [saved.weights for saved in description.units]
         self._weights_memory, self._tile_memory = _Memory(), _Memory()
         self._weights: list[SavedHome] = []
@@ -189,25 +178,3 @@ class PartsLayout:
             for part in self._parts[tile]
             if part.parameter == spec.name and part.state
         }
-
-
-def _unit(index: int, saved: SavedUnit) -> UnitSpec:
-    specs = tuple(
-        ParameterSpec(p.name, torch.Size(p.shape), p.numel, p.offset, p.trainable, (), start=p.begin)
-        for p in saved.parameters
-    )
-    return UnitSpec(index, saved.name, (), specs, saved.trainable_numel, saved.numel, 0)
-
-
-def _kernel_rule(optimizer: Mapping[str, Any], formats: Formats) -> KernelRule | None:
-    """Return how states lie in tiles, for an optimizer with a kernel."""
-    kernel = NATIVE_OPTIMIZERS.get(optimizer["optimizer"])
-    if kernel is None:
-        return None
-    states, moments = optimizer["states"], optimizer["moments"]
-    if moments not in MOMENTS:
-        raise ConfigError(f"moments are in {moments!r} there, and this program knows {', '.join(MOMENTS)}")
-    rule = KernelRule(kernel, [kernel.options_for(states)], formats, (torch.float32, torch.float32), moments)
-    if rule.identity["states"] != states:
-        raise StorageCorrupt(f"{optimizer['optimizer']} has states {states} there, which it cannot have.")
-    return rule

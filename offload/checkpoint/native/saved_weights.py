@@ -10,7 +10,8 @@ from types import TracebackType
 import torch
 
 from offload.checkpoint.native.description import Description
-from offload.checkpoint.native.saved_records import SavedRecords, Source
+from offload.checkpoint.native.saved_layout import Source
+from offload.checkpoint.native.saved_records import SavedRecords
 from offload.checkpoint.native.saved_units import SavedParameter
 from offload.checkpoint.tensors import Entry, Place, Tensors
 from offload.elements import Elements

@@ -10,10 +10,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+from offload.checkpoint.native.logged_updates import LoggedUpdate
 from offload.checkpoint.native.saved_units import SavedParameter, SavedTile, SavedUnit
 from offload.dtypes import BY_PRECISION
 from offload.encoding import DTYPE
 from offload.optim.formats import MASTER_BYTES
+from offload.plan.update_log import in_parts
 from offload.units import ALIGNMENT, GRAIN
 from swapper import Extent, align
 from swapper.checked import Refused, within
@@ -32,6 +34,8 @@ class Described(Protocol):
     def files(self) -> Sequence[Any]: ...
     @property
     def run(self) -> Mapping[str, Any]: ...
+    @property
+    def updates(self) -> Sequence[LoggedUpdate]: ...
 
 
 class Held(Protocol):
@@ -160,6 +164,11 @@ def check_records(description: Described, source: Held) -> None:
         if extent.nbytes != align(nbytes):
             raise Refused(f"extent {index} has {extent.nbytes} bytes, and the record {nbytes}")
 
+    tiles = {unit.name: unit.tiles for unit in description.units}
+    for number, update in enumerate(description.updates):
+        with within("updates"), within(number):
+            for index, part in zip(update.gradients, in_parts(tiles[update.unit], update.num_tiles), strict=True):
+                check(index, (part[-1].stop - part[0].start) * gradient_width)
     for unit in description.units:
         with within(unit.name):
             parts = [numel for numel in (unit.trainable_numel, unit.stored_numel - unit.trainable_numel) if numel]
@@ -171,8 +180,10 @@ def check_records(description: Described, source: Held) -> None:
             for index, tile in enumerate(unit.tiles):
                 with within("tiles"), within(index):
                     check(tile.extent, tile.nbytes)
-            if any(parameter.name in accumulated for parameter in unit.parameters):
-                with within("gradients"):
+            with within("gradients"):
+                if unit.gradients is not None and unit.gradients >= len(extents):
+                    raise Refused(f"{unit.gradients} is none of the {len(extents)} extents that are there")
+                if any(parameter.name in accumulated for parameter in unit.parameters):
                     if unit.gradients is None or any(p.name in accumulated for p in unit.parameters if not p.trainable):
                         raise Refused("they are in no extent")
                     check(unit.gradients, unit.trainable_numel * gradient_width)

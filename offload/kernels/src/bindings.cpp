@@ -141,6 +141,14 @@ void decode(std::size_t numel, Address numbers, Address codes, Address scales, b
   });
 }
 
+void dequantize(std::size_t numel, Address numbers, int dtype, Address codes, Address scales, std::size_t per_scale,
+                Address pairs, std::size_t num_threads) {
+  const auto run = table_in_use().dequantize;
+  for_blocks(numel, num_threads, [&](std::size_t begin, std::size_t end) {
+    run(pointer(numbers), static_cast<Dtype>(dtype), pointer(codes), floats(scales), per_scale, floats(pairs), begin, end);
+  });
+}
+
 std::vector<std::string> isas_supported() {
   std::vector<std::string> names;
   for (const Table* table : tables_supported()) names.emplace_back(table->name);
@@ -160,6 +168,7 @@ PYBIND11_MODULE(_kernels, m) {
   m.def("sum_squares", &sum_squares);
   m.def("encode", &encode);
   m.def("decode", &decode);
+  m.def("dequantize", &dequantize);
   m.def("stream", &stream);
   m.def("isas_supported", &isas_supported);
   m.def("isa", [] { return table_in_use().name; });

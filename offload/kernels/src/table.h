@@ -16,6 +16,8 @@ using Encode = void (*)(std::byte* codes, float* scales, const std::byte* number
                         std::size_t end);
 using Decode = void (*)(std::byte* numbers, const std::byte* codes, const float* scales, bool is_signed, std::size_t begin,
                         std::size_t end);
+using Dequantize = void (*)(std::byte* numbers, Dtype dtype, const std::byte* codes, const float* scales,
+                            std::size_t per_scale, const float* pairs, std::size_t begin, std::size_t end);
 
 struct Table {
   const char* name;
@@ -29,6 +31,7 @@ struct Table {
   void (*join)(const Arrays& arrays, std::size_t begin, std::size_t end);   // weight and rest -> master
   Encode encode;
   Decode decode;
+  Dequantize dequantize;
   void (*stream)(const Arrays& arrays, std::size_t begin, std::size_t end);
 };
 

@@ -164,15 +164,15 @@ class ActivationPool:
         self._collect()
         self.check()
         flat = torch.empty(kept.nbytes, dtype=torch.uint8, device=self.copies.device)
-        begin = 0
-        for piece in kept.pieces:
+        begin = kept.nbytes
+        for piece in reversed(kept.pieces):  # the last one left last, and was read ahead first
+            begin -= piece.nbytes
             piece.was_brought = True
             self._fetch(piece)
             assert piece.offset is not None
             target = bytes_of(flat.untyped_storage(), begin, piece.nbytes)
             self._wait_for_copy(piece)
             piece.copying = self.copies.back(target, self.memory.address + piece.offset)
-            begin += piece.nbytes
             self._leave_if_written(piece)
             self._fetch_ahead()
         return flat.untyped_storage()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from offload import kernels
@@ -11,10 +13,16 @@ from offload.tiers.gradients.unit import UnitGradients
 from offload.units import ParameterSpec
 
 
+def _nothing() -> None:
+    return None
+
+
 class HostGradients(UnitGradients):
     """Gradients that rest in host memory."""
 
-    def __init__(self, address: int, dtype: torch.dtype) -> None:
+    def __init__(self, address: int, dtype: torch.dtype, before_change: Callable[[], None] = _nothing) -> None:
+        """``before_change`` is called before bytes change, in the thread that changes them."""
+        self._before_change = before_change
         self._at = address
         self._dtype = dtype
         self._kernel_dtype = kernel_dtype(dtype)
@@ -35,6 +43,7 @@ class HostGradients(UnitGradients):
         return self._tensor(spec).clone()
 
     def landing(self, spec: ParameterSpec) -> torch.Tensor | None:
+        self._changes()
         return self._tensor(spec).view(-1)
 
     def sum_squares(self, spec: ParameterSpec) -> float:
@@ -45,6 +54,7 @@ class HostGradients(UnitGradients):
 
     def _changes(self) -> None:
         """Gradients are about to change."""
+        self._before_change()
 
     def _bring(self, bring: kernels.Bring, spec: ParameterSpec, gradient: torch.Tensor) -> float:
         self._changes()

@@ -40,6 +40,7 @@ from offload.tiers.fence import UpdateFence
 from offload.tiers.home import Transfer
 from offload.tiers.weights.carrier import Carrier
 from offload.tiers.weights.pin import WITHOUT_PLACE, Entry, P, Pin, Purpose, UnitState
+from offload.tiers.weights.ranking import Ranking
 from offload.tiers.weights.routed_order import RoutedOrder
 from offload.tiers.weights.use_order import UseOrder
 from offload.units import UnitSpec
@@ -89,6 +90,7 @@ class WeightCache(Generic[P]):
         ]
         self.present: dict[Entry[P], None] = {}
         """The entries that have a place and may be evicted, in the order in which they got it."""
+        self._ranking: Ranking[P] = Ranking()
         self._lent: set[UnitSpec] = set()
         """Units whose places speculative updates have."""
         self._order = order_of(self.units)
@@ -146,6 +148,11 @@ class WeightCache(Generic[P]):
             with self.monitor:
                 if entry.state in WITHOUT_PLACE and self.carrier.blocking_transfer(unit) is None:
                     self._try_to_bring(entry, must=False)
+
+    def has_room(self, units: Sequence[UnitSpec]) -> bool:
+        """Tell whether these may be in use at a time, beside what is resident by the plan."""
+        passing = [unit for unit in units if self.entries[unit.index].state is not UnitState.PERMANENT]
+        return not passing or self.carrier.has_room(passing)
 
     def end_step(self) -> None:
         """A step ends the order of uses."""
@@ -345,13 +352,7 @@ class WeightCache(Generic[P]):
     def _victim(self, entry: Entry[P], must: bool) -> Entry[P] | None:
         """The unit needed last of those that are not in use; unless it ``must`` be, of those needed after ``entry``."""
         own = -1.0 if must else self._distance(entry)
-        best: Entry[P] | None = None
-        for other in self.present:
-            if not other.pins:
-                distance = self._distance(other)
-                if distance > own and other.is_settled():
-                    best, own = other, distance
-        return best
+        return self._ranking.victim(self.present, self._order.visit, self._distance, own)
 
     def _distance(self, entry: Entry[P]) -> float:
         return float("inf") if entry.state is UnitState.OUTDATED else self._order.distance(entry.unit.index)

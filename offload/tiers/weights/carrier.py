@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic
 
 import aio_ext
@@ -46,6 +46,10 @@ class Carrier(Generic[P]):
 
     num_places: int | None = None
     """Number of places that there are; None if their sizes differ."""
+
+    def has_room(self, units: Sequence[UnitSpec]) -> bool:
+        """Tell whether these may be here at a time, with room left for others to pass."""
+        return self.num_places is None or len(units) <= max(1, self.num_places - 1)
 
     def take_place(self, unit: UnitSpec) -> P | None:
         """Memory for the unit; None if there is none until some is freed. Never waits."""

@@ -77,6 +77,10 @@ class DeviceCarrier(Carrier[Copy]):
         self._device = device
         self._seen = device.shortages()
 
+    def has_room(self, units: Sequence[UnitSpec]) -> bool:
+        needed = sum(self._windows[unit.index].nbytes for unit in units)
+        return len(units) == 1 or needed + self._headroom_bytes <= self.max_bytes
+
     def take_place(self, unit: UnitSpec) -> Copy | None:
         if self.used_bytes + self._windows[unit.index].nbytes > self.max_bytes:
             return None

@@ -17,6 +17,9 @@ class Level(Protocol):
     def pin(self, unit: UnitSpec, purpose: Purpose = Purpose.COMPUTE) -> Pin[Any]:
         """A pin that is not taken."""
 
+    def has_room(self, units: Sequence[UnitSpec]) -> bool:
+        """Tell whether these may be in use at a time."""
+
     def outdate(self, units: Sequence[UnitSpec]) -> None:
         """The weights of these units are about to change below: copies of them here are void."""
 
@@ -60,6 +63,9 @@ class CacheLevel(Generic[P]):
 
     def announce(self, units: Sequence[UnitSpec]) -> None:
         self.cache.announce(units)
+
+    def has_room(self, units: Sequence[UnitSpec]) -> bool:
+        return self.cache.has_room(units)
 
     def outdate(self, units: Sequence[UnitSpec]) -> None:
         self.cache.outdate(units)

@@ -102,6 +102,8 @@ class RoutedOrder:
         self._order = UseOrder(len(tokens))
         self._now: _Layer | None = None
         """The layer that is visited."""
+        self.visit: object = object()
+        """Of a layer, or of a unit that is no expert: another one each time. See ``UseOrder.visit``."""
 
     def announce(self, indices: Sequence[int]) -> None:
         """The next uses are of these experts of one layer, in this order."""
@@ -113,7 +115,7 @@ class RoutedOrder:
         """The unit is being used now; whether it is an expert that was not used before in this visit of its layer."""
         layer = self._layer[index]
         if layer is None:
-            self._now = None
+            self._now, self.visit = None, object()
             self._order.use(self._token[index])
             return False
         if self._now is not layer or (layer.is_told and layer.coming.get(index, -1) < layer.position):
@@ -122,7 +124,7 @@ class RoutedOrder:
 
     def end_step(self) -> None:
         """See ``UseOrder.end_step``."""
-        self._now = None
+        self._now, self.visit = None, object()
         self._order.end_step()
 
     def distance(self, index: int) -> float:
@@ -156,4 +158,4 @@ class RoutedOrder:
     def _visit(self, layer: _Layer, coming: Sequence[int], *, told: bool) -> None:
         self._order.use(layer.token)
         layer.begin(coming, told=told)
-        self._now = layer
+        self._now, self.visit = layer, object()

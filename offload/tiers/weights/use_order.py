@@ -25,6 +25,11 @@ class UseOrder:
         forward = list(range(num_units))
         self._begin([*forward, *reversed(forward)])
 
+    @property
+    def visit(self) -> object:
+        """Another one than before, where distances are to be compared anew: at any time."""
+        return object()
+
     def announce(self, indices: Sequence[int]) -> None:
         """The next uses are of these units, which are experts: of other units nobody knows."""
 

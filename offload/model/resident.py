@@ -1,0 +1,45 @@
+"""Blocks that stay resident between calls, for what works on one of them for a while."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from offload.errors import ConfigError
+from offload.model.hooks import Hooks
+from offload.units import UnitSpec
+from swapper import readable_bytes
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Holds units of one engine. ``has_room`` tells whether they may be in use at a time."""
+
+    hooks: Hooks
+    has_room: Callable[[Sequence[UnitSpec]], bool]
+
+    @contextlib.contextmanager
+    def of(self, module: nn.Module) -> Iterator[None]:
+        """See ``OffloadEngine.resident``."""
+        modules = set(module.modules())
+        units = [unit for unit in self.hooks.units if any(site[0] in modules for site in unit.sites)]
+        if not units:
+            raise ConfigError(
+                f"engine.resident({type(module).__name__}): the engine has no weights of it that come as a whole. Give "
+                "a block of engine.module"
+            )
+        if not self.has_room([unit.spec for unit in units]):
+            nbytes = sum(unit.nbytes for unit in units)
+            raise ConfigError(
+                f"engine.resident({type(module).__name__}): its {len(units)} units, {readable_bytes(nbytes)}, have no "
+                "room at a time. Give one block after the other, or the engine more memory"
+            )
+        self.hooks.refuse_others("engine.resident()")
+        with contextlib.ExitStack() as held:
+            for unit in units:
+                self.hooks.hold(unit)
+                held.callback(self.hooks.let_go, unit)
+            yield

@@ -1,0 +1,18 @@
+"""Weights in the formats of files: tensors that hold a file's bytes, and are dequantised where they are used."""
+
+from offload.quantised.formats import Awq, Fp8Blocks, Gptq, Stack
+from offload.quantised.four_bits import Blocks4, Blocks4Nested, Int4Groups, Mxfp4, Nvfp4
+from offload.quantised.weight import QuantisedWeight
+
+__all__ = [
+    "Awq",
+    "Blocks4",
+    "Blocks4Nested",
+    "Fp8Blocks",
+    "Gptq",
+    "Int4Groups",
+    "Mxfp4",
+    "Nvfp4",
+    "QuantisedWeight",
+    "Stack",
+]
