@@ -26,6 +26,8 @@ CORE_UPDATE = 30e9
 CORE_BESIDE = 10e9
 """The same where the new numbers go beside the old ones: 26 bytes a parameter in 2.6 ns, as ``docs/kernels.md`` has
 measured it. Where memory is the limit it takes no longer than in place: as many bytes pass."""
+CORE_PRODUCTS = 100e9
+"""FLOP/s of one core in products of matrices, which updates of whole matrices take; here one reaches 130e9 in fp32."""
 
 UNKNOWN_CAPACITY = 1 << 50
 """Bytes of a drive of which only the rate was given."""
@@ -93,10 +95,17 @@ class Machine:
     device: DeviceMachine = CPU
     network: Network = ALONE
     beside: float = math.inf
+    update_cores: float = 1.0
+    """Where a device computes, cores of the CPU that updates get."""
     beside_bytes: float = math.inf
     """Host memory beside the engine's, where the CPU computes: for activations."""
     assumptions: tuple[str, ...] = ()
     """Assumptions about what was not measured or given, in words."""
+
+    @property
+    def products(self) -> float:
+        """FLOP/s that products of matrices in updates get of the CPU."""
+        return CORE_PRODUCTS * self.update_cores if self.device.computes else self.cores.blocks
 
     @property
     def num_ranks(self) -> int:
@@ -167,7 +176,7 @@ def described(
         assumptions.append(_of_ranks(found, joined))
     if memory_bandwidth is None:
         memory_bandwidth = DESKTOP_MEMORY if found.desktop and gpus == 1 else SERVER_MEMORY
-    update, assumption = _of_updates(memory_bandwidth, cores, gpus)
+    update, updating, assumption = _of_updates(memory_bandwidth, cores, gpus)
     assumptions.append(assumption)
     if drives:
         assumptions += _of_drives(drives, sustained_write)
@@ -180,6 +189,7 @@ def described(
         cores=Cores(compute, compute),
         update=update / gpus,
         beside=min(memory_bandwidth, updating * CORE_BESIDE) / gpus,
+        update_cores=updating / gpus,
         checksum=25e9,
         unit_seconds=1e-4,
         record_seconds=1e-3,
@@ -189,14 +199,18 @@ def described(
     )
 
 
-def _of_updates(memory_bandwidth: float, cores: float | None, gpus: int) -> tuple[float, str]:
-    """Bytes a second that updates on a node's CPU get, and the assumption in words."""
+def _of_updates(memory_bandwidth: float, cores: float | None, gpus: int) -> tuple[float, float, str]:
+    """Bytes a second and cores that updates on a node's CPU get, and the assumption in words."""
     enough = math.ceil(memory_bandwidth / CORE_UPDATE)
     updating = enough if cores is None else max(cores - gpus, 1)  # of each GPU one core sees to it
     update = min(memory_bandwidth, updating * CORE_UPDATE)
-    return update, (
-        f"updates on the CPU get {update / 1e9:,.0f} of {memory_bandwidth / 1e9:,.0f} GB/s of a node's memory "
-        f"bandwidth, which takes {enough} cores beside one for each GPU (--memory-bandwidth, --cores)"
+    return (
+        update,
+        updating,
+        (
+            f"updates on the CPU get {update / 1e9:,.0f} of {memory_bandwidth / 1e9:,.0f} GB/s of a node's memory "
+            f"bandwidth, which takes {enough} cores beside one for each GPU (--memory-bandwidth, --cores)"
+        ),
     )
 
 
