@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from offload.errors import TorchUnsupported as TorchUnsupported
     from offload.errors import WaitTimeout as WaitTimeout
     from offload.errors import WeightsError as WeightsError
+    from offload.model.tiles import attention_in_tiles as attention_in_tiles
     from offload.model.tiles import cross_entropy_in_tiles as cross_entropy_in_tiles
     from offload.model.tiles import in_tiles as in_tiles
     from offload.plan.plan import Plan as Plan
@@ -49,7 +50,7 @@ _PUBLIC = {
         "ActivationError", "BudgetError", "ConfigError", "DeviceMemoryError", "NonFiniteGradient", "RankError",
         "TorchUnsupported", "WaitTimeout", "WeightsError",
     ),
-    "offload.model.tiles": ("cross_entropy_in_tiles", "in_tiles"),
+    "offload.model.tiles": ("attention_in_tiles", "cross_entropy_in_tiles", "in_tiles"),
     "offload.plan.plan": ("Plan",),
     "offload.report.report": ("ExpertUse", "Report"),
     "offload.run.live": ("LiveLine",),

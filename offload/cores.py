@@ -14,9 +14,8 @@ as what compute would have kept busy."""
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -50,23 +49,18 @@ class CoreBudget:
         self.total = total
         self.others = others
         """Cores that everything but the kernels of the optimizer keeps busy while compute goes on."""
-        self._compute_waits = compute_waits
-        self._process_seconds, self._thread_seconds = process_seconds, thread_seconds
-        self._lent = 0.0
+        self.thread_seconds = thread_seconds
+        self.lent = 0.0
         """Seconds of idle cores that kernels have spent; the thread that updates alone adds to it."""
+        self._compute_waits = compute_waits
+        self._process_seconds = process_seconds
         self._at_last_step = process_seconds(), 0.0
 
-    @contextlib.contextmanager
-    def lend(self, numel: int) -> Iterator[int]:
+    def lend(self, numel: int) -> _Loan:
         """How many threads, one at least, update so many elements within the block, which is the update."""
         idle = self.total if self._compute_waits() else max(self.total - self.others, 0.0)
         wanted = idle if idle >= 1 else self.total  # see [Note: Where no core is idle]
-        num_threads = max(1, min(int(wanted), numel // _GRAIN))
-        start = self._thread_seconds()
-        try:
-            yield num_threads
-        finally:  # threads share the blocks of a tile, so each works as long as this one
-            self._lent += min(num_threads, idle) * (self._thread_seconds() - start)
+        return _Loan(self, max(1, min(int(wanted), numel // _GRAIN)), idle)
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Copy so many bytes between two addresses, by torch's threads; it counts as the update's work."""
@@ -76,9 +70,29 @@ class CoreBudget:
     def end_step(self, seconds: float) -> None:
         """A step is over, in which compute was at work for so long: where the CPU computes without what it waited for,
         where a device does all of the step."""
-        now, lent = self._process_seconds(), self._lent
+        now, lent = self._process_seconds(), self.lent
         before, lent_before = self._at_last_step
         self._at_last_step = now, lent
         if seconds > 0:
             busy = (now - before - (lent - lent_before)) / seconds
             self.others = (self.others + min(max(busy, _LEAST), max(self.total, _LEAST))) / 2
+
+
+class _Loan:
+    """Cores for one kernel: a context manager without a generator, as there is one for each small unit."""
+
+    __slots__ = ("_cores", "_idle", "_num_threads", "_start")
+
+    def __init__(self, cores: CoreBudget, num_threads: int, idle: float) -> None:
+        self._cores = cores
+        self._num_threads = num_threads
+        self._idle = idle
+
+    def __enter__(self) -> int:
+        self._start = self._cores.thread_seconds()
+        return self._num_threads
+
+    def __exit__(self, *_: object) -> None:
+        """Threads share the blocks of a tile, so each has worked as long as this one."""
+        cores = self._cores
+        cores.lent += min(self._num_threads, self._idle) * (cores.thread_seconds() - self._start)

@@ -106,9 +106,8 @@ _dispatch_modes: Callable[[], list[Any]] = found(_python_dispatch, "_get_current
 _transforms: Callable[[], Any] = found(torch._C._functorch, "peek_interpreter_stack")
 
 
-def no_modes_listen() -> bool:
-    """No ``TorchDispatchMode`` sees the operations of this thread."""
-    return not _dispatch_modes()
+num_listening_modes: Callable[[], int] = found(torch._C, "_len_torch_dispatch_stack")
+"""The number of ``TorchDispatchMode`` that see the operations of this thread."""
 
 
 SavedTensorsHooks: TypeAlias = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]

@@ -3,12 +3,12 @@
 
 A transformer of the given size trains two steps on one sequence for each mode and length, each in a process of its own.
 Printed are the highest resident memory of the process, the same beside what it took before the first forward, the bytes
-of activations that were kept, written and read in the second step, and its seconds. The loss is that of
+of activations that were kept, written and read in the last step, and its seconds. The loss is that of
 ``cross_entropy_in_tiles``, so that logits decide nothing. Lengths and modes are interleaved.
 
 ``--window`` has tokens look at those of their own window alone, so that the time grows with the length and no faster;
-``--rows`` puts MLPs in tiles; ``--limit`` is a memory cgroup around each process, imports included, and needs root;
-``--plot`` draws the peaks.
+``--rows`` puts MLPs in tiles of so many rows, and ``--heads`` attentions in so many tiles; ``--limit`` is a memory
+cgroup around each process, imports included, and needs root; ``--steps 1`` is for long ones; ``--plot`` draws.
 
     python scripts/bench_activations.py --layers 24 --width 64 --window 512 --rows 4096 --limit 1GiB \\
         --lengths 16384 32768 65536 131072
@@ -30,7 +30,7 @@ import torch
 from _cgroups import memory_limit
 from torch import nn
 
-from offload import OffloadEngine, cross_entropy_in_tiles, in_tiles
+from offload import OffloadEngine, attention_in_tiles, cross_entropy_in_tiles, in_tiles
 from offload.option_values import parse_bytes
 
 MODES = ("keep", "recompute", "nvme")
@@ -45,34 +45,47 @@ class Mlp(nn.Module):
         return self.down(nn.functional.gelu(self.up(self.after(x))))
 
 
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.head_dim = 64
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = (
+            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
 class Block(nn.Module):
     """``window`` tokens look at each other; 0: all of them."""
 
-    def __init__(self, width: int, heads: int, window: int) -> None:
+    def __init__(self, width: int, window: int) -> None:
         super().__init__()
-        self.heads, self.window = heads, window
-        self.norm = nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = Mlp(width)
+        self.window = window
+        self.norm, self.attention, self.mlp = nn.LayerNorm(width), Attention(width), Mlp(width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        windows = x.unflatten(1, (-1, self.window or x.shape[1])).flatten(0, 1)
-        query, key, value = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm(windows)).chunk(3, -1)
-        )
-        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(2)).view_as(x)
+        windows = self.norm(x).unflatten(1, (-1, self.window or x.shape[1])).flatten(0, 1)
+        x = x + self.attention(windows).view_as(x)
         return x + self.mlp(x)
 
 
 class Model(nn.Module):
-    def __init__(self, layers: int, width: int, vocabulary: int, window: int = 0, rows: int = 0) -> None:
+    def __init__(
+        self, layers: int, width: int, vocabulary: int, window: int = 0, rows: int = 0, heads: int = 0
+    ) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary, bias=False)
-        self.blocks = nn.ModuleList(Block(width, width // 64, window) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, window) for _ in range(layers))
         for block in self.blocks:
             if rows:
                 in_tiles(block.mlp, rows=rows)
+            if heads:
+                attention_in_tiles(block.attention, tiles=heads)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
@@ -88,7 +101,7 @@ def resident_peak() -> int:
 def measure(options: argparse.Namespace, mode: str, length: int) -> dict[str, float]:
     """One process's figures."""
     torch.manual_seed(0)
-    model = Model(options.layers, options.width, options.vocabulary, options.window, options.rows)
+    model = Model(options.layers, options.width, options.vocabulary, options.window, options.rows, options.heads)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     budget = {"host_memory": options.host_memory, "activation_memory": options.activation_memory}
     engine = OffloadEngine(
@@ -97,7 +110,7 @@ def measure(options: argparse.Namespace, mode: str, length: int) -> dict[str, fl
     )  # fmt: skip
     with engine:
         before = resident_peak()
-        for _ in range(2):
+        for _ in range(options.steps):
             tokens = torch.randint(0, options.vocabulary, (1, length + 1))
             engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
             engine.step()
@@ -126,6 +139,8 @@ def main() -> int:
     parser.add_argument("--activation-memory", default="16MiB")
     parser.add_argument("--window", type=int, default=0)
     parser.add_argument("--rows", type=int, default=0)
+    parser.add_argument("--heads", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--limit")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()), help="a folder for the swap store")

@@ -21,6 +21,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
 _ENGINE = "OffloadEngine"
 _OTHERS = (
     "deferred_init",
+    "attention_in_tiles",
     "cross_entropy_in_tiles",
     "in_tiles",
     "LiveLine",

@@ -39,6 +39,16 @@ _DATA = re.compile(r"data\.[0-9]+")
 Paths = Sequence[str | os.PathLike[str]]
 
 
+def _generation_0(extent_sizes: Sequence[int], counts: Sequence[int], num_paths: int, metadata: bytes) -> Manifest:
+    """The manifest of a store without content, of so many places (``counts``) for each extent."""
+    num_copies = max([2, *counts])
+    entries = tuple(
+        Entry(align(size), 0, 0, 0, 0 if count == num_copies else count)
+        for size, count in zip(extent_sizes, counts, strict=True)
+    )
+    return Manifest(os.urandom(16), 0, num_copies, num_paths, entries, metadata=metadata)
+
+
 def create_store(
     paths: Paths,
     name: str | None,
@@ -72,14 +82,8 @@ def create_store(
     ``StoreUnsafe`` for a path or a file that cannot be trusted, ``StorageFull``. A store whose creation was interrupted
     is no store: it is made anew.
     """
-    kinds = _each(places, len(extent_sizes))
-    counts = [1 + kind + retained_max if kind else 1 for kind in kinds]
-    num_copies = max([2, *counts])
-    entries = tuple(
-        Entry(align(size), 0, 0, 0, 0 if count == num_copies else count)
-        for size, count in zip(extent_sizes, counts, strict=True)
-    )
-    empty = Manifest(os.urandom(16), 0, num_copies, len(paths), entries, metadata=metadata)
+    counts = [1 + kind + retained_max if kind else 1 for kind in _each(places, len(extent_sizes))]
+    empty = _generation_0(extent_sizes, counts, len(paths), metadata)
     if len(paths) > 1:
         reserved = None
     with contextlib.ExitStack() as undo:

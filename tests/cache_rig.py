@@ -311,7 +311,7 @@ class Rig:
         self.release(name)
 
     def lend(self, name: str) -> Slot:
-        slot = self.weights.shadows.lend(self.units[name], lambda: True)
+        slot = self.weights.shadows.lend(self.units[name], [], lambda: True)
         assert slot is not None
         return slot
 

@@ -10,13 +10,15 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace {
 
 enum Status {
   kSuccess = 0, kInvalidValue = 1, kNotInitialized = 3, kInvalidDevice = 101, kInvalidImage = 200, kInvalidContext = 201,
-  kInvalidHandle = 400, kNotFound = 500, kAlreadyRegistered = 712, kNotRegistered = 713,
+  kInvalidHandle = 400, kNotFound = 500,
+  kCaptured = 900, kAlreadyRegistered = 712, kNotRegistered = 713,
 };
 
 struct Context { int device; };
@@ -36,10 +38,12 @@ struct State {
   std::map<std::string, int> planted;
   std::vector<std::string> calls;
   OnLaunch on_launch = nullptr;
+  bool is_captured = false;  // another thread captures a graph, in the mode "global"
 };
 
 std::recursive_mutex mutex;
 State state;
+thread_local int capture_mode = 0;  // "global"
 thread_local std::vector<Context*> stack;  // the contexts of a thread: the last one is current
 
 enum class Needs { nothing, context, gpu };  // gpu: a context whose GPU has not failed
@@ -84,7 +88,19 @@ std::size_t image_length(const char* image) {
   const std::lock_guard lock(mutex); \
   if (const int status = enter(name, needs); status != kSuccess) return status
 
+// Of calls that might wait for the GPU: what a capture of another thread makes of them.
+#define ENTER_UNSAFE(name) \
+  ENTER(name, Needs::gpu); \
+  if (state.is_captured && capture_mode == 0) return kCaptured
+
 extern "C" {
+
+int cuThreadExchangeStreamCaptureMode(int* mode) {
+  ENTER("cuThreadExchangeStreamCaptureMode", Needs::nothing);
+  if (*mode < 0 || *mode > 2) return kInvalidValue;
+  std::swap(*mode, capture_mode);
+  return kSuccess;
+}
 
 int cuInit(unsigned flags) {
   const std::lock_guard lock(mutex);
@@ -131,7 +147,7 @@ int cuCtxPopCurrent_v2(Context** context) {
 }
 
 int cuModuleLoadData(Module** module, const char* image) {
-  ENTER("cuModuleLoadData", Needs::gpu);
+  ENTER_UNSAFE("cuModuleLoadData");
   if (image == nullptr || std::memcmp(image, "\x7f" "ELF", 4) != 0) return kInvalidImage;
   *module = new Module{stack.back(), std::string(image, image_length(image))};
   state.live.insert(*module);
@@ -164,7 +180,7 @@ int cuLaunchKernel(Function* function, unsigned blocks, unsigned blocks_y, unsig
 }
 
 int cuMemHostRegister_v2(void* address, std::size_t nbytes, unsigned flags) {
-  ENTER("cuMemHostRegister_v2", Needs::gpu);
+  ENTER_UNSAFE("cuMemHostRegister_v2");
   const auto start = reinterpret_cast<std::uintptr_t>(address);
   if (nbytes == 0 || flags > 0xf || !is_mapped(start, nbytes)) return kInvalidValue;
   for (const auto& [other, length] : state.registered) {
@@ -175,7 +191,7 @@ int cuMemHostRegister_v2(void* address, std::size_t nbytes, unsigned flags) {
 }
 
 int cuMemHostUnregister(void* address) {
-  ENTER("cuMemHostUnregister", Needs::gpu);
+  ENTER_UNSAFE("cuMemHostUnregister");
   return state.registered.erase(reinterpret_cast<std::uintptr_t>(address)) ? kSuccess : kNotRegistered;
 }
 
@@ -231,5 +247,18 @@ std::size_t fake_num_registered() {
 }
 
 std::size_t fake_num_bound() { return stack.size(); }
+
+void fake_capture(int is_captured) {
+  const std::lock_guard lock(mutex);
+  state.is_captured = is_captured != 0;
+}
+
+// What the runtime's calls that might wait for the GPU give back.
+int fake_waits() {
+  const std::lock_guard lock(mutex);
+  return state.is_captured && capture_mode == 0 ? kCaptured : kSuccess;
+}
+
+int fake_capture_mode() { return capture_mode; }
 
 }  // extern "C"

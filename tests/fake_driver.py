@@ -95,6 +95,19 @@ class FakeDriver:
         """How often a function was called."""
         return int(self.library.fake_count(name.encode()))
 
+    def capture(self, is_captured: bool) -> None:
+        """Another thread captures a graph, in the mode "global", or does no more."""
+        self.library.fake_capture(int(is_captured))
+
+    def refuses_to_wait(self) -> bool:
+        """A call of this thread that might wait for the GPU would make a capture void."""
+        return bool(self.library.fake_waits())
+
+    @property
+    def capture_mode(self) -> int:
+        """Of this thread; 0: CUDA's default."""
+        return int(self.library.fake_capture_mode())
+
     @property
     def num_registered(self) -> int:
         """Pieces of host memory that are pinned."""
@@ -166,6 +179,8 @@ class _Event:
 
     def query(self) -> bool:
         self._face._make_context()
+        if self._face._driver.refuses_to_wait():
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
         return self._stream is None or not self._stream.hangs
 
     def elapsed_time(self, later: _Event) -> float:

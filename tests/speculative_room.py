@@ -90,7 +90,7 @@ class Host:
         self.room.may_wait()
         self.room.tell("bring", unit.name)
 
-    def lend(self, unit: UnitSpec, wanted: Callable[[], bool]) -> Slot | None:
+    def lend(self, unit: UnitSpec, written: Sequence[Tile], wanted: Callable[[], bool]) -> Slot | None:
         self.room.may_wait()
         if not wanted():
             self.room.tell("lend nothing", unit.name)
@@ -202,7 +202,6 @@ class Room:
             max_held,
             self.homes,
             lambda unit: self.host,
-            lambda target, source, nbytes: self.tell("copy", f"{nbytes} bytes to {target} from {source}"),
             Gradients(self.places),
             self.failure,
             num_backwards=num_backwards,

@@ -55,7 +55,7 @@ from offload.progress import Progress
 from offload.ranks.agreement import fact_of
 from offload.ranks.ranks import Ranks
 from offload.report.meter import Meter
-from offload.report.report import ExpertUse, LinkRates
+from offload.report.report import Bandwidths, ExpertUse, LinkRates
 from offload.report.reporter import Reporter
 from offload.run.forwards import Forwards
 from offload.run.watch import Watch
@@ -112,7 +112,7 @@ class _Assembler:
         return found
 
     def _assemble(self) -> Assembly:
-        run, choice, closers, ranks = self.run, self.run.choice, self.closers, self.ranks
+        run, choice, closers = self.run, self.run.choice, self.closers
         metadata = ParameterMetadata(run.units)
         memory = memory_of(run.units)
         had_states = {} if choice is None else choice.states()
@@ -130,20 +130,7 @@ class _Assembler:
         closers.callback(give_ordinary_state_dicts(run.units, access.spooled))
         bandwidths = store_bandwidths(tiers)
         growth = self._growth(tiers, updates)
-        reporter = Reporter(
-            self.meter,
-            tiers.store,
-            tiers.files,
-            self.config.paths,
-            _copied_bytes(tiers, updates),
-            lambda: ranks.received_bytes,
-            tiers.computing.uses.busy_seconds,
-            bandwidths,
-            next((moving.link for moving in tiers.computing.moving), LinkRates()),
-            self.activations.scratch,
-            self.activations.take_use,
-            partial(_expert_use, tiers.host.cache, run.plan.formats.weights),
-        )
+        reporter = self._reporter(tiers, updates, bandwidths)
         shared = _Shared(tiers, access, handles, of_shards, reporter, growth, taken_over)
         if choice is None or updates is None:
             checkpoints = self._checkpoints(shared, None)
@@ -179,6 +166,23 @@ class _Assembler:
             growth=growth,
             activations=self.activations,
             trained=trained,
+        )
+
+    def _reporter(self, tiers: Tiers, updates: Updates | None, bandwidths: Bandwidths | None) -> Reporter:
+        ranks = self.ranks
+        return Reporter(
+            self.meter,
+            tiers.store,
+            tiers.files,
+            self.config.paths,
+            _copied_bytes(tiers, updates),
+            lambda: ranks.received_bytes,
+            tiers.computing.uses.busy_seconds,
+            bandwidths,
+            next((moving.link for moving in tiers.computing.moving), LinkRates()),
+            self.activations.scratch,
+            self.activations.take_use,
+            partial(_expert_use, tiers.host.cache, self.run.plan.formats.weights),
         )
 
     # What bytes rest in and move by.
@@ -269,34 +273,12 @@ class _Assembler:
         states = OptimizerStates(
             choice.rule, self.run.shards, specs, shared.backings, verdict, access, tiers.host.fence.wait_all
         )
-        for group, of_group in choice.groups:
-            group["params"] = list(dict.fromkeys(of_model[spec] for spec in of_group))
-        groups = [group for group, _ in choice.groups]
-        if choice.source is None:
-            optimizer = OffloadOptimizer(groups, states, self.progress)
-        else:
-            optimizer = OffloadOptimizer.over(choice.source, groups, states, self.progress)
-        self.closers.callback(refuse_others(optimizer).remove)
+        optimizer = self._optimizer(choice, states, of_model)
         if had_states:
             states.replace_all({of_model[spec]: of_spec for spec, of_spec in had_states.items()})
         training = Training(optimizer, specs, choice.rule, verdict, tiers.gradients)
         checkpoints = self._checkpoints(shared, training)
-        passes = TrainingPasses(
-            tiers.computing.uses,
-            shared.backings,
-            shared.handles.aliases,
-            checkpoints,
-            self.failure,
-            self.closers,
-            access.own_gradients,
-            # Where ranks have shards, the gradients that compute makes are no update's, and the exchange waits.
-            tiers.host.fence if self.ranks.size == 1 else UpdateFence.open(),
-            updates.speculative,
-            self._policy(tiers, updates, verdict, optimizer),
-            self.progress,
-            access,
-            shared.reporter,
-        )
+        passes = self._passes(shared, updates, checkpoints, self._policy(tiers, updates, verdict, optimizer))
         hooks = self._hooks(shared, passes)
         step = Step(
             config=self.config,
@@ -328,6 +310,37 @@ class _Assembler:
         )
         optimizer.attach(step)
         return hooks, checkpoints, Trained(choice, updates, verdict, optimizer, step)
+
+    def _passes(
+        self, shared: _Shared, updates: Updates, checkpoints: Checkpoints, policy: SpeculationPolicy
+    ) -> TrainingPasses:
+        tiers, access = shared.tiers, shared.access
+        of_all = (
+            tiers.computing.uses,
+            shared.backings,
+            shared.handles.aliases,
+            checkpoints,
+            self.failure,
+            self.closers,
+        )
+        # Where ranks have shards, the gradients that compute makes are no update's, and the exchange waits.
+        fence = tiers.host.fence if self.ranks.size == 1 else UpdateFence.open()
+        of_step = (updates.speculative, policy, self.progress, access, shared.reporter)
+        return TrainingPasses(*of_all, access.own_gradients, fence, *of_step)
+
+    def _optimizer(
+        self, choice: OptimizerChoice, states: OptimizerStates, of_model: Mapping[ParameterSpec, nn.Parameter]
+    ) -> OffloadOptimizer:
+        """The one that users see, which is theirs if they have given one."""
+        for group, of_group in choice.groups:
+            group["params"] = list(dict.fromkeys(of_model[spec] for spec in of_group))
+        groups = [group for group, _ in choice.groups]
+        if choice.source is None:
+            optimizer = OffloadOptimizer(groups, states, self.progress)
+        else:
+            optimizer = OffloadOptimizer.over(choice.source, groups, states, self.progress)
+        self.closers.callback(refuse_others(optimizer).remove)
+        return optimizer
 
     def _policy(
         self, tiers: Tiers, updates: Updates, verdict: Verdict, optimizer: OffloadOptimizer

@@ -20,6 +20,7 @@ from offload.tiers.gradients.make import make_unit_gradients
 from offload.tiers.gradients.norms import AddUp, DistributedParts, RankSquares, add_up_shards
 from offload.tiers.gradients.spill import BufferPool
 from offload.tiers.gradients.store import GradientStore, of_one_rank
+from offload.tiers.gradients.unit import UnitGradients
 from offload.tiers.home import UnitHomes
 from offload.tiers.make import make_homes
 from offload.tiers.store import EngineStore, RecordExtents, extents_of_records, open_engine_store, open_files
@@ -70,18 +71,9 @@ def make_tiers(
     """
     plan, config = run.plan, run.config
     units = [item.unit for item in plan.units]
-    opened = open_engine_store(config, plan, run.sharers, ranks)
+    arena, opened, files = _reserve(run, ranks, variant, closers)
     store = opened.store if opened is not None else None
-    arena = Arena(plan.arena_bytes + sum(variant.landing_bytes) + plan.ranks.arena_bytes)
-    closers.callback(partial(ranks.close_memory, arena))
-    variant.pin(arena)
-    if opened is not None:
-        closers.callback(opened.close)
-        opened.store.register(arena)
     windows, parameters = variant.make_windows(run.units)
-    files = open_files(config, plan, run.sharers)
-    if files is not None:
-        closers.callback(files.close)
     staging = plan.staging
     homes = make_homes(plan, arena, store, files, variant.make_homes(units, windows), meter.trace)
     slots = [Slot(arena.lease(staging.slot_bytes)) for _ in range(staging.num_slots)]
@@ -91,16 +83,8 @@ def make_tiers(
         files.use(arena, staging.edge_bytes, staging.num_slots)
     is_computed_on = isinstance(variant, OnHost) and ranks.size == 1
     host_meter = meter if is_computed_on else Meter(meter.trace, track="waiting for weights")
-    host = HostLevel(
-        units,
-        homes,
-        slots,
-        staging.slot_bytes,
-        failure,
-        host_meter,
-        prefetch=config.prefetch,
-        may_add_places=is_computed_on,
-    )
+    places = {"prefetch": config.prefetch, "may_add_places": is_computed_on}
+    host = HostLevel(units, homes, slots, staging.slot_bytes, failure, host_meter, **places)
     closers.callback(host.drain)
     pool = BufferPool(grad_buffers, host.fence, failure, host_meter)
     closers.callback(pool.drain)
@@ -110,16 +94,7 @@ def make_tiers(
         make_unit_gradients(unit, homes[unit.index], pool, config.gradient_dtype, squares, host_meter, last_gradients)
         for unit in units
     ]
-    over: list[AddUp] = []
-    spilled_by_ranks: set[int] = set()
-    if ranks.size > 1:
-        over.append(partial(add_up_shards, ranks))
-        own = [unit.index for unit, gradients in zip(units, by_unit, strict=True) if gradients.spills]
-        spilled_by_ranks.update(*ranks.all_gather_object("where gradients rest", own))
-    if run.parts.size > 1:
-        over.append(DistributedParts(units, run.parts, failure).add_up)
-    make_whole = RankSquares(units, over).make_whole if over else of_one_rank
-    gradients = GradientStore(by_unit, make_whole, spilled_by_ranks)
+    gradients = _gradients(run, ranks, failure, by_unit)
     base = Base(run, ranks, arena, homes, slots, host, gradients, holds_gradients, failure, meter, closers)
     return Tiers(
         arena=arena,
@@ -137,6 +112,38 @@ def make_tiers(
         last_gradients=last_gradients,
         computing=variant.connect(base, parameters, squares),
     )
+
+
+def _reserve(
+    run: RunPlan, ranks: Ranks, variant: OnHost | OnDevice, closers: Closers
+) -> tuple[Arena, EngineStore | None, InPlaceFiles | None]:
+    """Host memory, pinned where a device copies from it; the store; the files that are read in place."""
+    plan, config = run.plan, run.config
+    opened = open_engine_store(config, plan, run.sharers, ranks)
+    arena = Arena(plan.arena_bytes + sum(variant.landing_bytes) + plan.ranks.arena_bytes)
+    closers.callback(partial(ranks.close_memory, arena))
+    variant.pin(arena)
+    if opened is not None:
+        closers.callback(opened.close)
+        opened.store.register(arena)
+    files = open_files(config, plan, run.sharers)
+    if files is not None:
+        closers.callback(files.close)
+    return arena, opened, files
+
+
+def _gradients(run: RunPlan, ranks: Ranks, failure: Failure, by_unit: Sequence[UnitGradients]) -> GradientStore:
+    """The last of the sinks, and the way in which it makes sums of squares those of whole gradients."""
+    units = [item.unit for item in run.plan.units]
+    over: list[AddUp] = []
+    spilled_by_ranks: set[int] = set()
+    if ranks.size > 1:
+        over.append(partial(add_up_shards, ranks))
+        own = [unit.index for unit, gradients in zip(units, by_unit, strict=True) if gradients.spills]
+        spilled_by_ranks.update(*ranks.all_gather_object("where gradients rest", own))
+    if run.parts.size > 1:
+        over.append(DistributedParts(units, run.parts, failure).add_up)
+    return GradientStore(by_unit, RankSquares(units, over).make_whole if over else of_one_rank, spilled_by_ranks)
 
 
 def store_bandwidths(tiers: Tiers) -> Bandwidths | None:

@@ -69,12 +69,12 @@ def make_updates(run: RunPlan, tiers: Tiers, rule: Rule, failure: Failure, meter
         max_held if holds_slots else None,
         tiers.homes,
         lambda unit: in_ram if tiers.homes[unit.index].have_spares else tiers.host.shadows,
-        cores.copy,
         tiers.gradients,
         failure,
         num_backwards=run.config.gradient_accumulation_steps,
     )
-    pipeline = Pipeline(tiers.tile_buffers, rule, plan.formats, meter, device_side, kernels.OnHost(cores.lend))
+    on_host = kernels.OnHost(cores.lend)
+    pipeline = Pipeline(tiers.tile_buffers, rule, plan.formats, meter, device_side, cores.copy, on_host)
     updater = Updater(pipeline, speculative, tiers.homes, tiers.host, tiers.gradients, device_side, failure)
     closers.callback(updater.stop)
     return Updates(speculative, updater, resident, device_side, cores)

@@ -178,9 +178,11 @@ def _each(machine: Facts) -> str:
 
 
 def _limit(facts: Facts) -> str:
-    """The busiest part; and what waits cost beyond it, where that is worth a word."""
-    waits = facts["seconds"] - facts["bound_seconds"]
-    beyond = f", and {_seconds(waits)} of waits" if waits > 0.05 * facts["seconds"] else ""
+    """The busiest part; what the order of a step takes beyond it, and waits, where that is worth a word."""
+    at_least = max(facts["bound_seconds"], facts["schedule_seconds"])
+    order, waits, worth = at_least - facts["bound_seconds"], facts["seconds"] - at_least, 0.05 * facts["seconds"]
+    beyond = f", {_seconds(at_least)} as forward comes before backward" if order > worth else ""
+    beyond += f", and {_seconds(waits)} of waits" if waits > worth else ""
     return f"{facts['limit']} ({_seconds(facts['bound_seconds'])}){beyond}"
 
 

@@ -24,7 +24,7 @@ import torch
 
 from offload import kernels
 from offload.device.allocator import prefer_expandable_segments
-from offload.device.pinned import PinnedMemory, registry_of
+from offload.device.pinned import PinnedMemory, Registry, registry_of
 from offload.device.programs import GpuPrograms, programs_of
 from offload.device.protocol import Event, Shortages, Stream, Tensors
 from offload.dtypes import kernel_dtype
@@ -40,20 +40,20 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 10e-6, 500e-6
 
 
 class _Event:
-    def __init__(self, event: torch.cuda.Event, index: int) -> None:
+    def __init__(self, event: torch.cuda.Event, index: int, registry: Registry) -> None:
         self.event = event
-        self._index = index
+        self._index, self._registry = index, registry
 
     def wait(self) -> None:
         deadline, pause_s = Deadline(lambda: "work on the GPU"), _FIRST_PAUSE_S
-        with torch.cuda.device(self._index):
+        with torch.cuda.device(self._index), self._registry.beside_captures():
             while not self.event.query():  # ``synchronize`` has no deadline
                 deadline.check()
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def done(self) -> bool:
-        with torch.cuda.device(self._index):
+        with torch.cuda.device(self._index), self._registry.beside_captures():
             return bool(self.event.query())
 
     def seconds_since(self, earlier: Event) -> float:
@@ -63,15 +63,15 @@ class _Event:
 
 
 class _Stream:
-    def __init__(self, stream: torch.cuda.Stream, index: int, programs: GpuPrograms) -> None:
+    def __init__(self, stream: torch.cuda.Stream, index: int, programs: GpuPrograms, registry: Registry) -> None:
         self.stream = stream
         self._index = index
-        self._programs = programs
+        self._programs, self._registry = programs, registry
 
     def record(self) -> _Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(self.stream)
-        return _Event(event, self._index)
+        return _Event(event, self._index, self._registry)
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -139,7 +139,8 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         self._index = index
         self._programs = programs_of(index)
-        self._pinned = PinnedMemory(registry_of(index))
+        self._registry = registry_of(index)
+        self._pinned = PinnedMemory(self._registry)
         self._streams: list[_Stream] = []
         self.allocated_bytes = 0
         self._owners: dict[int, torch.cuda.Stream] = {}
@@ -195,7 +196,8 @@ class CudaDevice:
 
     def allocate(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         try:
-            storage.resize_(nbytes)
+            with self._registry.beside_captures():
+                storage.resize_(nbytes)
             self.allocated_bytes += nbytes
         except torch.OutOfMemoryError as error:
             free = readable_bytes(self.free_bytes())
@@ -235,4 +237,4 @@ class CudaDevice:
         self._pinned.unpin(address)
 
     def _stream(self, stream: torch.cuda.Stream) -> _Stream:
-        return _Stream(stream, self._index, self._programs)
+        return _Stream(stream, self._index, self._programs, self._registry)

@@ -4,6 +4,12 @@
 not used CUDA yet has none, and torch binds none to it where the GPU is the "current" one already. So each call here
 takes the context that torch works in too (the GPU's primary one), binds it, and gives the thread back what it had.
 
+[Note: Graphs that others capture] While one thread captures a CUDA graph in CUDA's default mode, "global", calls of any
+other thread are refused that might wait for the GPU, and make the capture void: to ask whether an event is over, to
+take device memory, to register host memory, to load a program. A thread whose mode is "thread local" is concerned by
+its own captures alone. So such calls are made within ``beside_captures``: what the engine's threads do for one model
+does not end the capture of another that computes beside it.
+
 Host memory is registered here and not through torch: an error of the runtime that nobody fetches is raised by the next
 launch, whoever makes it, and torch has no call that fetches it. The driver keeps no such error.
 """
@@ -21,6 +27,9 @@ from swapper import OffloadError
 
 _PORTABLE = 1
 """``CU_MEMHOSTREGISTER_PORTABLE``: pinned for every GPU, in whichever context it was done."""
+
+_CAPTURE_THREAD_LOCAL = 1
+"""``CU_STREAM_CAPTURE_MODE_THREAD_LOCAL``."""
 
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
 """Attributes of a GPU."""
@@ -66,7 +75,7 @@ class Context:
     def load(self, binary: bytes) -> ctypes.c_void_p:
         """A program in the GPU's memory, where it stays as long as the process."""
         module = ctypes.c_void_p()
-        with self._bound():
+        with self._bound(), self.beside_captures():
             self._call("cuModuleLoadData", ctypes.byref(module), binary)
         return module
 
@@ -88,15 +97,27 @@ class Context:
 
     def register(self, address: int, nbytes: int) -> None:
         """Pin host memory, so that GPUs copy from and to it by themselves."""
-        with self._bound():
+        with self._bound(), self.beside_captures():
             self._call(
                 "cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_uint(_PORTABLE)
             )
 
     def unregister(self, address: int) -> None:
         """Undo ``register``. Nothing may be in flight."""
-        with self._bound():
+        with self._bound(), self.beside_captures():
             self._call("cuMemHostUnregister", ctypes.c_void_p(address))
+
+    @contextmanager
+    def beside_captures(self) -> Iterator[None]:
+        """Within, a graph that another thread captures refuses no call of this one. See [Note: Graphs that others
+        capture]."""
+        self._retained()  # before anything else is asked of the driver
+        mode = ctypes.c_int(_CAPTURE_THREAD_LOCAL)
+        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        try:
+            yield
+        finally:
+            self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
 
     @contextmanager
     def _bound(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ copy returns when the host memory is free again. Events say when a copy is over 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -19,11 +20,14 @@ _PORTABLE = 1
 
 
 class Registry(Protocol):
-    """Registers host memory, and undoes it. Both raise ``DriverError``."""
+    """Registers host memory, and undoes it. All raise ``DriverError``."""
 
     def register(self, address: int, nbytes: int) -> None: ...
 
     def unregister(self, address: int) -> None: ...
+
+    def beside_captures(self) -> AbstractContextManager[None]:
+        """See [Note: Graphs that others capture] in ``offload.device.driver``."""
 
 
 class _Hip:
@@ -34,6 +38,9 @@ class _Hip:
 
     def unregister(self, address: int) -> None:
         self._check("hipHostUnregister", torch.cuda.cudart().cudaHostUnregister(address))
+
+    def beside_captures(self) -> AbstractContextManager[None]:
+        return nullcontext()  # torch has no way to hipThreadExchangeStreamCaptureMode
 
     def _check(self, name: str, code: object) -> None:
         status = int(code)  # type: ignore[call-overload]

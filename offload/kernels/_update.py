@@ -55,6 +55,10 @@ class Sweep(NamedTuple):
     state_dtype: int
     seed: int
     """Of the random rounding of codes."""
+    weight_shift: int = 0
+    """Bytes from where a new weight goes to where the old one stands. On the CPU alone."""
+    states_shift: int = 0
+    """The same of all else that is written."""
 
 
 Kernel = Callable[[Sweep], None]
@@ -106,12 +110,16 @@ def update(
     master: int = 0,
     moments_dtype: Dtype = Dtype.F32,
     native: Native = on_host,
+    weight_shift: int = 0,
+    states_shift: int = 0,
     **states: int,
 ) -> None:
-    """Advance ``numel`` weights by one step of the optimizer that ``coef`` is of, in place, in one pass.
+    """Advance ``numel`` weights by one step of the optimizer that ``coef`` is of, in one pass.
 
     Shapes:  every array has ``numel`` elements; for the formats see the top of this file. ``states`` are the
              addresses of ``coef.states`` by name, and of their scales as ``<name>_scale``.
+             The old weight is read ``weight_shift`` bytes from there, what else is written ``states_shift`` bytes: 0
+             is in place. The old arrays and the new ones do not overlap then.
     Effects: writes all arrays but ``grad``. Allocates nothing. ``native`` says who runs the kernel: the CPU, at once,
              or a GPU, whose memory all addresses are then of (``gpu.py``).
     Raises:  ``ValueError`` for an impossible address, count or combination. Nothing has been written in that case.
@@ -121,21 +129,22 @@ def update(
     master, weight_format = _check_weight(numel, weight, weight_dtype, rest, master)
     if moments_dtype is Dtype.F16:
         raise ValueError("states are F32, BF16 or INT8: the range of F16 is too small for squares of gradients")
-    addresses = [states.pop(name, 0) for name in coef.states]
-    scales = [states.pop(f"{name}_scale", 0) for name in coef.states]
-    if states:
-        raise ValueError(f"{coef.kernel} has no states {', '.join(states)}: it has {', '.join(coef.states) or 'none'}")
-    for name, address, scale in zip(coef.states, addresses, scales, strict=True):
+    names = coef.states
+    addresses, scales = [0, 0, 0], [0, 0, 0]
+    for index, name in enumerate(names):
+        addresses[index] = address = states.pop(name, 0)
+        scales[index] = scale = states.pop(f"{name}_scale", 0)
         check_address(name, address, moments_dtype.itemsize, numel)
         if moments_dtype is Dtype.INT8:
             check_address(f"{name}_scale", scale, 4, numel)
-    unused = [0] * (3 - len(addresses))
+    if states:
+        raise ValueError(f"{coef.kernel} has no states {', '.join(states)}: it has {', '.join(names) or 'none'}")
     seed = coef.step * 0x9E3779B1 % 2**32
     kernel = native(coef.kernel)
     kernel(
         Sweep(
-            coef.constants, numel, grad, grad_dtype, weight, rest, master, weight_format, addresses + unused,
-            scales + unused, moments_dtype, seed,
+            coef.constants, numel, grad, grad_dtype, weight, rest, master, weight_format, addresses, scales,
+            moments_dtype, seed, weight_shift, states_shift,
         )
     )  # fmt: skip
 

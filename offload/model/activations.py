@@ -20,7 +20,7 @@ from torch import nn
 from offload.model.saved_tensors import SavedTensors, UsesOfUnits, changed_in_place, unit_around
 from offload.model.unit_in_model import Call
 from offload.tiers.activations.pool import ActivationPool, Kept
-from offload.torch_internals import StorageReference
+from offload.torch_internals import StorageReference, never_compiled
 
 LEAST_BYTES = 16 << 10
 
@@ -98,6 +98,7 @@ class OffloadedTensors(SavedTensors):
         self._shared: dict[int, weakref.ref[Shared]] = {}
         """The bytes that were kept last of each storage."""
 
+    @never_compiled  # torch 2.11 would make graphs of it where it is called between two
     def pack(self, tensor: torch.Tensor) -> Any:
         if (
             type(tensor) not in (torch.Tensor, nn.Parameter)
@@ -114,6 +115,7 @@ class OffloadedTensors(SavedTensors):
         assert call is not None
         return Packed(tensor, shared, call)
 
+    @never_compiled
     def unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, Packed):
             self.uses.needed(packed.call)  # before a unit is recomputed: its weights come first

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -32,7 +33,7 @@ from offload.torch_internals import (
     in_module_call,
     map_leaves,
     next_sequence_number,
-    no_modes_listen,
+    num_listening_modes,
     unseen,
     when_backward_ends,
 )
@@ -86,6 +87,8 @@ class Hooks:
         self._kept: list[UnitInModel] = []
         """Units that the last context has left, and that another one will use next."""
         self.standing = Standing(parameters)
+        self._in_use: dict[UnitInModel, None] = {}
+        """Units from before a use of them begins until after it has ended: those that an interrupt may leave."""
         self._with_strays = UnitsWithStrays()
         self.installed = InstalledHooks()
         saved_tensors = SavedTensors(self)
@@ -104,12 +107,13 @@ class Hooks:
         if self._turns is not None:
             self._turns.refuse_others("a step, or the engine's end,")
         self.end_calls()
-        for unit in self.units:  # an interrupt may have come between a use and what is known of it
+        for unit in list(self._in_use):  # an interrupt may have come between a use and what is known of it
             unit.num_users, unit.in_backward = 0, False
             unit.own_writes.put_back()
             unit.rest()
             if unit.is_over:
                 self._end_backward(unit)
+            self._in_use.pop(unit, None)
         self._with_strays.drop()
         self._with_strays.check()
 
@@ -123,7 +127,7 @@ class Hooks:
     def end_calls(self) -> None:
         """Close what the context that computes has left open."""
         self.close_backward()
-        for unit in self.units:
+        for unit in list(self._in_use):
             if unit.forward_depth or unit in self.context.in_forward:
                 unit.forward_depth = 0
                 self._leave_forward(unit)
@@ -221,11 +225,8 @@ class Hooks:
     def _enter_unseen(self, unit: UnitInModel) -> None:
         """Modes around the call do not see what is done here: one of a checkpoint's policy would expect the same
         operations when the call is recomputed."""
-        if no_modes_listen():
+        with unseen() if num_listening_modes() else nullcontext():
             self._enter_forward(unit)
-        else:
-            with unseen():
-                self._enter_forward(unit)
 
     def _enter_forward(self, unit: UnitInModel) -> None:
         """The outermost call of the unit's modules begins."""
@@ -263,10 +264,9 @@ class Hooks:
 
     def _watch(self, call: Call, leaves: Sequence[torch.Tensor]) -> None:
         """Have the backward tell when it comes to the call."""
-        arrived = partial(self._pre_backward, call)
         nodes = [node for leaf in leaves if (node := first_node(call.sequence, leaf)) is not None]
         for node in nodes:
-            node.register_prehook(arrived)
+            node.register_prehook(lambda gradients: self._reach(call))
         if nodes and self._turns is not None:
             self._turns.left(call.unit, call.start)
 
@@ -285,6 +285,7 @@ class Hooks:
     def _begin_use(self, unit: UnitInModel) -> None:
         if self._turns is not None:
             self._turns.arrive(unit, backward=graph_task() != -1)
+        self._in_use[unit] = None
         if unit in self._kept:
             self._kept.remove(unit)
         elif unit.num_users == 0:
@@ -332,6 +333,7 @@ class Hooks:
             unit.rest()
         if unit.is_over:
             self._end_backward(unit)
+        self._in_use.pop(unit, None)
 
     def _end_backward(self, unit: UnitInModel) -> None:
         unit.is_over = False
@@ -349,10 +351,6 @@ class Hooks:
         if not unit.in_backward:
             self._end_use(unit)
         return call
-
-    def _pre_backward(self, call: Call, gradients: Any) -> None:
-        """A gradient has reached an output of the call."""
-        self._reach(call)
 
     def needed(self, call: Call) -> bool:
         """See ``UsesOfUnits``."""

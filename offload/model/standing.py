@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 
@@ -15,16 +15,15 @@ class Standing:
 
     def __init__(self, parameters: Mapping[ParameterSpec, nn.Parameter]) -> None:
         self._parameters = parameters
+        self._places = [
+            (spec, handle, module, name) for spec, handle in parameters.items() for module, name in spec.owners
+        ]
         self._lost: set[ParameterSpec] = set()
         """Parameters that were said to be lost."""
 
     def lost(self, model: nn.Module) -> Iterator[str]:
         """The names of trained parameters that stand nowhere in the model any more; each is named once."""
-        suspects = [
-            spec
-            for spec, handle in self._parameters.items()
-            if spec.trainable and spec not in self._lost and not _stands(handle, spec)
-        ]
+        suspects = [spec for spec in self._gone() if spec.trainable and spec not in self._lost]
         present = {id(parameter) for parameter in model.parameters()} if suspects else set()
         for spec in suspects:
             if id(self._parameters[spec]) not in present or not isinstance(self._parameters[spec], Handle):
@@ -33,17 +32,15 @@ class Standing:
 
     def replaced(self) -> list[str]:
         """The names of quantised parameters that others stand in the place of; each is named once."""
-        found = [
-            spec
-            for spec, handle in self._parameters.items()
-            if spec.packing is not None and spec not in self._lost and not _stands(handle, spec)
-        ]
+        found = [spec for spec in self._gone() if spec.packing is not None and spec not in self._lost]
         self._lost.update(found)
         return [spec.name for spec in found]
 
-
-def _stands(parameter: nn.Parameter, spec: ParameterSpec) -> bool:
-    """It is where the model has it, and still a handle: ``torch.utils.swap_tensors`` makes something else of it."""
-    return isinstance(parameter, Handle) and all(
-        module._parameters.get(name) is parameter for module, name in spec.owners
-    )
+    def _gone(self) -> Iterable[ParameterSpec]:
+        """Parameters that are not everywhere where the model had them, or no handles any more:
+        ``torch.utils.swap_tensors`` makes something else of one. Each step asks."""
+        return dict.fromkeys(
+            spec
+            for spec, handle, module, name in self._places
+            if module._parameters.get(name) is not handle or not isinstance(handle, Handle)
+        )

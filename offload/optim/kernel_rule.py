@@ -32,6 +32,7 @@ class KernelRule(LooseStates):
     repeatable = True
     replayable = True
     uniform = True
+    writes_beside = True
     temporary_bytes = 0
 
     def __init__(
@@ -55,6 +56,9 @@ class KernelRule(LooseStates):
         self._first_value = max((float(group.get("initial_accumulator_value", 0.0)) for group in groups), default=0.0)
         if self._first_value and moments == "int8":
             raise ConfigError("initial_accumulator_value needs moments_dtype fp32 or bf16, not int8")
+
+    def products(self, unit: UnitSpec) -> float:
+        return 0.0
 
     def tiles_of(self, unit: UnitSpec, tile_bytes: int) -> tuple[Tile, ...]:
         step = max(tile_bytes // max(self._nbytes(GRAIN), 1), 1) * GRAIN if self._nbytes(GRAIN) else unit.numel
@@ -113,8 +117,9 @@ class KernelRule(LooseStates):
         into = start - tile.start
         arrays: dict[str, int] = {}
         assert isinstance(frozen, Coef)
+        first, each = at.states + tile.numel * self._formats.master, self._state_bytes(tile.numel)
         for name in frozen.states:
-            state = at.states + self._offset(tile, name)
+            state = first + self._names.index(name) * each
             arrays[name] = state + into * self._dtype.itemsize
             if self._dtype is kernels.Dtype.INT8:
                 scales = state + tile.numel * self._dtype.itemsize
@@ -131,6 +136,8 @@ class KernelRule(LooseStates):
             weight_dtype=self._weight_dtype,
             moments_dtype=self._dtype,
             native=native,
+            weight_shift=at.weights_before - at.weights,
+            states_shift=at.states_before - at.states,
             **arrays,
         )
 

@@ -30,11 +30,26 @@ class TilePart:
 
 
 class TileBytes(NamedTuple):
-    """The addresses of a tile's states, and of the weights and gradients of the same elements, or of some of them."""
+    """The addresses of a tile's states, and of the weights and gradients of the same elements, or of some of them.
+
+    An update writes to ``states`` and ``weights`` what it makes of those at ``states_before`` and ``weights_before``.
+    """
 
     states: int
     weights: int
     grads: int
+    states_before: int
+    weights_before: int
+
+    @classmethod
+    def in_place(cls, states: int, weights: int, grads: int) -> TileBytes:
+        """For an update that writes where it reads."""
+        return cls(states, weights, grads, states, weights)
+
+    @property
+    def is_in_place(self) -> bool:
+        """The update writes where it reads."""
+        return self.states == self.states_before and self.weights == self.weights_before
 
 
 class SteppingParameter(NamedTuple):
@@ -104,6 +119,11 @@ class Rule(TileLayout, Protocol):
     """``freeze`` gives the same for all parameters of a group with the same step and scale."""
     temporary_bytes: int
     """Host memory that ``apply`` takes beside the tile, as far as it is known."""
+    writes_beside: bool
+    """``apply`` can write elsewhere than it reads: all elements from ``start`` to ``stop``, and no others."""
+
+    def products(self, unit: UnitSpec) -> float:
+        """FLOP of products of matrices that a step of the unit takes, as far as it is known."""
 
     def tile_between(self, unit: UnitSpec, start: int, stop: int) -> Tile:
         """A tile of the unit's elements ``[start, stop)``, whatever ``tiles_of`` has cut."""

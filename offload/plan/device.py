@@ -23,6 +23,10 @@ its activations, whose size nothing tells before the first step."""
 GOLDEN = 0.6180339887498949
 """Multiples of it, less their whole parts, are spread evenly whatever their number."""
 
+_FIRST = 3
+"""Units that forward begins with. Backward ends with them, so that their gradients go, their update and their weights'
+way back are waited for, whatever else is ready: see "The bound of the schedule" in ``docs/plan.md``."""
+
 
 @dataclass(frozen=True)
 class DevicePlan:
@@ -132,6 +136,10 @@ class DeviceNeeds:
         update = 2 * self.states[index] + unit.trainable_numel * (2 * formats.weights + formats.grads)
         return round((2 * link + update * bool(formats.grads)) / max(sum(self.of_unit(index).values()), 1), 3)
 
+    def rank(self, index: int) -> tuple[float, bool, float]:
+        """Of a unit among those that may be resident: see ``plan_device``."""
+        return -self.saved_per_byte(index), index >= _FIRST, index * GOLDEN % 1
+
     def squares(self, resident: Collection[int]) -> int:
         """Sums of squares, when these units are resident there; none where they are worked out in host memory."""
         return squares_bytes(self.units, resident) if self.formats.grads and self.adds_squares else 0
@@ -164,8 +172,9 @@ def plan_device(needs: DeviceNeeds, device_bytes: int | None, free_bytes: int) -
 
     Compute holds the unit at work and those around it; one or two more arrive meanwhile. The gradients of one unit are
     on their way while the next ones are made. Where there is more, units rest there with all that belongs to them, as
-    many as fit beside that: those first whose bytes save most traffic, and among equals spread evenly, so that the link
-    has always something to do. What is left then keeps copies of weights. Buffers for updates of the other
+    many as fit beside that: those first whose bytes save most traffic, and among equals those that forward begins with,
+    whose copies and update nothing hides, and then others, spread evenly, so that the link has always something to do.
+    What is left then keeps copies of weights. Buffers for updates of the other
     units come before residents, if there is room. Of several ranks the units are a rank's shards, and compute takes the
     whole units that they are gathered to.
 
@@ -214,7 +223,7 @@ def plan_device(needs: DeviceNeeds, device_bytes: int | None, free_bytes: int) -
         )
     chosen = _Chosen(needs)
     if unsupported_reason is None:
-        for index in sorted(every, key=lambda index: (-needs.saved_per_byte(index), index * GOLDEN % 1)):
+        for index in sorted(every, key=needs.rank):
             if chosen.bytes_with(index) + between <= device_bytes:
                 chosen.add(index)
     return plan(chosen.resident, device_bytes)

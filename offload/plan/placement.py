@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import chain, zip_longest
@@ -78,18 +78,8 @@ def make_plan(
             "Give an nvme_path, or raise host_memory to {needed}.",
             everything.total_bytes,
         )
-    placements = [empty(staging) for staging in _stagings(units, formats, tile_bytes, training=tiles_of is not None)]
-    for placement in placements:
-        placement.keep_large_units()
-    least = min(placement.total_bytes for placement in placements)
-    if least > host_bytes:
-        least = min(least, everything.total_bytes)  # staging can take more than all of a small model
-        raise BudgetError(
-            f"host_memory is too small: the least that works for this model is {readable_bytes(least)}, "
-            f"{readable_bytes(host_bytes)} are given. Raise host_memory to {{needed}}.",
-            least,
-        )
-    placements = [placement for placement in placements if placement.total_bytes <= host_bytes]
+    stagings = _stagings(units, formats, tile_bytes, training=tiles_of is not None)
+    placements = _that_fit(map(empty, stagings), host_bytes, everything.total_bytes)
     for placement in placements:
         placement.fill(host_bytes, by_unit=speculative, gradients_first=num_backwards > 1)
     plan = min(placements, key=lambda placement: placement.step_cost(speculative=speculative)).plan(host_bytes)
@@ -102,6 +92,22 @@ def make_plan(
             needed,
         )
     return plan
+
+
+def _that_fit(placements: Iterable[_Placement], host_bytes: int, everything_bytes: int) -> list[_Placement]:
+    """Those that leave nothing out, each with its large units resident. Raises ``BudgetError`` if there are none."""
+    placements = list(placements)
+    for placement in placements:
+        placement.keep_large_units()
+    least = min(placement.total_bytes for placement in placements)
+    if least > host_bytes:
+        least = min(least, everything_bytes)  # staging can take more than all of a small model
+        raise BudgetError(
+            f"host_memory is too small: the least that works for this model is {readable_bytes(least)}, "
+            f"{readable_bytes(host_bytes)} are given. Raise host_memory to {{needed}}.",
+            least,
+        )
+    return [placement for placement in placements if placement.total_bytes <= host_bytes]
 
 
 def _stagings(

@@ -23,6 +23,12 @@ CORE_UPDATE = 30e9
 """Of that, what one core sweeps through in the optimizer's kernel, bytes a second: 26 bytes a parameter (bf16, Adam) in
 0.85 ns, the slower of the two states in which ``docs/kernels.md`` has measured it."""
 
+CORE_BESIDE = 10e9
+"""The same where the new numbers go beside the old ones: 26 bytes a parameter in 2.6 ns, as ``docs/kernels.md`` has
+measured it. Where memory is the limit it takes no longer than in place: as many bytes pass."""
+CORE_PRODUCTS = 100e9
+"""FLOP/s of one core in products of matrices, which updates of whole matrices take; here one reaches 130e9 in fp32."""
+
 UNKNOWN_CAPACITY = 1 << 50
 """Bytes of a drive of which only the rate was given."""
 
@@ -72,7 +78,8 @@ class Machine:
     """One rank's part of a machine: host memory, drives and memory bandwidth of a node are divided among its ranks.
 
     Where the CPU computes, updates and checksums take its cores. ``update`` is the memory
-    traffic of the optimizer's kernel and ``checksum`` what a core checks of the bytes that pass NVMe, bytes a second.
+    traffic of the optimizer's kernel, ``beside`` that of updates before the verdict of units in host memory, and
+    ``checksum`` what a core checks of the bytes that pass NVMe, bytes a second.
     ``unit_seconds`` and ``record_seconds`` are what the engine itself takes of a core in a step, for each unit and for
     each record on NVMe. ``network`` joins the ranks.
     """
@@ -87,10 +94,18 @@ class Machine:
     record_seconds: float
     device: DeviceMachine = CPU
     network: Network = ALONE
+    beside: float = math.inf
+    update_cores: float = 1.0
+    """Where a device computes, cores of the CPU that updates get."""
     beside_bytes: float = math.inf
     """Host memory beside the engine's, where the CPU computes: for activations."""
     assumptions: tuple[str, ...] = ()
     """Assumptions about what was not measured or given, in words."""
+
+    @property
+    def products(self) -> float:
+        """FLOP/s that products of matrices in updates get of the CPU."""
+        return CORE_PRODUCTS * self.update_cores if self.device.computes else self.cores.blocks
 
     @property
     def num_ranks(self) -> int:
@@ -161,13 +176,8 @@ def described(
         assumptions.append(_of_ranks(found, joined))
     if memory_bandwidth is None:
         memory_bandwidth = DESKTOP_MEMORY if found.desktop and gpus == 1 else SERVER_MEMORY
-    enough = math.ceil(memory_bandwidth / CORE_UPDATE)
-    updating = enough if cores is None else max(cores - gpus, 1)  # of each GPU one core sees to it
-    update = min(memory_bandwidth, updating * CORE_UPDATE)
-    assumptions.append(
-        f"updates on the CPU get {update / 1e9:,.0f} of {memory_bandwidth / 1e9:,.0f} GB/s of a node's memory "
-        f"bandwidth, which takes {enough} cores beside one for each GPU (--memory-bandwidth, --cores)"
-    )
+    update, updating, assumption = _of_updates(memory_bandwidth, cores, gpus)
+    assumptions.append(assumption)
     if drives:
         assumptions += _of_drives(drives, sustained_write)
     if sustained_write is not None:
@@ -178,12 +188,29 @@ def described(
         nvme=nvme_of(drives, gpus),
         cores=Cores(compute, compute),
         update=update / gpus,
+        beside=min(memory_bandwidth, updating * CORE_BESIDE) / gpus,
+        update_cores=updating / gpus,
         checksum=25e9,
         unit_seconds=1e-4,
         record_seconds=1e-3,
         device=device,
         network=joined,
         assumptions=tuple(assumptions),
+    )
+
+
+def _of_updates(memory_bandwidth: float, cores: float | None, gpus: int) -> tuple[float, float, str]:
+    """Bytes a second and cores that updates on a node's CPU get, and the assumption in words."""
+    enough = math.ceil(memory_bandwidth / CORE_UPDATE)
+    updating = enough if cores is None else max(cores - gpus, 1)  # of each GPU one core sees to it
+    update = min(memory_bandwidth, updating * CORE_UPDATE)
+    return (
+        update,
+        updating,
+        (
+            f"updates on the CPU get {update / 1e9:,.0f} of {memory_bandwidth / 1e9:,.0f} GB/s of a node's memory "
+            f"bandwidth, which takes {enough} cores beside one for each GPU (--memory-bandwidth, --cores)"
+        ),
     )
 
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from offload.config import OffloadConfig
-from offload.errors import BudgetError
-from offload.optim.choose import OptimizerChoice, choose
+from offload.errors import BudgetError, ConfigError
+from offload.optim.choose import OptimizerChoice, choose, takes_elements
 from offload.optim.formats import DEFAULT_TILE_BYTES, Formats
 from offload.optim.rule import Rule
 from offload.plan.device import GOLDEN, MARGIN
@@ -25,7 +25,7 @@ from offload.predict.activation_bytes import ActivationBytes, activation_bytes
 from offload.predict.cores import bound, shares_of
 from offload.predict.machine import CONTEXT_BYTES, Machine
 from offload.predict.model import Model
-from offload.predict.schedule import Steps, UnitWork, step_seconds
+from offload.predict.schedule import Steps, UnitWork, bound_seconds, step_seconds
 from offload.predict.unit_costs import (
     kept_link_seconds,
     link_seconds,
@@ -79,6 +79,8 @@ class Prediction:
     plan: Plan | None = None
     links: dict[str, float] = field(default_factory=dict)
     kept_links: dict[str, float] = field(default_factory=dict)
+    schedule_seconds: float = 0.0
+    """Seconds that the order of a step takes at least: what must come in forward, and then backward."""
     seconds: float = math.inf
 
     @property
@@ -139,7 +141,7 @@ def predict(model: Model, machine: Machine, workload: Workload) -> Prediction:
         return replace(prediction, shortage=found)
     case, plan = found
     places = places_of(plan)
-    works = works_of(model, machine, workload, case.whole, plan, activations)
+    works = works_of(model, machine, workload, case.whole, plan, activations, case.products)
     read, written = nvme_bytes(plan, places, workload, activations)
     links = link_seconds(machine, workload, plan, places, works, read, written)
     received = receiving_seconds(machine, workload, plan, places, case.whole)
@@ -153,6 +155,7 @@ def predict(model: Model, machine: Machine, workload: Workload) -> Prediction:
             break  # fewer make it slower, or no schedule takes less
     return replace(
         prediction, plan=plan, links=links, kept_links=kept_link_seconds(works, workload), seconds=max(seconds, least),
+        schedule_seconds=bound_seconds(works, places, workload.passes, clipped=workload.clipped),
         read_bytes=read, written_bytes=written,
     )  # fmt: skip
 
@@ -233,6 +236,10 @@ class _Case:
     ranks: RanksPlan
     kept_bytes: int
 
+    def products(self, unit: UnitSpec) -> float:
+        """FLOP of the products that the unit's update takes."""
+        return 0.0 if self.choice is None else self.choice.rule.products(unit)
+
     def plan(self, room: Room | None = None) -> Plan:
         """The rank's plan, in another room if one is given. Raises ``BudgetError``."""
         return plan_within(self.config, self.shards, self.choice, self.room if room is None else room, self.ranks)
@@ -271,7 +278,12 @@ def _placed(
 def _cases(model: Model, machine: Machine, workload: Workload, activations: ActivationBytes) -> Iterator[_Case]:
     """One for each placement that may be taken, in the order in which the engine tries them; one for a single rank."""
     count = machine.num_ranks
-    whole = model.units(workload.dtype, count)
+    by_elements = takes_elements(workload.optimizer)
+    if count > 1 and not by_elements:
+        raise ConfigError(
+            f"--optimizer {workload.optimizer} looks at whole matrices, and {count} ranks hold parts of them: plan one"
+        )
+    whole = model.units(workload.dtype, count, in_pieces=by_elements)
     shards = [shard_unit(unit, 0, count) for unit in whole]
     config = replace(workload.config(), device_memory="auto")
     if activations.memory:  # what is set aside is the same for both, and there is no path here
@@ -310,7 +322,8 @@ class _Bundles:
 
     def __init__(self, rule: Rule, size: int) -> None:
         self.repeatable, self.device_unsupported_reason = rule.repeatable, rule.device_unsupported_reason
-        self.temporary_bytes, self.replayable = rule.temporary_bytes, rule.replayable
+        self.temporary_bytes, self.products = rule.temporary_bytes, rule.products
+        self.replayable = rule.replayable
         self._rule, self._size = rule, size
 
     def tiles_of(self, unit: UnitSpec, tile_bytes: int) -> tuple[Tile, ...]:
@@ -332,11 +345,12 @@ def _bundled(choice: OptimizerChoice | None, units: Sequence[UnitSpec]) -> Optim
 
 
 def _speculative_choices(works: Sequence[UnitWork], workload: Workload) -> list[frozenset[int]]:
-    """Sets of units that may be updated during backward: all that can be, or fewer of them, evenly spread; the largest
-    first."""
+    """Sets of units that may be updated during backward: those that need no drive, and all others that can be, or fewer
+    of these, evenly spread; the largest first."""
     eligible = [index for index, work in enumerate(works) if work.eligible]
     if workload.clipped or not eligible:
         return [frozenset()]
-    spread = sorted(eligible, key=lambda index: index * GOLDEN % 1)
+    in_memory = [index for index in eligible if not works[index].update]
+    spread = sorted((index for index in eligible if works[index].update), key=lambda index: index * GOLDEN % 1)
     counts = {len(spread) * share // _EARLY_SHARES for share in range(_EARLY_SHARES + 1)}
-    return [frozenset(spread[:count]) for count in sorted(counts, reverse=True)]
+    return [frozenset(in_memory + spread[:count]) for count in sorted(counts, reverse=True)]

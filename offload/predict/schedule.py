@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from offload.predict.simulator import Job, Played, Shares, Task
+from offload.predict.simulator import Job, Pile, Played, Row, Shares, Task
 
 _STEPS = 4
 """The first ones begin with nothing on its way; the last one is a step among others."""
@@ -41,8 +41,8 @@ class UnitWork:
     ``to_device_again`` is the copy for backward, if forward's has not stayed. ``gather`` is that of the whole unit's
     weights over the network, ``exchange`` that of its gradients. ``calls`` are 2 for a weight that both ends of the
     model use. ``kept`` are its activations, where they leave.
-    ``streamed``: its weights pass through a slot; ``eligible``: it may be updated in backward, and ``beside`` is then
-    the copy to its spare places in host memory.
+    ``streamed``: its weights pass through a slot; ``eligible``: it may be updated in backward, which takes ``beside``
+    longer then.
     """
 
     forward: float
@@ -65,8 +65,9 @@ class UnitWork:
 
 
 _BRING, _BRING_KEPT, _UPDATE, _SPILL, _LEAVE = range(5)
-"""Queues of jobs, in the order in which the drive takes them: what compute needs, updates of the last step, what is
-done beside, and what goes."""
+"""Rows of jobs, in the order in which the drive takes them: what compute needs, updates of the last step, what is done
+beside, and what goes. Updates that need no drive are a pile beside them: see [Note: Order of speculative updates] in
+``offload.update.speculative``."""
 
 _KEPT_AHEAD = 2
 """Activations of so many units are on their way at a time: their memory has room for no more."""
@@ -91,7 +92,7 @@ class Places:
 
 @dataclass(frozen=True)
 class Steps:
-    """Parts of a step. Units in ``speculative`` are updated during backward, the others under the next forward.
+    """Parts of a step. Units in ``speculative`` may be updated during backward, the others under the next forward.
     ``settle`` is what ranks take to agree that backward is over, and on the norm."""
 
     speculative: frozenset[int] = frozenset()
@@ -103,8 +104,18 @@ def step_seconds(works: Sequence[UnitWork], places: Places, steps: Steps, shares
     """Seconds of a step among others."""
     program = _Program(works, replace(places, slots=max(places.slots, 2), windows=max(places.windows, 2)), steps)
     last = [program.step() for _ in range(_STEPS)]
-    ends = Played(program.tasks, program.queues, shares).ends
+    ends = Played(program.tasks, [*program.rows, program.pile], shares).ends
     return ends[last[-1]] - ends[last[-2]]
+
+
+def bound_seconds(works: Sequence[UnitWork], places: Places, micro_batches: int, *, clipped: bool) -> float:
+    """Seconds that no order of the same work is faster than, where it is all a step does: forward and backward, each by
+    itself. See "The bound of the schedule" in ``docs/plan.md``."""
+    forward, backward = sum(one.forward for one in works), sum(one.backward for one in works)
+    copies = [work.to_device for work in works if work.to_device]
+    ahead = sum(sorted(copies, reverse=True)[: places.windows])
+    first = max(forward, sum(copies) - ahead, sum(work.sweep for work in works) if clipped else 0.0)
+    return first + backward + (micro_batches - 1) * (forward + backward)
 
 
 @dataclass(frozen=True)
@@ -124,14 +135,17 @@ class _Use:
 
 
 class _Program:
-    """``tasks`` are what compute does, ``queues`` the jobs."""
+    """``tasks`` are what compute does, ``rows`` and the ``pile`` the jobs."""
 
     def __init__(self, works: Sequence[UnitWork], places: Places, steps: Steps) -> None:
         self.tasks: list[Task] = []
-        self.queues: list[deque[Job]] = [deque() for _ in range(5)]
+        self.rows = [Row() for _ in range(5)]
+        self.pile = Pile()
         self._works, self._places, self._steps = works, places, steps
         self._streamed = [index for index, work in enumerate(works) if work.streamed]
         self._position = {index: position for position, index in enumerate(self._streamed)}
+        self._number = 0
+        """Of the step."""
         self._last = -1
         """The last task of the step before: no weights are gathered of which an update is to come."""
         self._pending: dict[int, Job] = {}
@@ -141,6 +155,8 @@ class _Program:
         self._windows: deque[int] = deque()
         self._held: deque[Job] = deque()
         """Speculative updates, each of which holds a slot."""
+        self._uncertain: list[Job] = []
+        """Updates that may begin before the step is certain."""
         self._leaving: deque[Job] = deque()
         """Gradients on their way, of the last two units."""
         self._kept_leaving: deque[Job] = deque()
@@ -156,12 +172,16 @@ class _Program:
         self.tasks.append(Task(self._steps.settle, list(self._leaving)))
         self._leaving.clear()
         self._last = len(self.tasks) - 1
+        for job in self._uncertain:
+            job.certain = self._last
+        self._uncertain.clear()
         for index, work in enumerate(self._works):
             if index not in self._steps.speculative:
                 after = self._last
                 if work.streamed and (position := self._position[index]) >= self._places.slots:
                     after += 1 + self._streamed[position - self._places.slots]  # whose slot it takes
                 self._ask(_UPDATE, index, Job(after, work.update + work.late, work.sweep))
+        self._number += 1
         return self._last
 
     def _uses(self, number: int) -> Iterator[_Use]:
@@ -225,8 +245,8 @@ class _Program:
             return
         copy = Job(now, 0.0, back=kept.to_host)
         write = Job(now, kept.write, needs=copy)
-        self.queues[_LEAVE].append(copy)
-        self.queues[_SPILL].append(write)
+        self.rows[_LEAVE].append(copy)
+        self.rows[_SPILL].append(write)
         self._kept_leaving.append(write)
         self._kept_jobs[use.index] = write
 
@@ -236,7 +256,7 @@ class _Program:
         if left is None:
             return []
         job = Job(len(self.tasks) - _KEPT_AHEAD, kept.read, link=kept.to_device, needs=left)
-        self.queues[_BRING_KEPT].append(job)
+        self.rows[_BRING_KEPT].append(job)
         return [job]
 
     def _brought(self, use: _Use) -> list[Job]:
@@ -256,7 +276,7 @@ class _Program:
         fetch = work.fetch if use.fetched and update is None else 0.0
         if fetch or use.link or gather:
             job = Job(after, fetch, link=use.link, network=gather, needs=update)
-            self.queues[_BRING].append(job)
+            self.rows[_BRING].append(job)
             return [job]
         return [] if update is None else [update]
 
@@ -266,17 +286,21 @@ class _Program:
         job = None
         if work.exchange or work.to_host:
             job = Job(now, 0.0, network=work.exchange, back=work.to_host)
-            self.queues[_LEAVE].append(job)
+            self.rows[_LEAVE].append(job)
             self._leaving.append(job)
         if work.spill:
-            self.queues[_SPILL].append(Job(now, work.spill, needs=job))
+            self.rows[_SPILL].append(Job(now, work.spill, needs=job))
         if use.last and use.index in self._steps.speculative:
-            speculative = Job(now, work.update, work.sweep + work.beside, needs=job)
+            speculative = Job(now, work.update, work.sweep, needs=job, beside=work.beside)
+            self._uncertain.append(speculative)
             self._ask(_SPILL, use.index, speculative)
             if work.streamed:
                 self._held.append(speculative)
 
-    def _ask(self, queue: int, index: int, job: Job) -> None:
+    def _ask(self, row: int, index: int, job: Job) -> None:
+        if job.drive:
+            self.rows[row].append(job)
+        elif job.sweep:
+            self.pile.append(job, (self._number, index))
         if job.drive or job.sweep:
-            self.queues[queue].append(job)
             self._pending[index] = job

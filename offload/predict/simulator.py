@@ -11,9 +11,11 @@ idle while one of them wants more. So a collective slows compute down, and takes
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 _ROUNDING = 1e-12
 
@@ -39,7 +41,8 @@ class Shares:
 @dataclass(eq=False, slots=True)
 class Job:
     """Something for the drive and what follows it, in seconds of each part. ``after`` is the task that must be over
-    before, -1: none; ``needs`` another job. The kernel (``sweep``) works on tiles while others are read and written."""
+    before, -1: none; ``needs`` another job. The kernel (``sweep``) works on tiles while others are read and written.
+    One that begins when task ``certain`` is not over writes beside what is current: it takes ``beside`` longer."""
 
     after: int
     drive: float
@@ -48,6 +51,8 @@ class Job:
     network: float = 0.0
     back: float = 0.0
     needs: Job | None = None
+    beside: float = 0.0
+    certain: int = -1
     is_over: bool = False
     phase: int = 0
     """The next of ``_PHASES``."""
@@ -58,6 +63,46 @@ class Job:
         return (0.0, self.drive, self.sweep, self.link, self.network, self.back)[part]
 
 
+class Row:
+    """Jobs that begin in the order in which they are asked for."""
+
+    def __init__(self, jobs: Iterable[Job] = ()) -> None:
+        self._jobs = deque(jobs)
+
+    def append(self, job: Job) -> None:
+        self._jobs.append(job)
+
+    def take(self, num_ends: int, lanes: Lanes) -> Job | None:
+        """Take the first job if it can begin when so many tasks are over."""
+        if not self._jobs:
+            return None
+        job = self._jobs[0]
+        if job.after >= num_ends or (job.needs is not None and not job.needs.is_over) or (lanes[_DRIVE] and job.drive):
+            return None
+        return self._jobs.popleft()
+
+
+class Pile:
+    """Jobs of the kernel alone: of those that can begin, the first by ``need`` does as soon as the kernel is free."""
+
+    def __init__(self) -> None:
+        self._jobs: list[tuple[tuple[int, int], Job]] = []
+
+    def append(self, job: Job, need: tuple[int, int]) -> None:
+        insort(self._jobs, (need, job), key=itemgetter(0))
+
+    def take(self, num_ends: int, lanes: Lanes) -> Job | None:
+        """Take the job that is needed first of those that can begin when so many tasks are over."""
+        if lanes[_SWEEP]:
+            return None
+        for index, (_, job) in enumerate(self._jobs):
+            if job.after < num_ends and (job.needs is None or job.needs.is_over):
+                job.sweep += job.beside if job.certain >= num_ends else 0.0
+                del self._jobs[index]
+                return job
+        return None
+
+
 @dataclass(eq=False, slots=True)
 class Task:
     """Compute, one after the other."""
@@ -66,19 +111,22 @@ class Task:
     waits_for: list[Job] = field(default_factory=list)
 
 
+Lanes = tuple[deque[tuple[float, Job | Task]], ...]
+"""For each part what it has to do, and for how long; the first is at work."""
+
+
 class Played:
     """``ends`` are the times at which the tasks are over."""
 
-    def __init__(self, tasks: Sequence[Task], queues: Sequence[deque[Job]], shares: Shares) -> None:
-        """Of the first jobs of the ``queues`` the first that can begin gets the drive."""
+    def __init__(self, tasks: Sequence[Task], queues: Sequence[Row | Pile], shares: Shares) -> None:
+        """Of the jobs that the ``queues`` have next the first that can begin gets the drive."""
         self.ends: list[float] = []
         self._tasks, self._queues = tasks, queues
         self._now = 0.0
         self._shares = shares.compute, shares.drive, shares.sweep, 0.0, shares.network, 0.0
         self._speeds: dict[tuple[int, ...], Sequence[float]] = {}
         """Speeds of the parts that are busy together."""
-        self._lanes: tuple[deque[tuple[float, Job | Task]], ...] = tuple(deque() for _ in self._shares)
-        """What each part has to do, and for how long; the first is at work."""
+        self._lanes: Lanes = tuple(deque() for _ in self._shares)
         self._left = [0.0] * len(self._lanes)
         """Of what is at work in each."""
         while len(self.ends) < len(tasks):
@@ -91,13 +139,11 @@ class Played:
             pass
 
     def _begin_job(self) -> bool:
-        num_ends, drives = len(self.ends), self._lanes[_DRIVE]
+        num_ends, lanes = len(self.ends), self._lanes
         for queue in self._queues:
-            if not queue:
-                continue
-            job = queue[0]
-            if job.after < num_ends and (job.needs is None or job.needs.is_over) and not (drives and job.drive):
-                self._advance(queue.popleft())
+            job = queue.take(num_ends, lanes)
+            if job is not None:
+                self._advance(job)
                 return True
         return False
 

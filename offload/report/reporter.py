@@ -94,31 +94,19 @@ class Reporter:
     ) -> Report:
         """The step since the last call. ``memory`` is by kind and tier; the memory taken is measured when asked for.
         ``updates_wait``: the updates of this step, which overlap with the next one, had to wait for its verdict."""
+        self.disk_busy = None
         seconds, stalls, update_seconds = self.meter.restart()
         start, end = self._start, self._moment(seconds, sum(stalls.values()))
         spent, self._start = end.since(start), end._replace(seconds=0.0, stalled_seconds=0.0)
         drives, self._drives = self._drives, self._carried()
         before, self._experts = self._experts, self.expert_use()
         compute_seconds = self.busy_seconds()
-        schedule_seconds, self.disk_busy = 0.0, None
-        if self._forward is not None and compute_seconds is None:
-            phases = [self._forward.since(start), end.since(self._forward)]
-            busy = [self._nvme_seconds(phase) for phase in phases]
-            self.disk_busy = busy[0] / max(phases[0].seconds, 1e-9), busy[1] / max(phases[1].seconds, 1e-9)
-            if self._updates_wait:
-                computing = (phase.seconds - phase.stalled_seconds for phase in phases)
-                schedule_seconds = sum(map(max, computing, busy))
+        schedule_seconds = self._look_at_phases(start, end) if compute_seconds is None else 0.0
         self._forward, self._updates_wait = None, updates_wait
         self.working_seconds = seconds
         if compute_seconds is None:
             compute_seconds = self.working_seconds = max(seconds - spent.stalled_seconds, 0.0)
-        bounds = {
-            "schedule": schedule_seconds,
-            "compute": compute_seconds,
-            "nvme": self._nvme_seconds(spent),
-            "to_device": spent.to_device_bytes / self.link.to_device,
-            "to_host": spent.to_host_bytes / self.link.to_host,
-        }
+        bounds = {"schedule": schedule_seconds, "compute": compute_seconds, **self._transfers(spent)}
         bound_by = max(bounds, key=lambda name: bounds[name])
         self.last = Report(
             step=step,
@@ -151,6 +139,26 @@ class Reporter:
             sequences=sequences,
         )
         return self.last
+
+    def _look_at_phases(self, start: _Moment, end: _Moment) -> float:
+        """See how busy the disk was in forward and in the rest of a step on the CPU. ``Report.schedule_seconds``."""
+        if self._forward is None:
+            return 0.0
+        phases = [self._forward.since(start), end.since(self._forward)]
+        busy = [self._nvme_seconds(phase) for phase in phases]
+        self.disk_busy = busy[0] / max(phases[0].seconds, 1e-9), busy[1] / max(phases[1].seconds, 1e-9)
+        if not self._updates_wait:
+            return 0.0
+        computing = (phase.seconds - phase.stalled_seconds for phase in phases)
+        return sum(map(max, computing, busy))
+
+    def _transfers(self, spent: _Moment) -> dict[str, float]:
+        """Seconds that each way of bytes takes alone, by the name of the bound that it is."""
+        return {
+            "nvme": self._nvme_seconds(spent),
+            "to_device": spent.to_device_bytes / self.link.to_device,
+            "to_host": spent.to_host_bytes / self.link.to_host,
+        }
 
     def _nvme_seconds(self, phase: _Moment) -> float:
         return 0.0 if self.bandwidths is None else self.bandwidths.seconds(phase.read_bytes, phase.write_bytes)

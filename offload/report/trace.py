@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from swapper import Ticket
 
@@ -37,9 +38,10 @@ class Trace:
     def __init__(self) -> None:
         self._present: deque[Span] = deque(maxlen=_SPANS_MAX)
         self._last: deque[Span] = deque()
-        self._over: deque[tuple[str, str, float, float]] = deque(maxlen=_SPANS_MAX)
-        """Those of the present step that were given when they were over: values, which the collector skips."""
-        self._last_over: deque[tuple[str, str, float, float]] = deque()
+        self._over: deque[str | float] = deque(maxlen=4 * _SPANS_MAX)
+        """Those of the present step that were given when they were over, four values for each, one after the other: a
+        small unit has three of them in each step, and as objects they would be work for the collector."""
+        self._last_over: deque[str | float] = deque()
 
     def begin(self, track: str, name: str, nbytes: int = 0) -> Span:
         """Something begins now."""
@@ -54,7 +56,7 @@ class Trace:
     def over(self, track: str, name: str, start: float) -> float:
         """Note that what began at ``start`` is over now."""
         now = time.perf_counter()
-        self._over.append((track, name, start, now))
+        self._over.extend((track, name, start, now))  # one step of the interpreter
         return now
 
     def transfer(self, track: str, name: str, nbytes: int, ticket: Ticket) -> Ticket:
@@ -66,13 +68,14 @@ class Trace:
     @property
     def last(self) -> Sequence[Span]:
         """The spans of the last step, in the order in which they began. What was under way at its end may be still."""
-        spans = [*self._last, *(Span(*values) for values in self._last_over)]
+        over: Any = iter(tuple(self._last_over))
+        spans = [*self._last, *map(Span, over, over, over, over)]
         return tuple(sorted(spans, key=lambda span: span.start))
 
     def end_step(self) -> None:
         """Begin the next step: what comes now belongs to it."""
         self._last, self._present = self._present, deque(maxlen=_SPANS_MAX)
-        self._last_over, self._over = self._over, deque(maxlen=_SPANS_MAX)
+        self._last_over, self._over = self._over, deque(maxlen=4 * _SPANS_MAX)
 
     def write(self, path: Path) -> None:
         """Write the last step as a Chrome trace. What goes on still is drawn up to now."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -49,11 +49,7 @@ def find_units(
     memory, and for what ``packing_of`` and ``distributions_in`` refuse.
     """
     distributions = distributions_in(model)
-    packings: dict[int, Packing] = {}
-    for name, parameter in model.named_parameters():
-        packing = None if id(parameter) in distributions else packing_of(name, parameter, dtype)
-        if packing is not None:
-            packings[id(parameter)] = packing
+    packings = _packings(model, distributions, dtype)
     check_memory_is_distinct(model.named_parameters())
     kept = {*distributions, *(id_ for id_, packing in packings.items() if not packing.has_rows)}
     of_layers = list(find_experts(model, experts, fused=in_pieces, whole=kept, least=GRAIN * num_ranks))
@@ -62,29 +58,7 @@ def find_units(
     separate: dict[nn.Module, Experts] = {
         expert: of for of in of_layers if isinstance(of, SeparateExperts) for expert in of.module.children()
     }
-    owners = dict(_owners(model, separate, in_rows))
-    sites: dict[int, list[Site]] = {}
-    groups: dict[nn.Module | FusedExperts, dict[str, nn.Parameter]] = {}
-    claimed: dict[int, nn.Module] = {}
-    for prefix, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
-            raise ConfigError(
-                f"module {prefix or '(root)'} is a torch.jit.ScriptModule, whose compiled code keeps its parameters "
-                "for itself: make the engine with the module that it was compiled from."
-            )
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            full_name = f"{prefix}.{name}" if prefix else name
-            if not _managed(parameter, full_name):
-                continue
-            sites.setdefault(id(parameter), []).append(Site(module, name))
-            if id(parameter) in in_rows:
-                if module in fused:
-                    groups.setdefault(fused[module], {})
-                continue
-            if claimed.setdefault(id(parameter), owners[module]) is owners[module]:
-                groups.setdefault(owners[module], {}).setdefault(full_name, parameter)
+    sites, groups = _groups(model, dict(_owners(model, separate, in_rows)), fused, in_rows)
     names = {module: name for name, module in model.named_modules()}
     parameters = {owner: _distinct(group) for owner, group in groups.items() if isinstance(owner, nn.Module)}
     num_fused = sum(of.count for of in fused.values())
@@ -104,6 +78,50 @@ def find_units(
             for piece in cuts[id(parameter)].pieces if id(parameter) in cuts else ():
                 units.append(_unit_of_pieces(len(units), [piece], [parameter], layout))
     return units
+
+
+def _packings(model: nn.Module, distributions: Mapping[int, Distribution], dtype: torch.dtype) -> dict[int, Packing]:
+    """By the ``id`` of each parameter that is quantised."""
+    packings = {}
+    for name, parameter in model.named_parameters():
+        packing = None if id(parameter) in distributions else packing_of(name, parameter, dtype)
+        if packing is not None:
+            packings[id(parameter)] = packing
+    return packings
+
+
+_Groups: TypeAlias = dict[nn.Module | FusedExperts, dict[str, nn.Parameter]]
+"""Parameters by name, by the owner of their unit. Those of fused experts are not named: each unit has rows of all."""
+
+
+def _groups(
+    model: nn.Module,
+    owners: Mapping[nn.Module, nn.Module],
+    fused: Mapping[nn.Module, FusedExperts],
+    in_rows: Collection[int],
+) -> tuple[dict[int, list[Site]], _Groups]:
+    """Sites of each parameter, by its ``id``, and the parameters of each unit, in the order of the model. A parameter
+    with several sites belongs to the owner of the first."""
+    sites: dict[int, list[Site]] = {}
+    groups: _Groups = {}
+    claimed: dict[int, nn.Module] = {}
+    for prefix, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            raise ConfigError(
+                f"module {prefix or '(root)'} is a torch.jit.ScriptModule, whose compiled code keeps its parameters "
+                "for itself: make the engine with the module that it was compiled from."
+            )
+        for name, parameter in module._parameters.items():
+            full_name = f"{prefix}.{name}" if prefix else name
+            if parameter is None or not _managed(parameter, full_name):
+                continue
+            sites.setdefault(id(parameter), []).append(Site(module, name))
+            if id(parameter) not in in_rows:
+                if claimed.setdefault(id(parameter), owners[module]) is owners[module]:
+                    groups.setdefault(owners[module], {}).setdefault(full_name, parameter)
+            elif module in fused:
+                groups.setdefault(fused[module], {})
+    return sites, groups
 
 
 def _owners(

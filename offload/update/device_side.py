@@ -131,14 +131,18 @@ class DeviceSide:
         formats, buffer = self._formats, self._buffers[0]
         self._buffers.rotate(-1)
         sizes = tile_sizes(tile, formats)
-        here = [tensor_at(address, nbytes, torch.uint8) for address, nbytes in zip(at, sizes, strict=True)]
+        here = [
+            tensor_at(address, nbytes, torch.uint8)
+            for address, nbytes in zip((at.states_before, at.weights_before, at.grads), sizes, strict=True)
+        ]
+        back = [tensor_at(address, nbytes, torch.uint8) for address, nbytes in zip(at[:2], sizes[:2], strict=True)]
         starts = accumulate(tile_parts(tile, formats), initial=0)
         there = [buffer.memory[start : start + nbytes] for start, nbytes in zip(starts, sizes, strict=False)]
         span = self._meter.trace.begin("update on the device", update.unit.name, sum(self._moved(tile)))
-        trip = Trip(tile, here + there, span, max(self._ways(tile)))
+        trip = Trip(tile, here + there + back, span, max(self._ways(tile)))
         self._trips.append(trip)
         self._queued += trip.seconds
-        trip.sent = self._sender.submit(partial(self._send, trip, update, buffer, here, there))
+        trip.sent = self._sender.submit(partial(self._send, trip, update, buffer, here, there, back))
         into, out = self._moved(tile)
         self.copied_bytes = (self.copied_bytes[0] + into, self.copied_bytes[1] + out)
         return trip
@@ -166,14 +170,20 @@ class DeviceSide:
         self._queued = 0.0
 
     def _send(
-        self, trip: Trip, update: UnitUpdate, buffer: DeviceBuffer, here: list[torch.Tensor], there: list[torch.Tensor]
+        self,
+        trip: Trip,
+        update: UnitUpdate,
+        buffer: DeviceBuffer,
+        here: list[torch.Tensor],
+        there: list[torch.Tensor],
+        back: list[torch.Tensor],
     ) -> None:
         try:
             for target, source in zip(there, here, strict=True):
                 buffer.stream.copy(target, source)
-            addresses = TileBytes(*(view.data_ptr() for view in there))
+            addresses = TileBytes.in_place(*(view.data_ptr() for view in there))
             apply(self._rule, self._formats, update, trip.tile, addresses, buffer.stream.kernel)
-            for target, source in zip(here[:2], there[:2], strict=True):
+            for target, source in zip(back, there[:2], strict=True):
                 buffer.stream.copy(target, source)
             trip.back = buffer.stream.record()
         except BaseException as error:
@@ -224,7 +234,7 @@ class ResidentUpdates:
                 continue
             for of_tile in homes.tiles:
                 tile, states = of_tile.tile, of_tile.states.tensor
-                at = TileBytes(
+                at = TileBytes.in_place(
                     0 if states is None else states.data_ptr(),
                     weights.data_ptr() + tile.start * self._formats.weights,
                     grads.data_ptr() + tile.start * self._formats.grads,

@@ -11,15 +11,17 @@ import contextlib
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from offload import kernels
 from offload.optim.formats import Formats
 from offload.optim.rule import Rule, TileBytes
+from offload.plan.buffers import tile_sizes
 from offload.report.meter import Meter
 from offload.tiers.home import Home, StoredHome, TileHomes, Transfer
+from offload.units import Tile
 from offload.update.device_side import DeviceSide, Trip
 from offload.update.state_prefetch import StatePrefetch
 from offload.update.step import UnitUpdate, apply
@@ -44,17 +46,14 @@ class Task(Protocol):
         """Wait until the gradients of the tiles can be read."""
 
     def states_at(self, states: Home) -> int:
-        """Address at which states that rest in host memory are updated."""
-
-    def bring_states(self, states: Home) -> None:
-        """Have them there."""
+        """Address to which the new states go of those that rest in host memory."""
 
     def weights_at_hand(self) -> bool:
         """``weights`` would not wait, and needs no place that a tile under update may hold."""
 
-    def weights(self) -> int | None:
-        """Have the unit's weights in host memory, to be changed; where they are. None: the task is void by now, and its
-        tiles are passed over."""
+    def weights(self) -> tuple[int, int] | None:
+        """Have the unit's weights in host memory; the address to which the new ones go, and that of those that they are
+        made of. None: the task is void by now, and its tiles are passed over."""
 
     def write(self, states: StoredHome, address: int) -> Transfer:
         """Start writing the new states of a tile."""
@@ -63,18 +62,18 @@ class Task(Protocol):
         """All tiles are updated, or passed over: the weights go to their home, and waiting uses may go on."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _TaskState:
     task: Task
     num_left: int
     """Tiles that are not done."""
-    weights: int | None = None
-    """Address of them, once they are taken."""
+    weights: tuple[int, int] | None = None
+    """Addresses of the new ones and of the old, once they are taken."""
     void: bool = False
     """The tiles are passed over."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _TileJob:
     """One tile on its way. ``buffer`` is None where states and gradients are used in place."""
 
@@ -83,6 +82,7 @@ class _TileJob:
     buffer: Lease | None = None
     reads: list[Transfer] = field(default_factory=list)
     states: int = 0
+    states_before: int = 0
     grads: int = 0
     trip: Trip | None = None
     """It is updated on a device."""
@@ -101,8 +101,8 @@ class _TileJob:
     def at(self, formats: Formats) -> TileBytes:
         if self.state.weights is None:
             raise RuntimeError(f"the weights of unit {self.state.task.update.unit.name} were not asked for")
-        tile = self.homes.tile
-        return TileBytes(self.states, self.state.weights + tile.start * formats.weights, self.grads)
+        weights, before = (address + self.homes.tile.start * formats.weights for address in self.state.weights)
+        return TileBytes(self.states, weights, self.grads, self.states_before, before)
 
 
 class Pipeline:
@@ -115,16 +115,18 @@ class Pipeline:
         formats: Formats,
         meter: Meter,
         device: DeviceSide,
+        copy: Callable[[int, int, int], None],
         cpu: kernels.Native = kernels.on_host,
     ) -> None:
-        """``cpu`` runs the kernels of the tiles that stay on the host."""
+        """``copy`` copies to an address in host memory from another one so many bytes. ``cpu`` runs the kernels of the
+        tiles that stay on the host."""
         self._free = list(buffers)
         self.ahead = StatePrefetch(self._free)
         self._rule = rule
         self._formats = formats
         self._meter = meter
         self._device = device
-        self._cpu = cpu
+        self._copy, self._cpu = copy, cpu
         self._writes: deque[tuple[Transfer, Lease]] = deque()
         self._sent: deque[_TileJob] = deque()
         """On the device, or on their way there or back."""
@@ -192,11 +194,11 @@ class Pipeline:
         task, homes = job.state.task, job.homes
         stored = homes.states.stored
         if stored is not None and job.buffer is not None:
-            job.states = job.buffer.address
+            job.states = job.states_before = job.buffer.address
             if not job.reads:
                 job.reads.append(stored.read(job.states))
         elif homes.states.address is not None:
-            job.states = task.states_at(homes.states)
+            job.states, job.states_before = task.states_at(homes.states), homes.states.address
         else:
             raise RuntimeError(f"states of unit {task.update.unit.name} rest where the pipeline cannot bring them from")
         if task.grads is not None:
@@ -217,8 +219,6 @@ class Pipeline:
                 self._bring_back(wait=True)
             state.weights = state.task.weights()
             state.void = state.weights is None
-        if job.homes.states.stored is None and not state.void:
-            state.task.bring_states(job.homes.states)
         for read in job.reads:
             read.wait()
 
@@ -246,9 +246,22 @@ class Pipeline:
 
     def _apply(self, job: _TileJob) -> None:
         update, tile = job.state.task.update, job.homes.tile
-        start = time.perf_counter()
-        apply(self._rule, self._formats, update, tile, job.at(self._formats), self._cpu)
+        start, at = time.perf_counter(), job.at(self._formats)
+        if not (at.is_in_place or (self._rule.writes_beside and update.covers(tile))):
+            at = self._copied(tile, at)
+        apply(self._rule, self._formats, update, tile, at, self._cpu)
         self._device.cpu_took(tile, self._meter.end_update(update.unit.name, start))
+
+    def _copied(self, tile: Tile, at: TileBytes) -> TileBytes:
+        """Have the old states and weights where the new ones go: not all of them change."""
+        states, weights, _ = tile_sizes(tile, self._formats)
+        for target, source, nbytes in (
+            (at.states, at.states_before, states),
+            (at.weights, at.weights_before, weights),
+        ):
+            if target != source:
+                self._copy(target, source, nbytes)
+        return TileBytes.in_place(at.states, at.weights, at.grads)
 
     def _finish(self, job: _TileJob) -> None:
         """The tile is updated: its states go to their home, and after its last tile the unit."""

@@ -14,6 +14,13 @@ gradients when as many have come as for the last step. One that comes after all 
 was busier in backward, one unit more is left for the next forward, at the price of another read of gradients that are
 spilled; and the other way round.
 
+[Note: Order of speculative updates] The unit that forward needs first comes first: of those that wait that is the last
+one whose gradients have come, as backward goes the other way. Whatever is late in backward has little time, and what
+came first has until the end of the next forward; what has not begun at the verdict is updated in place, in forward
+order. So with enough time in all each update is there when it is needed (earliest deadline first). An update that holds
+a slot, or a buffer of gradients, goes before those that hold nothing, and in the order in which they came: compute may
+wait for what it holds.
+
 [Note: When compute waits for a speculative update] Where gradients are resident in host memory never: there are no more
 speculative updates than leave compute its slots, and the other units are updated under the next forward. Where
 gradients are spilled a later update costs another read of them, so every unit is updated speculatively, from the buffer
@@ -25,7 +32,6 @@ the plan has for updates."""
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum, auto
@@ -96,6 +102,11 @@ class SpeculativeUpdate:
         self._shadow = owner.shadow_of(unit)
         self._buffer: HostBuffer | None = None
 
+    @property
+    def holds(self) -> bool:
+        """It keeps a place that compute may want."""
+        return self.is_slot_held or self.loan is not None
+
     def become(self, stage: Stage) -> None:
         """Go on to another stage; the owner's monitor is held."""
         if stage not in _NEXT[self.stage]:
@@ -116,18 +127,15 @@ class SpeculativeUpdate:
         assert states.spare_address is not None
         return states.spare_address
 
-    def bring_states(self, states: Home) -> None:
-        if states.address is not None and states.spare_address is not None:
-            self._owner.copy(states.spare_address, states.address, states.nbytes)
-
     def weights_at_hand(self) -> bool:
         return False
 
-    def weights(self) -> int | None:
+    def weights(self) -> tuple[int, int] | None:
         if not self.is_slot_held:
             self._shadow.bring(self.unit)
-        self._buffer = self._shadow.lend(self.unit, lambda: self.stage is not Stage.VOID)
-        return None if self._buffer is None else self._buffer.address
+        written = [tile.tile for tile in self.tiles]
+        self._buffer = self._shadow.lend(self.unit, written, lambda: self.stage is not Stage.VOID)
+        return None if self._buffer is None else (self._buffer.address, self._buffer.before)
 
     def write(self, states: StoredHome, address: int) -> Transfer:
         return states.write_shadow(address)
@@ -152,8 +160,6 @@ class SpeculativeUpdates:
     homes: Sequence[UnitHomes]
     shadow_of: Callable[[UnitSpec], Shadow]
     """Where the weights of a unit are written."""
-    copy: Callable[[int, int, int], None]
-    """Copies to an address in host memory from another one so many bytes."""
     gradients: GradientStore
     failure: Failure
     _: KW_ONLY
@@ -174,7 +180,8 @@ class SpeculativeUpdates:
         """Those that are held or begun, by index of the unit, which is its shards' too; the training thread's alone."""
         self._changed = Monitor(self.failure)
         """Guards the stages and the four below. Outermost: the cache's monitor may be taken while it is held."""
-        self._queue: deque[SpeculativeUpdate] = deque()
+        self._queue: list[SpeculativeUpdate] = []
+        """As they were asked for."""
         self._carried_out = False
         """The update thread has, or will have, its eye on the queue."""
         self._num_holding = 0
@@ -319,7 +326,8 @@ class SpeculativeUpdates:
                 if not self._queue:
                     self._carried_out = False
                     return
-                speculative = self._queue.popleft()
+                holding = (index for index, waiting in enumerate(self._queue) if waiting.holds)
+                speculative = self._queue.pop(next(holding, -1))  # see [Note: Order of speculative updates]
                 speculative.become(Stage.RUNNING)
             yield speculative
 

@@ -22,7 +22,7 @@ class Segment(NamedTuple):
     frozen: Hashable
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class UnitUpdate:
     """Step of one unit."""
 
@@ -45,6 +45,10 @@ class UnitUpdate:
             if start < stop:
                 yield Segment(start, stop, segment.frozen)
 
+    def covers(self, tile: Tile) -> bool:
+        """Every element of the tile takes a step."""
+        return sum(part.stop - part.start for part in self.parts(tile)) == tile.numel
+
     def touched(self, tiles: Sequence[TileHomes]) -> Sequence[TileHomes]:
         """The tiles that some segment lies in."""
         if len(tiles) == 1:
@@ -63,5 +67,9 @@ def apply(
     """Run the optimizer over the parts of the tile that take a step, in the memory that ``native`` works on."""
     for part in update.parts(tile):
         into = part.start - tile.start
-        weights, grads = at.weights + into * formats.weights, at.grads + into * formats.grads
-        rule.apply(part.frozen, tile, part.start, part.stop, TileBytes(at.states, weights, grads), native)
+        of_part = at._replace(
+            weights=at.weights + into * formats.weights,
+            weights_before=at.weights_before + into * formats.weights,
+            grads=at.grads + into * formats.grads,
+        )
+        rule.apply(part.frozen, tile, part.start, part.stop, of_part, native)

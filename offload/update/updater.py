@@ -50,14 +50,12 @@ class _ConfirmedUpdate:
         assert states.address is not None
         return states.address
 
-    def bring_states(self, states: Home) -> None:
-        pass
-
     def weights_at_hand(self) -> bool:
         return self.homes.weights.address is not None
 
-    def weights(self) -> int | None:
-        return self.host.begin_update(self.update.unit)
+    def weights(self) -> tuple[int, int] | None:
+        address = self.host.begin_update(self.update.unit)
+        return address, address
 
     def write(self, states: StoredHome, address: int) -> Transfer:
         return states.write(address)

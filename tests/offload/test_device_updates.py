@@ -222,7 +222,7 @@ def send(updates: DeviceSide, memory: torch.Tensor) -> Trip:
     """Send the tile away and leave it as it is."""
     at = memory.data_ptr()
     return updates.begin(
-        UnitUpdate(SimpleNamespace(name="unit"), ()), TILE, TileBytes(at, weights=at + 10_000, grads=at + 12_000)
+        UnitUpdate(SimpleNamespace(name="unit"), ()), TILE, TileBytes.in_place(at, at + 10_000, at + 12_000)
     )
 
 

@@ -355,6 +355,38 @@ def test_threads_that_work_for_another_gpu_make_no_context_on_the_first_one(monk
     assert stand.cuda.contexts == {1}
 
 
+THREAD_LOCAL = 1
+"""``CU_STREAM_CAPTURE_MODE_THREAD_LOCAL``."""
+
+
+def test_a_graph_that_another_thread_captures_refuses_nothing_of_the_engine_s(stand: Stand, page: int) -> None:
+    device = stand.device()
+    stand.driver.capture(True)
+    with pytest.raises(RuntimeError, match="capturing"):
+        torch.cuda.Event().query()  # which is why
+    device.pin(page, 4096)
+    kernel = device.compute.kernel("sgd")  # compiled and loaded when it is launched first
+    kernel(kernels.Sweep([1.0, 0.0, 0.0], 0, 0, 0, 0, 0, 0, 0, [0, 0, 0], [0, 0, 0], 0, 0))
+    assert device.kernels_unsupported_reason() is None
+    event = device.to_host.record()
+    event.wait()
+    assert event.done()
+    modes: list[int] = []
+
+    class Watched(torch.UntypedStorage):
+        def resize_(self, nbytes: int) -> None:
+            modes.append(stand.driver.capture_mode)
+            super().resize_(nbytes)
+
+    storage = Watched(0)
+    device.allocate(storage, 64)
+    device.free(storage)
+    device.unpin(page)
+    assert modes[0] == THREAD_LOCAL
+    assert stand.driver.num_registered == 0
+    assert stand.driver.capture_mode == 0, "the thread's own captures are as they were"
+
+
 def test_a_stream_of_another_gpu_is_refused(stand: Stand) -> None:
     kernel = GpuPrograms(stand.driver.context(0), "12.8").on(stand.driver.stream(1)).kernel
     memory = torch.ones(8)

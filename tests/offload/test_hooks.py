@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from offload.model.hooks import Hooks
+from offload.model.own_writes import OwnWrites
 from swapper import StorageIOError
 
 
@@ -334,9 +335,25 @@ def test_a_backward_that_fails_leaves_its_unit_open_until_it_is_closed(close, br
 
 def test_reset_ends_a_backward_that_was_interrupted_before_it_was_noted():
     story = Story(chain("a", "b"), "a", "b")
-    story.units[1].in_backward = True
+    unit = story.units[1]
+    story.hooks._begin_use(unit)
+    unit.in_backward = True
     story.hooks.reset()
+    story.end_use(unit.spec)  # as ``Uses.reset`` does
+    assert story.told() == ["begin b", "end b"]
     assert story.train() == forward_of("a", "b") + backward_of("b", "a")
+
+
+def test_reset_looks_only_at_units_whose_use_may_have_been_interrupted(monkeypatch):
+    story = Story(chain("a", "b"), "a", "b")
+    looked: list[OwnWrites] = []
+    monkeypatch.setattr(OwnWrites, "put_back", lambda writes: looked.append(writes))
+    story.train()
+    story.hooks.reset()
+    assert looked == []
+    story.hooks._begin_use(story.units[1])
+    story.hooks.reset()
+    assert looked == [story.units[1].own_writes]
 
 
 def test_reset_ends_a_forward_that_was_interrupted():

@@ -154,16 +154,12 @@ class Task:
     def states_at(self, states: Resident) -> int | None:
         return states.address if self.beside is None else self.beside
 
-    def bring_states(self, states: Resident) -> None:
-        if self.beside is not None:
-            self._tell("bring states")
-
     def weights_at_hand(self) -> bool:
         return False
 
-    def weights(self) -> int:
+    def weights(self) -> tuple[int, int]:
         self._tell("weights")
-        return 500_000
+        return (500_000, 500_000) if self.beside is None else (510_000, 500_000)
 
     def write(self, states: Stored, address: int) -> Move:
         return states.write(address)
@@ -174,6 +170,8 @@ class Task:
 
 class Rule:
     """Tells which tile it updates. ``during`` is called meanwhile."""
+
+    writes_beside = True
 
     def __init__(self, disk: Disk) -> None:
         self.disk = disk
@@ -247,11 +245,14 @@ class Story:
         buffers = [buffer_at(index) for index in range(num_buffers)]
         alone = DeviceSide(self.rule, FORMATS, Meter(), LinkRates())
         self.device = alone if goes is None else Device(self.disk, self.rule, goes.split())
-        self.pipeline = Pipeline(buffers, self.rule, FORMATS, Meter(), self.device)
+        self.pipeline = Pipeline(buffers, self.rule, FORMATS, Meter(), self.device, self.copied)
 
     @property
     def events(self) -> list[tuple[object, ...]]:
         return self.disk.events
+
+    def copied(self, target: int, source: int, nbytes: int) -> None:
+        self.events.append(("copy", f"{nbytes} bytes to {target} from {source}"))
 
     def task(self, name: str, num_tiles: int, *, resident: bool = False, spilled: bool = False) -> Task:
         """A unit whose states are ``resident`` in RAM, or else on disk; its gradients are in RAM or ``spilled``."""
@@ -358,20 +359,32 @@ def test_as_many_tiles_as_there_are_other_buffers_are_in_flight_while_one_is_upd
     assert meanwhile == expected[num_buffers]
 
 
-def test_states_that_are_updated_beside_are_brought_there_just_before():
+@pytest.mark.parametrize(("writes_beside", "steps_to"), [(True, 200), (True, 150), (False, 200)])
+def test_an_update_beside_reads_the_old_bytes_and_copies_those_of_a_tile_that_is_not_written_in_whole(
+    writes_beside: bool, steps_to: int
+):
     story = Story(num_buffers=0)
+    story.rule.writes_beside = writes_beside
     task = story.task("a", 2, resident=True)
     task.beside = 210_000
+    task.update = UnitUpdate(task.update.unit, (Segment(0, 60, "one"), Segment(60, steps_to, "other")))
+    given = []
+    story.rule.apply = lambda frozen, tile, start, stop, at, native: given.append((start, stop, at))
     story.pipeline.run([task])
-    assert story.events == [
-        ("weights", "a"),
-        ("bring states", "a"),
-        ("apply", "a.0"),
-        ("bring states", "a"),
-        ("apply", "a.1"),
-        ("finish", "a"),
+    copied = [index for index in (0, 1) if not writes_beside or steps_to < 100 * (index + 1)]
+    assert [what for event, what, *_ in story.events if event == "copy"] == [
+        copy
+        for index in copied
+        for copy in (
+            f"{STATES_BYTES} bytes to 210000 from 200000",
+            f"200 bytes to {510_000 + 200 * index} from {500_000 + 200 * index}",
+        )
     ]
-    assert story.rule.states == [210_000, 210_000]
+    assert given == [
+        (start, stop, TileBytes(210_000, weights, 300_000 + 4 * start, *((210_000, weights) if copy else before)))
+        for start, stop, copy in ((0, 60, 0 in copied), (60, 100, 0 in copied), (100, steps_to, 1 in copied))
+        for weights, before in [(510_000 + 2 * start, (200_000, 500_000 + 2 * start))]
+    ]
 
 
 def test_tiles_resident_in_ram_use_no_buffer_and_need_none():
@@ -767,7 +780,7 @@ def test_segments_that_cross_tile_bounds_are_applied_part_by_part_at_their_addre
     tiles = [Tile(0, 100, 1), Tile(100, 200, 1), Tile(200, 300, 1)]
     rule, native = Recorder(), object()
     for index, tile in enumerate(tiles):
-        at = TileBytes(states=1000 * index, weights=10_000 * (index + 1), grads=100_000 * (index + 1))
+        at = TileBytes.in_place(1000 * index, 10_000 * (index + 1), 100_000 * (index + 1))
         apply(rule, FORMATS, update, tile, at, native)
     assert rule.calls == [
         ("p", tiles[0], 0, 10, 100, 10_020, 100_040, native),
@@ -789,7 +802,7 @@ def test_whatever_the_tiles_every_element_of_a_segment_is_updated_once_and_no_ot
         expected = [(element, segment.frozen) for segment in update.segments for element in range(*segment[:2])]
         rule, seen = Recorder(), []
         for tile in tiles:
-            apply(rule, FORMATS, update, tile, TileBytes(7, 2 * tile.start, 4 * tile.start))
+            apply(rule, FORMATS, update, tile, TileBytes.in_place(7, 2 * tile.start, 4 * tile.start))
         for frozen, tile, states, start, stop, weight, grad, native in rule.calls:
             assert tile.start <= start < stop <= tile.stop
             assert (states, weight, grad, native) == (7, 2 * start, 4 * start, kernels.on_host)

@@ -1,16 +1,23 @@
 """The report of a step: what it says to people, and the bound of a step whose updates had to wait."""
 
+import gc
+import sys
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
+from types import FrameType
 
 import pytest
+import torch
 from tiny import Tiny, batches, least_budget, loss_of
+from torch import nn
 
+import offload
 from offload import OffloadEngine, Report
 from offload.report.meter import Meter
 from offload.report.report import Bandwidths, DriveUse, ExpertUse, LinkRates
 from offload.report.reporter import Reporter
+from offload.report.trace import Span, Trace
 
 RATES = Bandwidths(read=100.0, write=100.0, q=1.0)
 
@@ -111,3 +118,42 @@ def test_a_report_is_read_by_people(tmp_path: Path):
     use = replace(report, experts=ExpertUse(10_000_000, 2_500_000))
     assert "experts: tokens were sent to 10.0 MB, 2.5 MB were read for it: 75% were there" in str(use).splitlines()
     assert "network: 2.5 MB from other ranks" in str(replace(report, network_bytes=2_500_000)).splitlines()
+
+
+def test_what_is_over_is_kept_as_values_that_are_no_work_for_the_collector():
+    trace = Trace()
+    gc.disable()  # it would find out by itself, and has done the work then
+    try:
+        before = len(gc.get_objects())
+        stops = [trace.over("compute", f"blocks.{index}", float(index)) for index in range(500)]
+        assert len(gc.get_objects()) - before < 50, "a small unit has three of them in each step"
+    finally:
+        gc.enable()
+    trace.end_step()
+    assert list(trace.last) == [Span("compute", f"blocks.{i}", float(i), stop) for i, stop in enumerate(stops)]
+
+
+def test_a_small_resident_unit_costs_a_bounded_number_of_calls(tmp_path: Path) -> None:
+    """Calls of the engine's functions in a step: a cost that no other load of the machine changes."""
+    package = str(Path(offload.__file__).parent)
+
+    def calls_of(num_units: int) -> int:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(num_units)))
+        num_calls = 0
+
+        def look(frame: FrameType, event: str, argument: object) -> None:
+            nonlocal num_calls
+            num_calls += event == "call" and frame.f_code.co_filename.startswith(package)
+
+        with OffloadEngine(model, nvme_path=tmp_path, host_memory="64MiB") as engine:
+            for profile in (None, None, look):
+                engine.synchronize()  # nothing is waited for in the step
+                sys.setprofile(profile)
+                try:
+                    engine.backward(engine(torch.ones(1, 4)).sum())
+                    engine.step()
+                finally:
+                    sys.setprofile(None)
+        return num_calls
+
+    assert (calls_of(14) - calls_of(4)) / 10 <= 200

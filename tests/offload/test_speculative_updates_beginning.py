@@ -50,7 +50,7 @@ def test_a_speculative_update_writes_beside_from_a_slot_that_it_borrows():
     assert [home.tile.start for home in task.tiles] == [0, 200]
     assert task.grads == room.homes[0].grads.address
     assert task.weights_at_hand() is False
-    assert task.weights() == 4096
+    assert task.weights() == (4096, 4096)
     assert task.write(task.tiles[1].states, 77) == "write beside of u0.2"
     task.finish()
     assert room.told() == [("hold", "u0"), ("lend slot", "u0"), ("write beside", "u0.2"), ("give back", "u0")]
@@ -97,3 +97,15 @@ def test_no_buffer_is_lent_while_a_step_is_under_way():
     (task,) = room.speculative.tasks()
     assert task.grads is None and task.loan is None
     assert room.told() == [("hold", "u0")]
+
+
+def test_the_unit_that_forward_needs_first_is_updated_first_unless_another_holds_what_compute_may_want():
+    room = Room(5, max_held=None, spilled=[3])
+    room.queue(4, 3, 2, 1)  # as backward goes
+    tasks = room.speculative.tasks()
+    assert [next(tasks).unit.name for _ in range(3)] == ["u3", "u1", "u2"]
+    room.queue(0)
+    assert [task.unit.name for task in tasks] == ["u0", "u4"]
+    holding = Room(3)
+    holding.queue(2, 1, 0)
+    assert [task.unit.name for task in holding.speculative.tasks()] == ["u2", "u1", "u0"]

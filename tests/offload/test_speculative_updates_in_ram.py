@@ -34,7 +34,7 @@ from offload.testing.simulated import SimulatedDevice
 from offload.tiers.home import SpareHostHome, UnitHomes
 from offload.tiers.weights.host import HostLevel
 from offload.tiers.weights.shadow import SpareWeights
-from offload.units import UnitSpec
+from offload.units import Tile, UnitSpec
 from offload.waiting import Failure
 from swapper import Lease
 
@@ -70,34 +70,36 @@ def memory() -> Iterator[tuple[int, int]]:
 
 
 def with_weights(first: int, second: int) -> tuple[UnitSpec, UnitHomes, HostLevel, SpareWeights]:
-    unit = UnitSpec(0, "u", (), (), 1, 1, 0)
+    unit = UnitSpec(0, "u", (), (), 4, 4, 0)
     homes = UnitHomes(SpareHostHome(Lease(first, 4), Lease(second, 4)), None, [])
     host = HostLevel([unit], [homes], [], 0, Failure(), Meter(), prefetch=False)
     return unit, homes, host, SpareWeights(host.cache, [homes], ctypes.memmove)
 
 
-def test_weights_in_ram_are_changed_beside_and_are_the_unit_s_when_they_are_flipped(memory: tuple[int, int]):
+def test_weights_in_ram_are_written_beside_and_are_the_unit_s_when_they_are_flipped(memory: tuple[int, int]):
     first, second = memory
     unit, homes, host, spare = with_weights(first, second)
     assert homes.have_spares and spare.hold(unit)
-    place = spare.lend(unit, lambda: True)
-    assert place is not None and place.address == second and words(second) == [1, 2, 3, 4]
-    ctypes.memset(place.address, 7, 2)
+    place = spare.lend(unit, [Tile(0, 1, 8), Tile(2, 3, 8)], lambda: True)
+    assert place is not None and (place.address, place.before) == (second, first)
+    assert words(second) == [9, 2, 9, 4], "what is not written is there"
+    ctypes.memset(second, 7, 1)
+    ctypes.memset(second + 2, 7, 1)
     spare.give_back(unit, place)
     assert host.pin(unit).place.address == first and words(first) == [1, 2, 3, 4]
     host.begin_updates([unit])
     spare.flip(unit)
     assert not host.fence.is_pending(unit), "whoever waits for the unit's update goes on"
-    assert host.pin(unit).place.address == second and words(second) == [7, 7, 3, 4]
+    assert host.pin(unit).place.address == second and words(second) == [7, 2, 7, 4]
     assert host.begin_update(unit) == second, "the next step's update finds it there"
-    again = spare.lend(unit, lambda: True)
-    assert again is not None and again.address == first and words(first) == [7, 7, 3, 4]
+    again = spare.lend(unit, [], lambda: True)
+    assert again is not None and (again.address, again.before) == (first, second) and words(first) == [7, 2, 7, 4]
 
 
 def test_weights_that_nobody_wants_any_more_are_not_copied(memory: tuple[int, int]):
     first, second = memory
     unit, _, host, spare = with_weights(first, second)
-    assert spare.lend(unit, lambda: False) is None and words(second) == [9, 9, 9, 9]
+    assert spare.lend(unit, [], lambda: False) is None and words(second) == [9, 9, 9, 9]
     spare.forget(unit)
     assert host.pin(unit).place.address == first
 

@@ -10,7 +10,7 @@ import torch
 from tiny import Block, Tiny, batches
 from torch import nn
 
-from offload import ConfigError, OffloadEngine, cross_entropy_in_tiles, in_tiles
+from offload import ConfigError, OffloadEngine, attention_in_tiles, cross_entropy_in_tiles, in_tiles
 
 
 class Largest:
@@ -71,6 +71,57 @@ def test_an_mlp_in_tiles_has_the_values_and_gradients_of_the_whole_and_saves_no_
     assert torch.equal(block(x), expected)
 
 
+class Attention(nn.Module):
+    """As those of transformers: four heads of queries, two of keys and values."""
+
+    head_dim = 8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(32, n) for n in (32, 16, 16, 32))
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, hidden_states: torch.Tensor, turned: tuple[torch.Tensor, ...], cache: Any = None) -> Any:
+        query, key, value = (
+            project(hidden_states).unflatten(-1, (-1, 8)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = self.norm(query) + turned[0], (key + turned[0]).repeat_interleave(2, 1)
+        value = value.repeat_interleave(2, 1)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2)), None if cache is None else query
+
+
+def test_an_attention_in_tiles_has_the_values_and_gradients_of_the_whole_and_queries_of_one_tile_at_a_time():
+    torch.manual_seed(0)
+    attention, x = Attention(), torch.randn(2, 40, 32, requires_grad=True)
+    given = {"hidden_states": x, "turned": (torch.randn(40, 8),)}
+    expected = attention(**given)[0]
+    expected.square().sum().backward()
+    whole = [x.grad, *(parameter.grad for parameter in attention.parameters())]
+    x.grad = None
+    attention.zero_grad()
+    undo = attention_in_tiles(attention, tiles=2)
+    widths: list[int] = []
+    attention.q_proj.register_forward_hook(lambda module, args, output: widths.append(output.shape[-1]))
+    found, others = attention(**given)
+    assert (widths, others) == ([16, 16], None)
+    found.square().sum().backward()
+    assert widths == [16] * 4
+    torch.testing.assert_close(found, expected)
+    for value, other in zip([x.grad, *(each.grad for each in attention.parameters())], whole, strict=True):
+        torch.testing.assert_close(value, other)
+    with torch.no_grad():
+        assert torch.equal(attention(**given, cache=[])[0], expected)
+    with pytest.raises(ConfigError, match=r"is given a Generator, which each tile would change for the next one"):
+        attention(**given, cache=torch.Generator())
+    with pytest.raises(ConfigError, match=r"Attention gives more than one tensor"):
+        attention(**given, cache=1)
+    undo()
+    assert torch.equal(attention(**given)[0], expected)
+    assert "forward" not in vars(attention)
+
+
 @pytest.mark.parametrize(
     "mode", [{}, {"activations": "recompute"}, {"activations": "nvme", "activation_memory": "64KiB"}], ids=str
 )
@@ -120,6 +171,10 @@ def test_what_does_not_fit_is_one_error():
         cross_entropy_in_tiles(nn.Linear(8, 9), hidden, targets.flatten())
     with pytest.raises(ConfigError, match="rows: expected a positive number, got 0"):
         in_tiles(nn.Linear(8, 9), rows=0)
+    with pytest.raises(ConfigError, match=r"tiles=4 do not divide the 2 heads of k_proj. Take a divisor of 2"):
+        attention_in_tiles(Attention(), tiles=4)
+    with pytest.raises(ConfigError, match=r"no linear layer 'qkv'. Those that it has: q_proj, k_proj, v_proj, o_proj"):
+        attention_in_tiles(Attention(), tiles=2, inputs=["qkv"])
 
 
 def test_a_head_that_the_engine_cuts_into_pieces_gives_the_loss_in_tiles():

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
-
 import pytest
 
 from offload.predict.schedule import Places, Steps, UnitWork, step_seconds
-from offload.predict.simulator import Job, Played, Shares, Task
+from offload.predict.simulator import Job, Played, Row, Shares, Task
 
 
 def ends(tasks: list[Task], jobs: list[Job], shares: Shares) -> list[float]:
-    return Played(tasks, [deque(jobs)], shares).ends
+    return Played(tasks, [Row(jobs)], shares).ends
 
 
 def test_a_transfer_slows_compute_down_by_what_it_takes_of_the_cores():

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "beside.h"
 #include "dispatch.h"
 #include "pool.h"
 
@@ -57,12 +58,21 @@ void define_update(py::module_& m, const char* name, Update<Rule> Table::*kernel
   m.def(name, [kernel](const Constants& constants, std::size_t numel, Address grad, int grad_dtype, Address weight,
                        Address rest, Address master, int weight_format,
                        const Addresses& states, const Addresses& scales, int state_dtype, std::uint32_t seed,
-                       std::size_t num_threads) {
+                       std::ptrdiff_t weight_shift, std::ptrdiff_t states_shift, std::size_t num_threads) {
     const Arrays arrays = make_arrays(grad, grad_dtype, weight, rest, master, weight_format, states, scales,
                                       state_dtype, seed);
     const auto rule = std::bit_cast<Rule>(constants);
     const auto run = table_in_use().*kernel;
-    for_blocks(numel, num_threads, [&](std::size_t begin, std::size_t end) { run(rule, arrays, begin, end); });
+    const Shifts shifts{weight_shift, states_shift};
+    for_blocks(numel, num_threads, [&](std::size_t begin, std::size_t end) {
+      if (!shifts) return run(rule, arrays, begin, end);
+      for (; begin < end; begin += Piece::kElements) {
+        const std::size_t stop = std::min(begin + Piece::kElements, end);
+        const Piece piece(arrays, shifts, begin, stop);
+        run(rule, piece.arrays(), 0, stop - begin);
+        piece.send();
+      }
+    });
   });
 }
 

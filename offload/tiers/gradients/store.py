@@ -20,7 +20,7 @@ from offload.units import ParameterSpec, UnitSpec
 from swapper import OffloadError
 
 
-@dataclass
+@dataclass(slots=True)
 class Gradient:
     """A parameter's gradient for the coming step, without its elements."""
 

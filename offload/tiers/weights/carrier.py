@@ -24,6 +24,11 @@ class HostBuffer:
     def address(self) -> int:
         return self._memory.address
 
+    @property
+    def before(self) -> int:
+        """Address of the weights that an update makes those in the buffer of."""
+        return self.address
+
     def leave(self, spares: list[Lease | aio_ext.Memory]) -> Callable[[], None]:
         """Go on in other memory, with the same bytes: in one of the ``spares``, or beyond the plan. The memory that was
         here is one of the spares from the call that is returned on."""

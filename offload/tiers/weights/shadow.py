@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from offload.tiers.home import Transfer, UnitHomes
+from offload.tiers.home import Home, Transfer, UnitHomes
 from offload.tiers.weights.cache import WeightCache
 from offload.tiers.weights.carrier import HostBuffer
 from offload.tiers.weights.pin import Pin, Purpose, UnitState
-from offload.units import UnitSpec
+from offload.units import Tile, UnitSpec
 from swapper import Lease
 
 
@@ -19,6 +19,18 @@ class Slot(HostBuffer):
 
     write: Transfer | None = None
     """The last transfer from it, while it is free."""
+
+
+class SpareBuffer(HostBuffer):
+    """The spare place of weights in host memory."""
+
+    def __init__(self, place: Lease, before: int) -> None:
+        super().__init__(place)
+        self._before = before
+
+    @property
+    def before(self) -> int:
+        return self._before
 
 
 class Shadow(Protocol):
@@ -33,9 +45,9 @@ class Shadow(Protocol):
     def bring(self, unit: UnitSpec) -> None:
         """Have the weights of a unit that is not held in host memory."""
 
-    def lend(self, unit: UnitSpec, wanted: Callable[[], bool]) -> HostBuffer | None:
-        """Memory with the unit's weights, to be changed beside what others see of them. None if that is not ``wanted``
-        any more."""
+    def lend(self, unit: UnitSpec, written: Sequence[Tile], wanted: Callable[[], bool]) -> HostBuffer | None:
+        """Memory for the unit's new weights, beside what others see of them. It has all but those of the tiles that
+        are to be ``written``, which are made of what is at ``before``. None if that is not ``wanted`` any more."""
 
     def give_back(self, unit: UnitSpec, buffer: Any) -> None:
         """The weights in it are the new ones."""
@@ -67,12 +79,16 @@ class SpareWeights:
     def bring(self, unit: UnitSpec) -> None:
         pass
 
-    def lend(self, unit: UnitSpec, wanted: Callable[[], bool]) -> HostBuffer | None:
+    def lend(self, unit: UnitSpec, written: Sequence[Tile], wanted: Callable[[], bool]) -> HostBuffer | None:
         home = self._homes[unit.index].weights
         if not wanted() or home.address is None or home.spare_address is None:
             return None
-        self._copy(home.spare_address, home.address, home.nbytes)
-        return HostBuffer(Lease(home.spare_address, home.nbytes))
+        element, start = home.nbytes // unit.numel, 0
+        for tile in written:
+            self._copy_between(home, start, tile.start * element)
+            start = tile.stop * element
+        self._copy_between(home, start, home.nbytes)
+        return SpareBuffer(Lease(home.spare_address, home.nbytes), home.address)
 
     def give_back(self, unit: UnitSpec, buffer: HostBuffer) -> None:
         pass
@@ -84,6 +100,11 @@ class SpareWeights:
 
     def forget(self, unit: UnitSpec) -> None:
         pass
+
+    def _copy_between(self, home: Home, start: int, stop: int) -> None:
+        assert home.address is not None and home.spare_address is not None
+        if start < stop:
+            self._copy(home.spare_address + start, home.address + start, stop - start)
 
 
 class ShadowSlots:
@@ -112,7 +133,7 @@ class ShadowSlots:
         that backward is done with, so that nothing is waited for which this backward still needs."""
         self._pins[unit.index].take()
 
-    def lend(self, unit: UnitSpec, wanted: Callable[[], bool]) -> Slot | None:
+    def lend(self, unit: UnitSpec, written: Sequence[Tile], wanted: Callable[[], bool]) -> Slot | None:
         """The slot of a unit that is held, once nothing else uses it. The unit itself is absent from now on.
 
         None if it is not ``wanted`` any more: the thread that says so may be the one that uses the unit. It is held no
