@@ -49,6 +49,7 @@ def played(seed: int) -> list[float]:
         unit_seconds=1e-4,
         record_seconds=1e-4,
     )
+    machine = replace(machine, cores=replace(machine.cores, gradients=machine.update))
     least = least_host_bytes(model, machine, workload)
     room = 16 * model.num_parameters - least
     budgets = [least + room * part // (_BUDGETS - 1) for part in range(_BUDGETS)]
