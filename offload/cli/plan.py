@@ -10,12 +10,13 @@ from typer import Argument, Option
 
 from offload.cli.console import Json
 from offload.cli.plan_asked import Asked
-from offload.native_optimizers import NATIVE_OPTIMIZERS
+from offload.native_optimizers import MATRIX_DEFAULTS, NATIVE_OPTIMIZERS
 
 if TYPE_CHECKING:
     _Optimizer = str
 else:
-    _Optimizer = Literal[tuple(NATIVE_OPTIMIZERS)]
+    _names = (*NATIVE_OPTIMIZERS, *MATRIX_DEFAULTS)
+    _Optimizer = Literal[_names]
 
 
 # fmt: off

@@ -57,6 +57,9 @@ class KernelRule(LooseStates):
         if self._first_value and moments == "int8":
             raise ConfigError("initial_accumulator_value needs moments_dtype fp32 or bf16, not int8")
 
+    def products(self, unit: UnitSpec) -> float:
+        return 0.0
+
     def tiles_of(self, unit: UnitSpec, tile_bytes: int) -> tuple[Tile, ...]:
         step = max(tile_bytes // max(self._nbytes(GRAIN), 1), 1) * GRAIN if self._nbytes(GRAIN) else unit.numel
         starts = range(0, unit.trainable_numel, step)

@@ -19,7 +19,7 @@ from offload.optim.matrix_steps import AdamW, Algorithm, Arrays, Lamb, Muon, Ste
 from offload.optim.moments import copy_moments, is_in_codes, num_blocks, scale_name
 from offload.optim.rule import Group, SteppingParameter, TileBytes
 from offload.optim.whole_parameters import Schema, WholeParameters
-from offload.units import ParameterSpec, Tile
+from offload.units import ParameterSpec, Tile, UnitSpec
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,9 @@ class MatrixRule(LooseStates, WholeParameters):
     @property
     def identity(self) -> dict[str, Any]:
         return {"optimizer": self._name, "moments": self._moments}
+
+    def products(self, unit: UnitSpec) -> float:
+        return sum(self._algorithms[spec].products(spec.shape) for spec in unit.trainable)
 
     def begin_step(self, stepping: Mapping[ParameterSpec, SteppingParameter]) -> None:
         pass

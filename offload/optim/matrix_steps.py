@@ -13,7 +13,7 @@ import torch
 from offload import kernels
 from offload.dtypes import kernel_dtype
 from offload.memory import tensor_at
-from offload.native_optimizers import NATIVE_OPTIMIZERS, AdamCoef, Coef
+from offload.native_optimizers import MATRIX_DEFAULTS, NATIVE_OPTIMIZERS, AdamCoef, Coef
 from offload.optim.formats import Formats
 from offload.optim.kernel_rule import DTYPES
 from offload.optim.moments import copy_moments, read_moments
@@ -108,6 +108,10 @@ class Algorithm(ABC):
     def temporary_bytes(self, shape: torch.Size, moments: str) -> int:
         """Host memory that a step takes for itself."""
 
+    def products(self, shape: torch.Size) -> float:
+        """FLOP of products of matrices in a step, with the options' defaults."""
+        return 0.0
+
 
 @dataclass(frozen=True)
 class _Elements(Step):
@@ -194,6 +198,10 @@ class Muon(Algorithm):
     def temporary_bytes(self, shape: torch.Size, moments: str) -> int:
         before = 6 if moments == "fp32" else 10
         return max(before * shape.numel(), 4 * shape.numel() + 4 * min(shape) ** 2)
+
+    def products(self, shape: torch.Size) -> float:
+        less, more = sorted(shape)
+        return float(MATRIX_DEFAULTS["muon"]["ns_steps"] * 2 * less**2 * (2 * more + less))
 
 
 @dataclass(frozen=True, kw_only=True)

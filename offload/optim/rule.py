@@ -122,6 +122,9 @@ class Rule(TileLayout, Protocol):
     writes_beside: bool
     """``apply`` can write elsewhere than it reads: all elements from ``start`` to ``stop``, and no others."""
 
+    def products(self, unit: UnitSpec) -> float:
+        """FLOP of products of matrices that a step of the unit takes, as far as it is known."""
+
     def tile_between(self, unit: UnitSpec, start: int, stop: int) -> Tile:
         """A tile of the unit's elements ``[start, stop)``, whatever ``tiles_of`` has cut."""
 

@@ -24,7 +24,7 @@ from offload.optim.shared_state import SharedState, cannot, is_data, same
 from offload.optim.trial import check_kinds, try_alone
 from offload.optim.twin import SIDE, Kind, Representatives, Twin, as_when_training, without_compiling
 from offload.optim.whole_parameters import Record, Schema, WholeParameters
-from offload.units import ParameterSpec, Tile
+from offload.units import ParameterSpec, Tile, UnitSpec
 from swapper import OffloadError
 
 _KINDS_MAX = 3
@@ -97,6 +97,9 @@ class TorchRule(WholeParameters):
         """States of parameters of a shape in a group: by what else tells them apart."""
         self._loose: dict[ParameterSpec, dict[str, Any]] = {}
         """Of each parameter that has taken a step: its states that lie in no tile."""
+
+    def products(self, unit: UnitSpec) -> float:
+        return 0.0
 
     @property
     def identity(self) -> dict[str, Any]:

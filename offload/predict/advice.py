@@ -79,11 +79,15 @@ def ways(prediction: Prediction) -> list[Way]:
     return found
 
 
+def _has_states(optimizer: str) -> bool:
+    return optimizer not in NATIVE_OPTIMIZERS or bool(NATIVE_OPTIMIZERS[optimizer].states)
+
+
 def _changes(machine: Machine, workload: Workload) -> Iterator[tuple[str, Machine, Workload]]:
     yield "twice the host memory", replace(machine, host_bytes=2 * machine.host_bytes), workload
     if machine.nvme is not None:
         yield "a second SSD for each one", with_second_drive(machine), workload
-    if workload.moments_dtype != "int8" and NATIVE_OPTIMIZERS[workload.optimizer].states:
+    if workload.moments_dtype != "int8" and _has_states(workload.optimizer):
         yield "moments in 8 bits (inexact)", machine, replace(workload, moments_dtype="int8")
     for mode in modes_of(machine):
         if mode != workload.activations:

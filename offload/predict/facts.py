@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from offload.optim.choose import takes_elements
 from offload.predict.advice import Advice, Way
 from offload.predict.best_batches import BestBatch
 from offload.predict.endurance import Endurance
@@ -67,6 +68,9 @@ def _of_model(prediction: Prediction) -> Iterator[str]:
         yield f"activations: {counted}, since the model's forward cannot be followed without memory ({kept.reason})"
     else:
         yield f"activations: {counted}, counted in the model's forward, with attention that keeps no matrix"
+    if not takes_elements(workload.optimizer):
+        reach = f"reach {prediction.machine.products / 1e9:,.0f} GFLOPS in products (--cores)"
+        yield f"{workload.optimizer} looks at whole matrices, on the CPU, whose cores {reach}"
     if model.active < 1:
         yield "each expert moves by itself, and a step sends tokens to all of them"
 

@@ -26,6 +26,8 @@ CORE_UPDATE = 30e9
 CORE_BESIDE = 10e9
 """The same where the new numbers go beside the old ones: 26 bytes a parameter in 2.6 ns, as ``docs/kernels.md`` has
 measured it. Where memory is the limit it takes no longer than in place: as many bytes pass."""
+CORE_PRODUCTS = 100e9
+"""FLOP/s of one core in products of matrices, which updates of whole matrices take; here one reaches 130e9 in fp32."""
 
 UNKNOWN_CAPACITY = 1 << 50
 """Bytes of a drive of which only the rate was given."""
@@ -93,10 +95,17 @@ class Machine:
     device: DeviceMachine = CPU
     network: Network = ALONE
     beside: float = math.inf
+    update_cores: float = 1.0
+    """Where a device computes, cores of the CPU that updates get."""
     beside_bytes: float = math.inf
     """Host memory beside the engine's, where the CPU computes: for activations."""
     assumptions: tuple[str, ...] = ()
     """Assumptions about what was not measured or given, in words."""
+
+    @property
+    def products(self) -> float:
+        """FLOP/s that products of matrices in updates get of the CPU."""
+        return CORE_PRODUCTS * self.update_cores if self.device.computes else self.cores.blocks
 
     @property
     def num_ranks(self) -> int:
@@ -180,6 +189,7 @@ def described(
         cores=Cores(compute, compute),
         update=update / gpus,
         beside=min(memory_bandwidth, updating * CORE_BESIDE) / gpus,
+        update_cores=updating / gpus,
         checksum=25e9,
         unit_seconds=1e-4,
         record_seconds=1e-3,

@@ -78,10 +78,11 @@ class Model:
         """The model with adapters over a frozen base of this format. Raises ``ConfigError``."""
         return replace(self, module=adapted(self.module, lora), base=base)
 
-    def units(self, dtype: torch.dtype, num_ranks: int = 1) -> list[UnitSpec]:
-        """As the engine finds them where an optimizer with a kernel trains, to be divided among ranks."""
+    def units(self, dtype: torch.dtype, num_ranks: int = 1, *, in_pieces: bool = True) -> list[UnitSpec]:
+        """As the engine finds them, to be divided among ranks. ``in_pieces``: the optimizer takes elements one by
+        one."""
         trained = tuple(parameter.requires_grad for parameter in self.module.parameters())
-        units = list(_units(self.module, self.base, dtype, num_ranks, trained))
+        units = list(_units(self.module, self.base, dtype, num_ranks, trained, in_pieces))
         if not units:
             raise ConfigError(f"{self.name} has no floating-point parameters: there is nothing to offload")
         return units
@@ -107,10 +108,10 @@ class Model:
 
 @functools.lru_cache(maxsize=8)
 def _units(
-    module: nn.Module, base: Base, dtype: torch.dtype, num_ranks: int, trained: tuple[bool, ...]
+    module: nn.Module, base: Base, dtype: torch.dtype, num_ranks: int, trained: tuple[bool, ...], in_pieces: bool
 ) -> tuple[UnitSpec, ...]:
     """``trained`` says of each parameter whether it is, so that what was found before it was frozen is found anew."""
-    units = find_units(module, in_pieces=True, dtype=dtype, num_ranks=num_ranks, most_experts=MOST_EXPERTS)
+    units = find_units(module, in_pieces=in_pieces, dtype=dtype, num_ranks=num_ranks, most_experts=MOST_EXPERTS)
     return tuple(of_base(units, module, base, dtype, num_ranks) if base.bits else units)
 
 

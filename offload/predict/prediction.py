@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from offload.config import OffloadConfig
-from offload.errors import BudgetError
-from offload.optim.choose import OptimizerChoice, choose
+from offload.errors import BudgetError, ConfigError
+from offload.optim.choose import OptimizerChoice, choose, takes_elements
 from offload.optim.formats import DEFAULT_TILE_BYTES, Formats
 from offload.optim.rule import Rule
 from offload.plan.device import GOLDEN, MARGIN
@@ -141,7 +141,7 @@ def predict(model: Model, machine: Machine, workload: Workload) -> Prediction:
         return replace(prediction, shortage=found)
     case, plan = found
     places = places_of(plan)
-    works = works_of(model, machine, workload, case.whole, plan, activations)
+    works = works_of(model, machine, workload, case.whole, plan, activations, case.products)
     read, written = nvme_bytes(plan, places, workload, activations)
     links = link_seconds(machine, workload, plan, places, works, read, written)
     received = receiving_seconds(machine, workload, plan, places, case.whole)
@@ -236,6 +236,10 @@ class _Case:
     ranks: RanksPlan
     kept_bytes: int
 
+    def products(self, unit: UnitSpec) -> float:
+        """FLOP of the products that the unit's update takes."""
+        return 0.0 if self.choice is None else self.choice.rule.products(unit)
+
     def plan(self, room: Room | None = None) -> Plan:
         """The rank's plan, in another room if one is given. Raises ``BudgetError``."""
         return plan_within(self.config, self.shards, self.choice, self.room if room is None else room, self.ranks)
@@ -274,7 +278,12 @@ def _placed(
 def _cases(model: Model, machine: Machine, workload: Workload, activations: ActivationBytes) -> Iterator[_Case]:
     """One for each placement that may be taken, in the order in which the engine tries them; one for a single rank."""
     count = machine.num_ranks
-    whole = model.units(workload.dtype, count)
+    by_elements = takes_elements(workload.optimizer)
+    if count > 1 and not by_elements:
+        raise ConfigError(
+            f"--optimizer {workload.optimizer} looks at whole matrices, and {count} ranks hold parts of them: plan one"
+        )
+    whole = model.units(workload.dtype, count, in_pieces=by_elements)
     shards = [shard_unit(unit, 0, count) for unit in whole]
     config = replace(workload.config(), device_memory="auto")
     if activations.memory:  # what is set aside is the same for both, and there is no path here
@@ -313,7 +322,8 @@ class _Bundles:
 
     def __init__(self, rule: Rule, size: int) -> None:
         self.repeatable, self.device_unsupported_reason = rule.repeatable, rule.device_unsupported_reason
-        self.temporary_bytes, self.replayable = rule.temporary_bytes, rule.replayable
+        self.temporary_bytes, self.products = rule.temporary_bytes, rule.products
+        self.replayable = rule.replayable
         self._rule, self._size = rule, size
 
     def tiles_of(self, unit: UnitSpec, tile_bytes: int) -> tuple[Tile, ...]:

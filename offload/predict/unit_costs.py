@@ -3,7 +3,7 @@ takes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from offload.optim.formats import Formats
@@ -61,8 +61,10 @@ def works_of(
     whole: Sequence[UnitSpec],
     plan: Plan,
     activations: ActivationBytes,
+    products: Callable[[UnitSpec], float],
 ) -> list[UnitWork]:
-    """The seconds of every unit. ``whole`` are those of which the plan has a rank's shards."""
+    """The seconds of every unit. ``whole`` are those of which the plan has a rank's shards; ``products`` are FLOP of a
+    unit's update."""
     formats, network, drive = plan.formats, machine.network, _Drive(machine, plan, workload, activations)
     compute = compute_seconds(model, machine, workload, whole)
     keeping = _kept(model, machine, whole, activations, drive)
@@ -82,7 +84,8 @@ def works_of(
                 backward=backward + own.backward(item, unit, uses) + share * copying,
                 fetch=drive.seconds(one.weights),
                 update=drive.seconds(one.weights + one.states, one.trained + one.states),
-                sweep=one.in_memory / machine.update + own.update(item), spill=drive.seconds(0, one.grads),
+                sweep=one.in_memory / machine.update + products(item.unit) / machine.products + own.update(item),
+                spill=drive.seconds(0, one.grads),
                 late=drive.seconds(one.grads),
                 to_device=to_device, to_device_again=to_device * (1 - stays), to_host=to_host,
                 gather=network.gather_seconds(unit.numel * formats.weights),

@@ -13,7 +13,7 @@ import torch
 from published_systems import ROWS
 from tiny import Tiny
 
-from offload import OffloadConfig, OffloadEngine
+from offload import ConfigError, OffloadConfig, OffloadEngine
 from offload.optim.choose import choose
 from offload.optim.formats import Formats
 from offload.plan.plan import Plan, Tier
@@ -401,3 +401,32 @@ def test_the_page_has_the_published_steps_with_their_deviations():
         replay = f"{row.measured:g} | {row.replayed:.3g} | {row.deviation:+.0%}"
         line = f"| {row.system.name} | {row.parameters / 1e9:g} | {replay} |"
         assert line in page, line
+
+
+def test_optimizers_of_whole_matrices_are_planned_with_the_bytes_that_the_engine_has_for_them(tmp_path: Path):
+    def bytes_of(optimizer: str) -> int:
+        found = predict(model, here(1 << 30), replace(SMALL, optimizer=optimizer))
+        assert found.plan is not None
+        with OffloadEngine(Tiny(64), optimizer=optimizer, nvme_path=tmp_path, host_memory="64MiB") as engine:
+            assert sum(engine.plan.memory["states"].values()) == sum(found.plan.memory["states"].values())
+        return sum(found.plan.memory["states"].values())
+
+    model = Model("tiny", Tiny(64), 4, 64, 64, 256)
+    states = {name: bytes_of(name) for name in ("adamw", "lamb", "muon")}
+    assert states["muon"] < 0.75 * states["lamb"] < states["adamw"]
+
+
+def test_the_products_of_muon_take_time_of_the_cpu():
+    model, workload = from_count(10**9), Workload(optimizer="muon")
+    machine = described("4090", host_bytes=64 << 30, cores=9)
+    found, plain = predict(model, machine, workload), predict(model, machine, replace(workload, optimizer="lamb"))
+    shapes = [p.shape for name, p in model.module.named_parameters() if p.dim() == 2 and name.startswith("layers")]
+    flops = sum(5 * 2 * min(shape) ** 2 * (2 * max(shape) + min(shape)) for shape in shapes)
+    assert found.links["CPU updates"] == pytest.approx(plain.links["CPU updates"] + flops / 8e11, rel=0.2)
+    assert any("800 GFLOPS" in line for line in facts_of(found, None, [], Endurance.of(found, 10**15))["assumptions"])
+
+
+def test_ranks_do_not_plan_an_optimizer_of_whole_matrices():
+    machine = described("h100", host_bytes=1 << 40, gpus=8)
+    with pytest.raises(ConfigError, match="looks at whole matrices, and 8 ranks hold parts"):
+        predict(from_count(10**9), machine, Workload(optimizer="muon"))
