@@ -176,7 +176,7 @@ def described(
         assumptions.append(_of_ranks(found, joined))
     if memory_bandwidth is None:
         memory_bandwidth = DESKTOP_MEMORY if found.desktop and gpus == 1 else SERVER_MEMORY
-    update, assumption = _of_updates(memory_bandwidth, cores, gpus)
+    update, updating, assumption = _of_updates(memory_bandwidth, cores, gpus)
     assumptions.append(assumption)
     if drives:
         assumptions += _of_drives(drives, sustained_write)
@@ -199,14 +199,18 @@ def described(
     )
 
 
-def _of_updates(memory_bandwidth: float, cores: float | None, gpus: int) -> tuple[float, str]:
-    """Bytes a second that updates on a node's CPU get, and the assumption in words."""
+def _of_updates(memory_bandwidth: float, cores: float | None, gpus: int) -> tuple[float, float, str]:
+    """Bytes a second and cores that updates on a node's CPU get, and the assumption in words."""
     enough = math.ceil(memory_bandwidth / CORE_UPDATE)
     updating = enough if cores is None else max(cores - gpus, 1)  # of each GPU one core sees to it
     update = min(memory_bandwidth, updating * CORE_UPDATE)
-    return update, (
-        f"updates on the CPU get {update / 1e9:,.0f} of {memory_bandwidth / 1e9:,.0f} GB/s of a node's memory "
-        f"bandwidth, which takes {enough} cores beside one for each GPU (--memory-bandwidth, --cores)"
+    return (
+        update,
+        updating,
+        (
+            f"updates on the CPU get {update / 1e9:,.0f} of {memory_bandwidth / 1e9:,.0f} GB/s of a node's memory "
+            f"bandwidth, which takes {enough} cores beside one for each GPU (--memory-bandwidth, --cores)"
+        ),
     )
 
 

@@ -111,7 +111,7 @@ def step_seconds(works: Sequence[UnitWork], places: Places, steps: Steps, shares
 def bound_seconds(works: Sequence[UnitWork], places: Places, micro_batches: int, *, clipped: bool) -> float:
     """Seconds that no order of the same work is faster than, where it is all a step does: forward and backward, each by
     itself. See "The bound of the schedule" in ``docs/plan.md``."""
-    forward, backward = (sum(seconds) for seconds in zip(*((one.forward, one.backward) for one in works), strict=True))
+    forward, backward = sum(one.forward for one in works), sum(one.backward for one in works)
     copies = [work.to_device for work in works if work.to_device]
     ahead = sum(sorted(copies, reverse=True)[: places.windows])
     first = max(forward, sum(copies) - ahead, sum(work.sweep for work in works) if clipped else 0.0)

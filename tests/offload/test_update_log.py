@@ -222,7 +222,8 @@ def test_records_are_read_as_they_are_after_all_logged_updates(
         assert one is not None
         updates.append(one)
         for tile, of_tile in zip(tiles, states, strict=True):
-            at = TileBytes(of_tile.data_ptr(), weights[tile.start :].data_ptr(), grads[tile.start :].data_ptr())
+            addresses = (of_tile.data_ptr(), weights[tile.start :].data_ptr(), grads[tile.start :].data_ptr())
+            at = TileBytes.in_place(*addresses)
             apply(rule, formats, UnitUpdate(spec, segments), tile, at)
     optimizer = {"optimizer": "adamw", "states": ["exp_avg", "exp_avg_sq"], "moments": moments}
     run = {"gradient_dtype": gradients, "gradients": {}}

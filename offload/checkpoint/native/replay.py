@@ -132,7 +132,7 @@ class Replayed:
         for (logged_update, update), address in zip(logged.updates, addresses, strict=True):
             first = tiles[number - number % logged_update.num_tiles]
             grads = address + (tile.start - first.start) * self._formats.grads
-            apply(self._rule, self._formats, update, tile, TileBytes(states, weights, grads))
+            apply(self._rule, self._formats, update, tile, TileBytes.in_place(states, weights, grads))
 
 
 class _Room:
