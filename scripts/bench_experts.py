@@ -16,6 +16,7 @@ import os
 import resource
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import peft
 import torch
 import transformers
 import xxhash
+from _cgroups import memory_limit
 from bench_frozen_base import moved, sweep
 from safetensors.torch import save_file
 from transformers.initialization import no_init_weights
@@ -105,6 +107,11 @@ def on_drive(folder: Path) -> tuple[int, int]:
     return 512 * int(fields[2]), 512 * int(fields[6])
 
 
+def resident_bytes() -> int:
+    """Memory of the process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def refuses_change(engine: OffloadEngine, folder: Path, batch: torch.Tensor) -> str:
     """What a forward says when a byte of the last shard is another one meanwhile."""
     shard = sorted(folder.glob("*.safetensors"))[-1]
@@ -130,18 +137,20 @@ def train(arguments: argparse.Namespace) -> None:
     base_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     sweep_s = sweep(folder)
     print(f"base: {base_bytes / 1e9:.3f} GB; a sweep of it: {sweep_s:.2f} s, {base_bytes / sweep_s / 1e9:.2f} GB/s")
-    if arguments.cgroup:
-        group = Path("/sys/fs/cgroup/memory") / f"bench-experts-{os.getpid()}"
-        group.mkdir()
-        (group / "memory.limit_in_bytes").write_text(str(int(arguments.cgroup * (1 << 30))))
-        (group / "cgroup.procs").write_text(str(os.getpid()))
+    print(f"memory of the process before: {resident_bytes() >> 20} MiB, which no limit of --cgroup counts")
+    with memory_limit(os.getpid(), int(arguments.cgroup * (1 << 30))) if arguments.cgroup else nullcontext():
+        train_over(folder, config, arguments, base_bytes, sweep_s)
+
+
+def train_over(folder: Path, config: Any, arguments: argparse.Namespace, base_bytes: int, sweep_s: float) -> None:
     begin, (read, written), drive = time.perf_counter(), moved(), on_drive(folder)
 
     def sweeps(what: str) -> None:
         now = on_drive(folder)
         print(
             f"{what} after {time.perf_counter() - begin:.1f} s; the drive has read "
-            f"{(now[0] - drive[0]) / base_bytes:.3f} sweeps, and written {(now[1] - drive[1]) / 1e6:.1f} MB",
+            f"{(now[0] - drive[0]) / base_bytes:.3f} sweeps, and written {(now[1] - drive[1]) / 1e6:.1f} MB; the "
+            f"process has read {(moved()[0] - read) / base_bytes:.3f} sweeps, and has {resident_bytes() >> 20} MiB",
             flush=True,
         )
 
