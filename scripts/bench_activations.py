@@ -9,6 +9,7 @@ of activations that were kept, written and read in the last step, and its second
 ``--window`` has tokens look at those of their own window alone, so that the time grows with the length and no faster;
 ``--rows`` puts MLPs in tiles of so many rows, and ``--heads`` attentions in so many tiles; ``--limit`` is a memory
 cgroup around each process, imports included, and needs root; ``--steps 1`` is for long ones; ``--plot`` draws.
+With ``MALLOC_MMAP_THRESHOLD_=1048576`` in the environment no memory is lost between large tensors.
 
     python scripts/bench_activations.py --layers 24 --width 64 --window 512 --rows 4096 --limit 1GiB \\
         --lengths 16384 32768 65536 131072

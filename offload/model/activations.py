@@ -44,6 +44,10 @@ class Shared:
         self.num_users = 0
         self._restored: torch.UntypedStorage | None = None
 
+    def renew(self, order: tuple[int, int]) -> None:
+        """They were saved again, by who is that soon in backward."""
+        self._kept.renew(order)
+
     def bring(self) -> torch.UntypedStorage:
         """A storage with the bytes, until all who share them have had them."""
         storage = self._restored
@@ -141,7 +145,10 @@ class OffloadedTensors(SavedTensors):
             return None
         start, stop = _span_of(tensor)
         is_inside = shared.start <= start and stop <= shared.stop
-        return shared if is_inside and (start - shared.start) % tensor.itemsize == 0 else None
+        if not is_inside or (start - shared.start) % tensor.itemsize:
+            return None
+        shared.renew(self.uses.context.order)
+        return shared
 
     def _keep(self, tensor: torch.Tensor) -> Shared | None:
         storage = tensor.untyped_storage()

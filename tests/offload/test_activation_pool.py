@@ -154,6 +154,21 @@ def test_of_micro_batches_on_their_way_together_the_last_ones_leave_first_and_ea
     assert rig.left == (0, 0)
 
 
+def test_what_is_saved_again_later_stays_in_memory_and_backward_has_it_with_the_newest():
+    rig = Rig(4)
+    rig.keep("a", order=(0, 0))  # as rotary embeddings, which each block saves
+    for number, name in enumerate("bcdefg", 1):
+        rig.keep(name, order=(number, 0))
+        rig.kept["a"].renew((number, 0))
+    assert rig.kept["a"].pieces[0].offset is not None
+    rig.scratch.all_is_over()
+    del rig.scratch.events[:]
+    rig.backward("agfedcb")
+    assert [event for event in rig.scratch.events if "read" in event and "wait" not in event] == [
+        *("read d", "read c", "read b"),
+    ]
+
+
 def test_what_is_still_being_written_is_taken_from_memory_and_the_memory_waits_for_the_write():
     rig = Rig(4)
     rig.keep("abc")

@@ -87,6 +87,10 @@ class Kept:
         self.nbytes = nbytes
         self.pieces: list[Piece] = []
 
+    def renew(self, order: tuple[int, int]) -> None:
+        """See ``ActivationPool.renew``."""
+        self._pool.renew(self, order)
+
     def bring(self) -> torch.UntypedStorage:
         """A new storage with its bytes, where the model computes. Raises ``ActivationError``."""
         return self._pool.bring(self)
@@ -158,6 +162,16 @@ class ActivationPool:
                 break  # a device is still at it
             self._write_oldest()
         return kept
+
+    def renew(self, kept: Kept, order: tuple[int, int]) -> None:
+        """It was saved again: a backward comes to it as soon as ``order`` says."""
+        for piece in kept.pieces:
+            self._num_pieces += 1
+            for pieces in (self._unwritten, self._in_memory, self._away):
+                if piece in pieces:
+                    pieces.remove(piece)
+                    piece.order = *order, self._num_pieces
+                    insort(pieces, piece, key=_order)
 
     def bring(self, kept: Kept) -> torch.UntypedStorage:
         """See ``Kept.bring``."""
