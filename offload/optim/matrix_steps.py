@@ -287,8 +287,16 @@ class AdamMini(Algorithm):
 
     def step(self, group: Group, step: int, grad_scale: float) -> Step:
         beta1, beta2 = map(float, group["betas"])
-        options = {name: float(group[name]) for name in ("lr", "weight_decay", "eps")}
-        return _AdamMiniStep(AdamCoef(beta1=beta1, beta2=beta2, step=step, grad_scale=grad_scale, **options))
+        coef = AdamCoef(
+            lr=float(group["lr"]),
+            weight_decay=float(group["weight_decay"]),
+            beta1=beta1,
+            beta2=beta2,
+            eps=float(group["eps"]),
+            step=step,
+            grad_scale=grad_scale,
+        )
+        return _AdamMiniStep(coef)
 
     def temporary_bytes(self, shape: torch.Size, moments: str) -> int:
         return (8 if moments == "fp32" else 12) * shape.numel()
@@ -302,7 +310,8 @@ def _mean_squares(rows: torch.Tensor) -> torch.Tensor:
     """Of each row, in an order that does not depend on the number of threads."""
     if len(rows) == 1:
         return torch.tensor([kernels.sum_squares(rows.data_ptr(), rows.numel(), kernels.Dtype.F32) / rows.numel()])
-    return torch.linalg.vector_norm(rows, dim=1).square_().div_(rows.shape[1])
+    means: torch.Tensor = torch.linalg.vector_norm(rows, dim=1).square_().div_(rows.shape[1])
+    return means
 
 
 def orthogonalised(
