@@ -69,9 +69,9 @@ class OffloadConfig:
     parameters of three dimensions, whose code takes one row of them for an expert, or an ``nn.ModuleList`` of experts.
     Classes of ``transformers`` that take an experts implementation need no name."""
     optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer | None = "adamw"
-    """Optimizer that updates the weights: "adam", "adamw", "adagrad", "lion" or "sgd", and "muon" or "lamb", which
-    look at whole parameters; a ``torch.optim.Optimizer`` class; or one that is built already over the model's
-    parameters, whose groups, settings and states are taken over.
+    """Optimizer that updates the weights: "adam", "adamw", "adagrad", "lion" or "sgd", and "muon", "lamb" or
+    "adam_mini", which look at whole parameters; a ``torch.optim.Optimizer`` class; or one that is built already over
+    the model's parameters, whose groups, settings and states are taken over.
     None: no training, no gradients, no states."""
     lr: float | None = None
     """Learning rate; a scheduler on ``engine.optimizer`` changes it. None, here and below: the optimizer's default."""

@@ -229,6 +229,7 @@ MATRIX_DEFAULTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             **{"lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "ns_steps": 5},
             **{"adjust_lr_fn": "match_rms_adamw", "betas": (0.9, 0.999), "eps": 1e-8},
         },
+        "adam_mini": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
         "lamb": {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.0, "maximize": False},
     }
 )

@@ -47,7 +47,7 @@ def candidates(page: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield words, lambda model, name=name, moments=moments: {"optimizer": name, "moments_dtype": moments}
     momentum = {"optimizer": "sgd", "optimizer_options": {"momentum": 0.9}, "lr": 1e-2}
     yield "sgd with momentum, kernel", lambda model: momentum
-    for name in ("muon", "lamb"):
+    for name in ("muon", "lamb", "adam_mini"):
         for moments in ("fp32", "bf16", "int8"):
             words = f"{name}, ours" if moments == "fp32" else f"{name}, ours, moments in {moments}"
             yield words, lambda model, name=name, moments=moments: {"optimizer": name, "moments_dtype": moments}

@@ -31,6 +31,7 @@ RATES = {
     "lion": (1e-4, 3e-4, 1e-3),
     "muon": (2e-3, 4e-3, 8e-3),
     "lamb": (5e-3, 1e-2, 2e-2),
+    "adam_mini": (1e-3, 2e-3, 4e-3),
 }
 ROWS = [(name, moments) for name in RATES for moments in ("fp32", "bf16", "int8")]
 

@@ -1,4 +1,4 @@
-"""Optimizers of ours that look at a parameter as a whole, over tiles that hold whole parameters: Muon and LAMB."""
+"""Optimizers of ours that look at a parameter as a whole (Muon, LAMB, Adam-mini), over tiles that hold whole ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from offload.errors import ConfigError
 from offload.optim.formats import Formats
 from offload.optim.kernel_rule import TORCH_DTYPES
 from offload.optim.loose_states import LooseStates
-from offload.optim.matrix_steps import AdamW, Algorithm, Arrays, Lamb, Muon, Step
+from offload.optim.matrix_steps import AdamMini, AdamW, Algorithm, Arrays, Lamb, Muon, Step
 from offload.optim.moments import copy_moments, is_in_codes, num_blocks, scale_name
 from offload.optim.rule import Group, SteppingParameter, TileBytes
 from offload.optim.whole_parameters import Schema, WholeParameters
@@ -55,7 +55,11 @@ class MatrixOptimizer:
 
 
 MATRIX_OPTIMIZERS: Mapping[str, MatrixOptimizer] = MappingProxyType(
-    {"muon": MatrixOptimizer(Muon(), AdamW(), "Muon"), "lamb": MatrixOptimizer(Lamb(), Lamb())}
+    {
+        "muon": MatrixOptimizer(Muon(), AdamW(), "Muon"),
+        "adam_mini": MatrixOptimizer(AdamMini(), AdamMini()),
+        "lamb": MatrixOptimizer(Lamb(), Lamb()),
+    }
 )
 """By the names in ``MATRIX_DEFAULTS``."""
 
@@ -129,7 +133,7 @@ class MatrixRule(LooseStates, WholeParameters):
     def put_states(self, tile: Tile, address: int, spec: ParameterSpec, states: Mapping[str, Any], first: int) -> None:
         own = self.states(tile, address, spec)  # a tile has all of the parameter
         for name in self._state_names(spec) if own else ():
-            copy_moments(name, own, 0, states, 0, spec.numel)
+            copy_moments(name, own, 0, states, 0, own[name].numel())
 
     def names(self, spec: ParameterSpec) -> tuple[str, ...]:
         return tuple(self._schema(spec))
@@ -137,7 +141,7 @@ class MatrixRule(LooseStates, WholeParameters):
     def shapes_like(self, spec: ParameterSpec, states: Mapping[str, Any]) -> dict[str, torch.Size]:
         names = self._state_names(spec)
         scales = {scale_name(name): torch.Size([num_blocks(spec.numel)]) for name in names if is_in_codes(name, states)}
-        return {**dict.fromkeys(names, spec.shape), **scales}
+        return {**{name: self.shape(spec, name) for name in names}, **scales}
 
     def _state_names(self, spec: ParameterSpec) -> tuple[str, ...]:
         return self._algorithms[spec].states if spec in self._algorithms else ()
@@ -145,7 +149,11 @@ class MatrixRule(LooseStates, WholeParameters):
     def _schema(self, spec: ParameterSpec) -> Schema:
         dtype, schema = TORCH_DTYPES[self._moments], {}
         for name in self._state_names(spec):
-            schema[name] = spec.shape, dtype
+            shape = self._algorithms[spec].shape_of(name, spec.shape)
+            if shape != spec.shape:  # a few numbers
+                schema[name] = shape, torch.float32
+                continue
+            schema[name] = shape, dtype
             if dtype is torch.uint8:
                 schema[scale_name(name)] = torch.Size([num_blocks(spec.numel)]), torch.float32
         return schema

@@ -1,4 +1,4 @@
-"""Steps of optimizers that look at a parameter as a whole: Muon and LAMB, over the memory of a tile."""
+"""Steps of optimizers that look at a parameter as a whole: Muon, LAMB and Adam-mini, over the memory of a tile."""
 
 from __future__ import annotations
 
@@ -107,6 +107,10 @@ class Algorithm(ABC):
     @abstractmethod
     def temporary_bytes(self, shape: torch.Size, moments: str) -> int:
         """Host memory that a step takes for itself."""
+
+    def shape_of(self, state: str, shape: torch.Size) -> torch.Size:
+        """Shape of a state: that of the parameter, or a smaller one of numbers in fp32."""
+        return shape
 
     def products(self, shape: torch.Size) -> float:
         """FLOP of products of matrices in a step, with the options' defaults."""
@@ -250,6 +254,64 @@ class Lamb(Algorithm):
 
     def temporary_bytes(self, shape: torch.Size, moments: str) -> int:
         return 8 * shape.numel()
+
+
+@dataclass(frozen=True)
+class _AdamMiniStep(Step):
+    coef: AdamCoef
+
+    def apply(self, arrays: Arrays) -> None:
+        coef, squares = self.coef, arrays.states["exp_avg_sq"]
+        gradient = arrays.gradient(coef.grad_scale)
+        average = arrays.get_state("exp_avg")
+        average.lerp_(gradient, 1 - coef.beta1)
+        arrays.put_state("exp_avg", average)
+        rows = gradient.view(len(squares), -1)
+        squares.lerp_(_mean_squares(rows), 1 - coef.beta2)
+        roots = (squares / (1 - coef.beta2**coef.step)).sqrt_().add_(coef.eps)
+        torch.div(average.view_as(rows), roots[:, None], out=rows)
+        master = arrays.get_master()
+        master.mul_(1 - coef.lr * coef.weight_decay)
+        master.add_(gradient, alpha=-coef.lr / (1 - coef.beta1**coef.step))
+        arrays.put_master(master)
+
+
+class AdamMini(Algorithm):
+    """AdamW with one second moment for each row of a matrix, and for all else one a parameter.
+
+    Source: Zhang et al., arXiv:2406.16793, Alg. 1 and 3. Rows divide queries and keys more finely than heads, which
+    only the model knows of.
+    """
+
+    states = ("exp_avg", "exp_avg_sq")
+
+    def step(self, group: Group, step: int, grad_scale: float) -> Step:
+        beta1, beta2 = map(float, group["betas"])
+        coef = AdamCoef(
+            lr=float(group["lr"]),
+            weight_decay=float(group["weight_decay"]),
+            beta1=beta1,
+            beta2=beta2,
+            eps=float(group["eps"]),
+            step=step,
+            grad_scale=grad_scale,
+        )
+        return _AdamMiniStep(coef)
+
+    def temporary_bytes(self, shape: torch.Size, moments: str) -> int:
+        return (8 if moments == "fp32" else 12) * shape.numel()
+
+    def shape_of(self, state: str, shape: torch.Size) -> torch.Size:
+        of_rows = torch.Size([shape[:-1].numel() if len(shape) in (2, 3) else 1])
+        return of_rows if state == "exp_avg_sq" else shape
+
+
+def _mean_squares(rows: torch.Tensor) -> torch.Tensor:
+    """Of each row, in an order that does not depend on the number of threads."""
+    if len(rows) == 1:
+        return torch.tensor([kernels.sum_squares(rows.data_ptr(), rows.numel(), kernels.Dtype.F32) / rows.numel()])
+    means: torch.Tensor = torch.linalg.vector_norm(rows, dim=1).square_().div_(rows.shape[1])
+    return means
 
 
 def orthogonalised(

@@ -94,9 +94,62 @@ def test_lamb_on_nvme_has_the_steps_of_its_paper(tmp_path):
         assert (value - expected[name]).norm() < 1e-4 * (expected[name] - start[name]).norm(), name
 
 
+def mini_steps(model: nn.Module, lr: float, decay: float, steps: int = 3) -> dict[str, torch.Tensor]:
+    """Alg. 1 of Adam-mini's paper, with rows of matrices as blocks, in memory."""
+    state: dict[str, Any] = {}
+    for step, (tokens, targets) in enumerate(batches(steps), 1):
+        model.zero_grad()
+        loss_of(model(tokens), targets).backward()
+        for name, p in model.named_parameters():
+            blocks = p.grad.flatten(1) if p.ndim == 2 else p.grad[None]
+            m, v = state.get(name, (0, 0))
+            m, v = 0.9 * m + 0.1 * p.grad, 0.999 * v + 0.001 * blocks.square().mean(1)
+            state[name] = m, v
+            root = (v / (1 - 0.999**step)).sqrt() + 1e-8
+            root = root[:, None] if p.ndim == 2 else root
+            p.data = p.data * (1 - lr * decay) - lr * m / (1 - 0.9**step) / root
+    return dict(model.named_parameters())
+
+
+def test_adam_mini_on_nvme_has_the_steps_of_its_paper(tmp_path):
+    start = {name: value.detach().clone() for name, value in make_model().named_parameters()}
+    expected = mini_steps(make_model(), 1e-2, 0.1)
+    with tight(make_model(), tmp_path, optimizer="adam_mini", lr=1e-2, weight_decay=0.1) as engine:
+        assert engine.plan.nvme_bytes["states"] > 0
+        _, weights = train(engine)
+    for name, value in weights.items():
+        assert (value - expected[name]).norm() < 1e-4 * (expected[name] - start[name]).norm(), name
+
+
+@pytest.mark.parametrize("moments", ["fp32", "int8"])
+def test_states_of_rows_come_back_from_a_checkpoint_and_from_a_state_dict(tmp_path, moments):
+    options = {"optimizer": "adam_mini", "moments_dtype": moments, "lr": 1e-2}
+    with tight(make_model(), tmp_path, **options) as engine:
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path / "run")
+        states, model = engine.optimizer.state_dict(), engine.state_dict()
+        expected = train(engine, 2)
+        assert engine.optimizer.state[engine.module.head.weight]["exp_avg_sq"].shape == (256,)
+    with OffloadEngine(make_model(), **options) as engine:
+        engine.load_checkpoint(tmp_path / "run")
+        found = train(engine, 2)
+    assert found[0] == expected[0] and all(torch.equal(value, expected[1][key]) for key, value in found[1].items())
+    with OffloadEngine(make_model(), **options) as engine:
+        engine.load_state_dict(model)
+        engine.optimizer.load_state_dict(states)
+        found = train(engine, 2)
+    assert found[0] == expected[0] and all(torch.equal(value, expected[1][key]) for key, value in found[1].items())
+
+
 @pytest.mark.parametrize(
     ("name", "moments", "precision"),
-    [("muon", "fp32", "bf16"), ("muon", "int8", "bf16"), ("muon", "bf16", "fp16"), ("lamb", "int8", "fp16")],
+    [
+        ("adam_mini", "int8", "bf16"),
+        ("muon", "fp32", "bf16"),
+        ("muon", "int8", "bf16"),
+        ("muon", "bf16", "fp16"),
+        ("lamb", "int8", "fp16"),
+    ],
 )
 def test_all_placements_have_the_same_bits(tmp_path, name, moments, precision):
     options = {"optimizer": name, "moments_dtype": moments, "precision": precision, "lr": 1e-2}
@@ -137,15 +190,21 @@ def test_a_parameter_says_itself_whether_it_is_one_of_muons():
         OffloadEngine(model, optimizer="muon")
 
 
-def test_muon_keeps_fewer_bytes_than_adamw_and_codes_fewer_still():
+def test_muon_and_adam_mini_keep_fewer_bytes_than_adamw_and_codes_fewer_still():
     nbytes = {}
-    for optimizer, moments in (("adamw", "fp32"), ("muon", "fp32"), ("muon", "bf16"), ("muon", "int8")):
+    for optimizer, moments in (
+        ("adamw", "fp32"),
+        ("muon", "fp32"),
+        ("muon", "bf16"),
+        ("muon", "int8"),
+        ("adam_mini", "fp32"),
+    ):
         model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4)))
         with OffloadEngine(model, optimizer=optimizer, moments_dtype=moments, precision="bf16") as engine:
             nbytes[optimizer, moments] = (
                 sum(tile.nbytes for unit in engine.plan.units for tile, _ in unit.tiles) / 2**18
             )
-    assert list(nbytes.values()) == [10, 6, 4, 2 + 1 + 4 / 256]
+    assert list(nbytes.values()) == [10, 6, 4, 2 + 1 + 4 / 256, 2 + 4 + 4 / 256]
 
 
 def test_what_a_step_takes_for_itself_is_in_the_budget(tmp_path):
