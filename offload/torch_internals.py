@@ -211,6 +211,9 @@ def swap_memory(left: torch.UntypedStorage, right: torch.UntypedStorage) -> None
     left._swap_data_ptr_(right)  # type: ignore[attr-defined]
 
 
+exchange_tensors: Callable[[torch.Tensor, torch.Tensor], None] = found(torch._C, "_swap_tensor_impl")
+"""Have each of two objects be the tensor in C++ that the other was."""
+
 num_owners: Callable[[int], int] = found(torch._C, "_storage_Use_Count")
 """The number of owners of a storage, by its ``_cdata``: tensors over it, in Python or in C++, and arrays of these."""
 
@@ -267,21 +270,6 @@ no_torch_function: Any = found(torch._C, "_disabled_torch_function_impl")
 
 data: Any = found(torch._C.TensorBase, "data")
 """Descriptor of what a tensor looks at, under the property of the same name."""
-
-
-def watch_data(assign: Callable[[torch.Tensor, Any], None]) -> None:
-    """Have ``tensor.data = value`` make this call, in the whole process, for tensors whose class has no ``data`` of its
-    own."""
-
-    class Data:
-        def __get__(self, tensor: torch.Tensor | None, kind: type | None = None) -> Any:
-            return data if tensor is None else data.__get__(tensor, kind)
-
-        def __set__(self, tensor: torch.Tensor, value: Any) -> None:
-            assign(tensor, value)
-
-    torch.Tensor.data = Data()  # type: ignore[assignment]
-
 
 autograd_gradient: Any = found(torch.Tensor, "grad")
 """Descriptor where autograd puts gradients, under the property of the same name."""

@@ -114,7 +114,7 @@ class _Assembler:
     def _assemble(self) -> Assembly:
         run, choice, closers = self.run, self.run.choice, self.closers
         metadata = ParameterMetadata(run.units)
-        memory = memory_of(run.units)
+        memory = memory_of(run.units, self.config.dtype, run.processor.torch_device)
         had_states = {} if choice is None else choice.states()
         tiers = self._tiers()
         self.activations = make_activations(run, self.meter, closers)

@@ -4,7 +4,8 @@
 In PyTorch it is the parameter's memory. Here the weight rests in the engine, and the two are kept the same: what was
 written to an alias reaches the weight before the next use of its unit, the next look at it and the next step; a step
 brings to the alias what the weight has become. The engine has a part in the memory, so that what is written last is
-not lost with it: who writes may let go. It gives that up when it next looks, if nobody else has one.
+not lost with it: who writes may let go. It gives that up when it next looks, if nobody else has one. Who looks at
+foreign memory (see ``foreign_memory``) is not known: that stays as long as the parameter is over it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 
 from offload.errors import warn
+from offload.model.foreign_memory import is_foreign
 from offload.model.own_writes import bytes_hash
 from offload.torch_internals import StorageReference, num_owners, storage_of
 from swapper import OffloadError, readable_bytes
@@ -51,6 +53,13 @@ class _Part:
         return num_owners(self._storage) == _owners_if_alone()
 
 
+class _ForeignPart(_Part):
+    """The same in foreign memory, where who looks at it is not known."""
+
+    def is_alone(self) -> bool:
+        return False
+
+
 @cache
 def _owners_if_alone() -> int:
     """What is counted where the engine alone has a part: the object of Python that stands for a storage may own it."""
@@ -59,11 +68,13 @@ def _owners_if_alone() -> int:
 
 
 class Alias:
-    """A tensor as somebody looks at it; without a part in its memory, until it is followed."""
+    """A tensor as somebody looks at it; without a part in its memory, until it is followed. In foreign memory it has
+    one from the start: torch forgets that memory with the last tensor over it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._storage = StorageReference(tensor.untyped_storage())
-        self._part: _Part | None = None
+        storage = tensor.untyped_storage()
+        self._storage = StorageReference(storage)
+        self._part: _Part | None = _ForeignPart(storage) if is_foreign(storage) else None
         self._dtype = tensor.dtype
         self.nbytes = tensor.nbytes
         self._layout = tensor.storage_offset(), tensor.shape, tensor.stride()
@@ -79,7 +90,10 @@ class Alias:
         return None if storage is None else torch.empty(0, dtype=self._dtype).set_(storage, *self._layout)  # type: ignore[call-overload]
 
     def hold(self, parts: MutableMapping[int, _Part]) -> None:
-        """Have a part in the memory, which somebody has: that of these which is another alias's, too."""
+        """Have a part in the memory, which somebody has: that of these which is another alias's, too. Foreign memory
+        has parts of its own."""
+        if self._part is not None:
+            return
         storage = storage_of(self._storage)
         assert storage is not None
         self._part = parts.get(storage._cdata) or parts.setdefault(storage._cdata, _Part(storage))
@@ -196,7 +210,8 @@ class Aliases:
                 f"tensors outside of the engine look at memory that parameters had ({names[0]}, {len(names)} in all: a "
                 "buffer, .data, an array, a state dict). They stay the same as the parameters, as in PyTorch, and each "
                 f"step waits for its update and copies {readable_bytes(nbytes)} to them. Let go of them, or take "
-                "clones, if you do not need that."
+                "clones, if you do not need that. Who looks at memory that torch has not made (an array's, shared "
+                "memory) is not known: give parameters clones of it, parameter.data = parameter.data.clone()."
             )
 
     def _there(self, unit: int, parameter: Aliased) -> list[tuple[Alias, torch.Tensor]]:

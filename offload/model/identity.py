@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from offload.errors import ConfigError
 from offload.model.gradient_handle import GradientHandle
 from offload.model.handle import Handle
+from offload.torch_internals import exchange_tensors, itself
 from offload.units import Site
 
 
@@ -91,16 +91,30 @@ def _gone() -> None:
 
 
 def _exchange(left: nn.Parameter, right: nn.Parameter) -> bool:
-    """Each becomes the other, apart from hooks. False if nothing has changed: something else looks at one of them."""
-    kind = type(left)
-    try:
-        torch.utils.swap_tensors(left, right)
-    except RuntimeError:
-        if type(left) is not kind:  # torch found it out half-way
-            left.__class__, right.__class__ = right.__class__, left.__class__
-            left.__dict__, right.__dict__ = right.__dict__, left.__dict__
+    """Each becomes the other, apart from hooks; weak references are to the objects, which stay. False if nothing has
+    changed: something else than Python looks at one of them, such as a graph."""
+    if _is_looked_at(left) or _is_looked_at(right):
         return False
+    try:
+        exchange_tensors(left, right)
+    except RuntimeError:  # a weak reference in C++
+        return False
+    left.__class__, right.__class__ = right.__class__, left.__class__
+    left.__dict__, right.__dict__ = right.__dict__, left.__dict__
     return True
+
+
+def _is_looked_at(parameter: nn.Parameter) -> bool:
+    """Somebody has it in C++ who is not the node that accumulates its gradient."""
+    count = parameter._use_count()  # type: ignore[attr-defined]
+    if count == 2 and parameter.requires_grad and not parameter.is_inference():
+        with itself():
+            node = get_gradient_edge(parameter).node
+        is_of_node = parameter._use_count() == 2  # type: ignore[attr-defined]  # else there was none before
+        if is_of_node:
+            node.register_prehook(_refuse_old_graph)
+        return not is_of_node
+    return bool(count > 1)
 
 
 def _hooks(parameter: nn.Parameter) -> tuple[Any, Any]:
@@ -114,6 +128,6 @@ def _set_hooks(parameter: nn.Parameter, hooks: tuple[Any, Any]) -> None:
 
 def _refuse_old_graph(gradients: Any) -> None:
     raise ConfigError(
-        "this backward goes through a graph that was made before the engine was: the gradients would not reach the "
-        "model. Run the forward again."
+        "this backward goes through a graph that was made before the engine was, or before its end: the gradients "
+        "would not reach the model. Run the forward again."
     )

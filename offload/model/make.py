@@ -71,7 +71,7 @@ def make_handles(
 
     The objects that stood in the model are the handles from now on, as far as torch allows it (``identity.py``).
     """
-    share_memory_of_handles()
+    share_memory_of_handles(access)
     dtype, device = access.layout.dtype, access.device
     aliases = Aliases()
     backings = {
@@ -111,11 +111,12 @@ def _backing(
     return ParameterBacking(unit, spec, access, in_use, aliases)
 
 
-def memory_of(units: Sequence[UnitSpec]) -> dict[ParameterSpec, Alias]:
-    """The memory under the parameters that will be taken over."""
+def memory_of(units: Sequence[UnitSpec], dtype: torch.dtype, device: torch.device) -> dict[ParameterSpec, Alias]:
+    """The memory under the parameters that will be taken over, of those that are of this kind already."""
     found = {}
     for spec in (spec for unit in units for spec in unit.parameters):
-        if spec.packing is None and spec.distribution is None and spec.parameter.device.type == "cpu":
+        is_plain = spec.packing is None and spec.distribution is None and spec.parameter.device.type == "cpu"
+        if is_plain and spec.parameter.dtype == dtype and device.type == "cpu":
             value, piece = spec.parameter.detach(), spec.piece
             if piece is not None:
                 value = value[piece.start : piece.stop]

@@ -1,31 +1,50 @@
 """``tensor.data = parameter.data``: an ordinary tensor gets the memory of a parameter that rests in the engine.
 
 A handle has no memory, and torch asks it for nothing else: the tensor would look at address 0. So the assignment itself
-is watched. The tensor gets a copy, which is an alias of the parameter from then on: see ``aliases``.
+is watched, while there are handles. The tensor gets a copy, which is an alias of the parameter from then on: see
+``aliases``.
 """
 
 from __future__ import annotations
 
-from functools import cache
+import weakref
 from typing import Any
 
 import torch
 
+from offload.access import ExternalAccess
 from offload.errors import ConfigError
 from offload.model.aliases import Alias
 from offload.model.backing import ParameterBacking
 from offload.model.handle import Handle
-from offload.torch_internals import data, watch_data
+from offload.torch_internals import data
+
+_accesses: set[int] = set()
+"""Those of the handles that there are."""
 
 
-@cache
-def share_memory_of_handles() -> None:
-    """Have tensors that a handle is assigned to share its value, in the whole process."""
-    watch_data(_set)
+class _Watched:
+    """The property ``data`` of tensors whose class has none of its own."""
+
+    def __get__(self, tensor: torch.Tensor | None, kind: type | None = None) -> Any:
+        return data if tensor is None else data.__get__(tensor, kind)
+
+    def __set__(self, tensor: torch.Tensor, value: Any) -> None:
+        data.__set__(tensor, _memory_of(value) if isinstance(value, Handle) else value)
 
 
-def _set(tensor: torch.Tensor, value: Any) -> None:
-    data.__set__(tensor, _memory_of(value) if isinstance(value, Handle) else value)
+def share_memory_of_handles(access: ExternalAccess) -> None:
+    """Have tensors that a handle is assigned to share its value, in the whole process, as long as somebody refers to
+    ``access``: its handles do."""
+    _accesses.add(id(access))
+    weakref.finalize(access, _forget, id(access)).atexit = False
+    torch.Tensor.data = _Watched()  # type: ignore[assignment]
+
+
+def _forget(access: int) -> None:
+    _accesses.discard(access)
+    if not _accesses and isinstance(vars(torch.Tensor).get("data"), _Watched):
+        del torch.Tensor.data
 
 
 def _memory_of(handle: Handle) -> torch.Tensor:

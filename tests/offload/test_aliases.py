@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import copy
+import gc
+import os
+import pickle
 import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny import least_budget
 from torch import nn
 
 from offload import ConfigError, OffloadEngine, OffloadError
 from offload.model.aliases import _ASSIGNED_BYTES_MAX, Alias, Aliases
+from offload.model.foreign_memory import is_foreign
 
 
 class _Parameter:
@@ -129,6 +135,42 @@ def test_a_write_to_an_alias_within_the_use_of_its_unit_is_one_error():
         aliases.check(0)
 
 
+def _loaded(folder: Path, **options: Any) -> torch.Tensor:
+    torch.save({"weight": torch.ones(2000)}, folder / "weights.pt")
+    return torch.load(folder / "weights.pt", **options)["weight"]
+
+
+def _from_safetensors(folder: Path) -> torch.Tensor:
+    save_file({"weight": torch.ones(2000)}, folder / "weights.safetensors")
+    return load_file(folder / "weights.safetensors")["weight"]
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda folder: torch.ones(3), False),
+        (lambda folder: _loaded(folder), False),
+        (lambda folder: _loaded(folder, mmap=True), False),
+        (_from_safetensors, False),
+        (lambda folder: copy.deepcopy(nn.Linear(2, 2)).weight, False),
+        (lambda folder: pickle.loads(pickle.dumps(nn.Linear(2, 2))).weight, False),
+        (lambda folder: torch.from_numpy(np.ones(3)), True),
+        (lambda folder: torch.from_dlpack(np.ones(3)), True),
+        (lambda folder: torch.frombuffer(bytearray(8), dtype=torch.float32)[1:], True),
+        (lambda folder: torch.from_numpy(np.memmap(folder / "array", mode="w+", shape=(3,))), True),
+        (lambda folder: torch.ones(3).share_memory_(), True),
+    ],
+)
+def test_memory_that_torch_has_not_made_is_foreign_unless_a_file_alone_has_it(make, expected, tmp_path: Path):
+    assert is_foreign(make(tmp_path).untyped_storage()) is expected
+
+
+def test_memory_that_another_process_has_shared_is_that_ones(monkeypatch: pytest.MonkeyPatch):
+    shared = torch.ones(3).share_memory_()
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    assert not is_foreign(shared.untyped_storage())
+
+
 class _Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +196,14 @@ def _buffer(model: _Net) -> torch.Tensor:
     return model.layers[1].alias
 
 
+def _made_of_an_array(model: _Net) -> Any:
+    array = model.layers[1].weight.detach().numpy().copy()
+    model.layers[1].weight = nn.Parameter(torch.from_numpy(array))
+    return array
+
+
 ALIASES: dict[str, Callable[[_Net], Any]] = {
+    "an array below": _made_of_an_array,
     "one flat buffer": _flat,
     "a buffer": _buffer,
     "an array": lambda model: model.layers[1].weight.detach().numpy(),
@@ -225,3 +274,20 @@ def test_what_is_no_handles_is_assigned_as_ever() -> None:
     with pytest.raises(TypeError, match="Variable data has to be a tensor"):
         tensor.data = 3
     assert isinstance(torch.Tensor.data, type(torch.Tensor.is_leaf))
+
+
+def test_data_is_watched_while_there_are_handles_of_any_engine():
+    model, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    gc.collect()
+    assert "data" not in vars(torch.Tensor)
+    engine, another = OffloadEngine(model, lr=1e-2), OffloadEngine(other, lr=1e-2)
+    handle = model.weight
+    another.close()
+    engine.close(discard=True)
+    del engine, another, model, other
+    gc.collect()
+    with pytest.raises(OffloadError, match="the engine is closed"):
+        torch.zeros(4, 4).data = handle
+    del handle
+    gc.collect()
+    assert "data" not in vars(torch.Tensor)
