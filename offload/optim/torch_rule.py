@@ -61,8 +61,6 @@ class TorchRule(WholeParameters):
     repeatable = False
     replayable = False
     writes_beside = False
-    writes_beside = False
-    replayable = False
     uniform = False
     device_unsupported_reason = "the optimizer has no kernel"
     temporary_bytes = 0
