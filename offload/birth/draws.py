@@ -30,7 +30,7 @@ _PIECE = 1 << 22
 """Elements of a piece: whole blocks."""
 
 _KEPT_PIECES = 4
-"""An expert has rows of a few weights, which lie in a piece or two of each."""
+"""An expert has rows of a few weights, which end within a piece of each."""
 
 _IN_ORDER = (torch.ops.aten.uniform_, torch.ops.aten.normal_)
 
@@ -70,7 +70,9 @@ class Draw:
                 self._draw(number, flat[start - begin : stop - begin])
                 return
             first, last = max(start, begin), min(stop, end)
-            whole = kept.piece(self, number, lambda: self._draw(number, _memory(stop - start, out)))
+            whole = kept.piece(
+                self, number, lambda: self._draw(number, _memory(stop - start, out)), is_last=last == stop
+            )
             flat[first - begin : last - begin] = whole[first - start : last - start]
 
         wanted = [piece for piece in enumerate(_pieces(numel)) if piece[1][0] < end and piece[1][1] > begin]
@@ -92,12 +94,14 @@ class KeptPieces:
         self._pieces: OrderedDict[tuple[Draw, int], Tensor] = OrderedDict()
         self._lock = Lock()
 
-    def piece(self, draw: Draw, number: int, make: Callable[[], Tensor]) -> Tensor:
-        """The piece of this number of a draw."""
+    def piece(self, draw: Draw, number: int, make: Callable[[], Tensor], *, is_last: bool) -> Tensor:
+        """The piece of this number of a draw. It is kept no longer if this ``is_last``: its end is wanted."""
         with self._lock:
             value = self._pieces.pop((draw, number), None)
             if value is None:
                 value = make()
+            if is_last:
+                return value
             self._pieces[draw, number] = value
             while len(self._pieces) > _KEPT_PIECES:
                 self._pieces.popitem(last=False)

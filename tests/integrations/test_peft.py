@@ -170,7 +170,7 @@ def test_an_adapter_that_comes_after_the_engine_is_named() -> None:
 
 def test_the_example_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (example,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    example = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)[0]
     exec(compile(example, str(DOCUMENT), "exec"), {})
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
     assert "frozen bytes on NVMe" in capsys.readouterr().out
