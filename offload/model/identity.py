@@ -92,16 +92,24 @@ def _gone() -> None:
 
 def _exchange(left: nn.Parameter, right: nn.Parameter) -> bool:
     """Each becomes the other, apart from hooks; weak references are to the objects, which stay. False if nothing has
-    changed: something else than Python looks at one of them, such as a graph."""
-    if _is_looked_at(left) or _is_looked_at(right):
+    changed: something else than Python looks at one of them, such as a graph, or one is of a class with slots."""
+    try:
+        _exchange_classes(left, right)
+    except TypeError:
         return False
     try:
+        if _is_looked_at(left) or _is_looked_at(right):
+            raise RuntimeError("a graph, or another owner in C++")
         exchange_tensors(left, right)
-    except RuntimeError:  # a weak reference in C++
+    except RuntimeError:  # or a weak reference in C++
+        _exchange_classes(left, right)
         return False
-    left.__class__, right.__class__ = right.__class__, left.__class__
     left.__dict__, right.__dict__ = right.__dict__, left.__dict__
     return True
+
+
+def _exchange_classes(left: nn.Parameter, right: nn.Parameter) -> None:
+    left.__class__, right.__class__ = right.__class__, left.__class__
 
 
 def _is_looked_at(parameter: nn.Parameter) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ from offload.testing.simulated import SimulatedDevice
 from offload.tiers.weights.cache import WeightCache
 from offload.tiers.weights.host import NvmeCarrier
 from offload.tiers.weights.shadow import ShadowSlots
-from offload.units import UnitSpec
+from offload.units import Tile, UnitSpec
 from offload.update.speculative import SpeculativeUpdates, Stage
 from offload.waiting import Worker
 
@@ -312,12 +312,12 @@ def test_a_unit_that_backward_uses_again_while_its_speculative_update_runs_harms
             used_again[unit.name].set()
         begin_use(passes, unit)
 
-    def late_lend(host: ShadowSlots, unit: UnitSpec, wanted: Callable[[], bool]) -> object:
+    def late_lend(host: ShadowSlots, unit: UnitSpec, written: Sequence[Tile], wanted: Callable[[], bool]) -> object:
         if unit.name in running:
             running[unit.name].set()
         if unit.name in used_again:
             used_again[unit.name].wait(2)  # it is not used again where both of its gradients have come
-        return lend(host, unit, wanted)
+        return lend(host, unit, written, wanted)
 
     monkeypatch.setattr("offload.waiting.WAIT_TIMEOUT_S", 20.0)
     monkeypatch.setattr(Passes, "begin_use", watched_use)

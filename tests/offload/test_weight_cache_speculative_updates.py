@@ -111,7 +111,7 @@ def test_a_hand_over_that_is_wanted_no_more_ends_and_lets_the_unit_go(in_the_way
     wanted = [True]
     if in_the_way == "a write":
         rig.release("a")
-    lend = Call(lambda: rig.weights.shadows.lend(rig.units["a"], lambda: wanted[0]))
+    lend = Call(lambda: rig.weights.shadows.lend(rig.units["a"], [], lambda: wanted[0]))
     if in_the_way == "a use":  # whose thread may be the one that does not want it any more
         rig.looks.wait(lend)
     else:
