@@ -106,6 +106,7 @@ class Hooks:
         """No forward and no backward is running: close the units that an exception or an interrupt has left open."""
         if self._turns is not None:
             self._turns.refuse_others("a step, or the engine's end,")
+        left_open = list(self._in_use)
         self.end_calls()
         for unit in list(self._in_use):  # an interrupt may have come between a use and what is known of it
             unit.num_users, unit.in_backward = 0, False
@@ -116,6 +117,8 @@ class Hooks:
             self._in_use.pop(unit, None)
         self._with_strays.drop()
         self._with_strays.check()
+        for unit in left_open:
+            unit.strays.excuse()
 
     def refresh(self) -> None:
         """Weights have changed: bring copies that were left to others up to date."""

@@ -67,6 +67,8 @@ class Strays:
         """Owners since the use began that hooks of saved tensors below ours have made."""
         self._owners_asked = 0
         """As many as there were when the collector was asked for them."""
+        self._owners_excused = 0
+        """As many as an interrupt has left, until there are none once."""
 
     def begin_use(self) -> None:
         """Before it. Raises ``OffloadError`` if what was left to strays has been written to."""
@@ -82,8 +84,10 @@ class Strays:
     def kept_by_hooks(self) -> Iterator[None]:
         """Within, hooks of saved tensors below ours are called."""
         before = num_owners(self._storage)
-        yield
-        self._in_hooks += num_owners(self._storage) - before
+        try:
+            yield
+        finally:
+            self._in_hooks += num_owners(self._storage) - before
 
     def end_use(self, *, is_recomputed: bool = False) -> None:
         """See whether there are some, while the weights are there. What a checkpoint recomputes it has saved for the
@@ -111,6 +115,7 @@ class Strays:
         if not self._are_there():
             self.check()
             self.are_left = self._keeps = False
+            self._owners_excused = 0
             self._window.keep(False)
             self._window.drop_copy()
 
@@ -131,7 +136,7 @@ class Strays:
     def are_kept(self) -> bool:
         """Somebody else than frames has some. Looks through all objects of the process, once for as many strays."""
         owners = self._owners()
-        if owners == self._owners_asked:
+        if owners == self._owners_asked or owners <= self._owners_excused:
             return False
         self._owners_asked = owners
         tensors = _tensors_over(self._storage)
@@ -139,6 +144,10 @@ class Strays:
         for item in tensors:
             strays -= _is_of_frames(item, [tensors], depth=3)
         return strays > 0
+
+    def excuse(self) -> None:
+        """Those that are there were left by a use that did not come to its end: they are nothing to warn of."""
+        self._owners_excused = self._owners()
 
     def warn(self) -> None:
         """Say what they cost."""
