@@ -384,6 +384,29 @@ def test_a_tensor_that_a_list_of_the_users_has_is_said_although_frames_have_othe
         story.hooks.refresh()
 
 
+def test_what_a_use_has_left_that_did_not_come_to_its_end_is_said_once_it_is_kept_by_another():
+    story = Story(Model(lambda self, x: self.b(self.a(x)), a=_Interrupted(4, 4), b=nn.Linear(4, 4)), "a", "b")
+    story.model(batch())
+    strays, flat = story.units[0].strays, story.units[0].window.flat
+    story.model.a.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        story.model(batch())
+    left = [flat[1:3]]  # as a graph has that nobody will run
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        story.hooks.reset()
+        assert strays.are_left
+        story.hooks.refresh()
+    story.model.a.error = None
+    left.clear()
+    story.hooks.reset()
+    assert not strays.are_left
+    left = [flat[1:3]]
+    story.model(batch())
+    with pytest.warns(UserWarning, match="unit a: a forward has kept a tensor"):
+        story.hooks.refresh()
+
+
 class _BiasLast(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(x, self.weight) + self.bias
