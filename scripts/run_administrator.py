@@ -132,7 +132,7 @@ class Administrator:
                 self._acknowledged.add(((words[0], int(words[1])), words[2]))
             elif kind == "resumed":
                 self._check_resumed(int(words[0]), words[1])
-        self._learn()
+        self._learn("saved", "nvme")
 
     def _check_resumed(self, at: int, weights: str) -> None:
         self._is_damaged = False  # what was lost was committed a moment before a kill, and nobody was told
@@ -141,9 +141,9 @@ class Administrator:
         if weights != self._expected[at]:
             raise SystemExit(f"the durable run resumed at step {at} with other weights")
 
-    def _learn(self) -> None:
-        """Whatever has its tag is a checkpoint that must stay."""
-        found = [(folder, read_mark(folder)) for name in ("saved", "nvme") for folder in self._in(name)]
+    def _learn(self, *directories: str) -> None:
+        """Whatever has its tag in these directories is a checkpoint that must stay."""
+        found = [(folder, read_mark(folder)) for name in directories for folder in self._in(name)]
         there = [(folder, mark) for folder, mark in found if mark is not None and mark.tag == folder.name]
         self._seen.update(((mark.run, mark.number), mark.tag) for _, mark in there)
         for folder, mark in there:
@@ -266,11 +266,12 @@ class Administrator:
         return name if self._copied(copy) else None
 
     def _remove(self) -> str | None:
-        folder = self._some()
-        if folder is None:
+        """It is moved away first: a job may have replaced it since anybody looked."""
+        folder, target = self._some(), self._fresh("removed")
+        if folder is None or not self._moved(folder, target):
             return None
-        self._known.pop(folder)
-        shutil.rmtree(folder, ignore_errors=True)
+        self._known.pop(target)
+        shutil.rmtree(target)
         return "remove"
 
     def _move_directory(self) -> str | None:
@@ -284,6 +285,7 @@ class Administrator:
         (self._folder / "attic").mkdir(exist_ok=True)
         self._known = {self._there(path, source, target): kept for path, kept in self._known.items()}
         self._stores = {self._there(path, source, target): at for path, at in self._stores.items()}
+        self._learn(target.name)  # a job may have saved there since anybody looked
         return "move a directory"
 
     def _restore(self) -> str | None:
