@@ -278,13 +278,14 @@ class Plan:
             [item.unit for item in self.units],
             self.formats,
             [sum(tile.nbytes for tile, _ in item.tiles) for item in self.units],
-            [self.device.updates_bytes] * len(self.units),
+            [0] * len(self.units),  # their buffers stay where they are
             self.device.unsupported_reason,
             self.ranks,
             adds_squares=self.device.squares_bytes > 0,
         )
-        grown = plan_device(needs, self.device.total_bytes + max(int(free_bytes * MARGIN), 0), 0)
-        return replace(grown, updates_bytes=self.device.updates_bytes)  # which stay where they are
+        updates_bytes = self.device.updates_bytes
+        room = self.device.total_bytes - updates_bytes + max(int(free_bytes * MARGIN), 0)
+        return replace(plan_device(needs, room, 0), updates_bytes=updates_bytes)
 
     def with_device(self, device: DevicePlan) -> Plan:
         """The plan after units have moved to the device. What they took elsewhere is vacant."""

@@ -14,6 +14,7 @@ from tiny import Tiny, train
 
 from offload import BudgetError, NonFiniteGradient, OffloadEngine
 from offload.errors import DeviceMemoryError
+from offload.plan.device import MARGIN
 from offload.testing.simulated import SimulatedDevice
 from offload.testing.stream import SimulatedEvent, SimulatedStream
 from offload.tiers.growth import DeviceHomes
@@ -86,6 +87,18 @@ def test_units_move_home_after_the_first_step_and_the_bits_stay(
             assert "of units that are on the device now" in str(plan)
             assert engine.report().device_memory_bytes == device.allocated_bytes <= plan.device.total_bytes
         assert device.violations == [] and device.allocated_bytes == 0
+
+
+def test_what_grows_leaves_activations_their_margin(make: Callable[..., OffloadEngine]) -> None:
+    """Buffers of updates stay, even where no unit is left for them."""
+    with make(SimulatedDevice(memory_bytes=int(whole_bytes(make) * 1.2), link_speed=1e15)) as engine:
+        plan = engine.plan
+        assert plan.device.updates_bytes > 0
+        grown = [(free_bytes, plan.grown(free_bytes)) for free_bytes in range(0, 2 * plan.model_state_bytes, 10_000)]
+        for free_bytes, device in grown:
+            assert device.updates_bytes == plan.device.updates_bytes
+            assert device.total_bytes <= plan.device.total_bytes + MARGIN * free_bytes
+        assert {len(device.resident) for _, device in grown} >= {1, len(plan.units) - 1, len(plan.units)}
 
 
 @pytest.mark.parametrize(
