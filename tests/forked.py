@@ -51,7 +51,7 @@ class Program:
         request = _request(text, map(str, arguments), {**os.environ, **environment})
         with Path(os.devnull).open() as nothing:
             own_stdin = nothing.fileno() if stdin is None else stdin
-            self._server, self.pid = _ask(_server(), request, own_stdin, own_stdout, own_stderr)
+            self._server, self.pid, self._process = _ask(_server(), request, own_stdin, own_stdout, own_stderr)
         os.close(own_stdout), os.close(own_stderr)
         self.stdout, self.stderr = os.fdopen(stdout), os.fdopen(stderr)
         self.returncode: int | None = None
@@ -60,7 +60,8 @@ class Program:
         self._timer.start()
 
     def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)  # nobody has waited for it: its id is not given to another process
+        with contextlib.suppress(ProcessLookupError):  # it has ended; another process may have its id by now
+            signal.pidfd_send_signal(self._process, number)
 
     def communicate(self) -> tuple[str, str]:
         """What is left of stdout and stderr, to the end of the program."""
@@ -86,7 +87,9 @@ class Program:
         if self.returncode is None:
             self.send_signal(signal.SIGKILL)
             self.wait()
-        self.stdout.close(), self.stderr.close(), self._server.close()
+        self._timer.cancel()
+        self._timer.join()  # it may be sending a signal
+        self.stdout.close(), self.stderr.close(), self._server.close(), os.close(self._process)
 
 
 def run(text: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -122,7 +125,9 @@ def children() -> dict[str, str]:
 
 def import_ahead(*modules: str) -> None:
     """All programs from now on have these imported, too."""
-    connection, _ = _ask(_server(), {"modules": modules})
+    connection = _connection(_server())
+    socket.send_fds(connection, [json.dumps({"modules": modules}).encode()], ())
+    connection.recv(64)
     connection.close()
 
 
@@ -143,16 +148,22 @@ def _request(text: str, arguments: Iterable[str], environment: dict[str, str]) -
     return {"text": text, "arguments": [*arguments], "environment": environment, "at": str(Path.cwd())}
 
 
-def _ask(name: str, request: dict[str, Any], *descriptors: int) -> tuple[socket.socket, int]:
-    """A connection over which the status comes when the program ends, and its process."""
+def _ask(name: str, request: dict[str, Any], *descriptors: int) -> tuple[socket.socket, int, int]:
+    """A connection over which the status comes when the program ends, the id of its process, and a pidfd of it."""
+    connection = _connection(name)
+    socket.send_fds(connection, [json.dumps(request).encode()], descriptors)
+    process, pidfds, _, _ = socket.recv_fds(connection, 64, 1)
+    return connection, int(process), pidfds[0]
+
+
+def _connection(name: str) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for _ in range(100):  # another worker has the name, and does not listen yet
         with contextlib.suppress(ConnectionRefusedError):
             connection.connect(f"\0{name}")
             break
         time.sleep(0.01)
-    socket.send_fds(connection, [json.dumps(request).encode()], descriptors)
-    return connection, int(connection.recv(64))
+    return connection
 
 
 @cache
@@ -217,9 +228,10 @@ def _serve(listener: socket.socket, tests: int) -> dict[str, Any]:
                 return request
             for descriptor in files:
                 os.close(descriptor)
-            connection.send(str(process).encode())
+            pidfd = os.pidfd_open(process)
+            socket.send_fds(connection, [str(process).encode()], [pidfd])
             running[process] = connection
-            selector.register(os.pidfd_open(process), selectors.EVENT_READ, process)
+            selector.register(pidfd, selectors.EVENT_READ, process)
             selector.register(connection, selectors.EVENT_READ, process)
 
 
@@ -241,7 +253,7 @@ def _run_forked(listener: socket.socket, tests: int) -> None:
 def _stand_in(name: str, *arguments: str) -> None:
     """Have done what an interpreter would do for these arguments, pass SIGTERM on, and end as what was done ends."""
     text, rest = _meant_by(arguments)
-    connection, process = _ask(name, _request(text, rest, dict(os.environ)), 0, 1, 2)
+    connection, process, _ = _ask(name, _request(text, rest, dict(os.environ)), 0, 1, 2)
     signal.signal(signal.SIGTERM, lambda *_: os.kill(process, signal.SIGTERM))
     status = int(connection.recv(64))
     if status < 0:
