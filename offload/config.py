@@ -33,7 +33,7 @@ _PRECISIONS: dict[torch.dtype, Literal["bf16", "fp16", "fp32"]] = {
 _LEAST_TILE_BYTES = 64 << 10
 
 ACTIVATIONS = ("keep", "recompute", "host", "nvme", "auto")
-"""What becomes of activations, from the fastest to what takes the least memory; and what a step shows to be best."""
+"""Values of the option, from the fastest to the one that takes the least memory, and the choice by a step."""
 
 _LEAST_ACTIVATION_BYTES = 64 << 10
 
@@ -87,7 +87,7 @@ class OffloadConfig:
     """Format in which kernels keep the optimizer's states. "bf16" and "int8" (blocks of 256) save bytes and are
     inexact."""
     activations: str | Mapping[str, str] = "keep"
-    """What becomes of the activations that backward needs. "keep": they stay. "recompute": of each block its inputs
+    """Treatment of the activations that backward needs. "keep": they stay. "recompute": of each block its inputs
     stay, and backward runs it again. "host": these inputs go to host memory, and so does what is saved outside of
     blocks. "nvme": what does not fit there goes on to NVMe. "auto": the first step is one of "nvme" ("recompute"
     without ``nvme_path``); then each block keeps, recomputes or goes there, as its bytes and times have shown. For some

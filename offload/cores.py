@@ -57,7 +57,7 @@ class CoreBudget:
         self._at_last_step = process_seconds(), 0.0
 
     def lend(self, numel: int) -> _Loan:
-        """How many threads, one at least, update so many elements within the block, which is the update."""
+        """Lend threads to an update of ``numel`` elements for the time of the block; at least one."""
         idle = self.total if self._compute_waits() else max(self.total - self.others, 0.0)
         wanted = idle if idle >= 1 else self.total  # see [Note: Where no core is idle]
         return _Loan(self, max(1, min(int(wanted), numel // _GRAIN)), idle)

@@ -181,7 +181,7 @@ class NativeOptimizer:
     torch_class: str
     """The name of the class in ``torch.optim`` that it stands in for; empty: there is none."""
     decoupled: bool = False
-    """That of ``AdamCoef``."""
+    """The field ``decoupled`` of ``AdamCoef``."""
 
     def coefficients(self, group: Mapping[str, Any], step: int = 1, grad_scale: float = 1.0) -> Coef:
         """Return those of a step of the group's parameters. Raises ``ValueError`` or

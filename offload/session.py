@@ -53,7 +53,7 @@ class Session:
 
     @property
     def torch_device(self) -> torch.device:
-        """Where the model computes."""
+        """The device that the model computes on."""
         return self.parts.run.processor.torch_device
 
     @property

@@ -53,12 +53,12 @@ class Step:
     config: OffloadConfig
     progress: Progress
     units: Sequence[UnitSpec]
-    """That compute sees."""
+    """The units as compute sees them: whole ones, not shards."""
     hooks: Hooks
     uses: Uses
     passes: TrainingPasses
     level: Level
-    """Where compute has units."""
+    """The top level: compute takes its pins there."""
     host: HostLevel
     sink: GradientSink
     updater: Updater
@@ -85,7 +85,7 @@ class Step:
 
     def __post_init__(self) -> None:
         self._scale = 1.0
-        """That the loss of the last step was multiplied by."""
+        """Loss scale of the last step."""
 
     # What the optimizer asks.
 

@@ -65,7 +65,7 @@ class FilePart:
     offset: int
 
     def within(self, begin: int, end: int) -> FilePart | None:
-        """What of it the bytes ``[begin, end)`` of the record have, as a part of these; None if they have nothing."""
+        """Return the share of this part in the bytes ``[begin, end)`` of the record; None if there is none."""
         first, last = max(self.offset, begin), min(self.offset + self.nbytes, end)
         if first >= last:
             return None
@@ -127,7 +127,7 @@ class _Reading:
         first, last = align(begin), end - end % PAGE_BYTES
         self.part = part
         self._target = part.offset + first - begin
-        """Where the first whole page belongs."""
+        """Place of the first whole page in the record."""
         self._landing = part.offset if part.offset % PAGE_BYTES == 0 else align(self._target)
         """The page of the record that it comes to. Where that is behind, the last page would end beyond the part."""
         last -= PAGE_BYTES if self._landing > self._target else 0
@@ -140,7 +140,7 @@ class _Reading:
             behind = _Piece(last, end - last, part.offset + last - begin)
             pieces = [_Piece(begin, first - begin, part.offset), behind]
         self.pieces = [piece for piece in pieces if piece.nbytes]
-        """What comes to pages beside the record."""
+        """Pieces that are read into pages beside the record."""
 
     def requests(self, address: int) -> Iterator[tuple[int, int, int]]:
         """Offset in the file, address and bytes of the read of whole pages, if there is one."""

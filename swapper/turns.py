@@ -35,7 +35,7 @@ class Turns:
         self._turn_of: object | None = None
         """The call that has the store alone. What it changes is its own until this is None again."""
         self._reads_go_on = False
-        """That call lets reads begin meanwhile."""
+        """Whether reads may begin while that call has the store."""
         self._pid = os.getpid()
 
     @contextlib.contextmanager

@@ -84,7 +84,7 @@ class Computing:
     whole: WholeWeights = Unsharded()  # noqa: RUF009  # it has no state
     """Units that this rank has shards of."""
     moving: tuple[Moving, ...] = ()
-    """Where a device computes."""
+    """The device's side, where one computes: its level, its transport and its link."""
 
 
 class OnHost:

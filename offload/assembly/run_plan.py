@@ -44,7 +44,7 @@ class RunPlan:
     """Of the host's, this rank's part."""
     processor: Processor
     units: Sequence[UnitSpec]
-    """That compute sees."""
+    """The units as compute sees them: whole ones, not shards."""
     shards: Sequence[UnitSpec]
     """Of them this rank's: the units themselves, where there is one."""
     choice: OptimizerChoice | None

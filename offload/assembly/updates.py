@@ -81,7 +81,7 @@ def make_updates(run: RunPlan, tiers: Tiers, rule: Rule, failure: Failure, meter
 
 
 def _core_budget(run: RunPlan, tiers: Tiers, meter: Meter) -> CoreBudget:
-    """Where a device computes, one thread drives it, else torch's threads are assumed to be busy, until a step
-    tells. Among ranks it is the thread of collectives that waits for an update, in compute's stead."""
+    """Cores that compute keeps busy until a step has been measured: one that drives a device, else all of torch's
+    threads. Among ranks it is the thread of collectives that waits for an update, in compute's stead."""
     others = 1 if tiers.computing.moving else torch.get_num_threads()
     return CoreBudget(run.cores, others, lambda: meter.num_waits > 0 or tiers.host.fence.is_waited_for)

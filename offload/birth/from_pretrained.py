@@ -76,8 +76,8 @@ def build(
 
 
 def _take_out_quantisation(config: Any, directory: Path) -> None:
-    """What the model computes with is ordinary: quantised are its files, which say so themselves. Raises
-    ``ConfigError`` for methods of which no file is read."""
+    """Remove the quantisation from ``config``: the model computes with ordinary weights, and the files say themselves
+    that they are quantised. Raises ``ConfigError`` for methods of which no file is read."""
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
         found = getattr(part, "quantization_config", None)
         if found is None:
@@ -146,7 +146,7 @@ def _config(model_class: Any, directory: Path, given: Any, options: dict[str, An
 
 
 def _dtype_in(directory: Path) -> torch.dtype:
-    """That of the first floating-point tensor that is no code."""
+    """Return the dtype of the first floating-point tensor that is no code."""
     with contextlib.closing(Weights(directory)) as weights:
         found = (tensor.dtype for tensor in weights.tensors.values())
         dtypes = (dtype for dtype in found if dtype.is_floating_point and dtype.itemsize > 1)

@@ -24,14 +24,14 @@ class Origin:
     dtype: torch.dtype | None = None
     """Dtype in which the value lies in ``parts``."""
     parts: tuple[FilePart, ...] = ()
-    """Where it lies in files, flat and as it is; nothing if it is made of what is there."""
+    """Parts of files that hold the value, flat and as it is; none if it is made of what is there."""
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
         """The rows ``[start, stop)`` of the value."""
         return self.whole()[start:stop] if self.read_rows is None else self.read_rows(start, stop)
 
     def parts_within(self, begin: int, end: int) -> Iterator[FilePart]:
-        """What of the files the bytes ``[begin, end)`` of the value are, as parts of these."""
+        """Yield the parts of files that hold the bytes ``[begin, end)`` of the value."""
         parts, starts = self._in_order
         for part in islice(parts, max(bisect_right(starts, begin) - 1, 0), None):
             if part.offset >= end:

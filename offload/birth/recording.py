@@ -59,7 +59,7 @@ class _Call:
     """The generator's before it, if it draws."""
     overwrites: bool = False
     draw: Draw | None = None
-    """What it does, if it fills the tensor that is its first argument with random numbers in order."""
+    """The draw of an operation that fills its first argument with random numbers in order; None for others."""
 
 
 class Recording(TorchDispatchMode):

@@ -21,8 +21,8 @@ def stacked(
     operations: Sequence[object],
     sources: Sequence[Sequence[StoredTensor | StoredQuantised]],
 ) -> StackedTensor | StoredQuantised | None:
-    """What ``operations`` of ``transformers`` make of ``sources``, a list for each pattern of names, if all of them
-    only come one behind the other; None if not."""
+    """Return the result of ``operations`` of ``transformers`` on ``sources``, a list for each pattern of names, if they
+    only put one behind the other; None if not."""
     if [(type(operation).__name__, getattr(operation, "dim", None)) for operation in operations] not in _MERGES:
         return None
     if len({len(source) for source in sources}) != 1:

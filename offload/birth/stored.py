@@ -22,11 +22,11 @@ from offload.units import Site
 from swapper import FilePart
 
 Item = StoredTensor | StackedTensor | StoredQuantised | Converted
-"""What files have for one weight."""
+"""The forms in which files hold one weight."""
 
 
 class Stored(NamedTuple):
-    """What the files have of a model's tensors. ``quantised``: parameters in the place of those that are quantised
+    """A model's tensors that the files have. ``quantised``: parameters in the place of those that are quantised
     there and frozen here."""
 
     origins: dict[Site, Origin]

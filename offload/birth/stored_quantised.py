@@ -225,7 +225,7 @@ def _beside(base: str, endings: Iterable[str], tensors: Mapping[str, StoredTenso
 
 
 def _added_to_zeros(directory: Path) -> int:
-    """What GPTQ adds to each zero: 1, unless a config says that the files have the second version of the format."""
+    """Return the number that GPTQ adds to each zero: 1, or 0 in the second version of its format. A config names it."""
     for file, member in (("config.json", "quantization_config"), ("quantize_config.json", "checkpoint_format")):
         path = directory / file
         if not path.exists():
@@ -246,4 +246,4 @@ _STATE: Record[dict[str, Any]] = Record(
     {"quant_type": TEXT, "blocksize": Int(1), "dtype": _VALUE_DTYPES, "shape": Shape()},
     {"nested_blocksize": Int(1), "nested_dtype": TEXT, "nested_offset": Real(finite=True)},
 )
-"""What ``bitsandbytes`` says of a weight in JSON."""
+"""Fields that ``bitsandbytes`` stores of a weight in JSON."""

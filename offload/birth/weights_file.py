@@ -188,7 +188,7 @@ class StoredTensor:
         return self.whole(self.dtype).flatten().view(torch.uint8).numpy().tobytes()
 
     def in_files(self, offset: int) -> Iterator[FilePart]:
-        """Where it lies, if its bytes are those from ``offset`` on of a record."""
+        """Yield its parts of the file, as the bytes of a record from ``offset`` on."""
         yield FilePart(self.file.read_only, self.start, self.nbytes, offset)
 
     def parts(self) -> Iterator[torch.Tensor]:
@@ -278,7 +278,7 @@ class Weights:
 
     @property
     def directory(self) -> Path:
-        """Where the files are."""
+        """The folder of the files."""
         return self.path if self.path.is_dir() else self.path.parent
 
     def close(self) -> None:

@@ -250,7 +250,7 @@ class Checkpoints:
         return of_ranks[0]
 
     def _base_of(self, opened: EngineStore) -> Path:
-        """Where runs of any number of ranks are."""
+        """Return the folder that holds runs of any number of ranks."""
         return opened.paths[0] if self._ranks.size == 1 else opened.paths[0].parent
 
     def _run_of_others(self, opened: EngineStore, own: Description | None, identity: str | None) -> Parts | None:

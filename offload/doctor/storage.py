@@ -30,7 +30,7 @@ _LEAST_FREE_BYTES = 256 * _MIB
 _FULL = 0.95
 _FILE_BYTES = 64 * _MIB
 _SECONDS = 0.2
-"""That each direction is measured for."""
+"""Time for which each direction is measured."""
 _MEMORY_BYTES = 16 * _MIB
 _SLOW_BYTES_PER_S = 1e9
 _OF_PROFILE = 0.5

@@ -62,7 +62,7 @@ class _ForeignPart(_Part):
 
 @cache
 def _owners_if_alone() -> int:
-    """What is counted where the engine alone has a part: the object of Python that stands for a storage may own it."""
+    """Return the owners counted where the engine alone has a part: the Python object of a storage may be one."""
     part = _Part(torch.UntypedStorage(1))
     return num_owners(part._storage)
 

@@ -73,7 +73,7 @@ class OwnWrites:
                 yield index, value, other if are_moved[index] else None
 
     def is_written(self) -> bool:
-        """Whether ``end`` would find something, as the use stands."""
+        """Return whether ``end`` would find a write, as the use stands."""
         return (
             list(map(_version, self._parameters)) != self._versions
             or list(map(_address, self._parameters)) != list(map(_address, self._views))

@@ -39,7 +39,7 @@ _DERIVED = ("_flat_weights", "_flat_weight_refs")
 _MISSING = object()
 _CONTAINERS = (list, dict, set, deque, OrderedDict)
 _OTHERS = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
-"""What arguments are not looked into."""
+"""Types of arguments whose attributes are not searched."""
 _OBJECTS_MAX = 10_000
 _COPIED_BYTES = 1 << 20
 """Statistics of a module take less: a larger buffer is not copied before each forward."""
@@ -159,7 +159,7 @@ class _RunsOfCall:
     def __init__(self, of: RecomputedForward) -> None:
         self._of = of
         self._state: State | None = None
-        """What the first run has found."""
+        """The state that the first run began with."""
         self._versions: list[int] = []
         """Those of the weights after it."""
 
@@ -219,8 +219,8 @@ class _Runs(_RunsOfCall):
 
 
 class State:
-    """What a forward may change beside tensors: attributes and buffers of the modules, objects among its arguments (a
-    cache), and random generators."""
+    """The state that a forward may change beside tensors: attributes and buffers of the modules, objects among its
+    arguments (a cache), and random generators."""
 
     def __init__(self, module: nn.Module, arguments: Sequence[Any], name: str) -> None:
         self._name = name

@@ -23,7 +23,7 @@ class Surroundings:
 
     def __init__(self, processor: Processor) -> None:
         self.device = processor.torch_device
-        """Where the model computes."""
+        """The device that the model computes on."""
         self._computing = processor.surroundings()
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()

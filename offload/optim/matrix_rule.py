@@ -34,7 +34,7 @@ class MatrixOptimizer:
     torch_class: str = ""
 
     def algorithms(self, specs: Sequence[ParameterSpec]) -> dict[ParameterSpec, Algorithm]:
-        """What is done to each parameter that is trained, of all that the model has, in its order.
+        """Return the algorithm of each trained parameter, in the order of the model.
 
         A parameter's own ``use_muon`` decides. Where it has none, an inner matrix is one that is no embedding, nor the
         last one with as many rows as an embedding has. Raises ``ConfigError`` for one that cannot be.

@@ -95,7 +95,7 @@ class Step(ABC):
 
 
 class Algorithm(ABC):
-    """What an optimizer does to some of its parameters."""
+    """One of the algorithms of an optimizer that treats its parameters in several ways."""
 
     states: tuple[str, ...]
 
@@ -128,7 +128,7 @@ class _Elements(Step):
 
 
 class AdamW(Algorithm):
-    """What Muon leaves to AdamW."""
+    """AdamW for the parameters that Muon does not take."""
 
     states = ("exp_avg", "exp_avg_sq")
 

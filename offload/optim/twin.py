@@ -78,7 +78,7 @@ def as_when_training(twin: Twin, shared: SharedState) -> SharedState:
 
 
 def without_compiling() -> AbstractContextManager[None]:
-    """Where a step is only tried, functions that it has compiled run as they are written: compiling takes minutes."""
+    """Run compiled functions eagerly within the block, in which a step is only tried: compiling takes minutes."""
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return,no-untyped-call]
 
 

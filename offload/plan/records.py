@@ -21,7 +21,7 @@ TRANSFER_BYTES = 512 << 10
 
 
 WAIT_SHARE = 8
-"""Where units wait for each other's slots, what their weights cost counts so much more: 1 / 8. By the forecast."""
+"""The cost of weights counts an eighth more where units wait for each other's slots. By the forecast."""
 
 
 class Records:

@@ -133,7 +133,7 @@ class _Inputs:
 
     @property
     def storages(self) -> Set[int]:
-        """What blocks were given, but for what others have made."""
+        """Return the storages of the blocks' inputs, less those that other blocks have made."""
         return self._seen.keys()
 
     def passed_on(self, output: Any) -> None:

@@ -22,7 +22,7 @@ ACTIVATIONS: dict[Mode, str] = {
     "host": "activations recomputed, inputs of blocks in host memory",
     "nvme": "activations recomputed, inputs of blocks on NVMe",
 }
-"""What may become of activations, in words."""
+"""Each treatment of activations, in words."""
 
 
 @dataclass(frozen=True)

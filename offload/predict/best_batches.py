@@ -1,4 +1,4 @@
-"""Which batch is best, for each of the things that may become of activations."""
+"""The best batch for each treatment of activations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class BestBatch:
 
 
 def modes_of(machine: Machine) -> Sequence[Mode]:
-    """What may become of activations on this machine."""
+    """Return the treatments of activations that this machine offers."""
     there: list[Mode] = ["keep", "recompute"]
     if machine.device.computes:  # else host memory is where they are
         there.append("host")

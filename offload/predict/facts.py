@@ -123,7 +123,7 @@ def of_best_batches(found: Sequence[BestBatch]) -> list[dict[str, Any]]:
 
 
 def _of_kept(prediction: Prediction) -> dict[str, Any]:
-    """What a token costs of drives, and the bytes of activations in each tier."""
+    """Return the bytes that a token writes to drives, and those of activations in each tier."""
     tokens = prediction.tokens // prediction.machine.num_ranks
     rows = [row for kind, row in memory_of(prediction).items() if kind.startswith("activations")]
     return {

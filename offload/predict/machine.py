@@ -96,7 +96,7 @@ class Machine:
     network: Network = ALONE
     beside: float = math.inf
     update_cores: float = 1.0
-    """Where a device computes, cores of the CPU that updates get."""
+    """Cores of the CPU that updates get where a device computes."""
     beside_bytes: float = math.inf
     """Host memory beside the engine's, where the CPU computes: for activations."""
     assumptions: tuple[str, ...] = ()

@@ -71,4 +71,4 @@ class Network:
 
 
 ALONE = Network(1, 1, math.inf, math.inf, math.inf, 0.0)
-"""That of a single rank: nothing comes over it, and it takes no time."""
+"""The network of a single rank: nothing crosses it, and it takes no time."""

@@ -10,7 +10,7 @@ import torch
 from offload.config import OffloadConfig
 
 Mode = Literal["keep", "recompute", "host", "nvme"]
-"""What becomes of activations: values of the engine's option."""
+"""Treatment of activations: the values of the engine's option."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,8 @@ class Workload:
 
     @property
     def size(self) -> int:
-        """What can be raised while each unit is fetched as often: the batch, or micro-batches that are together."""
+        """Return the number that can be raised while each unit is fetched as often: of sequences, or of micro-batches
+        that are together."""
         return self.micro_batches if self.together else self.batch
 
     def of_size(self, size: int) -> Workload:

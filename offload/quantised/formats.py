@@ -79,7 +79,7 @@ class Awq(QuantisedWeight):
 
 
 _AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
-"""Where in an int32 the codes of eight columns lie."""
+"""Bit offsets of the codes of eight columns in an int32."""
 
 
 class Stack(QuantisedWeight):

@@ -32,7 +32,7 @@ class QuantisedWeight(torch.Tensor):
     codes: torch.Tensor
     scales: torch.Tensor
     settings: tuple[Any, ...]
-    """What its class has to know beside the parts."""
+    """Arguments of its class beside the parts."""
 
     def __new__(
         cls, parts: Sequence[torch.Tensor], shape: torch.Size, dtype: torch.dtype, settings: tuple[Any, ...] = ()

@@ -64,7 +64,7 @@ class Group:
 
 
 class _NoGroup(Group):
-    """That of one rank."""
+    """The group of a single rank."""
 
     def __init__(self) -> None:
         self.is_taken = self.is_broken = False

@@ -265,7 +265,7 @@ class Heartbeat:
 
 
 class NoHeartbeat(Heartbeat):
-    """That of a world of one: nobody listens, and nobody can be gone."""
+    """The heartbeat of a world of one: nobody listens, and nobody can be gone."""
 
     def __init__(self, failure: Failure) -> None:
         self.failure = failure

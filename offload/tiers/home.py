@@ -55,7 +55,7 @@ class Home:
     address: int | None = None
     tensor: torch.Tensor | None = None
     spare_address: int | None = None
-    """Where an update of bytes with an address writes before its step is certain, if there is a second place."""
+    """Address of the spare place, to which an update writes before its step is certain; None if there is none."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes

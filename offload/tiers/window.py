@@ -91,7 +91,7 @@ class SwapWindow(_Holds):
         that is resident in RAM. One value: an interrupt may come at any line."""
         self._keeps = False
         self._left: Callable[[], object] | None = None
-        """What is under it stays there, until this call."""
+        """Call that ends a stay of the memory under the window; None if nothing stays."""
         self._has_copy = False
 
     def keep(self, keeps: bool) -> None:

@@ -107,7 +107,7 @@ class Packing:
         return Packing(self._outer.like().rows(start, stop))
 
     def places(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Where the bytes of these rows lie among those of all: first, behind the last, and the first's place in
+        """Yield the byte ranges of these rows among those of all: first, behind the last, and the first's place in
         ``rows(start, stop)``."""
         own = self.rows(start, stop)._outer.wrapped.values()
         for item, rows in zip(self._outer.wrapped.values(), own, strict=True):
@@ -116,7 +116,7 @@ class Packing:
             yield item.offset + start * row_bytes, item.offset + stop * row_bytes, rows.offset
 
     def offsets(self, tensor: torch.Tensor) -> list[int]:
-        """Where the bytes of each ordinary tensor begin that such a tensor wraps, in order."""
+        """Return the first byte of each ordinary tensor that ``tensor`` wraps, in order."""
         return [item.offset for item, _ in self._outer.plain(tensor)]
 
     def __str__(self) -> str:

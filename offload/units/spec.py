@@ -77,8 +77,8 @@ class ParameterSpec:
         return value if self.packing is None else self.packing.pack(value)
 
     def places(self, dtype: torch.dtype) -> Iterator[tuple[int, int, int]]:
-        """Which bytes it has of those that its parameter's value has in ``dtype``: first, behind the last, and the
-        first's place in it."""
+        """Yield the ranges of its bytes within its parameter's value in ``dtype``: first, behind the last, and the
+        first's place in this piece."""
         if self.piece is not None and self.piece.whole.packing is not None:
             yield from self.piece.whole.packing.places(self.piece.start, self.piece.stop)
             return
@@ -145,8 +145,8 @@ class UnitSpec:
     count: int = 1
     """1 where it moves as a whole; a forecast takes so many that are alike for one, of which each moves by itself."""
     in_files: tuple[FilePart, ...] = ()
-    """Where its frozen weights lie in files that are only read, at which bytes of the unit's weights; nothing if they
-    are stored."""
+    """Parts of read-only files that hold its frozen weights, and their places in the unit's weights; none if they are
+    stored."""
 
     @property
     def stored_numel(self) -> int:

@@ -39,7 +39,7 @@ class Forecast:
         """Squared norms of the units whose backward is over, by unit; the next one is their sum."""
         self._sum = 0.0
         self._sums: dict[int, float] = {}
-        """That sum when each unit's backward was over."""
+        """The sum when each unit's backward was over."""
         self._shares: dict[int, float] = {}
         """The same of the last step, as shares of its square."""
         self._first: float | None = None

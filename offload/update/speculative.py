@@ -159,7 +159,7 @@ class SpeculativeUpdates:
     memory."""
     homes: Sequence[UnitHomes]
     shadow_of: Callable[[UnitSpec], Shadow]
-    """Where the weights of a unit are written."""
+    """The shadow to which a unit's weights are written."""
     gradients: GradientStore
     failure: Failure
     _: KW_ONLY

@@ -144,7 +144,7 @@ class ListOf(Kind[Sequence[_T]]):
 
 
 class _numbered:
-    """What is refused within is the item that would have come next."""
+    """Name the next item in refusals of the block."""
 
     def __init__(self, found: Sequence[Any]) -> None:
         self._found = found

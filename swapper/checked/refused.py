@@ -26,7 +26,7 @@ class Refused(ValueError):
 
 @contextlib.contextmanager
 def within(name: str | int) -> Iterator[None]:
-    """What is refused within is a part of the field ``name``."""
+    """Name the field ``name`` in refusals of the block."""
     try:
         yield
     except Refused as error:

@@ -140,7 +140,7 @@ class SavingDirectory(CheckpointDirectory):
         self._ranks = ranks
         self._part = "" if ranks.size == 1 else part_name(ranks.rank, ranks.size)
         self._place: Workplace | None = None
-        """That of the first rank, while it saves."""
+        """The first rank's workplace, while it saves."""
         self._new = self.path
         self._has_told = False
         """The other ranks know how it went."""

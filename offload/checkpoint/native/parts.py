@@ -100,7 +100,7 @@ class Parts:
 
     @property
     def metadata(self) -> bytes:
-        """That of all parts."""
+        """Return the metadata of all parts, one behind the other."""
         return b"".join(part.metadata for part in self.generations)
 
     def description(self, rank: int = 0) -> Description:

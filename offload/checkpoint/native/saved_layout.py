@@ -1,4 +1,4 @@
-"""How units and states of a saved generation lie, as its description says."""
+"""Layout of the units and states of a saved generation, read from its description."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class UpdateLog:
         self._chains.pop(unit, None)
 
     def next(self) -> Logging:
-        """What the commit of the last step logs. Without ``committed`` the next one writes all units."""
+        """Return what the commit of the last step logs. Without ``committed`` the next one writes all units."""
         updates, self._updates = self._updates, None
         before, self._chains = self._chains, {}
         self._num_commits += 1

@@ -25,7 +25,7 @@ class Copies(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where activations are."""
+        """The device that activations are on."""
 
     def out(self, address: int, source: torch.Tensor) -> Copying | None:
         """Copy to host memory. None: it is done."""

@@ -126,7 +126,7 @@ class ActivationPool:
         self._leaving: list[Piece] = []
         """Dropped, while a transfer or a copy is under way."""
         self._excess_bytes = 0
-        """That there was no room for, in the present step."""
+        """Bytes that had no room in the present step."""
         self.use = ActivationUse()
 
     def keep(

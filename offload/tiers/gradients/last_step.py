@@ -17,7 +17,7 @@ class LastGradients:
         """Guards ``_num_readers``. With the monitors of gradients in the order of locks."""
 
     def step_taken(self) -> None:
-        """What rests from now on are the gradients of this step."""
+        """Note that the resting gradients are those of this step from now on."""
         self._changed = set()
 
     def are_there(self, unit: UnitSpec) -> bool:

@@ -1,4 +1,4 @@
-"""Which unit gives its place to another one, where experts are too many to be compared each time."""
+"""Ranking of the units to evict, where experts are too many to be compared each time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Where speculative updates write weights: beside the current ones, until the verdict flips them in or drops them. See
-``offload.update.speculative``. Weights on NVMe go there from a slot; those in host memory have a spare place."""
+"""Shadows, to which speculative updates write weights beside the current ones, until the verdict flips them in or drops
+them. See ``offload.update.speculative``. Weights on NVMe go there from a slot; those in RAM have a spare place."""
 
 from __future__ import annotations
 
