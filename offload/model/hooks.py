@@ -327,7 +327,7 @@ class Hooks:
                 unit.strays.refuse_move(spec.name)
 
     def _release(self, unit: UnitInModel) -> None:
-        unit.strays.end_use(is_recomputed=graph_task() != -1 and not unit.is_over)
+        unit.strays.end_use(is_recomputed=not unit.is_over and graph_task() != -1)
         if unit.strays.are_left:
             self._with_strays.units[unit] = None
         try:
