@@ -206,8 +206,9 @@ def keeps_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
     return _unsafe_preserve_version_counter(tensor)
 
 
-swap_memory: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
-"""Exchange what two storages look out on. Where ``can_swap_memory`` says so: torch >= 2.13."""
+def swap_memory(left: torch.UntypedStorage, right: torch.UntypedStorage) -> None:
+    """Exchange what two storages look out on. Where ``can_swap_memory`` says so: torch >= 2.13."""
+    left._swap_data_ptr_(right)  # type: ignore[attr-defined]
 
 
 exchange_tensors: Callable[[torch.Tensor, torch.Tensor], None] = found(torch._C, "_swap_tensor_impl")
