@@ -201,16 +201,16 @@ class Hooks:
     def _install(self, unit: UnitInModel, saved_tensors: SavedTensors) -> None:
         unit.saved_tensors = saved_tensors
         unit.around = HookOfModel(self._pre_forward, unit), HookOfModel(self._post_forward, unit)
-        self.installed.at_modules(unit.spec.modules, *unit.around)
+        self.installed.at_unit(unit.spec, *unit.around)
         for index, (parameter, spec) in enumerate(zip(unit.parameters, unit.spec.parameters, strict=True)):
-            handle = self._handles[spec]
-            unit.sites += [(module, name, handle, parameter) for module, name in spec.sites]
+            unit.sites += [(module, name, self._handles[spec], parameter) for module, name in spec.sites]
             if not spec.trainable:
                 continue
+            leaves = parameter, self._parameters[spec]
             hook = HookOfModel(_take_gradient, weakref.ref(self), weakref.ref(unit), index)
             if spec.piece is not None:
-                spec.piece.on_gradient = hook
-            self.installed.at_gradients((parameter, self._parameters[spec]), hook)
+                spec.piece.on_gradient, leaves = hook, leaves[1:]
+            self.installed.at_gradients(leaves, hook)
 
     # Of the two hooks the compiler takes what only counts into a graph, and leaves the rest outside.
 

@@ -311,4 +311,4 @@ def _unit_of_pieces(
     owners = {module for piece in pieces for module, _ in piece.whole.sites}
     depth = max(layout.depth(module) for module in owners)
     name = (layout.names[pieces[0].whole.sites[0][0]] or "(root)") + rows
-    return UnitSpec(index, name, tuple(pieces), specs, trainable_numel, numel, depth)
+    return UnitSpec(index, name, (), specs, trainable_numel, numel, depth)

@@ -27,9 +27,9 @@ One of a grain or more begins at a multiple of ``GRAIN``, so that tiles can hold
 
 
 class Site(NamedTuple):
-    """One place in the model where a parameter stands."""
+    """One place in the model where a parameter, or a piece of one, stands."""
 
-    module: nn.Module
+    module: nn.Module | Piece
     name: str
 
 
@@ -129,8 +129,8 @@ class UnitSpec:
     """Parameters stored flat, one after the other: the trainable ones first.
 
     ``numel`` and ``trainable_numel`` count elements up to the end of the padding, whole multiples of ``GRAIN``.
-    ``modules`` are those around whose forward the unit must be resident; ``depth`` counts the units that are
-    resident around this one because their module calls this one's.
+    ``modules`` are those around whose forward the unit must be resident, which pieces know for themselves; ``depth``
+    counts the units that are resident around this one because their module calls this one's.
     """
 
     index: int
