@@ -52,10 +52,7 @@ class InstalledHooks:
         self._removers: list[Any] = []
 
     def at_unit(self, unit: UnitSpec, before: HookOfModel, after: HookOfModel) -> None:
-        """Put a unit's hooks around the forward of its modules, or around the uses of its pieces."""
-        for spec in unit.parameters:
-            if spec.piece is not None:
-                spec.piece.around = before, after
+        """Put a unit's hooks around the forward of its modules."""
         for module in unit.modules:
             # Before all others: one that raises must not leave our hook after the forward without ours before it.
             first = partial(module.register_forward_pre_hook, before, prepend=True)

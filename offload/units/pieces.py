@@ -24,8 +24,7 @@ _MOST_PIECES = 32
 
 
 class Piece:
-    """Rows ``[start, stop)`` of a weight, the ``index``-th of its pieces. ``weight`` is there while a call lasts; a
-    handle stands for it else.
+    """Rows ``[start, stop)`` of a weight, the ``index``-th of its pieces.
 
     Each use is a leaf of its own: autograd would hold the gradients of one leaf until those of all its uses have come,
     and a tied weight is used at both ends of a model.
@@ -33,10 +32,12 @@ class Piece:
     No ``nn.Module``, though it is called like one: a layer has hundreds of experts, and a module takes 4 KB.
     """
 
-    __slots__ = ("_parameters", "around", "index", "on_gradient", "start", "stop", "whole")
+    __slots__ = ("around", "index", "on_gradient", "start", "stop", "weight", "whole")
 
     around: tuple[Callable[[Piece, Any], None], Callable[[Piece, Any, Any], Any]]
     """Called before and after each use, like a module's hooks: the latter with None where the use has failed."""
+    weight: nn.Parameter
+    """The one in the unit's window, whose value is there while a use lasts."""
     on_gradient: Callable[[Tensor], None]
     """Told of each leaf that has its gradient."""
 
@@ -45,7 +46,6 @@ class Piece:
         self.index = index
         self.start = start
         self.stop = stop
-        self._parameters: dict[str, nn.Parameter | None] = {"weight": None}
 
     def __call__(self, use: Callable[[Tensor], Tensor]) -> Tensor:
         before, after = self.around
@@ -58,11 +58,9 @@ class Piece:
         return after(self, (use,), output)  # type: ignore[no-any-return]
 
     def _compute(self, use: Callable[[Tensor], Tensor]) -> Tensor:
-        weight = self._parameters["weight"]
-        assert weight is not None
-        if not (weight.requires_grad and torch.is_grad_enabled()):
-            return use(weight.detach())
-        leaf = nn.Parameter(weight.detach())
+        if not (self.weight.requires_grad and torch.is_grad_enabled()):
+            return use(self.weight.detach())
+        leaf = nn.Parameter(self.weight.detach())
         leaf.register_post_accumulate_grad_hook(self.on_gradient)
         return use(leaf)
 

@@ -23,7 +23,7 @@ def built(name: str) -> nn.Module:
 
 
 def trained(model: nn.Module, call: Any, optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Losses, the gradients of the first step, of two micro-batches, and the weights after the second."""
+    """Losses, the gradients of the first micro-batch of two, and the weights after the second step."""
     losses, gradients = [], {}
     for step in range(2):
         for micro in range(2):
@@ -31,8 +31,9 @@ def trained(model: nn.Module, call: Any, optimizer: torch.optim.Optimizer) -> li
             loss = call(tokens)
             loss.backward()
             losses.append(loss.item())
-        if step == 0:
-            gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+            gradients = gradients or {
+                name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None
+            }
         optimizer.step()
         optimizer.zero_grad()
     return [losses, gradients, {name: p.detach().clone() for name, p in model.named_parameters()}]
