@@ -25,7 +25,8 @@ def tensor_at(address: int, numel: int, dtype: torch.dtype, owner: object = None
     if numel == 0:
         return torch.empty(0, dtype=dtype)
     buffer = (ctypes.c_char * (numel * dtype.itemsize)).from_address(address)
-    buffer.owner = owner  # type: ignore[attr-defined]
+    if owner is not None:
+        buffer.owner = owner  # type: ignore[attr-defined]
     return torch.frombuffer(buffer, dtype=dtype)
 
 

@@ -231,7 +231,7 @@ class _Assembler:
         buffers = [slot.address for slot in tiers.slots], [lease.address for lease in tiers.tile_buffers]
         loader = Loader(tiers.homes, access.layout, value, *buffers)
         shown = zip(self.birth.shown(run.units), run.shards, strict=True)
-        loader.load(shown, handles.at_sites, handles.of_model)
+        loader.load(shown, handles.of_model)
         self.birth.fill_rest(run.units)
         for name, buffer in model.named_buffers():
             first = ranks.broadcast(name, buffer)
@@ -368,7 +368,7 @@ class _Assembler:
             for unit, window, parameters in zip(self.run.units, tiers.windows, tiers.parameters, strict=True)
         ]
         one_thread = isinstance(self.run.processor, Cpu)
-        hooks = Hooks(in_model, handles.at_sites, handles.of_model, passes, outside_of_graphs, one_thread=one_thread)
+        hooks = Hooks(in_model, handles.of_model, passes, outside_of_graphs, one_thread=one_thread)
         sharers = len(self.ranks.world.local_ranks) if one_thread else 1
         self.activations.tie(hooks, self.model, self.run.processor, sharers)
         owners = {site[0]: unit for unit in in_model for site in unit.sites}

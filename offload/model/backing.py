@@ -284,7 +284,7 @@ class PiecewiseBacking:
 
     def piece(self, piece: Piece) -> ParameterBacking:
         """The backing of this piece."""
-        return self._pieces[self.whole.pieces.index(piece)]
+        return self._pieces[piece.index]
 
     @property
     def gradient_so_far(self) -> None:
