@@ -46,6 +46,7 @@ def summary(result: dict[str, Any]) -> list[str]:
         lines
         + ["bits:    " + _bits(rates)]
         + _shares(rates)
+        + _host(result.get("probe", {}))
         + [_step(run, result["runs"]) for run in result["runs"] if run["bound_seconds"]]
     )
 
@@ -71,6 +72,22 @@ def _shares(rates: dict[str, Any]) -> list[str]:
         f"link:    {to_device:.1f} GB/s to the device, {to_host:.1f} to the host; "
         f"not pinned {slow_to_device:.1f}, {slow_to_host:.1f}",
     ]
+
+
+def _host(probe: dict[str, Any]) -> list[str]:
+    """What the host gives a GPU, as far as it was seen."""
+    said = []
+    if rates := probe.get("adam_gb_per_s"):
+        num_threads, rate = max(rates.items(), key=lambda one: one[1])
+        said.append(f"Adam {rate:,.0f} GB/s on {num_threads} threads")
+    for name, text in (("fault_in_s_per_gib", "faulted in"), ("register_s_per_gib", "registered")):
+        if name in probe:
+            said.append(f"{text} in {probe[name]} s a GiB")
+    if beside := probe.get("link_beside_products"):
+        said.append(f"{beside['gb_per_s']} GB/s each way beside products of {beside['tflop_per_s']} TFLOP/s")
+    if calls := probe.get("call_us"):
+        said.append(f"a copy's call {calls['copy of 4 KiB']} us")
+    return [f"host:    {', '.join(said)}"] if said else []
 
 
 def _step(run: dict[str, Any], runs: list[dict[str, Any]]) -> str:

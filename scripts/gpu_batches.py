@@ -21,9 +21,6 @@ from typing import Any
 from _step_model import Shape
 from _step_process import Turns, WorkerFailed
 
-_ALL = 1 << 40
-"""More memory than any model here needs."""
-
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -33,6 +30,7 @@ def main() -> int:
     parser.add_argument("--system", choices=["engine", "in_memory"], default="engine")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--device-memory", default="auto")
+    parser.add_argument("--host-memory", default="auto")  # a bound: what is beyond the model is for spare places
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--timeline", type=Path, metavar="DIR", help="a folder for the last step's of each batch")
@@ -53,7 +51,7 @@ def _runs(size: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     shape = Shape.parse(size, options.batches[0], options.context, checkpointing=True)
     request = {
         **{"shape": asdict(shape), "precision": "bf16", "clipping": 0.0, "system": options.system},
-        **{"nvme_path": None, "io_backend": "auto", "host_memory": _ALL},
+        **{"nvme_path": None, "io_backend": "auto", "host_memory": options.host_memory},
         **{"device": options.device, "device_memory": options.device_memory},
     }
     wanted = [

@@ -88,6 +88,13 @@ def test_it_begins_with_what_a_reader_wants(tmp_path: Path) -> None:
     assert [run["step_seconds_median"] for run in result["runs"]] == [1.9]  # in the place of the earlier one
 
 
+def test_what_a_probe_has_seen_before_it_was_interrupted_is_shown(tmp_path: Path) -> None:
+    first, more = {"adam_gb_per_s": {"1": 20.0, "16": 210.0}}, {"register_s_per_gib": 0.07}
+    text = f"a line\n{json.dumps(first)}\n{json.dumps({**first, **more})}\nKeyboardInterrupt\n"
+    lines = _gpu_report.summary(result_of(tmp_path, probe=(124, 120, text)))
+    assert "host:    Adam 210 GB/s on 16 threads, registered in 0.07 s a GiB" in lines
+
+
 def test_the_names_of_failures_are_kept(tmp_path: Path) -> None:
     text = (
         "FAILED tests/offload/test_cuda.py::test_one[bf16] - assert 1 == 2\n"
