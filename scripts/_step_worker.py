@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,9 @@ class Engine:
     def __init__(self, shape: Shape, request: dict[str, Any]) -> None:
         with torch.device("meta"):
             model = shape.model()
-        options = {name: request[name] for name in ("precision", "nvme_path", "io_backend", "host_memory")}
+        options = {name: request[name] for name in ("precision", "io_backend", "host_memory")}
+        if request["nvme_path"] is not None:
+            options["nvme_path"] = request["nvme_path"]
         options |= {"gradient_clipping": request["clipping"], "device": request["device"], **ADAMW}
         options["device_memory"] = request["device_memory"]
         torch.manual_seed(0)  # the engine initialises the model
@@ -92,6 +95,9 @@ class Engine:
 
     def settle(self) -> None:
         self._engine.synchronize()
+
+    def write_timeline(self, path: str) -> None:
+        self._engine.timeline(path)
 
     def facts(self) -> dict[str, Any]:
         plan, report = self._engine.plan, self._engine.report()
@@ -156,9 +162,21 @@ def _take_least(shape: Shape, request: dict[str, Any]) -> None:
 
 
 def _turn(
-    system: Any, shape: Shape, generator: torch.Generator, device: str, warm_up: int, steps: int
+    system: Any,
+    shape: Shape,
+    generator: torch.Generator,
+    device: str,
+    warm_up: int,
+    steps: int,
+    batch: int | None = None,
+    timeline: str | None = None,
 ) -> dict[str, Any]:
-    """Some steps that do not count, one that counts for the bytes alone, and those that are timed."""
+    """Some steps that do not count, one that counts for the bytes alone, and those that are timed. ``batch``: other
+    than the shape's; ``timeline``: a file for that of the last step, if the system has one."""
+    if batch is not None:
+        shape = replace(shape, batch=batch)
+    if device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats()
     for _ in range(warm_up):
         system.step(*(tensor.to(device) for tensor in shape.tokens(generator)))
     system.settle()
@@ -171,6 +189,8 @@ def _turn(
         if index:
             seconds.append(time.perf_counter() - start)
     system.settle()
+    if timeline is not None and isinstance(system, Engine):
+        system.write_timeline(timeline)
     read_bytes, write_bytes = ((now - then) / (steps + 1) for now, then in zip(_moved_bytes(), before, strict=True))
     return {
         "seconds": seconds,
