@@ -61,6 +61,14 @@ class Turns:
             except (BrokenPipeError, EOFError) as error:
                 raise WorkerFailed(_last_line(errors)) from error
 
+    def least_host_memory(self, request: dict[str, Any]) -> int:
+        """The least budget that works for this request of an engine, which is not built. Raises ``WorkerFailed``."""
+        with tempfile.TemporaryFile("w+") as errors, _worker({**request, "host_memory": 0}, errors) as (ask, _):
+            try:
+                return int(ask(None)["host_memory"])
+            except EOFError as error:
+                raise WorkerFailed(_last_line(errors)) from error
+
 
 @contextlib.contextmanager
 def _worker(request: dict[str, Any], errors: IO[str]) -> Iterator[tuple[Any, int]]:
