@@ -32,7 +32,7 @@ from offload.errors import ConfigError
 from offload.model.draws import Generators
 from offload.model.forward_costs import Unmeasured
 from offload.model.unit_in_model import UnitInModel
-from offload.torch_internals import graph_task, put_together, taken_apart
+from offload.torch_internals import graph_task, put_together, taken_apart, top_hooks_step_aside
 from swapper import OffloadError
 
 Weights: TypeAlias = tuple[list[int], list[int]]
@@ -169,6 +169,7 @@ class _RunsOfCall:
         """The weights that it has found."""
 
     def _run(self, arguments: Sequence[Any], forward: Callable[[], Any]) -> Any:
+        top_hooks_step_aside()
         if self._state is not None:
             with self._state.before():
                 self._of.again(forward, self._weights)
