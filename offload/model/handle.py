@@ -21,6 +21,7 @@ from offload.model.aliases import Alias
 from offload.model.grad_call import CALLS
 from offload.model.handle_backing import Backing, BackingOfParameter, Memory, View
 from offload.model.leaves import Leaves
+from offload.model.strides import say_strides
 from offload.torch_internals import (
     autograd_gradient,
     itself,
@@ -176,6 +177,8 @@ class Handle(torch.Tensor):
                 f"{self._backing.name}.data = {value._backing.name}.data would make two parameters of one memory. To "
                 "copy the value: parameter.data.copy_(other). To tie weights: do it before the engine is made."
             )
+        if self._is_managed and not value.is_contiguous():
+            say_strides({self._backing.name: value.stride()})
         if self._is_managed and type(value) in (torch.Tensor, nn.Parameter):
             self._backing.point_to(Alias(value.data), value.detach())
         elif value is not self:

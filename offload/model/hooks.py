@@ -357,7 +357,7 @@ class Hooks:
 
     def needed(self, call: Call) -> bool:
         """See ``UsesOfUnits``."""
-        if not call.unit.in_backward or call.context is not self.context:
+        if not call.runs_in(self.context) and (not call.unit.in_backward or call.context is not self.context):
             if graph_task() == -1:
                 return False
             self._reach(call)

@@ -95,6 +95,8 @@ class TorchRule(WholeParameters):
         """States for which there is room and that are not there, of parameters that have others."""
         self._schemas: dict[tuple[torch.Size, int], list[tuple[Any, Schema]]] = {}
         """States of parameters of a shape in a group: by what else tells them apart."""
+        self._schema_of: dict[ParameterSpec, Schema] = {}
+        """Those of each parameter, as it was when the engine was made: room is reserved for these."""
         self._loose: dict[ParameterSpec, dict[str, Any]] = {}
         """Of each parameter that has taken a step: its states that lie in no tile."""
 
@@ -209,6 +211,11 @@ class TorchRule(WholeParameters):
             self._representatives.set_states(self._group_of[spec], {})
 
     def _schema(self, spec: ParameterSpec) -> Schema:
+        if spec not in self._schema_of:
+            self._schema_of[spec] = self._find_schema(spec)
+        return self._schema_of[spec]
+
+    def _find_schema(self, spec: ParameterSpec) -> Schema:
         """The states of a parameter of this kind, seen in one step on a stand-in."""
         group = self._group_of.get(spec)
         if group is None or spec.numel == 0:  # in no group: it never takes a step

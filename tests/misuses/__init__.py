@@ -23,6 +23,7 @@ _FILES = (
     "conversions",
     "surgery",
     "inside_forward",
+    "strangers",
     "features",
     "processes",
     "threads",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -344,3 +345,21 @@ def test_the_step_of_before_the_engine_is_refused_when_it_is_called():
         pytest.raises(ConfigError, match="before the engine"),
     ):
         step()
+
+
+def test_a_parameter_may_get_an_attribute_during_training():
+    found = []
+    for wrapped in (False, True):
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = grouped(model, [momentum])
+        with OffloadEngine(model, optimizer=optimizer) if wrapped else nullcontext():
+            for _ in range(3):
+                model(torch.ones(2, 6)).sum().backward()
+                for parameter in model.parameters():
+                    parameter.main_grad = parameter.grad.detach() * 0.5
+                    parameter.grad = parameter.main_grad
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append([optimizer.state[parameter]["buffer"].clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *found))
