@@ -35,6 +35,9 @@ _LEAST_TILE_BYTES = 64 << 10
 ACTIVATIONS = ("keep", "recompute", "host", "nvme", "auto")
 """Values of the option, from the fastest to the one that takes the least memory, and the choice by a step."""
 
+_MOST_ACCUMULATION_STEPS = 1 << 20
+"""Bytes of a step are counted in 64 bits."""
+
 _LEAST_ACTIVATION_BYTES = 64 << 10
 
 
@@ -170,7 +173,7 @@ class OffloadConfig:
             expected = f"at least {_LEAST_ACTIVATION_BYTES} bytes"
             option_values.refuse("activation_memory", expected, self.activation_memory)
         self._check("gradient_clipping", option_values.as_number)
-        self._check("gradient_accumulation_steps", option_values.as_count)
+        self._check("gradient_accumulation_steps", option_values.as_count, 1, _MOST_ACCUMULATION_STEPS)
         self._check("io_backend", option_values.as_choice, ("auto", "io_uring", "threads", "portable"))
         for name in ("durable", "keep_last", "keep_every"):
             self._check(name, option_values.as_count, 0)

@@ -4,6 +4,7 @@ expected."""
 from __future__ import annotations
 
 import difflib
+import math
 import numbers
 import os
 import re
@@ -45,9 +46,9 @@ def shown(value: object) -> str:
         return f"a value of type {type(value).__name__}"
 
 
-def parse_bytes(option: str, value: object) -> Bytes:
-    """A number of bytes, from a number or a text such as ``"12GiB"``; ``"auto"`` stays."""
-    expected = 'bytes such as 1073741824, "12GiB" or "auto"'
+def parse_bytes(option: str, value: object, expected: str = 'bytes such as 1073741824, "12GiB" or "auto"') -> Bytes:
+    """A number of bytes, from a number or a text such as ``"12GiB"``; ``"auto"`` stays. The error says what was
+    ``expected``."""
     if isinstance(value, str):
         if value == "auto":
             return "auto"
@@ -64,11 +65,13 @@ def parse_bytes(option: str, value: object) -> Bytes:
     return number
 
 
-def as_count(option: str, value: object, least: int = 1) -> int:
-    """An integer of Python or numpy, at least ``least``."""
+def as_count(option: str, value: object, least: int = 1, most: float = math.inf) -> int:
+    """An integer of Python or numpy, from ``least`` to ``most``."""
     number = _whole(value)
     if number is None or number < least:
         refuse(option, f"a whole number >= {least}", value)
+    if number > most:
+        refuse(option, f"a whole number from {least} to {most:,}", value)
     return number
 
 
