@@ -22,6 +22,7 @@ from offload.assembly.updates import Updates, make_updates
 from offload.birth.birth import Birth
 from offload.birth.loading import Loader
 from offload.checkpoint.checkpoints import Checkpoints
+from offload.checkpoint.native.commit import JointPublication, Publication
 from offload.checkpoint.optimizer_states import OptimizerStates
 from offload.checkpoint.run_state import RunState, Training
 from offload.checkpoint.safetensors.model_weights import GatheredModelWeights, ModelWeights
@@ -96,7 +97,7 @@ class _Assembler:
         self.closers = Closers()
         self.closers.callback(self.watch.close)
         self.closers.callback(run.parts.release)
-        self.ranks = Ranks(run.world, run.units, run.shards)
+        self.ranks = Ranks.of(run.world, run.units, run.shards)
 
     def assemble(self) -> Assembly:
         try:
@@ -396,6 +397,7 @@ class _Assembler:
             access.own_gradients,
             access,
             tiers.last_gradients,
+            Publication() if self.ranks.size == 1 else JointPublication(self.ranks),
             speculative=self.run.plan.speculative,
         )
         generations = checkpoints.generations

@@ -327,7 +327,7 @@ class Hooks:
                 unit.strays.refuse_move(spec.name)
 
     def _release(self, unit: UnitInModel) -> None:
-        unit.strays.end_use(is_recomputed=graph_task() != -1 and not unit.is_over)
+        unit.strays.end_use(is_recomputed=not unit.is_over and graph_task() != -1)
         if unit.strays.are_left:
             self._with_strays.units[unit] = None
         try:
@@ -357,7 +357,7 @@ class Hooks:
 
     def needed(self, call: Call) -> bool:
         """See ``UsesOfUnits``."""
-        if not call.unit.in_backward or call.context is not self.context:
+        if not call.runs_in(self.context) and (not call.unit.in_backward or call.context is not self.context):
             if graph_task() == -1:
                 return False
             self._reach(call)
