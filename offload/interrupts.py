@@ -6,7 +6,7 @@ calls it between any two lines of the main thread.
 
 from __future__ import annotations
 
-import _signal  # what ``signal`` wraps to give enums, for five times the price: this is called a dozen times a unit
+import _signal  # type: ignore[import-not-found]
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +29,7 @@ def held_back() -> Iterator[None]:
     """Handle at the end what comes within, as if it had come there: what is within is done whole, or not begun.
 
     In other threads than the main one nothing needs to be held back: Python handles no signals there. May be nested.
+    The calls are those that ``signal`` wraps: enums cost five times as much, a dozen times for each use of a unit.
     """
     handlers: dict[int, _Handler] = {}
     came: dict[int, FrameType | None] = {}
