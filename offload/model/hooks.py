@@ -202,7 +202,7 @@ class Hooks:
         self.installed.at_unit(unit.spec, *unit.around)
         for index, (parameter, spec) in enumerate(zip(unit.parameters, unit.spec.parameters, strict=True)):
             unit.sites += [(module, name, self._parameters[spec], parameter) for module, name in spec.sites]
-            leaves = parameter, self._parameters[spec]
+            leaves: tuple[nn.Parameter, ...] = parameter, self._parameters[spec]
             if spec.piece is not None:
                 spec.piece.weight, spec.piece.around, leaves = parameter, unit.around, leaves[1:]
             if not spec.trainable:

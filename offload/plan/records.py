@@ -75,11 +75,12 @@ class Records:
     def small_units(self) -> list[int]:
         """The units whose transfers cost more than their bytes."""
         transfers, all_costs = map(self._of_units, (self._transfer_costs, self._costs))
-        return np.flatnonzero(2 * transfers > all_costs).tolist()
+        found: list[int] = np.flatnonzero(2 * transfers > all_costs).tolist()
+        return found
 
     def _of_units(self, costs: Integers) -> npt.NDArray[np.float64]:
         """Costs of each unit's records, added up."""
-        states = np.bincount(self._unit_of_tile, costs[self.states], len(self.units))
+        states = np.bincount(self._unit_of_tile, costs[self.states], len(self.units)).astype(np.float64, copy=False)
         return states + costs[self.weights] + costs[self.grads]
 
     def always_resident(self) -> Flags:
