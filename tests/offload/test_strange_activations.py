@@ -54,7 +54,7 @@ def test_all_kinds_of_blocks_and_loops_have_the_bits_of_keep(
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_block_that_a_second_run_would_find_changed_is_one_error(kind: str, tmp_path: Path):
-    wrong, typed = judge(Program((kind, "Kind"), "plain", num_steps=1), tmp_path, [("nvme", "nvme")])
+    wrong, typed = judge(Program((kind,) * NUM_BLOCKS, "plain", num_steps=1), tmp_path, [("nvme", "nvme")])
     assert not wrong, wrong[0]
     (message,) = typed
     assert REFUSED[kind] in message
