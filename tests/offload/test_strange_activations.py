@@ -42,7 +42,7 @@ def groups() -> Iterator[tuple[tuple[str, ...], str, tuple[str, str]]]:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "loop", "setting"), groups(), ids=lambda part: "+".join([part] if isinstance(part, str) else part)
+    ("kinds", "loop", "setting"), [*groups()], ids=lambda part: "+".join([part] if isinstance(part, str) else part)
 )
 def test_all_kinds_of_blocks_and_loops_have_the_bits_of_keep(
     kinds: tuple[str, ...], loop: str, setting: tuple[str, str], tmp_path: Path
