@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import platform
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,12 @@ import torch
 
 _MADV_POPULATE_WRITE = 23
 """Of Linux 5.14 and later. Older ones refuse it."""
+
+LARGE_BYTES = 1 << 20
+"""A block of memory that is worth the call of the system and the faults that a mapping of its own costs."""
+
+_M_MMAP_THRESHOLD = -3
+_THRESHOLDS = ("mmap_threshold", "trim_threshold")
 
 _MBIND = {"x86_64": 237, "aarch64": 235}
 """The number of this call of Linux, by processor: the C library has none."""
@@ -83,6 +90,18 @@ def trim_heap() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def map_large_blocks() -> None:
+    """Have each block of ``LARGE_BYTES`` or more be a mapping of its own from now on, which goes back to the system
+    when it is freed; one thread's heap cannot give back what lies below a block that lives. It holds for the whole
+    process, and is left to who has set one of glibc's thresholds by the environment. Does nothing with other C
+    libraries."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    is_set = any(f"MALLOC_{name.upper()}_" in os.environ or f"malloc.{name}" in tunables for name in _THRESHOLDS)
+    if set_option is not None and not is_set:
+        set_option(_M_MMAP_THRESHOLD, LARGE_BYTES)
 
 
 def available_bytes() -> int:

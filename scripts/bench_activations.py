@@ -9,7 +9,7 @@ of activations that were kept, written and read in the last step, and its second
 ``--window`` has tokens look at those of their own window alone, so that the time grows with the length and no faster;
 ``--rows`` puts MLPs in tiles of so many rows, and ``--heads`` attentions in so many tiles; ``--limit`` is a memory
 cgroup around each process, imports included, and needs root; ``--steps 1`` is for long ones; ``--plot`` draws.
-With ``MALLOC_MMAP_THRESHOLD_=1048576`` in the environment no memory is lost between large tensors.
+``MALLOC_MMAP_THRESHOLD_=33554432`` in the environment shows what the C library would keep of large tensors.
 
     python scripts/bench_activations.py --layers 24 --width 64 --window 512 --rows 4096 --limit 1GiB \\
         --lengths 16384 32768 65536 131072
@@ -70,9 +70,11 @@ class Block(nn.Module):
         self.norm, self.attention, self.mlp = nn.LayerNorm(width), Attention(width), Mlp(width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        windows = self.norm(x).unflatten(1, (-1, self.window or x.shape[1])).flatten(0, 1)
-        x = x + self.attention(windows).view_as(x)
+        x = x + self.attention(self._in_windows(self.norm(x))).view_as(x)
         return x + self.mlp(x)
+
+    def _in_windows(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(1, (-1, self.window or x.shape[1])).flatten(0, 1)
 
 
 class Model(nn.Module):
@@ -106,9 +108,13 @@ def measure(options: argparse.Namespace, mode: str, length: int) -> dict[str, fl
     parameters = sum(parameter.numel() for parameter in model.parameters())
     budget = {"host_memory": options.host_memory, "activation_memory": options.activation_memory}
     engine = OffloadEngine(
-        model, nvme_path=options.path, lr=1e-4, precision="bf16", activations=mode, **(budget if mode == "nvme" else
-        {"host_memory": options.host_memory}),
-    )  # fmt: skip
+        model,
+        nvme_path=options.path,
+        lr=1e-4,
+        precision=options.precision,
+        activations=mode,
+        **(budget if mode == "nvme" else {"host_memory": options.host_memory}),
+    )
     with engine:
         before = resident_peak()
         for _ in range(options.steps):
@@ -142,6 +148,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=0)
     parser.add_argument("--heads", type=int, default=0)
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--limit")
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()), help="a folder for the swap store")

@@ -17,6 +17,7 @@ from offload.config import OffloadConfig
 from offload.device.host import Cpu
 from offload.device.protocol import Device, Processor
 from offload.errors import ConfigError
+from offload.memory import map_large_blocks
 from offload.model.activation_choice import FixedActivations, MeasuredActivations
 from offload.model.activations import OffloadedTensors
 from offload.model.forward_costs import DeviceClock, ForwardCosts, HostClock
@@ -90,7 +91,9 @@ def make_activations(run: RunPlan, meter: Meter, closers: Closers) -> Activation
     memory = Arena(run.plan.activation_bytes)
     closers.callback(memory.close)
     copies: Copies = HostCopies()
-    if not isinstance(run.processor, Cpu):
+    if isinstance(run.processor, Cpu):
+        map_large_blocks()  # else what activations leave is kept by the C library
+    else:
         device = cast(Device, run.processor)
         copies = DeviceCopies(device)
         device.pin(memory.address, memory.nbytes)

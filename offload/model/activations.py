@@ -106,8 +106,8 @@ class OffloadedTensors(SavedTensors):
     def pack(self, tensor: torch.Tensor) -> Any:
         if (
             type(tensor) not in (torch.Tensor, nn.Parameter)
-            or tensor.nbytes < LEAST_BYTES
             or not self._can_be_copied(tensor)
+            or tensor.nbytes < LEAST_BYTES
             or unit_around(tensor, self.uses.context) is not None
             or tensor.untyped_storage()._cdata in self._lasting
         ):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+
+_Get = Callable[[], Any]
+_Set = Callable[[Any], object]
 
 
 def random_states(device: torch.device) -> tuple[Any, ...]:
@@ -30,39 +34,49 @@ def _comparable(state: Any) -> Any:
         return tuple(map(_comparable, state))
     if isinstance(state, dict):
         return {name: _comparable(value) for name, value in state.items()}
+    if isinstance(state, torch.Tensor):
+        state = state.numpy()
     return state.tobytes() if isinstance(state, np.ndarray) else state
 
 
 class Generators:
-    """The generators of Python and numpy, as they are when this is made."""
+    """The generators of Python and numpy that all share, and a module's own, as they are when they become known."""
 
     def __init__(self) -> None:
-        self._before: tuple[Any, Any] | None = _others()
+        self._known: list[tuple[_Get, _Set, Any]] = []
+        """Those that were drawn from, once they were compared."""
+        self._know(random.getstate, random.setstate)
+        self._know(partial(np.random.get_state, legacy=False), np.random.set_state)
+
+    def look_at(self, value: object) -> None:
+        """It may be a generator of the program's own."""
+        if isinstance(value, torch.Generator):
+            self._know(value.get_state, value.set_state)
+        elif isinstance(value, random.Random):
+            self._know(value.getstate, value.setstate)
+        elif isinstance(value, np.random.Generator):
+            bits = value.bit_generator
+            self._know(lambda: bits.state, partial(setattr, bits, "state"))
+        elif isinstance(value, np.random.RandomState):
+            self._know(partial(value.get_state, legacy=False), value.set_state)
 
     def compare(self) -> None:
-        """Forget them if nothing was drawn since."""
-        now = _others()
-        if self._before is not None and _comparable(self._before) == _comparable(now):
-            self._before = None
+        """Forget those from which nothing was drawn since."""
+        self._known = [
+            (get, put, before) for get, put, before in self._known if _comparable(before) != _comparable(get())
+        ]
 
     @contextmanager
     def rewound(self) -> Iterator[None]:
-        """Within, they are as they were, unless nothing had been drawn; then as they are now."""
-        if self._before is None:
-            yield
-            return
-        now = _others()
-        _set_others(self._before)
+        """Within, they are as they were; then as they are now."""
+        now = [(put, get()) for get, put, _ in self._known]
+        for _, put, before in self._known:
+            put(before)
         try:
             yield
         finally:
-            _set_others(now)
+            for put, state in now:
+                put(state)
 
-
-def _others() -> tuple[Any, Any]:
-    return random.getstate(), np.random.get_state(legacy=False)
-
-
-def _set_others(states: tuple[Any, Any]) -> None:
-    random.setstate(states[0])
-    np.random.set_state(states[1])
+    def _know(self, get: _Get, put: _Set) -> None:
+        self._known.append((get, put, get()))

@@ -81,7 +81,7 @@ class ForwardCosts(Unmeasured):
 
     @contextmanager
     def first(self, inputs: Sequence[Any]) -> Iterator[None]:
-        tensors = [each for each in inputs if type(each) is torch.Tensor]
+        tensors = [each for each in inputs if type(each) is torch.Tensor and each.layout is torch.strided]
         self.input_bytes = max(self.input_bytes, sum(each.nbytes for each in tensors))
         self.num_alive += 1
         self.most_alive = max(self.most_alive, self.num_alive)
@@ -93,7 +93,7 @@ class ForwardCosts(Unmeasured):
         seen = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}
 
         def pack(tensor: torch.Tensor) -> Any:
-            if not self.is_weight(tensor):
+            if tensor.layout is torch.strided and not self.is_weight(tensor):
                 storage = tensor.untyped_storage()
                 seen[storage._cdata] = storage.nbytes()
             return pack_below(tensor)

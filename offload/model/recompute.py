@@ -2,10 +2,10 @@
 
 Torch's own checkpoint does it (``use_reentrant=False``): it keeps the inputs as saved tensors, so that hooks may take
 them further, and restores torch's random generators, autocast and the default device. Here is what it leaves out: the
-generators of Python and numpy, and what a forward finds in its modules (statistics, counters, attributes) and in
-objects among its arguments (a cache), whoever changes that afterwards: a second run finds it as the first one did, and
-leaves it as it was. Weights that a forward writes to cannot be had again, nor those, or buffers, that somebody changes
-in place before the second run.
+generators of Python and numpy, and what a forward finds in its modules (statistics, counters, attributes, generators)
+and in objects among its arguments (a cache), whoever changes that afterwards: a second run finds it as the first one
+did, and leaves it as it was. Weights and arguments that a forward writes to cannot be had again, nor those, or buffers,
+that somebody changes in place before the second run.
 
 [Note: Who recomputes] The outermost call of the unit's own module does. A module without children does not, which would
 save nothing, and neither does one around other units. Where the user's own hooks are in force (a checkpoint,
@@ -47,7 +47,7 @@ _OTHERS = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, 
 """Types of arguments whose attributes are not searched."""
 _OBJECTS_MAX = 10_000
 _COPIED_BYTES = 1 << 20
-"""Statistics of a module take less: a larger buffer is not copied before each forward."""
+"""Statistics of a module take less: a larger tensor of a module is not copied before each forward."""
 
 
 class RecomputedForward:
@@ -102,7 +102,8 @@ class RecomputedForward:
             return forward(*args, **kwargs)
         for place in chain(*places.values()):
             leaves[place] = None
-        return checkpoint(_Runs(self, forward, leaves, structure, [*places.values()]), *tensors, use_reentrant=False)
+        runs = _Runs(self, forward, (args, kwargs), leaves, structure, [*places.values()])
+        return checkpoint(runs, *tensors, use_reentrant=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own."""
@@ -202,75 +203,87 @@ class _Runs(_RunsOfCall):
         self,
         of: RecomputedForward,
         forward: Callable[..., Any],
+        given: tuple[Any, Any],
         leaves: list[Any],
         structure: Any,
         places: Sequence[Sequence[int]],
     ) -> None:
-        """``leaves`` of the arguments, but for the tensors, each of which is at some ``places``: what is the same
-        object in the first run is so in the second one (``nn.MultiheadAttention`` asks)."""
+        """The first run has the arguments that are ``given``: its caller sees what it puts into a list of them.
+        ``leaves`` of them, but for the tensors, each of which is at some ``places``: what is the same object in the
+        first run is so in the second one (``nn.MultiheadAttention`` asks)."""
         super().__init__(of)
         self._forward = forward
+        self._given: tuple[Any, Any] | None = given
         self._leaves = leaves
         self._structure = structure
         self._places = places
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
+        args, kwargs = self._again(tensors) if self._given is None else self._given
+        is_first, self._given = self._given is not None, None
+        versions = [_version(tensor) for tensor in tensors]
+        output = self._run([*self._leaves, *tensors], lambda: self._forward(*args, **kwargs))
+        if is_first and versions != [_version(tensor) for tensor in tensors]:
+            raise _not_to_be_run_again(
+                self._of.unit.spec.name, "writes to its arguments, which a second run would not find as they were"
+            )
+        return output
+
+    def _again(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The arguments as the first run found them, in containers of their own."""
         leaves = list(self._leaves)
         for places, tensor in zip(self._places, tensors, strict=True):
             for place in places:
                 leaves[place] = tensor
-        args, kwargs = put_together(leaves, self._structure)
-        return self._run([*self._leaves, *tensors], lambda: self._forward(*args, **kwargs))
+        return put_together(leaves, self._structure)
 
 
 class State:
     """The state that a forward may change beside tensors: attributes and buffers of the modules, objects among its
-    arguments (a cache), and random generators."""
+    arguments (a cache), and random generators, also those of their own."""
 
     def __init__(self, module: nn.Module, arguments: Sequence[Any], name: str) -> None:
         self._name = name
         self._generators = Generators()
         self._known: dict[int, tuple[Any, Any]] = {}
         """Containers, each with a copy, by their ``id``."""
-        self._buffers: list[tuple[dict[str, Any], str, torch.Tensor, int, torch.Tensor | None]] = []
+        self._tensors: list[tuple[Any, Any, torch.Tensor, int, torch.Tensor | None]] = []
+        """Those in containers: the container, the key, the tensor, its version, and a copy if there is one."""
         self._unchanged: list[tuple[str, torch.Tensor, int]] = []
-        """Buffers, with their versions."""
+        """Their names and versions."""
         for each in module.modules():
-            self._know(vars(each))
+            self._know(vars(each), copied=True)
             for key, value in vars(each).items():
                 if key in _OF_MODULES:
-                    if type(value) in _CONTAINERS:
-                        self._know(value)
+                    if type(value) in _CONTAINERS:  # buffers are in one of them
+                        self._know(value, copied=True)
                 elif not isinstance(value, RecomputedForward):
-                    self._look_into(value, num_levels=1)
-            for key, buffer in each._buffers.items():
-                if buffer is not None:
-                    values = buffer.detach().clone() if buffer.nbytes <= _COPIED_BYTES else None
-                    self._buffers.append((each._buffers, key, buffer, buffer._version, values))
+                    self._look_into(value, num_levels=1, copied=True)
         for argument in arguments:
             self._look_into(argument, num_levels=_OBJECTS_MAX)
 
     def compare(self) -> None:
         """The first run is over. Raises ``ConfigError``."""
-        for buffers, key, buffer, version, values in self._buffers:
-            is_written = buffer._version != version
+        for container, key, tensor, version, values in self._tensors:
+            name = key if isinstance(key, str) else f"element {key!r} of a {type(container).__name__}"
+            is_written = _version(tensor) != version
             if values is None and is_written:
                 raise _not_to_be_run_again(
-                    self._name, f"changes the buffer {key}, which is too large to be copied for a second run"
+                    self._name, f"changes {name} in place, a tensor that is not copied for a second run"
                 )
-            if values is not None and (is_written or not torch.equal(values, buffer)):
-                self._known[id(buffers)][1][key] = values  # kernels change statistics behind the version
+            if values is not None and (is_written or not torch.equal(values, tensor)):
+                self._known[id(container)][1][key] = values  # kernels change statistics behind the version
             else:
-                self._unchanged.append((key, buffer, version))
-        self._buffers = []
+                self._unchanged.append((name, tensor, version))
+        self._tensors = []
         self._generators.compare()
 
     @contextmanager
     def before(self) -> Iterator[None]:
         """Within, all is as it was before the first run; then it is again as it is now. Raises ``OffloadError``."""
-        for key, buffer, version in self._unchanged:
-            if buffer._version != version:
-                raise _changed_since(self._name, key)
+        for name, tensor, version in self._unchanged:
+            if _version(tensor) != version:
+                raise _changed_since(self._name, name)
         changed = [(container, before) for container, before in self._known.values() if _differ(container, before)]
         now = [(container, copy(container)) for container, _ in changed]
         try:
@@ -282,11 +295,21 @@ class State:
             for container, after in now:
                 _restore(container, after)
 
-    def _know(self, container: Any) -> None:
-        self._known.setdefault(id(container), (container, copy(container)))
+    def _know(self, container: Any, *, copied: bool) -> None:
+        """``copied``: as it was, with small tensors in it. Others are watched."""
+        if id(container) in self._known:
+            return
+        self._known[id(container)] = container, copy(container)
+        if isinstance(container, (dict, list)):
+            for key, value in container.items() if isinstance(container, dict) else enumerate(container):
+                if _is_ordinary(value):
+                    is_small = copied and value.nbytes <= _COPIED_BYTES
+                    values = value.detach().clone() if is_small else None
+                    self._tensors.append((container, key, value, _version(value), values))
 
-    def _look_into(self, value: Any, num_levels: int) -> None:
+    def _look_into(self, value: Any, num_levels: int, *, copied: bool = False) -> None:
         """Know the containers in it, and attributes of objects: of objects in objects, too, for so many levels."""
+        self._generators.look_at(value)
         is_object = type(value) not in (*_CONTAINERS, tuple)
         if is_object and (not num_levels or not hasattr(value, "__dict__") or isinstance(value, _OTHERS)):
             return
@@ -294,9 +317,19 @@ class State:
         if type(content) is not tuple:
             if id(content) in self._known or len(self._known) > _OBJECTS_MAX:
                 return
-            self._know(content)
+            self._know(content, copied=copied)
         for item in list(content.values() if isinstance(content, dict) else content):
-            self._look_into(item, num_levels - is_object)
+            self._look_into(item, num_levels - is_object, copied=copied)
+
+
+def _is_ordinary(value: Any) -> bool:
+    """A tensor with bytes of its own, no weight."""
+    return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and value.layout is torch.strided
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """That of the tensor's bytes. Those of inference have none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _not_to_be_run_again(name: str, reason: str) -> ConfigError:

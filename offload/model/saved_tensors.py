@@ -27,6 +27,7 @@ from offload.torch_internals import (
     take_out_saved_tensors_hooks,
     top_saved_tensors_hooks,
 )
+from swapper import OffloadError
 
 
 class UsesOfUnits(Protocol):
@@ -146,13 +147,15 @@ def _from_use(uses: UsesOfUnits, call: Call, get: Callable[[], torch.Tensor]) ->
     return tensor
 
 
-def changed_in_place(tensor: torch.Tensor, shape: torch.Size, version: int) -> RuntimeError:
-    """Return torch's error for a saved tensor of this ``shape`` and ``version`` that was changed since."""
-    return RuntimeError(
+def changed_in_place(tensor: torch.Tensor, shape: torch.Size, version: int) -> OffloadError:
+    """Return the error for a saved tensor of this ``shape`` and ``version`` that was changed since. Torch's text comes
+    first, for those who look for it; an error of the engine's, since it also keeps inputs that torch would not."""
+    return OffloadError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{tensor.type()} {list(shape)}] is at version {tensor._version}; expected version {version} instead. Hint: "
         "enable anomaly detection to find the operation that failed to compute its gradient, with "
-        "torch.autograd.set_detect_anomaly(True)."
+        "torch.autograd.set_detect_anomaly(True). A unit that is recomputed needs its inputs, too: change a copy of "
+        'them, or have the unit keep what it saves (activations={"its name": "keep", ...}).'
     )
 
 

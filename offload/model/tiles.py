@@ -271,19 +271,28 @@ def attention_in_tiles(
         _check_plain(leaves)
         place = next(index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
         token, gradient = _Gradient.of(leaves[place])
-        total = None
-        for tile in range(tiles):
-            found = _again(run, tile, structure, gradient, token, place, *tiled.parameters(), *leaves)
-            output, *others = found if isinstance(found, tuple) else (found,)
-            if any(other is not None for other in others):
-                raise ConfigError(
-                    f"attention_in_tiles: {type(module).__name__} gives more than one tensor (scores?), and no sum "
-                    'over heads is the others\'. Have it give one alone (attn_implementation="sdpa")'
-                )
-            total = output.clone() if total is None else _Added.apply(total, output)  # type: ignore[no-untyped-call]
-        return (total, *others) if isinstance(found, tuple) else total
+
+        def of_tile(tile: int) -> Any:
+            return _again(run, tile, structure, gradient, token, place, *tiled.parameters(), *leaves)
+
+        found = of_tile(0)
+        total, *others = found if isinstance(found, tuple) else (found,)
+        if any(other is not None for other in others):
+            raise ConfigError(
+                f"attention_in_tiles: {type(module).__name__} gives more than one tensor (scores?), and no sum "
+                'over heads is the others\'. Have it give one alone (attn_implementation="sdpa")'
+            )
+        is_tuple, found = isinstance(found, tuple), None
+        total = total.clone()
+        for tile in range(1, tiles):  # each is as long as the sequence: nobody has one while the next is computed
+            total = _Added.apply(total, _only(of_tile(tile)))  # type: ignore[no-untyped-call]
+        return (total, *others) if is_tuple else total
 
     return tiled.begin(forward)
+
+
+def _only(found: Any) -> Any:
+    return found[0] if isinstance(found, tuple) else found
 
 
 def _check(name: str, number: int) -> None:

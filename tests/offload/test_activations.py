@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import pickle
 import random
 from pathlib import Path
@@ -350,3 +351,20 @@ def test_a_weight_that_two_runs_would_find_different_is_an_error(how: str):
         else:
             with pytest.raises(ConfigError, match=r'unit 3: its forward writes to its weights.*"3": "keep"'):
                 engine(torch.ones(2, 32))
+
+
+def test_memory_of_large_tensors_goes_back_when_they_are_freed(make_model, tmp_path: Path):
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        pytest.skip("another C library than glibc, or an older one")
+    libc.mallinfo2.restype = type("Figures", (ctypes.Structure,), {"_fields_": [("of", ctypes.c_size_t * 10)]})
+
+    def mapped_bytes() -> int:
+        return int(libc.mallinfo2().of[4])
+
+    with OffloadEngine(make_model(), nvme_path=tmp_path, host_memory="8MiB", **MODES["nvme"]):
+        torch.empty(16 << 20, dtype=torch.uint8)  # glibc takes smaller ones from the heap after that, if nobody says no
+        before, tensors = mapped_bytes(), []
+        while mapped_bytes() < before + (8 << 20) and len(tensors) < 64:  # first from what the heap has free
+            tensors.append(torch.empty(8 << 20, dtype=torch.uint8))
+        assert mapped_bytes() >= before + (8 << 20)
