@@ -342,8 +342,10 @@ def recomputed_modules(units: Sequence[UnitInModel]) -> dict[UnitInModel, nn.Mod
             of_unit.setdefault(module, set()).add(unit)
     found = {}
     for unit in units:
+        if not unit.spec.modules:  # a piece
+            continue
         module = unit.spec.modules[0]
         others = any(of_unit.get(inside, {unit}) != {unit} for inside in module.modules())
-        if unit.spec.whole is None and not others and any(True for _ in module.children()):
+        if not others and any(True for _ in module.children()):
             found[unit] = module
     return found

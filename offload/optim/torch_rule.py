@@ -83,8 +83,15 @@ class TorchRule(WholeParameters):
         self._known = frozenset(self._shared.attributes)
         """Names of attributes that it had when the engine was made."""
         kinds = [_kinds(specs, optimizer.state) for _, specs in groups]
-        try_alone(ahead, self._shared, kinds)
-        self._representatives = Representatives(ahead, [of_group[0] for of_group in kinds])
+        try_alone(ahead, self._shared, kinds, [spec.parameter for _, specs in groups for spec in specs])
+        if ahead.returned is not None:
+            warn(
+                f"the step of {self._name} returns {type(ahead.returned).__name__}: engine.optimizer.step() returns "
+                "what a closure does, or None"
+            )
+        self._representatives = Representatives(
+            ahead, [of_group[0] for of_group in kinds], [index for index, found in enumerate(kinds) if len(found) > 1]
+        )
         self._first = [next((spec for spec in specs if spec.numel), None) for _, specs in groups]
         """Of each group the parameter that it was cut from."""
         self._step = _Step(self._shared, self._shared)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,6 +33,10 @@ from offload.tiers.bandwidth import fitted
 from swapper import checksum
 
 _ROUNDS = 5
+_ROUNDS_BESIDE = 2
+"""Of compute beside sweeps, where it takes longer."""
+_ROUND_SECONDS = 0.25
+"""No round of products takes much longer, on however slow a core: a forecast is waited for."""
 _MIB = 1 << 20
 _FILE_BYTES = 256 * _MIB
 _DEPTH, _BLOCK_BYTES = 16, 1 * _MIB
@@ -40,10 +46,14 @@ _MOST_WIDTH = 1024
 _MOST_ROWS = 32_768
 """The same of a head."""
 _MOST_TOKENS = 2048
+_LEAST_TOKENS = 16
 _MOST_FLOPS = 8e10
-"""Work of a round: a fraction of a second of the cores that people compute with."""
+"""The most work of a round, on however fast a core."""
 _SWEPT = 1 << 22
 """Elements of the tile that the kernel is tried on: far more than caches hold, 32 MiB of moments."""
+
+_MOST_LOST = 0.75
+"""Of the cores' work. What seems to be more is the work of other programs."""
 
 _BLOCKS_BYTES = 96 * _MIB
 """Weights of the blocks that are tried: more than caches hold, as those of a model are."""
@@ -71,10 +81,13 @@ def probe(
     nvme, how = drives, "as given"
     if paths and drives is None:
         nvme, how = drive_rates(paths, backend)
-    cores = core_rates(model, workload, count, meet)
+    sweep = _Sweep()
+    update = sweep.nbytes / _seconds(sweep, meet)[0]
+    cores = core_rates(model, workload, count, meet, sweep)
     assumptions = [
         f"a block of this width and batch was tried here: {cores.blocks / 1e9:,.0f} GFLOPS, and the head and loss: "
         f"{cores.head / 1e9:,.0f} GFLOPS",
+        f"where compute and updates have the same cores, {cores.lost:.0%} of their work is lost, as was tried here",
     ]
     if nvme is not None:
         assumptions.append(
@@ -88,7 +101,7 @@ def probe(
         nvme_bytes=free_bytes_of(paths),
         nvme=nvme,
         cores=cores,
-        update=_update_rate(meet),
+        update=update,
         checksum=_checksum_rate(meet),
         unit_seconds=0.0,
         record_seconds=0.0,
@@ -106,39 +119,91 @@ def drive_rates(paths: Sequence[Path], backend: str = "auto") -> tuple[Bandwidth
     return together, "measured now"
 
 
-def core_rates(model: Model, workload: Workload, count: float, meet: Callable[[], object]) -> Cores:
+def core_rates(
+    model: Model, workload: Workload, count: float, meet: Callable[[], object], sweep: Callable[[], object]
+) -> Cores:
     """Measure the rates that these ``count`` cores reach in such a transformer's blocks, and in its table and head with
-    the loss, forward and backward. Each gradient is put away and let go as soon as it is there, and large weights are
-    used in pieces, as in the engine: what a process keeps, and what it asks the system for, bears on its speed."""
+    the loss, forward and backward, and what they lose beside a ``sweep`` of an update. Each gradient is put away and
+    let go as soon as it is there, and large weights are used in pieces, as in the engine: what a process keeps, and
+    what it asks the system for, bears on its speed."""
     dtype = workload.dtype
     width = max(min(model.width, _MOST_WIDTH) // _HEAD_WIDTH, 1) * _HEAD_WIDTH
     number = max(min(_BLOCKS_BYTES // (12 * width**2 * dtype.itemsize), model.layers), 2)
     most_tokens = min(int(_MOST_FLOPS / (6 * 12 * width**2 * number)), _MOST_TOKENS)
-    sequence = min(workload.sequence, most_tokens)
-    batch = max(min(workload.batch, most_tokens // sequence), 1)
-    tokens = batch * sequence
     blocks = nn.Sequential(*(_Block(width) for _ in range(number))).to(dtype)
+
+    def through_blocks(batch: int, sequence: int) -> Callable[[], object]:
+        x = torch.randn(batch, sequence, width, dtype=dtype, requires_grad=True)
+        return lambda: blocks(x).sum().backward()
+
+    batch, sequence = _size_of_round(through_blocks, workload, most_tokens)
     homes = _Homes(blocks)
-    x = torch.randn(batch, sequence, width, dtype=dtype, requires_grad=True)
-
-    def through_blocks() -> None:
-        blocks(x).sum().backward()
-
+    tokens = batch * sequence
     matrices = sum(weight.numel() for weight in blocks.parameters() if weight.dim() > 1)
     flops = 6.0 * tokens * matrices + number * 3 * 2.0 * tokens * sequence * width
-    seconds, busy = _seconds(through_blocks, meet)
+    compute = through_blocks(batch, sequence)
+    seconds, busy = _seconds(compute, meet)
     rate, busy = flops / (seconds - homes.seconds), min(busy / count, 1.0)
+    cores = Cores(rate, rate, busy, count, homes.bytes_per_s)
+    cores = replace(cores, lost=_lost(compute, seconds, busy, sweep, meet))
     if not model.vocabulary:
-        return Cores(rate, rate, busy, count, homes.bytes_per_s)
+        return cores
     rows = _rows(model, dtype)
     ends = _Ends(rows, width).to(dtype)
-    targets = torch.randint(0, sum(rows), (batch, sequence))
 
-    def through_ends() -> None:
-        ends(targets).backward()
+    def through_ends(batch: int, sequence: int) -> Callable[[], object]:
+        targets = torch.randint(0, sum(rows), (batch, sequence))
+        return lambda: ends(targets).backward()
 
-    seconds, _ = _seconds(through_ends, meet)
-    return Cores(rate, 6.0 * tokens * width * sum(rows) / seconds, busy, count, homes.bytes_per_s)
+    batch, sequence = _size_of_round(through_ends, workload, most_tokens)
+    seconds, _ = _seconds(through_ends(batch, sequence), meet)
+    return replace(cores, head=6.0 * batch * sequence * width * sum(rows) / seconds)
+
+
+def _lost(
+    compute: Callable[[], object], seconds: float, busy: float, sweep: Callable[[], object], meet: Callable[[], object]
+) -> float:
+    """Share of the cores' work that is lost where sweeps of an update go on beside ``compute``, which alone takes
+    ``seconds`` and keeps ``busy`` of them. See [Note: Lost cores] in ``offload.predict.simulator``."""
+    alone, _ = _seconds(sweep, meet)
+    is_over, ends = threading.Event(), [time.perf_counter()]
+
+    def sweeps() -> None:
+        while not is_over.is_set():
+            sweep()
+            ends.append(time.perf_counter())
+
+    beside = threading.Thread(target=sweeps, name="offload-probe")
+    beside.start()
+    try:
+        slower, _ = _seconds(compute, meet, _ROUNDS_BESIDE)
+    finally:
+        is_over.set()
+        beside.join()
+    swept = (len(ends) - 1) * alone / (ends[-1] - ends[0])
+    return min(max((1 - busy * seconds / slower - swept) / busy, 0.0), _MOST_LOST)
+
+
+def _size_of_round(
+    work: Callable[[int, int], Callable[[], object]], workload: Workload, most_tokens: int
+) -> tuple[int, int]:
+    """The batch and the sequence of a round: those of the workload, or as much of them as these cores compute in
+    ``_ROUND_SECONDS``. Twice as many tokens are tried until another doubling would take longer."""
+    tokens = _LEAST_TOKENS
+    while True:
+        sequence = min(workload.sequence, tokens, most_tokens)
+        batch = max(min(workload.batch, min(tokens, most_tokens) // sequence), 1)
+        if tokens >= min(workload.batch * workload.sequence, most_tokens):
+            return batch, sequence
+        round_ = work(batch, sequence)
+        taken = []
+        for _ in range(2):  # the first one of a shape also prepares it
+            start = time.perf_counter()
+            round_()
+            taken.append(time.perf_counter() - start)
+        if min(taken) > _ROUND_SECONDS / 2:
+            return batch, sequence
+        tokens *= 2
 
 
 def _rows(model: Model, dtype: torch.dtype) -> list[int]:
@@ -237,19 +302,22 @@ class _Block(nn.Module):
         return out
 
 
-def _update_rate(meet: Callable[[], object]) -> float:
-    """Bytes of memory traffic a second that the kernel of Adam reaches on this thread's cores."""
-    master, grad, first, second = (torch.full((_SWEPT,), 1e-3) for _ in range(4))
-    coefficients = AdamCoef(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=1)
+class _Sweep:
+    """A sweep of Adam's kernel on this thread's cores, over a tile that no cache holds."""
 
-    def sweep() -> None:
+    nbytes = 28 * _SWEPT
+    """Traffic in memory."""
+
+    def __init__(self) -> None:
+        self._data = [torch.full((_SWEPT,), 1e-3) for _ in range(4)]
+        self._coefficients = AdamCoef(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=1)
+
+    def __call__(self) -> None:
+        master, grad, first, second = (tensor.data_ptr() for tensor in self._data)
         kernels.update(
-            coefficients, _SWEPT, grad=grad.data_ptr(), grad_dtype=kernels.Dtype.F32, weight=master.data_ptr(),
-            weight_dtype=kernels.Dtype.F32, moments_dtype=kernels.Dtype.F32, exp_avg=first.data_ptr(),
-            exp_avg_sq=second.data_ptr(),
+            self._coefficients, _SWEPT, grad=grad, grad_dtype=kernels.Dtype.F32, weight=master,
+            weight_dtype=kernels.Dtype.F32, moments_dtype=kernels.Dtype.F32, exp_avg=first, exp_avg_sq=second,
         )  # fmt: skip
-
-    return 28 * _SWEPT / _seconds(sweep, meet)[0]
 
 
 def _checksum_rate(meet: Callable[[], object]) -> float:
@@ -259,10 +327,10 @@ def _checksum_rate(meet: Callable[[], object]) -> float:
     return data.nbytes / (seconds * busy)
 
 
-def _seconds(work: Callable[[], object], meet: Callable[[], object]) -> tuple[float, float]:
+def _seconds(work: Callable[[], object], meet: Callable[[], object], num_rounds: int = _ROUNDS) -> tuple[float, float]:
     """The median of a few rounds, after one that does not count, and how many cores this process kept busy."""
     taken, used = [], []
-    for _ in range(1 + _ROUNDS):
+    for _ in range(1 + num_rounds):
         meet()
         start, before = time.perf_counter(), time.process_time()
         work()
