@@ -35,6 +35,9 @@ _LEAST_TILE_BYTES = 64 << 10
 ACTIVATIONS = ("keep", "recompute", "host", "nvme", "auto")
 """Values of the option, from the fastest to the one that takes the least memory, and the choice by a step."""
 
+_MOST_ACCUMULATION_STEPS = 1 << 20
+"""Bytes of a step are counted in 64 bits."""
+
 _LEAST_ACTIVATION_BYTES = 64 << 10
 
 
@@ -65,8 +68,9 @@ class OffloadConfig:
     """dtype of weights and gradients. The 16-bit ones keep an fp32 master; "fp16" scales the loss, dynamically. "auto":
     the dtype that the model has, or most of it; not float64."""
     experts: str | Sequence[str] = EXPERTS
-    """Modules whose experts are brought in one by one, by the last part of their names or by their classes: such with
-    parameters of three dimensions, whose code takes one row of them for an expert, or an ``nn.ModuleList`` of experts.
+    """Modules whose experts are brought in one by one, by the last part of their names or the end of their classes':
+    such with parameters of three dimensions, whose code takes one row of them for an expert, or an ``nn.ModuleList`` or
+    ``nn.ModuleDict`` of experts.
     Classes of ``transformers`` that take an experts implementation need no name."""
     optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer | None = "adamw"
     """Optimizer that updates the weights: "adam", "adamw", "adagrad", "lion" or "sgd", and "muon", "lamb" or
@@ -169,7 +173,7 @@ class OffloadConfig:
             expected = f"at least {_LEAST_ACTIVATION_BYTES} bytes"
             option_values.refuse("activation_memory", expected, self.activation_memory)
         self._check("gradient_clipping", option_values.as_number)
-        self._check("gradient_accumulation_steps", option_values.as_count)
+        self._check("gradient_accumulation_steps", option_values.as_count, 1, _MOST_ACCUMULATION_STEPS)
         self._check("io_backend", option_values.as_choice, ("auto", "io_uring", "threads", "portable"))
         for name in ("durable", "keep_last", "keep_every"):
             self._check(name, option_values.as_count, 0)

@@ -11,6 +11,7 @@ import os
 import resource
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,10 @@ class Engine:
         with torch.device("meta"):
             model = shape.model()
         self._numel = sum(parameter.numel() for parameter in model.parameters())
-        options = {name: request[name] for name in ("precision", "nvme_path", "io_backend", "host_memory")}
+        options = {name: request[name] for name in ("precision", "io_backend", "host_memory")}
         options |= {"gradient_clipping": request["clipping"], **ADAMW}
+        if request["nvme_path"] is not None:
+            options["nvme_path"] = request["nvme_path"]
         if request["device"] != "cpu":  # else an installation need not know of devices
             options |= {name: request[name] for name in ("device", "device_memory")}
         torch.manual_seed(0)  # the engine initialises the model
@@ -95,6 +98,9 @@ class Engine:
 
     def settle(self) -> None:
         self._engine.synchronize()
+
+    def write_timeline(self, path: str) -> None:
+        self._engine.timeline(path)
 
     def facts(self) -> dict[str, Any]:
         """What this installation says of itself. Another one may not know all of it."""
@@ -169,9 +175,21 @@ def _take_least(shape: Shape, request: dict[str, Any]) -> None:
 
 
 def _turn(
-    system: Any, shape: Shape, generator: torch.Generator, device: str, warm_up: int, steps: int
+    system: Any,
+    shape: Shape,
+    generator: torch.Generator,
+    device: str,
+    warm_up: int,
+    steps: int,
+    batch: int | None = None,
+    timeline: str | None = None,
 ) -> dict[str, Any]:
-    """Some steps that do not count, one that counts for the bytes alone, and those that are timed."""
+    """Some steps that do not count, one that counts for the bytes alone, and those that are timed. ``batch``: other
+    than the shape's; ``timeline``: a file for that of the last step, if the system has one."""
+    if batch is not None:
+        shape = replace(shape, batch=batch)
+    if device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats()
     for _ in range(warm_up):
         system.step(*(tensor.to(device) for tensor in shape.tokens(generator)))
     system.settle()
@@ -184,6 +202,8 @@ def _turn(
         if index:
             seconds.append(time.perf_counter() - start)
     system.settle()
+    if timeline is not None and isinstance(system, Engine):
+        system.write_timeline(timeline)
     moved = {name: (now - before[name]) / (steps + 1) for name, now in _so_far().items()}
     return {
         "seconds": seconds,

@@ -19,6 +19,7 @@ import offload
 from offload.cli import bench, config, doctor, explain, export, inspect, plan, report, train
 from offload.cli.command import Command
 from offload.cli.console import show_error
+from offload.cli.refused import words_of
 from offload.cli.signals import Signals
 from offload.train.stopped import Stopped
 
@@ -88,6 +89,5 @@ def _refuse(error: TyperException) -> int:
     """Say in one line what is wrong with the arguments; returns the exit status."""
     context: typer.Context | None = getattr(error, "ctx", None)
     program = context.command_path if context else "offload"
-    message = error.format_message()
-    show_error(program, type(error).__name__, message[:1].lower() + message[1:], to_programs=False)
+    show_error(program, type(error).__name__, words_of(error), to_programs=False)
     return error.exit_code

@@ -10,6 +10,7 @@ from typer import Argument, Option
 
 from offload.cli.console import Json
 from offload.cli.plan_asked import Asked
+from offload.cli.refused import above_zero, not_negative
 from offload.native_optimizers import MATRIX_DEFAULTS, NATIVE_OPTIMIZERS
 
 if TYPE_CHECKING:
@@ -27,9 +28,9 @@ def plan(
              "MODULE:FACTORY, a function without arguments that returns a model. Or give --parameters.")] = None,
     parameters: Annotated[str | None, Option(metavar="N", show_default=False,
         help="A transformer with so many parameters, such as 7e9 or 7B.")] = None,
-    layers: Annotated[int | None, Option(min=1, metavar="N", show_default=False, help="Its layers.")] = None,
-    width: Annotated[int | None, Option(min=1, metavar="N", show_default=False, help="Its width.")] = None,
-    vocabulary: Annotated[int, Option(min=1, metavar="N", help="Its vocabulary.")] = 32_000,
+    layers: Annotated[int | None, Option(min=1, max=4096, metavar="N", show_default=False, help="Its layers.")] = None,
+    width: Annotated[int | None, Option(min=1, max=1 << 20, metavar="N", show_default=False, help="Its width.")] = None,
+    vocabulary: Annotated[int, Option(min=1, max=1 << 24, metavar="N", help="Its vocabulary.")] = 32_000,
     lora: Annotated[str | None, Option(metavar="r=N", show_default=False,
         help="Train adapters of this rank over a frozen model; r=16,targets=q_proj+v_proj: over these layers.")] = None,
     base: Annotated[Literal["bf16", "int8", "fp8", "int4", "nvfp4", "mxfp4", "nf4"] | None, Option(show_default=False,
@@ -37,8 +38,8 @@ def plan(
     gpu: Annotated[str | None, Option(metavar="NAME", show_default=False,
         help="A GPU, such as 4090 or h100. Without: this machine, computing on its GPU or else its CPU; "
              "cpu: on its CPU.")] = None,
-    gpus: Annotated[int, Option(min=1, metavar="N", help="GPUs of a node.")] = 1,
-    nodes: Annotated[int, Option(min=1, metavar="N", help="Nodes.")] = 1,
+    gpus: Annotated[int, Option(min=1, max=1024, metavar="N", help="GPUs of a node.")] = 1,
+    nodes: Annotated[int, Option(min=1, max=1 << 20, metavar="N", help="Nodes.")] = 1,
     compute: Annotated[str | None, Option(metavar="FLOPS", show_default=False,
         help="What a GPU, or this CPU, achieves in training, such as 400TFLOPS.")] = None,
     host_memory: Annotated[str, Option(metavar="BYTES",
@@ -55,7 +56,7 @@ def plan(
     memory_bandwidth: Annotated[str | None, Option(metavar="RATE", show_default=False,
         help="Of a described node's host memory, what updates get.  [default: 70GB/s of a desktop, 200GB/s of a "
              "server]")] = None,
-    cores: Annotated[float | None, Option(metavar="N", show_default=False,
+    cores: Annotated[float | None, Option(callback=above_zero, metavar="N", show_default=False,
         help="Of a described node's CPU.  [default: as many as updates need for that]")] = None,
     network: Annotated[str, Option(metavar="RATE", help="Of a described node, each way.")] = "400Gb/s",
     shard: Annotated[Literal["auto", "states", "gradients", "weights"], Option(
@@ -65,16 +66,18 @@ def plan(
         help="What the SSDs of a node may write in their life (TBW).")] = "600TB",
     tokens: Annotated[str | None, Option(metavar="N", show_default=False,
         help="Say how long a training on so many tokens takes, such as 1e9 or 500M.")] = None,
-    batch: Annotated[int, Option(min=1, metavar="N", help="Sequences of a forward, on each GPU.")] = 1,
-    sequence: Annotated[int, Option(min=1, metavar="N", help="Tokens of a sequence.")] = 2048,
+    batch: Annotated[int, Option(min=1, max=1 << 20, metavar="N", help="Sequences of a forward, on each GPU.")] = 1,
+    sequence: Annotated[int, Option(min=1, max=1 << 28, metavar="N", help="Tokens of a sequence.")] = 2048,
     precision: Annotated[Literal["bf16", "fp16", "fp32"], Option(help="Of weights and gradients.")] = "bf16",
     optimizer: Annotated[_Optimizer, Option(
         help="What updates the weights.")] = "adamw",
     moments_dtype: Annotated[Literal["fp32", "bf16", "int8"], Option(help="Of the optimizer's states.")] = "fp32",
-    gradient_clipping: Annotated[float, Option(min=0, metavar="X", help="Bound of the gradient norm; 0: none.")] = 0,
+    gradient_clipping: Annotated[float, Option(callback=not_negative, metavar="X",
+        help="Bound of the gradient norm; 0: none.")] = 0,
     clipped: Annotated[Literal["never", "always"] | None, Option(show_default=False,
         help="Whether steps reach that bound.  [default: never]")] = None,
-    gradient_accumulation_steps: Annotated[int, Option(min=1, metavar="N", help="Forwards of a step.")] = 1,
+    gradient_accumulation_steps: Annotated[int, Option(min=1, max=1 << 20, metavar="N",
+        help="Forwards of a step.")] = 1,
     activations: Annotated[Literal["keep", "recompute", "host", "nvme"], Option(
         help="What becomes of activations: blocks keep them; keep their inputs alone, and are computed once more in "
              "backward; and these inputs go to host memory, or on to NVMe.")] = "keep",
@@ -82,7 +85,7 @@ def plan(
         help="Of host memory, what is set aside for activations of host and nvme; auto: what serves them.")] = "auto",
     together: Annotated[bool, Option("--together",
         help="Micro-batches of a step pass each unit together, by engine.together.")] = False,
-    loss_rows: Annotated[int | None, Option(min=1, metavar="N", show_default=False,
+    loss_rows: Annotated[int | None, Option(min=1, max=1 << 28, metavar="N", show_default=False,
         help="Tokens of which logits exist at a time, by cross_entropy_in_tiles.  [default: all]")] = None,
     plot: Annotated[Path | None, Option(metavar="FILE", show_default=False,
         help="Draw the step time into this svg or png.")] = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ class Asked:
 
         self.given = given
         self.model: str | None = given["model"]
+        _check_files(given)
         self.known = None if self.model is None else known.config_of(self.model)
         if self.model is not None:
             _check_model(self.model, is_known=self.known is not None)
@@ -52,6 +54,22 @@ class Asked:
         self.memory_bandwidth: float | None = optional("memory_bandwidth", rates.bytes_per_second)
         self.network = rates.bytes_per_second("--network", given["network"])
         self.rated_bytes = rates.nbytes("--endurance", given["endurance"])
+
+
+def _check_files(given: Mapping[str, Any]) -> None:
+    """Raises ``BadParameter`` for a file that could not be written when the answer is there."""
+    for option, ends in (("plot", (".svg", ".png")), ("write", (".json",))):
+        path: Path | None = given[option]
+        if path is None:
+            continue
+        if path.suffix not in ends:
+            raise typer.BadParameter(
+                f"expected a name that ends in {' or '.join(ends)}, got {path}", param_hint=f"--{option}"
+            )
+        if path.is_dir() or not os.access(path.parent, os.W_OK):
+            raise typer.BadParameter(
+                f"{path} cannot be written: give a file in a folder that you may write to", param_hint=f"--{option}"
+            )
 
 
 def _check_model(name: str, *, is_known: bool) -> None:

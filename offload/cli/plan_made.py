@@ -35,6 +35,11 @@ def planned(asked: Asked) -> int:
     given = asked.given
     model, workload = _model(asked), _workload(asked)
     machine = _machine(model, workload, asked)
+    if workload.device_bytes is not None and workload.device_bytes > machine.device.memory_bytes:
+        has = f"{machine.device.memory_bytes / 1e9:,.0f}GB"
+        raise ConfigError(
+            f"--device-memory: {given['device_memory']} is more than this GPU has, {has}: give less, or auto"
+        )
     if asked.takes_least:
         machine = replace(machine, host_bytes=least_host_bytes(model, machine, workload))
     prediction = predict(model, machine, workload)

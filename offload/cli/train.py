@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,6 +10,7 @@ import typer
 from typer import Argument, Option
 
 from offload.cli.console import Json, show_json, teller
+from offload.cli.refused import above_zero
 
 _OF_SETTINGS = ("layers", "width", "heads", "batch", "steps", "lr", "seed")
 _OF_ENGINE = ("nvme_path", "host_memory", "nvme_capacity", "tile_bytes", "io_backend", "device", "device_memory")
@@ -32,7 +32,7 @@ def train(
     length: Annotated[int, Option("--context", min=1, metavar="N", help="Bytes the model looks at.")] = 128,
     batch: Annotated[int, Option(min=1, metavar="N", help="Windows of text a step.")] = 4,
     steps: Annotated[int, Option(min=1, metavar="N", help="Training steps.")] = 200,
-    lr: Annotated[float, Option(callback=_above_zero, metavar="X", help="Highest learning rate.")] = 1e-3,
+    lr: Annotated[float, Option(callback=above_zero, metavar="X", help="Highest learning rate.")] = 1e-3,
     precision: Annotated[Literal["auto", "fp32", "bf16"], Option(
         help="Of weights and gradients; auto: what this CPU multiplies faster.")] = "auto",
     seed: Annotated[int, Option(metavar="N", help="Of the weights and of the batches.")] = 0,
@@ -68,6 +68,9 @@ def train(
     if verify is not None and device != "cpu":
         message = "repeats the steps on the CPU, whose products have other bits than a GPU's"
         raise typer.BadParameter(message, param_hint="--verify")
+    if device == "cpu" and device_memory != "auto":
+        message = "the model computes on the CPU: give --host-memory, or --device cuda"
+        raise typer.BadParameter(message, param_hint="--device-memory")
     from offload.train import command
     from offload.train.settings import Settings, choose_precision
 
@@ -90,9 +93,3 @@ def train(
     if json:
         show_json(figures)
     return 1 if figures["verified"] is False else 0
-
-
-def _above_zero(value: float) -> float:
-    if not 0 < value < math.inf:
-        raise typer.BadParameter(f"must be above 0 and finite, got {value}")
-    return value

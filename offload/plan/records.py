@@ -43,6 +43,8 @@ class Records:
     ) -> None:
         """``tiles_of`` is None where nothing is trained; ``num_backwards`` and ``rereads`` as in ``make_plan``."""
         self.units, self.formats = units, formats
+        self.num_comfortable_slots = num_nested(units) + (3 if formats.grads else 2)
+        """Slots with which compute, the update and the next units have one each."""
         self._tiles = [tiles_of(unit, tile_bytes) if tiles_of is not None else () for unit in units]
         flat = [tile for tiles in self._tiles for tile in tiles]
         count, lengths = len(units), _integers(map(len, self._tiles))
@@ -91,11 +93,6 @@ class Records:
         """Numbers of the states of a unit."""
         first = int(self._first_states[index])
         return range(first, first + len(self._tiles[index]))
-
-    @property
-    def num_comfortable_slots(self) -> int:
-        """Slots with which compute, the update and the next units have one each."""
-        return num_nested(self.units) + (3 if self.formats.grads else 2)
 
     def step_cost(self, resident: Flags, staging: Staging, *, speculative: bool) -> int:
         """Bytes that a step moves over NVMe, with those that transfers count for, and units that wait for a slot or for

@@ -69,13 +69,14 @@ def _best_of(prediction: Prediction, workload: Workload) -> BestBatch:
     model, machine = prediction.model, prediction.machine
     one = predict(model, machine, workload.of_size(1))
     batches = Batches.of(one)
-    tried = {1: one}
+    tried, fastest = {1: one}, 0.0
     for size in _sizes(batches):
-        tried[size] = predict(model, machine, workload.of_size(size))
-        if tried[size].limit == "compute" and _WORTH * tried[size].tokens_per_second < max(_speeds(tried)[:-1]):
-            break  # larger ones bring no more
-    enough = _WORTH * max(_speeds(tried))
-    best = next(size for size, speed in zip(tried, _speeds(tried), strict=True) if speed >= enough)
+        found = tried[size] = predict(model, machine, workload.of_size(size))
+        if found.fits and found.limit == "compute":  # what waits for other parts waits less in a larger one
+            if _WORTH * found.tokens_per_second < fastest:
+                break  # larger ones bring no more
+            fastest = max(fastest, found.tokens_per_second)
+    best = _least_that_is_enough(tried)
     each = workload.batch if workload.together else 1
     computing = None if batches.computing is None else each * batches.computing
     return BestBatch(each * batches.largest, computing, each * best, tried[best])
@@ -88,5 +89,12 @@ def _sizes(batches: Batches) -> list[int]:
     return sorted((powers | {least, batches.largest}) - {0, 1})
 
 
-def _speeds(tried: dict[int, Prediction]) -> list[float]:
-    return [found.tokens_per_second if found.fits else 0.0 for found in tried.values()]
+def _least_that_is_enough(tried: dict[int, Prediction]) -> int:
+    """The least size that makes about as many tokens a second as any. Those alone are played whose bound allows it."""
+    fastest, speeds = 0.0, {}
+    for size, found in sorted(tried.items(), key=lambda item: -item[1].most_tokens_per_second):
+        if found.most_tokens_per_second < _WORTH * fastest:
+            break
+        speeds[size] = found.tokens_per_second if found.fits else 0.0
+        fastest = max(fastest, speeds[size])
+    return min(size for size, speed in speeds.items() if speed >= _WORTH * fastest)

@@ -36,6 +36,10 @@ _WIDTH_A_LAYER = 128
 """Width over layers of published models: 4096 / 32 at 7B, 12288 / 96 at 175B."""
 
 
+MOST_LAYERS = 4096
+"""No model has as many, and each takes its time in a plan."""
+
+
 @dataclass(frozen=True)
 class Model:
     """A model without memory. ``attention_width`` is that of all heads of a layer together; ``active`` the share of
@@ -52,11 +56,11 @@ class Model:
 
     @property
     def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.module.parameters())
+        return sum(parameter.numel() for parameter in self._parameters)
 
     @property
     def num_trained(self) -> int:
-        return sum(parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad)
+        return sum(parameter.numel() for parameter in self._parameters if parameter.requires_grad)
 
     @property
     def num_active(self) -> int:
@@ -78,11 +82,16 @@ class Model:
         """The model with adapters over a frozen base of this format. Raises ``ConfigError``."""
         return replace(self, module=adapted(self.module, lora), base=base)
 
-    def units(self, dtype: torch.dtype, num_ranks: int = 1, *, in_pieces: bool = True) -> list[UnitSpec]:
+    @functools.cached_property
+    def _parameters(self) -> tuple[nn.Parameter, ...]:
+        """Found once: a walk through the modules takes longer than what is asked of them."""
+        return tuple(self.module.parameters())
+
+    def units(self, dtype: torch.dtype, num_ranks: int = 1, *, in_pieces: bool = True) -> tuple[UnitSpec, ...]:
         """As the engine finds them, to be divided among ranks. ``in_pieces``: the optimizer takes elements one by
         one."""
-        trained = tuple(parameter.requires_grad for parameter in self.module.parameters())
-        units = list(_units(self.module, self.base, dtype, num_ranks, trained, in_pieces))
+        trained = tuple(parameter.requires_grad for parameter in self._parameters)
+        units = _units(self.module, self.base, dtype, num_ranks, trained, in_pieces)
         if not units:
             raise ConfigError(f"{self.name} has no floating-point parameters: there is nothing to offload")
         return units
@@ -131,11 +140,17 @@ def from_hugging_face(path: Path) -> Model:
     if not path.exists():
         raise ConfigError(f"{path}: there is no such file or directory")
     file = path / "config.json" if path.is_dir() else path
+    if not file.exists():
+        raise ConfigError(f"{path}: there is no config.json in this folder")
     try:
         fields = json.loads(file.read_text())
-        fields = fields.get("text_config", fields)
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{file} is not a config of a model: {' '.join(str(error).split())}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(
+            f"{file} is not a config of a model: expected an object in braces, {{...}}, got a {type(fields).__name__}"
+        )
+    fields = fields.get("text_config", fields)
     shapes = Architecture.of_config(fields)
     return _from_transformers(path) if shapes is None else from_architecture(str(path), shapes)
 
@@ -193,7 +208,10 @@ def from_factory(name: str, build: Callable[[Any], nn.Module] = shapes_of) -> Mo
         sys.path.remove("")
     if not callable(factory):
         raise ConfigError(f"{name} is no function that returns a model")
-    return _model(name, build(factory))
+    try:
+        return _model(name, build(factory))
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
 
 
 def from_count(
@@ -213,6 +231,11 @@ def from_count(
         width = max(round(root / grain), 1) * grain
     if layers is None:
         layers = max(round(parameters / (12 * width**2)), 1)
+        if layers > MOST_LAYERS:
+            raise ConfigError(
+                f"{parameters:,} parameters in layers of width {width:,} are {layers:,} layers, and at most "
+                f"{MOST_LAYERS:,} are planned: give a larger --width"
+            )
     tied = 2 * vocabulary * width > parameters // 4
     tables = vocabulary * width * (1 if tied else 2)
     hidden = ((parameters - tables - width) // layers - 4 * width**2 - 2 * width) // (3 * width)

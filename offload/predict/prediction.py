@@ -8,6 +8,7 @@ and tensor parallelism are no part of it.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,15 +18,15 @@ from offload.errors import BudgetError, ConfigError
 from offload.optim.choose import OptimizerChoice, choose, takes_elements
 from offload.optim.formats import DEFAULT_TILE_BYTES, Formats
 from offload.optim.rule import Rule
-from offload.plan.device import GOLDEN, MARGIN
-from offload.plan.plan import Plan
-from offload.plan.ranks import ONE_RANK, PLACEMENTS, RanksPlan, plan_ranks
+from offload.plan.device import MARGIN
+from offload.plan.plan import Plan, TilesOf
+from offload.plan.ranks import RanksPlan, plans_of_ranks
 from offload.planning import DeviceRoom, Room, plan_within
 from offload.predict.activation_bytes import ActivationBytes, activation_bytes
 from offload.predict.cores import bound, shares_of
 from offload.predict.machine import CONTEXT_BYTES, Machine
 from offload.predict.model import Model
-from offload.predict.schedule import Steps, UnitWork, bound_seconds, step_seconds
+from offload.predict.schedule import Order, bound_seconds
 from offload.predict.unit_costs import (
     kept_link_seconds,
     link_seconds,
@@ -34,7 +35,7 @@ from offload.predict.unit_costs import (
     receiving_seconds,
     works_of,
 )
-from offload.predict.workload import Workload
+from offload.predict.workload import MomentsDtype, Precision, Workload
 from offload.units import Tile, UnitSpec, shard_unit
 
 _MOST_TILES = 1024
@@ -45,9 +46,6 @@ MOST_BATCH = 1 << 16
 
 _PLENTY = 1 << 61
 """More bytes than any machine has."""
-
-_EARLY_SHARES = 4
-"""The engine finds out how many units to update during backward. So many shares of them are tried here."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +62,8 @@ class Shortage:
 class Prediction:
     """Forecast of a step. ``plan`` is None where it does not fit: ``shortage`` says of what there is too little.
 
-    ``links`` are the seconds that a step takes of each part of the machine, those of activations in ``kept_links``;
-    ``seconds`` is the step. Bytes are a rank's.
+    ``links`` are the seconds that a step takes of each part of the machine, those of activations in ``kept_links``.
+    Bytes are a rank's.
     """
 
     model: Model
@@ -81,11 +79,17 @@ class Prediction:
     kept_links: dict[str, float] = field(default_factory=dict)
     schedule_seconds: float = 0.0
     """Seconds that the order of a step takes at least: what must come in forward, and then backward."""
-    seconds: float = math.inf
+    order: Order | None = None
+    """The work of a step, to be played; None where it does not fit."""
 
     @property
     def fits(self) -> bool:
         return self.plan is not None
+
+    @functools.cached_property
+    def seconds(self) -> float:
+        """The step. Its order is played when this is asked for first: a search asks for few of what it weighs."""
+        return math.inf if self.order is None else max(self.bound_seconds, self.order.seconds(self.bound_seconds))
 
     @property
     def shard(self) -> str | None:
@@ -118,6 +122,11 @@ class Prediction:
         return self.tokens / self.seconds
 
     @property
+    def most_tokens_per_second(self) -> float:
+        """No schedule makes more; known before the step is played."""
+        return self.tokens / max(self.bound_seconds, self.schedule_seconds) if self.fits else 0.0
+
+    @property
     def compute_bound_batch(self) -> int:
         """The batch from which compute would take longer than any link, if these took as long with it as they do
         now, but for activations. ``Batches.of`` looks whether it fits; ``MOST_BATCH`` and one if there is none."""
@@ -133,7 +142,7 @@ class Prediction:
 
 
 def predict(model: Model, machine: Machine, workload: Workload) -> Prediction:
-    """Plan the model into the machine as the engine would, and play a step through. Raises ``ConfigError``."""
+    """Plan the model into the machine as the engine would, and weigh a step. Raises ``ConfigError``."""
     activations = activation_bytes(model, workload, machine.host_bytes)
     prediction = Prediction(model, machine, workload, activations)
     found = _placed(model, machine, workload, activations)
@@ -147,15 +156,10 @@ def predict(model: Model, machine: Machine, workload: Workload) -> Prediction:
     received = receiving_seconds(machine, workload, plan, places, case.whole)
     shares = shares_of(machine, plan, works, links, read + written, received)
     links["compute"] = max(links["compute"], bound(shares, works, links))
-    seconds, least = math.inf, max(links.values())
-    for speculative in _speculative_choices(works, workload):
-        steps = Steps(speculative, workload.passes, machine.network.settle_seconds)
-        before, seconds = seconds, min(seconds, step_seconds(works, places, steps, shares))
-        if seconds == before or seconds <= least:
-            break  # fewer make it slower, or no schedule takes less
     return replace(
-        prediction, plan=plan, links=links, kept_links=kept_link_seconds(works, workload), seconds=max(seconds, least),
+        prediction, plan=plan, links=links, kept_links=kept_link_seconds(works, workload),
         schedule_seconds=bound_seconds(works, places, workload.passes, clipped=workload.clipped),
+        order=Order(works, places, shares, workload.passes, machine.network.settle_seconds, workload.clipped),
         read_bytes=read, written_bytes=written,
     )  # fmt: skip
 
@@ -284,12 +288,11 @@ def _cases(model: Model, machine: Machine, workload: Workload, activations: Acti
             f"--optimizer {workload.optimizer} looks at whole matrices, and {count} ranks hold parts of them: plan one"
         )
     whole = model.units(workload.dtype, count, in_pieces=by_elements)
-    shards = [shard_unit(unit, 0, count) for unit in whole]
+    shards, choice = _trained(whole, count, workload.optimizer, workload.precision, workload.moments_dtype)
     config = replace(workload.config(), device_memory="auto")
     if activations.memory:  # what is set aside is the same for both, and there is no path here
         config = replace(config, activations="host", activation_memory=activations.memory)
     formats = Formats.of(config)
-    choice = _bundled(choose(config, shards), shards)
     nvme = machine.nvme_bytes - activations.written if machine.nvme is not None else 0
     room = Room(machine.host_bytes, nvme, float(nvme))
     if machine.device.computes:
@@ -297,12 +300,18 @@ def _cases(model: Model, machine: Machine, workload: Workload, activations: Acti
         given = left * MARGIN if workload.device_bytes is None else min(workload.device_bytes, left)
         budget = max(int(given), 0)
         config, room = replace(config, device_memory=budget), replace(room, compute=DeviceRoom(budget))
-    if count == 1:
-        yield _Case(whole, shards, config, choice, room, ONE_RANK, activations.written)
-        return
-    for placement in PLACEMENTS if workload.shard == "auto" else (workload.shard,):
-        ranks = plan_ranks(whole, formats, placement, count, device=machine.device.computes)
+    for ranks in plans_of_ranks(whole, formats, workload.shard, count, count, device=machine.device.computes):
         yield _Case(whole, shards, config, choice, room, ranks, activations.written)
+
+
+@functools.lru_cache(maxsize=8)
+def _trained(
+    whole: tuple[UnitSpec, ...], count: int, optimizer: str, precision: Precision, moments_dtype: MomentsDtype
+) -> tuple[Sequence[UnitSpec], OptimizerChoice | None]:
+    """Shards of one of ``count`` ranks, and how they are trained: the same for all batches that a search weighs."""
+    shards = [shard_unit(unit, 0, count) for unit in whole]
+    config = Workload(precision=precision, moments_dtype=moments_dtype, optimizer=optimizer).config()
+    return shards, _bundled(choose(config, shards), shards)
 
 
 def _planned(cases: Sequence[_Case]) -> tuple[_Case, Plan] | _Case:
@@ -317,40 +326,32 @@ def _planned(cases: Sequence[_Case]) -> tuple[_Case, Plan] | _Case:
     return cases[-1]
 
 
-class _Bundles:
-    """A rule whose tiles are taken several for one. None is larger than one of the units that are taken together."""
+class _Tiling:
+    """A rule as a plan needs it. It finds the tiles of a unit once: many plans ask for them."""
 
-    def __init__(self, rule: Rule, size: int) -> None:
+    def __init__(self, rule: Rule, tiles_of: TilesOf) -> None:
         self.repeatable, self.device_unsupported_reason = rule.repeatable, rule.device_unsupported_reason
         self.temporary_bytes, self.products = rule.temporary_bytes, rule.products
         self.replayable = rule.replayable
-        self._rule, self._size = rule, size
+        self.tiles_of = functools.cache(tiles_of)
 
-    def tiles_of(self, unit: UnitSpec, tile_bytes: int) -> tuple[Tile, ...]:
-        states = sum(tile.nbytes for tile in self._rule.tiles_of(unit, _PLENTY))
-        one = self._rule.tiles_of(unit, min(tile_bytes, states // unit.count or tile_bytes) * self._size)
-        step = max((tile.numel for tile in one), default=0) // self._size or 1
-        return tuple(Tile(tile.start, tile.stop, tile.nbytes, -(-tile.numel // step)) for tile in one)
+
+def _bundles_of(rule: Rule, size: int, unit: UnitSpec, tile_bytes: int) -> tuple[Tile, ...]:
+    """The unit's tiles, ``size`` of them taken for one. None is larger than one of the units that are taken
+    together."""
+    states = sum(tile.nbytes for tile in rule.tiles_of(unit, _PLENTY))
+    one = rule.tiles_of(unit, min(tile_bytes, states // unit.count or tile_bytes) * size)
+    step = max((tile.numel for tile in one), default=0) // size or 1
+    return tuple(Tile(tile.start, tile.stop, tile.nbytes, -(-tile.numel // step)) for tile in one)
 
 
 def _bundled(choice: OptimizerChoice | None, units: Sequence[UnitSpec]) -> OptimizerChoice | None:
     if choice is None:
         return None
+    rule = choice.rule
     numel = sum(unit.trainable_numel for unit in units)
-    states = sum(tile.nbytes for tile in choice.rule.tiles_of(units[0], _PLENTY)) / max(units[0].trainable_numel, 1)
+    states = sum(tile.nbytes for tile in rule.tiles_of(units[0], _PLENTY)) / max(units[0].trainable_numel, 1)
     size = math.ceil(numel * states / DEFAULT_TILE_BYTES / _MOST_TILES)
-    if size <= 1 and all(unit.count == 1 for unit in units):
-        return choice
-    return replace(choice, rule=_Bundles(choice.rule, max(size, 1)))  # type: ignore[arg-type]
-
-
-def _speculative_choices(works: Sequence[UnitWork], workload: Workload) -> list[frozenset[int]]:
-    """Sets of units that may be updated during backward: those that need no drive, and all others that can be, or fewer
-    of these, evenly spread; the largest first."""
-    eligible = [index for index, work in enumerate(works) if work.eligible]
-    if workload.clipped or not eligible:
-        return [frozenset()]
-    in_memory = [index for index in eligible if not works[index].update]
-    spread = sorted((index for index in eligible if works[index].update), key=lambda index: index * GOLDEN % 1)
-    counts = {len(spread) * share // _EARLY_SHARES for share in range(_EARLY_SHARES + 1)}
-    return [frozenset(in_memory + spread[:count]) for count in sorted(counts, reverse=True)]
+    one_by_one = size <= 1 and all(unit.count == 1 for unit in units)
+    tiles_of = rule.tiles_of if one_by_one else functools.partial(_bundles_of, rule, max(size, 1))
+    return replace(choice, rule=_Tiling(rule, tiles_of))  # type: ignore[arg-type]

@@ -35,6 +35,8 @@ from swapper import checksum
 _ROUNDS = 5
 _ROUNDS_BESIDE = 2
 """Of compute beside sweeps, where it takes longer."""
+_ROUND_SECONDS = 0.25
+"""No round of products takes much longer, on however slow a core: a forecast is waited for."""
 _MIB = 1 << 20
 _FILE_BYTES = 256 * _MIB
 _DEPTH, _BLOCK_BYTES = 16, 1 * _MIB
@@ -44,8 +46,9 @@ _MOST_WIDTH = 1024
 _MOST_ROWS = 32_768
 """The same of a head."""
 _MOST_TOKENS = 2048
+_LEAST_TOKENS = 16
 _MOST_FLOPS = 8e10
-"""Work of a round: a fraction of a second of the cores that people compute with."""
+"""The most work of a round, on however fast a core."""
 _SWEPT = 1 << 22
 """Elements of the tile that the kernel is tried on: far more than caches hold, 32 MiB of moments."""
 
@@ -127,33 +130,34 @@ def core_rates(
     width = max(min(model.width, _MOST_WIDTH) // _HEAD_WIDTH, 1) * _HEAD_WIDTH
     number = max(min(_BLOCKS_BYTES // (12 * width**2 * dtype.itemsize), model.layers), 2)
     most_tokens = min(int(_MOST_FLOPS / (6 * 12 * width**2 * number)), _MOST_TOKENS)
-    sequence = min(workload.sequence, most_tokens)
-    batch = max(min(workload.batch, most_tokens // sequence), 1)
-    tokens = batch * sequence
     blocks = nn.Sequential(*(_Block(width) for _ in range(number))).to(dtype)
+
+    def through_blocks(batch: int, sequence: int) -> Callable[[], object]:
+        x = torch.randn(batch, sequence, width, dtype=dtype, requires_grad=True)
+        return lambda: blocks(x).sum().backward()
+
+    batch, sequence = _size_of_round(through_blocks, workload, most_tokens)
     homes = _Homes(blocks)
-    x = torch.randn(batch, sequence, width, dtype=dtype, requires_grad=True)
-
-    def through_blocks() -> None:
-        blocks(x).sum().backward()
-
+    tokens = batch * sequence
     matrices = sum(weight.numel() for weight in blocks.parameters() if weight.dim() > 1)
     flops = 6.0 * tokens * matrices + number * 3 * 2.0 * tokens * sequence * width
-    seconds, busy = _seconds(through_blocks, meet)
+    compute = through_blocks(batch, sequence)
+    seconds, busy = _seconds(compute, meet)
     rate, busy = flops / (seconds - homes.seconds), min(busy / count, 1.0)
     cores = Cores(rate, rate, busy, count, homes.bytes_per_s)
-    cores = replace(cores, lost=_lost(through_blocks, seconds, busy, sweep, meet))
+    cores = replace(cores, lost=_lost(compute, seconds, busy, sweep, meet))
     if not model.vocabulary:
         return cores
     rows = _rows(model, dtype)
     ends = _Ends(rows, width).to(dtype)
-    targets = torch.randint(0, sum(rows), (batch, sequence))
 
-    def through_ends() -> None:
-        ends(targets).backward()
+    def through_ends(batch: int, sequence: int) -> Callable[[], object]:
+        targets = torch.randint(0, sum(rows), (batch, sequence))
+        return lambda: ends(targets).backward()
 
-    seconds, _ = _seconds(through_ends, meet)
-    return replace(cores, head=6.0 * tokens * width * sum(rows) / seconds)
+    batch, sequence = _size_of_round(through_ends, workload, most_tokens)
+    seconds, _ = _seconds(through_ends(batch, sequence), meet)
+    return replace(cores, head=6.0 * batch * sequence * width * sum(rows) / seconds)
 
 
 def _lost(
@@ -178,6 +182,28 @@ def _lost(
         beside.join()
     swept = (len(ends) - 1) * alone / (ends[-1] - ends[0])
     return min(max((1 - busy * seconds / slower - swept) / busy, 0.0), _MOST_LOST)
+
+
+def _size_of_round(
+    work: Callable[[int, int], Callable[[], object]], workload: Workload, most_tokens: int
+) -> tuple[int, int]:
+    """The batch and the sequence of a round: those of the workload, or as much of them as these cores compute in
+    ``_ROUND_SECONDS``. Twice as many tokens are tried until another doubling would take longer."""
+    tokens = _LEAST_TOKENS
+    while True:
+        sequence = min(workload.sequence, tokens, most_tokens)
+        batch = max(min(workload.batch, min(tokens, most_tokens) // sequence), 1)
+        if tokens >= min(workload.batch * workload.sequence, most_tokens):
+            return batch, sequence
+        round_ = work(batch, sequence)
+        taken = []
+        for _ in range(2):  # the first one of a shape also prepares it
+            start = time.perf_counter()
+            round_()
+            taken.append(time.perf_counter() - start)
+        if min(taken) > _ROUND_SECONDS / 2:
+            return batch, sequence
+        tokens *= 2
 
 
 def _rows(model: Model, dtype: torch.dtype) -> list[int]:

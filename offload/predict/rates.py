@@ -6,11 +6,13 @@ import re
 from typing import Any
 
 from offload import option_values
-from offload.errors import ConfigError
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5, "e": 6}
 _LEAST_WITHOUT_UNIT = 1 << 20
 """Nobody means fewer bytes than these by a plain number."""
+
+_MOST = 10**16
+"""No model and no data set has more."""
 
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
@@ -33,16 +35,20 @@ def flops_per_second(option: str, text: str) -> float:
 def count(option: str, text: str) -> int:
     """``7e9``, ``7B``, ``350M`` or ``7000000000``."""
     number, power = _parsed(option, text, r"([kKmMbBgGtT]?)", 'a number such as "7e9" or "7B"', least=1)
-    return int(number * _COUNTS[power.lower()])
+    found = int(number * _COUNTS[power.lower()])
+    if found > _MOST:
+        option_values.refuse(option, "at most 1e16", text)
+    return found
 
 
 def nbytes(option: str, text: str) -> int:
     """``3.8TB``, ``1.5TiB``: never "auto"."""
+    expected = 'a size with its unit, such as "64GiB" or "3.8TB"'
     if text.isdigit() and int(text) < _LEAST_WITHOUT_UNIT:
-        option_values.refuse(option, f'a size with its unit, such as "{text}GiB"', text)
-    found = option_values.parse_bytes(option, text)
-    if not isinstance(found, int):
-        raise ConfigError(f'{option}: expected bytes such as "1.5TiB", got {text!r}')
+        option_values.refuse(option, expected, text, f'"{text}GiB"' if int(text) else None)
+    found = option_values.parse_bytes(option, text, expected)
+    if not isinstance(found, int) or not found:
+        option_values.refuse(option, expected, text)
     return found
 
 

@@ -6,14 +6,19 @@ wait for another. All ranks are taken to do the same at the same time, so one of
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from offload.plan.device import GOLDEN
 from offload.predict.simulator import Job, Pile, Played, Row, Shares, Task
 
 _STEPS = 4
 """The first ones begin with nothing on its way; the last one is a step among others."""
+
+_EARLY_SHARES = 4
+"""The engine finds out how many units to update during backward. So many shares of them are tried here."""
 
 
 NOTHING_SHARED = Shares()
@@ -107,6 +112,41 @@ def step_seconds(works: Sequence[UnitWork], places: Places, steps: Steps, shares
     last = [program.step() for _ in range(_STEPS)]
     ends = Played(program.tasks, [*program.rows, program.pile], shares).ends
     return ends[last[-1]] - ends[last[-2]]
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order of a step, and all that it takes to play it: ``clipped``, no update begins before the step is
+    certain."""
+
+    works: Sequence[UnitWork]
+    places: Places
+    shares: Shares
+    micro_batches: int
+    settle: float
+    clipped: bool
+
+    def seconds(self, least: float) -> float:
+        """Seconds of a step with the best choice of units that are updated during backward; ``least``: no schedule
+        takes less."""
+        best = math.inf
+        for speculative in self._choices():
+            steps = Steps(speculative, self.micro_batches, self.settle)
+            before, best = best, min(best, step_seconds(self.works, self.places, steps, self.shares))
+            if best == before or best <= least:
+                break  # fewer make it slower, or there is nothing to gain
+        return best
+
+    def _choices(self) -> list[frozenset[int]]:
+        """Sets of units that may be updated during backward: those that need no drive, and all others that can be, or
+        fewer of these, evenly spread; the largest first."""
+        eligible = [index for index, work in enumerate(self.works) if work.eligible]
+        if self.clipped or not eligible:
+            return [frozenset()]
+        in_memory = [index for index in eligible if not self.works[index].update]
+        spread = sorted((index for index in eligible if self.works[index].update), key=lambda index: index * GOLDEN % 1)
+        counts = {len(spread) * share // _EARLY_SHARES for share in range(_EARLY_SHARES + 1)}
+        return [frozenset(in_memory + spread[:count]) for count in sorted(counts, reverse=True)]
 
 
 def bound_seconds(works: Sequence[UnitWork], places: Places, micro_batches: int, *, clipped: bool) -> float:

@@ -12,6 +12,9 @@ from offload.config import OffloadConfig
 Mode = Literal["keep", "recompute", "host", "nvme"]
 """Treatment of activations: the values of the engine's option."""
 
+Precision = Literal["bf16", "fp16", "fp32"]
+MomentsDtype = Literal["fp32", "bf16", "int8"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -23,8 +26,8 @@ class Workload:
     batch: int = 1
     sequence: int = 2048
     micro_batches: int = 1
-    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
-    moments_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
+    precision: Precision = "bf16"
+    moments_dtype: MomentsDtype = "fp32"
     optimizer: str = "adamw"
     clipped: bool = False
     activations: Mode = "keep"

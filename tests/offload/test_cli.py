@@ -64,6 +64,9 @@ def test_without_arguments_there_is_help(capsys: pytest.CaptureFixture[str], mon
     assert capsys.readouterr().out.startswith("Usage: offload ")
 
 
+SIZE = 'expected a size with its unit, such as "64GiB" or "3.8TB"'
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -72,13 +75,51 @@ def test_without_arguments_there_is_help(capsys: pytest.CaptureFixture[str], mon
         (["inspect"], "offload inspect: error: missing argument 'CHECKPOINT'."),
         (["config"], "offload config: error: missing command."),
         (["config", "from-deepspeed", "a", "b"], "offload config from-deepspeed: error: got unexpected extra argument"),
-        (["train", "--lr", "nan"], "offload train: error: invalid value for '--lr': must be above 0 and finite"),
+        (["train", "--lr", "nan"], "offload train: error: --lr: expected a finite number above 0, got nan"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]):
     assert main(arguments) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.startswith(said) and printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("train --precision bf61", "expected one of 'auto', 'fp32', 'bf16', got 'bf61', did you mean 'bf16'?"),
+        ("train --steps 0", "expected at least 1, got '0'"),
+        ("train --steps 1e3", "expected a whole number, got '1e3'"),
+        (
+            "plan --batch 999999999999999999999 --parameters 7e9",
+            "expected at most 1048576, got '999999999999999999999'",
+        ),
+        ("plan --gpus 9999 --parameters 7e9 --gpu h100", "expected at most 1024, got '9999'"),
+        ("plan --cores 0 --parameters 7e9 --gpu h100", "expected a finite number above 0, got 0.0"),
+        ("plan --gradient-clipping nan --parameters 7e9", "expected a finite number >= 0, got nan"),
+        ("plan --host-memory -1GiB --parameters 7e9", f"{SIZE}, got '-1GiB'"),
+        ("plan --host-memory 0 --parameters 7e9", f"{SIZE}, got '0'"),
+        ("train --width 100", "100 is not divisible by twice the --heads, 16"),
+        ("train --device-memory 1GiB", "the model computes on the CPU: give --host-memory, or --device cuda"),
+        ("plan --plot step.doc --parameters 7e9", "expected a name that ends in .svg or .png, got step.doc"),
+        (
+            "plan --plot /nowhere/step.svg --parameters 7e9",
+            "/nowhere/step.svg cannot be written: give a file in a folder that you may write to",
+        ),
+        ("plan --parameters 1e30", "expected at most 1e16, got '1e30'"),
+        (
+            "plan --device-memory 500GiB --parameters 1e8 --gpu h100",
+            "500GiB is more than this GPU has, 80GB: give less, or auto",
+        ),
+        ("plan --endurance 0TB --parameters 7e9", f"{SIZE}, got '0TB'"),
+    ],
+)
+def test_a_mistake_names_the_option_what_is_expected_and_what_was_given(
+    arguments: str, said: str, capsys: pytest.CaptureFixture[str]
+):
+    words = arguments.split()
+    assert main(words) == 2
+    assert capsys.readouterr().err == f"offload {words[0]}: error: {words[1]}: {said}\n"
 
 
 def test_a_mistake_of_ours_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -211,6 +211,11 @@ def test_an_option_of_the_optimizer_that_was_given_is_known():
         ("gradient_clipping", None, "expected a finite number >= 0, got None"),
         ("gradient_accumulation_steps", True, "expected a whole number >= 1, got True"),
         ("gradient_accumulation_steps", 2.5, "got 2.5"),
+        (
+            "gradient_accumulation_steps",
+            10**20,
+            "expected a whole number from 1 to 1,048,576, got 100000000000000000000",
+        ),
         ("io_backend", "uring", "did you mean 'io_uring'?"),
         ("prefetch", "no", "expected True or False, got 'no'"),
     ],

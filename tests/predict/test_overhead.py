@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +13,11 @@ import pytest
 import torch
 from tiny import Tiny
 
+from offload.predict import probe
 from offload.predict.machine import Cores, Machine
 from offload.predict.model import Model
 from offload.predict.overhead import record_seconds, unit_seconds
 from offload.predict.prediction import least_host_bytes, predict
-from offload.predict.probe import _lost, core_rates
 from offload.predict.workload import Workload
 from offload.report.report import Bandwidths
 
@@ -52,7 +53,7 @@ def test_gradients_are_put_away_at_the_rate_that_a_backward_has_shown():
     with torch.device("meta"):
         model = Model("tiny", Tiny(), 4, 128, 0, 256)
     workload = Workload(batch=4, sequence=16, precision="fp32")
-    cores = core_rates(model, workload, 1.0, lambda: None, lambda: time.sleep(0.001))
+    cores = probe.core_rates(model, workload, 1.0, lambda: None, lambda: time.sleep(0.001))
     assert 0 < cores.gradients < math.inf
     machine = Machine(
         host_bytes=1 << 30, nvme_bytes=0, nvme=None, cores=replace(cores, gradients=math.inf), update=4e10,
@@ -70,6 +71,25 @@ def test_what_compute_and_sweeps_reach_together_says_how_much_of_the_cores_they_
     def sweep() -> None:
         time.sleep(0.02 if threading.current_thread() is threading.main_thread() else 0.08)
 
-    lost = _lost(lambda: time.sleep(0.08), 0.02, 1.0, sweep, lambda: None)
+    lost = probe._lost(lambda: time.sleep(0.08), 0.02, 1.0, sweep, lambda: None)
     assert lost == pytest.approx(0.5, abs=0.2)
-    assert _lost(lambda: time.sleep(0.04), 0.02, 1.0, lambda: time.sleep(0.02), lambda: None) == 0.0
+    assert probe._lost(lambda: time.sleep(0.04), 0.02, 1.0, lambda: time.sleep(0.02), lambda: None) == 0.0
+
+
+def test_a_slow_core_is_tried_on_fewer_tokens(monkeypatch: pytest.MonkeyPatch):
+    workload, now = Workload(batch=4, sequence=512), 0.0
+    monkeypatch.setattr(probe.time, "perf_counter", lambda: now)
+
+    def size_at(tokens_per_second: float) -> tuple[int, int]:
+        def work(batch: int, sequence: int) -> Callable[[], object]:
+            def round_() -> None:
+                nonlocal now
+                now += batch * sequence / tokens_per_second
+
+            return round_
+
+        return probe._size_of_round(work, workload, most_tokens=1024)
+
+    assert size_at(1e6) == (2, 512)  # all that may be tried
+    assert size_at(1000) == (1, 128)  # 64 tokens are over too soon to be twice as long as is waited for
+    assert size_at(1) == (1, 16)
