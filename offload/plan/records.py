@@ -75,12 +75,11 @@ class Records:
     def small_units(self) -> list[int]:
         """The units whose transfers cost more than their bytes."""
         transfers, all_costs = map(self._of_units, (self._transfer_costs, self._costs))
-        found: list[int] = np.flatnonzero(2 * transfers > all_costs).tolist()
-        return found
+        return [index for index, is_small in enumerate(2 * transfers > all_costs) if is_small]
 
-    def _of_units(self, costs: Integers) -> npt.NDArray[np.float64]:
+    def _of_units(self, costs: Integers) -> Integers:
         """Costs of each unit's records, added up."""
-        states = np.bincount(self._unit_of_tile, costs[self.states], len(self.units)).astype(np.float64, copy=False)
+        states = np.bincount(self._unit_of_tile, costs[self.states], len(self.units)).astype(np.int64)
         return states + costs[self.weights] + costs[self.grads]
 
     def always_resident(self) -> Flags:
