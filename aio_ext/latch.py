@@ -4,7 +4,7 @@
 ``KeyboardInterrupt`` is raised in the main thread between any two of its instructions, those inside
 ``threading.Condition`` and ``Event`` included. A lock that was taken there is never given back, and a count that was
 raised there is never lowered: a thread that needs it waits for ever. So a thread of the program holds no lock and keeps
-no count that a thread of ours depends on. What it wants done it hands over with one ``append`` to a deque, the thread
+no count that a thread of ours depends on. What it wants done it hands over with one ``append`` to a list, the thread
 that owns the state does it, and the caller sleeps on a lock of its own, which no other thread takes.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from _thread import allocate_lock
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -27,7 +26,8 @@ class Latch:
 
     def __init__(self) -> None:
         self._is_set = False
-        self._calls: deque[Callable[[], object]] = deque()
+        self._calls: list[Callable[[], object]] = []
+        """A list: a deque takes ten times as much memory, and there is one for each transfer that somebody knows."""
 
     def is_set(self) -> bool:
         """True from the moment on at which it happened."""
@@ -38,7 +38,7 @@ class Latch:
         self._is_set = True
         while True:
             try:
-                call = self._calls.popleft()
+                call = self._calls.pop(0)
             except IndexError:
                 return
             call()

@@ -68,8 +68,9 @@ class OffloadConfig:
     """dtype of weights and gradients. The 16-bit ones keep an fp32 master; "fp16" scales the loss, dynamically. "auto":
     the dtype that the model has, or most of it; not float64."""
     experts: str | Sequence[str] = EXPERTS
-    """Modules whose experts are brought in one by one, by the last part of their names or by their classes: such with
-    parameters of three dimensions, whose code takes one row of them for an expert, or an ``nn.ModuleList`` of experts.
+    """Modules whose experts are brought in one by one, by the last part of their names or the end of their classes':
+    such with parameters of three dimensions, whose code takes one row of them for an expert, or an ``nn.ModuleList`` or
+    ``nn.ModuleDict`` of experts.
     Classes of ``transformers`` that take an experts implementation need no name."""
     optimizer: str | type[torch.optim.Optimizer] | torch.optim.Optimizer | None = "adamw"
     """Optimizer that updates the weights: "adam", "adamw", "adagrad", "lion" or "sgd", and "muon", "lamb" or

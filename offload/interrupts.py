@@ -6,6 +6,7 @@ calls it between any two lines of the main thread.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,19 +29,20 @@ def held_back() -> Iterator[None]:
     """Handle at the end what comes within, as if it had come there: what is within is done whole, or not begun.
 
     In other threads than the main one nothing needs to be held back: Python handles no signals there. May be nested.
+    The calls are those that ``signal`` wraps: enums cost five times as much, a dozen times for each use of a unit.
     """
     handlers: dict[int, _Handler] = {}
     came: dict[int, FrameType | None] = {}
     try:
         for number in _SIGNALS if current_thread() is main_thread() else ():
-            handler = signal.getsignal(number)
+            handler = _signal.getsignal(number)
             if callable(handler):  # not SIG_DFL, SIG_IGN or what C has put there
                 handlers[number] = handler
-                signal.signal(number, came.__setitem__)
+                _signal.signal(number, came.__setitem__)
         yield
     finally:
         for number in reversed(handlers):
-            signal.signal(number, handlers[number])
+            _signal.signal(number, handlers[number])
         _handle([(handlers[number], number, frame) for number, frame in came.items()])
 
 

@@ -40,6 +40,10 @@ class Coef(ABC):
     def __post_init__(self) -> None:
         if self.step < 1:
             raise ValueError(f"step counts from 1, got {self.step}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "grad_scale" and not math.isfinite(value):
+                raise ValueError(f"{field.name} must be finite, got {value}")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name, 0.0) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
@@ -181,7 +185,7 @@ class NativeOptimizer:
     torch_class: str
     """The name of the class in ``torch.optim`` that it stands in for; empty: there is none."""
     decoupled: bool = False
-    """The field ``decoupled`` of ``AdamCoef``."""
+    """The field ``decoupled`` of ``AdamCoef``, for groups that do not say it."""
 
     def coefficients(self, group: Mapping[str, Any], step: int = 1, grad_scale: float = 1.0) -> Coef:
         """Return those of a step of the group's parameters. Raises ``ValueError`` or
@@ -191,7 +195,7 @@ class NativeOptimizer:
         if "betas" in self.defaults:
             options["beta1"], options["beta2"] = map(float, group["betas"])
         if self.kind is AdamCoef:
-            options["decoupled"] = self.decoupled or group.get("decoupled_weight_decay", False)
+            options["decoupled"] = group.get("decoupled_weight_decay", self.decoupled)
         return self.kind(step=step, grad_scale=grad_scale, **options)
 
     @property

@@ -8,8 +8,9 @@ engine's.
 
 from __future__ import annotations
 
+import copy
 import weakref
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol, cast
@@ -94,11 +95,17 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def state(self, value: Mapping[Any, dict[str, Any]]) -> None:
         self._engine_side.view.become(value)
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None, **other: Any) -> float | None:  # type: ignore[override]
         """Take the step. As in ``torch.optim``, a ``closure`` computes the loss and its gradients before it, once.
+        Raises ``ConfigError`` for other arguments, which only a step that is called once could see.
 
         With ``torch.amp.GradScaler`` the gradients are divided by its scale, and where one is infinite nothing happens.
         """
+        if other:
+            raise ConfigError(
+                f"engine.optimizer.step() takes a closure alone, not {', '.join(other)}: set an option of param_groups "
+                "before the step, which sees it there"
+            )
         side = self._engine_side
         was_stepping, side.is_stepping = side.is_stepping, True
         try:
@@ -122,7 +129,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """As in ``torch.optim``, for parameters that the engine holds. Raises ``ConfigError`` for others."""
         if self._engine_side.engine is not None:
             params = param_group["params"]
-            params = [params] if isinstance(params, torch.Tensor) else list(params)
+            if not isinstance(params, set):  # which torch refuses
+                params = [params] if isinstance(params, torch.Tensor) else list(params)
             for parameter in params:
                 self._engine.accept(parameter[1] if isinstance(parameter, tuple) else parameter)
             param_group = {**param_group, "params": params}
@@ -153,11 +161,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        groups = state_dict["param_groups"]
+        groups = copy.deepcopy(state_dict["param_groups"])
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
             raise ValueError("loaded state dict has other parameter groups than the optimizer")
-        for own, loaded in zip(self.param_groups, groups, strict=True):
-            own.update({name: value for name, value in loaded.items() if name != "params"})
+        self._take_options(groups)
         by_index: dict[Hashable, nn.Parameter] = {
             index: parameter
             for own, loaded in zip(self.param_groups, groups, strict=True)
@@ -168,6 +175,25 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._engine_side.progress.load_state_dict(state_dict[_POSITION])
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def _take_options(self, groups: Sequence[Group]) -> None:
+        """Groups have the options that were loaded and no others, and after that what the user's class makes of them
+        (``__setstate__``). An optimizer by name has no such class: it keeps its options, and decays as its name says.
+        """
+        kind, side = _class_of_user(self), self._engine_side
+        for own, loaded in zip(self.param_groups, groups, strict=True):
+            options = options_of(loaded)
+            if kind is torch.optim.Optimizer:
+                options.pop("decoupled_weight_decay", None)
+            else:
+                for name in own.keys() - options.keys() - {"params", "param_names"}:
+                    del own[name]
+            own.update(options)
+        resting, side.view = side.view, {}  # states have been converted by then: it is not to bring them in
+        try:
+            kind.__setstate__(self, {})
+        finally:
+            side.view = resting
 
     @property
     def _engine(self) -> Steps:
@@ -182,6 +208,8 @@ def _class_over(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer
     """A subclass of the user's, under its name, with what is the engine's. It has no other base: only then may an
     object change its class."""
     own = {name: value for name, value in vars(OffloadOptimizer).items() if name not in ("__dict__", "__weakref__")}
+    if kind.zero_grad is not torch.optim.Optimizer.zero_grad:
+        del own["zero_grad"]  # a user's own may do something else, gradient by gradient
     return type(kind.__name__, (kind,), {**own, "__module__": kind.__module__, "__doc__": kind.__doc__})
 
 

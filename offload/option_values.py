@@ -30,10 +30,10 @@ _SPELLINGS = {
 """Names that others have for dtypes; where there is no fp64, fp32 comes nearest."""
 
 
-def refuse(option: str, expected: str, value: object, near: str | None = None) -> NoReturn:
-    """Raise ``ConfigError``. ``near`` is what the user may have meant."""
+def refuse(option: str, expected: str, value: object, near: str | None = None, advice: str = "") -> NoReturn:
+    """Raise ``ConfigError``. ``near`` is what the user may have meant; ``advice`` goes on with the sentence."""
     hint = "" if near is None else f", did you mean {near}?"
-    raise ConfigError(f"{option}: expected {expected}, got {shown(value)}{hint}")
+    raise ConfigError(f"{option}: expected {expected}, got {shown(value)}{hint}{advice}")
 
 
 def shown(value: object) -> str:
@@ -193,7 +193,20 @@ def as_device(option: str, value: object) -> Any:
                 return value
         except RuntimeError:
             pass
-    refuse(option, '"cpu" or "cuda" ("cuda:1" is the second GPU)', value)
+    refuse(option, '"cpu" or "cuda" ("cuda:1" is the second GPU)', value, advice=missing_on(str(value).split(":")[0]))
+
+
+def missing_on(kind: str) -> str:
+    """What the engine lacks on a kind of device that torch has, in words; empty where nothing more is known."""
+    lacking = _LACKING.get(kind)
+    return "" if lacking is None else f". On {kind} {lacking}: a Device of one's own is an option (docs/device.md)"
+
+
+_LACKING = {
+    "xpu": "host memory cannot be registered where it lies, and nothing compiles the optimizer's kernels",
+    "mps": "host and device share one memory, from which nothing need be moved",
+}
+"""By torch's name of a kind of device, what the engine would need there."""
 
 
 def _whole(value: object) -> int | None:

@@ -112,7 +112,6 @@ class TrainingPasses(Passes):
             self._backward_has_begun = True
             self.reporter.backward_begins()
         self.policy.gradient_came(unit)
-        self.policy.look()
 
     def end_backward(self, unit: UnitSpec) -> None:
         try:

@@ -25,7 +25,7 @@ from offload.plan.buffers import NUM_LANDINGS, device_tile_bytes
 from offload.plan.device import AUTO_RESIDENT_SHARE, ON_HOST, DeviceNeeds, DevicePlan, plan_device
 from offload.plan.placement import make_plan
 from offload.plan.plan import Plan, Tier, UnitPlan
-from offload.plan.ranks import ONE_RANK, PLACEMENTS, RanksPlan, plan_ranks
+from offload.plan.ranks import RanksPlan, plans_of_ranks
 from offload.plan.update_log import log_bytes, with_update_log
 from offload.ranks.world import World
 from offload.tiers.store import run_bytes
@@ -130,10 +130,9 @@ def plan_for(
     """
     check_paths(config.paths)
     room = _room(config, units, processor, world.local_size)
-    if world.size == 1:
-        return plan_within(config, units, choice, room, ONE_RANK)
-    for placement in PLACEMENTS if config.shard == "auto" else (config.shard,):
-        ranks = plan_ranks(units, Formats.of(config), placement, world.shards.size, device=room.compute.computes)
+    num_ranks, num_shards = world.size, world.shards.size
+    plans = plans_of_ranks(units, Formats.of(config), config.shard, num_ranks, num_shards, device=room.compute.computes)
+    for ranks in plans:
         plan, error = None, None
         try:
             plan = plan_within(config, shards, choice, room, ranks)
@@ -148,7 +147,7 @@ def plan_for(
         of_ranks = world.all_gather_object((fits, told))  # all of them take the same placement, or raise
         if all(fits for fits, _ in of_ranks):
             break
-        if placement in (config.shard, PLACEMENTS[-1]):
+        if ranks is plans[-1]:
             _raise_first(error, [told for _, told in of_ranks], world)
     assert plan is not None
     return plan

@@ -164,11 +164,10 @@ class Session:
         them. Safe to call twice."""
         values = None
         if error is not None:
-            if self.parts.ranks.size > 1:  # the others learn of it before they would wait for this rank
-                self.parts.ranks.leave(error)
-                discard = True
+            self.parts.ranks.leave(error)  # the others learn of it before they would wait for this rank
             durable = bool(self.parts.run.config.durable)
-            discard = discard or (durable and isinstance(error, SystemExit))  # a signal: there is little time
+            is_hasty = durable and isinstance(error, SystemExit)  # a signal: there is little time
+            discard = discard or is_hasty or not self.parts.ranks.can_meet()
         try:
             if not discard and not self.failure.is_known:
                 values = self._values_if_there_is_room(error)

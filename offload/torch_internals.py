@@ -169,6 +169,13 @@ def hooks_step_aside() -> None:
     torch.autograd.graph.disable_saved_tensors_hooks = disable_saved_tensors_hooks
 
 
+def top_hooks_step_aside() -> None:
+    """Have the hooks on top, of a checkpoint of the engine's own, step aside, too."""
+    top = top_saved_tensors_hooks()
+    if top is not None:
+        top[0].steps_aside = True  # type: ignore[attr-defined]
+
+
 never_compiled: Callable[[Any], Any] = found(torch, "_disable_dynamo")
 """Keeps a function out of what ``torch.compile`` makes of its callers."""
 

@@ -12,17 +12,18 @@ each later call of the engine, by ``Failure.check``. What the error says of the 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
 import time
 import weakref
 from _thread import RLock
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import NoReturn
 
-from offload.errors import RankError, WaitTimeout
+from offload.errors import ConfigError, RankError, WaitTimeout
 from offload.interrupts import held_back
 from swapper import OffloadError, StorageError
 
@@ -112,6 +113,34 @@ def _fail_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_fail_in_child)
+
+
+class _OfThread(threading.local):
+    stepping = ""
+    """Name of the optimizer whose own step this thread runs, over one parameter; empty if it runs none."""
+
+
+_of_thread = _OfThread()
+
+
+@contextlib.contextmanager
+def within_step_of(optimizer: str) -> Iterator[None]:
+    """Run the step of a user's optimizer over one parameter: it may not look at others of the model, whose updates may
+    wait for it (``refuse_within_step``)."""
+    before, _of_thread.stepping = _of_thread.stepping, optimizer
+    try:
+        yield
+    finally:
+        _of_thread.stepping = before
+
+
+def refuse_within_step() -> None:
+    """Raise ``ConfigError`` if this thread takes the step of a user's optimizer."""
+    if _of_thread.stepping:
+        raise ConfigError(
+            f"optimizer {_of_thread.stepping} cannot run one parameter at a time: its step looks at a parameter of the "
+            "model beside the one that it is given"
+        )
 
 
 class Monitor(RLock):  # type: ignore[misc]  # final in the stubs alone

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,8 @@ def main() -> None:
     generator = [] if shutil.which("make") else ["-G", "Ninja"]
     configure = ["cmake", "-S", str(_ROOT), "-B", str(folder), *generator]
     subprocess.run([*configure, *(f"-D{name}={value}" for name, value in options.items())], check=True)
-    subprocess.run(["cmake", "--build", str(folder), "--parallel", "--target", "_aio", "_kernels"], check=True)
+    jobs = str(os.cpu_count() or 1)  # make alone would start all of them at once
+    subprocess.run(["cmake", "--build", str(folder), "--parallel", jobs, "--target", "_aio", "_kernels"], check=True)
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     for name in ("aio_ext/_aio", "offload/kernels/_kernels"):
         shutil.copy(folder / f"{name}{suffix}", _ROOT / f"{name}{suffix}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -12,6 +13,7 @@ from typing import Any
 
 _MIB = 1 << 20
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)")
+_VERDICTS = {0: "ok", 75: "not begun", 77: "not here", 124: "too slow", 127: "not found"}
 _COUNTS = re.compile(r"^=*\s*((?:\d+ \w+,? ?)+) in [\d.]+s")
 
 
@@ -37,14 +39,15 @@ def summary(result: dict[str, Any]) -> list[str]:
         "runs:    " + (", ".join(part["name"] for part in parts if part["code"] == 0) or "nothing"),
     ]
     for part in parts:
-        if part["code"] != 0:
+        if part["verdict"] not in ("ok", "not here"):
             names = ", ".join(part["failed"][:8]) + (", ..." if len(part["failed"]) > 8 else "")
             lines.append(f"NOT:     {part['name']}: {part['verdict']}" + (f": {names}" if names else ""))
     return (
         lines
         + ["bits:    " + _bits(rates)]
         + _shares(rates)
-        + [_step(run) for run in result["runs"] if run["bound_seconds"]]
+        + _host(result.get("probe", {}))
+        + [_step(run, result["runs"]) for run in result["runs"] if run["bound_seconds"]]
     )
 
 
@@ -71,12 +74,58 @@ def _shares(rates: dict[str, Any]) -> list[str]:
     ]
 
 
-def _step(run: dict[str, Any]) -> str:
-    share = run["bound_seconds"] / run["step_seconds_median"]
-    return (
-        f"step:    {run['size']} {run['system']} {run['budget']}: {run['step_seconds_median']:.3f} s, "
-        f"{share:.0%} of its bound by {run['bound_by']}"
+def _host(probe: dict[str, Any]) -> list[str]:
+    """What the host gives a GPU, as far as it was seen."""
+    said = []
+    if rates := probe.get("adam_gb_per_s"):
+        num_threads, rate = max(rates.items(), key=lambda one: one[1])
+        said.append(f"Adam {rate:,.0f} GB/s on {num_threads} threads")
+    for name, text in (("fault_in_s_per_gib", "faulted in"), ("register_s_per_gib", "registered")):
+        if name in probe:
+            said.append(f"{text} in {probe[name]} s a GiB")
+    if beside := probe.get("link_beside_products"):
+        said.append(f"{beside['gb_per_s']} GB/s each way beside products of {beside['tflop_per_s']} TFLOP/s")
+    if calls := probe.get("call_us"):
+        said.append(f"a copy's call {calls['copy of 4 KiB']} us")
+    return [f"host:    {', '.join(said)}"] if said else []
+
+
+def _step(run: dict[str, Any], runs: list[dict[str, Any]]) -> str:
+    seconds, bound = run["step_seconds_median"], run["bound_seconds"]
+    beside = compute_seconds(run, runs)
+    computes = (
+        "" if beside is None else f"; its compute alone {beside:.3f} s, {max(beside, bound) / seconds:.0%} of both"
     )
+    return (
+        f"step:    {run['size']} {run['system']} {run['budget']}{_batch(run)}: {seconds:.3f} s, "
+        f"{bound / seconds:.0%} of its bound by {run['bound_by']}{computes}"
+    )
+
+
+def compute_seconds(run: dict[str, Any], runs: list[dict[str, Any]]) -> float | None:
+    """Seconds that the model of a run would compute if all of it were resident: of two smaller ones that are, with as
+    wide layers, each further layer takes as long. None if there are no two."""
+    layers, width = _shape(run)
+    resident = {
+        _shape(one)[0]: one["step_seconds_median"]
+        for one in runs
+        if one["system"] == "in_memory" and _shape(one)[1] == width and one.get("batch") == run.get("batch")
+    }
+    if run["system"] == "in_memory" or len(resident) < 2:
+        return None
+    (fewer, less), (more, longer) = sorted(resident.items())[-2:]
+    return float(longer + (longer - less) / (more - fewer) * (layers - more))
+
+
+def _shape(run: dict[str, Any]) -> tuple[int, str]:
+    """Layers, and what is the same for every number of them."""
+    kind, _, layers_by_width = run["size"].rpartition(":")
+    layers, width = layers_by_width.split("x")
+    return int(layers), f"{kind} {width}"
+
+
+def _batch(run: dict[str, Any]) -> str:
+    return f" batch {run['batch']}" if run.get("batch") else ""
 
 
 def line_of(part: dict[str, Any]) -> str:
@@ -89,13 +138,13 @@ def runs_table(runs: list[dict[str, Any]]) -> list[str]:
     if not runs:
         return []
     lines = [
-        f"{'model':<16}{'system':<12}{'budget':<8}{'params M':>9}{'host MiB':>10}{'device MiB':>12}{'step s':>9}"
+        f"{'model':<16}{'system':<12}{'budget':<16}{'params M':>9}{'host MiB':>10}{'device MiB':>12}{'step s':>9}"
         f"{'bound s':>9} {'by':<10}{'of bound':>9}"
     ]
     for run in runs:
         bound = run["bound_seconds"] or 0.0
         lines.append(
-            f"{run['size']:<16}{run['system']:<12}{run['budget']:<8}{run['parameters'] / 1e6:>9.1f}"
+            f"{run['size']:<16}{run['system']:<12}{run['budget'] + _batch(run):<16}{run['parameters'] / 1e6:>9.1f}"
             f"{(run['host_memory_bytes'] or 0) / _MIB:>10,.0f}{(run['peak_device_bytes'] or 0) / _MIB:>12,.0f}"
             f"{run['step_seconds_median']:>9.3f}{bound:>9.3f} {run['bound_by'] or '':<10}"
             f"{bound / run['step_seconds_median']:>9.2f}"
@@ -105,7 +154,7 @@ def runs_table(runs: list[dict[str, Any]]) -> list[str]:
 
 def _part(folder: Path, name: str, code: int, seconds: int) -> dict[str, Any]:
     lines = (folder / f"{name}.log").read_text(errors="replace").strip().splitlines()
-    verdict = {"0": "ok", "124": "too slow", "127": "not found"}.get(str(code), f"failed: {code}")
+    verdict = _VERDICTS.get(code, f"failed: {code}")
     counts = next((match[1] for line in reversed(lines) if (match := _COUNTS.match(line))), None)
     last = counts or next((line[:200] for line in reversed(lines) if not line.startswith("{")), "")
     failed = [match[1] for line in lines if (match := _FAILED.match(line))]
@@ -120,12 +169,14 @@ def _part(folder: Path, name: str, code: int, seconds: int) -> dict[str, Any]:
 
 
 def _last_object(path: Path) -> dict[str, Any]:
-    """The JSON object in the last line of a log; empty if there is none."""
-    try:
-        found = json.loads(path.read_text(errors="replace").strip().splitlines()[-1])
-    except (OSError, ValueError, IndexError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    """The JSON object in the last line of a log that has one, also before the end of a part that was interrupted; empty
+    if none has."""
+    for line in reversed(path.read_text(errors="replace").splitlines() if path.exists() else ()):
+        with contextlib.suppress(ValueError):
+            found = json.loads(line)
+            if isinstance(found, dict):
+                return found
+    return {}
 
 
 def _machine() -> dict[str, Any]:

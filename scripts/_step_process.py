@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -38,6 +38,12 @@ class Turns:
 
     def take(self, request: dict[str, Any], warm_up: int, steps: int, limit: Limit | None = None) -> dict[str, Any]:
         """Start a process for ``request``, let it take its steps, and end it. Raises ``WorkerFailed``."""
+        return next(self.take_each(request, [{"warm_up": warm_up, "steps": steps}], limit))
+
+    def take_each(
+        self, request: dict[str, Any], wanted: Sequence[dict[str, Any]], limit: Limit | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """The same for several turns of one process, one after the other, each as ``_step_worker`` has it."""
         with tempfile.TemporaryFile("w+") as errors, _worker(request, errors) as (ask, pid):
             try:
                 first = ask(None)
@@ -48,10 +54,19 @@ class Turns:
                         limit_bytes = first["host_memory"] + imports_bytes + limit.activation_bytes
                         after.enter_context(memory_limit(pid, limit_bytes))
                     ask({})
-                    with _held(self._lock):
-                        answer = ask({"warm_up": warm_up, "steps": steps})
-                    return {**answer, "imports_bytes": imports_bytes, "limit_bytes": limit_bytes}
+                    for one in wanted:
+                        with _held(self._lock):
+                            answer = ask(one)
+                        yield {**answer, "imports_bytes": imports_bytes, "limit_bytes": limit_bytes}
             except (BrokenPipeError, EOFError) as error:
+                raise WorkerFailed(_last_line(errors)) from error
+
+    def least_host_memory(self, request: dict[str, Any]) -> int:
+        """The least budget that works for this request of an engine, which is not built. Raises ``WorkerFailed``."""
+        with tempfile.TemporaryFile("w+") as errors, _worker({**request, "host_memory": 0}, errors) as (ask, _):
+            try:
+                return int(ask(None)["host_memory"])
+            except EOFError as error:
                 raise WorkerFailed(_last_line(errors)) from error
 
 

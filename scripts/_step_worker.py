@@ -1,15 +1,17 @@
 """One system of ``bench_step.py`` in a process of its own: builds it, then takes steps when a line of stdin asks.
 
 The first line out tells what imports take and which budget the system gets (a request's 0 stands for the least that
-works); the second, after a line in, that it is built; then an answer a line.
+works); the second, after a line in, that it is built; then an answer a line. The process ends with its input.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +78,13 @@ class Engine:
     def __init__(self, shape: Shape, request: dict[str, Any]) -> None:
         with torch.device("meta"):
             model = shape.model()
-        options = {name: request[name] for name in ("precision", "nvme_path", "io_backend", "host_memory")}
-        options |= {"gradient_clipping": request["clipping"], "device": request["device"], **ADAMW}
-        options["device_memory"] = request["device_memory"]
+        self._numel = sum(parameter.numel() for parameter in model.parameters())
+        options = {name: request[name] for name in ("precision", "io_backend", "host_memory")}
+        options |= {"gradient_clipping": request["clipping"], **ADAMW}
+        if request["nvme_path"] is not None:
+            options["nvme_path"] = request["nvme_path"]
+        if request["device"] != "cpu":  # else an installation need not know of devices
+            options |= {name: request[name] for name in ("device", "device_memory")}
         torch.manual_seed(0)  # the engine initialises the model
         self._engine = OffloadEngine(model, **options)
         self._schedules: list[float] = []
@@ -87,29 +93,34 @@ class Engine:
         loss = self._engine(tokens, targets)
         self._engine.backward(loss)
         self._engine.step()
-        self._schedules.append(getattr(self._engine.report(), "schedule_seconds", 0.0))  # older engines know of none
+        self._schedules.append(_known(self._engine.report(), "schedule_seconds") or 0.0)
         return float(loss.item())
 
     def settle(self) -> None:
         self._engine.synchronize()
 
+    def write_timeline(self, path: str) -> None:
+        self._engine.timeline(path)
+
     def facts(self) -> dict[str, Any]:
+        """What this installation says of itself. Another one may not know all of it."""
         plan, report = self._engine.plan, self._engine.report()
-        bandwidths = getattr(self._engine, "_session", self._engine).bandwidths  # older engines had them themselves
+        bandwidths, units = _known(report, "bandwidths"), _known(plan, "units")
+        links = {name: _known(report, f"{name}_seconds") or 0.0 for name in ("to_device", "to_host")}
         return {
-            "parameters": plan.num_parameters,
-            "num_units": len(plan.units),
-            "host_memory_bytes": plan.host_bytes,
-            "device_memory_bytes": plan.device.total_bytes or None,
+            "parameters": self._numel,
+            "num_units": units and len(units),
+            "host_memory_bytes": _known(plan, "host_bytes"),
+            "device_memory_bytes": _known(plan, "device.total_bytes") or None,
             "schedule_seconds": self._schedules,
-            "engine_efficiency": report.efficiency,
-            "engine_bound_by": report.bound_by,
-            "link_seconds": {"to_device": report.to_device_seconds, "to_host": report.to_host_seconds},
-            "nvme_bytes": plan.nvme_bytes,
-            "planned_read_bytes": plan.step_read_bytes,
-            "planned_write_bytes": plan.step_write_bytes,
-            "bandwidths": None if bandwidths is None else vars(bandwidths),
-            "stalls": report.stall_seconds,
+            "engine_efficiency": _known(report, "efficiency"),
+            "engine_bound_by": _known(report, "bound_by"),
+            "link_seconds": links,
+            "nvme_bytes": _known(plan, "nvme_bytes"),
+            "planned_read_bytes": _known(plan, "step_read_bytes"),
+            "planned_write_bytes": _known(plan, "step_write_bytes"),
+            "bandwidths": bandwidths and {name: _known(bandwidths, name) for name in ("read", "write", "q")},
+            "stalls": _known(report, "stall_seconds"),
         }
 
     def close(self) -> None:
@@ -117,6 +128,13 @@ class Engine:
 
 
 SYSTEMS = {"in_memory": InMemory, "engine": Engine, "deepspeed_cpu": DeepSpeed, "deepspeed_nvme": DeepSpeed}
+
+
+def _known(thing: Any, path: str) -> Any:
+    """The value at this path of attributes; None if the installation has none there."""
+    for name in path.split("."):
+        thing = getattr(thing, name, None)
+    return thing
 
 
 def main() -> None:
@@ -134,7 +152,8 @@ def main() -> None:
     if request["system"] == "engine" and request["host_memory"] == 0:
         _take_least(shape, request)
     answer({"imports_bytes": imports_bytes, "host_memory": request.get("host_memory")})
-    sys.stdin.readline()
+    if not sys.stdin.readline():
+        return
     system = SYSTEMS[request["system"]](shape, request)
     generator = torch.Generator().manual_seed(0)
     answer({})
@@ -156,13 +175,25 @@ def _take_least(shape: Shape, request: dict[str, Any]) -> None:
 
 
 def _turn(
-    system: Any, shape: Shape, generator: torch.Generator, device: str, warm_up: int, steps: int
+    system: Any,
+    shape: Shape,
+    generator: torch.Generator,
+    device: str,
+    warm_up: int,
+    steps: int,
+    batch: int | None = None,
+    timeline: str | None = None,
 ) -> dict[str, Any]:
-    """Some steps that do not count, one that counts for the bytes alone, and those that are timed."""
+    """Some steps that do not count, one that counts for the bytes alone, and those that are timed. ``batch``: other
+    than the shape's; ``timeline``: a file for that of the last step, if the system has one."""
+    if batch is not None:
+        shape = replace(shape, batch=batch)
+    if device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats()
     for _ in range(warm_up):
         system.step(*(tensor.to(device) for tensor in shape.tokens(generator)))
     system.settle()
-    before = _moved_bytes()
+    before = _so_far()
     seconds, losses = [], []
     for index in range(steps + 1):
         tokens, targets = (tensor.to(device) for tensor in shape.tokens(generator))
@@ -171,22 +202,30 @@ def _turn(
         if index:
             seconds.append(time.perf_counter() - start)
     system.settle()
-    read_bytes, write_bytes = ((now - then) / (steps + 1) for now, then in zip(_moved_bytes(), before, strict=True))
+    if timeline is not None and isinstance(system, Engine):
+        system.write_timeline(timeline)
+    moved = {name: (now - before[name]) / (steps + 1) for name, now in _so_far().items()}
     return {
         "seconds": seconds,
         "losses": losses,
-        "nvme_read_bytes": read_bytes,
-        "nvme_write_bytes": write_bytes,
+        **moved,
         "peak_rss_bytes": _status("VmHWM") + _status("HugetlbPages"),
         "peak_device_bytes": torch.cuda.max_memory_allocated() if device.startswith("cuda") else None,
         **system.facts(),
     }
 
 
-def _moved_bytes() -> tuple[int, int]:
-    """What this process has read from and written to storage, as the kernel counts it: caches do not."""
+def _so_far() -> dict[str, float]:
+    """What this process has read from and written to storage (caches do not count), the seconds of cores that it has
+    taken, and how often one of its threads gave its core away, all as the kernel counts it."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(fields["read_bytes"]), int(fields["write_bytes"])
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        "nvme_read_bytes": int(fields["read_bytes"]),
+        "nvme_write_bytes": int(fields["write_bytes"]),
+        "cpu_seconds": usage.ru_utime + usage.ru_stime,
+        "switches": usage.ru_nvcsw + usage.ru_nivcsw,
+    }
 
 
 def _status(name: str) -> int:

@@ -6,12 +6,14 @@ DeepSpeed ZeRO-3 where it is installed.
     python scripts/bench_step.py --sizes chain:1000x16 --systems in_memory engine      # overhead of a unit
     python scripts/bench_step.py --sizes 12x768 48x1600 --systems engine --budgets 600MiB
     pip install --no-deps --target OLD old.whl; python scripts/bench_step.py --systems engine --against old=OLD
+    python scripts/bench_step.py --sizes 12x512 --curve --against old=OLD --rounds 1 --warm-up 2 --steps 3
 
 Every turn of a system is a process of its own; the systems take turns, so that a slow minute of the machine hits all.
 Steps before the timed ones warm it up. Bytes are counted by the kernel (``/proc/self/io``), and so is the peak of
 memory (``VmHWM``). The bound of a step is the larger of the in-memory step and of the time that the bytes it moved take
 at the bandwidths that the engine measured on the same path (and between host and device) in the same run. DeepSpeed
-competes with the fastest of the settings in ``_step_deepspeed.TRIALS``, tried first, at every size.
+competes with the fastest of the settings in ``_step_deepspeed.TRIALS``, tried first, at every size. ``--curve`` takes
+twelve budgets from the least to all, each clipped and not, and looks whether more memory is ever slower.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import date
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import _step_curve as curve
 import _step_output as output
 import torch
 from _step_deepspeed import TRIALS, Settings
@@ -85,7 +89,7 @@ def main() -> None:
     if arguments.json:
         print(json.dumps(result))
     else:
-        output.print_table(result)
+        (curve.print_curve if arguments.curve else output.print_table)(result)
     if arguments.plot:
         output.plot(result, arguments.plot)
     if arguments.record and runs:
@@ -138,6 +142,15 @@ def _arguments() -> argparse.Namespace:
         '600MiB, or "peer": the peak RSS of DeepSpeed with NVMe',
     )
     parser.add_argument(
+        "--curve",
+        type=int,
+        nargs="?",
+        const=12,
+        metavar="COUNT",
+        help="take so many budgets (default: 12) from the least to all, each by the same factor above the one before, "
+        "never clipped and always, beside memory alone; print a row for each budget, and where more memory is slower",
+    )
+    parser.add_argument(
         "--against",
         nargs="+",
         default=[],
@@ -159,6 +172,8 @@ def _arguments() -> argparse.Namespace:
                         "the table by version of this page (default: docs/performance.md)")  # fmt: skip
     parser.add_argument("--plot", help="write efficiency over budget, and time over size, to this image")
     arguments = parser.parse_args()
+    if arguments.curve:
+        arguments.systems, arguments.clipping = ["in_memory", "engine"], ["never", "always"]
     if arguments.systems is None:
         installed = importlib.util.find_spec("deepspeed") is not None
         arguments.systems = [name for name in systems if installed or name not in TRIALS]
@@ -211,7 +226,7 @@ class _Comparison:
         elif system != "engine":
             yield Contender(system, "", clipping, request)
         else:
-            for budget in self._arguments.budgets:
+            for budget in self._budgets:
                 host_memory = self._host_memory(budget)
                 if host_memory is not None:
                     extra = {"host_memory": host_memory, "io_backend": self._arguments.io_backend}
@@ -219,6 +234,14 @@ class _Comparison:
                     for name, _, folder in (other.partition("=") for other in self._arguments.against):
                         with_other = {**request, **extra, "installation": folder}
                         yield Contender(f"engine {name}", budget, clipping, with_other)
+
+    @cached_property
+    def _budgets(self) -> list[str]:
+        if not self._arguments.curve:
+            return list(self._arguments.budgets)
+        request = {**self._common, "system": "engine", "io_backend": self._arguments.io_backend, "clipping": NEVER}
+        least = self._turns.least_host_memory(request)
+        return curve.budgets(least, self._state_bytes, self._arguments.curve)
 
     def _bound(self, clipping: str) -> float:
         """The bound of the norm that goes by this name."""
@@ -312,6 +335,8 @@ class _Comparison:
             "schedule_seconds": statistics.median(schedule) if schedule else 0.0,
             "nvme_read_bytes_per_step": read_bytes,
             "nvme_write_bytes_per_step": write_bytes,
+            "cpu_seconds_per_step": contender.median("cpu_seconds"),
+            "switches_per_step": contender.median("switches"),
             "planned_read_bytes": last.get("planned_read_bytes"),
             "planned_write_bytes": last.get("planned_write_bytes"),
             "peak_rss_bytes": max(turn["peak_rss_bytes"] for turn in contender.turns),

@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """The engine on a machine with a GPU, CUDA, PyTorch and build tools, without a network.
 
-    python scripts/gpu_check.py [PART...] [--limit 580] [--out build/gpu] [--nvme DIR]
+    python scripts/gpu_check.py [PART...] [--limit 570] [--out build/gpu] [--nvme DIR]
 
 Builds in place, tests, measures. Each part is processes of its own, and what it has found is in ``OUT/gpu_check.json``
-as soon as it is over, so that a machine that is taken away loses one part at most. What a call has left (failed, too
-slow, not begun) comes first in the next call with that file. It prints what a reader wants first, then a line for each
-part. A part gets what those before it have left of the limit; one that takes too long is interrupted, so that it can
-say where it was, and then ended.
+as soon as it is over, so that a machine that is taken away loses one part at most; ``OUT/logs.tgz`` has what they said.
+The next call with that folder, or with a copy of it on another machine, does what the calls before it have left: what
+failed, was too slow or was not begun. For all of it again take another folder, or name the parts. It prints a line for
+each part, and last what a reader wants to know. A part gets what those before it have left of the limit, and is not
+begun with less than a third of what it may take; one that takes too long is interrupted, so that it can say where it
+was, and then ended.
 
 With ``LIBURING_ROOT``, or ``.deps/liburing`` in the project, it builds with an unpacked liburing-dev.
 """
@@ -25,7 +27,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,11 +40,16 @@ _GRACE_S = 10
 
 _PYTEST = ["-m", "pytest", "-q", "-rfE", "--tb=short", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=100"]
 _SANITIZER = ["compute-sanitizer", "--error-exitcode", "9", "--report-api-errors", "no"]
-_GPU_TESTS = ["tests/offload/test_cuda.py", "tests/kernels/test_gpu.py", "tests/kernels/test_gpu_assembly.py"]
+_GPU_TESTS = "tests/offload/test_cuda.py"
+"""The others run without a GPU, and have."""
+
 _STEP = [
     *("scripts/bench_step.py", "--device", "cuda", "--precision", "bf16", "--checkpointing", "--context", "2048"),
-    *("--rounds", "1", "--warm-up", "2", "--steps", "4", "--json"),
+    *("--rounds", "1", "--warm-up", "2", "--steps", "4", "--json", "--nvme-path", "{nvme}"),
 ]
+
+_NOT_HERE, _NOT_BEGUN = 77, 75
+"""In place of an exit status: this machine has not the GPUs for the part; no time was left for it."""
 
 
 @dataclass(frozen=True)
@@ -56,41 +63,36 @@ class Part:
     gpus: int = 1
     """It needs so many."""
 
-    def argv(self, nvme: Path) -> list[str]:
-        command = [argument.format(nvme=nvme) for argument in self.command]
+    def argv(self, nvme: Path, logs: Path) -> list[str]:
+        command = [argument.format(nvme=nvme, logs=logs) for argument in self.command]
         return [sys.executable, *command] if command[0].endswith(".py") or command[0] == "-m" else command
 
 
-def _step(name: str, seconds: int, *arguments: str) -> Part:
-    return Part(f"bench-{name}", seconds, [*_STEP, "--nvme-path", "{nvme}", *arguments])
-
-
 _IN_RAM = ["--size", "llama:16x2048", "--batch", "4", "--context", "1024"]
-_SEVEN = ["--systems", "engine", "--sizes", "llama:32x4096", "--device-memory", "16GiB", "--budgets", "all"]
-_EIGHT_LAYERS = ["--systems", "in_memory", "--sizes", "llama:8x4096", "--clipping", "0"]
+_BATCHES = ["scripts/gpu_batches.py", "--batches", "1", "4", "8"]
 _THREE = ["--systems", "engine", "--sizes", "llama:26x3072", "--device-memory", "12GiB", "--budgets", "24GiB"]
 
 PARTS = (
     Part("build", 240, ["scripts/_gpu_build.py"]),
     Part("kernels", 90, ["scripts/bench_gpu_kernels.py", "--json"]),
     Part("probe", 120, ["scripts/gpu_probe.py", "--json"]),
-    Part("tests", 240, ["scripts/_each_test.py", "--jobs", "6", "--seconds", "90", *_GPU_TESTS]),
+    Part("tests", 240, ["scripts/_each_test.py", "--seconds", "90", _GPU_TESTS]),
     Part("same-bits", 120, ["scripts/gpu_same_bits.py", *_IN_RAM]),
     Part("same-bits-blocking", 120, ["scripts/gpu_same_bits.py", *_IN_RAM], {"CUDA_LAUNCH_BLOCKING": "1"}),
-    *(_step(f"8-layers-batch-{n}", 90, *_EIGHT_LAYERS, "--batch", str(n)) for n in (1, 4, 8)),
-    *(_step(f"7b-batch-{n}", 240, *_SEVEN, "--batch", str(n), "--clipping", "0") for n in (1, 4, 8)),
-    _step("3b-nvme", 240, *_THREE, "--batch", "4", "--clipping", "0", "1"),
-    _step("peers", 240, "--sizes", "llama:16x2048", "--batch", "4"),  # those that are installed
+    Part("layers", 90, [*_BATCHES, "--system", "in_memory", "--sizes", "llama:4x4096", "llama:8x4096"]),
+    Part("7b", 300, [*_BATCHES, "--sizes", "llama:32x4096", "--device-memory", "16GiB", "--timeline", "{logs}"]),
+    Part("3b-nvme", 240, [*_STEP, *_THREE, "--batch", "4", "--clipping", "0", "1"]),
+    Part("peers", 150, [*_STEP, "--sizes", "llama:16x2048", "--budgets", "all", "--batch", "4"]),  # what is installed
     Part("soak", 120, ["scripts/soak.py", "--device", "cuda", "--steps", "150", "--nvme-path", "{nvme}"]),
     Part("ranks-tests", 200, [*_PYTEST, "tests/ranks/test_cuda.py", "tests/ranks/test_on_device.py"], gpus=2),
     Part("ranks-bench", 200, ["scripts/bench_ranks.py", "--device", "cuda", "--model", "16x2048"], gpus=2),
-    Part("races", 90, [*_SANITIZER, "--tool", "racecheck", sys.executable, *_PYTEST, _GPU_TESTS[0], "-k", "squares"]),
+    Part("races", 90, [*_SANITIZER, "--tool", "racecheck", sys.executable, *_PYTEST, _GPU_TESTS, "-k", "squares"]),
     Part(
         "memory",
         240,
         [
             *(*_SANITIZER, "--tool", "memcheck", "--track-stream-ordered-races", "all"),
-            *(sys.executable, *_PYTEST, _GPU_TESTS[0], "-k", "same_bits and 1-bf16"),
+            *(sys.executable, *_PYTEST, _GPU_TESTS, "-k", "same_bits and 1-bf16"),
         ],
         {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"},  # torch's own pool hides what is used too late
     ),
@@ -98,10 +100,11 @@ PARTS = (
 
 
 def main() -> int:
+    started = time.monotonic()
     names = [part.name for part in PARTS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(names)} (default: all)")
-    parser.add_argument("--limit", type=float, default=580, help="seconds for all parts together")
+    parser.add_argument("--limit", type=float, default=570, help="seconds for all parts together")
     parser.add_argument("--out", type=Path, default=_ROOT / "build" / "gpu", help="a folder for what was found")
     parser.add_argument("--nvme", type=Path, help="a folder on the SSD to use (default: a new one in $TMPDIR)")
     options = parser.parse_args()
@@ -111,13 +114,12 @@ def main() -> int:
     for line in missing():
         print(f"missing: {line}", flush=True)
     with tempfile.TemporaryDirectory() as made:
-        check = Check(options.out, options.nvme or Path(made), time.monotonic() + options.limit)
+        check = Check(options.out, options.nvme or Path(made), started + options.limit)
         for part in in_order(check.result, options.parts):
             check.run(part)
             print(_gpu_report.line_of(check.result["parts"][part.name]), flush=True)
     print("", *_gpu_report.summary(check.result), "", *_gpu_report.runs_table(check.result["runs"]), sep="\n")
-    print(json.dumps(check.result))
-    return int(any(part["code"] != 0 for part in check.result["parts"].values()))
+    return int(any(part["code"] not in (0, _NOT_HERE) for part in check.result["parts"].values()))
 
 
 def missing() -> Iterator[str]:
@@ -141,10 +143,15 @@ def missing() -> Iterator[str]:
 
 
 def in_order(result: Mapping[str, Any], wanted: Sequence[str]) -> list[Part]:
-    """The parts to run: ``build`` first, then what an earlier call has left, then the rest."""
-    done = {name for name, part in result["parts"].items() if part["code"] == 0}
-    parts = [part for part in PARTS if not wanted or part.name in wanted]
-    return sorted(parts, key=lambda part: (part.name != "build", part.name in done))
+    """The parts to run: ``build`` first, as the machine may be another one, then what earlier calls have begun and not
+    brought to its end, then what no call has begun. Those that are ``wanted`` by name run in any case."""
+    codes = {name: part["code"] for name, part in result["parts"].items()}
+
+    def is_done(part: Part) -> bool:
+        return part.name != "build" and codes.get(part.name) in (0, _NOT_HERE)
+
+    parts = [part for part in PARTS if (part.name in wanted if wanted else not is_done(part))]
+    return sorted(parts, key=lambda part: (part.name != "build", codes.get(part.name, _NOT_BEGUN) == _NOT_BEGUN))
 
 
 class Check:
@@ -152,46 +159,64 @@ class Check:
 
     def __init__(self, out: Path, nvme: Path, ends: float) -> None:
         self._out, self._nvme, self._ends = out, nvme, ends
-        self._written = out / "gpu_check.json"
+        self._written, self._packed = out / "gpu_check.json", out / "logs.tgz"
         self.result: dict[str, Any] = {"parts": {}, "rates": {}, "runs": []}
         if self._written.exists():
             self.result |= json.loads(self._written.read_text())
 
     def run(self, part: Part) -> None:
         """Run it in what time is left, and save the result."""
-        log = self._out / f"{part.name}.log"
-        started = time.monotonic()
-        left = min(self._ends - started, part.seconds)
-        if part.gpus > 1 and _num_gpus() < part.gpus:
+        with tempfile.TemporaryDirectory() as folder:
+            logs = Path(folder)
+            if self._packed.exists():
+                with tarfile.open(self._packed) as packed:
+                    packed.extractall(logs, filter="data")
+            self._run(part, logs)
+            _replace(self._packed, lambda path: _pack(logs, path))
+        _replace(self._written, lambda path: path.write_text(json.dumps(self.result)))
+
+    def _run(self, part: Part, logs: Path) -> None:
+        log, started = logs / f"{part.name}.log", time.monotonic()
+        left = self._ends - started
+        if _num_gpus(part) < part.gpus:
             log.write_text(f"needs {part.gpus} GPUs")
-            code = 0
-        elif left < _GRACE_S:
+            code = _NOT_HERE
+        elif left < part.seconds / 3:
+            if part.name in self.result["parts"]:
+                return  # what an earlier call has seen of it says more
             log.write_text("no time was left")
-            code = 124
+            code = _NOT_BEGUN
         else:
-            code = _run(part, self._nvme, log, left)
-        _gpu_report.add(self.result, self._out, part.name, code, int(time.monotonic() - started))
-        unfinished = self._written.with_suffix(".new")
-        unfinished.write_text(json.dumps(self.result))
-        unfinished.replace(self._written)
-        with tarfile.open(self._out / "logs.tgz", "w:gz") as logs:
-            for path in sorted(self._out.glob("*.log")):
-                logs.add(path, path.name)
+            code = _run(part, self._nvme, logs, min(left, part.seconds))
+        _gpu_report.add(self.result, logs, part.name, code, int(time.monotonic() - started))
 
 
-def _run(part: Part, nvme: Path, log: Path, seconds: float) -> int:
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Have the file written as a whole: a reader finds the old one or the new one."""
+    unfinished = path.with_suffix(".new")
+    write(unfinished)
+    unfinished.replace(path)
+
+
+def _pack(folder: Path, target: Path) -> None:
+    with tarfile.open(target, "w:gz") as packed:
+        for path in sorted(folder.iterdir()):
+            packed.add(path, path.name)
+
+
+def _run(part: Part, nvme: Path, logs: Path, seconds: float) -> int:
     """Its exit status; 124 if it was interrupted, 127 if there is no such program."""
     environment = {
         **os.environ,
-        "PYTHONPATH": str(_ROOT),
+        "PYTHONPATH": os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "PYTHONUNBUFFERED": "1",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         **part.environment,
     }
-    with log.open("w") as output:
+    with (logs / f"{part.name}.log").open("w") as output:
         try:
             process = subprocess.Popen(
-                part.argv(nvme), cwd=_ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
+                part.argv(nvme, logs), cwd=_ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
             )
         except FileNotFoundError as error:
             output.write(str(error))
@@ -208,7 +233,10 @@ def _run(part: Part, nvme: Path, log: Path, seconds: float) -> int:
         return 124
 
 
-def _num_gpus() -> int:
+def _num_gpus(part: Part) -> int:
+    """GPUs that are here, where a part needs several: torch is asked for no others."""
+    if part.gpus == 1:
+        return 1
     import torch
 
     return torch.cuda.device_count()

@@ -1,10 +1,11 @@
-"""What decides the schedule on a machine with a GPU, in about a minute; one JSON object with ``--json``.
+"""What decides the schedule on a machine with a GPU, in about a minute; with ``--json`` also a JSON object of all that
+is known, as soon as more is.
 
     python scripts/gpu_probe.py [--gib 8] [--json]
 
 The CPU's Adam by threads; drawing random numbers; faulting in and registering memory; the link in each way, both ways,
 in pieces of a unit, of a tile and of a small tile, alone and beside matrix products; what each call costs the thread
-that makes it; how far a thread may run ahead of the device before a launch blocks.
+that makes it; how far a thread may run ahead of the device before a launch blocks; whether segments are expandable.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -39,16 +40,22 @@ def main() -> int:
     parser.add_argument("--gib", type=int, default=8, help="host memory to register")
     parser.add_argument("--json", action="store_true", help="print one JSON object behind the lines")
     options = parser.parse_args()
-    found: dict[str, Any] = {"adam_gb_per_s": adam_by_threads(os.cpu_count() or 1), "normal_ns": normal_ns()}
+    found: dict[str, Any] = {}
+    for name, value in probe(options.gib << 30):
+        found[name] = value
+        print(f"{name:<24}{value}", flush=True)
+        if options.json:
+            print(json.dumps(found), flush=True)
+    return int(not torch.cuda.is_available())
+
+
+def probe(nbytes: int) -> Iterator[tuple[str, Any]]:
+    yield "adam_gb_per_s", adam_by_threads(os.cpu_count() or 1)
+    yield "normal_ns", normal_ns()
     if torch.cuda.is_available():
         from offload.device.cuda import CudaDevice
 
-        found |= of_device(CudaDevice(torch.device("cuda")), options.gib << 30)
-    for name, value in found.items():
-        print(f"{name:<24}{value}")
-    if options.json:
-        print(json.dumps(found))
-    return int(not torch.cuda.is_available())
+        yield from of_device(CudaDevice(torch.device("cuda")), nbytes)
 
 
 def adam_by_threads(cores: int) -> dict[str, float]:
@@ -73,22 +80,21 @@ def normal_ns() -> float:
     return round(min(seconds(tensor.normal_) for _ in range(2)) / tensor.numel() * 1e9, 2)
 
 
-def of_device(device: Device, nbytes: int) -> dict[str, Any]:
+def of_device(device: Device, nbytes: int) -> Iterator[tuple[str, Any]]:
+    yield "gpu", device.identity
     memory = Memory(nbytes)
     faulting = seconds(lambda: fault_in(memory.address, nbytes, torch.get_num_threads()))
+    yield "fault_in_s_per_gib", round(faulting * 2**30 / nbytes, 3)
     registering = seconds(lambda: device.pin(memory.address, nbytes))
+    yield "register_s_per_gib", round(registering * 2**30 / nbytes, 3)
     try:
         host = tensor_at(memory.address, nbytes, torch.uint8)
         there = torch.empty(2 << 30, dtype=torch.uint8, device=device.torch_device)
-        return {
-            "gpu": device.identity,
-            "fault_in_s_per_gib": round(faulting * 2**30 / nbytes, 3),
-            "register_s_per_gib": round(registering * 2**30 / nbytes, 3),
-            "link_gb_per_s": link(device, host, there),
-            "link_beside_products": beside_products(device, host, there),
-            "call_us": calls(device, host, there),
-            "launches_ahead": launches_ahead(),
-        }
+        yield "expandable_segments", all(one.get("is_expandable") for one in torch.cuda.memory_snapshot())
+        yield "link_gb_per_s", link(device, host, there)
+        yield "link_beside_products", beside_products(device, host, there)
+        yield "call_us", calls(device, host, there)
+        yield "launches_ahead", launches_ahead()
     finally:
         device.unpin(memory.address)
 

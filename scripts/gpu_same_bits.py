@@ -15,15 +15,22 @@ from typing import Any
 
 import torch
 from _step_model import Shape
+from torch import nn
 
 from offload import BudgetError, OffloadEngine
+
+
+def _model(shape: Shape) -> nn.Module:
+    """The engine draws its first values, the same at every budget, and as fast as the machine can."""
+    with torch.device("meta"):
+        return shape.model()
 
 
 def train(shape: Shape, steps: int, **options: Any) -> list[str]:
     """The loss of each step as a hexadecimal number, and last a digest of all weights."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
-    with OffloadEngine(shape.model(), precision="bf16", lr=1e-4, gradient_clipping=1.0, **options) as engine:
+    with OffloadEngine(_model(shape), precision="bf16", lr=1e-4, gradient_clipping=1.0, **options) as engine:
         seen = []
         for _ in range(steps):
             tokens, targets = shape.tokens(generator)
@@ -41,7 +48,7 @@ def train(shape: Shape, steps: int, **options: Any) -> list[str]:
 def least(shape: Shape, name: str, **options: Any) -> int:
     """The least memory of this name that the engine says to need."""
     try:
-        OffloadEngine(shape.model(), precision="bf16", lr=1e-4, **{**options, name: 1}).close(discard=True)
+        OffloadEngine(_model(shape), precision="bf16", lr=1e-4, **{**options, name: 1}).close(discard=True)
     except BudgetError as error:
         return error.needed_bytes
     raise AssertionError(f"an engine was made with one byte of {name}")

@@ -79,6 +79,7 @@ class Ticket:
                 raise  # another one's: a signal handler of the user's may raise it anywhere
             raise self._late(timeout_s) from None
         self._raise()
+        self._let_go()
 
     def _wait_for_transfer(self, timeout_s: float) -> None:
         try:
@@ -103,6 +104,7 @@ class Ticket:
         except (TimeoutError, asyncio.TimeoutError):
             raise self._late(IO_TIMEOUT_S) from None
         self._raise()
+        self._let_go()
 
     def _works(self) -> tuple[Once, ...]:
         """Work that must be over for the ticket to be done, now that the transfer is."""
@@ -112,6 +114,10 @@ class Ticket:
         for work in self._works():
             if work.error is not None:
                 raise work.error
+
+    def _let_go(self) -> None:
+        """All is over and good: who keeps the ticket, as a store does until the next commit, keeps nothing else."""
+        self._work = _NOTHING_LEFT
 
     def _late(self, timeout_s: float) -> StorageTimeout:
         return StorageTimeout(f"{self._name}: no answer for {timeout_s:g} s.")
@@ -146,6 +152,19 @@ class _WriteTicket(Ticket):
 
     def _works(self) -> tuple[Once, ...]:
         return (self._work,) if self._transfer.error is None else (self._work, self._again)
+
+    def _let_go(self) -> None:
+        self._work = self._again = _NOTHING_LEFT
+
+
+def _over() -> Once:
+    work = Once(lambda _: None)
+    work.run()
+    return work
+
+
+_NOTHING_LEFT = _over()
+"""The work of a ticket that is over and good."""
 
 
 class _SecondTry:

@@ -115,7 +115,7 @@ class Story:
             unit = UnitSpec(index, name, modules, tuple(specs), offset, offset, 0)
             self.units.append(UnitInModel(unit, window, parameters))
         self.handles = handles
-        self.hooks = Hooks(self.units, handles, handles, self, lambda function, reason: function)
+        self.hooks = Hooks(self.units, handles, self, lambda function, reason: function)
 
     # What the hooks tell.
 

@@ -22,6 +22,7 @@ from offload.assembly.updates import Updates, make_updates
 from offload.birth.birth import Birth
 from offload.birth.loading import Loader
 from offload.checkpoint.checkpoints import Checkpoints
+from offload.checkpoint.native.commit import JointPublication, Publication
 from offload.checkpoint.optimizer_states import OptimizerStates
 from offload.checkpoint.run_state import RunState, Training
 from offload.checkpoint.safetensors.model_weights import GatheredModelWeights, ModelWeights
@@ -96,7 +97,7 @@ class _Assembler:
         self.closers = Closers()
         self.closers.callback(self.watch.close)
         self.closers.callback(run.parts.release)
-        self.ranks = Ranks(run.world, run.units, run.shards)
+        self.ranks = Ranks.of(run.world, run.units, run.shards)
 
     def assemble(self) -> Assembly:
         try:
@@ -230,7 +231,7 @@ class _Assembler:
         buffers = [slot.address for slot in tiers.slots], [lease.address for lease in tiers.tile_buffers]
         loader = Loader(tiers.homes, access.layout, value, *buffers)
         shown = zip(self.birth.shown(run.units), run.shards, strict=True)
-        loader.load(shown, handles.at_sites, handles.of_model)
+        loader.load(shown, handles.of_model)
         self.birth.fill_rest(run.units)
         for name, buffer in model.named_buffers():
             first = ranks.broadcast(name, buffer)
@@ -367,7 +368,7 @@ class _Assembler:
             for unit, window, parameters in zip(self.run.units, tiers.windows, tiers.parameters, strict=True)
         ]
         one_thread = isinstance(self.run.processor, Cpu)
-        hooks = Hooks(in_model, handles.at_sites, handles.of_model, passes, outside_of_graphs, one_thread=one_thread)
+        hooks = Hooks(in_model, handles.of_model, passes, outside_of_graphs, one_thread=one_thread)
         sharers = len(self.ranks.world.local_ranks) if one_thread else 1
         self.activations.tie(hooks, self.model, self.run.processor, sharers)
         owners = {site[0]: unit for unit in in_model for site in unit.sites}
@@ -396,6 +397,7 @@ class _Assembler:
             access.own_gradients,
             access,
             tiers.last_gradients,
+            Publication() if self.ranks.size == 1 else JointPublication(self.ranks),
             speculative=self.run.plan.speculative,
         )
         generations = checkpoints.generations

@@ -129,7 +129,7 @@ def _of_rank(config: OffloadConfig, world: World, processor: Processor) -> tuple
     worlds = world.local_size / len(world.local_ranks)  # others train other parts of the model
     config = own.config
     if config.durable:  # a store that stays has a name
-        paths = [path / f"rank-{world.rank}-of-{world.size}" for path in config.paths]
+        paths = [path / world.part_name for path in config.paths]
         for path in paths:
             path.mkdir(exist_ok=True)
         config = replace(config, nvme_path=paths)

@@ -11,6 +11,8 @@ from torch import nn
 from offload.assembly.compute import Base, Computing, OnDevice, OnHost
 from offload.assembly.run_plan import RunPlan
 from offload.closing import Closers
+from offload.memory import interleave
+from offload.ranks.host_cores import host_nodes
 from offload.ranks.ranks import Ranks
 from offload.report.meter import Meter
 from offload.report.report import Bandwidths
@@ -122,6 +124,9 @@ def _reserve(
     opened = open_engine_store(config, plan, run.sharers, ranks)
     arena = Arena(plan.arena_bytes + sum(variant.landing_bytes) + plan.ranks.arena_bytes)
     closers.callback(partial(ranks.close_memory, arena))
+    nodes = host_nodes()
+    if len(nodes) > 1:  # else the kernel does it by itself
+        interleave(arena.address, arena.nbytes, nodes)
     variant.pin(arena)
     if opened is not None:
         closers.callback(opened.close)

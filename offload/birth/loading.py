@@ -40,21 +40,17 @@ class Loader:
         self,
         units: Iterable[tuple[UnitSpec, UnitSpec]],
         handles: dict[ParameterSpec, nn.Parameter],
-        parameters: dict[ParameterSpec, nn.Parameter],
     ) -> None:
         """Put every parameter's value in its home and its handle into the model. With each of the ``units`` comes what
         this rank has of it: itself, where there is one.
 
-        ``handles`` are for the sites of parameters and pieces, ``parameters`` for where the model has them. Values are
-        there for one unit at a time: a model whose values come from elsewhere never exists as a whole.
+        Values are there for one unit at a time: a model whose values come from elsewhere never exists as a whole.
         """
         for unit, shard in units:
             self._store_unit(shard)
             for spec in unit.parameters:
-                for site in spec.sites:
-                    site.module._parameters[site.name] = handles[spec]
                 for site in () if spec.another_piece_follows else spec.owners:
-                    site.module._parameters[site.name] = parameters[spec]
+                    site.module._parameters[site.name] = handles[spec]
         self._records.drain()
 
     def _store_unit(self, unit: UnitSpec) -> None:

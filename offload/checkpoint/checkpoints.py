@@ -23,7 +23,7 @@ from offload.access import ExternalAccess
 from offload.checkpoint.dcp.load import DistributedLoading
 from offload.checkpoint.dcp.save import save as save_distributed
 from offload.checkpoint.every_rank import on_every_rank
-from offload.checkpoint.native.commit import Committer
+from offload.checkpoint.native.commit import Committer, Publication
 from offload.checkpoint.native.description import Description
 from offload.checkpoint.native.folder import CheckpointDirectory, SavingDirectory
 from offload.checkpoint.native.generations import Generations, NoGenerations
@@ -70,6 +70,7 @@ class Checkpoints:
         sink: GradientSink,
         access: ExternalAccess,
         last_gradients: LastGradients,
+        publication: Publication,
         *,
         speculative: bool,
     ) -> None:
@@ -99,8 +100,8 @@ class Checkpoints:
         self.generations = NoGenerations()
         if opened is not None and records:
             log = UpdateLog(units, access.homes, records, last_gradients, access.layout.formats.grads)
-            committer = Committer(opened, self._records, records, log, speculative=speculative)
-            self.generations = Generations(committer, config)
+            committer = Committer(opened, self._records, records, log, publication, speculative=speculative)
+            self.generations = Generations(committer, config, access.ranks)
         _open.add(self)
         if config.durable:
             self._signals.watch()
@@ -244,19 +245,16 @@ class Checkpoints:
         """The identity of the run, if others have gone on with it: see [Note: A run that went on]. The first rank
         looks: its identity is the run's."""
         store = opened.paths[0] / f"{opened.previous or opened.name}.store"
-        found = self._ranks.rank == 0 and went_on(self._base_of(opened), self._ranks.size, own.run, store)
+        base = self._ranks.world.folder_of_all(opened.paths[0])
+        found = self._ranks.rank == 0 and went_on(base, self._ranks.size, own.run, store)
         identity: str | None = own.run["identity"] if found else None
         of_ranks: list[str | None] = self._ranks.all_gather_object("whether the run went on", identity)
         return of_ranks[0]
 
-    def _base_of(self, opened: EngineStore) -> Path:
-        """Return the folder that holds runs of any number of ranks."""
-        return opened.paths[0] if self._ranks.size == 1 else opened.paths[0].parent
-
     def _run_of_others(self, opened: EngineStore, own: Description | None, identity: str | None) -> Parts | None:
         """The run under ``nvme_path`` of another number of ranks, with this ``identity`` if one is given, if there is
         one. It stays there. ``own`` is what these ranks have committed."""
-        base, size = self._base_of(opened), self._ranks.size
+        base, size = self._ranks.world.folder_of_all(opened.paths[0]), self._ranks.size
         if self._ranks.rank == 0:
             bring_together(base, size)
         self._ranks.barrier("the run of other ranks")

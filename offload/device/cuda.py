@@ -29,6 +29,7 @@ from offload.device.programs import GpuPrograms, programs_of
 from offload.device.protocol import Event, Shortages, Stream, Tensors
 from offload.dtypes import kernel_dtype
 from offload.errors import ConfigError, DeviceMemoryError, warn
+from offload.option_values import missing_on
 from offload.waiting import Deadline
 from swapper import readable_bytes
 
@@ -120,7 +121,8 @@ class CudaDevice:
         """Of several processes on a machine each takes its own where the device has no number, and makes it torch's
         current one, unless its program has done that: a script that says "cuda" says it on all of them."""
         if device.type != "cuda":
-            raise ConfigError(f'device="{device}": the engine computes on "cpu" and "cuda" alone')
+            lacking = missing_on(device.type)
+            raise ConfigError(f'device="{device}": the engine computes on "cpu" and "cuda" alone{lacking}')
         if not torch.cuda.is_available():
             raise ConfigError(f'device="{device}": torch.cuda.is_available() says no. Use device="cpu".')
         prefer_expandable_segments()

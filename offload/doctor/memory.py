@@ -82,8 +82,8 @@ def numa() -> Iterator[Finding]:
     cores = ", ".join(f"{node.name} with cores {text_of(node / 'cpulist')}" for node in nodes)
     says = f"{len(nodes)} nodes: {cores}; the storage below says which one its drive is at"
     spans = len(host_cores(_SYS.parent).nodes) > 1
-    says += "; updates on the cores of several read the memory of each" * spans
-    repair = "a rank for each node (torchrun --nproc-per-node), which is bound to it; else numactl --interleave=all"
+    says += "; the engine's memory comes from each by turns, and updates read that of all" * spans
+    repair = "a rank for each node (torchrun --nproc-per-node), which is bound to it and has its memory there"
     yield good_if(not spans, "NUMA", says, repair)
 
 

@@ -88,11 +88,11 @@ class ParameterBacking:
             self._aliases.follow(self._unit.index, self, alias)
         return fits
 
-    def point_to(self, memory: Alias, value: torch.Tensor) -> None:
-        """``parameter.data`` was made a tensor of this value, over this memory."""
+    def point_to(self, memory: Alias | None, value: torch.Tensor) -> None:
+        """``parameter.data`` was made a tensor of this value, over this memory; None: over none of the user's own."""
         self._aliases.forget(self._unit.index, self)
         self.write(value)
-        if memory.fits(self._access.layout.dtype, self._access.device):
+        if memory is not None and memory.fits(self._access.layout.dtype, self._access.device):
             self._aliases.assigned(self._unit.index, self, memory)
 
     def read_master(self) -> torch.Tensor:
@@ -267,10 +267,10 @@ class PiecewiseBacking:
         for piece, part in zip(self._pieces, () if parts is None else parts, strict=parts is not None):
             piece.write_gradient(part)
 
-    def point_to(self, memory: Alias, value: torch.Tensor) -> None:
+    def point_to(self, memory: Alias | None, value: torch.Tensor) -> None:
         """As ``ParameterBacking.point_to``."""
         for piece, part in zip(self._pieces, self.whole.split(value), strict=True):
-            piece.point_to(Alias(part), part)
+            piece.point_to(None if memory is None else Alias(part), part)
 
     def complete_gradient(self) -> bool:
         """A gradient of some pieces is one of the whole: it is zeros for the others, such as experts that no token was
@@ -284,7 +284,7 @@ class PiecewiseBacking:
 
     def piece(self, piece: Piece) -> ParameterBacking:
         """The backing of this piece."""
-        return self._pieces[self.whole.pieces.index(piece)]
+        return self._pieces[piece.index]
 
     @property
     def gradient_so_far(self) -> None:

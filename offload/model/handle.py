@@ -7,7 +7,6 @@ ordinary parameters instead, so nothing there pays for it.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -18,9 +17,19 @@ from torch.autograd.graph import increment_version
 
 from offload.errors import ConfigError
 from offload.model.aliases import Alias
+from offload.model.another_process import for_another_process
 from offload.model.grad_call import CALLS
-from offload.model.handle_backing import Backing, BackingOfParameter, Memory, View
+from offload.model.handle_backing import (
+    Backing,
+    BackingOfParameter,
+    Memory,
+    View,
+    add_onlooker,
+    check_gradient,
+    leave_onlookers,
+)
 from offload.model.leaves import Leaves
+from offload.model.strides import say_strides
 from offload.torch_internals import (
     autograd_gradient,
     itself,
@@ -144,7 +153,7 @@ class Handle(torch.Tensor):
             autograd_gradient.__set__(self, value)
             return
         if value is not None:
-            _check_gradient(self, value)
+            check_gradient(self, value)
         self._backing.gradient = value
 
     @property
@@ -168,18 +177,35 @@ class Handle(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        """The value is taken over; another dtype or shape would be another parameter, and is refused."""
+        """The value is taken over; another dtype or shape is refused. Who looks at the memory of before keeps it."""
         self._check_shape(value)
+        if self._is_alias:
+            self.look_at(value._backing if isinstance(value, Handle) else Memory(value.detach()))
+            return
+        if isinstance(value, Handle) and value._backing is self._backing:
+            return
         in_use = value._backing.in_use if isinstance(value, Handle) else ()
         if isinstance(value, Handle) and in_use and in_use is not self._backing.in_use:
             raise ConfigError(
                 f"{self._backing.name}.data = {value._backing.name}.data would make two parameters of one memory. To "
                 "copy the value: parameter.data.copy_(other). To tie weights: do it before the engine is made."
             )
-        if self._is_managed and type(value) in (torch.Tensor, nn.Parameter):
-            self._backing.point_to(Alias(value.data), value.detach())
-        elif value is not self:
+        if not self._is_managed:
             self._backing.write(value_of(value.detach()))
+            return
+        if not value.is_contiguous():
+            say_strides({self._backing.name: value.stride()})
+        leave_onlookers(self._backing)
+        memory = Alias(value.data) if type(value) in (torch.Tensor, nn.Parameter) else None
+        self._backing.point_to(memory, value_of(value.detach()))
+        if isinstance(value, Handle) and value._is_alias:  # it and the parameter are one from now on
+            value.look_at(self._backing)
+            add_onlooker(value, self._backing)
+
+    def look_at(self, backing: Backing) -> None:
+        """Look at this from now on, and no longer at what a parameter has."""
+        self._backing = backing
+        self.__class__ = Handle
 
     def _check_shape(self, value: torch.Tensor) -> None:
         """Raise ``ConfigError`` if this would be another parameter."""
@@ -306,7 +332,7 @@ class Handle(torch.Tensor):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        ForkingPickler.register(cls, _for_another_process)
+        ForkingPickler.register(cls, for_another_process)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._as_ordinary(self.value_on_host()).__reduce_ex__(protocol)
@@ -331,35 +357,13 @@ class Handle(torch.Tensor):
         return {name: value for name, value in vars(self).items() if name not in _OF_HANDLES}
 
 
-def _for_another_process(handle: Handle) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
-    """Torch would share the value's memory with the other process: a copy that is gone by the time it is looked at."""
-    content = io.BytesIO()
-    torch.save(handle, content)
-    return _from_another_process, (content.getvalue(),)
-
-
-def _from_another_process(content: bytes) -> Any:
-    return torch.load(io.BytesIO(content), weights_only=True)
-
-
-ForkingPickler.register(Handle, _for_another_process)
+ForkingPickler.register(Handle, for_another_process)
 
 _OF_HANDLES = {"_backing", "_meta", "_tells_autograd", "_is_param", "_is_managed", "_is_alias", "_leaves"}
 """The attributes of handles' own."""
 
 _SEEKS_NODE = (torch.Tensor.view_as, torch.Tensor.expand_as)
 """With the tensor itself as the other one, they serve to find its node in the graph."""
-
-
-def _check_gradient(parameter: torch.Tensor, value: Any) -> None:
-    """Refuse what torch refuses as ``parameter.grad``."""
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"assigned grad expected to be a Tensor or None but got grad of type {type(value).__name__}")
-    if value.shape != parameter.shape or value.dtype != parameter.dtype:
-        raise RuntimeError(
-            f"assigned grad is {value.dtype} {tuple(value.shape)}, and the parameter {parameter.dtype} "
-            f"{tuple(parameter.shape)}"
-        )
 
 
 def _in_graphs(item: Any) -> list[Any]:
@@ -429,19 +433,17 @@ def _look_elsewhere(handle: Handle, func: Any, rest: Sequence[Any], kwargs: Any)
         backing, meta = Memory(own), torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device="meta")
     with no_dispatch():
         func(handle, *rest, **kwargs)
-    handle._backing, handle._meta = backing, meta
-    handle.__class__ = Handle
+    handle._meta = meta
+    handle.look_at(backing)
     return handle
 
 
 def _like(base: Handle, view: Handle) -> Handle:
     view._tells_autograd = base._tells_autograd
     view._is_alias = True
+    add_onlooker(view, view._backing)
     return view
 
 
 def _flatten(items: Any) -> list[Any]:
-    flat: list[Any] = []
-    for item in items:
-        flat.extend(_flatten(item) if isinstance(item, (list, tuple)) else [item])
-    return flat
+    return [each for item in items for each in (_flatten(item) if isinstance(item, (list, tuple)) else [item])]

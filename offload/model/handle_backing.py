@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import nn
@@ -38,7 +39,7 @@ class BackingOfParameter(Backing, Protocol):
     @property
     def gradient_so_far(self) -> torch.Tensor | None: ...
 
-    def point_to(self, memory: Alias, value: torch.Tensor) -> None: ...
+    def point_to(self, memory: Alias | None, value: torch.Tensor) -> None: ...
 
 
 class View:
@@ -47,7 +48,7 @@ class View:
     def __init__(self, base: Backing, function: Callable[[torch.Tensor], Any], position: int | None) -> None:
         self.name = base.name
         self.in_use = base.in_use
-        self._base = base
+        self.base = base
         self._function = function
         self._position = position
 
@@ -56,12 +57,12 @@ class View:
         return view if self._position is None else view[self._position]  # type: ignore[no-any-return]
 
     def read(self) -> torch.Tensor:
-        return self._of(self._base.read())
+        return self._of(self.base.read())
 
     def write(self, value: torch.Tensor) -> None:
-        whole = self._base.read()
+        whole = self.base.read()
         self._of(whole).copy_(value)
-        self._base.write(whole)
+        self.base.write(whole)
 
 
 class Memory:
@@ -78,3 +79,39 @@ class Memory:
 
     def write(self, value: torch.Tensor) -> None:
         self._value.copy_(value)
+
+
+class Onlooker(Protocol):
+    """A handle on another one's value."""
+
+    def value(self) -> torch.Tensor: ...
+
+    def look_at(self, backing: Backing) -> None: ...
+
+
+_onlookers: WeakKeyDictionary[Backing, WeakValueDictionary[int, Onlooker]] = WeakKeyDictionary()
+"""Handles that look at what a parameter has (``parameter.data``, ``parameter.detach()``, views), by their ``id``."""
+
+
+def add_onlooker(handle: Onlooker, backing: Backing) -> None:
+    """The handle looks at what ``backing`` is of, or at a view of it."""
+    while isinstance(backing, View):
+        backing = backing.base
+    _onlookers.setdefault(backing, WeakValueDictionary())[id(handle)] = handle
+
+
+def leave_onlookers(backing: Backing) -> None:
+    """A parameter will be over other memory: those who look at what it has keep that."""
+    for handle in list(_onlookers.pop(backing, {}).values()):
+        handle.look_at(Memory(handle.value()))
+
+
+def check_gradient(parameter: torch.Tensor, value: Any) -> None:
+    """Refuse what torch refuses as ``parameter.grad``."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"assigned grad expected to be a Tensor or None but got grad of type {type(value).__name__}")
+    if value.shape != parameter.shape or value.dtype != parameter.dtype:
+        raise RuntimeError(
+            f"assigned grad is {value.dtype} {tuple(value.shape)}, and the parameter {parameter.dtype} "
+            f"{tuple(parameter.shape)}"
+        )

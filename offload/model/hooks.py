@@ -60,14 +60,13 @@ class Hooks:
     def __init__(
         self,
         units: Sequence[UnitInModel],
-        handles: dict[ParameterSpec, nn.Parameter],
         parameters: dict[ParameterSpec, nn.Parameter],
         listener: Listener,
         outside_of_graphs: Callable[[Callable[..., Any], str], Callable[..., Any]],
         *,
         one_thread: bool = True,
     ) -> None:
-        """``handles`` stand at the sites of a parameter or a piece, ``parameters`` where the model has it.
+        """``parameters`` are the handles that stand where the model has a parameter.
 
         ``outside_of_graphs`` keeps a function out of what ``torch.compile`` makes of a module, and has a reason to say
         where that is not possible. ``one_thread``: autograd runs backward in the thread that asks for it, as it does on
@@ -77,7 +76,6 @@ class Hooks:
         self._begin_forward = outside_of_graphs(self._enter_unseen, _IN_PARTS)
         self._end_forward = outside_of_graphs(self._finish_forward, _IN_PARTS)
         self._listener = listener
-        self._handles = handles
         self._parameters = parameters
         self._serial = 0
         self._one_thread = one_thread
@@ -201,16 +199,18 @@ class Hooks:
     def _install(self, unit: UnitInModel, saved_tensors: SavedTensors) -> None:
         unit.saved_tensors = saved_tensors
         unit.around = HookOfModel(self._pre_forward, unit), HookOfModel(self._post_forward, unit)
-        self.installed.at_modules(unit.spec.modules, *unit.around)
+        self.installed.at_unit(unit.spec, *unit.around)
         for index, (parameter, spec) in enumerate(zip(unit.parameters, unit.spec.parameters, strict=True)):
-            handle = self._handles[spec]
-            unit.sites += [(module, name, handle, parameter) for module, name in spec.sites]
+            unit.sites += [(module, name, self._parameters[spec], parameter) for module, name in spec.sites]
+            leaves = parameter, self._parameters[spec]
+            if spec.piece is not None:
+                spec.piece.weight, spec.piece.around, leaves = parameter, unit.around, leaves[1:]
             if not spec.trainable:
                 continue
             hook = HookOfModel(_take_gradient, weakref.ref(self), weakref.ref(unit), index)
             if spec.piece is not None:
                 spec.piece.on_gradient = hook
-            self.installed.at_gradients((parameter, self._parameters[spec]), hook)
+            self.installed.at_gradients(leaves, hook)
 
     # Of the two hooks the compiler takes what only counts into a graph, and leaves the rest outside.
 
@@ -327,7 +327,7 @@ class Hooks:
                 unit.strays.refuse_move(spec.name)
 
     def _release(self, unit: UnitInModel) -> None:
-        unit.strays.end_use(is_recomputed=graph_task() != -1 and not unit.is_over)
+        unit.strays.end_use(is_recomputed=not unit.is_over and graph_task() != -1)
         if unit.strays.are_left:
             self._with_strays.units[unit] = None
         try:
@@ -357,7 +357,7 @@ class Hooks:
 
     def needed(self, call: Call) -> bool:
         """See ``UsesOfUnits``."""
-        if not call.unit.in_backward or call.context is not self.context:
+        if not call.runs_in(self.context) and (not call.unit.in_backward or call.context is not self.context):
             if graph_task() == -1:
                 return False
             self._reach(call)

@@ -12,6 +12,7 @@ from torch import nn
 
 from offload.errors import ConfigError
 from offload.torch_internals import same_number
+from offload.units import UnitSpec
 
 
 class NotScriptable(ConfigError, AttributeError, explained=False):
@@ -50,9 +51,9 @@ class InstalledHooks:
         """Of each module so far: hooks of one module need numbers of their own."""
         self._removers: list[Any] = []
 
-    def at_modules(self, modules: Iterable[nn.Module], before: HookOfModel, after: HookOfModel) -> None:
-        """Put one unit's hooks around the forward of its modules."""
-        for module in modules:
+    def at_unit(self, unit: UnitSpec, before: HookOfModel, after: HookOfModel) -> None:
+        """Put a unit's hooks around the forward of its modules."""
+        for module in unit.modules:
             # Before all others: one that raises must not leave our hook after the forward without ours before it.
             first = partial(module.register_forward_pre_hook, before, prepend=True)
             last = partial(module.register_forward_hook, after, always_call=True)

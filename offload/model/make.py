@@ -34,10 +34,9 @@ _WITH_STATISTICS = (
 
 @dataclass(frozen=True)
 class Handles:
-    """``at_sites`` stand where a parameter or a piece is used, ``of_model`` where the model has the parameter.
-    ``backings`` are those of the former."""
+    """``of_model`` stand where the model has a parameter, one for all pieces of it; ``backings`` are those of each
+    parameter or piece."""
 
-    at_sites: dict[ParameterSpec, nn.Parameter]
     of_model: dict[ParameterSpec, nn.Parameter]
     backings: dict[ParameterSpec, ParameterBacking]
     aliases: Aliases
@@ -46,7 +45,6 @@ class Handles:
         """The same by what this rank has of each parameter."""
         own = ranks.shard_of
         return Handles(
-            {own[spec]: handle for spec, handle in self.at_sites.items()},
             {own[spec]: handle for spec, handle in self.of_model.items()},
             {own[spec]: backing for spec, backing in self.backings.items()},
             self.aliases,
@@ -66,8 +64,8 @@ def make_handles(
     in_use: Sequence[Sequence[nn.Parameter]],
     access: ExternalAccess,
 ) -> Handles:
-    """A handle for each parameter, and for each piece of a large one. ``in_use`` are the parameters in the window of
-    each unit, ``shards`` what this rank has of it: the units themselves, where there is one.
+    """A handle for each parameter. ``in_use`` are the parameters in the window of each unit, ``shards`` what this rank
+    has of it: the units themselves, where there is one.
 
     The objects that stood in the model are the handles from now on, as far as torch allows it (``identity.py``).
     """
@@ -79,11 +77,7 @@ def make_handles(
         for unit, shard, parameters in zip(units, shards, in_use, strict=True)
         for spec, own, parameter in zip(unit.parameters, shard.parameters, parameters, strict=True)
     }
-    at_sites = {}
-    for spec, own in backings.items():
-        handle = make_handle(own, spec.model_shape, dtype, device, spec.trainable, _kind(spec))
-        at_sites[spec] = handle if spec.piece is not None else take_over(spec.parameter, handle, spec.owners)
-    of_model = dict(at_sites)
+    of_model: dict[ParameterSpec, nn.Parameter] = {}
     pieces: dict[WeightInPieces, list[ParameterSpec]] = {}
     for spec in backings:
         if spec.piece is not None:
@@ -94,7 +88,11 @@ def make_handles(
         kind = ExpertsHandle if whole in of_experts else PiecewiseHandle
         handle = make_handle(backing, whole.shape, dtype, device, specs[0].trainable, kind)
         of_model.update(dict.fromkeys(specs, take_over(specs[0].parameter, handle, specs[0].owners)))
-    return Handles(at_sites, of_model, backings, aliases)
+    for spec, own in backings.items():
+        if spec.piece is None:
+            handle = make_handle(own, spec.model_shape, dtype, device, spec.trainable, _kind(spec))
+            of_model[spec] = take_over(spec.parameter, handle, spec.owners)
+    return Handles({spec: of_model[spec] for spec in backings}, backings, aliases)
 
 
 def _kind(spec: ParameterSpec) -> type[Handle]:

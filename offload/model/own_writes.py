@@ -4,7 +4,8 @@ projection, a codebook.
 Code outside of a use writes to handles, which pass it on. Within one there are ordinary parameters. Their versions and
 addresses are looked at when the use ends: a change through autograd's eyes moves the one, ``parameter.data = tensor``
 the other. A change through ``.data``, an array or a view of these shows in the bytes alone. Where the memory is a copy
-in RAM, the change would go with that: hashes of its bytes are compared at each use.
+in RAM, the change would go with that: hashes of its bytes are compared at each use. So are they where a backward runs
+the forward again, which must find what the first run has found.
 
 Elsewhere they are compared in the first use with gradients and in the first one without, and from then on where they
 have changed. A hash of a device's memory would have the host wait for the device. And where the memory is that of the
@@ -38,6 +39,8 @@ class OwnWrites:
         """At the bytes of what is no copy in RAM: in uses with gradients, and in those without."""
         self._mode = True
         """Of the use that is under way: with gradients."""
+        self.always_looks = False
+        """At bytes in RAM, also where they are those of the weights."""
         self._versions: list[int] = []
         self._hashes: list[int] = []
 
@@ -46,7 +49,7 @@ class OwnWrites:
         self._versions = list(map(_version, self._parameters))
         self._hashes = []
         self._mode = torch.is_grad_enabled()
-        if self._looks[self._mode] or (is_copy and all(map(_is_here, self._views))):
+        if self._looks[self._mode] or ((is_copy or self.always_looks) and all(map(_is_here, self._views))):
             self._hashes = self.hashes()
 
     def end(self) -> Sequence[tuple[int, torch.Tensor, torch.Tensor | None]]:
@@ -79,6 +82,12 @@ class OwnWrites:
             or list(map(_address, self._parameters)) != list(map(_address, self._views))
             or bool(self._hashes and self._hashes != self.hashes())
         )
+
+    @property
+    def mark(self) -> tuple[list[int], list[int]]:
+        """Equal at two moments if nothing was written between them: versions, and the bytes as this use has found them,
+        if they were looked at."""
+        return list(map(_version, self._parameters)), self._hashes
 
     def put_back(self) -> None:
         """Parameters that an interrupt has left pointed elsewhere."""

@@ -1,5 +1,5 @@
-"""Metadata of a parameter beside its value: a class, a gradient, attributes and hooks from before the engine was
-made."""
+"""Metadata of a parameter beside its value: a class, a gradient, attributes and hooks from before the engine was made,
+and strides (see ``strides``)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from offload.errors import ConfigError
 from offload.model.handle import Handle
+from offload.model.strides import say_strides
 from offload.units import ParameterSpec, UnitSpec
 
 _Hooks = Mapping[int, Callable[[Any], Any]]
@@ -25,13 +26,16 @@ class ParameterMetadata:
         self._attributes: dict[ParameterSpec, dict[str, Any]] = {}
         self._gradients: dict[ParameterSpec, torch.Tensor] = {}
         self._hooks: dict[ParameterSpec, list[tuple[str, _Hooks, list[int]]]] = {}
+        self._odd: dict[str, tuple[int, ...]] = {}
+        """The strides of parameters that are not contiguous."""
         for unit in units:
             for spec in unit.parameters:
                 self._take(spec)
 
     def give(self, handles: Mapping[ParameterSpec, nn.Parameter], in_use: Mapping[ParameterSpec, nn.Parameter]) -> None:
         """Give all of it to the handles. The ordinary parameters in use get the class, and have the attributes of the
-        handle as their own, now and later."""
+        handle as their own, now and later. Warns of strides that are lost."""
+        say_strides(self._odd)
         for spec, kind in self._kinds.items():
             handle = handles[spec]
             if isinstance(handle, Handle) and not isinstance(handle, kind):  # a weight in pieces has several specs
@@ -58,6 +62,8 @@ class ParameterMetadata:
         parameter = spec.parameter
         if isinstance(parameter, Handle):
             return
+        if spec.packing is None and not parameter.is_contiguous():
+            self._odd[spec.name if spec.piece is None else spec.piece.whole.name] = parameter.stride()
         own = frozenset[str]() if spec.packing is None else spec.packing.own_attributes
         if type(parameter) is not nn.Parameter and spec.packing is None and spec.distribution is None:
             self._kinds[spec] = type(parameter)

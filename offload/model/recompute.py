@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from copy import copy
 from itertools import chain
 from operator import is_
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -32,12 +32,17 @@ from offload.errors import ConfigError
 from offload.model.draws import Generators
 from offload.model.forward_costs import Unmeasured
 from offload.model.unit_in_model import UnitInModel
-from offload.torch_internals import graph_task, put_together, taken_apart
+from offload.torch_internals import graph_task, put_together, taken_apart, top_hooks_step_aside
 from swapper import OffloadError
+
+Weights: TypeAlias = tuple[list[int], list[int]]
+"""A ``mark`` of a unit's weights."""
 
 _DERIVED = ("_flat_weights", "_flat_weight_refs")
 _MISSING = object()
 _CONTAINERS = (list, dict, set, deque, OrderedDict)
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""Names of what each module has."""
 _OTHERS = (nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, types.MethodType)
 """Types of arguments whose attributes are not searched."""
 _OBJECTS_MAX = 10_000
@@ -55,10 +60,12 @@ class RecomputedForward:
         self.is_on = True
         """False: the module's own forward runs once, and what it saves is kept."""
         self.costs = Unmeasured()
+        unit.own_writes.always_looks = True
         module.forward = self
 
     def remove(self) -> None:
         """Have the module's own ``forward`` stand there again."""
+        self.unit.own_writes.always_looks = False
         module = self._module()
         if module is None or vars(module).get("forward") is not self:
             return
@@ -109,32 +116,30 @@ class RecomputedForward:
         assert module is not None
         return module
 
-    def again(self, run: Callable[[], object], versions: list[int]) -> None:
+    def again(self, run: Callable[[], object], found: Weights) -> None:
         """A second run, in backward: the unit's parameters stand in the model meanwhile. Raises ``OffloadError`` if
-        they had other versions when the first one was over."""
+        the first one has ``found`` others."""
         module = self.module
         before, after = self.unit.around
         output = None
         before(module, ())
         try:
-            for index, (version, now) in enumerate(zip(versions, self.versions(), strict=True)):
-                if version != now:
-                    raise _changed_since(self.unit.spec.name, self.unit.spec.parameters[index].name)
+            for mark, now in zip(found, self.unit.own_writes.mark, strict=True):
+                for spec, one, other in zip(self.unit.watched, mark, now, strict=False):
+                    if one != other:
+                        raise _changed_since(self.unit.spec.name, spec.name)
             output = run()
         finally:  # it ends by an exception as soon as all is there
             after(module, (), output)
             self.costs.again()
 
-    def versions(self) -> list[int]:
-        """Those of the unit's parameters, which stand in the model."""
-        return [parameter._version for parameter in self.unit.parameters]
-
-    def check_weights(self) -> None:
-        """A first run is over. Raises ``ConfigError`` if it has written to the unit's weights."""
+    def weights(self) -> Weights:
+        """A first run is over: what it has found. Raises ``ConfigError`` if it has written to the unit's weights."""
         if self.unit.own_writes.is_written():
             raise _not_to_be_run_again(
                 self.unit.spec.name, "writes to its weights, which a second run would not find as they were"
             )
+        return self.unit.own_writes.mark
 
     def _is_outermost(self) -> bool:
         """See [Note: Who recomputes]."""
@@ -160,13 +165,14 @@ class _RunsOfCall:
         self._of = of
         self._state: State | None = None
         """The state that the first run began with."""
-        self._versions: list[int] = []
-        """Those of the weights after it."""
+        self._weights: Weights = ([], [])
+        """The weights that it has found."""
 
     def _run(self, arguments: Sequence[Any], forward: Callable[[], Any]) -> Any:
+        top_hooks_step_aside()
         if self._state is not None:
             with self._state.before():
-                self._of.again(forward, self._versions)
+                self._of.again(forward, self._weights)
             return None
         state = State(self._of.module, arguments, self._of.unit.spec.name)
         try:
@@ -175,8 +181,7 @@ class _RunsOfCall:
         finally:
             state.compare()
             self._state = state
-        self._of.check_weights()
-        self._versions = self._of.versions()
+        self._weights = self._of.weights()
         return output
 
 
@@ -225,24 +230,25 @@ class State:
     def __init__(self, module: nn.Module, arguments: Sequence[Any], name: str) -> None:
         self._name = name
         self._generators = Generators()
-        self._known: list[tuple[Any, Any]] = []
-        """Containers, each with a copy."""
+        self._known: dict[int, tuple[Any, Any]] = {}
+        """Containers, each with a copy, by their ``id``."""
         self._buffers: list[tuple[dict[str, Any], str, torch.Tensor, int, torch.Tensor | None]] = []
         self._unchanged: list[tuple[str, torch.Tensor, int]] = []
         """Buffers, with their versions."""
         for each in module.modules():
             self._know(vars(each))
-            self._know(each._buffers)
-            for value in vars(each).values():
-                if type(value) in _CONTAINERS:
-                    self._know(value)
+            for key, value in vars(each).items():
+                if key in _OF_MODULES:
+                    if type(value) in _CONTAINERS:
+                        self._know(value)
+                elif not isinstance(value, RecomputedForward):
+                    self._look_into(value, num_levels=1)
             for key, buffer in each._buffers.items():
                 if buffer is not None:
                     values = buffer.detach().clone() if buffer.nbytes <= _COPIED_BYTES else None
                     self._buffers.append((each._buffers, key, buffer, buffer._version, values))
-        seen: set[int] = set()
         for argument in arguments:
-            self._look_into(argument, seen)
+            self._look_into(argument, num_levels=_OBJECTS_MAX)
 
     def compare(self) -> None:
         """The first run is over. Raises ``ConfigError``."""
@@ -253,8 +259,7 @@ class State:
                     self._name, f"changes the buffer {key}, which is too large to be copied for a second run"
                 )
             if values is not None and (is_written or not torch.equal(values, buffer)):
-                before = next(before for container, before in self._known if container is buffers)
-                before[key] = values  # kernels change statistics behind the version
+                self._known[id(buffers)][1][key] = values  # kernels change statistics behind the version
             else:
                 self._unchanged.append((key, buffer, version))
         self._buffers = []
@@ -266,7 +271,7 @@ class State:
         for key, buffer, version in self._unchanged:
             if buffer._version != version:
                 raise _changed_since(self._name, key)
-        changed = [(container, before) for container, before in self._known if _differ(container, before)]
+        changed = [(container, before) for container, before in self._known.values() if _differ(container, before)]
         now = [(container, copy(container)) for container, _ in changed]
         try:
             for container, before in changed:
@@ -278,24 +283,20 @@ class State:
                 _restore(container, after)
 
     def _know(self, container: Any) -> None:
-        self._known.append((container, copy(container)))
+        self._known.setdefault(id(container), (container, copy(container)))
 
-    def _look_into(self, value: Any, seen: set[int]) -> None:
-        if id(value) in seen or len(seen) > _OBJECTS_MAX:
+    def _look_into(self, value: Any, num_levels: int) -> None:
+        """Know the containers in it, and attributes of objects: of objects in objects, too, for so many levels."""
+        is_object = type(value) not in (*_CONTAINERS, tuple)
+        if is_object and (not num_levels or not hasattr(value, "__dict__") or isinstance(value, _OTHERS)):
             return
-        if type(value) in _CONTAINERS:
-            seen.add(id(value))
-            self._know(value)
-            for item in list(value.values() if isinstance(value, dict) else value):
-                self._look_into(item, seen)
-        elif type(value) is tuple:
-            for item in value:
-                self._look_into(item, seen)
-        elif hasattr(value, "__dict__") and not isinstance(value, _OTHERS):
-            seen.add(id(value))
-            self._know(vars(value))
-            for item in list(vars(value).values()):
-                self._look_into(item, seen)
+        content = vars(value) if is_object else value
+        if type(content) is not tuple:
+            if id(content) in self._known or len(self._known) > _OBJECTS_MAX:
+                return
+            self._know(content)
+        for item in list(content.values() if isinstance(content, dict) else content):
+            self._look_into(item, num_levels - is_object)
 
 
 def _not_to_be_run_again(name: str, reason: str) -> ConfigError:
@@ -341,8 +342,10 @@ def recomputed_modules(units: Sequence[UnitInModel]) -> dict[UnitInModel, nn.Mod
             of_unit.setdefault(module, set()).add(unit)
     found = {}
     for unit in units:
+        if not unit.spec.modules:  # a piece
+            continue
         module = unit.spec.modules[0]
         others = any(of_unit.get(inside, {unit}) != {unit} for inside in module.modules())
-        if unit.spec.whole is None and not others and any(True for _ in module.children()):
+        if not others and any(True for _ in module.children()):
             found[unit] = module
     return found

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 
+from offload.errors import ConfigError
 from offload.model.handle import Handle
 from offload.units import ParameterSpec
 
@@ -15,6 +16,7 @@ class Standing:
 
     def __init__(self, parameters: Mapping[ParameterSpec, nn.Parameter]) -> None:
         self._parameters = parameters
+        self._backings = {spec: vars(handle).get("_backing") for spec, handle in parameters.items()}
         self._places = [
             (spec, handle, module, name) for spec, handle in parameters.items() for module, name in spec.owners
         ]
@@ -22,11 +24,19 @@ class Standing:
         """Parameters that were said to be lost."""
 
     def lost(self, model: nn.Module) -> Iterator[str]:
-        """The names of trained parameters that stand nowhere in the model any more; each is named once."""
+        """The names of trained parameters that stand nowhere in the model any more; each is named once. Raises
+        ``ConfigError`` for one that has become another one of the engine's."""
         suspects = [spec for spec in self._gone() if spec.trainable and spec not in self._lost]
         present = {id(parameter) for parameter in model.parameters()} if suspects else set()
         for spec in suspects:
-            if id(self._parameters[spec]) not in present or not isinstance(self._parameters[spec], Handle):
+            handle = self._parameters[spec]
+            if not self._is_itself(spec) and isinstance(handle, Handle) and handle._is_managed:
+                raise ConfigError(
+                    f"parameter {spec.name} was exchanged with {handle._backing.name} (torch.utils.swap_tensors), and "
+                    "the engine computes with the weights that belong to each place. Exchange them back, and then "
+                    "their values: first.data, second.data = second.data.clone(), first.data.clone()"
+                )
+            if id(handle) not in present or not self._is_itself(spec):
                 self._lost.add(spec)
                 yield spec.name
 
@@ -37,10 +47,16 @@ class Standing:
         return [spec.name for spec in found]
 
     def _gone(self) -> Iterable[ParameterSpec]:
-        """Parameters that are not everywhere where the model had them, or no handles any more:
-        ``torch.utils.swap_tensors`` makes something else of one. Each step asks."""
+        """Parameters that are not everywhere where the model had them, or are something else there by now. Each step
+        asks."""
         return dict.fromkeys(
             spec
             for spec, handle, module, name in self._places
-            if module._parameters.get(name) is not handle or not isinstance(handle, Handle)
+            if module._parameters.get(name) is not handle or not self._is_itself(spec)
         )
+
+    def _is_itself(self, spec: ParameterSpec) -> bool:
+        """The object stands for the parameter still: ``torch.utils.swap_tensors`` makes another one of it, or a value
+        that looks at it."""
+        handle = self._parameters[spec]
+        return isinstance(handle, Handle) and handle._is_managed and handle._backing is self._backings[spec]

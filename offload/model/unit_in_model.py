@@ -42,6 +42,10 @@ class Call:
         self.has_saved = False
         """Autograd has saved a weight in it, and asks for that in a backward."""
 
+    def runs_in(self, context: object) -> bool:
+        """It is the one under way in this context: a backward within it finds the weights in use."""
+        return self is self.unit.call and self.end == sys.maxsize and self.context is context
+
 
 def address_of(tensor: torch.Tensor) -> int:
     """The address of the tensor's first element, or of that of the first ordinary one that it wraps; 0 if there is none

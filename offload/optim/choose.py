@@ -19,7 +19,7 @@ from offload.optim.formats import Formats
 from offload.optim.kernel_rule import KernelRule
 from offload.optim.matrix_rule import MATRIX_OPTIMIZERS, MatrixRule
 from offload.optim.matrix_steps import ADJUSTMENTS, Algorithm
-from offload.optim.rule import Group, Rule
+from offload.optim.rule import Group, Rule, refuse_twice
 from offload.optim.torch_rule import TorchRule
 from offload.units import ParameterSpec, UnitSpec
 
@@ -88,6 +88,7 @@ def choose(config: OffloadConfig, units: Sequence[UnitSpec]) -> OptimizerChoice 
         specs: dict[int, list[ParameterSpec]] = {}
         for spec in trainable:
             specs.setdefault(id(spec.parameter), []).append(spec)
+        refuse_twice(built.param_groups, lambda each: specs[id(each)][0].name if id(each) in specs else None)
         groups = [(group, _specs_of(group, specs)) for group in built.param_groups]
     if type(built) in _KERNEL_OF_CLASS:
         return _native(config, NATIVE_OPTIMIZERS[_KERNEL_OF_CLASS[type(built)]], groups, built)
@@ -108,6 +109,11 @@ def _native(
     groups: list[tuple[Group, list[ParameterSpec]]],
     source: torch.optim.Optimizer | None = None,
 ) -> OptimizerChoice:
+    if any(group.get("differentiable") for group, _ in groups):
+        raise ConfigError(
+            "differentiable=True: there are no gradients through a step of an optimizer that updates weights where "
+            "they rest, as there are none in torch where parameters are leaves. Build it without"
+        )
     dtypes = config.dtype, config.gradient_dtype
     rule = KernelRule(kernel, [group for group, _ in groups], Formats.of(config), dtypes, config.moments_dtype)
     return OptimizerChoice(rule, groups, source)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from offload import kernels
+from offload.errors import ConfigError
 from offload.ranks.agreement import Facts
 from offload.units import ParameterSpec, Tile, UnitSpec
 
@@ -62,6 +64,19 @@ class SteppingParameter(NamedTuple):
 def options_of(group: Group) -> Group:
     """The group without its ``params``."""
     return {name: value for name, value in group.items() if name != "params"}
+
+
+def refuse_twice(groups: Iterable[Group], name_of: Callable[[nn.Parameter], str | None]) -> None:
+    """Raise ``ConfigError`` if a parameter is in the groups several times."""
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    counts = Counter(map(id, parameters))
+    if len(counts) < len(parameters):
+        several = {id(each): each for each in parameters if counts[id(each)] > 1}
+        shown = ", ".join(f"{name_of(each) or tuple(each.shape)} {counts[key]} times" for key, each in several.items())
+        raise ConfigError(
+            f"the optimizer's parameter groups have {shown}: torch would take as many steps of it in one. Give each "
+            "parameter once"
+        )
 
 
 def facts_of(groups: Iterable[tuple[Group, Sequence[str]]]) -> Facts:

@@ -83,8 +83,15 @@ class TorchRule(WholeParameters):
         self._known = frozenset(self._shared.attributes)
         """Names of attributes that it had when the engine was made."""
         kinds = [_kinds(specs, optimizer.state) for _, specs in groups]
-        try_alone(ahead, self._shared, kinds)
-        self._representatives = Representatives(ahead, [of_group[0] for of_group in kinds])
+        try_alone(ahead, self._shared, kinds, [spec.parameter for _, specs in groups for spec in specs])
+        if ahead.returned is not None:
+            warn(
+                f"the step of {self._name} returns {type(ahead.returned).__name__}: engine.optimizer.step() returns "
+                "what a closure does, or None"
+            )
+        self._representatives = Representatives(
+            ahead, [of_group[0] for of_group in kinds], [index for index, found in enumerate(kinds) if len(found) > 1]
+        )
         self._first = [next((spec for spec in specs if spec.numel), None) for _, specs in groups]
         """Of each group the parameter that it was cut from."""
         self._step = _Step(self._shared, self._shared)
@@ -95,6 +102,8 @@ class TorchRule(WholeParameters):
         """States for which there is room and that are not there, of parameters that have others."""
         self._schemas: dict[tuple[torch.Size, int], list[tuple[Any, Schema]]] = {}
         """States of parameters of a shape in a group: by what else tells them apart."""
+        self._schema_of: dict[ParameterSpec, Schema] = {}
+        """Those of each parameter, as it was when the engine was made: room is reserved for these."""
         self._loose: dict[ParameterSpec, dict[str, Any]] = {}
         """Of each parameter that has taken a step: its states that lie in no tile."""
 
@@ -209,6 +218,11 @@ class TorchRule(WholeParameters):
             self._representatives.set_states(self._group_of[spec], {})
 
     def _schema(self, spec: ParameterSpec) -> Schema:
+        if spec not in self._schema_of:
+            self._schema_of[spec] = self._find_schema(spec)
+        return self._schema_of[spec]
+
+    def _find_schema(self, spec: ParameterSpec) -> Schema:
         """The states of a parameter of this kind, seen in one step on a stand-in."""
         group = self._group_of.get(spec)
         if group is None or spec.numel == 0:  # in no group: it never takes a step

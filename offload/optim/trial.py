@@ -8,17 +8,18 @@ options in between, and with some gradients missing.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from offload.errors import ConfigError
 from offload.optim.shared_state import SharedState, cannot, same
-from offload.optim.twin import Kind, Representatives, States, Twin, cut, stand_in, without_compiling
+from offload.optim.twin import TOGETHER, Kind, Representatives, States, Twin, copied, cut, stand_in, without_compiling
 from offload.torch_internals import leaves_of
 
 _GRADIENTS = (1e-4, 1.0, 1e3)
@@ -29,12 +30,15 @@ _CONTRAST = 8
 first: what depends on all of them together depends on which there are."""
 
 
-def try_alone(twin: Twin, shared: SharedState, groups: Sequence[Sequence[Kind]]) -> None:
+def try_alone(
+    twin: Twin, shared: SharedState, groups: Sequence[Sequence[Kind]], of_model: Collection[nn.Parameter]
+) -> None:
     """Raise ``ConfigError`` with the reason if the optimizer cannot run one parameter at a time. ``groups`` has
-    parameters of each group, a few of each kind. Random generators are afterwards what they were."""
+    parameters of each group, a few of each kind; ``of_model`` are those that a step must not know of. Random generators
+    are afterwards what they were."""
     name = twin.kind.__name__
     for backwards in (False, True):
-        with _generators_kept() as before, without_compiling():
+        with _generators_kept() as before, without_compiling(), _WithoutModel(name, of_model):
             try:
                 whole = _Run(twin, groups, backwards=backwards).whole(shared)
             except ConfigError:
@@ -50,6 +54,8 @@ def try_alone(twin: Twin, shared: SharedState, groups: Sequence[Sequence[Kind]])
                 raise ConfigError(cannot(name, why))
             try:
                 alone = _Run(twin, groups, backwards=backwards).alone(shared)
+            except ConfigError:
+                raise
             except Exception as error:
                 raise ConfigError(
                     cannot(name, f"over all parameters a step works, and over one it raised {_said(error)}")
@@ -74,6 +80,20 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
+class _WithoutModel(TorchFunctionMode):
+    """Raises ``ConfigError`` where a step touches a parameter of the model: it is given others."""
+
+    def __init__(self, name: str, of_model: Collection[nn.Parameter]) -> None:
+        super().__init__()
+        self._name, self._of_model = name, {id(parameter) for parameter in of_model}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(id(leaf) in self._of_model for leaf in leaves_of((args, kwargs or {}))):
+            why = "its step looks at a parameter of the model beside those in its groups, which are others then"
+            raise ConfigError(cannot(self._name, why))
+        return func(*args, **kwargs or {})
+
+
 class _Moment:
     """Everything after a step."""
 
@@ -86,7 +106,7 @@ class _Moment:
     ) -> None:
         self.shared = shared
         self.values = [parameter.detach().clone() for parameter in params]
-        self.states = [_copied(states.get(parameter, {})) for parameter in params]
+        self.states = [copied(states.get(parameter, {})) for parameter in params]
         self.reason = reason
 
     def difference(self, alone: _Moment) -> str | None:
@@ -95,11 +115,7 @@ class _Moment:
         if shared is not None:
             return f"{shared} depended on what parameters there were beside one, or on their gradients"
         if not all(map(same, self.values, alone.values)) or not all(map(same, self.states, alone.states)):
-            return (
-                "what it made of a parameter depended on the others: on their number or order, or on a quantity of all "
-                "gradients, such as their norm (an option like max_grad_norm asks for it: turn it off there, and use "
-                "the engine's gradient_clipping)"
-            )
+            return TOGETHER
         return None
 
 
@@ -124,16 +140,17 @@ class _Run:
     def whole(self, shared: SharedState) -> list[_Moment]:
         """Steps over all parameters."""
         moments: list[_Moment] = []
-        states: dict[nn.Parameter, States] = _copied(self._states)
+        states: dict[nn.Parameter, States] = copied(self._states)
         for before in self._steps(shared, moments):
             after, states = self._twin.run(before, self._order, states)
+            _refuse_aliases(self._twin.kind.__name__, states)
             moments.append(_Moment(after, self._all, states))
         return moments
 
     def alone(self, shared: SharedState) -> list[_Moment]:
         """Steps over one parameter at a time."""
         moments: list[_Moment] = []
-        states: dict[nn.Parameter, States] = _copied(self._states)
+        states: dict[nn.Parameter, States] = copied(self._states)
         for before in self._steps(shared, moments):
             stepping = frozenset(
                 index for index, group in enumerate(self._groups) if any(p.grad is not None for p in group)
@@ -169,6 +186,19 @@ class _Run:
             yield shared
 
 
+def _refuse_aliases(name: str, states: Mapping[nn.Parameter, States]) -> None:
+    """Raise ``ConfigError`` if a state is its parameter itself, which the next step changes."""
+    for parameter, of_parameter in states.items():
+        for key, value in of_parameter.items():
+            tensors = [leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]
+            if any(tensor.untyped_storage().data_ptr() == parameter.data_ptr() for tensor in tensors):
+                why = (
+                    f"state {key!r} is the parameter itself, and changes with it: keep a clone there, "
+                    "parameter.detach().clone()"
+                )
+                raise ConfigError(cannot(name, why))
+
+
 def _halved(shared: SharedState) -> SharedState:
     """The same with learning rates of half the size, as after a step of a scheduler."""
     groups = [
@@ -176,16 +206,6 @@ def _halved(shared: SharedState) -> SharedState:
         for group in shared.groups
     ]
     return SharedState(groups, shared.attributes, shared.entries)
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, Mapping):
-        return {key: _copied(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(_copied, value))
-    return value
 
 
 def _generators() -> tuple[Any, ...]:

@@ -4,12 +4,13 @@
 its states, and on the optimizer's shared state as it was before the step; the shared state after it depends on the
 shared state before it. So every parameter is run from a copy of the shared state before the step, and the optimizer
 itself goes on once a step, by a step over one small *representative* of each group. Whether an optimizer is like that
-is tried before anything is trained (``trial.py``), and every step of a parameter is compared with its representative's.
+is tried before anything is trained (``trial.py``), every step of a parameter is compared with its representative's, and
+each step over the representatives with steps over some of them alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,12 +18,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offload.optim.shared_state import SharedState
+from offload.errors import ConfigError
+from offload.optim.shared_state import SharedState, cannot, same
+from offload.waiting import within_step_of
 
 States = dict[str, Any]
 
 SIDE = 4
 """Elements that a representative has along each dimension, at most."""
+
+
+_SMALL = 1e-3
+"""Size of a representative's gradient."""
+
+TOGETHER = (
+    "what it made of a parameter depended on the others: on their number or order, or on a quantity of all gradients, "
+    "such as their norm (an option like max_grad_norm asks for it: turn it off there, and use the engine's "
+    "gradient_clipping)"
+)
 
 
 class Kind(NamedTuple):
@@ -44,6 +57,8 @@ class Twin:
         vars(self._optimizer).update(vars(bare))
         step: Any = self.kind.step
         self._step = step.__wrapped__ if getattr(step, "hooked", False) else step
+        self.returned: Any = None
+        """The result of the last step."""
 
     def begin(self, shared: SharedState, params: Sequence[Sequence[nn.Parameter]]) -> torch.optim.Optimizer:
         """The optimizer in this shared state, with these parameters in its groups and no states."""
@@ -60,7 +75,8 @@ class Twin:
         optimizer = self.begin(shared, params)
         optimizer.state.update({parameter: of_parameter for parameter, of_parameter in states.items() if of_parameter})
         try:
-            self._step(optimizer)
+            with within_step_of(self.kind.__name__):
+                self.returned = self._step(optimizer)
             after = SharedState.of(optimizer)
             return after, {key: dict(value) for key, value in optimizer.state.items() if isinstance(key, nn.Parameter)}
         finally:
@@ -91,28 +107,55 @@ class Representatives:
     """A small parameter of each group, which takes a step whenever one of the group's parameters does.
 
     It is cut from the first of them, with its attributes; its states are of the same shapes as if they were cut, too.
+    A group with others has a companion beside it, in the same states and with another gradient: what a step over all
+    of them makes of it must be what a step over it alone does, as long as training goes on.
     """
 
-    def __init__(self, twin: Twin, of_groups: Sequence[Kind]) -> None:
+    def __init__(self, twin: Twin, of_groups: Sequence[Kind], with_companion: Collection[int] = ()) -> None:
+        """``with_companion`` are groups, by index."""
         self._twin = twin
         self._parameters = [stand_in(kind, seed) for seed, kind in enumerate(of_groups)]
-        self._values = [parameter.detach().clone() for parameter in self._parameters]
+        self._companions = {index: stand_in(of_groups[index], ~index % 1000) for index in with_companion}
+        self._values = {each: each.detach().clone() for each in (*self._parameters, *self._companions.values())}
         self.states: list[States] = [cut(kind.states) for kind in of_groups]
 
     def __len__(self) -> int:
         return len(self._parameters)
 
     def step(self, shared: SharedState, stepping: frozenset[int]) -> SharedState:
-        """The shared state after a step in which these groups have gradients. Whatever the user's ``step`` raises,
-        nothing has changed then."""
-        for index, (parameter, value) in enumerate(zip(self._parameters, self._values, strict=True)):
-            with torch.no_grad():
-                parameter.copy_(value)
-            parameter.grad = value * 1e-3 + 1e-3 if index in stepping else None
+        """The shared state after a step in which these groups have gradients. Raises ``ConfigError`` if the step
+        needs several parameters at once. Whatever it raises, nothing has changed then."""
+        companions = {index: self._companions[index] for index in stepping & self._companions.keys()}
+        alone = {index: self._step_alone(shared, index) for index in companions}
+        for index, parameter in enumerate(self._parameters):
+            self._begin(parameter, _SMALL if index in stepping else None)
+        for parameter in companions.values():
+            self._begin(parameter, -_SMALL / 8)
         states = {parameter: dict(of_group) for parameter, of_group in zip(self._parameters, self.states, strict=True)}
-        after, states = self._twin.run(shared, [[parameter] for parameter in self._parameters], states)
+        states |= {parameter: copied(self.states[index]) for index, parameter in companions.items()}
+        together = [
+            [parameter, *([companions[index]] if index in companions else ())]
+            for index, parameter in enumerate(self._parameters)
+        ]
+        after, states = self._twin.run(shared, together, states)
+        for index, parameter in companions.items():
+            if not same(alone[index], (parameter.detach(), states.get(parameter, {}))):
+                raise ConfigError(cannot(self._twin.kind.__name__, TOGETHER))
         self.states = [states.get(parameter, {}) for parameter in self._parameters]
         return after
+
+    def _step_alone(self, shared: SharedState, index: int) -> tuple[torch.Tensor, States]:
+        """Value and states of a companion after a step that it takes by itself."""
+        parameter = self._companions[index]
+        self._begin(parameter, -_SMALL / 8)
+        _, states = self._twin.run(shared.of_group(index), [[parameter]], {parameter: copied(self.states[index])})
+        return parameter.detach().clone(), states.get(parameter, {})
+
+    def _begin(self, parameter: nn.Parameter, size: float | None) -> None:
+        """The value of before the step, and a gradient."""
+        value = self._values[parameter]
+        parameter.data = value.clone()
+        parameter.grad = None if size is None else value * size + size
 
     def set_states(self, group: int, states: Mapping[str, Any]) -> None:
         """Cut the states of the group's representative out of those of a parameter."""
@@ -136,4 +179,15 @@ def cut(value: Any) -> Any:
         return {key: cut(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(map(cut, value))
+    return value
+
+
+def copied(value: Any) -> Any:
+    """A copy of states that a step may change in place."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: copied(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(copied, value))
     return value

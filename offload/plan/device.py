@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from offload.errors import BudgetError
@@ -23,9 +24,11 @@ its activations, whose size nothing tells before the first step."""
 GOLDEN = 0.6180339887498949
 """Multiples of it, less their whole parts, are spread evenly whatever their number."""
 
-_FIRST = 3
-"""Units that forward begins with. Backward ends with them, so that their gradients go, their update and their weights'
-way back are waited for, whatever else is ready: see "The bound of the schedule" in ``docs/plan.md``."""
+_FIRST_SHARE = 0.4
+"""Of the units that fit: those that forward begins with. Backward ends with them, so that their gradients go, their
+update and their weights' way back would be waited for, whatever else is ready; and while they compute, the updates of
+those behind them come to their end and fill the windows. The more fit, the faster compute is past each of them: see
+"The bound of the schedule" in ``docs/plan.md``."""
 
 
 @dataclass(frozen=True)
@@ -136,9 +139,9 @@ class DeviceNeeds:
         update = 2 * self.states[index] + unit.trainable_numel * (2 * formats.weights + formats.grads)
         return round((2 * link + update * bool(formats.grads)) / max(sum(self.of_unit(index).values()), 1), 3)
 
-    def rank(self, index: int) -> tuple[float, bool, float]:
+    def rank(self, index: int, num_first: int = 0) -> tuple[float, bool, float]:
         """Of a unit among those that may be resident: see ``plan_device``."""
-        return -self.saved_per_byte(index), index >= _FIRST, index * GOLDEN % 1
+        return -self.saved_per_byte(index), index >= num_first, index * GOLDEN % 1
 
     def squares(self, resident: Collection[int]) -> int:
         """Sums of squares, when these units are resident there; none where they are worked out in host memory."""
@@ -173,7 +176,7 @@ def plan_device(needs: DeviceNeeds, device_bytes: int | None, free_bytes: int) -
     Compute holds the unit at work and those around it; one or two more arrive meanwhile. The gradients of one unit are
     on their way while the next ones are made. Where there is more, units rest there with all that belongs to them, as
     many as fit beside that: those first whose bytes save most traffic, and among equals those that forward begins with,
-    whose copies and update nothing hides, and then others, spread evenly, so that the link has always something to do.
+    two of five that fit, and then others, spread evenly, so that the link has always something to do.
     What is left then keeps copies of weights. Buffers for updates of the other
     units come before residents, if there is room. Of several ranks the units are a rank's shards, and compute takes the
     whole units that they are gathered to.
@@ -221,12 +224,21 @@ def plan_device(needs: DeviceNeeds, device_bytes: int | None, free_bytes: int) -
             least,
             of_device=True,
         )
-    chosen = _Chosen(needs)
+    resident: Collection[int] = ()
     if unsupported_reason is None:
-        for index in sorted(every, key=needs.rank):
-            if chosen.bytes_with(index) + between <= device_bytes:
-                chosen.add(index)
-    return plan(chosen.resident, device_bytes)
+        room = device_bytes - between
+        num_first = math.ceil(_FIRST_SHARE * len(_choose(needs, sorted(every, key=needs.rank), room)))
+        resident = _choose(needs, sorted(every, key=lambda index: needs.rank(index, num_first)), room)
+    return plan(resident, device_bytes)
+
+
+def _choose(needs: DeviceNeeds, order: Iterable[int], room: int) -> set[int]:
+    """Those that fit when they are taken in this order."""
+    chosen = _Chosen(needs)
+    for index in order:
+        if chosen.bytes_with(index) <= room:
+            chosen.add(index)
+    return chosen.resident
 
 
 class _Chosen:

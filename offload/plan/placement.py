@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import chain, zip_longest
+from itertools import chain, product, zip_longest
 
 import numpy as np
 
@@ -25,8 +25,9 @@ _LEAST_TILE_BYTES = 64 << 10
 _NUM_TILE_BUFFERS = 6
 """Enough for the disk to read, the kernel to work and the disk to write at the same time, and some to even out."""
 
-_NUM_GRAD_BUFFERS = 2
-"""One is filled while the other is written, and read by a speculative update."""
+_GRAD_BUFFERS = (3, 2)
+"""One is filled while another one is written, and read by a speculative update. With a third one compute goes on where
+such an update takes longer than a unit's backward."""
 
 _PREFIXES = 256
 """Lengths that are tried of what comes before gradients, at most."""
@@ -124,8 +125,9 @@ def _stagings(
     least_slots = num_nested(units) + (1 if training else 0)
     for slots in (least_slots + 2, least_slots + 1):
         halved = (DEFAULT_TILE_BYTES >> shift for shift in range(DEFAULT_TILE_BYTES.bit_length()))
-        for size in [tile_bytes] if tile_bytes else [*(size for size in halved if size > small), small]:
-            yield Staging(slots, _NUM_GRAD_BUFFERS, _NUM_TILE_BUFFERS, size)
+        sizes = [tile_bytes] if tile_bytes else [*(size for size in halved if size > small), small]
+        for size, num_grad_buffers in product(sizes, _GRAD_BUFFERS if training else _GRAD_BUFFERS[-1:]):
+            yield Staging(slots, num_grad_buffers, _NUM_TILE_BUFFERS, size)
 
 
 class _Placement:
@@ -144,7 +146,7 @@ class _Placement:
 
     def step_cost(self, *, speculative: bool) -> int:
         """Bytes that a step moves over NVMe, and what else counts for some."""
-        return self._records.step_cost(self.resident, self._staging.num_slots, speculative=speculative)
+        return self._records.step_cost(self.resident, self._staging, speculative=speculative)
 
     def plan(self, host_budget_bytes: int) -> Plan:
         """The placement as it is."""
@@ -170,17 +172,20 @@ class _Placement:
 
         Where nothing is trained, experts come last: the room that is left is slots for all of them.
 
-        First the units that forward begins with, whose gradients come last: nothing else is left to do while they are
-        updated. The others in an order that is spread evenly.
+        First the units that are small, with all that they have: what they save is transfers, and they take next to no
+        room. Then the units that forward begins with, whose gradients come last: nothing else is left to do while they
+        are updated. The others in an order that is spread evenly.
         """
         units, states_of = self._records.units, self._records.states_of
         first = units[0].whole
         is_first = [unit is units[0] or (unit.whole is not None and unit.whole is first) for unit in units]
-        spread = sorted(range(len(units)), key=lambda index: (not is_first[index], index * GOLDEN % 1))
-        grads = [len(units) + index for index in spread]
         comes_by_use = [unit.experts is not None and not self._records.formats.grads for unit in units]
+        small = {index for index in self._records.small_units() if not comes_by_use[index]}
+        by_turn = sorted(range(len(units)), key=lambda index: (not is_first[index], index * GOLDEN % 1))
+        spread = [index for index in by_turn if index not in small]
+        grads = [len(units) + index for index in spread]
         if by_unit:
-            of_gradients = [[record] for record in grads] if gradients_first else [[]] * len(units)
+            of_gradients = [[record] for record in grads] if gradients_first else [[]] * len(spread)
             kinds = ([i, *of_unit, *states_of(i)] for i, of_unit in zip(spread, of_gradients, strict=True))
             order = list(chain.from_iterable(kinds))
         else:
@@ -188,6 +193,8 @@ class _Placement:
             rows = zip_longest(*(states_of(index) for index in spread))
             states = [record for row in rows for record in row if record is not None]
             order = [*weights, *(grads if gradients_first else []), *states]
+        of_small = ([index, len(units) + index, *states_of(index)] for index in by_turn if index in small)
+        order = [*chain.from_iterable(of_small), *order]
         self._keep_best(self._away(order), self._away([] if gradients_first else grads), host_bytes, by_unit=by_unit)
         staging = self._records.staged(self.resident, self._staging)
         if any(comes_by_use) and staging.slot_bytes:

@@ -73,6 +73,17 @@ class RanksPlan:
 ONE_RANK = RanksPlan()
 
 
+def plans_of_ranks(
+    units: Sequence[UnitSpec], formats: Formats, shard: str, num_ranks: int, num_shards: int, *, device: bool
+) -> list[RanksPlan]:
+    """The plans to try, in order: of one of ``PLACEMENTS``, or of all for "auto". Of ``num_ranks``, so many hold the
+    shards of one copy."""
+    if num_ranks == 1:
+        return [ONE_RANK]
+    placements = PLACEMENTS if shard == "auto" else (shard,)
+    return [plan_ranks(units, formats, placement, num_shards, device=device) for placement in placements]
+
+
 def plan_ranks(
     units: Sequence[UnitSpec], formats: Formats, placement: str, num_ranks: int, *, device: bool = False
 ) -> RanksPlan:

@@ -21,7 +21,11 @@ TRANSFER_BYTES = 512 << 10
 
 
 WAIT_SHARE = 8
-"""The cost of weights counts an eighth more where units wait for each other's slots. By the forecast."""
+"""The cost of weights counts an eighth more where units wait for each other's slots, and so does that of gradients
+where compute waits for the update that has their buffer. By the forecast."""
+
+_COMFORTABLE_GRAD_BUFFERS = 3
+"""With so many compute, an update and what is written have one each."""
 
 
 class Records:
@@ -39,6 +43,8 @@ class Records:
     ) -> None:
         """``tiles_of`` is None where nothing is trained; ``num_backwards`` and ``rereads`` as in ``make_plan``."""
         self.units, self.formats = units, formats
+        self.num_comfortable_slots = num_nested(units) + (3 if formats.grads else 2)
+        """Slots with which compute, the update and the next units have one each."""
         self._tiles = [tiles_of(unit, tile_bytes) if tiles_of is not None else () for unit in units]
         flat = [tile for tiles in self._tiles for tile in tiles]
         count, lengths = len(units), _integers(map(len, self._tiles))
@@ -56,18 +62,25 @@ class Records:
         reads = 2 * num_backwards if formats.grads else 1
         num_tiles = _integers(sum(tile.count for tile in tiles) for tiles in self._tiles)
         one_read = trained * formats.grads + num_tiles * TRANSFER_BYTES
+        self._transfer_costs = TRANSFER_BYTES * np.concatenate(
+            [(reads + (trained > 0)) * self._counts, num_tiles * reads, 2 * self._tile_counts]
+        )
         self._saved = np.concatenate(
             [-rereads * (trained > 0) * (self.numel * formats.weights + self._counts * TRANSFER_BYTES), one_read]
         )
         """Bytes that an update during backward saves of a unit's weights and of its gradients."""
-        self._costs = np.concatenate(
-            [
-                (self.numel * reads + trained) * formats.weights
-                + (reads + (trained > 0)) * self._counts * TRANSFER_BYTES,
-                one_read * reads,
-                2 * (states + self._tile_counts * TRANSFER_BYTES),
-            ]
-        )
+        moved = [(self.numel * reads + trained) * formats.weights, trained * formats.grads * reads, 2 * states]
+        self._costs = np.concatenate(moved) + self._transfer_costs
+
+    def small_units(self) -> list[int]:
+        """The units whose transfers cost more than their bytes."""
+        transfers, all_costs = map(self._of_units, (self._transfer_costs, self._costs))
+        return np.flatnonzero(2 * transfers > all_costs).tolist()
+
+    def _of_units(self, costs: Integers) -> npt.NDArray[np.float64]:
+        """Costs of each unit's records, added up."""
+        states = np.bincount(self._unit_of_tile, costs[self.states], len(self.units))
+        return states + costs[self.weights] + costs[self.grads]
 
     def always_resident(self) -> Flags:
         """Those that no placement puts elsewhere: tied weights in pieces, and what has no bytes."""
@@ -81,22 +94,20 @@ class Records:
         first = int(self._first_states[index])
         return range(first, first + len(self._tiles[index]))
 
-    @property
-    def num_comfortable_slots(self) -> int:
-        """Slots with which compute, the update and the next units have one each."""
-        return num_nested(self.units) + (3 if self.formats.grads else 2)
-
-    def step_cost(self, resident: Flags, num_slots: int, *, speculative: bool) -> int:
-        """Bytes that a step moves over NVMe, with those that transfers and units that wait for a slot count for.
-        ``speculative``: units that stream are updated during backward, which finds their last gradients where they
-        came to."""
+    def step_cost(self, resident: Flags, staging: Staging, *, speculative: bool) -> int:
+        """Bytes that a step moves over NVMe, with those that transfers count for, and units that wait for a slot or for
+        a buffer of gradients. ``speculative``: units that stream are updated during backward, which finds their last
+        gradients where they came to."""
         away = ~resident
         cost = self._costs[away].sum()
         if speculative:
             kept = np.bincount(self._unit_of_tile, resident[self.states], len(self.units)) + resident[self.weights]
             cost -= self._saved[np.tile(kept == 0, 2) & away[: self.states.start]].sum()
+            spilled = (kept == 0) & away[self.grads] & (self.nbytes[self.grads] > 0)
+            if staging.num_grad_buffers < min(_COMFORTABLE_GRAD_BUFFERS, int(spilled.sum())):
+                cost += self._costs[self.grads][spilled].sum() // WAIT_SHARE
         streamed = away[self.weights]
-        if num_slots < min(self.num_comfortable_slots, int(streamed.sum())):
+        if staging.num_slots < min(self.num_comfortable_slots, int(streamed.sum())):
             cost += self._costs[self.weights][streamed].sum() // WAIT_SHARE
         return int(cost)
 

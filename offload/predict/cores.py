@@ -66,6 +66,7 @@ def shares_of(
         drive=_share(moved / machine.checksum / machine.cores.count, links["NVMe"]),
         sweep=_share(sweeps - asking + asking * one, sweeps),
         network=_share(received / machine.cores.count, links.get("network", 0.0)),
+        lost=machine.cores.lost,
     )
 
 

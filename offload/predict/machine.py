@@ -48,7 +48,8 @@ class Cores:
 
     ``count`` are the cores of a CPU that a rank has, a part of one where ranks share it, and ``busy`` what of them a
     step's compute keeps busy. ``gradients`` is the traffic of putting a backward's gradients where they rest, bytes a
-    second. These are for a CPU.
+    second. ``lost`` is the share of the cores' work that is lost where compute and updates want twice as much as there
+    is. These are for a CPU.
     """
 
     blocks: float
@@ -56,6 +57,7 @@ class Cores:
     busy: float = 1.0
     count: float = 1.0
     gradients: float = math.inf
+    lost: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from offload.optim.formats import DEFAULT_TILE_BYTES, Formats
 from offload.optim.rule import Rule
 from offload.plan.device import MARGIN
 from offload.plan.plan import Plan, TilesOf
-from offload.plan.ranks import ONE_RANK, PLACEMENTS, RanksPlan, plan_ranks
+from offload.plan.ranks import RanksPlan, plans_of_ranks
 from offload.planning import DeviceRoom, Room, plan_within
 from offload.predict.activation_bytes import ActivationBytes, activation_bytes
 from offload.predict.cores import bound, shares_of
@@ -300,11 +300,7 @@ def _cases(model: Model, machine: Machine, workload: Workload, activations: Acti
         given = left * MARGIN if workload.device_bytes is None else min(workload.device_bytes, left)
         budget = max(int(given), 0)
         config, room = replace(config, device_memory=budget), replace(room, compute=DeviceRoom(budget))
-    if count == 1:
-        yield _Case(whole, shards, config, choice, room, ONE_RANK, activations.written)
-        return
-    for placement in PLACEMENTS if workload.shard == "auto" else (workload.shard,):
-        ranks = plan_ranks(whole, formats, placement, count, device=machine.device.computes)
+    for ranks in plans_of_ranks(whole, formats, workload.shard, count, count, device=machine.device.computes):
         yield _Case(whole, shards, config, choice, room, ranks, activations.written)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,6 +33,8 @@ from offload.tiers.bandwidth import fitted
 from swapper import checksum
 
 _ROUNDS = 5
+_ROUNDS_BESIDE = 2
+"""Of compute beside sweeps, where it takes longer."""
 _ROUND_SECONDS = 0.25
 """No round of products takes much longer, on however slow a core: a forecast is waited for."""
 _MIB = 1 << 20
@@ -47,6 +51,9 @@ _MOST_FLOPS = 8e10
 """The most work of a round, on however fast a core."""
 _SWEPT = 1 << 22
 """Elements of the tile that the kernel is tried on: far more than caches hold, 32 MiB of moments."""
+
+_MOST_LOST = 0.75
+"""Of the cores' work. What seems to be more is the work of other programs."""
 
 _BLOCKS_BYTES = 96 * _MIB
 """Weights of the blocks that are tried: more than caches hold, as those of a model are."""
@@ -74,10 +81,13 @@ def probe(
     nvme, how = drives, "as given"
     if paths and drives is None:
         nvme, how = drive_rates(paths, backend)
-    cores = core_rates(model, workload, count, meet)
+    sweep = _Sweep()
+    update = sweep.nbytes / _seconds(sweep, meet)[0]
+    cores = core_rates(model, workload, count, meet, sweep)
     assumptions = [
         f"a block of this width and batch was tried here: {cores.blocks / 1e9:,.0f} GFLOPS, and the head and loss: "
         f"{cores.head / 1e9:,.0f} GFLOPS",
+        f"where compute and updates have the same cores, {cores.lost:.0%} of their work is lost, as was tried here",
     ]
     if nvme is not None:
         assumptions.append(
@@ -91,7 +101,7 @@ def probe(
         nvme_bytes=free_bytes_of(paths),
         nvme=nvme,
         cores=cores,
-        update=_update_rate(meet),
+        update=update,
         checksum=_checksum_rate(meet),
         unit_seconds=0.0,
         record_seconds=0.0,
@@ -109,10 +119,13 @@ def drive_rates(paths: Sequence[Path], backend: str = "auto") -> tuple[Bandwidth
     return together, "measured now"
 
 
-def core_rates(model: Model, workload: Workload, count: float, meet: Callable[[], object]) -> Cores:
+def core_rates(
+    model: Model, workload: Workload, count: float, meet: Callable[[], object], sweep: Callable[[], object]
+) -> Cores:
     """Measure the rates that these ``count`` cores reach in such a transformer's blocks, and in its table and head with
-    the loss, forward and backward. Each gradient is put away and let go as soon as it is there, and large weights are
-    used in pieces, as in the engine: what a process keeps, and what it asks the system for, bears on its speed."""
+    the loss, forward and backward, and what they lose beside a ``sweep`` of an update. Each gradient is put away and
+    let go as soon as it is there, and large weights are used in pieces, as in the engine: what a process keeps, and
+    what it asks the system for, bears on its speed."""
     dtype = workload.dtype
     width = max(min(model.width, _MOST_WIDTH) // _HEAD_WIDTH, 1) * _HEAD_WIDTH
     number = max(min(_BLOCKS_BYTES // (12 * width**2 * dtype.itemsize), model.layers), 2)
@@ -128,10 +141,13 @@ def core_rates(model: Model, workload: Workload, count: float, meet: Callable[[]
     tokens = batch * sequence
     matrices = sum(weight.numel() for weight in blocks.parameters() if weight.dim() > 1)
     flops = 6.0 * tokens * matrices + number * 3 * 2.0 * tokens * sequence * width
-    seconds, busy = _seconds(through_blocks(batch, sequence), meet)
+    compute = through_blocks(batch, sequence)
+    seconds, busy = _seconds(compute, meet)
     rate, busy = flops / (seconds - homes.seconds), min(busy / count, 1.0)
+    cores = Cores(rate, rate, busy, count, homes.bytes_per_s)
+    cores = replace(cores, lost=_lost(compute, seconds, busy, sweep, meet))
     if not model.vocabulary:
-        return Cores(rate, rate, busy, count, homes.bytes_per_s)
+        return cores
     rows = _rows(model, dtype)
     ends = _Ends(rows, width).to(dtype)
 
@@ -141,7 +157,31 @@ def core_rates(model: Model, workload: Workload, count: float, meet: Callable[[]
 
     batch, sequence = _size_of_round(through_ends, workload, most_tokens)
     seconds, _ = _seconds(through_ends(batch, sequence), meet)
-    return Cores(rate, 6.0 * batch * sequence * width * sum(rows) / seconds, busy, count, homes.bytes_per_s)
+    return replace(cores, head=6.0 * batch * sequence * width * sum(rows) / seconds)
+
+
+def _lost(
+    compute: Callable[[], object], seconds: float, busy: float, sweep: Callable[[], object], meet: Callable[[], object]
+) -> float:
+    """Share of the cores' work that is lost where sweeps of an update go on beside ``compute``, which alone takes
+    ``seconds`` and keeps ``busy`` of them. See [Note: Lost cores] in ``offload.predict.simulator``."""
+    alone, _ = _seconds(sweep, meet)
+    is_over, ends = threading.Event(), [time.perf_counter()]
+
+    def sweeps() -> None:
+        while not is_over.is_set():
+            sweep()
+            ends.append(time.perf_counter())
+
+    beside = threading.Thread(target=sweeps, name="offload-probe")
+    beside.start()
+    try:
+        slower, _ = _seconds(compute, meet, _ROUNDS_BESIDE)
+    finally:
+        is_over.set()
+        beside.join()
+    swept = (len(ends) - 1) * alone / (ends[-1] - ends[0])
+    return min(max((1 - busy * seconds / slower - swept) / busy, 0.0), _MOST_LOST)
 
 
 def _size_of_round(
@@ -262,19 +302,22 @@ class _Block(nn.Module):
         return out
 
 
-def _update_rate(meet: Callable[[], object]) -> float:
-    """Bytes of memory traffic a second that the kernel of Adam reaches on this thread's cores."""
-    master, grad, first, second = (torch.full((_SWEPT,), 1e-3) for _ in range(4))
-    coefficients = AdamCoef(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=1)
+class _Sweep:
+    """A sweep of Adam's kernel on this thread's cores, over a tile that no cache holds."""
 
-    def sweep() -> None:
+    nbytes = 28 * _SWEPT
+    """Traffic in memory."""
+
+    def __init__(self) -> None:
+        self._data = [torch.full((_SWEPT,), 1e-3) for _ in range(4)]
+        self._coefficients = AdamCoef(lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=1)
+
+    def __call__(self) -> None:
+        master, grad, first, second = (tensor.data_ptr() for tensor in self._data)
         kernels.update(
-            coefficients, _SWEPT, grad=grad.data_ptr(), grad_dtype=kernels.Dtype.F32, weight=master.data_ptr(),
-            weight_dtype=kernels.Dtype.F32, moments_dtype=kernels.Dtype.F32, exp_avg=first.data_ptr(),
-            exp_avg_sq=second.data_ptr(),
+            self._coefficients, _SWEPT, grad=grad, grad_dtype=kernels.Dtype.F32, weight=master,
+            weight_dtype=kernels.Dtype.F32, moments_dtype=kernels.Dtype.F32, exp_avg=first, exp_avg_sq=second,
         )  # fmt: skip
-
-    return 28 * _SWEPT / _seconds(sweep, meet)[0]
 
 
 def _checksum_rate(meet: Callable[[], object]) -> float:
@@ -284,10 +327,10 @@ def _checksum_rate(meet: Callable[[], object]) -> float:
     return data.nbytes / (seconds * busy)
 
 
-def _seconds(work: Callable[[], object], meet: Callable[[], object]) -> tuple[float, float]:
+def _seconds(work: Callable[[], object], meet: Callable[[], object], num_rounds: int = _ROUNDS) -> tuple[float, float]:
     """The median of a few rounds, after one that does not count, and how many cores this process kept busy."""
     taken, used = [], []
-    for _ in range(1 + _ROUNDS):
+    for _ in range(1 + num_rounds):
         meet()
         start, before = time.perf_counter(), time.process_time()
         work()

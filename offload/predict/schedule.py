@@ -81,11 +81,12 @@ _KEPT_AHEAD = 2
 @dataclass(frozen=True)
 class Places:
     """For so many units there is room at a time: ``slots`` for weights from NVMe in host memory, ``windows`` on a
-    device, ``whole`` for what ranks gather; 0 where there is one rank."""
+    device, ``whole`` for what ranks gather, 0 where there is one rank; ``buffers`` for gradients that are spilled."""
 
     slots: int
     windows: int
     whole: int = 0
+    buffers: int = 2
 
     def brought(self, position: int, num_units: int, *, backward: bool, first: bool) -> bool:
         """A unit's weights must come for this use: from where they rest, and from all ranks where there are several.
@@ -197,6 +198,8 @@ class _Program:
         """Speculative updates, each of which holds a slot."""
         self._uncertain: list[Job] = []
         """Updates that may begin before the step is certain."""
+        self._spilling: deque[list[Job]] = deque()
+        """For each buffer of gradients that was filled last, what must be over before another unit has it."""
         self._leaving: deque[Job] = deque()
         """Gradients on their way, of the last two units."""
         self._kept_leaving: deque[Job] = deque()
@@ -272,6 +275,8 @@ class _Program:
             task.waits_for.append(self._kept_leaving.popleft())
         if use.leaves:
             task.waits_for.extend(self._kept_brought(use))
+            while self._works[use.index].spill and len(self._spilling) >= self._places.buffers:
+                task.waits_for.extend(self._spilling.popleft())
         self.tasks.append(task)
         if use.keeps:
             self._kept_leaves(use)
@@ -329,10 +334,14 @@ class _Program:
             self.rows[_LEAVE].append(job)
             self._leaving.append(job)
         if work.spill:
-            self.rows[_SPILL].append(Job(now, work.spill, needs=job))
+            spilled = Job(now, work.spill, needs=job)
+            self.rows[_SPILL].append(spilled)
+            self._spilling.append([spilled])
         if use.last and use.index in self._steps.speculative:
             speculative = Job(now, work.update, work.sweep, needs=job, beside=work.beside)
             self._uncertain.append(speculative)
+            if work.spill:  # it takes the gradients from where they lie
+                self._spilling[-1].append(speculative)
             self._ask(_SPILL, use.index, speculative)
             if work.streamed:
                 self._held.append(speculative)

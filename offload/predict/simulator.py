@@ -7,6 +7,10 @@ which they are asked. The drive takes what compute needs before what can wait.
 the network. What is at work at a moment shares them evenly: each part gets the cores that it can keep busy, unless all
 together would keep more busy than there are; then those that want more than an equal part get equal parts. None are
 idle while one of them wants more. So a collective slows compute down, and takes nothing from it while it waits.
+
+[Note: Lost cores] Compute's threads wait for each other at barriers, and the kernel's sweep and they take memory's
+bandwidth and caches from each other. So where more is wanted than there is, some of the cores' work is lost: a share of
+it (``Shares.lost``, which the probe measures) where twice as much is wanted, and less in proportion where less is.
 """
 
 from __future__ import annotations
@@ -36,6 +40,8 @@ class Shares:
     drive: float = 0.0
     sweep: float = 0.0
     network: float = 0.0
+    lost: float = 0.0
+    """See [Note: Lost cores]."""
 
 
 @dataclass(eq=False, slots=True)
@@ -124,6 +130,7 @@ class Played:
         self._tasks, self._queues = tasks, queues
         self._now = 0.0
         self._shares = shares.compute, shares.drive, shares.sweep, 0.0, shares.network, 0.0
+        self._lost = shares.lost
         self._speeds: dict[tuple[int, ...], Sequence[float]] = {}
         """Speeds of the parts that are busy together."""
         self._lanes: Lanes = tuple(deque() for _ in self._shares)
@@ -187,7 +194,7 @@ class Played:
             return
         speeds = self._speeds.get(busy)
         if speeds is None:
-            speeds = self._speeds[busy] = _speeds([self._shares[part] for part in busy])
+            speeds = self._speeds[busy] = _speeds([self._shares[part] for part in busy], self._lost)
         left = self._left
         seconds = min([left[part] / speed for part, speed in zip(busy, speeds, strict=True)])
         self._now += seconds
@@ -212,11 +219,12 @@ class Played:
             self._advance(work)
 
 
-def _speeds(shares: Sequence[float]) -> list[float]:
+def _speeds(shares: Sequence[float], lost: float) -> list[float]:
     """Speed of each part that would keep these shares of the cores busy. See [Note: Shared cores]."""
-    if sum(shares) <= 1:
+    wanted = sum(shares)
+    if wanted <= 1:
         return [1.0] * len(shares)
-    left, speeds = 1.0, [1.0] * len(shares)
+    left, speeds = 1 - lost * min(wanted - 1, 1.0), [1.0] * len(shares)
     by_share = sorted(range(len(shares)), key=lambda index: shares[index])
     for position, index in enumerate(by_share):
         got = min(shares[index], left / (len(shares) - position))

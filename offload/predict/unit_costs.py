@@ -51,7 +51,7 @@ def places_of(plan: Plan) -> Places:
         offloaded = len(plan.units) - (0 if plan.ranks.gathers else len(plan.device.resident))
         windows = max(int(plan.device.weights_bytes / plan.device.all_bytes * offloaded), 2)
     whole = windows if plan.ranks.device else len(plan.ranks.places)
-    return Places(plan.staging.num_slots or len(plan.units), windows, whole)
+    return Places(plan.staging.num_slots or len(plan.units), windows, whole, plan.staging.num_grad_buffers)
 
 
 def works_of(

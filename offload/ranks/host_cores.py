@@ -60,9 +60,18 @@ def host_cores(root: Path = ROOT) -> HostCores:
     cpus_folder = root / "sys/devices/system/cpu"
     allowed = _allowed(root, numbers_in(text_of(cpus_folder / "online")))
     cores = frozenset(_siblings(cpus_folder / f"cpu{cpu}" / "topology") & allowed | {cpu} for cpu in allowed)
-    nodes = frozenset(node for node, cpus in numa_nodes(root / "sys").items() if cpus & allowed)
+    nodes = _nodes(root, allowed)
     slow = _slow(root, allowed)
     return HostCores(cores, min(_quotas(root), default=math.inf), nodes, sum(core <= slow for core in cores))
+
+
+def host_nodes(root: Path = ROOT) -> frozenset[int]:
+    """NUMA nodes that the calling thread's cores are at."""
+    return _nodes(root, _allowed(root, numbers_in(text_of(root / "sys/devices/system/cpu/online"))))
+
+
+def _nodes(root: Path, allowed: frozenset[int]) -> frozenset[int]:
+    return frozenset(node for node, cpus in numa_nodes(root / "sys").items() if cpus & allowed)
 
 
 def _allowed(root: Path, online: frozenset[int]) -> frozenset[int]:

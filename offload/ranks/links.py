@@ -64,6 +64,19 @@ class Links(Protocol):
         """Have what this thread asks torch for from now on come after ``event``."""
 
 
+def all_reduce(links: Links, flat: torch.Tensor, landing: torch.Tensor, peers: Peers) -> None:
+    """Make ``flat`` the sum of these ranks' ones, in their order: each adds up a part, and gives it to the others.
+    Their bytes come to ``landing``, which is at least as large."""
+    if peers.size == 1:
+        return
+    parts = landing[: flat.nbytes].view(flat.dtype)
+    links.scatter_parts(parts, flat, peers, [flat.nbytes // peers.size] * peers.size)
+    total, *others = parts.view(peers.size, -1)
+    for other in others:
+        total.add_(other)
+    links.all_gather(flat, total, peers)
+
+
 class _Transfers:
     """Transfers, as each is asked of ``torch.distributed``."""
 

@@ -4,12 +4,10 @@
 (``assembly/compute.py``) put a ``GatherLevel``, or a ``RanksSource`` below a ``DeviceLevel``, between weights and
 compute, and a ``GradientExchange`` between compute and gradients. Plan, homes and updates work on shards as on units.
 The rest of ``assembly/`` adds up squares of shards (``tiers.py``), and gives compute a fence that is open and sources
-of whole weights (``assemble.py``), and each rank a folder and options that all agree on (``run_plan.py``). Below and
-beside it the number of ranks is asked for where it is the matter itself, and nowhere else: units are cut for it
-(``units/find.py``, ``units/shard.py``) and budgets counted (``plan_for``); ``Committer`` prepares and finishes instead
-of committing; ``Generations`` copies nothing behind the training; folders and files have a part for each rank
-(``SavingDirectory``, ``Checkpoints``, ``dcp/writer.py``); and ``Session.close`` tells the others first. All else asks
-``Ranks``, whose collectives return at once in a world of one.
+of whole weights and a ``Publication`` of commits (``assemble.py``), and each rank a folder and options that all agree
+on (``run_plan.py``). Nothing else asks whether there are several: it is given these objects, ``World.part_name``, or
+``Ranks``, which is a ``OneRank`` in a world of one. Where the number itself is the matter, units are cut for it
+(``units/find.py``, ``units/shard.py``) and budgets counted (``plans_of_ranks``).
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ class Ranks:
 
     def __init__(self, world: World, units: Sequence[UnitSpec], shards: Sequence[UnitSpec]) -> None:
         self.world = world
-        self.collectives = Rounds(world) if world.size > 1 else LocalCollectives()
+        self.collectives = self._make_collectives()
         self.shards = shards
         self.shard_of: dict[ParameterSpec, ParameterSpec] = {
             whole: shard
@@ -51,9 +49,17 @@ class Ranks:
         """No transfer is under way any more in this rank's memory."""
 
     @classmethod
+    def of(cls, world: World, units: Sequence[UnitSpec], shards: Sequence[UnitSpec]) -> Ranks:
+        """Those of this ``world``."""
+        return (cls if world.size > 1 else OneRank)(world, units, shards)
+
+    @classmethod
     def single(cls) -> Ranks:
         """One rank, of nothing."""
-        return cls(World.single(), (), ())
+        return cls.of(World.single(), (), ())
+
+    def _make_collectives(self) -> LocalCollectives | Rounds:
+        return Rounds(self.world)
 
     @property
     def rank(self) -> int:
@@ -86,13 +92,10 @@ class Ranks:
     def barrier(self, where: str, facts: Callable[[], Facts] = dict) -> None:
         """Wait until all ranks are at this place of the program. Raises ``RankError`` if one is at another, or has
         other ``facts``, which a world of one does not ask for."""
-        if self.size > 1:
-            self.collectives.all_gather(where, torch.empty(0), facts())
+        self.collectives.all_gather(where, torch.empty(0), facts())
 
     def all_gather_object(self, where: str, own: Any) -> list[Any]:
         """Gather what every rank gives at this place of the program, in order: see ``packed``."""
-        if self.size == 1:
-            return [own]
         return unpacked(self.collectives.all_gather_parts(where, packed(own)))
 
     def all(self, where: str, condition: bool) -> bool:
@@ -106,8 +109,6 @@ class Ranks:
     def broadcast(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """The first rank's value, which differs from this one's where ranks have drawn other random numbers: itself, or
         a copy in host memory."""
-        if self.size == 1:
-            return value
         own = value.detach().cpu().contiguous()
         digest = zlib.crc32(own.view(-1).view(torch.uint8).numpy().data) if own.numel() else 0
         digests = self.collectives.all_gather(f"the value of {name}", torch.tensor([digest]))
@@ -116,6 +117,10 @@ class Ranks:
         own = own.clone()
         self.collectives.broadcast(f"the value of {name}", own)
         return own
+
+    def can_meet(self) -> bool:
+        """Tell whether this rank can still come to a place of the program at which all ranks meet."""
+        return not self._has_left and program_error() is None
 
     def close_memory(self, memory: Arena) -> None:
         """Give memory back that transfers may have been under way in. This rank has left."""
@@ -140,6 +145,25 @@ class Ranks:
             self._is_quiet = self.collectives.stop()
             for links in self._device_links:
                 links.close()
+
+
+class OneRank(Ranks):
+    """The rank of a world of one: it meets nobody, and needs nobody."""
+
+    def _make_collectives(self) -> LocalCollectives:
+        return LocalCollectives()
+
+    def barrier(self, where: str, facts: Callable[[], Facts] = dict) -> None:
+        return
+
+    def all_gather_object(self, where: str, own: Any) -> list[Any]:
+        return [own]
+
+    def broadcast(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        return value
+
+    def can_meet(self) -> bool:
+        return True
 
 
 def program_error() -> BaseException | None:

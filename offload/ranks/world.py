@@ -92,6 +92,15 @@ class World:
         """Index of this one among ``local_ranks``."""
         return self.local_ranks.index(self.rank)
 
+    @property
+    def part_name(self) -> str:
+        """Name of this rank's folder where each rank has one; empty in a world of one."""
+        return "" if self.size == 1 else f"rank-{self.rank}-of-{self.size}"
+
+    def folder_of_all(self, own: Path) -> Path:
+        """The folder in which every rank has its ``own``."""
+        return own.parent if self.part_name else own
+
     def all_gather_object(self, own: Any) -> list[Any]:
         """Gather what every rank gives, in order: see ``packed``. All ranks call this together; nobody uses the group
         else."""

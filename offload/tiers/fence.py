@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from offload.report.meter import Meter
 from offload.units import UnitSpec
-from offload.waiting import Failure, Monitor
+from offload.waiting import Failure, Monitor, refuse_within_step
 
 
 class UpdateFence:
@@ -53,6 +53,7 @@ class UpdateFence:
 
     def wait(self, unit: UnitSpec) -> None:
         """Block until the last step's update has reached the unit."""
+        refuse_within_step()
         if unit.index not in self._pending:
             return
         token = object()

@@ -2,8 +2,8 @@
 
 They are found by shape and by use. Fused experts are a module's own parameters, one of which at least has three
 dimensions, with a row for each expert: a class of ``transformers`` that takes an experts implementation, or a module
-that is named. Separate ones are the modules of a named ``nn.ModuleList``. What is cut depends on the model alone, so
-that the bits do not depend on a budget.
+that is named. Separate ones are the modules of a named ``nn.ModuleList`` or ``nn.ModuleDict``. What is cut depends on
+the model alone, so that the bits do not depend on a budget.
 """
 
 from __future__ import annotations
@@ -57,23 +57,26 @@ class FusedExperts(Experts):
 class SeparateExperts(Experts):
     """Experts that are modules of their own."""
 
-    def __init__(self, name: str, module: nn.ModuleList) -> None:
+    def __init__(self, name: str, module: nn.ModuleList | nn.ModuleDict) -> None:
         super().__init__(name, module, len(module))
 
 
 def find_experts(
     model: nn.Module, names: Sequence[str], *, fused: bool, whole: Collection[int], least: int
 ) -> Iterator[Experts]:
-    """The experts of each layer that has some. ``names`` are last parts of modules' names, or their classes'.
+    """The experts of each layer that has some. ``names`` are last parts of modules' names, or ends of
+    their classes', in any case of letters.
 
     ``fused``: parameters may be cut, except those whose ``id`` is in ``whole``, where an expert has ``least`` elements.
     """
     seen = set(whole)
+    ends = tuple(name.lower() for name in names)
     for name, module in model.named_modules():
-        is_named = name.rpartition(".")[2] in names or type(module).__name__ in names
-        if isinstance(module, nn.ModuleList):
-            numel = min((sum(p.numel() for p in expert.parameters()) for expert in module), default=0)
-            if is_named and len(module) > 1 and len({type(e) for e in module}) == 1 and numel >= least:
+        is_named = name.rpartition(".")[2] in names or type(module).__name__.lower().endswith(ends)
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            experts = list(module.children())
+            numel = min((sum(p.numel() for p in expert.parameters()) for expert in experts), default=0)
+            if is_named and len(experts) > 1 and len({type(e) for e in experts}) == 1 and numel >= least:
                 yield SeparateExperts(name, module)
         elif fused and (is_named or takes_implementation(module)):
             parameters = _fused(module)

@@ -294,12 +294,12 @@ def _unit_of_pieces(
 
     def laid_out_of(piece: Piece, trainable: bool) -> _LaidOut:
         shape = torch.Size([piece.stop - piece.start, *piece.whole.shape[1:]])
-        whole, site = piece.whole.packing, Site(piece, "weight")
+        whole = piece.whole.packing
         packing = None if whole is None else whole.rows(piece.start, piece.stop)
         numel = shape.numel() if packing is None else packing.nbytes // layout.dtype.itemsize
 
         def spec(offset: int) -> ParameterSpec:
-            return ParameterSpec(piece.whole.name + rows, shape, numel, offset, trainable, (site,), piece, packing)
+            return ParameterSpec(piece.whole.name + rows, shape, numel, offset, trainable, (), piece, packing)
 
         return _LaidOut(numel, trainable, packing is not None, spec)
 
@@ -311,4 +311,4 @@ def _unit_of_pieces(
     owners = {module for piece in pieces for module, _ in piece.whole.sites}
     depth = max(layout.depth(module) for module in owners)
     name = (layout.names[pieces[0].whole.sites[0][0]] or "(root)") + rows
-    return UnitSpec(index, name, tuple(pieces), specs, trainable_numel, numel, depth)
+    return UnitSpec(index, name, (), specs, trainable_numel, numel, depth)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,25 +23,41 @@ _MOST_PIECES = 32
 """A piece has at least the share of all that could be cut that this many have of it."""
 
 
-class Piece(nn.Module):
-    """Rows ``[start, stop)`` of a weight. ``weight`` is there while a call lasts; a handle stands for it else.
+class Piece:
+    """Rows ``[start, stop)`` of a weight, the ``index``-th of its pieces.
 
     Each use is a leaf of its own: autograd would hold the gradients of one leaf until those of all its uses have come,
     and a tied weight is used at both ends of a model.
+
+    No ``nn.Module``, though it is called like one: a layer has hundreds of experts, and a module takes 4 KB.
     """
 
+    __slots__ = ("around", "index", "on_gradient", "start", "stop", "weight", "whole")
+
+    around: tuple[Callable[[Piece, Any], None], Callable[[Piece, Any, Any], Any]]
+    """Called before and after each use, like a module's hooks: the latter with None where the use has failed."""
     weight: nn.Parameter
+    """The one in the unit's window, whose value is there while a use lasts."""
     on_gradient: Callable[[Tensor], None]
     """Told of each leaf that has its gradient."""
 
-    def __init__(self, whole: WeightInPieces, start: int, stop: int) -> None:
-        super().__init__()
+    def __init__(self, whole: WeightInPieces, index: int, start: int, stop: int) -> None:
         self.whole = whole
+        self.index = index
         self.start = start
         self.stop = stop
-        self.register_parameter("weight", None)
 
-    def forward(self, use: Callable[[Tensor], Tensor]) -> Tensor:
+    def __call__(self, use: Callable[[Tensor], Tensor]) -> Tensor:
+        before, after = self.around
+        before(self, (use,))
+        try:
+            output = self._compute(use)
+        except Exception:
+            after(self, (use,), None)
+            raise
+        return after(self, (use,), output)  # type: ignore[no-any-return]
+
+    def _compute(self, use: Callable[[Tensor], Tensor]) -> Tensor:
         if not (self.weight.requires_grad and torch.is_grad_enabled()):
             return use(self.weight.detach())
         leaf = nn.Parameter(self.weight.detach())
@@ -65,7 +82,7 @@ class WeightInPieces:
         self.shape = shape
         self.packing = packing
         bounds = [shape[0] * index // count for index in range(count + 1)]
-        self.pieces = [Piece(self, start, stop) for start, stop in pairwise(bounds)]
+        self.pieces = [Piece(self, index, *rows) for index, rows in enumerate(pairwise(bounds))]
 
     def split(self, value: Tensor) -> Iterator[Tensor]:
         """The rows of each piece."""

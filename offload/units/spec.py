@@ -37,9 +37,10 @@ class Site(NamedTuple):
 class ParameterSpec:
     """One parameter of a unit, or one piece of a large one.
 
-    ``offset`` and ``numel`` count elements of the unit, from its start. ``sites`` are where it stands while it is used;
-    tied ones have several. Of a quantised one ``shape`` is what the model sees, and ``numel`` what its bytes take. Of a
-    ``DTensor`` all of these are of the part that this rank has; ``distribution`` knows the whole.
+    ``offset`` and ``numel`` count elements of the unit, from its start. ``sites`` are where it stands while it is used:
+    tied ones have several, and a ``piece``, which has it itself, none. Of a quantised one ``shape`` is what the model
+    sees, and ``numel`` what its bytes take. Of a ``DTensor`` all of these are of the part that this rank has;
+    ``distribution`` knows the whole.
     A rank's shard has ``numel`` elements of the flat parameter ``whole``, from its element ``start``; it may have none.
     """
 
@@ -57,7 +58,7 @@ class ParameterSpec:
 
     @property
     def owners(self) -> tuple[Site, ...]:
-        """Sites where the model has the parameter: for a piece, the whole of it."""
+        """Sites where the model has the parameter: for a piece, the whole of it. A handle stands there between uses."""
         return tuple(Site(*site) for site in self.piece.whole.sites) if self.piece is not None else self.sites
 
     @property
@@ -129,8 +130,8 @@ class UnitSpec:
     """Parameters stored flat, one after the other: the trainable ones first.
 
     ``numel`` and ``trainable_numel`` count elements up to the end of the padding, whole multiples of ``GRAIN``.
-    ``modules`` are those around whose forward the unit must be resident; ``depth`` counts the units that are
-    resident around this one because their module calls this one's.
+    ``modules`` are those around whose forward the unit must be resident, which pieces know for themselves; ``depth``
+    counts the units that are resident around this one because their module calls this one's.
     """
 
     index: int

@@ -48,6 +48,7 @@ class SpeculationPolicy:
         """A gradient of the unit is in its place, or on its way there."""
         if self.forecast is not None:
             self.speculative.gradient_arrived(unit)
+        self.look()
 
     def look(self) -> None:
         """Begin what can be begun with the gradients that are complete since the last call. Never waits for one."""

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from offload.errors import ConfigError, NonFiniteGradient
-from offload.optim.rule import Group, Rule, SteppingParameter, facts_of
+from offload.optim.rule import Group, Rule, SteppingParameter, facts_of, refuse_twice
 from offload.ranks.agreement import Facts, OfEach
 from offload.tiers.gradients.store import Gradient, GradientStore
 from offload.units import ALIGNMENT, ParameterSpec, UnitSpec
@@ -48,7 +48,8 @@ class Verdict:
         return self.rule.uniform
 
     def check(self, param_groups: Sequence[Group]) -> None:
-        """Raise ``ConfigError`` if parameters have come into the groups that the engine does not hold."""
+        """Raise ``ConfigError`` if parameters have come into the groups that the engine does not hold, or twice."""
+        refuse_twice(param_groups, lambda parameter: self._names.get(id(parameter)))
         if not groups_by_parameter(param_groups).keys() <= self._names.keys():
             raise ConfigError(
                 "engine.optimizer.param_groups has parameters that the engine does not hold. Give them an optimizer of "

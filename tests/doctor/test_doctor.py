@@ -109,7 +109,7 @@ def test_a_process_on_the_cores_of_two_nodes_could_be_better(
     fake(tmp_path / "sys/devices/system", {"node/node1/cpulist": "32-63\n"})
     (found,) = memory.numa()
     assert found.status is status and found.says.startswith("2 nodes: node0 with cores 0-31, node1 with cores 32-63")
-    assert ("read the memory of each" in found.says) == (status is Status.BETTER)
+    assert ("comes from each by turns" in found.says) == (status is Status.BETTER)
 
 
 def test_one_memory_of_cpu_and_gpu_and_one_queue_are_told(monkeypatch: pytest.MonkeyPatch):

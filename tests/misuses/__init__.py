@@ -12,6 +12,7 @@ from misuses.case import Case, Family
 _FILES = (
     "loops",
     "foreign_optimizers",
+    "optimizer_programs",
     "schedulers",
     "mixed_precision",
     "clipping",
@@ -23,6 +24,7 @@ _FILES = (
     "conversions",
     "surgery",
     "inside_forward",
+    "strangers",
     "features",
     "processes",
     "threads",

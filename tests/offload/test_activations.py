@@ -273,6 +273,33 @@ def test_a_second_run_finds_what_was_changed_after_the_first_as_it_was():
     assert (module.eps, module.training, seen) == (0.5, False, [1, 2])
 
 
+class Counter:
+    def __init__(self) -> None:
+        self.calls, self.of_each = 0, {"outputs": [0]}
+
+
+def test_a_second_run_finds_nested_containers_and_objects_of_a_module_as_they_were():
+    module = nn.BatchNorm1d(4)
+    module.seen, module.counter = {"inputs": [1]}, Counter()
+    state = State(module, [], "block")
+    module.running_mean.fill_(1.0)
+    module.register_buffer("late", torch.ones(1))
+    module.seen["inputs"].append(2)
+    module.counter.calls = 1
+    module.counter.of_each["outputs"].append(1)
+    state.compare()
+    after = module.running_mean
+    with state.before():
+        assert (module.seen, module.counter.calls) == ({"inputs": [1]}, 0)
+        assert module.counter.of_each == {"outputs": [0]}
+        assert module.running_mean.tolist() == [0.0] * 4
+        assert "late" not in module._buffers
+        module.running_mean.fill_(1.0)
+    assert (module.seen, module.counter.calls) == ({"inputs": [1, 2]}, 1)
+    assert module.running_mean is after
+    assert after.tolist() == [1.0] * 4
+
+
 def test_a_buffer_that_is_written_between_the_two_runs_is_an_error_unless_the_first_wrote_it_too():
     for first_writes in (True, False):
         module = nn.BatchNorm1d(4)
@@ -298,22 +325,26 @@ class Written(nn.Sequential):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.how == "data":
             self[0].weight.data = self[0].weight.data * 0.9
+        elif self.how == "bytes":
+            self[0].weight.data.mul_(0.9)
         elif self.how == "no_grad":
             with torch.no_grad():
                 self[0].weight.mul_(0.9)
         return super().forward(x)
 
 
-@pytest.mark.parametrize("how", ["data", "no_grad", "between"])
+@pytest.mark.parametrize("how", ["data", "no_grad", "bytes", "between", "bytes between"])
 def test_a_weight_that_two_runs_would_find_different_is_an_error(how: str):
     torch.manual_seed(0)
     blocks = [Written(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)) for _ in range(6)]
-    blocks[3].how = how
     with OffloadEngine(nn.Sequential(*blocks), activations="recompute") as engine:
-        if how == "between":
+        for _ in range(2):  # a write is found in any use, and not in the first alone
+            engine(torch.ones(2, 32)).sum().backward()
+        blocks[3].how = how
+        if "between" in how:
             loss = engine(torch.ones(2, 32)).sum()
             with torch.no_grad():
-                blocks[3][2].bias.mul_(0.5)
+                (blocks[3][2].bias.data if "bytes" in how else blocks[3][2].bias).mul_(0.5)
             with pytest.raises(OffloadError, match=r"3\.2\.bias was changed between a forward and its backward"):
                 loss.backward()
         else:

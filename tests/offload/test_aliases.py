@@ -300,3 +300,24 @@ print("data" in vars(torch.Tensor))
 """
     said = forked.run_well(code)
     assert "the engine is closed" in said and said.endswith("False\n")
+
+
+def test_who_looks_at_the_memory_of_before_keeps_its_value(tmp_path: Path) -> None:
+    """``p.data, average = average, p.data``: weights and averages change places, and back."""
+    weight, average = torch.ones(3, 3), torch.full((3, 3), 5.0)
+    model = nn.Linear(3, 3, bias=False)
+    model.weight.data.copy_(weight)
+    with OffloadEngine(model, lr=0.1, nvme_path=tmp_path, host_memory="1MiB", precision="fp32"):
+        kept, row = model.weight.detach(), model.weight[0]
+        model.weight.data, other = average, model.weight.data
+        assert model.weight.eq(5).all() and other.eq(1).all() and kept.eq(1).all() and row.eq(1).all()
+        model.weight.data, other = other, model.weight.data
+        assert model.weight.eq(1).all() and other.eq(5).all() and average.eq(5).all()
+        look = model.weight.detach()
+        look.data = torch.zeros(3, 3)
+        assert model.weight.eq(1).all() and look.eq(0).all()
+        saved = model.weight.data
+        model.weight.data = torch.full((3, 3), 2.0)
+        model.weight.data = saved
+        saved.mul_(3)
+        assert model.weight.eq(3).all()

@@ -155,6 +155,13 @@ def test_a_device_of_another_kind_is_refused(kind: str) -> None:
         CudaDevice(torch.device(kind))
 
 
+@pytest.mark.parametrize(("kind", "lacking"), [("xpu", "cannot be registered"), ("mps", "share one memory")])
+def test_what_is_missing_on_a_device_of_another_kind_is_said(kind: str, lacking: str) -> None:
+    for refused in (lambda: OffloadConfig(device=kind), lambda: CudaDevice(torch.device(kind))):
+        with pytest.raises(ConfigError, match=f"On {kind} .*{lacking}"):
+            refused()
+
+
 # Torch's allocator.
 
 

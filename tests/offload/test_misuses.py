@@ -17,7 +17,10 @@ _TESTS = Path(__file__).parents[1]
 _SLICE = [
     *("retained_graph_over_a_step", "exception_in_backward", "grad_scaler_unscale_clip", "thawed_after_wrapping"),
     *("model_saved", "loaded_by_assignment", "tied_before", "written_through_views", "flat_bucket", "random_objects_1"),
+    *("averages_swapped", "group_decays_otherwise", "norm_of_all_later", "step_looks_at_model"),
     *("dp_sgd", "parametrized_before", "loader_forked", "interrupt_in_backward", "unwrapped"),
+    *("energy_in_block", "main_grad_by_function", "jacobian_in_recomputed", "recorded_in_recomputed"),
+    *("swapped_parameters", "weights_transposed_before"),
 ]
 
 

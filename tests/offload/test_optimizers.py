@@ -260,3 +260,56 @@ def test_an_optimizer_over_other_parameters_is_refused():
     model = built()
     with pytest.raises(ConfigError, match="not one of the model's"):
         OffloadEngine(model, optimizer=torch.optim.AdamW(built().parameters()))
+
+
+def test_a_parameter_that_is_given_twice_is_refused_where_torch_takes_two_steps():
+    model = Tiny()
+    with pytest.warns(UserWarning, match="duplicate"):
+        optimizer = torch.optim.AdamW([*model.parameters(), model.head.weight])
+    with pytest.raises(ConfigError, match=r"head\.weight 2 times"):
+        OffloadEngine(model, optimizer=optimizer)
+    with OffloadEngine(model, optimizer="sgd", precision="fp32") as engine:
+        engine.optimizer.param_groups[0]["params"].append(model.norm.weight)
+        tokens, targets = batches(1)[0]
+        engine.backward(loss_of(engine(tokens), targets))
+        with pytest.raises(ConfigError, match=r"norm\.weight 2 times"):
+            engine.step()
+
+
+def test_weight_decay_of_a_group_is_decoupled_as_the_group_says():
+    def make(model):
+        groups = grouped(model)
+        groups[0]["decoupled_weight_decay"] = False
+        return torch.optim.AdamW(groups, lr=1e-2, eps=EPS)
+
+    expected = in_memory(make)
+    model = built()
+    with OffloadEngine(model, optimizer=make(model), precision="fp32") as engine:
+        got = run(model, engine, lambda loss: engine.backward(loss), engine.step)
+    assert_close(got, expected)
+
+
+def test_an_adamw_that_loads_the_options_of_adam_stays_one():
+    of_adam = torch.optim.Adam(built().parameters(), lr=1e-3).state_dict()
+    model = built()
+    for optimizer in (torch.optim.AdamW(model.parameters()), "adamw"):
+        with OffloadEngine(model, optimizer=optimizer) as engine:
+            engine.optimizer.load_state_dict(of_adam)
+            assert engine.optimizer.param_groups[0].get("decoupled_weight_decay", True)
+            assert engine.optimizer.param_groups[0]["lr"] == 1e-3
+            model = engine.unwrap()
+
+
+def test_options_that_are_not_finite_are_refused_for_what_they_are():
+    with OffloadEngine(Tiny(), optimizer="sgd", precision="fp32") as engine:
+        tokens, targets = batches(1)[0]
+        engine.backward(loss_of(engine(tokens), targets))
+        engine.optimizer.param_groups[0]["lr"] = float("nan")
+        with pytest.raises(ConfigError, match="lr must be finite, got nan"):
+            engine.step()
+
+
+def test_gradients_through_a_step_are_refused():
+    model = Tiny()
+    with pytest.raises(ConfigError, match="differentiable=True"):
+        OffloadEngine(model, optimizer=torch.optim.Adam(model.parameters(), differentiable=True))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -41,7 +42,8 @@ def optimizer_of(pieces: Sequence[Callable]) -> FromPieces:
 
 def tried(optimizer: torch.optim.Optimizer) -> None:
     groups = [[Kind(p.shape, {}, optimizer.state.get(p, {})) for p in g["params"]] for g in optimizer.param_groups]
-    try_alone(Twin(optimizer), SharedState.of(optimizer), groups)
+    of_model = [p for g in optimizer.param_groups for p in g["params"]]
+    try_alone(Twin(optimizer), SharedState.of(optimizer), groups, of_model)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -344,3 +346,144 @@ def test_the_step_of_before_the_engine_is_refused_when_it_is_called():
         pytest.raises(ConfigError, match="before the engine"),
     ):
         step()
+
+
+def test_a_parameter_may_get_an_attribute_during_training():
+    found = []
+    for wrapped in (False, True):
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = grouped(model, [momentum])
+        with OffloadEngine(model, optimizer=optimizer) if wrapped else nullcontext():
+            for _ in range(3):
+                model(torch.ones(2, 6)).sum().backward()
+                for parameter in model.parameters():
+                    parameter.main_grad = parameter.grad.detach() * 0.5
+                    parameter.grad = parameter.main_grad
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append([optimizer.state[parameter]["buffer"].clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+# What a step does beside its parameters.
+
+
+class Stepwise(torch.optim.SGD):
+    """SGD by hand, with what a subclass does before it."""
+
+    count = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.count += 1
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        self.before(parameters)
+        for p in parameters:
+            p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+        return getattr(self, "result", None)
+
+    def before(self, parameters):
+        pass
+
+
+class NormOfAllLater(Stepwise):
+    def before(self, parameters):
+        if self.count > 5:
+            norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+            for p in parameters:
+                p.grad.div_(norm)
+
+
+def test_a_quantity_of_all_gradients_that_comes_later_is_one_error_at_that_step():
+    model = net()
+    with OffloadEngine(model, optimizer=NormOfAllLater(model.parameters(), lr=0.1), precision="fp32") as engine:
+        train(model, engine.optimizer, 5)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        with pytest.raises(ConfigError, match="depended on the others"):
+            train(model, engine.optimizer, 1)
+        assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_step_that_looks_at_the_model_is_refused_before_it_changes_anything():
+    model = net()
+
+    class Clamped(Stepwise):
+        def before(self, parameters):
+            model.norm.weight.clamp_(2.0, 3.0)
+
+    with pytest.raises(ConfigError, match="looks at a parameter of the model"):
+        OffloadEngine(model, optimizer=Clamped(model.parameters(), lr=0.1))
+    assert model.norm.weight.eq(1).all()
+
+
+def test_a_step_that_looks_at_the_model_later_is_one_error_and_no_deadlock():
+    model = net()
+
+    class Later(Stepwise):
+        def before(self, parameters):
+            if self.count > 3:
+                parameters[0].grad.mul_(model.norm.weight.mean())
+
+    engine = OffloadEngine(model, optimizer=Later(model.parameters(), lr=0.1), precision="fp32")
+    with pytest.raises(ConfigError, match="looks at a parameter of the"):
+        train(model, engine.optimizer, 5)
+    engine.close()
+
+
+def test_a_state_that_is_the_parameter_itself_is_refused():
+    class Pulled(Stepwise):
+        def before(self, parameters):
+            for p in parameters:
+                p.lerp_(self.state[p].setdefault("start", p.data), 0.1)
+
+    model = net()
+    with pytest.raises(ConfigError, match="state 'start' is the parameter itself"):
+        OffloadEngine(model, optimizer=Pulled(model.parameters(), lr=0.1))
+
+
+def test_a_result_of_the_step_that_nobody_gets_is_warned_of():
+    model = net()
+    optimizer = Stepwise(model.parameters(), lr=0.1)
+    optimizer.result = {"norm": 1.0}
+    with pytest.warns(UserWarning, match="the step of Stepwise returns dict"):
+        OffloadEngine(model, optimizer=optimizer).close()
+
+
+def test_a_zero_grad_of_the_users_own_is_called():
+    class Halving(torch.optim.SGD):
+        def zero_grad(self, set_to_none=True):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.grad.mul_(0.5)
+
+    def run(call, model, optimizer):
+        for x in (torch.ones(2, 6), torch.full((2, 6), 0.5)):
+            call(model(x).sum())
+            optimizer.zero_grad()
+        optimizer.step()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    plain = net()
+    expected = run(torch.Tensor.backward, plain, Halving(plain.parameters(), lr=0.1))
+    model = net()
+    with OffloadEngine(model, optimizer=Halving(model.parameters(), lr=0.1), precision="fp32") as engine:
+        assert all(map(torch.equal, run(torch.Tensor.backward, model, engine.optimizer), expected))
+
+
+def test_arguments_that_a_step_would_not_see_are_refused():
+    model = net()
+    engine = OffloadEngine(model, optimizer=Stepwise(model.parameters(), lr=0.1))
+    with engine, pytest.raises(ConfigError, match="a closure alone, not scale"):
+        engine.optimizer.step(scale=0.5)
+
+
+def test_options_that_came_after_a_state_dict_are_gone_once_it_is_loaded():
+    model = net()
+    with OffloadEngine(model, optimizer=grouped(model, [group_counter]), precision="fp32") as engine:
+        first = engine.optimizer.state_dict()
+        train(model, engine.optimizer, 2)
+        assert engine.optimizer.param_groups[0]["k"] == 2
+        engine.optimizer.load_state_dict(first)
+        assert "k" not in engine.optimizer.param_groups[0]

@@ -180,7 +180,9 @@ def test_the_command_names_the_options_of_the_best_batch_and_its_code_has_them(c
     assert main([*asked, *advised[1].split()]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith(f"It fits: {advised[2]} tokens a second") and "\nWith --" not in shown
-    assert "activations='" in shown and "activation_memory=" in shown
+    mode = re.search(r"--activations (\w+)", advised[1])
+    assert mode is not None and f"activations='{mode[1]}'" in shown
+    assert ("activation_memory=" in shown) == (mode[1] in ("host", "nvme"))
     assert "logits of 2,048 tokens at a time" in shown and "loss_of(tokens):" in shown
 
 

@@ -50,6 +50,11 @@ def test_a_step_in_ram_takes_little_more_than_what_limits_it(
     assert reached(predict(model_of(billions), machine, workload)) >= 0.9
 
 
+def test_the_units_that_forward_begins_with_hide_the_first_updates_and_copies():
+    """A layer is computed in 2 ms here, is copied in 8 and updated in 18."""
+    assert reached(played(host(64, 300e9), 1)) >= 0.89
+
+
 def test_few_cores_take_longer_than_the_memory_allows():
     few, many = played(host(3, 300e9), 4), played(host(64, 300e9), 4)
     assert few.links["CPU updates"] == pytest.approx(5 * many.links["CPU updates"])

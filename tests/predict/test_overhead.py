@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -51,7 +53,7 @@ def test_gradients_are_put_away_at_the_rate_that_a_backward_has_shown():
     with torch.device("meta"):
         model = Model("tiny", Tiny(), 4, 128, 0, 256)
     workload = Workload(batch=4, sequence=16, precision="fp32")
-    cores = probe.core_rates(model, workload, 1.0, lambda: None)
+    cores = probe.core_rates(model, workload, 1.0, lambda: None, lambda: time.sleep(0.001))
     assert 0 < cores.gradients < math.inf
     machine = Machine(
         host_bytes=1 << 30, nvme_bytes=0, nvme=None, cores=replace(cores, gradients=math.inf), update=4e10,
@@ -61,6 +63,17 @@ def test_gradients_are_put_away_at_the_rate_that_a_backward_has_shown():
     charged = predict(model, replace(machine, cores=replace(cores, gradients=1e6)), workload)
     traffic = 8 * sum(unit.trainable_numel for unit in model.units(workload.dtype))  # read and written, in fp32
     assert charged.links["compute"] - free.links["compute"] == pytest.approx(traffic / 1e6, rel=0.02)
+
+
+def test_what_compute_and_sweeps_reach_together_says_how_much_of_the_cores_they_lose():
+    """Both take four times as long as alone: half of the cores' work is lost."""
+
+    def sweep() -> None:
+        time.sleep(0.02 if threading.current_thread() is threading.main_thread() else 0.08)
+
+    lost = probe._lost(lambda: time.sleep(0.08), 0.02, 1.0, sweep, lambda: None)
+    assert lost == pytest.approx(0.5, abs=0.2)
+    assert probe._lost(lambda: time.sleep(0.04), 0.02, 1.0, lambda: time.sleep(0.02), lambda: None) == 0.0
 
 
 def test_a_slow_core_is_tried_on_fewer_tokens(monkeypatch: pytest.MonkeyPatch):

@@ -23,6 +23,16 @@ def test_parts_that_want_more_than_there_is_get_equal_parts():
     assert ends([Task(1.0), Task(1.0)], [Job(-1, 0.0, network=1.0)], both) == pytest.approx([2.0, 3.0])
 
 
+def test_what_wants_more_than_there_is_loses_some_of_it_in_proportion():
+    """A half where twice as much is wanted: a quarter where half as much more is."""
+    job = Job(-1, 0.0, sweep=9.0)
+    assert ends([Task(1.0)], [job], Shares(compute=1.0, sweep=1.0, lost=0.5)) == pytest.approx([1 / 0.25])
+    job = Job(-1, 0.0, sweep=9.0)
+    assert ends([Task(1.0)], [job], Shares(compute=0.75, sweep=0.75, lost=0.5)) == pytest.approx([0.75 / 0.375])
+    job = Job(-1, 0.0, sweep=9.0)
+    assert ends([Task(1.0)], [job], Shares(compute=0.5, sweep=0.5, lost=0.5)) == pytest.approx([1.0])
+
+
 def test_a_part_that_wants_little_gets_it_beside_two_that_want_all():
     three = Shares(compute=1.0, drive=0.2, sweep=1.0)
     job = Job(-1, 1.0, sweep=0.4)  # the drive goes at its full speed, the others at 0.4 of theirs

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from offload.encoding import decode, encode
-from offload.ranks.host_cores import HostCores, host_cores
+from offload.ranks.host_cores import HostCores, host_cores, host_nodes
 
 CGROUP = "proc/self/cgroup"
 
@@ -139,3 +139,10 @@ def test_a_rank_knows_of_the_cores_that_another_one_tells_of():
 def test_ranks_divide_the_quota_of_their_group():
     each = cores_of(*range(64), quota=3.5)
     assert each.part([each, each]) == 1.75
+
+
+@pytest.mark.parametrize(("allowed", "nodes"), [(None, {0, 1}), ("0-31", {0}), ("40", {1}), ("31-32", {0, 1})])
+def test_memory_is_at_the_nodes_of_the_cores(tmp_path: Path, allowed: str | None, nodes: set[int]):
+    host = FakeHost(tmp_path, 64, allowed)
+    host.nodes("0-31", "32-63")
+    assert host_nodes(host.root) == host.found.nodes == nodes

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import forked
@@ -13,7 +15,9 @@ _ROOT = Path(__file__).parents[2]
 _SCRIPT = _ROOT / "scripts" / "bench_step.py"
 sys.path.append(str(_SCRIPT.parent))
 
+import _step_curve as curve  # noqa: E402
 import _step_output as output  # noqa: E402
+from _step_model import Shape  # noqa: E402
 from _step_process import Turns, WorkerFailed  # noqa: E402
 
 _TINY = ["--sizes", "chain:8x256", "--rounds", "1", "--warm-up", "1", "--steps", "2"]
@@ -54,6 +58,73 @@ def test_another_installation_is_imported_in_place_of_this_one(tmp_path: Path):
     (other / "__init__.py").write_text("raise SystemExit('this is the other one')")
     with pytest.raises(WorkerFailed, match="this is the other one"):
         Turns(None).take({"installation": str(other.parent)}, 1, 1)
+
+
+_SILENT = """
+import torch
+
+class BudgetError(Exception):
+    needed_bytes = 4096
+
+class OffloadEngine:
+    plan = None
+
+    def __init__(self, model, *, precision, nvme_path, io_backend, host_memory, gradient_clipping, lr, weight_decay):
+        if host_memory == 1:
+            raise BudgetError
+
+    def __call__(self, tokens, targets):
+        return torch.zeros(())
+
+    def backward(self, loss): pass
+    def step(self): pass
+    def synchronize(self): pass
+    def close(self): pass
+    def report(self): pass
+"""
+
+
+def test_an_installation_that_says_nothing_of_itself_is_timed_and_counted(tmp_path: Path):
+    """What a turn needs of it is what a training loop needs."""
+    (tmp_path / "offload").mkdir()
+    (tmp_path / "offload" / "__init__.py").write_text(_SILENT)
+    request = {
+        "installation": str(tmp_path), "system": "engine", "precision": "fp32", "nvme_path": str(tmp_path),
+        "io_backend": "auto", "host_memory": 0, "clipping": 0.0, "device": "cpu", "device_memory": "auto",
+        "shape": asdict(Shape.parse("chain:2x16", 1, 8)),
+    }  # fmt: skip
+    assert Turns(None).least_host_memory(request) == 4096
+    turn = Turns(None).take(request, 1, 2)
+    assert len(turn["seconds"]) == 2
+    assert turn["parameters"] == 256 * 16 + 2 * (16 * 16 + 16)
+    assert turn["cpu_seconds"] > 0
+    assert turn["host_memory_bytes"] is turn["bandwidths"] is turn["stalls"] is None
+
+
+def test_budgets_of_a_curve_go_from_the_least_to_all_by_one_factor():
+    assert curve.budgets(100, 1600, 5) == ["least", "200B", "400B", "800B", "all"]
+
+
+def test_a_curve_names_every_budget_that_is_slower_than_a_smaller_one(capsys: pytest.CaptureFixture[str]):
+    def run(system: str, budget: str, mib: int, *seconds: float) -> dict[str, object]:
+        return {"size": "4x64", "clipping": "never", "system": system, "budget": budget, "step_seconds": seconds,
+                "step_seconds_median": statistics.median(seconds), "bound_seconds": 0.5, "cpu_seconds_per_step": 1.0,
+                "host_memory_bytes": mib << 20}  # fmt: skip
+
+    runs = [
+        run("in_memory", "", 0, 0.5),
+        run("engine", "least", 10, 1.0, 1.1), run("engine old", "least", 10, 2.0, 2.2),
+        run("engine", "all", 99, 1.05, 1.2), run("engine old", "all", 99, 2.3, 2.4),
+    ]  # fmt: skip
+    machine = {"cores": 2, "cpu": "a CPU", "torch": "2.13"}
+    curve.print_curve(
+        {"date": "2026-01-01", "machine": machine, "config": {"precision": "fp32", "batch": 1}, "runs": runs}
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "4x64, clipped never: in memory 0.500 (0.500 0.500)"
+    assert " ".join(lines[3].split()) == "10 1.050 (1.000 1.100) 0.48 1.00 2.100 (2.000 2.200) 0.24 1.00 0.50"
+    assert lines[-2] == "engine: more memory is never slower, beyond the spread of steps"
+    assert lines[-1] == "engine old: 99 MiB is 1.12 times as slow as 10 MiB"
 
 
 def test_rows_by_version_are_added_to_the_end_of_the_table(tmp_path: Path):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 from typing import Any
@@ -86,6 +88,13 @@ def test_it_begins_with_what_a_reader_wants(tmp_path: Path) -> None:
     assert [run["step_seconds_median"] for run in result["runs"]] == [1.9]  # in the place of the earlier one
 
 
+def test_what_a_probe_has_seen_before_it_was_interrupted_is_shown(tmp_path: Path) -> None:
+    first, more = {"adam_gb_per_s": {"1": 20.0, "16": 210.0}}, {"register_s_per_gib": 0.07}
+    text = f"a line\n{json.dumps(first)}\n{json.dumps({**first, **more})}\nKeyboardInterrupt\n"
+    lines = _gpu_report.summary(result_of(tmp_path, probe=(124, 120, text)))
+    assert "host:    Adam 210 GB/s on 16 threads, registered in 0.07 s a GiB" in lines
+
+
 def test_the_names_of_failures_are_kept(tmp_path: Path) -> None:
     text = (
         "FAILED tests/offload/test_cuda.py::test_one[bf16] - assert 1 == 2\n"
@@ -137,17 +146,78 @@ def test_each_result_is_saved_at_once_and_what_is_left_comes_first(
         check.run(part)
         saved = json.loads((tmp_path / "gpu_check.json").read_text())
         assert [*saved["parts"]][-1] == part.name
+        with tarfile.open(tmp_path / "logs.tgz") as logs:
+            assert sorted(logs.getnames()) == sorted(f"{name}.log" for name in saved["parts"])
     assert [part["verdict"] for part in saved["parts"].values()] == ["ok", "ok", "failed: 1", "not found"]
-    names = [part.name for part in gpu_check.in_order(gpu_check.Check(tmp_path, tmp_path, 0.0).result, [])]
-    assert names == ["build", "probe", "soak", "kernels"]
+    assert {path.name for path in tmp_path.iterdir()} == {"gpu_check.json", "logs.tgz"}  # all that has to come back
+
+    def names(*wanted: str) -> list[str]:
+        later = gpu_check.Check(tmp_path, tmp_path, 0.0)
+        return [part.name for part in gpu_check.in_order(later.result, wanted)]
+
+    assert names() == ["build", "probe", "soak"]  # what is done is not done again
+    assert names("kernels", "soak") == ["kernels", "soak"]  # unless it is asked for
+
+
+def test_a_part_that_another_call_has_begun_comes_before_those_that_none_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = tuple(
+        gpu_check.Part(name, 60, [program]) for name, program in (("build", "true"), ("a", "true"), ("b", "false"))
+    )
+    monkeypatch.setattr(gpu_check, "PARTS", parts)
+    first = gpu_check.Check(tmp_path, tmp_path, time.monotonic() + 60)
+    first.run(parts[0])
+    first.run(parts[2])
+    late = gpu_check.Check(tmp_path, tmp_path, time.monotonic() + 19)  # less than a third of what a part may take
+    for part in parts:
+        late.run(part)
+    verdicts = {name: part["verdict"] for name, part in late.result["parts"].items()}
+    assert verdicts == {"build": "ok", "a": "not begun", "b": "failed: 1"}  # what was seen is not lost
+    assert [part.name for part in gpu_check.in_order(late.result, [])] == ["build", "b", "a"]
+
+
+def test_a_part_for_other_machines_is_no_failure(tmp_path: Path) -> None:
+    check = gpu_check.Check(tmp_path, tmp_path, time.monotonic() + 60)
+    check.run(gpu_check.Part("ranks-tests", 60, ["false"], gpus=1000))
+    assert [part["verdict"] for part in check.result["parts"].values()] == ["not here"]
+    assert not any(line.startswith("NOT") for line in _gpu_report.summary(check.result))
+    assert "ranks-tests" not in [part.name for part in gpu_check.in_order(check.result, [])]
+
+
+def test_parts_find_what_the_caller_has_carried_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    carried = tmp_path / "site"
+    carried.mkdir()
+    (carried / "carried_module.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(carried))
+    program = tmp_path / "program.py"
+    program.write_text("import carried_module, offload\n")
+    assert gpu_check._run(gpu_check.Part("it", 60, [str(program)]), tmp_path, tmp_path, 60.0) == 0
 
 
 def test_a_part_that_takes_too_long_is_interrupted_and_says_where_it_was(tmp_path: Path) -> None:
     program = tmp_path / "slow.py"
     program.write_text("import time\ntime.sleep(100)\n")
-    log = tmp_path / "slow.log"
-    assert gpu_check._run(gpu_check.Part("slow", 1, [str(program)]), tmp_path, log, 1.0) == 124
-    assert "KeyboardInterrupt" in log.read_text()
+    assert gpu_check._run(gpu_check.Part("slow", 1, [str(program)]), tmp_path, tmp_path, 1.0) == 124
+    assert "KeyboardInterrupt" in (tmp_path / "slow.log").read_text()
+
+
+def test_what_an_interrupted_part_has_measured_counts(tmp_path: Path) -> None:
+    text = f"{json.dumps({'runs': [RUN]})}\nTraceback (most recent call last):\nKeyboardInterrupt\n"
+    result = result_of(tmp_path, bench_7b=(124, 300, text))
+    assert [run["size"] for run in result["runs"]] == [RUN["size"]]
+
+
+def test_compute_of_many_layers_is_known_by_that_of_few() -> None:
+    def run(system: str, layers: int, seconds: float, batch: int) -> dict[str, Any]:
+        size = f"llama:{layers}x4096"
+        return {**RUN, "system": system, "size": size, "batch": batch, "step_seconds_median": seconds}
+
+    seven = run("engine", 32, 3.0, 4)
+    few = [run("in_memory", 4, 0.5, 4), run("in_memory", 8, 0.75, 4), run("in_memory", 8, 9.0, 1)]
+    assert _gpu_report.compute_seconds(seven, [seven, few[0]]) is None
+    assert _gpu_report.compute_seconds(seven, [seven, *few]) == 0.75 + 24 * 0.0625
+    assert _gpu_report._step(seven, [seven, *few]).endswith("its compute alone 2.250 s, 75% of both")
 
 
 def test_each_test_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
@@ -160,20 +230,39 @@ def test_each_test_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
         "def test_hangs(): time.sleep(100)\n"
         "@pytest.mark.skip\ndef test_skipped(): pass\n"
     )
-    command = [sys.executable, str(_ROOT / "scripts" / "_each_test.py"), "--seconds", "6", str(file)]
+    command = [sys.executable, str(_ROOT / "scripts" / "_each_test.py"), "--seconds", "10", str(file)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1].startswith("3 failed, 1 passed, 1 skipped in "), done.stdout + done.stderr
     assert "FAILED test_it.py::test_bad - assert 1 == 2" in done.stdout
-    assert "FAILED test_it.py::test_hangs - it took more than 6 s" in done.stdout
+    assert "FAILED test_it.py::test_hangs - it took more than 10 s" in done.stdout
+
+
+def test_no_test_goes_on_when_all_of_them_are_interrupted(tmp_path: Path) -> None:
+    file, begun = tmp_path / "test_it.py", tmp_path / "begun"
+    file.write_text(
+        "import os, pathlib, time\n"
+        "def test_good(): pass\n"
+        "def test_slow():\n"
+        f"    pathlib.Path({str(begun)!r}).write_text(str(os.getpid()))\n"
+        "    time.sleep(1000)\n"
+    )
+    command = [sys.executable, str(_ROOT / "scripts" / "_each_test.py"), "--jobs", "2", "--seconds", "60", str(file)]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as process:
+        while not begun.exists() and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        said, _ = process.communicate()
+    assert "interrupted" in said.splitlines()[-1], said
+    assert not Path(f"/proc/{begun.read_text()}").exists()
 
 
 def test_a_part_for_which_no_time_is_left_is_not_begun(tmp_path: Path) -> None:
     command = [sys.executable, str(_ROOT / "scripts" / "gpu_check.py"), "kernels", "soak", "--limit", "0"]
     done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
-    assert "NOT:     kernels: too slow" in done.stdout and "NOT:     soak: too slow" in done.stdout
-    parts = json.loads(done.stdout.splitlines()[-1])["parts"].values()
+    assert "NOT:     kernels: not begun" in done.stdout and "NOT:     soak: not begun" in done.stdout
+    parts = json.loads((tmp_path / "gpu_check.json").read_text())["parts"].values()
     assert [part["last"] for part in parts] == ["no time was left"] * 2
 
 
@@ -231,3 +320,14 @@ def test_kernels_and_link_are_measured_and_compared(monkeypatch: pytest.MonkeyPa
     assert result["copy_gb_per_s"] == pytest.approx(8 * 4096 / 1e-3 / 1e9)
     assert set(result["link"]) == set(RATES["link"]) and stand.driver.num_registered == 0
     assert len(bench_gpu_kernels.table(result)) == 1 + len(rows) + 4
+
+
+def test_a_model_is_built_once_for_several_batches(tmp_path: Path) -> None:
+    command = [sys.executable, str(_ROOT / "scripts" / "gpu_batches.py"), "--sizes", "chain:2x64", "--device", "cpu"]
+    counts = ["--warm-up", "0", "--steps", "1", "--context", "8", "--batches", "1", "3", "--timeline", str(tmp_path)]
+    done = subprocess.run([*command, *counts], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line)["runs"] for line in done.stdout.splitlines()]
+    assert [[run["batch"] for run in runs] for runs in lines] == [[1], [1, 3]]
+    assert len(list(tmp_path.glob("*.timeline.json"))) == 2
+    assert len(_gpu_report.runs_table(lines[-1])) == 3

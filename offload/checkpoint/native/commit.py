@@ -12,7 +12,7 @@ manifest, before which the old generation counts. Until ``wait`` has returned no
 calls it before a verdict, and ``ExternalAccess.changing`` before every change from outside. Updates during backward and
 spilled gradients go to other places than those that a kept generation needs (``Places``). A checkpoint is a generation
 that is retained (``commit_retained``, ``linked.py``). Several ranks only ``prepare``; ``finish`` renames on each when
-all of them have prepared.
+all of them have prepared (``Publication``).
 """
 
 from __future__ import annotations
@@ -25,12 +25,46 @@ from offload.checkpoint.native.logged_updates import LoggedUpdate
 from offload.checkpoint.native.records import EngineRecords, Record
 from offload.checkpoint.native.update_log import Logging, UpdateLog
 from offload.interrupts import held_back
+from offload.ranks.ranks import Ranks
 from offload.tiers.store import EngineStore, RecordExtents
 from offload.units import UnitSpec
 from offload.waiting import FATAL, Job, Worker
 from swapper import DurableStore, Extent, Ticket, waiting
 
 _log = logging.getLogger("offload")
+
+
+class Publication:
+    """How a commit comes to count: of one rank, at once."""
+
+    works_alone = True
+    """No other rank is needed for it."""
+
+    def publish(self, opened: EngineStore, metadata: bytes) -> int:
+        """Publish what is written, or prepare that; the generation's number."""
+        generation = opened.store.commit(metadata)
+        opened.remove_previous()
+        return generation
+
+    def finish(self, opened: EngineStore) -> None:
+        """All ranks have published; they call this together."""
+
+
+class JointPublication(Publication):
+    """Of several ranks: when each of them has prepared it."""
+
+    works_alone = False
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def publish(self, opened: EngineStore, metadata: bytes) -> int:
+        return opened.store.prepare(metadata)
+
+    def finish(self, opened: EngineStore) -> None:
+        if any(self._ranks.all_gather_object("a commit", opened.store.prepared is not None)):
+            opened.store.finish()
+            opened.remove_previous()
 
 
 class Committer:
@@ -42,11 +76,11 @@ class Committer:
         records: EngineRecords,
         extents: Sequence[RecordExtents],
         log: UpdateLog,
+        publication: Publication,
         *,
         speculative: bool,
     ) -> None:
-        """A commit of several ranks counts when all of them have it: see ``finish``. ``speculative``: records on NVMe
-        are written beside what is current, so that they take one more place."""
+        """``speculative``: records on NVMe are written beside what is current, so that they take one more place."""
         self._working = 2 if speculative else 1
         self.store: DurableStore = opened.store
         self.checkpoints_max = opened.checkpoints_max
@@ -55,7 +89,7 @@ class Committer:
         self._records = records
         self._extents = extents
         self._access = records.access
-        self.ranks = records.access.ranks
+        self.publication = publication
         self.failure = records.access.failure
         self._worker = Worker("offload-commit")
         self._job: Job | None = None
@@ -110,20 +144,16 @@ class Committer:
             self._job = self._worker.submit(run)
 
     def wait(self) -> None:
-        """Return when no commit is under way. One of several ranks still needs ``finish``."""
+        """Return when no commit is under way. It may still need ``finish``."""
         job, self._job = self._job, None
         if job is not None:
             job.wait(lambda: "a commit")
         self.failure.check()
 
     def finish(self) -> None:
-        """Of several ranks: make what all of them have prepared the committed generation. All call this together."""
-        if self.ranks.size == 1:
-            return
+        """Make what all ranks have committed count. All of them call this together."""
         self.wait()
-        if any(self.ranks.all_gather_object("a commit", self.store.prepared is not None)):
-            self.store.finish()
-            self.opened.remove_previous()
+        self.publication.finish(self.opened)
 
     def changing(self, unit: UnitSpec) -> None:
         """The unit's weights, frozen ones included, are about to be changed from outside."""
@@ -157,11 +187,9 @@ class Committer:
                         self._write(parts, address, of_copy)
                 elif parts:
                     self._write(parts, borrowed.enter_context(record.home.borrow(change=False)), tickets)
-        generation = self.store.commit(metadata) if self.ranks.size == 1 else self.store.prepare(metadata)
+        generation = self.publication.publish(self.opened, metadata)
         self._frozen_done.update(self._records.units)
         self.log.committed(logging)
-        if self.ranks.size == 1:
-            self.opened.remove_previous()
         _log.debug("committed: generation %d", generation)
         return generation
 

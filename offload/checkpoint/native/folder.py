@@ -31,7 +31,7 @@ from offload.checkpoint.native.mark import (
     read_mark,
     saved_in,
 )
-from offload.checkpoint.native.parts import Parts, open_parts, part_name, step_of
+from offload.checkpoint.native.parts import Parts, open_parts, step_of
 from offload.checkpoint.native.run_identity import RunIdentity, clear_held
 from offload.checkpoint.publish import make_directory, sync_folder, write_synced
 from offload.checkpoint.workplace import Workplace, clear_left_over
@@ -138,7 +138,7 @@ class SavingDirectory(CheckpointDirectory):
         self._identity = identity
         self._run = ""
         self._ranks = ranks
-        self._part = "" if ranks.size == 1 else part_name(ranks.rank, ranks.size)
+        self._part = ranks.world.part_name
         self._place: Workplace | None = None
         """The first rank's workplace, while it saves."""
         self._new = self.path

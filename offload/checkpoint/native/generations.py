@@ -14,7 +14,7 @@ from offload.checkpoint.native.folder import SavingDirectory
 from offload.checkpoint.native.linked import LinkedCheckpoints
 from offload.checkpoint.native.logged_updates import LoggedUpdate
 from offload.config import OffloadConfig
-from offload.ranks.ranks import Ranks, program_error
+from offload.ranks.ranks import Ranks
 from offload.units import UnitSpec
 from offload.update.step import UnitUpdate
 from swapper import StorageFull
@@ -58,11 +58,12 @@ class NoGenerations:
 class Generations(NoGenerations):
     """The store holds them."""
 
-    def __init__(self, committer: Committer, config: OffloadConfig) -> None:
+    def __init__(self, committer: Committer, config: OffloadConfig, ranks: Ranks) -> None:
         self.committer = committer
         self.linked = LinkedCheckpoints(committer)
         self.background = BackgroundCopy(committer.store, committer.failure)
         self._config = config
+        self._ranks = ranks
 
     def step_taken(self, step: Sequence[UnitUpdate]) -> None:
         self.committer.log.step_taken(step)
@@ -95,7 +96,7 @@ class Generations(NoGenerations):
             retain()
             self.linked.release_removed()
             return True
-        if ranks.size > 1:  # what copies behind the training cannot meet the others
+        if not committer.publication.works_alone:  # what copies behind the training cannot meet the others
             return False
         directory.require(committer.generation_bytes())
         try:
@@ -111,7 +112,7 @@ class Generations(NoGenerations):
             ending.callback(self.committer.stop)
             ending.callback(self._leave_checkpoints)
             ending.callback(self.background.finish, give_up=give_up)
-            if failure.is_known or (self.committer.ranks.size > 1 and program_error() is not None):
+            if failure.is_known or not self._ranks.can_meet():
                 return
             self.wait()
             step = last() if self._config.durable else None

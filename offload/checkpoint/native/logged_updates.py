@@ -32,7 +32,7 @@ class LoggedUpdate:
     @cached_property
     def as_json(self) -> Json:
         """It stays the same: it is made into JSON once, for all the commits that name it."""
-        return as_json(asdict(self), "the log")
+        return as_json({field.name: getattr(self, field.name) for field in fields(self)}, "the log")
 
     def steps(self, optimizer: str) -> Iterator[Segment]:
         """The segments as ``Rule.apply`` takes them. Raises ``ValueError`` and ``TypeError`` for coefficients that the

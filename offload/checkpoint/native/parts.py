@@ -36,11 +36,6 @@ from swapper.checked import refusals
 _PART = re.compile(r"rank-([0-9]{1,6})-of-([0-9]{1,6})")
 
 
-def part_name(rank: int, num_ranks: int) -> str:
-    """The folder of a rank's part."""
-    return f"rank-{rank}-of-{num_ranks}"
-
-
 def part_folders(folder: Path) -> list[Path]:
     """The parts of the checkpoint in this folder, by rank; none if it is not in parts. Raises ``StoreMissing`` if some
     of them are not there."""

@@ -24,7 +24,7 @@ from offload.errors import warn
 from offload.interrupts import held_back
 from offload.ranks.agreement import Place
 from offload.ranks.collectives import Kind, Operation, Rounds
-from offload.ranks.links import Links
+from offload.ranks.links import Links, all_reduce
 from offload.report.meter import Meter
 from offload.tiers.fence import UpdateFence
 from offload.tiers.gradients.sink import GradientDtypes, GradientSink
@@ -289,18 +289,6 @@ class GradientExchange:
                 if not math.isnan(of_ranks[rank]):
                     flat[elements].add_(part[elements], alpha=of_ranks[rank] / having[0] if having[0] else 1.0)
             found.append((spec, flat[elements].view(spec.shape), having[0]))
-        self._all_reduce(flat)
+        all_reduce(self.links, flat, self.memory.landing, world.replicas)  # what had come there is added up
         flat.div_(world.size)
         return found
-
-    def _all_reduce(self, flat: torch.Tensor) -> None:
-        """Make it the sum of all replicas' ones: each adds up a part, and gives it to the others."""
-        replicas = self.collectives.world.replicas
-        if replicas.size == 1:
-            return
-        parts = self.memory.landing[: flat.nbytes].view(flat.dtype)  # what had come there is added up
-        self.links.scatter_parts(parts, flat, replicas, [flat.nbytes // replicas.size] * replicas.size)
-        total, *others = parts.view(replicas.size, -1)
-        for other in others:
-            total.add_(other)
-        self.links.all_gather(flat, total, replicas)

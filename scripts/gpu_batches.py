@@ -1,0 +1,96 @@
+"""One model at several batches on a GPU, built once: with billions of parameters that takes longer than the steps.
+
+    python scripts/gpu_batches.py --sizes llama:32x4096 --batches 1 4 8 --device-memory 16GiB [--timeline DIR]
+    python scripts/gpu_batches.py --sizes llama:4x4096 llama:8x4096 --system in_memory
+
+With the engine all that the device has no room for rests in RAM, and nothing is clipped. Prints a JSON object with all
+runs so far as soon as each batch is over, in the form of ``bench_step.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from _step_model import Shape
+from _step_process import Turns, WorkerFailed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", required=True, help="as bench_step.py has them")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--system", choices=["engine", "in_memory"], default="engine")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device-memory", default="auto")
+    parser.add_argument("--host-memory", default="auto")  # a bound: what is beyond the model is for spare places
+    parser.add_argument("--warm-up", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--timeline", type=Path, metavar="DIR", help="a folder for the last step's of each batch")
+    options = parser.parse_args()
+    runs: list[dict[str, Any]] = []
+    for size in options.sizes:
+        try:
+            for run in _runs(size, options):
+                runs.append(run)
+                print(json.dumps({"runs": runs}), flush=True)
+        except WorkerFailed as failure:
+            print(f"{size}: {failure}", flush=True)
+            return 1
+    return 0
+
+
+def _runs(size: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    shape = Shape.parse(size, options.batches[0], options.context, checkpointing=True)
+    request = {
+        **{"shape": asdict(shape), "precision": "bf16", "clipping": 0.0, "system": options.system},
+        **{"nvme_path": None, "io_backend": "auto", "host_memory": options.host_memory},
+        **{"device": options.device, "device_memory": options.device_memory},
+    }
+    wanted = [
+        {
+            "warm_up": options.warm_up,
+            "steps": options.steps,
+            "batch": batch,
+            "timeline": _timeline(size, batch, options),
+        }
+        for batch in options.batches
+    ]
+    for batch, turn in zip(options.batches, Turns(None).take_each(request, wanted), strict=True):
+        yield {**_run(turn), "size": size, "batch": batch, "system": options.system}
+
+
+def _timeline(size: str, batch: int, options: argparse.Namespace) -> str | None:
+    if options.timeline is None:
+        return None
+    return str(options.timeline / f"{size.replace(':', '-')}-batch-{batch}.timeline.json")
+
+
+def _run(turn: dict[str, Any]) -> dict[str, Any]:
+    bounds = turn.get("link_seconds") or {}
+    bound_by = max(bounds, key=lambda name: bounds[name], default=None)
+    return {
+        "budget": "all" if bounds else "",
+        "parameters": turn["parameters"],
+        "step_seconds_median": statistics.median(turn["seconds"]),
+        "step_seconds": turn["seconds"],
+        "bound_seconds": bounds.get(bound_by),
+        "bound_by": bound_by,
+        **{name: turn.get(name) for name in _AS_IT_IS},
+    }
+
+
+_AS_IT_IS = (
+    *("host_memory_bytes", "device_memory_bytes", "peak_device_bytes", "peak_rss_bytes"),
+    *("engine_efficiency", "engine_bound_by", "stalls", "losses"),
+)
+
+if __name__ == "__main__":
+    sys.exit(main())
