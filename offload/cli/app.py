@@ -64,7 +64,7 @@ def _options(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command with ``sys.argv`` or the given arguments; returns the exit status. Without any: help."""
+    """Run the command; see ``offload.cli.main``."""
     given = sys.argv[1:] if arguments is None else arguments
     signals = Signals()
     try:

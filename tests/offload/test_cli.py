@@ -153,3 +153,18 @@ def test_a_reader_that_has_had_enough_is_no_fault(tmp_path: Path):
     finally:
         os.close(writer)
     assert done.stderr == b"" and done.returncode != 0
+
+
+def test_ctrl_c_while_the_parser_is_loaded_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    class Interrupted:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "offload.cli.app":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "offload.cli.app")
+    monkeypatch.delattr("offload.cli.app", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    assert main(["--version"]) == 130
+    assert capsys.readouterr().err == "offload: stopped by SIGINT\n"
