@@ -26,9 +26,11 @@ from offload.model.handle_backing import (
     View,
     add_onlooker,
     check_gradient,
+    check_value,
+    forget_onlooker,
     leave_onlookers,
 )
-from offload.model.leaves import Leaves
+from offload.model.leaves import Leaves, flatten
 from offload.model.strides import say_strides
 from offload.torch_internals import (
     autograd_gradient,
@@ -133,9 +135,9 @@ class Handle(torch.Tensor):
             for position, argument in enumerate(func._schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
-        handles = {id(item): item for item in _flatten(written) if isinstance(item, Handle)}
+        handles = {id(item): item for item in flatten(written) if isinstance(item, Handle)}
         for key, handle in handles.items():
-            handle._check_shape(values[key])
+            check_value(handle, values[key], handle._backing.name)
             handle._backing.write(values[key])
             if handle._tells_autograd:
                 increment_version(handle._backing.in_use)
@@ -178,7 +180,7 @@ class Handle(torch.Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         """The value is taken over; another dtype or shape is refused. Who looks at the memory of before keeps it."""
-        self._check_shape(value)
+        check_value(self, value, self._backing.name)
         if self._is_alias:
             self.look_at(value._backing if isinstance(value, Handle) else Memory(value.detach()))
             return
@@ -207,13 +209,15 @@ class Handle(torch.Tensor):
         self._backing = backing
         self.__class__ = Handle
 
-    def _check_shape(self, value: torch.Tensor) -> None:
-        """Raise ``ConfigError`` if this would be another parameter."""
-        if value.dtype != self.dtype or value.shape != self.shape:
-            raise ConfigError(
-                f"parameter {self._backing.name} is {self.dtype} {tuple(self.shape)} and is held by the engine: it "
-                f"cannot become {value.dtype} {tuple(value.shape)}. Convert the model first, or set precision=."
-            )
+    @property
+    def _is_param(self) -> bool:
+        return vars(self).get("_is_param", False)
+
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:
+        """It becomes a parameter: others look at what it has."""
+        vars(self)["_is_param"] = value
+        forget_onlooker(self, self._backing)
 
     # What the ordinary parameters in its place must take over.
 
@@ -443,7 +447,3 @@ def _like(base: Handle, view: Handle) -> Handle:
     view._is_alias = True
     add_onlooker(view, view._backing)
     return view
-
-
-def _flatten(items: Any) -> list[Any]:
-    return [each for item in items for each in (_flatten(item) if isinstance(item, (list, tuple)) else [item])]

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import nn
 
+from offload.errors import ConfigError
 from offload.model.aliases import Alias
 
 
@@ -95,15 +96,34 @@ _onlookers: WeakKeyDictionary[Backing, WeakValueDictionary[int, Onlooker]] = Wea
 
 def add_onlooker(handle: Onlooker, backing: Backing) -> None:
     """The handle looks at what ``backing`` is of, or at a view of it."""
-    while isinstance(backing, View):
-        backing = backing.base
-    _onlookers.setdefault(backing, WeakValueDictionary())[id(handle)] = handle
+    _onlookers.setdefault(_seen(backing), WeakValueDictionary())[id(handle)] = handle
+
+
+def forget_onlooker(handle: Onlooker, backing: Backing) -> None:
+    """It looks at ``backing`` no longer, and ``torch.utils.swap_tensors`` takes none that has weak references."""
+    _onlookers.get(_seen(backing), {}).pop(id(handle), None)
 
 
 def leave_onlookers(backing: Backing) -> None:
     """A parameter will be over other memory: those who look at what it has keep that."""
     for handle in list(_onlookers.pop(backing, {}).values()):
         handle.look_at(Memory(handle.value()))
+
+
+def _seen(backing: Backing) -> Backing:
+    """What the views of it are of."""
+    while isinstance(backing, View):
+        backing = backing.base
+    return backing
+
+
+def check_value(parameter: torch.Tensor, value: torch.Tensor, name: str) -> None:
+    """Raise ``ConfigError`` if this would be another parameter."""
+    if value.dtype != parameter.dtype or value.shape != parameter.shape:
+        raise ConfigError(
+            f"parameter {name} is {parameter.dtype} {tuple(parameter.shape)} and is held by the engine: it cannot "
+            f"become {value.dtype} {tuple(value.shape)}. Convert the model first, or set precision=."
+        )
 
 
 def check_gradient(parameter: torch.Tensor, value: Any) -> None:

@@ -136,3 +136,8 @@ def _node(leaf: torch.Tensor) -> Node:
     """The node that accumulates the leaf's gradient."""
     with itself():
         return get_gradient_edge(leaf).node
+
+
+def flatten(items: Any) -> list[Any]:
+    """Return what is in these lists and tuples, however deep."""
+    return [each for item in items for each in (flatten(item) if isinstance(item, (list, tuple)) else [item])]

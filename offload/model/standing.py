@@ -18,7 +18,9 @@ class Standing:
         self._parameters = parameters
         self._backings = {spec: vars(handle).get("_backing") for spec, handle in parameters.items()}
         self._places = [
-            (spec, handle, module, name) for spec, handle in parameters.items() for module, name in spec.owners
+            (spec, handle, self._backings[spec], module, name)
+            for spec, handle in parameters.items()
+            for module, name in spec.owners
         ]
         self._lost: set[ParameterSpec] = set()
         """Parameters that were said to be lost."""
@@ -47,16 +49,17 @@ class Standing:
         return [spec.name for spec in found]
 
     def _gone(self) -> Iterable[ParameterSpec]:
-        """Parameters that are not everywhere where the model had them, or are something else there by now. Each step
-        asks."""
+        """Parameters that are not everywhere where the model had them, or are something else there by now
+        (``torch.utils.swap_tensors`` makes another one of them, or a value that looks at it). Each step asks."""
         return dict.fromkeys(
             spec
-            for spec, handle, module, name in self._places
-            if module._parameters.get(name) is not handle or not self._is_itself(spec)
+            for spec, handle, backing, module, name in self._places
+            if module._parameters.get(name) is not handle
+            or vars(handle).get("_backing") is not backing
+            or not vars(handle).get("_is_managed")
         )
 
     def _is_itself(self, spec: ParameterSpec) -> bool:
-        """The object stands for the parameter still: ``torch.utils.swap_tensors`` makes another one of it, or a value
-        that looks at it."""
+        """The object stands for the parameter still."""
         handle = self._parameters[spec]
         return isinstance(handle, Handle) and handle._is_managed and handle._backing is self._backings[spec]

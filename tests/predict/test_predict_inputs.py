@@ -114,7 +114,7 @@ def test_updates_get_what_cores_sweep_and_memory_carries(cores: int | None, gpus
 
 def test_a_number_of_bytes_has_its_unit():
     assert rates.nbytes("--host-memory", "1073741824") == 1 << 30
-    with pytest.raises(ConfigError, match="such as \"64GiB\", got '64'"):
+    with pytest.raises(ConfigError, match=r'such as "64GiB" or "3\.8TB", got \'64\''):
         rates.nbytes("--host-memory", "64")
 
 

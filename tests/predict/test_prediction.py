@@ -262,14 +262,14 @@ def test_what_passes_a_nodes_network_card_depends_on_where_gradients_are_added_u
 @pytest.mark.parametrize(("gpus", "nodes"), [(1, 1), (8, 64)])
 def test_a_trillion_parameters_are_planned_in_bundles_of_tiles(gpus: int, nodes: int, monkeypatch: pytest.MonkeyPatch):
     made: list[Tile] = []
-    plain = prediction_module._Bundles.tiles_of
+    plain = prediction_module._bundles_of
 
-    def counted(self, unit, tile_bytes):
-        tiles = plain(self, unit, tile_bytes)
+    def counted(*args):
+        tiles = plain(*args)
         made.extend(tiles)
         return tiles
 
-    monkeypatch.setattr(prediction_module._Bundles, "tiles_of", counted)
+    monkeypatch.setattr(prediction_module, "_bundles_of", counted)
     model = from_count(10**12)
     machine = described(
         "h100", host_bytes=1536 << 30, gpus=gpus, nodes=nodes, drives=[parse_drive("56GB/s,40GB/s,60TB")]
