@@ -211,7 +211,7 @@ class Handle(torch.Tensor):
 
     @property
     def _is_param(self) -> bool:
-        return vars(self).get("_is_param", False)
+        return bool(vars(self).get("_is_param"))
 
     @_is_param.setter
     def _is_param(self, value: bool) -> None:

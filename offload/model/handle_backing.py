@@ -101,7 +101,9 @@ def add_onlooker(handle: Onlooker, backing: Backing) -> None:
 
 def forget_onlooker(handle: Onlooker, backing: Backing) -> None:
     """It looks at ``backing`` no longer, and ``torch.utils.swap_tensors`` takes none that has weak references."""
-    _onlookers.get(_seen(backing), {}).pop(id(handle), None)
+    onlookers = _onlookers.get(_seen(backing))
+    if onlookers is not None:
+        onlookers.pop(id(handle), None)
 
 
 def leave_onlookers(backing: Backing) -> None:

@@ -8,6 +8,7 @@ answer.
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 from datetime import timedelta
 from typing import Any
@@ -17,6 +18,10 @@ from torch import distributed
 from offload.ranks.torch_distributed import own_address
 
 _TCPStore: Any = distributed.TCPStore  # type: ignore[attr-defined]
+
+_FOR_EVER = timedelta(days=365)
+"""A question without an answer has no end: a thread that came out of C++ while the interpreter ends would abort the
+process (Python before 3.14)."""
 
 
 class Signs:
@@ -39,7 +44,7 @@ class OwnStores(Signs):
     def __init__(self, rank: int, store: Any, timeout_s: float) -> None:
         """``store`` is shared: addresses are told there."""
         self._store = store
-        self._timeout = timedelta(seconds=timeout_s)
+        self._timeout_s = timeout_s
         self._asking: set[int] = set()
         self._answered: set[int] = set()
         """Each a step of the interpreter to change."""
@@ -60,11 +65,13 @@ class OwnStores(Signs):
         return answered
 
     def _ask(self, rank: int) -> None:
-        """Of a process that is stopped the system takes the question, and nobody answers it: the thread stays then."""
+        """Of a process that is stopped the system takes the question, and nobody answers it: the thread stays then. One
+        that has ended takes none."""
         with contextlib.suppress(RuntimeError, OSError, ValueError):
             if self._store.check([f"address {rank}"]):
                 port, _, address = self._store.get(f"address {rank}").decode().partition(" ")
-                other = _TCPStore(address, int(port), is_master=False, timeout=self._timeout, wait_for_workers=False)
+                socket.create_connection((address, int(port)), self._timeout_s).close()
+                other = _TCPStore(address, int(port), is_master=False, timeout=_FOR_EVER, wait_for_workers=False)
                 other.add("asked", 1)
                 self._answered.add(rank)
         self._asking.discard(rank)
