@@ -19,18 +19,9 @@ from offload.errors import ConfigError
 from offload.model.aliases import Alias
 from offload.model.another_process import for_another_process
 from offload.model.grad_call import CALLS
-from offload.model.handle_backing import (
-    Backing,
-    BackingOfParameter,
-    Memory,
-    View,
-    add_onlooker,
-    check_gradient,
-    check_value,
-    forget_onlooker,
-    leave_onlookers,
-)
+from offload.model.handle_backing import Backing, BackingOfParameter, Memory, View, check_gradient, check_value
 from offload.model.leaves import Leaves, flatten
+from offload.model.onlookers import add_onlooker, forget_onlooker, leave_onlookers
 from offload.model.strides import say_strides
 from offload.torch_internals import (
     autograd_gradient,
