@@ -442,6 +442,18 @@ def test_a_state_that_is_the_parameter_itself_is_refused():
         OffloadEngine(model, optimizer=Pulled(model.parameters(), lr=0.1))
 
 
+def test_a_step_that_changes_parameters_without_a_gradient_is_refused_for_that_reason():
+    class Pulling(Stepwise):
+        def before(self, parameters):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.mul_(0.99)
+
+    model = net()
+    with pytest.raises(ConfigError, match="changes parameters.*that have no gradient"):
+        OffloadEngine(model, optimizer=Pulling(model.parameters(), lr=0.1))
+
+
 def test_a_result_of_the_step_that_nobody_gets_is_warned_of():
     model = net()
     optimizer = Stepwise(model.parameters(), lr=0.1)
