@@ -21,7 +21,7 @@ class ConfigError(OffloadError, ValueError, explained=False):
 
 class BudgetError(ConfigError):
     """A budget is too small for the model. ``needed_bytes`` is the least that works, of the option that ``budget``
-    names: what all ranks on the machine share, but for ``device_memory``, which is each one's. Nothing was allocated."""
+    names: what all ranks on the machine share, or, of ``device_memory``, each one's. Nothing was allocated."""
 
     def __init__(self, message: str, needed_bytes: int, *, budget: str = "host_memory") -> None:
         """``{needed}`` in ``message`` stands for ``needed_bytes``."""

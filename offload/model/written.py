@@ -26,8 +26,8 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
 
 
 def refuse_receiving(func: Any, name: str) -> None:
-    """Raise ``ConfigError`` if ``func`` writes to ``name`` what one other rank sends: to wait for it here may be to wait
-    for ever."""
+    """Raise ``ConfigError`` if ``func`` writes to ``name`` what one other rank sends: to wait for that here may have no
+    end."""
     if func.namespace == _COLLECTIVES and _name(func).startswith("recv"):
         raise ConfigError(
             f"{name} has no memory that could be received into: receive into a tensor of your own, and copy it: "

@@ -148,8 +148,8 @@ class _Run:
             _refuse_aliases(self._twin.kind.__name__, states)
             if left.difference(_Moment(before, without, states)) is not None:
                 why = (
-                    "its step changes parameters, or their states, that have no gradient, and the engine's comes to those "
-                    "that have one: let it pass over the others, if parameter.grad is None: continue"
+                    "its step changes parameters, or their states, that have no gradient, and the engine's comes to "
+                    "those that have one: let it pass over the others, if parameter.grad is None: continue"
                 )
                 raise ConfigError(cannot(self._twin.kind.__name__, why))
             moments.append(_Moment(after, self._all, states))

@@ -450,7 +450,7 @@ def test_a_step_that_changes_parameters_without_a_gradient_is_refused_for_that_r
                     p.mul_(0.99)
 
     model = net()
-    with pytest.raises(ConfigError, match="changes parameters.*that have no gradient"):
+    with pytest.raises(ConfigError, match=r"changes parameters.*that have no gradient"):
         OffloadEngine(model, optimizer=Pulling(model.parameters(), lr=0.1))
 
 
