@@ -34,6 +34,7 @@ class Options(TypedDict, total=False):
     weight_decay: float | None
     optimizer_options: Mapping[str, Any]
     moments_dtype: Literal["fp32", "bf16", "int8"]
+    master_dtype: Literal["fp32", "bf16"]
     activations: str | Mapping[str, str]
     activation_memory: int | str
     gradient_clipping: float
