@@ -131,9 +131,10 @@ class OffloadConfig:
     """Parts of the state that are divided among ranks, as by ZeRO 1, 2 and 3: optimizer states; gradients, too;
     weights, too. The first ones move the fewest bytes, the last one takes the least memory. "auto": the first one that
     needs no NVMe, else the last."""
-    exchange_dtype: Literal["auto", "bf16"] = "auto"
+    exchange_dtype: Literal["auto", "bf16", "int8"] = "auto"
     """Format in which ranks send each other gradients. "auto": as they are made or added up, which is exact. "bf16":
-    those in fp32 are rounded, for half of the bytes."""
+    those in fp32 are rounded, for half of the bytes. "int8": integers with a scale for each 256, rounded at random so
+    that their mean is exact: 1.02 bytes each."""
     rank_timeout: float = 60.0
     """Seconds without a sign of life after which a rank counts as gone, and all end with one error. A rank that
     computes for longer gives signs of life."""
@@ -186,7 +187,7 @@ class OffloadConfig:
         if self.mesh is not None and not (hasattr(self.mesh, "mesh") and hasattr(self.mesh, "get_coordinate")):
             option_values.refuse("mesh", "a torch.distributed.device_mesh.DeviceMesh, or None", self.mesh)
         self._check("shard", option_values.as_choice, ("auto", "states", "gradients", "weights"))
-        self._check("exchange_dtype", option_values.as_choice, ("auto", "bf16"))
+        self._check("exchange_dtype", option_values.as_choice, ("auto", "bf16", "int8"))
         self._check("rank_timeout", option_values.as_number)
         if self.rank_timeout < 1:
             option_values.refuse("rank_timeout", "at least 1 second", self.rank_timeout)

@@ -47,7 +47,7 @@ class Options(TypedDict, total=False):
     run_dir: str | os.PathLike[str] | None
     mesh: Any
     shard: Literal["auto", "states", "gradients", "weights"]
-    exchange_dtype: Literal["auto", "bf16"]
+    exchange_dtype: Literal["auto", "bf16", "int8"]
     rank_timeout: float
     prefetch: bool
 

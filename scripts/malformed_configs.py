@@ -121,7 +121,7 @@ GOOD: dict[str, list[Any]] = {
     "gradient_accumulation_steps": [1, 4, np.int64(2)],
     "mesh": [None],
     "shard": ["auto", "states", "gradients", "weights"],
-    "exchange_dtype": ["auto", "bf16"],
+    "exchange_dtype": ["auto", "bf16", "int8"],
     "rank_timeout": [1, 60.0, np.float64(5)],
     "prefetch": [True, False],
     "weights": [None],

@@ -4,7 +4,7 @@
 A small transformer learns bytes of this project's pages in bf16 under the engine, in memory. Of each optimizer three
 learning rates run for a quarter of the steps; the best one runs all steps from two seeds. The table has the mean loss
 of the tenth of the steps before a half and before the end, and half of the difference of the two seeds. ``--only`` runs
-some optimizers, ``--formats`` some formats; ``--write`` puts each row into the page once it is there, beside the others.
+some optimizers, ``--formats`` some formats; ``--write`` puts each row into the page once it is there, beside others.
 """
 
 from __future__ import annotations
