@@ -16,7 +16,7 @@ def test_a_cache_on_nvme_has_the_tokens_of_one_in_memory(recipe, tight):
     options = {"optimizer": None, "activations": "nvme", "activation_memory": "256KiB"}
     with tight(page.build(False), **options) as engine:
         assert torch.equal(page.generate_with(page.OffloadedCache(engine), engine.module), expected)
-        assert engine.report().activations.read_bytes > 0 and engine.activation_pool.nvme_bytes > 0
+        assert engine.report().activations.read_bytes > 0
         engine.close(discard=True)
 
 
