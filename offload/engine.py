@@ -348,7 +348,7 @@ class OffloadEngine:
     def load_checkpoint(self, dir: str | os.PathLike[str] | None = None, tag: str | None = None) -> Any:
         """Go on from a checkpoint: the latest in ``dir``, or the one with this ``tag``. Returns its ``client_state``.
 
-        Budgets, paths, I/O backends, ``moments_dtype`` and numbers of threads may be others than they were. Without
+        Budgets, paths, I/O backends, dtypes of moments and masters, and numbers of threads may be others. Without
         ``dir`` it goes on from the last step that a run with ``durable`` has committed under ``nvme_path``; if there is
         none, nothing happens, and ``global_step`` is 0.
 
