@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 import torch
@@ -105,6 +105,10 @@ class In8Bits:
             begin, end = first + start, first + start + target.numel()
             of_elements = scales[begin // _SCALED : -(-end // _SCALED)].repeat_interleave(_SCALED)[: target.numel()]
             target.add_(integers[begin:end].float().mul_(of_elements), alpha=factor)
+
+
+WIRES: Mapping[str, Callable[[], Wire]] = {"auto": AsTheyAre, "bf16": Rounded, "int8": In8Bits}
+"""By the names that ``exchange_dtype`` takes."""
 
 
 def _encoded(gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
