@@ -108,6 +108,8 @@ def test_experts_that_are_stored_one_by_one_are_read_in_place(number_format: Any
         assert (use.read_bytes > 0) is any(item.weights is Tier.NVME for item in items)
     if number_format is not None:
         assert needed < least(config, ordinary, tmp_path, **options)
+        of_layers = {unit.experts for unit in experts}
+        assert len({id(spec.packing) for unit in experts for spec in unit.parameters}) == 2 * len(of_layers)
 
 
 def test_fused_mxfp4_experts_are_units_and_are_read_in_place(tmp_path: Path) -> None:
