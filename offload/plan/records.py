@@ -11,7 +11,7 @@ import numpy.typing as npt
 from offload.optim.formats import Formats
 from offload.plan.plan import Plan, Staging, Tier, TilesOf, UnitPlan
 from offload.units import UnitSpec, num_nested
-from swapper import align, edge_bytes
+from swapper import align
 
 Integers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -58,7 +58,7 @@ class Records:
         self._unit_of_tile = np.repeat(np.arange(count), lengths)
         self._tile_counts = _integers(tile.count for tile in flat)
         self._tile_grads = _integers(tile.numel for tile in flat) * formats.grads
-        self._edges = _integers(align(edge_bytes(unit.in_files)) for unit in units)
+        self._edges = _integers(align(unit.edge_bytes) for unit in units)
         reads = 2 * num_backwards if formats.grads else 1
         num_tiles = _integers(sum(tile.count for tile in tiles) for tiles in self._tiles)
         one_read = trained * formats.grads + num_tiles * TRANSFER_BYTES
