@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -154,7 +155,7 @@ class UnitSpec:
         """Elements of its weights that are stored, or would be: those before what is in files."""
         return self.trainable_numel if self.in_files else self.numel
 
-    @property
+    @functools.cached_property
     def trainable(self) -> tuple[ParameterSpec, ...]:
         """The parameters that are trained."""
         return tuple(spec for spec in self.parameters if spec.trainable)
