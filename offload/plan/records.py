@@ -104,10 +104,10 @@ class Records:
             streams = kept == 0
             cost -= np.add.reduce(self._saved[np.concatenate((streams, streams)) & away[: self.states.start]])
             spilled = streams & away[self.grads] & (self.nbytes[self.grads] > 0)
-            if staging.num_grad_buffers < min(_COMFORTABLE_GRAD_BUFFERS, np.count_nonzero(spilled)):
+            if staging.num_grad_buffers < min(_COMFORTABLE_GRAD_BUFFERS, int(np.count_nonzero(spilled))):
                 cost += self._costs[self.grads][spilled].sum() // WAIT_SHARE
         streamed = away[self.weights]
-        if staging.num_slots < min(self.num_comfortable_slots, np.count_nonzero(streamed)):
+        if staging.num_slots < min(self.num_comfortable_slots, int(np.count_nonzero(streamed))):
             cost += self._costs[self.weights][streamed].sum() // WAIT_SHARE
         return int(cost)
 
