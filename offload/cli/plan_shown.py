@@ -103,6 +103,9 @@ def _verdict(facts: Facts) -> Iterator[str]:
             else "a shorter --sequence (no batch fits)"
         )
         yield f"Try {less}{smaller}."
+    lacks_host = shortage["kind"] == "host memory" or not any(row["fits"] for row in facts["best_batches"])
+    if lacks_host and facts["machine"]["nvme"] is None:
+        yield "A drive holds what host memory does not: give --nvme-path DIR, or --nvme for one of another machine."
     yield from _faster(facts)
     for way in facts["ways"]:
         if way["fits"]:

@@ -44,6 +44,9 @@ _MOST_TILES = 1024
 MOST_BATCH = 1 << 16
 """No larger one is looked at."""
 
+_MOST_KEPT = 128
+"""Forecasts that are kept: searches for batches, advice and ways ask for some of them again."""
+
 _PLENTY = 1 << 61
 """More bytes than any machine has."""
 
@@ -141,6 +144,7 @@ class Prediction:
         return least
 
 
+@functools.lru_cache(maxsize=_MOST_KEPT)
 def predict(model: Model, machine: Machine, workload: Workload) -> Prediction:
     """Plan the model into the machine as the engine would, and weigh a step. Raises ``ConfigError``."""
     activations = activation_bytes(model, workload, machine.host_bytes)
@@ -266,6 +270,7 @@ class _Case:
         raise AssertionError("the plan fits")
 
 
+@functools.lru_cache(maxsize=_MOST_KEPT)
 def _placed(
     model: Model, machine: Machine, workload: Workload, activations: ActivationBytes
 ) -> tuple[_Case, Plan] | Shortage:

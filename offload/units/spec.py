@@ -160,7 +160,7 @@ class UnitSpec:
         """Memory beside the unit's own that reading its parts of files takes."""
         return edge_bytes(self.in_files)
 
-    @property
+    @cached_property
     def trainable(self) -> tuple[ParameterSpec, ...]:
         """The parameters that are trained."""
         return tuple(spec for spec in self.parameters if spec.trainable)
