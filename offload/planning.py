@@ -20,7 +20,7 @@ from offload.device.protocol import Device, Processor
 from offload.errors import BudgetError, ConfigError, RankError, warn
 from offload.memory import available_bytes
 from offload.optim.choose import OptimizerChoice
-from offload.optim.formats import DEFAULT_TILE_BYTES, Formats
+from offload.optim.formats import RAM_TILE_BYTES, Formats
 from offload.plan.buffers import NUM_LANDINGS, device_tile_bytes
 from offload.plan.device import AUTO_RESIDENT_SHARE, NUM_AHEAD, ON_HOST, DeviceNeeds, DevicePlan, plan_device
 from offload.plan.placement import make_plan
@@ -98,7 +98,7 @@ class DeviceRoom:
         states = [sum(tile.nbytes for tile, _ in _resident_unit(unit, choice).tiles) for unit in units]
         updates = [0] * len(units)
         if choice is not None and unsupported_reason is None:
-            tile_bytes = DEFAULT_TILE_BYTES if config.tile_bytes == "auto" else int(config.tile_bytes)
+            tile_bytes = RAM_TILE_BYTES if config.tile_bytes == "auto" else int(config.tile_bytes)
             updates = [device_tile_bytes(choice.rule.tiles_of(unit, tile_bytes), Formats.of(config)) for unit in units]
         given = None if config.device_memory == "auto" else int(config.device_memory)
         adds_squares = self.unsupported_reason is None

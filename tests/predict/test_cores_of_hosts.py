@@ -8,7 +8,8 @@ from functools import cache
 
 import pytest
 
-from offload.predict.machine import Machine, described
+from offload.plan.plan import Tier
+from offload.predict.machine import Machine, described, parse_drive
 from offload.predict.model import Model, from_count
 from offload.predict.prediction import Prediction, predict
 from offload.predict.schedule import NOTHING_SHARED, Order, Places, Steps, UnitWork, bound_seconds, step_seconds
@@ -54,6 +55,20 @@ def test_a_step_in_ram_takes_little_more_than_what_limits_it(
 def test_the_units_that_forward_begins_with_hide_the_first_updates_and_copies():
     """A layer is computed in 2 ms here, is copied in 8 and updated in 18."""
     assert reached(played(host(64, 300e9), 1)) >= 0.9
+
+
+def test_tiles_are_large_where_a_device_computes_and_nothing_goes_to_nvme():
+    """Each takes some Python, in which many cores sweep through 8 MiB."""
+
+    def tile_mib(machine: Machine) -> float:
+        plan = played(machine, 1).plan
+        assert plan is not None
+        tiles = [tile for item in plan.units if item.weights is not Tier.DEVICE for tile, _ in item.tiles]
+        return max(tile.nbytes / tile.count for tile in tiles) / (1 << 20)
+
+    assert tile_mib(host(64, 300e9)) == pytest.approx(64, rel=0.2)
+    stored = described("h100", host_bytes=24 * GIB, drives=[parse_drive("7GB/s,5GB/s,4TB")])
+    assert tile_mib(stored) == pytest.approx(8, rel=0.2)
 
 
 def test_few_cores_take_longer_than_the_memory_allows():
