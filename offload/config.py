@@ -108,7 +108,8 @@ class OffloadConfig:
     gradient_accumulation_steps: int = 1
     """``backward`` calls that make one step; each loss is divided by it. ``step`` does nothing until the last."""
     tile_bytes: int | str = "auto"
-    """Bytes of optimizer state read, updated and written in one go. "auto": 8 MiB, less if memory is short."""
+    """Bytes of optimizer state read, updated and written in one go. "auto": 8 MiB, less if memory is short, and 64 MiB
+    where a device computes and nothing goes to NVMe."""
     io_backend: Literal["auto", "io_uring", "threads", "portable"] = "auto"
     """Backend that moves bytes to and from NVMe. "auto": io_uring, else threads. "portable" needs no extension, and is
     slow."""

@@ -20,9 +20,9 @@ from offload.device.protocol import Device, Processor
 from offload.errors import BudgetError, ConfigError, RankError, warn
 from offload.memory import available_bytes
 from offload.optim.choose import OptimizerChoice
-from offload.optim.formats import DEFAULT_TILE_BYTES, Formats
+from offload.optim.formats import RAM_TILE_BYTES, Formats
 from offload.plan.buffers import NUM_LANDINGS, device_tile_bytes
-from offload.plan.device import AUTO_RESIDENT_SHARE, ON_HOST, DeviceNeeds, DevicePlan, plan_device
+from offload.plan.device import AUTO_RESIDENT_SHARE, NUM_AHEAD, ON_HOST, DeviceNeeds, DevicePlan, plan_device
 from offload.plan.placement import make_plan
 from offload.plan.plan import Plan, Tier, UnitPlan
 from offload.plan.ranks import RanksPlan, plans_of_ranks
@@ -48,7 +48,12 @@ class HostRoom:
     free_bytes = 0
 
     def plan(
-        self, config: OffloadConfig, units: Sequence[UnitSpec], choice: OptimizerChoice | None, ranks: RanksPlan
+        self,
+        config: OffloadConfig,
+        units: Sequence[UnitSpec],
+        choice: OptimizerChoice | None,
+        ranks: RanksPlan,
+        host_bytes: int,
     ) -> tuple[DevicePlan, RanksPlan]:
         """No device has anything."""
         return ON_HOST, ranks
@@ -73,21 +78,33 @@ class DeviceRoom:
     computes = True
 
     def plan(
-        self, config: OffloadConfig, units: Sequence[UnitSpec], choice: OptimizerChoice | None, ranks: RanksPlan
+        self,
+        config: OffloadConfig,
+        units: Sequence[UnitSpec],
+        choice: OptimizerChoice | None,
+        ranks: RanksPlan,
+        host_bytes: int,
     ) -> tuple[DevicePlan, RanksPlan]:
         """Divide the device's memory, also among what passes between ranks; the optimizer decides, too, whether
-        units may be resident there."""
+        units may be resident there.
+
+        Each micro-batch brings the weights of a unit twice, and a copy that stays saves it; a resident unit saves more,
+        but once a step, and takes the room of several copies. So there is room for more copies the more micro-batches
+        there are, unless what cannot be resident goes to NVMe, whose transfers cost more than the link's.
+        """
         unsupported_reason = None
         if choice is not None:
             unsupported_reason = choice.rule.device_unsupported_reason or self.unsupported_reason
         states = [sum(tile.nbytes for tile, _ in _resident_unit(unit, choice).tiles) for unit in units]
         updates = [0] * len(units)
         if choice is not None and unsupported_reason is None:
-            tile_bytes = DEFAULT_TILE_BYTES if config.tile_bytes == "auto" else int(config.tile_bytes)
+            tile_bytes = RAM_TILE_BYTES if config.tile_bytes == "auto" else int(config.tile_bytes)
             updates = [device_tile_bytes(choice.rule.tiles_of(unit, tile_bytes), Formats.of(config)) for unit in units]
         given = None if config.device_memory == "auto" else int(config.device_memory)
         adds_squares = self.unsupported_reason is None
         needs = DeviceNeeds(units, Formats.of(config), states, updates, unsupported_reason, ranks, adds_squares)
+        if sum(needs.of_units(range(len(units))).values()) <= host_bytes:
+            needs = dataclasses.replace(needs, num_ahead=NUM_AHEAD * config.gradient_accumulation_steps)
         with contextlib.suppress(BudgetError):
             roomy = plan_device(needs, given, self.free_bytes)
             if roomy.weights_bytes >= sum(ranks.places):  # else room for weights that come ahead is worth more
@@ -191,7 +208,7 @@ def plan_within(
     tile_bytes = None if config.tile_bytes == "auto" else int(config.tile_bytes)
     tiles_of = choice.rule.tiles_of if choice is not None else None
     temporary_bytes = choice.rule.temporary_bytes if choice is not None else 0
-    device_plan, ranks = room.compute.plan(config, units, choice, ranks)
+    device_plan, ranks = room.compute.plan(config, units, choice, ranks, room.host_bytes)
     on_host = [unit for unit in units if unit.index not in device_plan.resident]
     make = partial(
         make_plan,

@@ -11,7 +11,8 @@ each part, and last what a reader wants to know. A part gets what those before i
 begun with less than a third of what it may take; one that takes too long is interrupted, so that it can say where it
 was, and then ended.
 
-With ``LIBURING_ROOT``, or ``.deps/liburing`` in the project, it builds with an unpacked liburing-dev.
+With ``LIBURING_ROOT``, or ``.deps/liburing`` in the project, it builds with an unpacked liburing-dev. What another
+machine has built of the same sources, with a Python of the same version, is taken (``scripts/_gpu_build.py``).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tempfile
 import time
@@ -124,9 +126,12 @@ def main() -> int:
 
 def missing() -> Iterator[str]:
     """Modules and tools that parts need and that are not here, and for what."""
-    for module, use in (("torch", "everything"), ("numpy", "everything"), ("pytest", "tests"), ("xxhash", "the store")):
+    everything, modules = "everything", ("torch", "numpy", "tqdm", "xxhash")
+    for module, use in (*((module, everything) for module in modules), ("pytest", "tests")):
         if importlib.util.find_spec(module) is None:
             yield f"the module {module}, for {use}"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        yield "the header Python.h, for build, unless what it makes was carried"
     for tools, use in (
         (("cmake",), "build"),
         (("make", "ninja"), "build"),

@@ -1,6 +1,7 @@
 #!/usr/bin/env python
-"""What of docs/plan.md is made by the code: the printed examples of described machines, the table of what models of
-several sizes take at the least, and that of published set-ups. ``python scripts/plan_page.py`` writes them anew."""
+"""What of docs/plan.md is made by the code: the printed examples of described machines, the tables of what models of
+several sizes take at the least, of played schedules and of published set-ups. ``python scripts/plan_page.py`` writes
+them anew."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import _played_schedules
 import _published_setups
 
 from offload.cli import main
@@ -42,6 +44,11 @@ def page(text: str) -> str:
 def with_published(text: str) -> str:
     """The page with the table of published set-ups as the code gives it now."""
     return _with_table(text, r"\| system \| model \| GPUs", _published_setups.lines())
+
+
+def with_played(text: str) -> str:
+    """The page with the table of played schedules as the code gives it now."""
+    return _with_table(text, r"\| parameters \| host \| drives", _played_schedules.lines())
 
 
 def _with_table(text: str, begin: str, rows: Iterator[str]) -> str:
@@ -83,4 +90,4 @@ def _row(name: str, count: int) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_published(page(PAGE.read_text())))
+    PAGE.write_text(with_played(with_published(page(PAGE.read_text()))))

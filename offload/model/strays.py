@@ -179,8 +179,10 @@ def _tensors_over(storage: int) -> list[torch.Tensor]:
 
 def _is_of_frames(item: object, ours: list[object], depth: int) -> bool:
     """All that refers to it, directly or by containers, are frames. ``ours`` are the search's own lists. Its frames
-    count as frames: nothing else of it may refer to the item (a partial, a generator)."""
-    owners = [owner for owner in gc.get_referrers(item) if not any(owner is one for one in ours)]
+    count as frames: nothing else of it may refer to the item (a partial, a generator, the cell of a variable that an
+    inner function shares)."""
+    own = [id(one) for one in ours]
+    owners = [owner for owner in gc.get_referrers(item) if id(owner) not in own]
     ours = [*ours, owners]
     for owner in owners:
         if not isinstance(owner, FrameType):

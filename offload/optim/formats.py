@@ -16,6 +16,10 @@ from offload.memory import tensor_at
 DEFAULT_TILE_BYTES = 8 << 20
 """Measured: from 2 MiB up the disk does not care, below 8 MiB the training thread does (see docs/design.md)."""
 
+RAM_TILE_BYTES = 64 << 20
+"""Of states that rest in RAM, where a device computes. A tile takes some 60 us of Python, in which the cores of such a
+machine sweep through 8 MiB of states; and a trip to the device and back takes more, on two threads."""
+
 _MASTER_BYTES = {torch.bfloat16: 2, torch.float16: 4, torch.float32: 0}
 """Bytes that an fp32 master takes beside a trained weight of this dtype."""
 

@@ -25,6 +25,9 @@ its activations, whose size nothing tells before the first step."""
 GOLDEN = 0.6180339887498949
 """Multiples of it, less their whole parts, are spread evenly whatever their number."""
 
+NUM_AHEAD = 2
+"""Units that may arrive on a device while others are in use there."""
+
 _FIRST_SHARE = 0.4
 """Of the units that fit: those that forward begins with. Backward ends with them, so that their gradients go, their
 update and their weights' way back would be waited for, whatever else is ready; and while they compute, the updates of
@@ -57,6 +60,8 @@ class DevicePlan:
     """Shards and gradients on their way between ranks, whose units are shards."""
     unsupported_reason: str | None = None
     """Reason why no unit may be resident there, if that is so."""
+    num_ahead: int = NUM_AHEAD
+    """See ``DeviceNeeds``."""
 
     @property
     def computes(self) -> bool:
@@ -101,7 +106,8 @@ class DeviceNeeds:
     """Bytes that units take of a device's memory. ``states`` are each unit's optimizer states and masters, in bytes.
 
     ``updates`` is what each takes for its update, if it is not resident; they take turns. ``unsupported_reason`` is
-    what hinders kernels there, so that none may be resident. Where there are several ``ranks`` the units are shards."""
+    what hinders kernels there, so that none may be resident. Where there are several ``ranks`` the units are shards.
+    For ``num_ahead`` units there is room for copies, beside those in use, before others become resident."""
 
     units: Sequence[UnitSpec]
     formats: Formats
@@ -111,6 +117,7 @@ class DeviceNeeds:
     ranks: RanksPlan
     adds_squares: bool
     """Kernels run there, which take the sums of squares of gradients, whatever the optimizer can do there."""
+    num_ahead: int = NUM_AHEAD
 
     def of_unit(self, index: int) -> dict[str, int]:
         """By kind, of a unit that is resident there."""
@@ -164,27 +171,29 @@ class DeviceNeeds:
         nested = num_nested(rest) if rest else 0
         return self.staged_of(nested, largest_numel(rest), largest_trainable_numel(rest), everything)
 
-    def staged_of(self, nested: int, largest: int, trained: int, everything: int) -> tuple[int, int, int, int]:
-        """The same for units of which compute needs ``nested`` at a time; elements of the ``largest`` one, of what is
-        ``trained`` of one, of ``everything``."""
+    def staged_of(
+        self, nested: int, largest: int, trained: int, everything: int, num_ahead: int = NUM_AHEAD
+    ) -> tuple[int, int, int, int]:
+        """The same for units of which compute needs ``nested`` at a time and ``num_ahead`` come meanwhile; elements of
+        the ``largest`` one, of what is ``trained`` of one, of ``everything``."""
         ranks, width = self.ranks, self.formats.weights
         if ranks.gathers:
             return ranks.least_bytes, sum(ranks.places), trained * self.formats.grads, ranks.all_bytes
         gradients = trained * width if self.formats.grads else 0
         least, all_bytes = nested * largest * width, everything * width
-        return least, min(least + 2 * largest * width, max(all_bytes, least)), gradients, all_bytes
+        return least, min(least + num_ahead * largest * width, max(all_bytes, least)), gradients, all_bytes
 
 
 def plan_device(needs: DeviceNeeds, device_bytes: int | None, free_bytes: int) -> DevicePlan:
     """Divide ``device_bytes``, or with None ("auto") what of ``free_bytes`` is safe to take before the first step.
 
-    Compute holds the unit at work and those around it; one or two more arrive meanwhile. The gradients of one unit are
-    on their way while the next ones are made. Where there is more, units rest there with all that belongs to them, as
-    many as fit beside that: those first whose bytes save most traffic, and among equals those that forward begins with,
-    two of five that fit, and then others, spread evenly, so that the link has always something to do.
-    What is left then keeps copies of weights. Buffers for updates of the other
-    units come before residents, if there is room. Of several ranks the units are a rank's shards, and compute takes the
-    whole units that they are gathered to.
+    Compute holds the unit at work and those around it; two more arrive meanwhile. The gradients of one unit are on
+    their way while the next ones are made. Where there is more, units rest there with all that belongs to them, as many
+    as fit beside that and ``num_ahead`` copies: those first whose bytes save most traffic, and among equals those that
+    forward begins with, two of five that fit, and then others, spread evenly, so that the link has always something to
+    do. What is left then keeps copies of weights. Buffers for updates of the other units come before residents, if
+    there is room. Of several ranks the units are a rank's shards, and compute takes the whole units that they are
+    gathered to.
 
     Raises ``BudgetError``, naming the least that works.
     """
@@ -213,6 +222,7 @@ def plan_device(needs: DeviceNeeds, device_bytes: int | None, free_bytes: int) -
             updated,
             between,
             unsupported_reason,
+            needs.num_ahead,
         )
 
     every = range(len(units))
@@ -265,8 +275,8 @@ class _Chosen:
         needs, largest = self._needs, self._numel.largest_without(index)
         nested, trained = self._nested.largest_without(index), self._trained.largest_without(index)
         everything = self._everything - needs.units[index].numel
-        _, comfortable, gradients, _ = needs.staged_of(nested, largest, trained, everything)
-        passing = comfortable + gradients + self._updates.largest_without(index)
+        _, copies, gradients, _ = needs.staged_of(nested, largest, trained, everything, needs.num_ahead)
+        passing = copies + gradients + self._updates.largest_without(index)
         return self._bytes + self._unit_bytes[index] + passing
 
     def add(self, index: int) -> None:

@@ -10,7 +10,7 @@ from itertools import chain, product, zip_longest
 import numpy as np
 
 from offload.errors import BudgetError
-from offload.optim.formats import DEFAULT_TILE_BYTES, Formats
+from offload.optim.formats import DEFAULT_TILE_BYTES, RAM_TILE_BYTES, Formats
 from offload.plan.device import GOLDEN
 from offload.plan.plan import Plan, Staging, TilesOf
 from offload.plan.records import Integers, Records
@@ -55,8 +55,8 @@ def make_plan(
     together, which is what such an update moves, and the others have work for the disk in forward and in backward;
     ``rereads`` tells that such an update reads the weights anew, as where a device computes. A tied weight in pieces
     would go over the disk for each of its sites; it is always resident, and so are its gradients. ``tiles_of`` is None
-    where nothing is trained. ``tile_bytes=None`` lets the tile shrink when memory is short. ``compute_bytes`` are taken
-    beside all that.
+    where nothing is trained. ``tile_bytes=None`` lets the tile shrink when memory is short, and grow where a device
+    computes and nothing goes to NVMe. ``compute_bytes`` are taken beside all that.
 
     Buffers take memory that records could rest in, and small tiles are more transfers. So every staging that fits is
     filled, and the plan is the one whose step costs least (``Records.step_cost``). More memory never costs more.
@@ -68,7 +68,7 @@ def make_plan(
     def empty(staging: Staging) -> _Placement:
         return _Placement(records(staging.tile_bytes), staging, compute_bytes)
 
-    everything = empty(Staging(0, 0, 0, tile_bytes or DEFAULT_TILE_BYTES))
+    everything = empty(Staging(0, 0, 0, tile_bytes or (RAM_TILE_BYTES if rereads else DEFAULT_TILE_BYTES)))
     everything.resident[:] = True
     if everything.total_bytes <= host_bytes:
         return everything.plan(host_bytes)

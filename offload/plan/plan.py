@@ -272,20 +272,17 @@ class Plan:
 
     def grown(self, free_bytes: int) -> DevicePlan:
         """The device's part, with what a step has left free: units move there, and copies have the rest."""
-        if not self.device.computes:
+        device = self.device
+        if not device.computes:
             raise ValueError("the CPU computes: there is no device whose part could grow")
+        states = [sum(tile.nbytes for tile, _ in item.tiles) for item in self.units]
         needs = DeviceNeeds(
-            [item.unit for item in self.units],
-            self.formats,
-            [sum(tile.nbytes for tile, _ in item.tiles) for item in self.units],
+            [item.unit for item in self.units], self.formats, states,
             [0] * len(self.units),  # their buffers stay where they are
-            self.device.unsupported_reason,
-            self.ranks,
-            adds_squares=self.device.squares_bytes > 0,
-        )
-        updates_bytes = self.device.updates_bytes
-        room = self.device.total_bytes - updates_bytes + max(int(free_bytes * MARGIN), 0)
-        return replace(plan_device(needs, room, 0), updates_bytes=updates_bytes)
+            device.unsupported_reason, self.ranks, device.squares_bytes > 0, device.num_ahead,
+        )  # fmt: skip
+        room = device.total_bytes - device.updates_bytes + max(int(free_bytes * MARGIN), 0)
+        return replace(plan_device(needs, room, 0), updates_bytes=device.updates_bytes)
 
     def with_device(self, device: DevicePlan) -> Plan:
         """The plan after units have moved to the device. What they took elsewhere is vacant."""

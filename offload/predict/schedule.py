@@ -43,9 +43,9 @@ class UnitWork:
 
     ``fetch`` is a read of its weights, ``update`` what its update reads and writes on NVMe, ``sweep`` the kernel.
     ``spill`` is a write of its gradients, ``late`` their read by an update that begins after the step is certain.
-    ``to_device_again`` is the copy for backward, if forward's has not stayed. ``gather`` is that of the whole unit's
-    weights over the network, ``exchange`` that of its gradients. ``calls`` are 2 for a weight that both ends of the
-    model use. ``kept`` are its activations, where they leave.
+    ``to_device_again`` is the copy, of what has not stayed, for backward and for a later micro-batch's forward.
+    ``gather`` is that of the whole unit's weights over the network, ``exchange`` that of its gradients. ``calls`` are 2
+    for a weight that both ends of the model use. ``kept`` are its activations, where they leave.
     ``streamed``: its weights pass through a slot; ``eligible``: it may be updated in backward, which takes ``beside``
     longer then.
     """
@@ -151,12 +151,34 @@ class Order:
 
 def bound_seconds(works: Sequence[UnitWork], places: Places, micro_batches: int, *, clipped: bool) -> float:
     """Seconds that no order of the same work is faster than, where it is all a step does: forward and backward, each by
-    itself. See "The bound of the schedule" in ``docs/plan.md``."""
+    itself, and updates one after the other. See "The bound of the schedule" in ``docs/plan.md``."""
     forward, backward = sum(one.forward for one in works), sum(one.backward for one in works)
-    copies = [work.to_device for work in works if work.to_device]
-    ahead = sum(sorted(copies, reverse=True)[: places.windows])
-    first = max(forward, sum(copies) - ahead, sum(work.sweep for work in works) if clipped else 0.0)
-    return first + backward + (micro_batches - 1) * (forward + backward)
+    drive = sum(work.update + work.late for work in works) if clipped else 0.0
+    first = max(forward, _late([work.to_device for work in works], places), drive)
+    again = _late([work.to_device_again for work in works], places)
+    backward = max(backward, again)
+    others = (micro_batches - 1) * (max(forward, again) + backward)
+    updates = sum(work.sweep for work in works) + _without_updates(works, clipped=clipped)
+    return max(first + backward, updates) + others
+
+
+def _late(copies: Sequence[float], places: Places) -> float:
+    """Seconds of copies that no window has room for before the first of them is used."""
+    return sum(copies) - sum(sorted(copies, reverse=True)[: places.windows])
+
+
+def _without_updates(works: Sequence[UnitWork], *, clipped: bool) -> float:
+    """Seconds from the end of a step's last update to the first one of the next step: its weights go to the device, the
+    last updated unit and all behind it compute, and gradients of a unit that may be updated then go to the host."""
+    updated = [index for index, work in enumerate(works) if work.sweep]
+    if not updated:
+        return 0.0
+    early = [index for index in updated if works[index].eligible and not clipped]
+    come = min(works[index].to_device for index in updated)
+    forward = sum(work.forward for index, work in enumerate(works) if index >= updated[-1] or work.calls > 1)
+    begins = early[-1] if early else 0
+    backward = sum(work.backward for index, work in enumerate(works) if index >= begins or work.calls > 1)
+    return come + forward + backward + (min(works[index].to_host for index in early) if early else 0.0)
 
 
 @dataclass(frozen=True)
@@ -242,7 +264,8 @@ class _Program:
             keeps: bool = False,
         ) -> _Use:
             brought = self._places.brought(index, count, backward=backward, first=number == 0)
-            link = works[index].to_device_again if backward else works[index].to_device
+            stays = backward or number > 0
+            link = works[index].to_device_again if stays else works[index].to_device
             return _Use(index, seconds, link * brought, brought, fetched and brought, leaves, leaves and last, keeps)
 
         def once(seconds: float, work: UnitWork) -> float:

@@ -116,6 +116,7 @@ def link_seconds(
     """Seconds that a step takes of each part of the machine. ``read`` and ``written`` are its bytes on NVMe."""
     passes, kept = workload.passes, kept_link_seconds(works, workload)
     forward, backward = (_brought(places, len(works), passes, backward=again) for again in (False, True))
+    first = _brought(places, len(works), 1, backward=False)
     links = {
         "compute": sum(work.forward + work.backward for work in works) * passes,
         "NVMe": machine.nvme.seconds(read, written) if machine.nvme is not None else 0.0,
@@ -124,8 +125,8 @@ def link_seconds(
         links |= {
             "link to the device": kept["link to the device"]
             + sum(
-                work.to_device * there + work.to_device_again * back
-                for work, there, back in zip(works, forward, backward, strict=True)
+                work.to_device * once + work.to_device_again * (there - once + back)
+                for work, once, there, back in zip(works, first, forward, backward, strict=True)
             ),
             "link to the host": kept["link to the host"] + sum(work.to_host for work in works) * passes,
             "CPU updates": sum(work.sweep for work in works),

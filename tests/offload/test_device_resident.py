@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 from offload import BudgetError, NonFiniteGradient, OffloadEngine
 from offload.optim.formats import Formats
-from offload.plan.device import GOLDEN, DeviceNeeds, plan_device
+from offload.plan.device import GOLDEN, DeviceNeeds, DevicePlan, plan_device
 from offload.plan.ranks import ONE_RANK
 from offload.testing.simulated import SimulatedDevice
 from offload.testing.stream import SimulatedEvent, SimulatedStream
@@ -155,6 +155,26 @@ def test_more_memory_brings_more_units_home_and_every_byte_is_counted(
             assert engine.report().to_host_bytes == 2 * trained
     assert counts == sorted(counts) and counts[0] == 0 and counts[-1] == len(engine.plan.units)
     assert any(0 < count < counts[-1] for count in counts)
+
+
+def test_micro_batches_bring_weights_again_so_more_copies_stay_unless_units_would_go_to_nvme(
+    make_model: Callable[..., Tiny], tmp_path: Path
+) -> None:
+    def trained(num_micro_batches: int, host_memory: str | int) -> tuple[Outcome, DevicePlan, int]:
+        device = SimulatedDevice(seed=num_micro_batches)
+        with OffloadEngine(
+            make_model(num_blocks=8), device=device, device_memory=6 << 20, host_memory=host_memory,
+            nvme_path=tmp_path, precision="bf16", gradient_accumulation_steps=num_micro_batches,
+        ) as engine:  # fmt: skip
+            outcome = train(engine, 2 * num_micro_batches)
+            assert device.violations == [] and engine.plan.device.total_bytes <= 6 << 20
+            return outcome, engine.plan.device, engine.report().to_device_bytes
+
+    (_, one, _), (outcome, four, moved) = trained(1, "auto"), trained(4, "auto")
+    assert four.num_ahead == 4 * one.num_ahead and len(four.resident) < len(one.resident)
+    expected, on_nvme, moved_on_nvme = trained(4, 6 << 20)
+    assert on_nvme.num_ahead == one.num_ahead and len(on_nvme.resident) > len(four.resident)
+    assert equal(outcome, expected) and moved < moved_on_nvme
 
 
 @pytest.mark.parametrize(

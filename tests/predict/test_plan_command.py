@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import subprocess
@@ -348,6 +349,14 @@ def test_the_page_has_twelve_published_set_ups_and_a_reason_where_the_forecast_i
         assert reason or abs(int(deviation.rstrip("%"))) <= 20
     for setup in (SETUPS[0], SETUPS[7], SETUPS[8]):  # all of them take seconds
         assert setup.row() in text, "run scripts/plan_page.py"
+
+
+def test_the_page_has_the_schedules_as_they_are_played(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import _played_schedules
+
+    for row in itertools.islice(_played_schedules.lines(), 5):  # all of them take seconds
+        assert row in PAGE.read_text(), "run scripts/plan_page.py"
 
 
 def test_the_page_of_ranks_shows_what_the_code_gives(monkeypatch: pytest.MonkeyPatch):

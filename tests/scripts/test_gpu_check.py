@@ -18,6 +18,7 @@ from fake_driver import Stand
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
+import _gpu_build
 import _gpu_report
 import bench_gpu_kernels
 import gpu_check
@@ -278,6 +279,30 @@ def test_bits_are_compared_at_budgets_that_offload(tmp_path: Path) -> None:
     resident = gpu_same_bits.train(shape, 2, nvme_path=str(tmp_path))
     assert gpu_same_bits.train(shape, 2, nvme_path=str(tmp_path), host_memory=least) == resident
     assert len(resident) == 3 and resident[0] != resident[1]
+
+
+def test_what_was_built_of_the_same_sources_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from aio_ext import _aio
+    from offload.kernels import _kernels
+
+    built: list[Path] = []
+
+    def build(folder: Path) -> None:
+        built.append(folder)
+        for name, module in zip(_gpu_build._NAMES, (_aio, _kernels), strict=True):
+            shutil.copy(module.__file__, tmp_path / f"{name}{_gpu_build._SUFFIX}")
+
+    source, extension = tmp_path / "offload/kernels/isa.cpp", tmp_path / f"aio_ext/_aio{_gpu_build._SUFFIX}"
+    for path in (source, tmp_path / "CMakeLists.txt", extension, tmp_path / "build/other"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("1")
+    monkeypatch.setattr(_gpu_build, "_ROOT", tmp_path)
+    monkeypatch.setattr(_gpu_build, "_build", build)
+    for call, wanted in ((lambda: None, 1), (lambda: None, 1), (lambda: source.write_text("2"), 2),
+                         (lambda: extension.write_text("of another machine"), 3), (extension.unlink, 4)):  # fmt: skip
+        call()
+        _gpu_build.main()
+        assert len(built) == wanted
 
 
 def test_torch_has_what_the_build_needs_of_pybind11(tmp_path: Path) -> None:
