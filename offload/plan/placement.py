@@ -11,10 +11,10 @@ import numpy as np
 
 from offload.errors import BudgetError
 from offload.optim.formats import DEFAULT_TILE_BYTES, Formats
-from offload.plan.device import GOLDEN
 from offload.plan.plan import Plan, Staging, TilesOf
 from offload.plan.records import Integers, Records
 from offload.units import UnitSpec, largest_numel, num_nested
+from offload.units.spread import spread_rank
 from swapper import readable_bytes
 
 _TILES_A_UNIT = 4
@@ -181,7 +181,7 @@ class _Placement:
         is_first = [unit is units[0] or (unit.whole is not None and unit.whole is first) for unit in units]
         comes_by_use = [unit.experts is not None and not self._records.formats.grads for unit in units]
         small = {index for index in self._records.small_units() if not comes_by_use[index]}
-        by_turn = sorted(range(len(units)), key=lambda index: (not is_first[index], index * GOLDEN % 1))
+        by_turn = sorted(range(len(units)), key=lambda index: (not is_first[index], spread_rank(index)))
         spread = [index for index in by_turn if index not in small]
         grads = [len(units) + index for index in spread]
         if by_unit:

@@ -1,5 +1,5 @@
 """Work of a CPU that computes: what the engine does on the same cores beside the model's compute, and which share of
-them each part of the machine keeps busy (see [Note: Shared cores] in ``offload.predict.simulator``)."""
+them each part of the machine keeps busy (see [Note: Shared cores] in ``offload.play.simulator``)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from offload.optim.formats import Formats
 from offload.plan.plan import Plan, Tier, UnitPlan
+from offload.play.schedule import UnitWork
+from offload.play.simulator import Shares
 from offload.predict.machine import Machine
-from offload.predict.schedule import UnitWork
-from offload.predict.simulator import Shares
 from offload.units import UnitSpec
 
 

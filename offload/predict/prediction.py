@@ -22,11 +22,11 @@ from offload.plan.device import MARGIN
 from offload.plan.plan import Plan, TilesOf
 from offload.plan.ranks import RanksPlan, plans_of_ranks
 from offload.planning import DeviceRoom, Room, plan_within
+from offload.play.schedule import Order, bound_seconds
 from offload.predict.activation_bytes import ActivationBytes, activation_bytes
 from offload.predict.cores import bound, shares_of
 from offload.predict.machine import CONTEXT_BYTES, Machine
 from offload.predict.model import Model
-from offload.predict.schedule import Order, bound_seconds
 from offload.predict.unit_costs import (
     kept_link_seconds,
     link_seconds,

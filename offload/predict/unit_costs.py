@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from offload.optim.formats import Formats
 from offload.plan.plan import Plan, Tier, UnitPlan
+from offload.play.schedule import KeptWork, Places, UnitWork
 from offload.predict.activation_bytes import ActivationBytes
 from offload.predict.cores import Own
 from offload.predict.machine import Machine
 from offload.predict.model import Model
-from offload.predict.schedule import KeptWork, Places, UnitWork
 from offload.predict.workload import Workload
 from offload.units import UnitSpec
 

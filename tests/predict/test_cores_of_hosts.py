@@ -7,10 +7,10 @@ from functools import cache
 
 import pytest
 
+from offload.play.schedule import Places, Steps, UnitWork, bound_seconds, step_seconds
 from offload.predict.machine import Machine, described
 from offload.predict.model import Model, from_count
 from offload.predict.prediction import Prediction, predict
-from offload.predict.schedule import Places, Steps, UnitWork, bound_seconds, step_seconds
 from offload.predict.workload import Workload
 
 GIB = 1 << 30
