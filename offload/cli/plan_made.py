@@ -73,6 +73,7 @@ def _workload(asked: Asked) -> Workload:
         precision=given["precision"],
         moments_dtype=given["moments_dtype"],
         optimizer=given["optimizer"],
+        gradient_clipping=given["gradient_clipping"],
         clipped=given["clipped"] == "always",
         activations=given["activations"],
         activation_memory=asked.activation_memory,

@@ -183,8 +183,7 @@ class Plan:
         """
         training = bool(self.formats.grads)
         speculative = [item for item in self.units if self.speculative and item.streamed]
-        spilled = [item.unit for item in speculative if item.grads is Tier.NVME]
-        found = sum(unit.trainable_numel for unit in spilled) * self.formats.grads
+        found = sum(i.unit.trainable_numel for i in speculative if i.grads is Tier.NVME) * self.formats.grads
         again = sum(item.unit.numel for item in speculative) * self.formats.weights * self.device.computes
         nvme = self.nvme_bytes
         weights = nvme["weights"] + self.in_place_bytes

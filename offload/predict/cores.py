@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from offload.optim.formats import Formats
+from offload.plan.moved import num_tiles
 from offload.plan.plan import Plan, Tier, UnitPlan
 from offload.play.schedule import UnitWork
 from offload.play.simulator import Shares
@@ -44,11 +45,6 @@ class Own:
 def num_records(item: UnitPlan) -> int:
     """Of a unit: its weights, its gradients and each tile of its states, if they rest on NVMe."""
     return num_tiles(item) + (item.weights is Tier.NVME) + (item.grads is Tier.NVME)
-
-
-def num_tiles(item: UnitPlan) -> int:
-    """Of its states, on NVMe."""
-    return sum(tile.count for tile, tier in item.tiles if tier is Tier.NVME)
 
 
 def shares_of(
