@@ -26,7 +26,7 @@ from offload.report.report import Bandwidths
 ASSUMED_DRIVE = Bandwidths(2e9, 2e9, 1.0)
 """A drive without an I/O profile. What is measured when an engine is made comes after its plan."""
 
-_COMPUTE_SHARES = (0.1, 0.5)
+_COMPUTE_SHARES = (0.1, 1.0)
 """See [Note: Steps that nobody has seen]."""
 
 _SWEEP = 30e9

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 import sys
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiny import Tiny
+import torch
+from tiny import Tiny, least_budget, train
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
@@ -16,6 +18,7 @@ from played_plans import Case, check
 
 from offload import OffloadEngine
 from offload.optim.choose import choose
+from offload.plan.filling import Placement
 from offload.plan.judge import ASSUMED_DRIVE, Conditions
 from offload.plan.ranks import ONE_RANK
 from offload.planning import Room, plan_within, store_bytes
@@ -64,6 +67,35 @@ def test_a_drive_without_room_for_the_played_plan_has_that_of_the_least_cost():
     tight = plan_within(config, case.units, choice, Room(budget, PLENTY, needed - 1), ONE_RANK)
     assert played.record_copies == 2 and tight.host_bytes <= budget
     assert tight.record_copies == 1 or store_bytes(tight, config, speculative=tight.speculative) < needed
+
+
+@pytest.mark.parametrize("clipping", [0.0, 1.0, 1e9])
+def test_the_bits_are_the_same_whatever_is_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, clipping: float):
+    """Both orders of filling, with every step clipped, some of them, and none."""
+    options = {"precision": "fp32", "gradient_clipping": clipping}
+    torch.manual_seed(0)
+    first = Tiny()
+    with OffloadEngine(deepcopy(first), host_memory="1GiB", **options) as engine:
+        losses, weights = train(engine, steps=4)
+        everything = engine.plan.host_bytes
+    least = least_budget(deepcopy(first), tmp_path, **options)
+    monkeypatch.setattr("offload.plan.judge._LEAST_SECONDS", 0.0)
+    filled: list[bool] = []
+    fill = Placement.fill
+
+    def note(self: Placement, *args: int, by_unit: bool, **further: bool) -> None:
+        filled.append(by_unit)
+        fill(self, *args, by_unit=by_unit, **further)
+
+    monkeypatch.setattr(Placement, "fill", note)
+    for share in (0.0, 0.4, 0.8):
+        budget = int(least + share * (everything - least))
+        with OffloadEngine(deepcopy(first), host_memory=budget, nvme_path=tmp_path, **options) as engine:
+            assert engine.plan.streams and engine.plan.host_bytes <= budget
+            found = train(engine, steps=4)
+        assert found[0] == losses
+        assert all(torch.equal(weights[name], value) for name, value in found[1].items())
+    assert {True, False} == set(filled)
 
 
 @pytest.mark.parametrize("clipped", [False, True])
