@@ -120,15 +120,14 @@ class Placements:
         filled in the other order."""
         found = self._filled(host_bytes, self._that_fit(host_bytes), by_unit=self._speculative)[:_SHORT_LIST]
         if self._speculative:
-            again = [self._with_large_units(placement.given) for placement in found]
-            found += self._filled(host_bytes, again, by_unit=False)
+            found += self._filled(host_bytes, [placement.start for placement in found], by_unit=False)
         return list({placement.key: placement for placement in found}.values())
 
-    def _filled(self, host_bytes: int, placements: list[Placement], *, by_unit: bool) -> list[Placement]:
+    def _filled(self, host_bytes: int, starts: Sequence[Placement], *, by_unit: bool) -> list[Placement]:
         """Fill them, and put those of the least cost first."""
         speculative, gradients_first = self._speculative, self._num_backwards > 1
-        for placement in placements:
-            placement.fill(host_bytes, by_unit=by_unit, speculative=speculative, gradients_first=gradients_first)
+        options = {"by_unit": by_unit, "speculative": speculative, "gradients_first": gradients_first}
+        placements = [start.filled(host_bytes, **options) for start in starts]
         return sorted(placements, key=lambda placement: placement.step_cost(speculative=speculative))
 
     def _that_fit(self, host_bytes: int) -> list[Placement]:
@@ -141,17 +140,19 @@ class Placements:
                 f"{readable_bytes(host_bytes)} are given. Raise host_memory to {{needed}}.",
                 least,
             )
-        placements = map(self._with_large_units, self._stagings)
-        return [placement for placement in placements if placement.total_bytes <= host_bytes]
+        return [start for start in self._starts if start.total_bytes <= host_bytes]
 
     @cached_property
     def _least_bytes(self) -> int:
-        return min(self._with_large_units(staging).total_bytes for staging in self._stagings)
+        return min(start.total_bytes for start in self._starts)
 
-    def _with_large_units(self, staging: Staging) -> Placement:
-        placement = self._empty(staging)
-        placement.keep_large_units()
-        return placement
+    @cached_property
+    def _starts(self) -> list[Placement]:
+        """For each staging the placement with nothing resident but what must be, and large units."""
+        starts = [self._empty(staging) for staging in self._stagings]
+        for start in starts:
+            start.keep_large_units()
+        return starts
 
     def _empty(self, staging: Staging) -> Placement:
         return Placement(self._records(staging.tile_bytes), staging, self._compute_bytes)

@@ -22,7 +22,8 @@ class Placement:
     def __init__(self, records: Records, staging: Staging, compute_bytes: int) -> None:
         self.resident = records.always_resident()
         self._records, self._staging, self._compute_bytes = records, staging, compute_bytes
-        self.given = staging
+        self.start = self
+        """The same before it was filled."""
 
     @property
     def total_bytes(self) -> int:
@@ -61,6 +62,13 @@ class Placement:
             if self.total_bytes >= before:
                 self.resident = resident
                 return
+
+    def filled(self, host_bytes: int, *, by_unit: bool, speculative: bool, gradients_first: bool) -> Placement:
+        """The same, filled."""
+        placement = Placement(self._records, self._staging, self._compute_bytes)
+        placement.resident, placement.start = self.resident.copy(), self
+        placement.fill(host_bytes, by_unit=by_unit, speculative=speculative, gradients_first=gradients_first)
+        return placement
 
     def fill(self, host_bytes: int, *, by_unit: bool, speculative: bool, gradients_first: bool) -> None:
         """Keep what saves most traffic per byte, as much as fits: all kinds of one unit after the other, or one kind of
