@@ -29,7 +29,7 @@ _GRAD_BUFFERS = (3, 2)
 """One is filled while another one is written, and read by a speculative update. With a third one compute goes on where
 such an update takes longer than a unit's backward."""
 
-RUNGS = 16
+RUNGS = 8
 """Smaller budgets whose placements are also played, evenly from the least to all: see ``Placements.by_playing``."""
 
 _SHORT_LIST = 2
@@ -85,7 +85,7 @@ class Placements:
 
         Those that are played have the least cost of their order of filling, at this budget and at each smaller one of a
         ladder, whose rungs do not depend on the budget. So no budget is slower than a rung below it. A rung on which
-        the drive alone takes longer than the best step ends the descent, since those below it move more.
+        the drive or compute alone takes longer than the best step ends the descent, since those below it move more.
         """
         best, least = None, math.inf
         for budget in (host_bytes, *self._rungs_below(host_bytes)):

@@ -62,11 +62,16 @@ class Judge:
     @cached_property
     def is_worth_it(self) -> bool:
         """A step takes longer than playing it, whatever is resident."""
-        return self._drive_seconds(self.nothing_resident) > _LEAST_SECONDS
+        return self._most_drive_seconds > _LEAST_SECONDS
+
+    @cached_property
+    def _most_drive_seconds(self) -> float:
+        return self._drive_seconds(self.nothing_resident)
 
     def least_seconds(self, plan: Plan) -> float:
-        """Seconds that no order of the plan's transfers is faster than."""
-        return self._drive_seconds(plan) * len(_COMPUTE_SHARES)
+        """Seconds that no order of the plan's transfers and of compute is faster than."""
+        drive = self._drive_seconds(plan)
+        return sum(max(drive, share * self._most_drive_seconds) for share in _COMPUTE_SHARES)
 
     def seconds(self, plan: Plan) -> float:
         """Seconds of the steps that are played, together. Where some may be clipped, the one with more compute is."""
@@ -77,7 +82,7 @@ class Judge:
     def step_seconds(self, plan: Plan, compute_share: float, *, clipped: bool) -> float:
         """Seconds of one step, whose compute takes this share of the drive's time with nothing resident."""
         numel = sum(item.unit.numel for item in self.nothing_resident.units)
-        compute = compute_share * self._drive_seconds(self.nothing_resident) / self.num_backwards
+        compute = compute_share * self._most_drive_seconds / self.num_backwards
         cost = _DriveCost.of(self.conditions.drive, plan)
         works = [_work(item, plan, cost, compute / numel) for item in plan.units]
         first = (len(works) - _MOST_UNITS) // 2
