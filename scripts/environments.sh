@@ -33,7 +33,7 @@ for environment in "${wanted[@]}"; do
     source scripts/setup.sh
     "$venv/bin/python" -c 'import numpy, platform, torch; print(platform.python_version(), torch.__version__, numpy.__version__)'
     export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
-    "$venv/bin/python" -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal -p no:cacheprovider "$@"
+    "$venv/bin/python" -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal --all -p no:cacheprovider "$@"
   ) || failed+=("$environment")
 done
 ((!${#failed[@]})) || { echo "failed: ${failed[*]}" >&2; exit 1; }

@@ -91,6 +91,7 @@ def expected() -> tuple[list[float], tuple[int, int]]:
     return losses, graphs_in_memory(model(), Block, train)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("place", ["RAM", "NVMe", "device"])
 def test_blocks_have_the_graphs_and_the_bits_of_blocks_in_memory(place: str, when: str, tmp_path: Path) -> None:

@@ -82,6 +82,7 @@ def trained(config: Any, base: Path, tmp_path: Path, **options: Any) -> tuple[Of
         return engine, losses(engine)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("kind", "number_format"),
     [("qwen3_moe", None), ("deepseek_v3", in_fp8), ("qwen3_moe", in_awq), ("qwen3_moe", in_nvfp4)],

@@ -38,6 +38,7 @@ def in_pairs(*formats: str) -> list[Any]:
     ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("way", ["meta", "deferred"])
 @pytest.mark.parametrize("name", MODELS)
 def test_its_own_initialisers_give_the_weights_of_a_model_in_memory(name: str, way: str) -> None:
@@ -58,6 +59,7 @@ def test_its_own_initialisers_give_the_weights_of_a_model_in_memory(name: str, w
         assert_same(held(engine), expected)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("name", "precision", "place"), in_pairs("fp32", "bf16"))
 def test_the_first_losses_are_those_of_the_model_in_memory(
     name: str, precision: str, place: dict[str, str], tmp_path: Path
@@ -135,6 +137,7 @@ def saved(name: str, directory: Path, **options: Any) -> Any:
     return model_class
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
 def test_from_pretrained_gives_the_model_that_transformers_would_load(
@@ -157,6 +160,7 @@ def test_from_pretrained_gives_the_model_that_transformers_would_load(
         assert_same(held(engine), {**reference.state_dict(), **dict(reference.named_buffers())})
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("name", "dtype", "place"), in_pairs("float32", "bfloat16"))
 def test_a_streamed_model_trains_like_one_that_was_loaded(
     name: str, dtype: str, place: dict[str, str], tmp_path: Path

@@ -207,6 +207,7 @@ def test_weights_without_states_are_taken_where_that_is_said(tmp_path: Path):
 # Formats.
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(
     "options",

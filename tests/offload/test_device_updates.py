@@ -121,6 +121,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("on_nvme", [False, True], ids=["in RAM", "on NVMe"])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options.values())))
 def test_the_bits_are_the_same_whichever_side_updates(

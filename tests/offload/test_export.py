@@ -86,6 +86,7 @@ def offload(*arguments: object) -> int:
 # The engine's weights.
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", OF_TEXT)
 def test_transformers_loads_what_an_engine_saves_in_the_middle_of_training(tmp_path: Path, name: str, precision: str):

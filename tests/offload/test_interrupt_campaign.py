@@ -26,6 +26,7 @@ raise SystemExit(interrupts.main())
 """
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("variant", interrupts.VARIANTS)
 def test_a_step_that_is_interrupted_at_some_line_leaves_the_same_bits_or_raises_our_error(variant: str):
     count = 2 if interrupts.VARIANTS[variant].once else 10

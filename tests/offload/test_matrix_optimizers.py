@@ -141,6 +141,7 @@ def test_states_of_rows_come_back_from_a_checkpoint_and_from_a_state_dict(tmp_pa
     assert found[0] == expected[0] and all(torch.equal(value, expected[1][key]) for key, value in found[1].items())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "moments", "precision"),
     [

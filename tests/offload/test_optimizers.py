@@ -107,6 +107,7 @@ def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
         assert torch.equal(got[name], value), name
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", CASES)
 def test_an_optimizer_gives_what_its_namesake_gives_in_memory(case, tmp_path: Path):
     options, kind, settings = CASES[case]
@@ -118,6 +119,7 @@ def test_an_optimizer_gives_what_its_namesake_gives_in_memory(case, tmp_path: Pa
     assert_same(offloaded(**options, nvme_path=tmp_path, host_memory=budget), in_ram)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("optimizer", ["adamw", "lion", torch.optim.NAdam])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_16_bit_weights_are_rounded_from_the_same_master_wherever_it_rests(optimizer, precision, tmp_path: Path):

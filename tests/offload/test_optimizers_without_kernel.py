@@ -46,6 +46,7 @@ def tried(optimizer: torch.optim.Optimizer) -> None:
     try_alone(Twin(optimizer), SharedState.of(optimizer), groups, of_model)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seed", range(40))
 def test_any_mixture_of_pieces_that_look_at_one_parameter_can_run_alone(seed):
     chance = random.Random(seed)
@@ -54,6 +55,7 @@ def test_any_mixture_of_pieces_that_look_at_one_parameter_can_run_alone(seed):
     assert optimizer.count == 0 and "k" not in optimizer.param_groups[0]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("piece", TOGETHER, ids=lambda piece: piece.__name__)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_piece_that_needs_several_parameters_is_refused_with_the_reason_among_any_others(piece, seed):

@@ -37,6 +37,7 @@ def reached(prediction: Prediction) -> float:
 SLOW, FAST = ("4090", 16, 80e9), ("h100", 64, 300e9)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("clipped", [False, True])
 @pytest.mark.parametrize(("billions", "of_host", "batch"), [
     (7, SLOW, 1), (7, SLOW, 4), (7, FAST, 4), (7, FAST, 16), (70, SLOW, 1), (70, FAST, 1), (70, FAST, 4),

@@ -53,6 +53,7 @@ def test_a_tensors_fact_is_of_its_elements_shape_and_dtype():
     assert fact_of(torch.empty(0)).startswith("(0,) float32")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", jobs.OPTIONS)
 def test_other_options_or_models_are_one_error_before_anything_is_taken_over(two: Pool, tmp_path: Path, name: str):
     (first, was_whole), (second, _) = two(jobs.other_options, name, tmp_path)

@@ -77,6 +77,7 @@ def look(browser: Any, file: Path, width: int, scheme: str) -> tuple[Any, list[s
     return tab, faults
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", RUNS)
 def test_a_browser_shows_every_kind_of_run(browser, tmp_path: Path, name: str) -> None:
     file = tmp_path / "report.html"

@@ -13,7 +13,7 @@ _ROOT = Path(__file__).parents[2]
 _SETUP = _ROOT / "scripts" / "setup.sh"
 
 
-@pytest.mark.parametrize("script", ["scripts/setup.sh", "scripts/demo.sh", "scripts/test.sh", ".ci/run"])
+@pytest.mark.parametrize("script", ["scripts/setup.sh", "scripts/demo.sh", "scripts/test.sh", ".ci/run", ".ci/wheel"])
 def test_every_script_is_executable_and_parses(script):
     assert os.access(_ROOT / script, os.X_OK)
     subprocess.run(["bash", "-n", _ROOT / script], check=True)
