@@ -134,8 +134,13 @@ def check(case: Case, draw: random.Random, between: int = 4, computes: tuple[flo
 
 
 def _gains(judge: Judge, plans: list[tuple[Plan, Plan]], share: float) -> list[float]:
-    seconds = [[judge.step_seconds(one, share, clipped=judge.conditions.clipped) for one in both] for both in plans]
-    return [rule / chosen for chosen, rule in seconds]
+    """Of steps that are not clipped, and of those that are, where that may be."""
+    found = []
+    for clipped in (False, True)[: 1 + judge.conditions.clipped]:
+        for both in plans:
+            chosen, rule = (judge.step_seconds(one, share, clipped=clipped) for one in both)
+            found.append(rule / chosen)
+    return found
 
 
 def _rise(seconds: list[float]) -> float:

@@ -71,13 +71,18 @@ class Judge:
     def least_seconds(self, plan: Plan) -> float:
         """Seconds that no order of the plan's transfers and of compute is faster than."""
         drive = self._drive_seconds(plan)
-        return sum(max(drive, share * self._most_drive_seconds) for share in _COMPUTE_SHARES)
+        return sum(max(drive, share * self._most_drive_seconds) for share, _ in self._steps)
 
     def seconds(self, plan: Plan) -> float:
-        """Seconds of the steps that are played, together. Where some may be clipped, the one with more compute is."""
-        little, much = _COMPUTE_SHARES
-        clipped = self.conditions.clipped
-        return self.step_seconds(plan, little, clipped=False) + self.step_seconds(plan, much, clipped=clipped)
+        """Seconds of the steps that are played, together."""
+        return sum(self.step_seconds(plan, share, clipped=clipped) for share, clipped in self._steps)
+
+    @property
+    def _steps(self) -> list[tuple[float, bool]]:
+        """Their shares of compute, and whether they are clipped. Where some may be, the one with most compute is played
+        in both ways: it loses most by updates that wait for the verdict."""
+        steps = [(share, False) for share in _COMPUTE_SHARES]
+        return [*steps, (_COMPUTE_SHARES[-1], True)] if self.conditions.clipped else steps
 
     def step_seconds(self, plan: Plan, compute_share: float, *, clipped: bool) -> float:
         """Seconds of one step, whose compute takes this share of the drive's time with nothing resident."""
