@@ -9,6 +9,7 @@ them with ``--all``.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections import Counter
@@ -47,6 +48,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what the collector need not visit again costs a twelfth of the tests' time
 
 
 class _Missing:
