@@ -89,7 +89,10 @@ class OffloadConfig:
     """Further options of the optimizer, by the names of ``torch.optim``: ``{"momentum": 0.9, "nesterov": True}``."""
     moments_dtype: Literal["fp32", "bf16", "int8"] = "fp32"
     """Format in which kernels keep the optimizer's states. "bf16" and "int8" (blocks of 256) save bytes and are
-    inexact."""
+    inexact; both are rounded at random, so that their mean is exact."""
+    master_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Format of the numbers that the optimizer updates, with ``precision="bf16"``. "bf16": the weights themselves, with
+    no rest of an fp32 master beside them, rounded at random: 2 bytes a parameter less, and inexact."""
     activations: str | Mapping[str, str] = "keep"
     """Treatment of the activations that backward needs. "keep": they stay. "recompute": of each block its inputs
     stay, and backward runs it again. "host": these inputs go to host memory, and so does what is saved outside of
@@ -128,9 +131,10 @@ class OffloadConfig:
     """Parts of the state that are divided among ranks, as by ZeRO 1, 2 and 3: optimizer states; gradients, too;
     weights, too. The first ones move the fewest bytes, the last one takes the least memory. "auto": the first one that
     needs no NVMe, else the last."""
-    exchange_dtype: Literal["auto", "bf16"] = "auto"
+    exchange_dtype: Literal["auto", "bf16", "int8"] = "auto"
     """Format in which ranks send each other gradients. "auto": as they are made or added up, which is exact. "bf16":
-    those in fp32 are rounded, for half of the bytes."""
+    those in fp32 are rounded, for half of the bytes. "int8": integers with a scale for each 256, rounded at random so
+    that their mean is exact: 1.02 bytes each."""
     rank_timeout: float = 60.0
     """Seconds without a sign of life after which a rank counts as gone, and all end with one error. A rank that
     computes for longer gives signs of life."""
@@ -167,6 +171,7 @@ class OffloadConfig:
             if getattr(self, name) is not None and name in self.optimizer_options:
                 raise ConfigError(f"{name} is given twice, also in optimizer_options: leave one out")
         self._check("moments_dtype", option_values.as_choice, ("fp32", "bf16", "int8"))
+        self._check("master_dtype", option_values.as_choice, ("fp32", "bf16"))
         self._check("activations", option_values.as_choices, ACTIVATIONS)
         self._check("activation_memory", option_values.parse_bytes)
         if self.activation_memory == "auto" or int(self.activation_memory) < _LEAST_ACTIVATION_BYTES:
@@ -182,7 +187,7 @@ class OffloadConfig:
         if self.mesh is not None and not (hasattr(self.mesh, "mesh") and hasattr(self.mesh, "get_coordinate")):
             option_values.refuse("mesh", "a torch.distributed.device_mesh.DeviceMesh, or None", self.mesh)
         self._check("shard", option_values.as_choice, ("auto", "states", "gradients", "weights"))
-        self._check("exchange_dtype", option_values.as_choice, ("auto", "bf16"))
+        self._check("exchange_dtype", option_values.as_choice, ("auto", "bf16", "int8"))
         self._check("rank_timeout", option_values.as_number)
         if self.rank_timeout < 1:
             option_values.refuse("rank_timeout", "at least 1 second", self.rank_timeout)
@@ -324,6 +329,10 @@ class OffloadConfig:
             )
         if "nvme" in self._activation_modes and not self.nvme_path:
             raise ConfigError('activations="nvme" needs a place: give nvme_path, or take "host"')
+        if self.master_dtype == "bf16" and self.precision not in ("auto", "bf16"):
+            raise ConfigError(
+                f'master_dtype="bf16" is of weights in bf16, and precision is {self.precision!r}: take precision="bf16"'
+            )
         if self.durable and not self.nvme_path:
             raise ConfigError("durable: steps are committed under nvme_path. Give it, or leave durable out")
 

@@ -29,12 +29,13 @@ from offload.optimizer import OffloadOptimizer
 from offload.option_names import Options, with_options
 from offload.plan.plan import Plan
 from offload.ranks.world import World, tell_ranks
-from offload.report.report import Bandwidths, ExpertUse, Report
-from offload.run.about import about, fingerprint
+from offload.report.report import ExpertUse, Report
+from offload.run.about import about, fingerprint, summary
 from offload.run.directory import RunDirectory
 from offload.run.observer import Observer
 from offload.session import Session
-from swapper import OffloadError, readable_bytes
+from offload.tiers.activations.pool import ActivationPool
+from swapper import OffloadError
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -133,7 +134,7 @@ class OffloadEngine:
                 if run is not None:
                     run.abandon()
                 raise
-        _log.info("engine made: %s", _summary(session.plan, session.bandwidths))
+        _log.info("engine made: %s", summary(session.plan, session.bandwidths))
         session.watch.about = partial(about, self.config, session.plan, type(model).__name__, session.bandwidths)
         if run is not None:
             run.trace = session.meter.trace
@@ -263,6 +264,12 @@ class OffloadEngine:
         on_host, on_device = self._session.memory_bytes()
         return replace(self._session.last_report, host_memory_bytes=on_host, device_memory_bytes=on_device)
 
+    @property
+    def activation_pool(self) -> ActivationPool:
+        """The memory of ``activation_memory``, and what of it goes on to NVMe. ``OffloadedCache`` rests there, too.
+        Raises ``ConfigError`` if nothing was set aside."""
+        return self._session.activation_pool
+
     def expert_use(self) -> ExpertUse:
         """Bytes of experts that tokens were sent to, and bytes of experts read from NVMe, since the engine was made."""
         return self._session.expert_use()
@@ -341,7 +348,7 @@ class OffloadEngine:
     def load_checkpoint(self, dir: str | os.PathLike[str] | None = None, tag: str | None = None) -> Any:
         """Go on from a checkpoint: the latest in ``dir``, or the one with this ``tag``. Returns its ``client_state``.
 
-        Budgets, paths, I/O backends, ``moments_dtype`` and numbers of threads may be others than they were. Without
+        Budgets, paths, I/O backends, dtypes of moments and masters, and numbers of threads may be others. Without
         ``dir`` it goes on from the last step that a run with ``durable`` has committed under ``nvme_path``; if there is
         none, nothing happens, and ``global_step`` is 0.
 
@@ -438,12 +445,3 @@ class OffloadEngine:
         """The model has this public attribute, or would have it as any module, and the engine has none of its name."""
         known = name.startswith("_") or name in vars(self)
         return not known and (hasattr(nn.Module, name) or hasattr(vars(self).get("module"), name))
-
-
-def _summary(plan: Plan, bandwidths: Bandwidths | None) -> str:
-    """The plan in a line, for the log."""
-    line = f"{plan.num_parameters:,} parameters in {len(plan.units)} units"
-    for tier in ("device", "host", "nvme"):
-        nbytes = sum(of_kind.get(tier, 0) for of_kind in plan.memory.values())
-        line += f", {readable_bytes(nbytes)} in {tier}" if nbytes else ""
-    return line if bandwidths is None else f"{line}; NVMe {bandwidths}"

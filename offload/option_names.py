@@ -34,6 +34,7 @@ class Options(TypedDict, total=False):
     weight_decay: float | None
     optimizer_options: Mapping[str, Any]
     moments_dtype: Literal["fp32", "bf16", "int8"]
+    master_dtype: Literal["fp32", "bf16"]
     activations: str | Mapping[str, str]
     activation_memory: int | str
     gradient_clipping: float
@@ -46,7 +47,7 @@ class Options(TypedDict, total=False):
     run_dir: str | os.PathLike[str] | None
     mesh: Any
     shard: Literal["auto", "states", "gradients", "weights"]
-    exchange_dtype: Literal["auto", "bf16"]
+    exchange_dtype: Literal["auto", "bf16", "int8"]
     rank_timeout: float
     prefetch: bool
 

@@ -16,6 +16,7 @@ from offload.model.identity import OrdinaryParameters
 from offload.optimizer import OffloadOptimizer
 from offload.plan.plan import Drives, Plan
 from offload.report.report import ExpertUse, Report
+from offload.tiers.activations.pool import ActivationPool
 from swapper import OffloadError
 from swapper.errors import readable_bytes
 
@@ -111,6 +112,15 @@ class Session:
     def expert_use(self) -> ExpertUse:
         """See ``OffloadEngine.expert_use``."""
         return self.parts.reporter.expert_use()
+
+    @property
+    def activation_pool(self) -> ActivationPool:
+        """See ``OffloadEngine.activation_pool``."""
+        if not self.parts.activations.pools:
+            raise ConfigError(
+                'no memory was set aside: give the engine activations="nvme" (or "host"), and activation_memory'
+            )
+        return self.parts.activations.pools[0]
 
     def memory_bytes(self) -> tuple[int, int]:
         """Host and device memory that the engine takes now: by the kernel's count of its buffers, and as allocated."""

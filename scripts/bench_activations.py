@@ -1,24 +1,31 @@
 #!/usr/bin/env python3
 """Memory and time of a training step by sequence length, for each of the modes of ``activations=``.
 
-A transformer of the given size trains two steps on one sequence for each mode and length, each in a process of its own.
+A transformer of the given size trains two steps for each mode, batch and length, each in a process of its own.
 Printed are the highest resident memory of the process, the same beside what it took before the first forward, the bytes
-of activations that were kept, written and read in the last step, and its seconds. The loss is that of
-``cross_entropy_in_tiles``, so that logits decide nothing. Lengths and modes are interleaved.
+of activations that were kept, written and read in the last step, all that the process gave to the drive in it for each
+token, and its seconds. The loss is that of ``cross_entropy_in_tiles``, so that logits decide nothing. Lengths and modes
+are interleaved.
 
 ``--window`` has tokens look at those of their own window alone, so that the time grows with the length and no faster;
 ``--rows`` puts MLPs in tiles of so many rows, and ``--heads`` attentions in so many tiles; ``--limit`` is a memory
 cgroup around each process, imports included, and needs root; ``--steps 1`` is for long ones; ``--plot`` draws.
+``--batches`` has so many sequences at a time; ``--drive READ WRITE`` throttles the drive, in bytes a second, by a
+cgroup (root, too). What a mode cannot do within the limit is killed: so the longest sequence and the largest batch are
+found.
 ``MALLOC_MMAP_THRESHOLD_=33554432`` in the environment shows what the C library would keep of large tensors.
 
     python scripts/bench_activations.py --layers 24 --width 64 --window 512 --rows 4096 --limit 1GiB \\
         --lengths 16384 32768 65536 131072
+    python scripts/bench_activations.py --layers 24 --width 1536 --modes recompute nvme --batches 4 12 --lengths 2048 \\
+        --rows 1024 --heads 4 --steps 3 --host-memory 640MiB --activation-memory 64MiB --drive 70e6 60e6
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import resource
 import signal
@@ -28,13 +35,14 @@ import tempfile
 from pathlib import Path
 
 import torch
-from _cgroups import memory_limit
+from _cgroups import drive_limit, memory_limit
 from torch import nn
 
 from offload import OffloadEngine, attention_in_tiles, cross_entropy_in_tiles, in_tiles
 from offload.option_values import parse_bytes
 
 MODES = ("keep", "recompute", "nvme")
+LEAVING = ("host", "nvme", "auto")
 
 
 class Mlp(nn.Module):
@@ -101,7 +109,12 @@ def resident_peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
-def measure(options: argparse.Namespace, mode: str, length: int) -> dict[str, float]:
+def written_bytes() -> int:
+    """Bytes that the process has given to drives, by the kernel's count."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_oublock * 512
+
+
+def measure(options: argparse.Namespace, mode: str, batch: int, length: int) -> dict[str, float]:
     """One process's figures."""
     torch.manual_seed(0)
     model = Model(options.layers, options.width, options.vocabulary, options.window, options.rows, options.heads)
@@ -113,14 +126,17 @@ def measure(options: argparse.Namespace, mode: str, length: int) -> dict[str, fl
         lr=1e-4,
         precision=options.precision,
         activations=mode,
-        **(budget if mode == "nvme" else {"host_memory": options.host_memory}),
+        **(budget if mode in LEAVING else {"host_memory": options.host_memory}),
     )
     with engine:
         before = resident_peak()
         for _ in range(options.steps):
-            tokens = torch.randint(0, options.vocabulary, (1, length + 1))
+            engine.synchronize()
+            written = written_bytes()
+            tokens = torch.randint(0, options.vocabulary, (batch, length + 1))
             engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
             engine.step()
+        engine.synchronize()
         report = engine.report()
         use = report.activations
         return {
@@ -130,6 +146,7 @@ def measure(options: argparse.Namespace, mode: str, length: int) -> dict[str, fl
             "kept": use.kept_bytes,
             "written": use.write_bytes,
             "read": use.read_bytes,
+            "to_drive": (written_bytes() - written) / batch / length,
             "seconds": report.seconds,
             "bound": report.bound_seconds,
         }
@@ -150,29 +167,33 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--limit")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1])
+    parser.add_argument("--drive", type=float, nargs=2, metavar=("READ", "WRITE"))
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--path", type=Path, default=Path(tempfile.gettempdir()), help="a folder for the swap store")
-    parser.add_argument("--one", nargs=2, metavar=("MODE", "LENGTH"), help="measure this one, and print it as JSON")
+    parser.add_argument(
+        "--one", nargs=3, metavar=("MODE", "BATCH", "LENGTH"), help="measure this one, and print it as JSON"
+    )
     options = parser.parse_args()
     if options.one:
         sys.stdin.readline()
-        print(json.dumps(measure(options, options.one[0], int(options.one[1]))))
+        print(json.dumps(measure(options, options.one[0], *map(int, options.one[1:]))))
         return 0
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {vars(options)}")
-    sizes = f"{'whole MiB':>9} {'peak MiB':>9} {'kept':>7} {'written':>8} {'read':>7}"
-    print(f"{'length':>8} {'mode':>10} {sizes} {'s':>7} {'bound/step':>10}")
+    sizes = f"{'whole MiB':>9} {'peak MiB':>9} {'kept':>7} {'written':>8} {'read':>7} {'bytes/token':>11}"
+    print(f"{'length':>8} {'batch':>5} {'mode':>10} {sizes} {'s':>7} {'bound/step':>10}")
     peaks: dict[str, list[tuple[int, float]]] = {}
-    for length in options.lengths:
-        for mode in options.modes:
-            found = in_process(options, [*sys.argv[1:], "--one", mode, str(length)])
-            if isinstance(found, str):
-                print(f"{length:>8} {mode:>10} {found}", flush=True)
-                continue
-            peaks.setdefault(mode, []).append((length, found["whole"]))
-            whole, peak, *moved = (found[name] / (1 << 20) for name in ("whole", "peak", "kept", "written", "read"))
-            passed = "{:>7,.1f} {:>8,.1f} {:>7,.1f}".format(*moved)
-            times = f"{found['seconds']:>7.1f} {found['bound'] / found['seconds']:>10.2f}"
-            print(f"{length:>8} {mode:>10} {whole:>9,.0f} {peak:>9,.0f} {passed} {times}", flush=True)
+    for length, batch, mode in itertools.product(options.lengths, options.batches, options.modes):
+        found = in_process(options, [*sys.argv[1:], "--one", mode, str(batch), str(length)])
+        what = f"{length:>8} {batch:>5} {mode:>10}"
+        if isinstance(found, str):
+            print(f"{what} {found}", flush=True)
+            continue
+        peaks.setdefault(mode, []).append((batch * length, found["whole"]))
+        whole, peak, *passed = (found[name] / (1 << 20) for name in ("whole", "peak", "kept", "written", "read"))
+        moving = "{:>7,.1f} {:>8,.1f} {:>7,.1f}".format(*passed) + f" {found['to_drive']:>11,.0f}"
+        times = f"{found['seconds']:>7.1f} {found['bound'] / found['seconds']:>10.2f}"
+        print(f"{what} {whole:>9,.0f} {peak:>9,.0f} {moving} {times}", flush=True)
     if options.plot is not None:
         draw(peaks, options)
     return 0
@@ -184,8 +205,11 @@ def in_process(options: argparse.Namespace, arguments: list[str]) -> dict[str, f
         [sys.executable, __file__, *arguments],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    limit = contextlib.nullcontext() if options.limit is None else memory_limit(one.pid, byte_count(options.limit))
-    with limit:
+    with contextlib.ExitStack() as limits:
+        if options.limit is not None:
+            limits.enter_context(memory_limit(one.pid, byte_count(options.limit)))
+        if options.drive is not None:
+            limits.enter_context(drive_limit(one.pid, options.path, *options.drive))
         said, errors = one.communicate("begin\n")
     if one.returncode == -signal.SIGKILL:
         return "killed: out of memory"
@@ -214,7 +238,7 @@ def draw(peaks: dict[str, list[tuple[int, float]]], options: argparse.Namespace)
         axes.axhline(byte_count(options.limit) / (1 << 20), color="#999999", linestyle="--", label="limit")
     axes.set_xscale("log", base=2)
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("tokens of a sequence")
+    axes.set_xlabel("tokens at a time")
     axes.set_ylabel("peak resident memory of the process, MiB")
     axes.legend(frameon=False)
     figure.savefig(options.plot)

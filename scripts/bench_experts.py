@@ -5,7 +5,9 @@
 broken off and started again. ``train DIR`` trains an adapter of the attention over them, in a memory cgroup if asked,
 and prints after each step time, losses, a checksum of the adapter, the kernel's counts of bytes of the process and of
 the drive, and what was routed. Two runs with other budgets have the same lines. ``--change`` flips a byte of a shard at
-the end, for as long as a forward takes, and prints what the engine says to that.
+the end, for as long as a forward takes, and prints what the engine says to that. ``generate DIR`` draws ``--tokens``
+tokens, and prints the kernel's count of what was read against what had to be: experts that were routed to and not
+there, and all else that rests on NVMe once a token.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from safetensors.torch import save_file
 from transformers.initialization import no_init_weights
 
 from offload import OffloadEngine, WeightsChanged, deferred_init
+from offload.plan.plan import Tier
 
 _PER_SCALE = 32
 _MATRICES = ("gate_proj", "up_proj", "down_proj")
@@ -193,9 +196,36 @@ def train_over(folder: Path, config: Any, arguments: argparse.Namespace, base_by
         engine.close(discard=True)
 
 
+def generate(arguments: argparse.Namespace) -> None:
+    engine = OffloadEngine.from_pretrained(
+        transformers.AutoModelForCausalLM, arguments.folder, optimizer=None, nvme_path=arguments.store,
+        host_memory=arguments.host_memory,
+    )  # fmt: skip
+    print(engine.plan)
+    with engine:
+        away = [item.unit for item in engine.plan.units if item.weights is Tier.NVME and item.unit.experts is None]
+        a_sweep = sum(unit.stored_numel * engine.plan.formats.weights for unit in away)
+
+        def draw(count: int) -> None:
+            prompt = torch.tensor([[1, 2, 3, 4]])
+            engine.module.generate(prompt, max_new_tokens=count, min_new_tokens=count, do_sample=True, pad_token_id=0)
+
+        draw(3)  # the order of the layers is known, and a checksum of what was read
+        (read, _), use = moved(), engine.expert_use()
+        draw(arguments.tokens)
+        read, used = moved()[0] - read, engine.expert_use()
+    routed, fetched = used.routed_bytes - use.routed_bytes, used.read_bytes - use.read_bytes
+    needed = fetched + arguments.tokens * a_sweep
+    print(
+        f"{arguments.tokens} tokens: read {read / 1e6:,.1f} MB by the kernel, {read / needed:.3f} of what had to be: "
+        f"{routed / 1e6:,.1f} MB of experts were routed to, {fetched / 1e6:,.1f} MB of them fetched, and "
+        f"{a_sweep / 1e6:,.1f} MB of other units come for each token"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["make", "train"])
+    parser.add_argument("what", choices=["make", "train", "generate"])
     parser.add_argument("folder", type=Path, help="where the files are, or are to be")
     parser.add_argument("--store", type=Path, default=Path(), help="a directory for what is trained")
     parser.add_argument("--layers", type=int, default=1)
@@ -211,7 +241,7 @@ def main() -> None:
     if arguments.what == "make":
         make(arguments.folder, config_of(arguments))
     else:
-        train(arguments)
+        {"train": train, "generate": generate}[arguments.what](arguments)
 
 
 if __name__ == "__main__":

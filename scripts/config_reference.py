@@ -16,7 +16,9 @@ _SOURCE = _ROOT / "offload" / "config.py"
 _GROUPS = {
     "Where bytes rest": ("nvme_path", "host_memory", "nvme_capacity", "device", "device_memory"),
     "The model": ("weights", "precision", "experts"),
-    "The optimizer": ("optimizer", "lr", "betas", "eps", "weight_decay", "optimizer_options", "moments_dtype"),
+    "The optimizer": (
+        *("optimizer", "lr", "betas", "eps", "weight_decay", "optimizer_options", "moments_dtype", "master_dtype"),
+    ),
     "Activations": ("activations", "activation_memory"),
     "A step": ("gradient_clipping", "gradient_accumulation_steps"),
     "Checkpoints and records": ("durable", "keep_last", "keep_every", "run_dir"),

@@ -4,7 +4,7 @@
 A small transformer learns bytes of this project's pages in bf16 under the engine, in memory. Of each optimizer three
 learning rates run for a quarter of the steps; the best one runs all steps from two seeds. The table has the mean loss
 of the tenth of the steps before a half and before the end, and half of the difference of the two seeds. ``--only`` runs
-some rows; ``--write`` puts each into the page once it is there, beside those of other optimizers.
+some optimizers, ``--formats`` some formats; ``--write`` puts each row into the page once it is there, beside others.
 """
 
 from __future__ import annotations
@@ -33,7 +33,14 @@ RATES = {
     "lamb": (5e-3, 1e-2, 2e-2),
     "adam_mini": (1e-3, 2e-3, 4e-3),
 }
-ROWS = [(name, moments) for name in RATES for moments in ("fp32", "bf16", "int8")]
+FORMATS = {
+    "fp32": {"moments_dtype": "fp32"},
+    "bf16": {"moments_dtype": "bf16"},
+    "int8": {"moments_dtype": "int8"},
+    "bf16 without a master": {"moments_dtype": "bf16", "master_dtype": "bf16"},
+    "int8 without a master": {"moments_dtype": "int8", "master_dtype": "bf16"},
+}
+ROWS = [(name, formats) for name in RATES for formats in FORMATS]
 
 
 class Block(nn.Module):
@@ -69,12 +76,12 @@ def text() -> torch.Tensor:
     return torch.frombuffer(bytearray(b"".join(page.read_bytes() for page in pages)), dtype=torch.uint8).long()
 
 
-def losses(data: torch.Tensor, name: str, moments: str, lr: float, seed: int, steps: int) -> tuple[list[float], float]:
+def losses(data: torch.Tensor, name: str, formats: str, lr: float, seed: int, steps: int) -> tuple[list[float], float]:
     """The loss of each step, and the bytes of states a parameter."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     model = Model()
-    options: dict[str, Any] = {"optimizer": name, "moments_dtype": moments, "precision": "bf16", "lr": lr}
+    options: dict[str, Any] = {"optimizer": name, "precision": "bf16", "lr": lr, **FORMATS[formats]}
     with OffloadEngine(model, gradient_clipping=1.0, **options) as engine:
         found = []
         for step in range(steps):
@@ -90,23 +97,24 @@ def losses(data: torch.Tensor, name: str, moments: str, lr: float, seed: int, st
         return found, engine.plan.resident_bytes["states"] / numel
 
 
-def row(data: torch.Tensor, name: str, moments: str, steps: int) -> str:
+def row(data: torch.Tensor, name: str, formats: str, steps: int) -> str:
     def mean(found: list[float], end: int) -> float:
         part = found[end - steps // 10 : end]
         return sum(part) / len(part) if all(map(math.isfinite, part)) else math.inf
 
     quarter = steps // 4
-    short = {lr: losses(data, name, moments, lr, 0, quarter)[0][-quarter // 3 :] for lr in RATES[name]}
+    short = {lr: losses(data, name, formats, lr, 0, quarter)[0][-quarter // 3 :] for lr in RATES[name]}
     lr = min(short, key=lambda lr: sum(short[lr]))
-    runs = [losses(data, name, moments, lr, seed, steps) for seed in (1, 2)]
+    runs = [losses(data, name, formats, lr, seed, steps) for seed in (1, 2)]
     half, last = ([mean(found, end) for found, _ in runs] for end in (steps // 2, steps))
     cells = [f"{sum(each) / 2:.3f} ± {abs(each[0] - each[1]) / 2:.3f}" for each in (half, last)]
-    return f"| {name}, {moments} | {runs[0][1]:.1f} | {lr:g} | {cells[0]} | {cells[1]} |"
+    return f"| {name}, {formats} | {runs[0][1]:.1f} | {lr:g} | {cells[0]} | {cells[1]} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=list(RATES), choices=list(RATES))
+    parser.add_argument("--formats", nargs="*", default=list(FORMATS), choices=list(FORMATS), help="of states")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--write", action="store_true", help="into the page")
     given = parser.parse_args()
@@ -115,11 +123,11 @@ def main() -> None:
     before, _, rest = PAGE.read_text().partition(BEGIN)
     present, _, after = rest.partition(END)
     rows = dict(line[2:].split(" |", 1) for line in present.splitlines() if ", " in line.split("|")[1])
-    order = [f"{name}, {moments}" for name, moments in ROWS]
-    for name, moments in ROWS:
-        if name not in given.only:
+    order = [f"{name}, {formats}" for name, formats in ROWS]
+    for name, formats in ROWS:
+        if name not in given.only or formats not in given.formats:
             continue
-        line = row(data, name, moments, given.steps)
+        line = row(data, name, formats, given.steps)
         rows.update([line[2:].split(" |", 1)])
         print(line, flush=True)
         if given.write:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A wheel for each Python, tried where there is no compiler: doctor and a few steps, from a folder without the sources.
+# A wheel for each Python, tried where there is no compiler: doctor, a plan and a few steps, from a folder without the sources.
 #
 #   scripts/wheels.sh DIR [PYTHON...]
 #
@@ -32,6 +32,7 @@ for python; do
     export PATH="$folder/nothing:$venv/bin:/usr/bin:/bin"
     "${pip[@]}" install "$folder"/offload_engine-*-"$tag"-*.whl
     offload doctor "$folder/nvme" >"$folder/$tag.doctor"
+    offload plan llama-3.1-8b --gpu 4090 --host-memory 64GiB --nvme 7GB/s,5GB/s,2TB >"$folder/$tag.plan"
     offload train "${tiny[@]}" --nvme-path "$folder/nvme" --out "$folder/$tag.out" --json >"$folder/$tag.json"
     "$venv/bin/python" -c 'import json, sys; sys.exit(json.load(open(sys.argv[1]))["verified"] is not True)' "$folder/$tag.json"
   )

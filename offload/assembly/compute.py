@@ -28,7 +28,7 @@ from offload.tiers.gradients.norms import DeviceSquares, Squares
 from offload.tiers.gradients.sink import GradientDtypes, GradientSink
 from offload.tiers.gradients.store import GradientStore
 from offload.tiers.gradients.transport import GradientTransport
-from offload.tiers.gradients.wire import AsTheyAre, Rounded
+from offload.tiers.gradients.wire import WIRES
 from offload.tiers.growth import DeviceHomes, Growth
 from offload.tiers.home import UnitHomes
 from offload.tiers.make import HomesOnDevice, make_windows
@@ -313,7 +313,7 @@ def _exchange(
         fence=base.host.fence,
         memory=memory,
         dtypes=GradientDtypes(config.dtype, config.gradient_dtype),
-        wire=Rounded() if config.exchange_dtype == "bf16" else AsTheyAre(),
+        wire=WIRES[config.exchange_dtype](),
         holds=base.holds_gradients if base.run.plan.ranks.placement == "states" else lambda: False,
         links=links,
         collectives=collectives,

@@ -72,6 +72,8 @@ def plan(
     optimizer: Annotated[_Optimizer, Option(
         help="What updates the weights.")] = "adamw",
     moments_dtype: Annotated[Literal["fp32", "bf16", "int8"], Option(help="Of the optimizer's states.")] = "fp32",
+    master_dtype: Annotated[Literal["fp32", "bf16"], Option(
+        help="Of what the optimizer updates in bf16: a master beside the weights, or the weights.")] = "fp32",
     gradient_clipping: Annotated[float, Option(callback=not_negative, metavar="X",
         help="Bound of the gradient norm; 0: none.")] = 0,
     clipped: Annotated[Literal["never", "always"] | None, Option(show_default=False,

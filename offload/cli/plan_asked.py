@@ -52,7 +52,7 @@ class Asked:
         self.paths = [path.expanduser() for path in given["nvme_path"] or ()]
         self.sustained_write: float | None = optional("sustained_write", rates.bytes_per_second)
         self.memory_bandwidth: float | None = optional("memory_bandwidth", rates.bytes_per_second)
-        self.network = rates.bytes_per_second("--network", given["network"])
+        self.network = rates.network_bytes_per_second("--network", given["network"])
         self.rated_bytes = rates.nbytes("--endurance", given["endurance"])
 
 

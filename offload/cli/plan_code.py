@@ -102,7 +102,8 @@ def _options(asked: Asked, prediction: Prediction) -> dict[str, Any]:
     elif asked.drives:
         options["nvme_path"] = [f"/mnt/nvme{number}" for number in range(len(asked.drives))]
     defaults = OffloadConfig()
-    for name in ("precision", "optimizer", "moments_dtype", "gradient_accumulation_steps", "activations", "shard"):
+    numbers = ("precision", "optimizer", "moments_dtype", "master_dtype")
+    for name in (*numbers, "gradient_accumulation_steps", "activations", "shard"):
         if given[name] != getattr(defaults, name):
             options[name] = given[name]
     if prediction.activations.memory:

@@ -72,6 +72,7 @@ def _workload(asked: Asked) -> Workload:
         micro_batches=given["gradient_accumulation_steps"],
         precision=given["precision"],
         moments_dtype=given["moments_dtype"],
+        master_dtype=given["master_dtype"],
         optimizer=given["optimizer"],
         gradient_clipping=given["gradient_clipping"],
         clipped=given["clipped"] == "always",

@@ -103,6 +103,9 @@ def _verdict(facts: Facts) -> Iterator[str]:
             else "a shorter --sequence (no batch fits)"
         )
         yield f"Try {less}{smaller}."
+    lacks_host = shortage["kind"] == "host memory" or not any(row["fits"] for row in facts["best_batches"])
+    if lacks_host and facts["machine"]["nvme"] is None:
+        yield "A drive holds what host memory does not: give --nvme-path DIR, or --nvme for one of another machine."
     yield from _faster(facts)
     for way in facts["ways"]:
         if way["fits"]:
@@ -147,6 +150,7 @@ def _asked(facts: Facts) -> Iterator[str]:
     yield (
         f"step: batch {workload['batch']}{micro} of {workload['sequence']:,} tokens, {workload['precision']}, "
         f"{workload['optimizer']} with {workload['moments_dtype']} moments"
+        + (f", masters in {workload['master_dtype']}" if workload["master_dtype"] != "fp32" else "")
         + _ACTIVATIONS[workload["activations"]]
         + (f", logits of {workload['loss_rows']:,} tokens at a time" if workload["loss_rows"] else "")
         + (", every step clipped" if workload["clipped"] else "")

@@ -15,7 +15,18 @@ try:
 except ImportError as error:
     raise ImportError(f"the native kernels are missing ({error}): build them with `pip install -e .`") from error
 
-from ._companions import Bring, accumulate, convert, decode, dequantize, encode, join_master, split_master, sum_squares
+from ._companions import (
+    Bring,
+    accumulate,
+    convert,
+    decode,
+    dequantize,
+    encode,
+    join_master,
+    round_randomly,
+    split_master,
+    sum_squares,
+)
 from ._native import CODE_BLOCK, ISA, SQUARES_BLOCK, SQUARES_LANES, Dtype
 from ._update import Kernel, Native, OnHost, Sweep, always, on_host, update
 
@@ -38,6 +49,7 @@ __all__ = [
     "encode",
     "join_master",
     "on_host",
+    "round_randomly",
     "split_master",
     "sum_squares",
     "update",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from . import _kernels
-from ._native import Dtype, check_address, check_numbers, check_numel
+from ._native import Dtype, check_address, check_numbers, check_numel, seed_of
 
 Bring = Callable[[int, int, Dtype, int, Dtype, int], float]
 """``convert`` or ``accumulate``."""
@@ -76,6 +76,21 @@ def join_master(numel: int, master_f32: int, weight: int, rest: int, num_threads
     """
     _check_master(numel, master_f32, weight, rest, num_threads)
     _kernels.join_master(numel, master_f32, weight, rest, num_threads)
+
+
+def round_randomly(numel: int, destination_bf16: int, numbers_f32: int, *, step: int, num_threads: int = 1) -> None:
+    """Write fp32 numbers as bf16, rounded at random as the update of this step rounds a state of its own.
+
+    Each is rounded away from zero as often as what is cut off says. The random bits depend on the number and the step
+    alone: the same bits everywhere. Numbers of bf16 stay.
+
+    Effects: writes ``destination_bf16``; reads ``numbers_f32``. Allocates nothing.
+    Raises:  ``ValueError`` for an impossible address or count. Nothing has been written in that case.
+    """
+    check_numel(numel, num_threads)
+    check_address("destination", destination_bf16, 2, numel)
+    check_address("numbers", numbers_f32, 4, numel)
+    _kernels.round_randomly(numel, destination_bf16, numbers_f32, seed_of(step), num_threads)
 
 
 def encode(numel: int, codes: int, scales: int, numbers_f32: int, *, signed: bool, num_threads: int = 1) -> None:

@@ -48,6 +48,11 @@ SQUARES_LANES = 16
 """Sums that such a block is taken in: ``kLanes`` in src/arrays.h."""
 
 
+def seed_of(step: int) -> int:
+    """Give the 32 bits that seed the random rounding of this step."""
+    return step * 0x9E3779B1 % 2**32
+
+
 def check_numel(numel: int, num_threads: int = 1) -> None:
     if numel < 0:
         raise ValueError(f"numel must be >= 0, got {numel}")

@@ -1,15 +1,17 @@
 """One optimizer step, whatever the optimizer: how the weight is kept, what its states are, and the checks.
 
-The fp32 master weight is kept in one of three ways:
+The master weight is kept in one of four ways:
 
 - ``weight_dtype=F32`` alone: the weight is its own master.
 - ``weight_dtype=BF16`` and ``rest``, a uint16 array: split master, see ``split_master``.
 - ``master``, an fp32 array: ``weight``, of any dtype, is only written, with the new master rounded to it.
+- ``weight_dtype=BF16`` alone: the weight is its own master, rounded at random. Inexact.
 
-States are F32, BF16 (rounded to nearest, even) or INT8 (codes; pass the address of the scales, fp32, one for each
-``CODE_BLOCK`` elements from the start of the call, as ``<state>_scale``). INT8 is inexact, and rounds at random, by
-what a block holds and the step: the same bits everywhere, for any tiles whose sizes are multiples of ``CODE_BLOCK``.
-All states, scales included, are zero before step 1.
+States are F32, BF16 or INT8 (codes; pass the address of the scales, fp32, one for each ``CODE_BLOCK`` elements from the
+start of the call, as ``<state>_scale``). Both are inexact, and rounded at random: up as often as what is cut off says,
+so that the mean is exact. The random bits of BF16 come from what an element has become and from the step, those of INT8
+from what a block has become: the same bits everywhere, of INT8 for any tiles whose sizes are multiples of
+``CODE_BLOCK``. All states, scales included, are zero before step 1.
 
 Bytes of memory traffic per element (read + write), gradients in BF16:
 
@@ -17,6 +19,7 @@ Bytes of memory traffic per element (read + write), gradients in BF16:
 weight                     F32 moments  BF16        INT8
 =========================  ===========  ==========  ==========
 F32                        26           18          14
+BF16                       22           14          10
 split, BF16 + rest         26           18          14
 master, BF16 weight out    28           20          16
 =========================  ===========  ==========  ==========
@@ -34,9 +37,9 @@ from typing import NamedTuple
 from offload.native_optimizers import Coef
 
 from . import _kernels
-from ._native import Dtype, check_address, check_numbers, check_numel
+from ._native import Dtype, check_address, check_numbers, check_numel, seed_of
 
-_FORMAT_F32, _FORMAT_SPLIT, _FORMAT_OUT = 0, 1, 2  # WeightFormat in src/arrays.h: _FORMAT_OUT + Dtype
+_FORMAT_F32, _FORMAT_SPLIT, _FORMAT_OUT, _FORMAT_BF16 = 0, 1, 2, 5  # WeightFormat in src/arrays.h: _FORMAT_OUT + Dtype
 
 
 class Sweep(NamedTuple):
@@ -54,7 +57,7 @@ class Sweep(NamedTuple):
     scales: Sequence[int]
     state_dtype: int
     seed: int
-    """Of the random rounding of codes."""
+    """Of random rounding, to codes and to bf16."""
     weight_shift: int = 0
     """Bytes from where a new weight goes to where the old one stands. On the CPU alone."""
     states_shift: int = 0
@@ -139,12 +142,11 @@ def update(
             check_address(f"{name}_scale", scale, 4, numel)
     if states:
         raise ValueError(f"{coef.kernel} has no states {', '.join(states)}: it has {', '.join(names) or 'none'}")
-    seed = coef.step * 0x9E3779B1 % 2**32
     kernel = native(coef.kernel)
     kernel(
         Sweep(
             coef.constants, numel, grad, grad_dtype, weight, rest, master, weight_format, addresses, scales,
-            moments_dtype, seed, weight_shift, states_shift,
+            moments_dtype, seed_of(coef.step), weight_shift, states_shift,
         )
     )  # fmt: skip
 
@@ -162,6 +164,8 @@ def _check_weight(numel: int, weight: int, weight_dtype: Dtype, rest: int, maste
             raise ValueError(f"rest is the lower half of a BF16 weight; weight_dtype is {weight_dtype.name}")
         check_address("rest", rest, 2, numel)
         return 0, _FORMAT_SPLIT
+    if weight_dtype is Dtype.BF16:
+        return 0, _FORMAT_BF16
     if weight_dtype is not Dtype.F32 and numel > 0:
-        raise ValueError(f"a {weight_dtype.name} weight needs its rest (BF16 only) or a master")
+        raise ValueError(f"a {weight_dtype.name} weight needs a master")
     return weight, _FORMAT_F32

@@ -20,7 +20,7 @@ _EACH = 4
 _GROUPS = 4
 """Blocks of a sum of squares that a block of threads works on, a thread a lane: ``kGroups`` in src/device.cu."""
 
-_FORMATS = ("f32", "split", "out_f32", "out_bf16", "out_f16")
+_FORMATS = ("f32", "split", "out_f32", "out_bf16", "out_f16", "bf16")
 """``WeightFormat`` in src/arrays.h."""
 
 

@@ -111,6 +111,8 @@ class Handle(torch.Tensor):
         aliases = bool(returns) and returns[0].alias_info is not None
         if aliases and not returns[0].alias_info.is_write:
             return _view(func, args, kwargs)
+        if func is torch.ops.aten.set_.source_Tensor and args[0] is args[1]:  # torch's parametrizations do
+            return args[0]
         if torch.Tag.inplace_view in func.tags and isinstance(args[0], Handle) and args[0]._is_alias:
             return _look_elsewhere(args[0], func, args[1:], kwargs)
         values: dict[int, torch.Tensor] = {}

@@ -96,10 +96,11 @@ def choose(config: OffloadConfig, units: Sequence[UnitSpec]) -> OptimizerChoice 
         if type(built) is getattr(torch.optim, kind.torch_class, None):
             algorithms = dict.fromkeys((spec for _, specs in groups for spec in specs), kind.inner)
             return _matrix(config, name, algorithms, groups, built)
-    if config.moments_dtype != "fp32":
-        raise ConfigError(
-            f"moments_dtype={config.moments_dtype!r} needs an optimizer with a kernel: {', '.join(OPTIMIZERS)}"
-        )
+    for option in ("moments_dtype", "master_dtype"):
+        if getattr(config, option) != "fp32":
+            raise ConfigError(
+                f"{option}={getattr(config, option)!r} needs an optimizer with a kernel: {', '.join(OPTIMIZERS)}"
+            )
     return OptimizerChoice(TorchRule(built, groups, Formats.of(config), config.gradient_dtype), groups, built)
 
 

@@ -69,7 +69,7 @@ class KernelRule(LooseStates):
     @property
     def identity(self) -> dict[str, Any]:
         name = next(name for name, kernel in NATIVE_OPTIMIZERS.items() if kernel is self._kernel)
-        return {"optimizer": name, "states": list(self._names), "moments": self._moments}
+        return {"optimizer": name, "states": list(self._names), "moments": self._moments, **self._formats.identity}
 
     def tile_between(self, unit: UnitSpec, start: int, stop: int) -> Tile:
         return Tile(start, stop, self._nbytes(stop - start))

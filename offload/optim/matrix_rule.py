@@ -98,7 +98,7 @@ class MatrixRule(LooseStates, WholeParameters):
 
     @property
     def identity(self) -> dict[str, Any]:
-        return {"optimizer": self._name, "moments": self._moments}
+        return {"optimizer": self._name, "moments": self._moments, **self._formats.identity}
 
     def products(self, unit: UnitSpec) -> float:
         return sum(self._algorithms[spec].products(spec.shape) for spec in unit.trainable)

@@ -54,17 +54,22 @@ class Arrays:
         """A state in fp32, in the parameter's shape: its memory, or else a copy."""
         return read_moments(name, self.states, 0, self.numel).float().view(self.shape)
 
-    def put_state(self, name: str, value: torch.Tensor) -> None:
-        """Write fp32 numbers as a state. They may be what is there."""
-        copy_moments(name, self.states, 0, {name: value}, 0, self.numel)
+    def put_state(self, name: str, value: torch.Tensor, step: int) -> None:
+        """Write fp32 numbers as a state, as this step makes it. They may be what is there."""
+        state = self.states[name]
+        if state.dtype == torch.bfloat16:
+            value = value.contiguous()
+            kernels.round_randomly(self.numel, state.data_ptr(), value.data_ptr(), step=step)
+        else:
+            copy_moments(name, self.states, 0, {name: value}, 0, self.numel)
 
     def get_master(self) -> torch.Tensor:
         """The master, in the parameter's shape: its memory, or else a copy."""
         return self.formats.get_master(self.numel, self.at.weights, self.master).view(self.shape)
 
-    def put_master(self, value: torch.Tensor) -> None:
-        """Write fp32 numbers as weight and master. They may be what is there."""
-        self.formats.put_master(value.reshape(-1), self.at.weights, self.master)
+    def put_master(self, value: torch.Tensor, step: int) -> None:
+        """Write fp32 numbers as weight and master, as this step makes them. They may be what is there."""
+        self.formats.put_master(value.reshape(-1), self.at.weights, self.master, step)
 
     def sweep(self, coef: Coef, **weight: Any) -> None:
         """Run a kernel over gradient, states, and ``weight``, the parameter's own if nothing else is given."""
@@ -155,19 +160,20 @@ class _MuonStep(Step):
     eps: float
     adjustment: str | None
     grad_scale: float
+    step: int
 
     def apply(self, arrays: Arrays) -> None:
         matrix = orthogonalised(self._direction(arrays).bfloat16(), self.num_iterations, self.polynomial, self.eps)
         master = arrays.get_master()
         master.mul_(1 - self.lr * self.weight_decay)
         master.add_(matrix, alpha=-self.lr * _adjustment(self.adjustment, arrays.shape))
-        arrays.put_master(master)
+        arrays.put_master(master, self.step)
 
     def _direction(self, arrays: Arrays) -> torch.Tensor:
         gradient = arrays.gradient(self.grad_scale)
         average = arrays.get_state("momentum_buffer")
         average.lerp_(gradient, 1 - self.momentum)
-        arrays.put_state("momentum_buffer", average)
+        arrays.put_state("momentum_buffer", average, self.step)
         return gradient.lerp_(average, self.momentum) if self.nesterov else average
 
 
@@ -197,6 +203,7 @@ class Muon(Algorithm):
             eps=float(group["eps"]),
             adjustment=adjustment,
             grad_scale=grad_scale,
+            step=step,
         )
 
     def temporary_bytes(self, shape: torch.Size, moments: str) -> int:
@@ -230,7 +237,7 @@ class _LambStep(Step):
         ratio = length / moved if length > 0 and moved > 0 else 1.0
         master = arrays.get_master().view(-1)
         master.add_(direction, alpha=-self.coef.lr * ratio)
-        arrays.put_master(master)
+        arrays.put_master(master, self.coef.step)
 
 
 class Lamb(Algorithm):
@@ -265,7 +272,7 @@ class _AdamMiniStep(Step):
         gradient = arrays.gradient(coef.grad_scale)
         average = arrays.get_state("exp_avg")
         average.lerp_(gradient, 1 - coef.beta1)
-        arrays.put_state("exp_avg", average)
+        arrays.put_state("exp_avg", average, coef.step)
         rows = gradient.view(len(squares), -1)
         squares.lerp_(_mean_squares(rows), 1 - coef.beta2)
         roots = (squares / (1 - coef.beta2**coef.step)).sqrt_().add_(coef.eps)
@@ -273,7 +280,7 @@ class _AdamMiniStep(Step):
         master = arrays.get_master()
         master.mul_(1 - coef.lr * coef.weight_decay)
         master.add_(gradient, alpha=-coef.lr / (1 - coef.beta1**coef.step))
-        arrays.put_master(master)
+        arrays.put_master(master, coef.step)
 
 
 class AdamMini(Algorithm):

@@ -21,8 +21,9 @@ SquaresGroup = tuple[ParameterSpec, ...]
 
 def device_tile_bytes(tiles: Iterable[Tile], formats: Formats) -> int:
     """Device memory that updates of tiles as large as these take. A tile without states is not worth the way: 0."""
+    of_each_size = {(tile.nbytes, tile.stop - tile.start, tile.count): tile for tile in tiles if tile.nbytes}
     return NUM_DEVICE_TILES * max(
-        (sum(tile_parts(tile, formats)) // tile.count for tile in tiles if tile.nbytes), default=0
+        (sum(tile_parts(tile, formats)) // tile.count for tile in of_each_size.values()), default=0
     )
 
 
@@ -37,9 +38,19 @@ def tile_parts(tile: Tile, formats: Formats) -> tuple[int, int, int]:
     return align(states), align(weights), align(grads)
 
 
-def squares_bytes(units: Sequence[UnitSpec], resident: Collection[int]) -> int:
-    """Device memory that sums of squares take for these units, of which ``resident`` are resident there."""
-    return sum(squares_parts(squares_groups(units, resident)))
+class SquaresOf:
+    """Sums of squares of some units, for a choice of those that are resident on a device."""
+
+    def __init__(self, units: Sequence[UnitSpec]) -> None:
+        blocks = [(unit.index, [_blocks_of(spec) for spec in unit.trainable]) for unit in units]
+        self._num_ranges = sum(len(of_unit) for _, of_unit in blocks)
+        self._blocks = [(index, sum(of_unit), max(of_unit, default=0)) for index, of_unit in blocks]
+        """Of each unit: its index, all of its blocks, and those of one parameter."""
+
+    def nbytes(self, resident: Collection[int]) -> int:
+        """Device memory that they take where ``resident`` are resident there."""
+        of_groups = (together if index in resident else most for index, together, most in self._blocks)
+        return sum(_squares_parts(self._num_ranges, max(of_groups, default=0)))
 
 
 def squares_groups(units: Sequence[UnitSpec], resident: Collection[int]) -> list[SquaresGroup]:
@@ -55,8 +66,11 @@ def squares_groups(units: Sequence[UnitSpec], resident: Collection[int]) -> list
 
 def squares_parts(groups: Sequence[SquaresGroup]) -> tuple[int, int, int]:
     """Bytes of the ranges, of the lanes (which the groups use in turn), and of the sums."""
-    num_ranges = sum(len(group) for group in groups)
-    num_lanes = max((num_blocks(group) for group in groups), default=0) * SQUARES_LANES
+    return _squares_parts(sum(map(len, groups)), max(map(num_blocks, groups), default=0))
+
+
+def _squares_parts(num_ranges: int, most_blocks: int) -> tuple[int, int, int]:
+    num_lanes = most_blocks * SQUARES_LANES
     return align(num_ranges * 24), align(num_lanes * 8), align(num_ranges * 8)
 
 

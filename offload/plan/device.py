@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from offload.errors import BudgetError
 from offload.optim.formats import Formats
-from offload.plan.buffers import squares_bytes
+from offload.plan.buffers import SquaresOf
 from offload.plan.ranks import RanksPlan
 from offload.units import UnitSpec, largest_numel, largest_trainable_numel, num_nested
 from offload.units.spread import spread_rank
@@ -143,7 +144,11 @@ class DeviceNeeds:
 
     def squares(self, resident: Collection[int]) -> int:
         """Sums of squares, when these units are resident there; none where they are worked out in host memory."""
-        return squares_bytes(self.units, resident) if self.formats.grads and self.adds_squares else 0
+        return self._squares.nbytes(resident) if self.formats.grads and self.adds_squares else 0
+
+    @functools.cached_property
+    def _squares(self) -> SquaresOf:
+        return SquaresOf(self.units)
 
     def updated(self, resident: Collection[int]) -> int:
         """For updates of the units that are not resident there."""

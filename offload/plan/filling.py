@@ -29,7 +29,7 @@ class Placement:
     def total_bytes(self) -> int:
         """Host memory that it takes."""
         records = self._records
-        resident_bytes = int(records.nbytes[self.resident].sum())
+        resident_bytes = int(np.add.reduce(records.nbytes[self.resident]))
         return resident_bytes + records.staged(self.resident, self._staging).nbytes + self._compute_bytes
 
     def step_cost(self, *, speculative: bool) -> int:
@@ -118,32 +118,36 @@ class Placement:
         ``order`` with which a step costs least. So a placement of a smaller budget is always among those to choose
         from."""
         fits = self._keep(order, host_bytes)
-        best, least = self.resident.copy(), self.step_cost(speculative=speculative)
+        best, least, kept = self.resident.copy(), self.step_cost(speculative=speculative), 1
         for count in reversed(range(0, fits + 1, -(-len(order) // _PREFIXES) or 1)):
             self.resident[order[count:]] = False
             self.resident[grads] = True
             if self.step_cost(speculative=speculative) >= least:  # nor would a shorter one cost less
                 break
-            self._keep(grads, host_bytes)
+            kept = self._keep(grads, host_bytes, near=kept)
             cost = self.step_cost(speculative=speculative)
             if cost < least:
                 best, least = self.resident.copy(), cost
         self.resident = best
 
-    def _keep(self, records: Integers, host_bytes: int) -> int:
-        """Keep the longest prefix of ``records`` that fits, and return its length."""
+    def _keep(self, records: Integers, host_bytes: int, near: int | None = None) -> int:
+        """Keep the longest prefix of ``records`` that fits, and return its length. ``near``: a length that is likely to
+        be close to it."""
 
         def keep(count: int) -> None:
             self.resident[records[:count]] = True
             self.resident[records[count:]] = False
 
         fits, too_many = 0, len(records) + 1
+        count, stride = (0, too_many) if near is None else (near, 1)
         while too_many - fits > 1:
-            count = (fits + too_many) // 2
+            if not fits < count < too_many:
+                count = (fits + too_many) // 2
             keep(count)
             if self.total_bytes <= host_bytes:
-                fits = count
+                fits, count = count, count + stride
             else:
-                too_many = count
+                too_many, count = count, count - stride
+            stride *= 2
         keep(fits)
         return fits

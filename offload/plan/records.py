@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +10,7 @@ import numpy.typing as npt
 from offload.optim.formats import Formats
 from offload.plan.plan import Plan, Staging, Tier, TilesOf, UnitPlan
 from offload.units import UnitSpec, num_nested
-from swapper import align, edge_bytes
+from swapper import align
 
 Integers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -58,7 +57,7 @@ class Records:
         self._unit_of_tile = np.repeat(np.arange(count), lengths)
         self._tile_counts = _integers(tile.count for tile in flat)
         self._tile_grads = _integers(tile.numel for tile in flat) * formats.grads
-        self._edges = _integers(align(edge_bytes(unit.in_files)) for unit in units)
+        self._edges = _integers(align(unit.edge_bytes) for unit in units)
         reads = 2 * num_backwards if formats.grads else 1
         num_tiles = _integers(sum(tile.count for tile in tiles) for tiles in self._tiles)
         one_read = trained * formats.grads + num_tiles * TRANSFER_BYTES
@@ -99,15 +98,16 @@ class Records:
         a buffer of gradients. ``speculative``: units that stream are updated during backward, which finds their last
         gradients where they came to."""
         away = ~resident
-        cost = self._costs[away].sum()
+        cost = np.add.reduce(self._costs[away])
         if speculative:
             kept = np.bincount(self._unit_of_tile, resident[self.states], len(self.units)) + resident[self.weights]
-            cost -= self._saved[np.tile(kept == 0, 2) & away[: self.states.start]].sum()
-            spilled = (kept == 0) & away[self.grads] & (self.nbytes[self.grads] > 0)
-            if staging.num_grad_buffers < min(_COMFORTABLE_GRAD_BUFFERS, int(spilled.sum())):
+            streams = kept == 0
+            cost -= np.add.reduce(self._saved[np.concatenate((streams, streams)) & away[: self.states.start]])
+            spilled = streams & away[self.grads] & (self.nbytes[self.grads] > 0)
+            if staging.num_grad_buffers < min(_COMFORTABLE_GRAD_BUFFERS, int(np.count_nonzero(spilled))):
                 cost += self._costs[self.grads][spilled].sum() // WAIT_SHARE
         streamed = away[self.weights]
-        if staging.num_slots < min(self.num_comfortable_slots, int(streamed.sum())):
+        if staging.num_slots < min(self.num_comfortable_slots, int(np.count_nonzero(streamed))):
             cost += self._costs[self.weights][streamed].sum() // WAIT_SHARE
         return int(cost)
 
@@ -116,12 +116,13 @@ class Records:
         away = np.where(resident, 0, self.nbytes)
         weights, grads, states = away[self.weights], away[self.grads], away[self.states]
         streamed = ~resident[self.weights]
-        tiles = (states + self._tile_grads * (grads > 0)[self._unit_of_tile]) // self._tile_counts
-        return replace(
-            staging,
-            num_slots=min(staging.num_slots, int(streamed.sum())),
-            num_grad_buffers=min(staging.num_grad_buffers, int((grads > 0).sum())),
-            num_tile_buffers=min(staging.num_tile_buffers, int((tiles > 0).sum())),
+        spilled = grads > 0
+        tiles = (states + self._tile_grads * spilled[self._unit_of_tile]) // self._tile_counts
+        return Staging(
+            num_slots=min(staging.num_slots, int(np.count_nonzero(streamed))),
+            num_grad_buffers=min(staging.num_grad_buffers, int(np.count_nonzero(spilled))),
+            num_tile_buffers=min(staging.num_tile_buffers, int(np.count_nonzero(tiles > 0))),
+            tile_bytes=staging.tile_bytes,
             slot_bytes=_largest(weights // self._counts),
             edge_bytes=_largest(self._edges * streamed),
             grad_buffer_bytes=_largest(grads // self._counts),
@@ -144,4 +145,4 @@ def _integers(values: Iterable[int]) -> Integers:
 
 
 def _largest(nbytes: Integers) -> int:
-    return int(nbytes.max(initial=0))
+    return int(np.maximum.reduce(nbytes, initial=0))

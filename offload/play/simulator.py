@@ -19,6 +19,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from operator import itemgetter
 
 _ROUNDING = 1e-12
@@ -92,19 +93,26 @@ class Pile:
     """Jobs of the kernel alone: of those that can begin, the first by ``need`` does as soon as the kernel is free."""
 
     def __init__(self) -> None:
-        self._jobs: list[tuple[tuple[int, int], Job]] = []
+        self._later: list[tuple[int, int, tuple[int, int], Job]] = []
+        """A heap, by the task that must be over before; in the order in which they came."""
+        self._due: list[tuple[tuple[int, int], Job]] = []
+        self._count = 0
 
     def append(self, job: Job, need: tuple[int, int]) -> None:
-        insort(self._jobs, (need, job), key=itemgetter(0))
+        self._count += 1
+        heappush(self._later, (job.after, self._count, need, job))
 
     def take(self, num_ends: int, lanes: Lanes) -> Job | None:
         """Take the job that is needed first of those that can begin when so many tasks are over."""
         if lanes[_SWEEP]:
             return None
-        for index, (_, job) in enumerate(self._jobs):
-            if job.after < num_ends and (job.needs is None or job.needs.is_over):
+        while self._later and self._later[0][0] < num_ends:
+            *_, need, due = heappop(self._later)
+            insort(self._due, (need, due), key=itemgetter(0))
+        for index, (_, job) in enumerate(self._due):
+            if job.needs is None or job.needs.is_over:
                 job.sweep += job.beside if job.certain >= num_ends else 0.0
-                del self._jobs[index]
+                del self._due[index]
                 return job
         return None
 

@@ -65,11 +65,12 @@ def ways(prediction: Prediction) -> list[Way]:
         return []
     lora, found = Lora(), [Way("full", "", prediction)]
     bases = [AS_WEIGHTS] if machine.num_ranks > 1 else [AS_WEIGHTS, BASES["nf4"]]
+    try:
+        adapted = model.with_adapters(lora, AS_WEIGHTS)
+    except ConfigError:
+        return []
     for base in bases:
-        try:
-            changed = predict(model.with_adapters(lora, base), machine, workload)
-        except ConfigError:
-            return []
+        changed = predict(replace(adapted, base=base), machine, workload)
         name, options = f"LoRA r={lora.rank}", f"--lora r={lora.rank}"
         found.append(
             Way(f"{name} over {base.name}", f"{options} --base {base.name}", changed)

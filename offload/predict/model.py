@@ -120,8 +120,10 @@ def _units(
     module: nn.Module, base: Base, dtype: torch.dtype, num_ranks: int, trained: tuple[bool, ...], in_pieces: bool
 ) -> tuple[UnitSpec, ...]:
     """``trained`` says of each parameter whether it is, so that what was found before it was frozen is found anew."""
-    units = find_units(module, in_pieces=in_pieces, dtype=dtype, num_ranks=num_ranks, most_experts=MOST_EXPERTS)
-    return tuple(of_base(units, module, base, dtype, num_ranks) if base.bits else units)
+    if base.bits:
+        units = _units(module, AS_WEIGHTS, dtype, num_ranks, trained, in_pieces)
+        return tuple(of_base(units, module, base, dtype, num_ranks))
+    return tuple(find_units(module, in_pieces=in_pieces, dtype=dtype, num_ranks=num_ranks, most_experts=MOST_EXPERTS))
 
 
 def from_architecture(name: str, shapes: Architecture) -> Model:

@@ -36,7 +36,7 @@ from offload.predict.unit_costs import (
     receiving_seconds,
     works_of,
 )
-from offload.predict.workload import MomentsDtype, Precision, Workload
+from offload.predict.workload import Workload
 from offload.units import Tile, UnitSpec, shard_unit
 
 _MOST_TILES = 1024
@@ -44,6 +44,9 @@ _MOST_TILES = 1024
 
 MOST_BATCH = 1 << 16
 """No larger one is looked at."""
+
+_MOST_KEPT = 128
+"""Forecasts that are kept: searches for batches, advice and ways ask for some of them again."""
 
 _PLENTY = 1 << 61
 """More bytes than any machine has."""
@@ -142,6 +145,7 @@ class Prediction:
         return least
 
 
+@functools.lru_cache(maxsize=_MOST_KEPT)
 def predict(model: Model, machine: Machine, workload: Workload) -> Prediction:
     """Plan the model into the machine as the engine would, and weigh a step. Raises ``ConfigError``."""
     activations = activation_bytes(model, workload, machine.host_bytes)
@@ -267,6 +271,7 @@ class _Case:
         raise AssertionError("the plan fits")
 
 
+@functools.lru_cache(maxsize=_MOST_KEPT)
 def _placed(
     model: Model, machine: Machine, workload: Workload, activations: ActivationBytes
 ) -> tuple[_Case, Plan] | Shortage:
@@ -289,7 +294,13 @@ def _cases(model: Model, machine: Machine, workload: Workload, activations: Acti
             f"--optimizer {workload.optimizer} looks at whole matrices, and {count} ranks hold parts of them: plan one"
         )
     whole = model.units(workload.dtype, count, in_pieces=by_elements)
-    shards, choice = _trained(whole, count, workload.optimizer, workload.precision, workload.moments_dtype)
+    numbers = Workload(  # all that bears on tiles
+        precision=workload.precision,
+        moments_dtype=workload.moments_dtype,
+        master_dtype=workload.master_dtype,
+        optimizer=workload.optimizer,
+    )
+    shards, choice = _trained(whole, count, numbers)
     config = replace(workload.config(), device_memory="auto")
     if activations.memory:  # what is set aside is the same for both, and there is no path here
         config = replace(config, activations="host", activation_memory=activations.memory)
@@ -307,12 +318,11 @@ def _cases(model: Model, machine: Machine, workload: Workload, activations: Acti
 
 @functools.lru_cache(maxsize=8)
 def _trained(
-    whole: tuple[UnitSpec, ...], count: int, optimizer: str, precision: Precision, moments_dtype: MomentsDtype
+    whole: tuple[UnitSpec, ...], count: int, numbers: Workload
 ) -> tuple[Sequence[UnitSpec], OptimizerChoice | None]:
     """Shards of one of ``count`` ranks, and how they are trained: the same for all batches that a search weighs."""
     shards = [shard_unit(unit, 0, count) for unit in whole]
-    config = Workload(precision=precision, moments_dtype=moments_dtype, optimizer=optimizer).config()
-    return shards, _bundled(choose(config, shards), shards)
+    return shards, _bundled(choose(numbers.config(), shards), shards)
 
 
 def _planned(cases: Sequence[_Case]) -> tuple[_Case, Plan] | _Case:

@@ -18,12 +18,24 @@ _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 
 
 def bytes_per_second(option: str, text: str) -> float:
-    """``7GB/s``, ``3.5 GiB/s`` or, of networks, ``400Gb/s``: a small b is a bit."""
-    number, power, binary, unit = _parsed(
-        option, text, r"([kMGTkmgt]?)(i?)([Bb])/s", 'a rate such as "7GB/s" or "400Gb/s"'
-    )
-    rate: float = number * (1024 if binary else 1000) ** _POWERS[power.lower()]
+    """``7GB/s``, ``3.5 GiB/s``: never bits, in which nobody counts drives and memory."""
+    expected = 'a rate in bytes such as "7GB/s"'
+    rate, unit = _rate(option, text, expected)
+    if unit == "b":
+        option_values.refuse(option, expected, text, f'"{text.strip().replace("b/", "B/")}"')
+    return rate
+
+
+def network_bytes_per_second(option: str, text: str) -> float:
+    """The same, or ``400Gb/s``: a small b is a bit."""
+    rate, unit = _rate(option, text, 'a rate such as "50GB/s" or "400Gb/s"')
     return rate / 8 if unit == "b" else rate
+
+
+def _rate(option: str, text: str, expected: str) -> tuple[float, str]:
+    """The number a second, and whether it counts bits or bytes."""
+    number, power, binary, unit = _parsed(option, text, r"([kMGTkmgt]?)(i?)([Bb])/s", expected)
+    return number * (1024 if binary else 1000) ** _POWERS[power.lower()], unit
 
 
 def flops_per_second(option: str, text: str) -> float:

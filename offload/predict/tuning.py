@@ -75,7 +75,8 @@ def tune(
     turn. Raises what ``OffloadEngine`` raises.
     """
     given = {**options, "precision": workload.precision, "optimizer": workload.optimizer}
-    given |= {"moments_dtype": workload.moments_dtype, "gradient_accumulation_steps": workload.micro_batches}
+    given |= {"moments_dtype": workload.moments_dtype, "master_dtype": workload.master_dtype}
+    given |= {"gradient_accumulation_steps": workload.micro_batches}
     given |= {"activations": workload.activations} if workload.recomputed else {}
     loop = {"batch": workload.batch, "together": False}
     seconds, plan = _turn(build(), workload.sequence, {**given, **loop})

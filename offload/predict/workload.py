@@ -14,6 +14,7 @@ Mode = Literal["keep", "recompute", "host", "nvme"]
 
 Precision = Literal["bf16", "fp16", "fp32"]
 MomentsDtype = Literal["fp32", "bf16", "int8"]
+MasterDtype = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,7 @@ class Workload:
     micro_batches: int = 1
     precision: Precision = "bf16"
     moments_dtype: MomentsDtype = "fp32"
+    master_dtype: MasterDtype = "fp32"
     optimizer: str = "adamw"
     gradient_clipping: float = 0.0
     """The engine's option: with one, the plan is for steps with and without clipping."""
@@ -84,6 +86,7 @@ class Workload:
         return OffloadConfig(
             precision=self.precision,
             moments_dtype=self.moments_dtype,
+            master_dtype=self.master_dtype,
             optimizer=self.optimizer,
             gradient_accumulation_steps=self.micro_batches,
             gradient_clipping=self.gradient_clipping,

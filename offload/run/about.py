@@ -19,6 +19,7 @@ from offload.config import OffloadConfig
 from offload.plan.plan import Plan
 from offload.ranks.topology import cpuinfo
 from offload.report.report import Bandwidths
+from swapper import readable_bytes
 
 FORMAT = 1
 
@@ -94,3 +95,12 @@ def _plain(value: object) -> Any:
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
     return str(value) if isinstance(value, (os.PathLike, torch.device, torch.dtype)) else type(value).__name__
+
+
+def summary(plan: Plan, bandwidths: Bandwidths | None) -> str:
+    """The plan in a line, for the log."""
+    line = f"{plan.num_parameters:,} parameters in {len(plan.units)} units"
+    for tier in ("device", "host", "nvme"):
+        nbytes = sum(of_kind.get(tier, 0) for of_kind in plan.memory.values())
+        line += f", {readable_bytes(nbytes)} in {tier}" if nbytes else ""
+    return line if bandwidths is None else f"{line}; NVMe {bandwidths}"

@@ -108,6 +108,8 @@ def read_run(path: Path) -> Run:
         raise ConfigError(
             f"{path}: there is no run: {NAME} is missing. The option run_dir= of an engine makes such a directory."
         ) from None
+    except NotADirectoryError:
+        raise ConfigError(f"{path} is a file: give the run directory, which an engine makes with run_dir=") from None
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}") from None
     if not run.sections:

@@ -148,7 +148,7 @@ class SimulatedStream:
             self.device.order.access(self.name, tensor.data_ptr(), tensor.nbytes, writes=writes)
 
     def _kernel(self, kernel: kernels.Kernel, sweep: kernels.Sweep) -> None:
-        weight_bytes = {0: 4, 1: 2, 2: 4, 3: 2, 4: 2}[sweep.weight_format]
+        weight_bytes = {0: 4, 1: 2, 2: 4, 3: 2, 4: 2, 5: 2}[sweep.weight_format]
         state_bytes = kernels.Dtype(sweep.state_dtype).itemsize
         written = [(sweep.weight, weight_bytes), (sweep.rest, 2), (sweep.master, 4)]
         written += [(state, state_bytes) for state in sweep.states]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from offload.config import OffloadConfig
 from offload.run.live import Line
 from offload.train.errors import InputError
 from offload.train.keeping import Keeping
@@ -15,7 +16,7 @@ from offload.train.output import output_folder
 from offload.train.report import series, summary, table
 from offload.train.settings import Settings
 from offload.train.training import Training, train
-from offload.train.verify import Verification, check_fits_in_memory, verify
+from offload.train.verify import Verification, check_activations_fit, check_fits_in_memory, verify
 
 
 def run(
@@ -35,6 +36,8 @@ def run(
     keeping = Keeping(out, settings)
     if num_verified and keeping.is_there:
         raise InputError(f"--verify: {out} has a run that was stopped, which goes on without its first steps")
+    if OffloadConfig(**options).device == "cpu":
+        check_activations_fit(settings)
     if num_verified:
         check_fits_in_memory(settings)
     text = settings.open_text()

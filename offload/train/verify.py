@@ -45,6 +45,19 @@ def check_fits_in_memory(settings: Settings) -> None:
         )
 
 
+def check_activations_fit(settings: Settings) -> None:
+    """Raise ``InputError`` if a step on the CPU would not fit into what memory the machine has left."""
+    needed, available = settings.activation_bytes_estimated, process.available_bytes()
+    if needed <= available:
+        return
+    fitting = settings.batch * available // needed
+    advice = f"--batch {fitting} or less" if fitting else "a smaller --context"
+    raise InputError(
+        f"--batch: {settings.batch:,} windows of {settings.context:,} bytes take about {needed / 2**30:,.1f} GiB for "
+        f"activations, and {available / 2**30:,.1f} GiB are free: give {advice}"
+    )
+
+
 def verify(
     settings: Settings, losses: Sequence[float], digests: Mapping[str, str], on_step: Callable[[int, float], None]
 ) -> Verification:

@@ -91,6 +91,8 @@ class Packing:
         self.own_attributes = frozenset(vars(tensor))
         """Attributes that each tensor of this class and structure has; all else is something that others have hung on
         it."""
+        self._of_rows: dict[int, Packing] = {}
+        """By their number: thousands of experts have one."""
 
     @property
     def is_of_files(self) -> bool:
@@ -103,8 +105,11 @@ class Packing:
         return self.is_of_files and self._outer.like().has_rows
 
     def rows(self, start: int, stop: int) -> Packing:
-        """The packing of some of them."""
-        return Packing(self._outer.like().rows(start, stop))
+        """The packing of some of them, the same for as many others."""
+        count = stop - start
+        if count not in self._of_rows:
+            self._of_rows[count] = Packing(self._outer.like().rows(start, stop))
+        return self._of_rows[count]
 
     def places(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Yield the byte ranges of these rows among those of all: first, behind the last, and the first's place in

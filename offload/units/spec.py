@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from offload.units.distributed_tensor import Distribution
 from offload.units.experts import Experts
 from offload.units.packed import Packing
 from offload.units.pieces import Piece, WeightInPieces
-from swapper import PAGE_BYTES, FilePart
+from swapper import PAGE_BYTES, FilePart, edge_bytes
 
 GRAIN = PAGE_BYTES // 2
 """Elements that a unit's length is a multiple of, so that 16-bit and 32-bit pieces of it both fill whole pages."""
@@ -154,7 +155,12 @@ class UnitSpec:
         """Elements of its weights that are stored, or would be: those before what is in files."""
         return self.trainable_numel if self.in_files else self.numel
 
-    @property
+    @cached_property
+    def edge_bytes(self) -> int:
+        """Memory beside the unit's own that reading its parts of files takes."""
+        return edge_bytes(self.in_files)
+
+    @cached_property
     def trainable(self) -> tuple[ParameterSpec, ...]:
         """The parameters that are trained."""
         return tuple(spec for spec in self.parameters if spec.trainable)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from experts import CONFIGS, text, transformers
 from frozen_bases import in_shards
-from quantised_files import BF16, in_awq, in_fp8, in_nvfp4, mxfp4
+from quantised_files import BF16, in_awq, in_fp8, in_int4, in_nvfp4, mxfp4
 
 from offload import BudgetError, OffloadEngine, deferred_init
 from offload.plan.plan import Tier
@@ -109,6 +109,8 @@ def test_experts_that_are_stored_one_by_one_are_read_in_place(number_format: Any
         assert (use.read_bytes > 0) is any(item.weights is Tier.NVME for item in items)
     if number_format is not None:
         assert needed < least(config, ordinary, tmp_path, **options)
+        of_layers = {unit.experts for unit in experts}
+        assert len({id(spec.packing) for unit in experts for spec in unit.parameters}) == 2 * len(of_layers)
 
 
 def test_fused_mxfp4_experts_are_units_and_are_read_in_place(tmp_path: Path) -> None:
@@ -130,3 +132,45 @@ def test_fused_mxfp4_experts_are_units_and_are_read_in_place(tmp_path: Path) -> 
     assert found == expected
     assert sum(item.unit.experts is not None for item in engine.plan.units) == 16
     assert engine.plan.in_place_bytes > 0
+
+
+def test_adapters_of_fused_weights_write_nothing_to_their_base(tmp_path: Path) -> None:
+    """``target_parameters``: torch's parametrizations set the weight to itself in each forward."""
+
+    def adapted(config: Any) -> Any:
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=BF16)
+        model.set_experts_implementation("eager")
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["experts.down_proj"])
+        return peft.get_peft_model(model, lora).to(BF16)
+
+    def step(model: Any, call: Any, seed: int) -> float:
+        loss = call(input_ids=text(seed=seed), labels=text(seed=seed)).loss
+        loss.backward()
+        return loss.item()  # type: ignore[no-any-return]
+
+    config = wide("qwen3_moe")
+    options: dict[str, Any] = {"precision": "bf16", "lr": 1e-2, "nvme_path": tmp_path}
+    plain = adapted(config)
+    expected = step(plain, plain, 1)
+    values = saved(config, tmp_path / "saved")
+    quantised, dequantised = in_format(in_int4, values)
+    found = []
+    for files in (in_shards(quantised, tmp_path / "base"), in_shards(dequantised, tmp_path / "ordinary"), None):
+        given = options if files is None else {**options, "weights": files}
+        made = adapted(config) if files is None else deferred_init(adapted, config)
+        with pytest.raises(BudgetError) as error:
+            OffloadEngine(made, host_memory=1, **given)
+        needed = error.value.needed_bytes
+        made = adapted(config) if files is None else deferred_init(adapted, config)
+        with OffloadEngine(made, host_memory=needed, **given) as engine:
+            store = engine._session.parts.tiers.store
+            assert any(item.weights is Tier.NVME for item in engine.plan.units if item.unit.experts is not None)
+            before = store.statistics().write.bytes
+            found.append([step(engine.module, engine, 1)])
+            assert store.statistics().write.bytes - before <= engine.plan.step_write_bytes
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+            found[-1].append(step(engine.module, engine, 2))
+    assert found[0] == found[1]
+    assert found[2][0] == expected

@@ -85,7 +85,7 @@ template <class Rule>
 void compare_rule(const char* name, const Rule& rule, Update<Rule> Table::*kernel) {
   for (const std::size_t numel : {1, 15, 31, 33, 256, 300}) {
     for (int grad = 0; grad < 3; ++grad) {
-      for (int format = 0; format < 5; ++format) {
+      for (int format = 0; format < 6; ++format) {
         for (const Dtype state : {Dtype::f32, Dtype::bf16, Dtype::int8}) {
           compare(name, numel, static_cast<Dtype>(grad), static_cast<WeightFormat>(format), state,
                   [&](const Table& table, const Arrays& arrays) { (table.*kernel)(rule, arrays, 0, numel); });
@@ -115,6 +115,9 @@ int main() {
           table.convert(a.master, to, a.grad, from, 0, numel);
         });
       }
+      compare("round_randomly", numel, Dtype::f32, WeightFormat::f32, Dtype::bf16, [&](const Table& table, const Arrays& a) {
+        table.round_randomly(a.states[0], a.grad, 7, 0, numel);
+      });
       std::uint64_t seed = numel;
       std::vector<std::uint32_t> finite(numel + 1);
       for (auto& word : finite) word = 0x3c003c00 + (random_bits(seed) & 0x80ff80ff);

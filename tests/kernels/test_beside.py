@@ -16,7 +16,7 @@ COEFS = {
     "lion": LionCoef(lr=1e-3, weight_decay=0.01, beta1=0.9, beta2=0.99, step=3),
     "sgd": SgdCoef(lr=1e-3, weight_decay=0.01, momentum=0, dampening=0, step=3),
 }
-FORMATS: list[Any] = ["f32", "split", Dtype.F32, Dtype.BF16, Dtype.F16]
+FORMATS: list[Any] = ["f32", "split", "bf16", Dtype.F32, Dtype.BF16, Dtype.F16]
 GUARD = 64
 
 
@@ -26,6 +26,8 @@ def arrays_of(coef: Any, numel: int, weight_format: Any, state_dtype: Dtype) -> 
         arrays = {"weight": 4 * numel}
     elif weight_format == "split":
         arrays = {"weight": 2 * numel, "rest": 2 * numel}
+    elif weight_format == "bf16":
+        arrays = {"weight": 2 * numel}
     else:
         arrays = {"weight": weight_format.itemsize * numel, "master": 4 * numel}
     for state in coef.states:
@@ -47,7 +49,7 @@ def assert_beside_is_in_place(
     expected, new = old.copy(), np.full_like(old, 0x5A)
     kept = old.copy()
     grad = rng.standard_normal(numel).astype(np.float32)
-    weight_dtype = {"f32": Dtype.F32, "split": Dtype.BF16}.get(weight_format, weight_format)
+    weight_dtype = {"f32": Dtype.F32, "split": Dtype.BF16, "bf16": Dtype.BF16}.get(weight_format, weight_format)
 
     def run(target: Any, source: Any) -> None:
         places = {key: start + target.ctypes.data for key, start in zip(sizes, ends, strict=False)}

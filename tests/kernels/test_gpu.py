@@ -31,6 +31,8 @@ CASES: list[tuple[Coef, str, Dtype, Dtype]] = [
     (AdamCoef(**ADAM, step=3), "split", BF16, F32),
     (AdamCoef(**ADAM, step=3, decoupled=False, amsgrad=True), "out_f16", F32, F32),
     (AdamCoef(**ADAM, step=1), "f32", F32, BF16),
+    (AdamCoef(**ADAM, step=2, amsgrad=True), "bf16", BF16, BF16),
+    (LionCoef(**HYPER, beta1=0.9, beta2=0.99, step=5), "bf16", F32, F32),
     (AdagradCoef(**HYPER, lr_decay=0.1, eps=1e-10, step=2), "f32", F32, F32),
     (LionCoef(**HYPER, beta1=0.9, beta2=0.99, step=2), "split", F32, F32),
     (SgdCoef(**HYPER, momentum=0.0, dampening=0.0, step=2), "out_f16", F16, F32),
@@ -60,7 +62,7 @@ def test_an_update_has_the_bits_of_the_cpu(
             bits = awkward(numel, seed)
             return guarded(bits if dtype is Dtype.F32 else (bits >> 16).astype(np.uint16), elements_past)
 
-        weight_dtype = {"split": Dtype.BF16, "out_f16": Dtype.F16, "f32": Dtype.F32}[form]
+        weight_dtype = {"split": BF16, "bf16": BF16, "out_f16": F16, "f32": F32}[form]
         arrays = {"grad": array(1, grad), "weight": array(2, weight_dtype)}
         if form == "split":
             arrays["rest"] = array(3, Dtype.BF16)

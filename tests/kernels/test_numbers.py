@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from offload.kernels import (
     dequantize,
     encode,
     join_master,
+    round_randomly,
     split_master,
     sum_squares,
     update,
@@ -28,6 +30,7 @@ from offload.kernels import (
 from offload.native_optimizers import AdamCoef, LionCoef, SgdCoef
 
 TORCH_DTYPES = {Dtype.F32: torch.float32, Dtype.BF16: torch.bfloat16, Dtype.F16: torch.float16}
+MOMENTS = ("exp_avg", "exp_avg_sq")
 CANONICAL_NAN = {Dtype.F32: 0x7FC00000, Dtype.BF16: 0x7FC0, Dtype.F16: 0x7E00}
 
 
@@ -95,7 +98,7 @@ def test_sum_squares_is_exact_enough_and_finite_exactly_if_all_elements_are() ->
             assert not np.isfinite(sum_squares(spoilt.data_ptr(), spoilt.numel(), Dtype.F32, 2))
 
 
-def step_adam(coef: AdamCoef, grad: torch.Tensor, state: dict[str, torch.Tensor], **formats: Any) -> None:
+def step_adam(coef: Any, grad: torch.Tensor, state: dict[str, torch.Tensor], **formats: Any) -> None:
     update(
         coef,
         grad.numel(),
@@ -298,13 +301,84 @@ def test_the_number_of_each_code_is_encoded_exactly(signed: bool) -> None:
                 assert torch.equal(others, codes) and other_scales == scale
 
 
-def test_bf16_moments_are_the_fp32_ones_rounded() -> None:
-    exact, rounded, grad = fresh(1000), fresh(1000), torch.randn(1000)
-    rounded |= {name: torch.zeros(1000, dtype=torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")}
-    step_adam(COEF, grad, exact, weight_dtype=Dtype.F32)
-    step_adam(COEF, grad, rounded, weight_dtype=Dtype.F32, moments_dtype=Dtype.BF16)
-    assert torch.equal(rounded["weight"], exact["weight"])
-    assert all(torch.equal(rounded[name], exact[name].bfloat16()) for name in ("exp_avg", "exp_avg_sq"))
+def in_bf16(numel: int) -> dict[str, torch.Tensor]:
+    return {**fresh(numel), **{name: torch.zeros(numel, dtype=torch.bfloat16) for name in MOMENTS}}
+
+
+def errors_of(rounded: torch.Tensor, exact: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What rounding to bf16 added, in units of what was cut off at most; and how often it should round up."""
+    bits = exact.view(torch.int32)
+    below, cut = (bits & ~0xFFFF).view(torch.float32), (bits & 0xFFFF) / 65536
+    unit = (((bits & ~0xFFFF) + 0x10000).view(torch.float32) - below).abs()
+    return ((rounded.float() - below).abs() / unit - cut), cut
+
+
+def assert_mean_is_exact(errors: list[torch.Tensor], cut: torch.Tensor) -> None:
+    """Errors of many steps: those of an element are none on average, and say nothing about those of the next step."""
+    stacked, inner = torch.stack(errors), (cut > 0.02) & (cut < 0.98)
+    assert set((stacked + cut).round(decimals=3).unique().tolist()) == {0.0, 1.0}, "up or down, by one"
+    num_steps, spread = len(errors), (cut * (1 - cut)).sqrt()[inner]
+    scores = stacked[:, inner].mean(0) / spread * num_steps**0.5  # standard normal
+    assert abs(scores.mean()) * len(scores) ** 0.5 < 4.5 and 0.9 < scores.var() < 1.1
+    for lag in (1, 2, 7):
+        products = (stacked[lag:, inner] * stacked[:-lag, inner]).mean(0) / spread**2 * (num_steps - lag) ** 0.5
+        assert abs(products.mean()) * len(products) ** 0.5 < 4.5 and products.var() < 1.15
+
+
+def test_bf16_moments_are_the_fp32_ones_rounded_at_random_with_an_exact_mean() -> None:
+    numel = 4000
+    grad, start = torch.randn(numel), {name: (torch.rand(numel) * 1e-2).bfloat16() for name in MOMENTS}
+    errors: dict[str, list[torch.Tensor]] = {name: [] for name in MOMENTS}
+    for step in range(1, 501):
+        exact = {**fresh(numel), **{name: value.float() for name, value in start.items()}}
+        rounded = {**fresh(numel), **{name: value.clone() for name, value in start.items()}}
+        coef = replace(COEF, step=step)
+        step_adam(coef, grad, exact, weight_dtype=Dtype.F32)
+        step_adam(coef, grad, rounded, weight_dtype=Dtype.F32, moments_dtype=Dtype.BF16)
+        assert torch.equal(rounded["weight"], exact["weight"])
+        for name in MOMENTS:
+            errors[name].append(errors_of(rounded[name], exact[name])[0])
+    for name in MOMENTS:
+        assert_mean_is_exact(errors[name], errors_of(rounded[name], exact[name])[1])
+
+
+def test_a_bf16_second_moment_follows_gradients_that_move_it_by_less_than_its_unit() -> None:
+    """To nearest it would stay where it is for ever: a thousandth is less than half a unit of bf16."""
+    numel = 4000
+    state = in_bf16(numel)
+    start = 1 + torch.rand(numel)  # equal elements would round alike
+    state["exp_avg_sq"].copy_(start)
+    for step in range(1, 1001):
+        coef = replace(COEF, step=step, beta2=0.999)
+        step_adam(coef, torch.zeros(numel), state, weight_dtype=Dtype.F32, moments_dtype=Dtype.BF16)
+    assert (state["exp_avg_sq"].float() / start).mean().item() == pytest.approx(0.999**1000, rel=0.01)
+
+
+def test_a_bf16_weight_without_a_master_moves_by_less_than_its_unit() -> None:
+    numel, lr, steps = 4000, 1e-3, 500
+    grad, start = torch.rand(numel), (1.25 + torch.rand(numel) / 2).bfloat16()
+    weight, exact, errors = start.clone(), {"weight": start.float()}, []
+    coef = SgdCoef(lr=lr, weight_decay=0.0, momentum=0, dampening=0, step=1)
+    step_adam(coef, grad, exact, weight_dtype=Dtype.F32)
+    for step in range(1, steps + 1):
+        once = start.clone()
+        for target in (weight, once):
+            step_adam(replace(coef, step=step), grad, {"weight": target}, weight_dtype=Dtype.BF16)
+        error, cut = errors_of(once, exact["weight"])
+        errors.append(error)
+    assert_mean_is_exact(errors, cut)
+    assert (start.float() - weight.float()).mean().item() == pytest.approx(steps * lr * grad.mean().item(), rel=0.01)
+
+
+def test_random_rounding_leaves_numbers_of_bf16_infinities_and_zeros_alone_and_makes_nans_canonical() -> None:
+    numbers = torch.cat([torch.randn(100).bfloat16().float(), torch.tensor([0.0, -0.0, math.inf, -math.inf])])
+    odd = torch.tensor([0x7FFFFFFF, -1, 0x7F800001], dtype=torch.int32).view(torch.float32)
+    source = torch.cat([numbers, odd])
+    for step in range(1, 50):
+        rounded = torch.empty(len(source), dtype=torch.bfloat16)
+        round_randomly(len(source), rounded.data_ptr(), source.data_ptr(), step=step)
+        assert torch.equal(rounded[:-3].view(torch.int16), numbers.bfloat16().view(torch.int16))
+        assert (rounded[-3:].view(torch.int16) == 0x7FC0).all()
 
 
 def test_int8_blocks_of_zeros_stay_zero_and_non_finite_ones_become_nan() -> None:
@@ -359,7 +433,7 @@ def test_int8_scales_end_where_code_0_is_a_normal_number(use_isa: Any) -> None:
         ({"native": OnHost(always(0))}, "num_threads must be >= 1"),
         ({"grad": 0}, "grad must be an address"),
         ({"weight": 4098}, "weight must be aligned"),
-        ({"weight_dtype": Dtype.BF16}, "needs its rest"),
+        ({"weight_dtype": Dtype.F16}, "needs a master"),
         ({"rest": 4096}, "rest is the lower half of a BF16 weight"),
         ({"rest": 4096, "master": 4096}, "not both"),
         ({"moments_dtype": Dtype.F16}, "too small"),

@@ -24,6 +24,7 @@ from offload.kernels import (
     dequantize,
     encode,
     join_master,
+    round_randomly,
     split_master,
     sum_squares,
     update,
@@ -33,7 +34,7 @@ from offload.native_optimizers import AdagradCoef, AdamCoef, Coef, LionCoef, Sgd
 ISAS = [isa for isa in _kernels.isas_supported() if isa != "scalar"] or ["scalar"]
 LENGTHS = [*range(0, 36), 255, 256, 257, 515, 1000]  # to beyond two of the widest vectors; code blocks
 NUMBERS = [Dtype.F32, Dtype.BF16, Dtype.F16]
-FORMATS: list[Any] = ["f32", "split", *NUMBERS]  # the last three: a master, and a weight of that dtype written out
+FORMATS: list[Any] = ["f32", "split", "bf16", *NUMBERS]  # the last three: a master, and a weight of it written out
 
 HYPER = {"lr": 1e-3, "weight_decay": 0.01, "grad_scale": 0.37}
 BETAS = {"beta1": 0.9, "beta2": 0.999}
@@ -68,6 +69,8 @@ def run(guarded: Any, awkward: Any, name: str, numel: int, formats: Any, steps: 
     elif weight_format == "split":
         weight_dtype, arrays["weight"] = Dtype.BF16, guarded(as_dtype(master, Dtype.BF16))
         arrays["rest"] = guarded((master & 0xFFFF).astype(np.uint16))
+    elif weight_format == "bf16":
+        weight_dtype, arrays["weight"] = Dtype.BF16, guarded(as_dtype(master, Dtype.BF16))
     else:
         arrays["master"], arrays["weight"] = guarded(master), guarded(as_dtype(master, weight_dtype))
     for index, state in enumerate(coef(1).states):
@@ -124,22 +127,27 @@ def test_every_length_has_the_bits_of_scalar(
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion"])
-@pytest.mark.parametrize("state_dtype", [Dtype.F32, Dtype.INT8])
-def test_the_number_of_threads_changes_no_bit(name: str, state_dtype: Dtype, guarded: Any, awkward: Any) -> None:
-    formats = (Dtype.BF16, "split", state_dtype)
+@pytest.mark.parametrize(
+    ("weight_format", "state_dtype"), [("split", Dtype.F32), ("bf16", Dtype.BF16), ("split", Dtype.INT8)]
+)
+def test_the_number_of_threads_changes_no_bit(
+    name: str, weight_format: str, state_dtype: Dtype, guarded: Any, awkward: Any
+) -> None:
+    formats = (Dtype.BF16, weight_format, state_dtype)
     expected = run(guarded, awkward, name, 100_003, formats, (1, 2, 3), 1)
     for num_threads in (2, 3, 64):
         assert_same(run(guarded, awkward, name, 100_003, formats, (1, 2, 3), num_threads), expected)
 
 
-@pytest.mark.parametrize("state_dtype", [Dtype.F32, Dtype.INT8])
+@pytest.mark.parametrize("state_dtype", [Dtype.F32, Dtype.BF16, Dtype.INT8])
 def test_the_size_of_tiles_changes_no_bit(state_dtype: Dtype, awkward: Any) -> None:
     numel = 5000
     coef = AdamCoef(**HYPER, **BETAS, eps=1e-8, step=7)
 
     def run_in_tiles(tile: int) -> list[Any]:
-        grad, weight = awkward(numel, 1), awkward(numel, 2)
         itemsize = state_dtype.itemsize
+        weight_dtype = Dtype.BF16 if state_dtype is Dtype.BF16 else Dtype.F32  # rounded at random, too
+        grad, weight = awkward(numel, 1), as_dtype(awkward(numel, 2), weight_dtype)
         states = [np.full(numel * itemsize, 3, np.uint8) for _ in range(2)]
         scales = [np.full(numel // CODE_BLOCK + 1, 0.01, np.float32) for _ in range(2)]
         for start in range(0, numel, tile):
@@ -148,8 +156,8 @@ def test_the_size_of_tiles_changes_no_bit(state_dtype: Dtype, awkward: Any) -> N
                 min(tile, numel - start),
                 grad=grad.ctypes.data + 4 * start,
                 grad_dtype=Dtype.F32,
-                weight=weight.ctypes.data + 4 * start,
-                weight_dtype=Dtype.F32,
+                weight=weight.ctypes.data + weight_dtype.itemsize * start,
+                weight_dtype=weight_dtype,
                 exp_avg=states[0].ctypes.data + itemsize * start,
                 exp_avg_sq=states[1].ctypes.data + itemsize * start,
                 exp_avg_scale=scales[0].ctypes.data + 4 * (start // CODE_BLOCK),
@@ -175,6 +183,18 @@ def test_accumulate_and_convert_have_the_bits_of_scalar(
             destination = guarded(as_dtype(awkward(numel, 1), to))
             source = guarded(as_dtype(awkward(numel, 2), source_dtype))
             function(numel, destination.address, to, source.address, source_dtype, num_threads=2)
+            written.append([destination.values])
+        assert_same(written[1], written[0])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_random_rounding_has_the_bits_of_scalar(isa: str, guarded: Any, awkward: Any, use_isa: Any) -> None:
+    for numel in (*LENGTHS, 40_000):
+        written = []
+        for use, num_threads in (("scalar", 1), (isa, 3)):
+            use_isa(use)
+            destination, source = guarded(np.zeros(numel, np.uint16)), guarded(awkward(numel, 1))
+            round_randomly(numel, destination.address, source.address, step=9, num_threads=num_threads)
             written.append([destination.values])
         assert_same(written[1], written[0])
 

@@ -29,7 +29,7 @@ def refusal(config: object = None, **options: object) -> str:
     with pytest.raises(ConfigError) as caught:
         OffloadConfig.of(config, options)  # type: ignore[arg-type]
     (what,) = caught.value.args
-    assert "\n" not in what and len(what) < 400, what
+    assert "\n" not in what and len(what) < 450, what
     return str(caught.value)
 
 

@@ -71,6 +71,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"precision": "fp16", "gradient_clipping": 0.5},
     {"precision": "fp32", "gradient_accumulation_steps": 2, "gradient_clipping": 0.5},
     {"precision": "bf16", "gradient_accumulation_steps": 3, "moments_dtype": "bf16"},
+    {"precision": "bf16", "moments_dtype": "bf16", "master_dtype": "bf16"},
     {"precision": "fp32", "optimizer": "adam", "optimizer_options": {"amsgrad": True}},
     {"precision": "bf16", "optimizer": "lion"},
     {"precision": "fp32", "optimizer": "adagrad", "optimizer_options": {"initial_accumulator_value": 0.1}},

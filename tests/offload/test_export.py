@@ -607,6 +607,7 @@ def test_what_cannot_be_exported_is_one_line(tmp_path: Path, make_model, capsys:
         ((tmp_path / "saved", tmp_path / "out", "--format", "dcp"), r"other files in it (model.safetensors)"),
         ((tmp_path / "nothing", tmp_path / "x"), "there is no directory"),
         ((tmp_path / "out", tmp_path / "x"), "there is no checkpoint in"),
+        ((Path(__file__), tmp_path / "x"), "test_export.py is a file. "),
     ):
         assert offload("export", *arguments) == 2
         error = capsys.readouterr().err

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
@@ -30,8 +30,8 @@ from offload.tiers.gradients.host import HostGradients
 from offload.tiers.gradients.norms import RankSquares, add_up_shards
 from offload.tiers.gradients.sink import GradientDtypes
 from offload.tiers.gradients.store import GradientStore
-from offload.tiers.gradients.wire import AsTheyAre, Rounded
-from offload.units import GRAIN, ParameterSpec, UnitSpec
+from offload.tiers.gradients.wire import AsTheyAre, In8Bits, Rounded
+from offload.units import ALIGNMENT, GRAIN, ParameterSpec, UnitSpec
 from offload.units.shard import shard_unit
 from swapper import OffloadError, StorageIOError
 
@@ -348,14 +348,72 @@ def test_gradients_are_rounded_in_their_own_memory_piece_by_piece(numel: int) ->
     flat = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     flat[0] = math.nan
     expected, address = flat.bfloat16(), flat.data_ptr()
-    packed = Rounded().pack(flat)
+    packed = Rounded().pack(flat, 1, ())
     assert packed.data_ptr() == address and torch.equal(packed.view(torch.int16), expected.view(torch.int16))
 
 
 def test_what_is_in_sixteen_bits_goes_as_it_is() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         flat = torch.ones(8, dtype=dtype)
-        assert Rounded().pack(flat) is flat and Rounded().dtype(dtype) == dtype
+        assert Rounded().pack(flat, 1, ()) is flat and Rounded().nbytes(8, dtype) == 16
+
+
+def through_8_bits(flat: torch.Tensor, num_parts: int = 1, present: Collection[slice] | None = None) -> torch.Tensor:
+    """What the ranks that get the parts add up."""
+    numel, dtype, address = flat.numel() // num_parts, flat.dtype, flat.data_ptr()
+    packed = In8Bits().pack(flat, num_parts, [slice(0, flat.numel())] if present is None else present)
+    assert packed.data_ptr() == address and packed.nbytes == num_parts * In8Bits().nbytes(numel, dtype)
+    totals = [torch.zeros(numel) for _ in range(num_parts)]
+    for total, part in zip(totals, packed.split(In8Bits().nbytes(numel, dtype)), strict=True):
+        In8Bits().add(total, part, dtype, 0, 1.0)
+    return torch.cat(totals)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("blocks", "num_parts"), [(8, 1), (24, 3), (2 * 1040, 2)])
+def test_gradients_in_8_bits_are_off_by_less_than_a_step_of_their_block(
+    dtype: torch.dtype, blocks: int, num_parts: int
+) -> None:
+    flat = torch.randn(blocks * ALIGNMENT, generator=torch.Generator().manual_seed(0)).to(dtype)
+    flat[:ALIGNMENT] = 0
+    exact = flat.clone().float()
+    found = through_8_bits(flat, num_parts)
+    steps = exact.view(-1, ALIGNMENT).abs().amax(1) / 127
+    assert ((found - exact).view(-1, ALIGNMENT).abs().amax(1) <= steps * (1 + 1e-5)).all()
+    assert not found[:ALIGNMENT].any()
+
+
+def test_the_mean_of_gradients_in_8_bits_is_exact() -> None:
+    numel, generator = 64 * ALIGNMENT, torch.Generator().manual_seed(0)
+    direction, total = torch.randn(numel, generator=generator), torch.zeros(numel)
+    exact, steps = torch.zeros(numel), torch.zeros(numel)
+    for _ in range(400):
+        gradient = direction + 0.01 * torch.randn(numel, generator=generator)
+        exact += gradient
+        steps += (gradient.view(-1, ALIGNMENT).abs().amax(1) / 127).repeat_interleave(ALIGNMENT).square() / 4
+        total += through_8_bits(gradient.clone())
+    scores = (total - exact) / steps.sqrt()  # at most standard normal
+    assert abs(scores.mean()) * numel**0.5 < 4.5 and 0.4 < scores.var() < 1
+
+
+def test_gradients_in_8_bits_do_not_depend_on_where_a_unit_is_cut_nor_on_what_nobody_has() -> None:
+    gradients = torch.randn(6 * ALIGNMENT, generator=torch.Generator().manual_seed(0))
+    whole = through_8_bits(gradients.clone())
+    assert torch.equal(through_8_bits(gradients.clone(), 3), whole)
+    inner, numel = gradients[ALIGNMENT : 3 * ALIGNMENT - 17], 2 * ALIGNMENT - 17
+    flat = torch.full((4 * ALIGNMENT,), math.nan)  # whatever is there
+    flat[ALIGNMENT : ALIGNMENT + numel] = inner
+    found = through_8_bits(flat, 1, [slice(ALIGNMENT, ALIGNMENT + numel)])
+    assert torch.equal(found[ALIGNMENT : 2 * ALIGNMENT], whole[ALIGNMENT : 2 * ALIGNMENT])
+    assert not found[:ALIGNMENT].any() and not found[ALIGNMENT + numel :].any()
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_gradient_in_8_bits_that_is_not_finite_shows(bad: float) -> None:
+    flat = torch.ones(2 * ALIGNMENT)
+    flat[3] = bad
+    found = through_8_bits(flat)
+    assert not found[:ALIGNMENT].isfinite().any() and (found[ALIGNMENT:] == 1).all()
 
 
 # Buckets.

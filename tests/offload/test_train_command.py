@@ -221,6 +221,8 @@ def test_without_matplotlib_there_are_no_pictures_and_one_line_says_so(place, mo
         (("--heads", "5"), "not divisible"),
         (("--heads", "64"), "not divisible"),
         (("--steps", "0"), "--steps"),
+        (("--batch", "1000000000"), "GiB are free: give --batch "),
+        (("--batch", "1000000", "--context", "1000000000"), "GiB are free: give a smaller --context"),
         (("--layers", "many"), "--layers"),
         (("--lr", "-1"), "--lr"),
         (("--lr", "nan"), "--lr"),

@@ -18,7 +18,7 @@ from offload.checkpoint.native.update_log import UpdateLog
 from offload.dtypes import BY_PRECISION
 from offload.memory import tensor_at
 from offload.native_optimizers import NATIVE_OPTIMIZERS
-from offload.optim.formats import MASTER_BYTES, Formats
+from offload.optim.formats import Formats, master_bytes
 from offload.optim.kernel_rule import KernelRule
 from offload.optim.rule import TileBytes
 from offload.plan.update_log import LOGGED_STEPS, in_parts
@@ -190,15 +190,20 @@ class Over:
 
 
 @pytest.mark.parametrize(
-    ("precision", "moments", "gradients"),
-    [("bf16", "fp32", torch.bfloat16), ("bf16", "int8", torch.float32), ("fp32", "bf16", torch.float32)],
+    ("precision", "moments", "gradients", "master"),
+    [
+        ("bf16", "fp32", torch.bfloat16, "fp32"),
+        ("bf16", "int8", torch.float32, "fp32"),
+        ("bf16", "bf16", torch.bfloat16, "bf16"),
+        ("fp32", "bf16", torch.float32, "fp32"),
+    ],
 )
 def test_records_are_read_as_they_are_after_all_logged_updates(
-    precision: str, moments: str, gradients: torch.dtype
+    precision: str, moments: str, gradients: torch.dtype, master: str
 ) -> None:
     """Two tiles and two segments with a gap between them, which no update changes."""
     dtype, numel, num_steps = BY_PRECISION[precision], 4 * GRAIN, 3
-    formats = Formats(dtype.itemsize, MASTER_BYTES[dtype], gradients.itemsize)
+    formats = Formats(dtype.itemsize, master_bytes(precision, {"master": master}), gradients.itemsize)
     rule = KernelRule(ADAM, [dict(ADAM.defaults)], formats, (dtype, gradients), moments)
     spec = unit(0, numel)
     tiles = [rule.tile_between(spec, 0, GRAIN), rule.tile_between(spec, GRAIN, numel)]
@@ -225,9 +230,8 @@ def test_records_are_read_as_they_are_after_all_logged_updates(
             addresses = (of_tile.data_ptr(), weights[tile.start :].data_ptr(), grads[tile.start :].data_ptr())
             at = TileBytes.in_place(*addresses)
             apply(rule, formats, UnitUpdate(spec, segments), tile, at)
-    optimizer = {"optimizer": "adamw", "states": ["exp_avg", "exp_avg_sq"], "moments": moments}
     run = {"gradient_dtype": gradients, "gradients": {}}
-    description = Description(precision, optimizer, SavedUnits([saved]), run, (), tuple(updates))
+    description = Description(precision, rule.identity, SavedUnits([saved]), run, (), tuple(updates))
     reader = replayed(source, description)
     for _ in range(2):  # what is kept of one read is of no harm to the next
         for index, expected in (

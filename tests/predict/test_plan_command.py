@@ -59,6 +59,12 @@ def test_one_object_for_programs_and_tables_for_people(capsys: pytest.CaptureFix
     assert "45% of the dense peak" in text and "4.0 GiB of host memory (given)" in text
 
 
+def test_where_memory_is_too_small_and_no_drive_is_named_one_is_asked_for(capsys: pytest.CaptureFixture[str]):
+    assert main(["plan", "--parameters", "1e9", "--gpu", "4090", "--host-memory", "1GiB"]) == 0
+    verdict = capsys.readouterr().out.partition("model:")[0]
+    assert verdict.startswith("It does not fit: host memory of ") and "give --nvme-path DIR" in verdict
+
+
 def test_what_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[str]):
     small = [*ONE[:-1], "600MiB"]
     assert main(small) == 0

@@ -29,8 +29,14 @@ from offload.predict.network import ALONE
 @pytest.mark.parametrize(
     ("text", "rate"), [("7GB/s", 7e9), ("3.5 GiB/s", 3.5 * 2**30), ("400Gb/s", 50e9), ("500MB/s", 5e8)]
 )
-def test_a_rate_may_be_in_bytes_or_bits(text, rate):
-    assert rates.bytes_per_second("--nvme", text) == pytest.approx(rate)
+def test_a_rate_of_a_network_may_be_in_bytes_or_bits(text, rate):
+    assert rates.network_bytes_per_second("--network", text) == pytest.approx(rate)
+
+
+def test_a_rate_of_a_drive_is_in_bytes():
+    assert rates.bytes_per_second("--nvme", "3.5 GiB/s") == 3.5 * 2**30
+    with pytest.raises(ConfigError, match="got '7Gb/s', did you mean \"7GB/s\"\\?"):
+        parse_drive("7Gb/s,5Gb/s,2TB")
 
 
 @pytest.mark.parametrize("text", ["7", "7GB", "GB/s", "0GB/s", "1.2.3GB/s"])

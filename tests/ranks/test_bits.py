@@ -98,6 +98,11 @@ def test_codes_of_eight_bits_in_pytorchs_own_loop(two: Pool, tmp_path: Path):
     assert all(seen["clipped"] > 0.9 for seen in ranks[0]["seen"])
 
 
+def test_moments_and_weights_rounded_at_random(two: Pool, tmp_path: Path):
+    options = {"precision": "bf16", "moments_dtype": "bf16", "master_dtype": "bf16"}
+    check(two, tmp_path, Program(model={"hidden": (509, 251)}, options=options), STATES, GRADIENTS, ON_NVME)
+
+
 @pytest.mark.parametrize("optimizer", ["sgd", "lion"])
 def test_units_that_ranks_use_in_other_orders_twice_or_not_at_all(two: Pool, tmp_path: Path, optimizer: str):
     options = {"optimizer": optimizer, "lr": 1e-3, "optimizer_options": {"momentum": 0.9} if optimizer == "sgd" else {}}

@@ -77,3 +77,13 @@ def test_gradients_that_are_sent_rounded_are_half_the_bytes_and_train_as_well(tw
         saved = one["network"] - other["network"]  # of the gradients of one's own half, which the other rank sends
         assert saved == pytest.approx(one["weights"] / 2 / 2, rel=PADDING)
         assert other["bits"] != one["bits"] and other["loss"] == pytest.approx(one["loss"], rel=1e-2)
+
+
+def test_gradients_in_8_bits_are_a_quarter_of_the_bytes_and_train_nearly_as_well(two: Pool, tmp_path: Path):
+    exact, rounded = (two(jobs.exchanged, STATES, tmp_path, dtype) for dtype in ("auto", "int8"))
+    divided = two(jobs.exchanged, WEIGHTS, tmp_path, "int8")
+    assert len({answer["bits"] for answer in (*rounded, *divided)}) == 1
+    for one, other in zip(exact, rounded, strict=True):
+        saved = one["network"] - other["network"]
+        assert saved == pytest.approx(one["weights"] / 2 * (1 - 65 / 64 / 4), rel=PADDING)
+        assert other["bits"] != one["bits"] and other["loss"] == pytest.approx(one["loss"], rel=3e-2)

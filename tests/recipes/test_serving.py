@@ -9,6 +9,17 @@ pytest.importorskip("transformers")
 pytest.importorskip("torchao")
 
 
+def test_a_cache_on_nvme_has_the_tokens_of_one_in_memory(recipe, tight):
+    page = recipe("serving.md")
+    with torch.no_grad():
+        expected = page.generate_with(None, page.build(False))
+    options = {"optimizer": None, "activations": "nvme", "activation_memory": "256KiB"}
+    with tight(page.build(False), **options) as engine:
+        assert torch.equal(page.generate_with(page.OffloadedCache(engine), engine.module), expected)
+        assert engine.report().activations.read_bytes > 0
+        engine.close(discard=True)
+
+
 def test_batches_have_the_tokens_of_memory_and_read_what_one_sequence_reads(recipe, tight):
     page = recipe("serving.md")
     for quantised in (False, True):

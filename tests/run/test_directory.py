@@ -189,6 +189,8 @@ def test_a_step_costs_less_than_a_millisecond(options) -> None:
 
 
 def test_where_there_is_no_run_the_error_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is a file: give the run directory"):
+        read_run(Path(__file__))
     with pytest.raises(ConfigError, match=r"run\.jsonl is missing"):
         read_run(tmp_path)
     (tmp_path / "run.jsonl").write_text("nothing\n")

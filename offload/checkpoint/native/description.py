@@ -202,7 +202,7 @@ def _difference_of_optimizers(there: dict[str, Any] | None, here: dict[str, Any]
     if there is None or here is None:  # only the weights are looked at
         return None
     for name in here:
-        if name != "moments" and there.get(name) != here[name]:
+        if name not in ("moments", "master") and there.get(name) != here[name]:
             return f"{name} is {there.get(name)!r} there and {here[name]!r} here"
     return None
 
@@ -241,7 +241,9 @@ _UNITS = ListOf(
     )
 )
 _OPTIMIZER: Kind[dict[str, Any]] = Record(
-    dict, {"optimizer": TEXT, "moments": TEXT}, {"states": ListOf(TEXT, make=list)}
+    dict,
+    {"optimizer": TEXT, "moments": TEXT},
+    {"states": ListOf(TEXT, make=list), "master": OneOf({"bf16": "bf16"})},
 )
 _FIELDS: dict[str, Kind[Any]] = {
     "format": Int(),

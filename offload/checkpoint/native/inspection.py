@@ -17,8 +17,7 @@ from offload.checkpoint.hugging_face import CONFIG
 from offload.checkpoint.native.description import Description
 from offload.checkpoint.native.opened import Opened, open_checkpoint, whole_checkpoints
 from offload.checkpoint.native.parts import part_folders
-from offload.dtypes import BY_PRECISION
-from offload.optim.formats import MASTER_BYTES
+from offload.optim.formats import master_bytes
 from swapper import OffloadError, StorageError, StoreMissing
 
 Facts = dict[str, Any]
@@ -87,6 +86,7 @@ def _facts(opened: Opened) -> Facts:
         "precision": description.precision,
         "optimizer": None if optimizer is None else optimizer["optimizer"],
         "moments": None if optimizer is None else optimizer["moments"],
+        "master": None if optimizer is None else optimizer.get("master", "fp32"),
         "states": [] if optimizer is None else _states(description),
         "learning_rates": [float(group["options"]["lr"]) for group in run["groups"] if "lr" in group["options"]],
         "loss_scale": run["loss_scale"][0] if run.get("loss_scale") else None,
@@ -116,7 +116,7 @@ def _states(description: Description) -> list[str]:
 def _bytes(opened: Opened) -> dict[str, int]:
     """By kind, as they lie in the records, padding included."""
     description, generation = opened.description, opened.generation
-    width = MASTER_BYTES[BY_PRECISION[description.precision]]
+    width = master_bytes(description.precision, description.optimizer)
     total: Counter[str] = Counter()
     for unit in description.units:
         total["weights"] += sum(generation.extents[index].nbytes for index in unit.weights)
@@ -240,6 +240,8 @@ def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
     else:
         yield "optimizer", facts["optimizer"] + (f" ({', '.join(facts['states'])})" if facts["states"] else "")
         yield "moments", facts["moments"]
+        if facts["master"] != "fp32":
+            yield "master", f"the weights, in {facts['master']}"
         rates = Counter(f"{rate:g}" for rate in facts["learning_rates"])
         yield "learning rate", ", ".join(f"{r} ({n} groups)" if n > 1 else r for r, n in rates.items()) or "none"
     trained = facts["trained_parameters"]

@@ -67,9 +67,13 @@ class Loading:
 
     def _kinds(self, parts: Sequence[TilePart]) -> dict[tuple[str, str], tuple[tuple[int, ...], torch.dtype | None]]:
         """Shapes and dtypes of a tile's parts by parameter and state, as far as the states that are here need them:
-        those in another format of moments come over."""
+        those in another format of moments, and masters in another one, come over."""
         there, rule = self._description.optimizer, self._access.layout.rule
-        if there is None or rule is None or there["moments"] == rule.identity["moments"]:
+        if there is None or rule is None:
+            return {(part.parameter, part.state): (part.shape, part.dtype) for part in parts}
+        if there.get("master") != rule.identity.get("master"):
+            parts = [part for part in parts if part.state]
+        if there["moments"] == rule.identity["moments"]:
             return {(part.parameter, part.state): (part.shape, part.dtype) for part in parts}
         scales = {scale_name(part.state) for part in parts}
         numbers = (part for part in parts if part.state not in scales)

@@ -67,9 +67,8 @@ def open_checkpoint(path: Path, *, to_read: bool) -> Iterator[Opened]:
             generation = closing.enter_context(CheckpointDirectory(path).open(None))
             in_use_by = _enter_run(generation.folder, closing, to_read=to_read)
         else:
-            raise StoreMissing(
-                f"there is no directory {path}.", advice="Give a checkpoint, or the directory that it is in."
-            )
+            what = f"{path} is a file." if path.exists() else f"there is no directory {path}."
+            raise StoreMissing(what, advice="Give a checkpoint, or the directory that it is in.")
         closing.callback(generation.close)
         yield Opened(generation, description_of(generation, str(generation.folder)), in_use_by)
 

@@ -20,7 +20,7 @@ from offload.checkpoint.native.logged_updates import LoggedUpdate
 from offload.checkpoint.native.saved_layout import Source, saved_kernel_rule, saved_unit
 from offload.checkpoint.native.saved_units import SavedUnit
 from offload.dtypes import BY_PRECISION
-from offload.optim.formats import MASTER_BYTES, Formats
+from offload.optim.formats import Formats, master_bytes
 from offload.optim.rule import TileBytes
 from offload.units import UnitSpec
 from offload.update.step import UnitUpdate, apply
@@ -53,7 +53,8 @@ class Replayed:
         """Raises ``StorageCorrupt`` for what cannot be."""
         dtype, grads_dtype = BY_PRECISION[description.precision], description.run["gradient_dtype"]
         self._source = source
-        self._formats = Formats(dtype.itemsize, MASTER_BYTES[dtype], grads_dtype.itemsize)
+        beside = master_bytes(description.precision, description.optimizer)
+        self._formats = Formats(dtype.itemsize, beside, grads_dtype.itemsize)
         rule = saved_kernel_rule(description.optimizer or {}, self._formats, (dtype, grads_dtype))
         assert rule is not None
         self._rule = rule

@@ -18,7 +18,7 @@ from offload.checkpoint.native.saved_units import SavedTile, SavedUnit
 from offload.dtypes import BY_PRECISION
 from offload.elements import Layout, Loan
 from offload.memory import tensor_at
-from offload.optim.formats import MASTER_BYTES, Formats
+from offload.optim.formats import Formats, master_bytes
 from offload.optim.rule import TileLayout, TilePart
 from offload.tiers.home import Home, TileHomes
 from offload.units import ParameterSpec, Tile, UnitSpec
@@ -88,7 +88,7 @@ class SavedRecords:
         self._parts_of = parts_of
         self._check = check
         dtype, trained = BY_PRECISION[description.precision], description.optimizer is not None
-        formats = Formats(dtype.itemsize, MASTER_BYTES[dtype] if trained else 0, 0)
+        formats = Formats(dtype.itemsize, master_bytes(description.precision, description.optimizer), 0)
         dtypes = torch.float32, torch.float32  # no step is taken
         self._kernel = None if not trained else saved_kernel_rule(description.optimizer or {}, formats, dtypes)
         self._parts = PartsLayout(description.optimizer or {}, formats)

@@ -14,7 +14,7 @@ from offload.checkpoint.native.logged_updates import LoggedUpdate
 from offload.checkpoint.native.saved_units import SavedParameter, SavedTile, SavedUnit
 from offload.dtypes import BY_PRECISION
 from offload.encoding import DTYPE
-from offload.optim.formats import MASTER_BYTES
+from offload.optim.formats import master_bytes
 from offload.plan.update_log import in_parts
 from offload.units import ALIGNMENT, GRAIN
 from swapper import Extent, align
@@ -67,7 +67,7 @@ def check_units(description: Described) -> None:
             if optimizer is None and unit.tiles:
                 raise Refused("there are tiles, and nothing is trained", "tiles")
             if optimizer is not None:
-                _check_tiles(unit, MASTER_BYTES[dtype])
+                _check_tiles(unit, master_bytes(description.precision, optimizer))
 
 
 def _check_parameters(unit: SavedUnit) -> None:

@@ -19,6 +19,7 @@ enum class WeightFormat : int {
   out_f32 = 2,   // `master`, and a rounded copy goes to `weight`, which is never read
   out_bf16 = 3,
   out_f16 = 4,
+  bf16 = 5,      // `weight` alone: bf16, rounded at random, and its own master
 };
 
 constexpr std::size_t kStatesMax = 3;
@@ -42,7 +43,7 @@ struct Arrays {
   Dtype grad_dtype = Dtype::f32;
   WeightFormat weight_format = WeightFormat::f32;
   Dtype state_dtype = Dtype::f32;  // f32, bf16 or int8
-  std::uint32_t seed = 0;          // of the random rounding of codes
+  std::uint32_t seed = 0;          // of random rounding, to codes and to bf16
 };
 
 }  // namespace offload

@@ -127,6 +127,13 @@ double sum_squares(std::size_t numel, Address source, int dtype, std::size_t num
   });
 }
 
+void round_randomly(std::size_t numel, Address destination, Address numbers, std::uint32_t seed, std::size_t num_threads) {
+  const auto run = table_in_use().round_randomly;
+  for_blocks(numel, num_threads, [&](std::size_t begin, std::size_t end) {
+    run(pointer(destination), pointer(numbers), seed, begin, end);
+  });
+}
+
 void encode(std::size_t numel, Address codes, Address scales, Address numbers, bool is_signed, std::size_t num_threads) {
   const auto run = table_in_use().encode;
   for_blocks(numel, num_threads, [&](std::size_t begin, std::size_t end) {
@@ -166,6 +173,7 @@ PYBIND11_MODULE(_kernels, m) {
   define_master(m, "split_master", &Table::split);
   define_master(m, "join_master", &Table::join);
   m.def("sum_squares", &sum_squares);
+  m.def("round_randomly", &round_randomly);
   m.def("encode", &encode);
   m.def("decode", &decode);
   m.def("dequantize", &dequantize);

@@ -90,7 +90,7 @@ template <class V, Dtype grad_dtype, WeightFormat format, class Rule>
 // harm. Split master has more arithmetic than memory traffic, and was slower with it.
 template <std::size_t count, Dtype grad_dtype, WeightFormat format>
 [[gnu::always_inline]] inline void prefetch([[maybe_unused]] const Arrays& arrays, [[maybe_unused]] std::size_t i) {
-  if constexpr (format != WeightFormat::split) {
+  if constexpr (format != WeightFormat::split && format != WeightFormat::bf16) {
     constexpr std::size_t line = 64, grad_bytes = size_of(grad_dtype);
 #pragma GCC unroll 4
     for (std::size_t k = 0; k < count * grad_bytes; k += line) __builtin_prefetch(arrays.grad + i * grad_bytes + k);
@@ -122,7 +122,9 @@ template <class V, std::size_t vectors, Dtype grad_dtype, WeightFormat format, c
       });
       const auto weight = rule.template apply<V>(x);
       poison = V::add(poison, weight);
-      store_weight<V, format>(arrays, start + j, weight);
+      // (Any other format is written again below, canonical, from what it holds.)
+      const auto written = format == WeightFormat::bf16 ? V::canonical(weight) : weight;
+      store_weight<V, format>(arrays, start + j, written, V::set_bits(random));
     }
     for_states<Rule>([&](auto s) __attribute__((always_inline)) {
       if constexpr (vectors == 1) V::store_code(arrays.states[s], start + i, codes[s][0]);
@@ -132,7 +134,7 @@ template <class V, std::size_t vectors, Dtype grad_dtype, WeightFormat format, c
   }
   if (V::has_nan(poison)) [[unlikely]] {
     for (std::size_t i = start + begin; i < start + end; ++i) {
-      store_weight<Scalar, format>(arrays, i, Scalar::canonical(load_weight<Scalar, format>(arrays, i)));
+      store_weight<Scalar, format>(arrays, i, Scalar::canonical(load_weight<Scalar, format>(arrays, i)), random);
     }
   }
 }

@@ -82,10 +82,13 @@ void update_each(const OFFLOAD_RULE& rule, const Arrays& arrays, std::size_t i) 
   here.weight = each.weight;
   here.rest = each.rest;
   here.master = each.master;
+  here.seed = arrays.seed;
   load_each<kGrad>(each.grad, arrays.grad + i * size_of(kGrad));
   if constexpr (kFormat == WeightFormat::split) {
     load_each<Dtype::bf16>(each.weight, arrays.weight + 2 * i);
     load_each<Dtype::bf16>(each.rest, arrays.rest + 2 * i);
+  } else if constexpr (kFormat == WeightFormat::bf16) {
+    load_each<Dtype::bf16>(each.weight, arrays.weight + 2 * i);
   } else {
     load_each<Dtype::f32>(each.master, arrays.master + 4 * i);
   }
@@ -101,7 +104,7 @@ void update_each(const OFFLOAD_RULE& rule, const Arrays& arrays, std::size_t i) 
     OFFLOAD_ISA::finish_update<Scalar, kFormat, kState>(rule, here, k, x[k]);
   }
   if constexpr (kFormat == WeightFormat::split) store_each<Dtype::bf16>(arrays.rest + 2 * i, each.rest);
-  else store_each<Dtype::f32>(arrays.master + 4 * i, each.master);
+  else if constexpr (kFormat != WeightFormat::bf16) store_each<Dtype::f32>(arrays.master + 4 * i, each.master);
   if constexpr (kFormat != WeightFormat::f32) store_each<kWeight>(arrays.weight + i * size_of(kWeight), each.weight);
   for (std::size_t s = 0; s < OFFLOAD_RULE::num_states; ++s) {
     store_each<kState>(arrays.states[s] + i * size_of(kState), each.states[s]);

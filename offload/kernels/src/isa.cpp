@@ -92,6 +92,15 @@ void join(const Arrays& arrays, std::size_t begin, std::size_t end) {
   });
 }
 
+// Numbers that become a state or a weight in bf16 by a step that is not a rule's.
+void round_randomly(std::byte* destination, const std::byte* numbers, std::uint32_t seed, std::size_t begin, std::size_t end) {
+  for_each<Vec>(begin, end, [=](auto v, std::size_t i) __attribute__((always_inline)) {
+    using V = decltype(v);
+    const auto x = V::canonical(V::load_f32(numbers, i));
+    V::store_bf16(destination, i, x, V::mixed(V::mixed(V::set_bits(seed), V::bits(x)), V::set_bits(0)));
+  });
+}
+
 void encode(std::byte* codes, float* scales, const std::byte* numbers, bool is_signed, std::size_t begin, std::size_t end) {
   if (is_signed) encode_codes<Vec, true>(codes, scales, numbers, begin, end);
   else encode_codes<Vec, false>(codes, scales, numbers, begin, end);
@@ -145,6 +154,8 @@ void stream(const Arrays& arrays, std::size_t begin, std::size_t end) {
       if constexpr (format() == WeightFormat::split) {
         touch(a.weight, Dtype::bf16, i, grad);
         touch(a.rest, Dtype::bf16, i, grad);
+      } else if constexpr (format() == WeightFormat::bf16) {
+        touch(a.weight, Dtype::bf16, i, grad);
       } else {
         touch(a.master, Dtype::f32, i, grad);
       }
@@ -167,6 +178,7 @@ const Table OFFLOAD_JOIN(table_, OFFLOAD_ISA) = {
     .sum_squares = OFFLOAD_ISA::sum_squares,
     .split = OFFLOAD_ISA::split,
     .join = OFFLOAD_ISA::join,
+    .round_randomly = OFFLOAD_ISA::round_randomly,
     .encode = OFFLOAD_ISA::encode,
     .decode = OFFLOAD_ISA::decode,
     .dequantize = OFFLOAD_ISA::dequantize,

@@ -56,6 +56,7 @@ decltype(auto) with_constant(Dtype dtype, Body body) {
 template <class Body>
 decltype(auto) with_constant(WeightFormat format, Body body) {
   switch (format) {
+    case WeightFormat::bf16: return body(std::integral_constant<WeightFormat, WeightFormat::bf16>{});
     case WeightFormat::split: return body(std::integral_constant<WeightFormat, WeightFormat::split>{});
     case WeightFormat::out_f32: return body(std::integral_constant<WeightFormat, WeightFormat::out_f32>{});
     case WeightFormat::out_bf16: return body(std::integral_constant<WeightFormat, WeightFormat::out_bf16>{});
@@ -91,12 +92,34 @@ void store(std::byte* base, std::size_t i, typename V::F32 x) {
 template <class V, WeightFormat format>
 typename V::F32 load_weight(const Arrays& a, std::size_t i) {
   if constexpr (format == WeightFormat::split) return V::load_split(a.weight, a.rest, i);
+  else if constexpr (format == WeightFormat::bf16) return V::load_bf16(a.weight, i);
   else return V::load_f32(a.master, i);
 }
 
+// The random bits of an element's rounding to bf16 come from what it has become and from the step, and from nothing else: they
+// are the same wherever the element lies, whoever updates it, in whatever order. (States alone are not enough: where gradients are
+// zero, many elements have the same ones, would round alike, and stay the same.)
+template <class V, class Rule>
+[[gnu::always_inline]] inline typename V::U32 random_bits(const Operands<V>& x, typename V::F32 weight,
+                                                          std::uint32_t seed) {
+  typename V::U32 random = V::set_bits(seed);
+  for_states<Rule>([&](auto s) __attribute__((always_inline)) { random = V::mixed(random, V::bits(x.states[s])); });
+  return V::mixed(random, V::bits(weight));
+}
+
+// The first state takes the lower half of the bits. All others take the upper half: a largest second moment is then never
+// rounded to less than the second moment.
+template <class V, Dtype dtype, std::size_t s>
+[[gnu::always_inline]] inline void store_state(std::byte* base, std::size_t i, typename V::F32 x, typename V::U32 random) {
+  if constexpr (dtype == Dtype::bf16) V::store_bf16(base, i, x, s == 0 ? random : V::upper_half(random));
+  else store<V, dtype>(base, i, x);
+}
+
+// `random` is for a weight without any other master than itself: a further round makes its bits those of no state.
 template <class V, WeightFormat format>
-void store_weight(const Arrays& a, std::size_t i, typename V::F32 x) {
+void store_weight(const Arrays& a, std::size_t i, typename V::F32 x, [[maybe_unused]] typename V::U32 random) {
   if constexpr (format == WeightFormat::split) return V::store_split(a.weight, a.rest, i, x);
+  if constexpr (format == WeightFormat::bf16) return V::store_bf16(a.weight, i, x, V::mixed(random, V::bits(x)));
   V::store_f32(a.master, i, x);
   if constexpr (format == WeightFormat::out_f32) V::store_f32(a.weight, i, x);
   if constexpr (format == WeightFormat::out_bf16) V::store_bf16(a.weight, i, x);
@@ -142,8 +165,14 @@ template <class V, WeightFormat format, Dtype state_dtype, class Rule>
     weight = V::canonical(weight);
     for_states<Rule>([&](auto s) __attribute__((always_inline)) { x.states[s] = V::canonical(x.states[s]); });
   }
-  store_weight<V, format>(arrays, i, weight);
-  for_states<Rule>([&](auto s) __attribute__((always_inline)) { store<V, state_dtype>(arrays.states[s], i, x.states[s]); });
+  typename V::U32 random = V::set_bits(0);
+  if constexpr (state_dtype == Dtype::bf16 || format == WeightFormat::bf16) {
+    random = random_bits<V, Rule>(x, weight, arrays.seed);
+  }
+  store_weight<V, format>(arrays, i, weight, random);
+  for_states<Rule>([&](auto s) __attribute__((always_inline)) {
+    store_state<V, state_dtype, s>(arrays.states[s], i, x.states[s], random);
+  });
 }
 
 }  // namespace offload::OFFLOAD_ISA

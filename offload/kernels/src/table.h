@@ -29,6 +29,8 @@ struct Table {
   double (*sum_squares)(const std::byte* source, Dtype dtype, std::size_t begin, std::size_t end);
   void (*split)(const Arrays& arrays, std::size_t begin, std::size_t end);  // master -> weight and rest
   void (*join)(const Arrays& arrays, std::size_t begin, std::size_t end);   // weight and rest -> master
+  void (*round_randomly)(std::byte* destination, const std::byte* numbers, std::uint32_t seed, std::size_t begin,
+                         std::size_t end);  // fp32 to bf16
   Encode encode;
   Decode decode;
   Dequantize dequantize;

@@ -36,6 +36,10 @@ struct Avx2 {
     const __m256i rounded = _mm256_add_epi32(_mm256_add_epi32(b, _mm256_set1_epi32(0x7fff)), odd);
     store_16x8(base, i, _mm256_extracti128_si256(unzip(rounded), 1));
   }
+  static void store_bf16(std::byte* base, std::size_t i, F32 x, U32 random) {
+    const __m256i rounded = _mm256_add_epi32(bits(x), _mm256_and_si256(random, _mm256_set1_epi32(0xffff)));
+    store_16x8(base, i, _mm256_extracti128_si256(unzip(rounded), 1));
+  }
 
   static F32 load_f16(const std::byte* base, std::size_t i) { return _mm256_cvtph_ps(load_16x8(base, i)); }
   static void store_f16(std::byte* base, std::size_t i, F32 x) {
@@ -53,6 +57,16 @@ struct Avx2 {
     store_16x8(rest, i, _mm256_castsi256_si128(halves));
     store_16x8(weight, i, _mm256_extracti128_si256(halves, 1));
   }
+
+  // Random bits.
+
+  static U32 set_bits(std::uint32_t b) { return _mm256_set1_epi32(static_cast<int>(b)); }
+  static U32 bits(F32 x) { return _mm256_castps_si256(x); }
+  static U32 mixed(U32 random, U32 b) {
+    const U32 product = _mm256_mullo_epi32(_mm256_xor_si256(random, b), set_bits(0x9e3779b1));
+    return _mm256_xor_si256(product, _mm256_srli_epi32(product, 15));
+  }
+  static U32 upper_half(U32 b) { return _mm256_srli_epi32(b, 16); }
 
   // Codes.
 
@@ -133,7 +147,6 @@ struct Avx2 {
   }
 
  private:
-  static __m256i bits(F32 x) { return _mm256_castps_si256(x); }
   static F32 is_nan(F32 x) { return _mm256_cmp_ps(x, x, _CMP_UNORD_Q); }
   static __m128i load_8x8(const std::byte* base, std::size_t i) {
     return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(base + i));

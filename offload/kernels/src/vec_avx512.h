@@ -32,6 +32,10 @@ struct Avx512 {
     const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(b, _mm512_set1_epi32(0x7fff)), odd);
     store_16x16(base, i, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
   }
+  static void store_bf16(std::byte* base, std::size_t i, F32 x, U32 random) {
+    const __m512i rounded = _mm512_add_epi32(bits(x), _mm512_and_si512(random, _mm512_set1_epi32(0xffff)));
+    store_16x16(base, i, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+  }
 
   static F32 load_f16(const std::byte* base, std::size_t i) { return _mm512_cvtph_ps(load_16x16(base, i)); }
   static void store_f16(std::byte* base, std::size_t i, F32 x) {
@@ -48,6 +52,16 @@ struct Avx512 {
     store_16x16(rest, i, _mm512_cvtepi32_epi16(b));
     store_16x16(weight, i, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
   }
+
+  // Random bits.
+
+  static U32 set_bits(std::uint32_t b) { return _mm512_set1_epi32(static_cast<int>(b)); }
+  static U32 bits(F32 x) { return _mm512_castps_si512(x); }
+  static U32 mixed(U32 random, U32 b) {
+    const U32 product = _mm512_mullo_epi32(_mm512_xor_si512(random, b), set_bits(0x9e3779b1));
+    return _mm512_xor_si512(product, _mm512_srli_epi32(product, 15));
+  }
+  static U32 upper_half(U32 b) { return _mm512_srli_epi32(b, 16); }
 
   // Codes.
 
@@ -126,7 +140,6 @@ struct Avx512 {
   }
 
  private:
-  static __m512i bits(F32 x) { return _mm512_castps_si512(x); }
   static __mmask16 is_nan(F32 x) { return _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q); }
   static __m128i load_8x16(const std::byte* base, std::size_t i) {
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(base + i));

@@ -34,6 +34,9 @@ struct Neon {
     const uint32x4_t odd = vandq_u32(vshrq_n_u32(b, 16), vdupq_n_u32(1));
     store_16x4(base, i, vshrn_n_u32(vaddq_u32(vaddq_u32(b, vdupq_n_u32(0x7fff)), odd), 16));
   }
+  static void store_bf16(std::byte* base, std::size_t i, F32 x, U32 random) {
+    store_16x4(base, i, vshrn_n_u32(vaddq_u32(bits(x), vandq_u32(random, vdupq_n_u32(0xffff))), 16));
+  }
 
   static F32 load_f16(const std::byte* base, std::size_t i) {
     return vcvt_f32_f16(vreinterpret_f16_u16(load_16x4(base, i)));
@@ -51,6 +54,16 @@ struct Neon {
     store_16x4(rest, i, vmovn_u32(b));
     store_16x4(weight, i, vshrn_n_u32(vaddq_u32(b, vdupq_n_u32(0x8000)), 16));
   }
+
+  // Random bits.
+
+  static U32 set_bits(std::uint32_t b) { return vdupq_n_u32(b); }
+  static U32 bits(F32 x) { return vreinterpretq_u32_f32(x); }
+  static U32 mixed(U32 random, U32 b) {
+    const U32 product = vmulq_u32(veorq_u32(random, b), vdupq_n_u32(0x9e3779b1));
+    return veorq_u32(product, vshrq_n_u32(product, 15));
+  }
+  static U32 upper_half(U32 b) { return vshrq_n_u32(b, 16); }
 
   // Codes.
 
@@ -116,7 +129,6 @@ struct Neon {
   static F32 canonical(F32 x) { return vbslq_f32(is_nan(x), value(vdupq_n_u32(0x7fc00000)), x); }
 
  private:
-  static uint32x4_t bits(F32 x) { return vreinterpretq_u32_f32(x); }
   static F32 value(uint32x4_t b) { return vreinterpretq_f32_u32(b); }
   static uint32x4_t is_nan(F32 x) { return vmvnq_u32(vceqq_f32(x, x)); }
   static uint32x4_t load_8x4(const std::byte* base, std::size_t i) {

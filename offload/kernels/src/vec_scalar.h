@@ -32,6 +32,11 @@ struct Scalar {
     const std::uint32_t b = bits(x);
     put16(base, i, (b + 0x7fff + ((b >> 16) & 1)) >> 16);  // to nearest, ties to even
   }
+  // Away from zero as often as the 16 bits cut off say: `random` has at least 16 random bits, the lower ones of which count.
+  // What is a bf16 number already stays, and so do infinities and the canonical NaN.
+  static void store_bf16(std::byte* base, std::size_t i, F32 x, U32 random) {
+    put16(base, i, (bits(x) + (random & 0xffff)) >> 16);
+  }
 
   static F32 load_f16(const std::byte* base, std::size_t i) {
     const std::uint32_t h = bits16(base, i), sign = (h & 0x8000) << 16, magnitude = h & 0x7fff;
@@ -60,6 +65,15 @@ struct Scalar {
     put16(weight, i, (b + 0x8000) >> 16);
     put16(rest, i, b & 0xffff);
   }
+
+  // Random bits, from bits. A round of a hash: two or more of them are as good as independent of what went in.
+  static U32 set_bits(std::uint32_t b) { return b; }
+  static U32 bits(F32 x) { return std::bit_cast<std::uint32_t>(x); }
+  static U32 mixed(U32 random, U32 b) {
+    random = (random ^ b) * 0x9e3779b1;
+    return random ^ random >> 15;
+  }
+  static U32 upper_half(U32 b) { return b >> 16; }
 
   // Codes: 8-bit logarithmic numbers, the upper bits of an fp32 number, times a scale that is a power of two. Signed: sign, 4
   // bits of exponent, 3 of mantissa, minus 2^-14, so that they come to zero in even steps (the mu-law of telephony), up to
@@ -117,7 +131,6 @@ struct Scalar {
   static F32 canonical(F32 x) { return x == x ? x : value(0x7fc00000); }
 
  private:
-  static std::uint32_t bits(float x) { return std::bit_cast<std::uint32_t>(x); }
   static float value(std::uint32_t b) { return std::bit_cast<float>(b); }
   static std::uint32_t bits32(const std::byte* base, std::size_t i) {
     std::uint32_t b;

@@ -22,7 +22,7 @@ call of the pool gives its memory back.
 from __future__ import annotations
 
 import contextlib
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -164,14 +164,21 @@ class ActivationPool:
         return kept
 
     def renew(self, kept: Kept, order: tuple[int, int]) -> None:
-        """It was saved again: a backward comes to it as soon as ``order`` says."""
+        """It was saved again, or will be brought again: that comes as soon as ``order`` says."""
         for piece in kept.pieces:
             self._num_pieces += 1
             for pieces in (self._unwritten, self._in_memory, self._away):
-                if piece in pieces:
-                    pieces.remove(piece)
-                    piece.order = *order, self._num_pieces
-                    insort(pieces, piece, key=_order)
+                index = bisect_left(pieces, piece.order, key=_order)
+                if pieces[index : index + 1] == [piece]:
+                    del pieces[index]
+            piece.order, piece.was_brought = (*order, self._num_pieces), False
+            if piece.spills:
+                insort(self._list_of(piece), piece, key=_order)
+
+    def _list_of(self, piece: Piece) -> list[Piece]:
+        if piece.place is None:
+            return self._unwritten
+        return self._away if piece.offset is None else self._in_memory
 
     def bring(self, kept: Kept) -> torch.UntypedStorage:
         """See ``Kept.bring``."""

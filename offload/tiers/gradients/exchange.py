@@ -50,6 +50,8 @@ class Bucket:
     def open(self, dtype: torch.dtype, numel: int, scale: float) -> None:
         """It is for other gradients from now on: ``numel`` elements, still to be multiplied by ``scale``."""
         self.flat = self._memory[: numel * dtype.itemsize].view(dtype)
+        self.dtype = dtype
+        """Of the gradients; those that are sent may be in another format."""
         self.scale = scale
         self.present: set[ParameterSpec] = set()
         self.made: Event | None = None
@@ -214,7 +216,8 @@ class GradientExchange:
     def _send(self, unit: UnitSpec, *, is_part: bool = False) -> None:
         with held_back():  # a bucket that is half sent could neither be kept nor be sent again
             bucket = self._open[unit.index]
-            bucket.flat = self.wire.pack(bucket.flat)
+            present = [slice(spec.offset, spec.offset + spec.numel) for spec in bucket.present]
+            bucket.flat = self.wire.pack(bucket.flat, self.collectives.world.shards.size, present)
             bucket.is_part = is_part
             bucket.made = self.links.mark()
             self._sent.add(bucket)
@@ -236,7 +239,7 @@ class GradientExchange:
                     self._sent.discard(bucket)
                     self._scattered.notify_all()
             self.fence.wait(shard)  # which reads the gradients of the last step
-            for spec, total, scale in self._reduce(unit, shard, parts, scales):
+            for spec, total, scale in self._reduce(unit, shard, parts, scales, is_held):
                 self.sink.take(shard, spec, total, scale)
             self._num_added_up[index] += bucket is not None
             if bucket is not None and bucket.is_part:
@@ -248,7 +251,7 @@ class GradientExchange:
         """Of each rank and parameter: the scale of its gradient, NaN if it has none. Of each rank: its gradients were
         held, and are as they are kept."""
         told = torch.full((len(unit.parameters) + 1,), math.nan, dtype=torch.float64)
-        told[-1] = bucket is not None and bucket.flat.dtype == self.wire.dtype(self.dtypes.kept)
+        told[-1] = bucket is not None and bucket.dtype == self.dtypes.kept
         for position, spec in enumerate(unit.parameters):
             if bucket is not None and spec in bucket.present:
                 told[position] = bucket.scale
@@ -261,19 +264,23 @@ class GradientExchange:
         """This rank's part of what each rank of its copy has; empty for one that has nothing."""
         peers = self.collectives.world.shards
         numel = unit.trainable_numel // peers.size
-        dtypes = [self.wire.dtype(self.dtypes.kept if is_held[rank] else self.dtypes.made) for rank in peers.ranks]
         sizes = [
-            0 if all(map(math.isnan, scales[rank])) else numel * dtype.itemsize
-            for rank, dtype in zip(peers.ranks, dtypes, strict=True)
+            0 if all(map(math.isnan, scales[rank])) else self.wire.nbytes(numel, self.dtypes.of(is_held[rank]))
+            for rank in peers.ranks
         ]
         landing = self.memory.landing[: sum(sizes)]
         own = bucket.flat if bucket is not None and bucket.present else landing[:0]  # as all ranks were told
         if landing.nbytes:
             self.links.scatter_parts(landing, own, peers, sizes)
-        return [part.view(dtype) for part, dtype in zip(landing.split(sizes), dtypes, strict=True)]
+        return list(landing.split(sizes))
 
     def _reduce(
-        self, unit: UnitSpec, shard: UnitSpec, parts: Sequence[torch.Tensor], scales: Sequence[Sequence[float]]
+        self,
+        unit: UnitSpec,
+        shard: UnitSpec,
+        parts: Sequence[torch.Tensor],
+        scales: Sequence[Sequence[float]],
+        is_held: Sequence[bool],
     ) -> list[tuple[ParameterSpec, torch.Tensor, float]]:
         """The mean of what all ranks have of each parameter, and the scale that is common to it. Those that have
         nothing count as zero; what nobody has is left out. ``parts`` are what the ranks of this copy have."""
@@ -284,11 +291,12 @@ class GradientExchange:
             having = [scale for scale in of_ranks if not math.isnan(scale)]
             if not whole.trainable or not having:
                 continue
-            elements = slice(spec.offset, spec.offset + spec.numel)
+            total = flat[spec.offset : spec.offset + spec.numel]
             for part, rank in zip(parts, world.shards.ranks, strict=True):
                 if not math.isnan(of_ranks[rank]):
-                    flat[elements].add_(part[elements], alpha=of_ranks[rank] / having[0] if having[0] else 1.0)
-            found.append((spec, flat[elements].view(spec.shape), having[0]))
+                    factor = of_ranks[rank] / having[0] if having[0] else 1.0
+                    self.wire.add(total, part, self.dtypes.of(is_held[rank]), spec.offset, factor)
+            found.append((spec, total.view(spec.shape), having[0]))
         all_reduce(self.links, flat, self.memory.landing, world.replicas)  # what had come there is added up
         flat.div_(world.size)
         return found

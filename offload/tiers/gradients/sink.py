@@ -68,3 +68,7 @@ class GradientDtypes:
 
     made: torch.dtype
     kept: torch.dtype
+
+    def of(self, is_held: bool) -> torch.dtype:
+        """The dtype of gradients that wait for more of them, and of others."""
+        return self.kept if is_held else self.made

@@ -103,6 +103,8 @@ class WeightCache(Generic[P]):
         """Memory that places had, and that nobody looks at any more."""
         self._waiting: set[Pin[P]] = set()
         """Uses that wait for a place: nothing is fetched ahead meanwhile."""
+        self._in_use: set[Pin[P]] = set()
+        """Pins that compute has taken."""
 
     # Uses.
 
@@ -127,6 +129,7 @@ class WeightCache(Generic[P]):
         """A use is over. Safe to call twice, and for a pin that was not taken."""
         if pin in pin.entry.pins:
             with self.monitor:
+                self._in_use.discard(pin)
                 pin.entry.pins.discard(pin)
                 self.monitor.notify_all()
 
@@ -285,6 +288,8 @@ class WeightCache(Generic[P]):
         if entry.state in WITHOUT_PLACE:
             self._bring(pin)
         entry.pins.add(pin)
+        if pin.purpose is Purpose.COMPUTE:
+            self._in_use.add(pin)
 
     def _bring(self, pin: Pin[P]) -> None:
         """Reserve a place for an absent unit and start its fetch; waits for a place if it must."""
@@ -396,16 +401,19 @@ class WeightCache(Generic[P]):
     def _fetch_ahead(self, *, wrap: bool) -> None:
         if not self.prefetch or self._waiting:
             return
-        num_ahead, num_places = 0, self.carrier.num_places
+        num_ahead = sum(pin.entry.state is not UnitState.PERMANENT for pin in self._in_use)
         seen: set[int] = set()
         for index in islice(self._order.upcoming(wrap=wrap), self.look_ahead):
+            if num_ahead == self.carrier.num_places:  # units that come still later find no place
+                return
+            if index is None:  # some expert will need a place, whichever it is
+                num_ahead += 1
+                continue
             entry = self.entries[index]
             if entry.state not in WITHOUT_PLACE:
-                if entry.state is not UnitState.PERMANENT and index not in seen:
+                if entry.state is not UnitState.PERMANENT and index not in seen and not entry.pins:
                     seen.add(index)
                     num_ahead += 1
-                    if num_ahead == num_places:  # units that come still later find no place
-                        return
                 continue
             if entry.state is UnitState.SHADOWED:  # the weights below are not the ones that will be asked for
                 continue

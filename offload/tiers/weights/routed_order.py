@@ -10,6 +10,7 @@ visits, so that the experts that stay are those that are used most.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 
 from offload.tiers.weights.use_order import NEVER, UseOrder
 from offload.units import Experts, UnitSpec
@@ -71,6 +72,11 @@ class _Layer:
         """Share of visits in which the expert was used."""
         count, last = self._shares[index]
         return count * _DECAY ** (self._visits - last) / self._weight
+
+    def unknown(self) -> int:
+        """Number of experts that the next visit will use beside those that are expected, if it uses as many as the
+        present one."""
+        return max(len(self.coming) - len(self.expected()), 0)
 
     def expected(self) -> dict[int, int]:
         """Those that the next visit will use, with positions."""
@@ -144,14 +150,15 @@ class RoutedOrder:
         share = layer.share(index)
         return distance + 1 + (1 / share - 1) * self._num_tokens if share else NEVER
 
-    def upcoming(self, *, wrap: bool = True) -> Iterator[int]:
-        """See ``UseOrder.upcoming``."""
+    def upcoming(self, *, wrap: bool = True) -> Iterator[int | None]:
+        """See ``UseOrder.upcoming``. None stands for an expert that the router will choose."""
         if self._now is not None:
             yield from list(self._now.coming)[self._now.position :]
         for token in self._order.upcoming(wrap=wrap):
             found = self._of_token[token]
             if isinstance(found, _Layer):
                 yield from found.expected()
+                yield from repeat(None, found.unknown())
             else:
                 yield found
 
