@@ -20,15 +20,15 @@ class ConfigError(OffloadError, ValueError, explained=False):
 
 
 class BudgetError(ConfigError):
-    """The budgets are too small for the model. ``needed_bytes`` is the least that works: ``of_device`` of a device's
-    memory, else of what all ranks on the machine share. Nothing was allocated."""
+    """A budget is too small for the model. ``needed_bytes`` is the least that works, of the option that ``budget``
+    names: what all ranks on the machine share, or, of ``device_memory``, each one's. Nothing was allocated."""
 
-    def __init__(self, message: str, needed_bytes: int, *, of_device: bool = False) -> None:
+    def __init__(self, message: str, needed_bytes: int, *, budget: str = "host_memory") -> None:
         """``{needed}`` in ``message`` stands for ``needed_bytes``."""
         super().__init__(message.replace("{needed}", str(needed_bytes)))
         self.message = message
         self.needed_bytes = needed_bytes
-        self.of_device = of_device
+        self.budget = budget
 
 
 class WeightsError(ConfigError):

@@ -153,9 +153,9 @@ def plan_for(
         fits = plan is not None and not plan.streams and _device_fits(plan, config, room)
         told = None
         if error is not None:
-            told = (str(error.args[0]), 0, False)
+            told = (str(error.args[0]), 0, "")
             if isinstance(error, BudgetError):
-                told = error.message, error.needed_bytes, error.of_device
+                told = error.message, error.needed_bytes, error.budget
         of_ranks = world.all_gather_object((fits, told))  # all of them take the same placement, or raise
         if all(fits for fits, _ in of_ranks):
             break
@@ -172,23 +172,23 @@ def _device_fits(plan: Plan, config: OffloadConfig, room: Room) -> bool:
     return plan.device.total_bytes <= room.compute.free_bytes * AUTO_RESIDENT_SHARE
 
 
-def _raise_first(own: OffloadError | None, told: Sequence[tuple[str, int, bool] | None], world: World) -> None:
+def _raise_first(own: OffloadError | None, told: Sequence[tuple[str, int, str] | None], world: World) -> None:
     """Raise the first error of the ranks, if there is one; of budgets that are too small the one that asks for most.
-    Each comes with its ``message``, ``needed_bytes`` and ``of_device``."""
+    Each comes with its ``message``, ``needed_bytes`` and ``budget``."""
     if own is not None and not isinstance(own, BudgetError):
         raise own
     errors = [(rank, *error) for rank, error in enumerate(told) if error is not None]
     if not errors:
         return
-    rank, message, needed, of_device = max(errors, key=lambda error: error[2])
+    rank, message, needed, budget = max(errors, key=lambda error: error[2])
     if not needed:
         raise RankError(f"rank {rank}: {message}")
-    if not of_device and world.local_size > 1:
+    if budget != "device_memory" and world.local_size > 1:
         needed *= world.local_size
         message += (
             f" The option is for the {world.local_size} ranks of this machine; the other bytes are of one of them."
         )
-    raise BudgetError(message, needed, of_device=of_device)
+    raise BudgetError(message, needed, budget=budget)
 
 
 def plan_within(

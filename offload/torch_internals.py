@@ -347,7 +347,7 @@ def _try_saved_tensors() -> bool:
 
 
 def _try_counts() -> bool:
-    weight = nn.Parameter(torch.ones(2))
+    weight = nn.Parameter(torch.ones(2, dtype=torch.float32))
     storage = weight.untyped_storage()._cdata
     before = num_owners(storage)
     (weight * 2).sum().backward()  # type: ignore[no-untyped-call]

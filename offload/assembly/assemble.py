@@ -32,6 +32,7 @@ from offload.device.protocol import Device
 from offload.elements import Layout
 from offload.growth import FixedPlan, GrowingPlan
 from offload.model.backing import ParameterBacking
+from offload.model.converted import explain_dtypes
 from offload.model.encoders import show_first_layers
 from offload.model.experts import announce_routes, compute_by_expert
 from offload.model.hooks import Hooks
@@ -115,6 +116,7 @@ class _Assembler:
     def _assemble(self) -> Assembly:
         run, choice, closers = self.run, self.run.choice, self.closers
         metadata = ParameterMetadata(run.units)
+        closers.callback(explain_dtypes(self.model, self.config.converted_dtypes(self.model), self.config.dtype))
         memory = memory_of(run.units, self.config.dtype, run.processor.torch_device)
         had_states = {} if choice is None else choice.states()
         tiers = self._tiers()

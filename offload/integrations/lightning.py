@@ -90,6 +90,8 @@ class _Strategy(OfLightning):  # type: ignore[misc]
         """The folder and the name of the checkpoint that the present run begins with, if the engine saved it."""
         self._generators: RandomStates | None = None
         """Those of the checkpoint, while the run has not begun."""
+        self._is_set_up = False
+        """The engine is that of the present run: what is loaded now goes to it at once."""
         self._has_nvme_path = nvme_path is not None
         self._config = OffloadConfig(nvme_path=nvme_path or (), host_memory=host_memory, **options)
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
@@ -166,6 +168,7 @@ class _Strategy(OfLightning):  # type: ignore[misc]
         """A run of the trainer begins."""
         self._checkpoint = None
         self._generators = None
+        self._is_set_up = False
         super().connect(model)
 
     def setup(self, trainer: Any) -> None:
@@ -185,7 +188,8 @@ class _Strategy(OfLightning):  # type: ignore[misc]
         self.precision_plugin.engine = self._engine
         self.model_to_device()
         if self._checkpoint is not None:
-            self._load(trainer, *self._checkpoint)
+            self._begin_with(trainer, *self._checkpoint)
+        self._is_set_up = True
         self.setup_precision_plugin()
 
     def process_dataloader(self, dataloader: Any) -> Any:
@@ -320,9 +324,13 @@ class _Strategy(OfLightning):  # type: ignore[misc]
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Take the weights of another strategy's file; those of the engine come in ``setup``."""
+        """Take the weights of another strategy's file. Those that the engine saved come with their states: in ``setup``
+        where a run begins with them, at once where one goes back to them (a search for the learning rate)."""
         if self._checkpoint is None:
             super().load_model_state_dict(checkpoint, strict=strict)
+        elif self._is_set_up:
+            with random_states_kept():
+                self._load(*self._checkpoint)
 
     @property
     def lightning_restore_optimizer(self) -> bool:
@@ -334,14 +342,16 @@ class _Strategy(OfLightning):  # type: ignore[misc]
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
 
-    def _load(self, trainer: Any, folder: Path, name: str) -> None:
+    def _begin_with(self, trainer: Any, folder: Path, name: str) -> None:
         is_fitting = trainer.state.fn == self.package.trainer.states.TrainerFn.FITTING
         with contextlib.nullcontext() if is_fitting else random_states_kept():
-            found = self.engine.load_checkpoint(folder, _ENGINE_TAG)
-        if found != name:
-            raise ConfigError(f"{folder} was being replaced when a run ended: its parts are of two checkpoints")
+            self._load(folder, name)
         if is_fitting:
             self._generators = RandomStates()
+
+    def _load(self, folder: Path, name: str) -> None:
+        if self.engine.load_checkpoint(folder, _ENGINE_TAG) != name:
+            raise ConfigError(f"{folder} was being replaced when a run ended: its parts are of two checkpoints")
 
 
 def _local(path: Any) -> Path:

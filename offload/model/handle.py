@@ -23,6 +23,7 @@ from offload.model.handle_backing import Backing, BackingOfParameter, Memory, Vi
 from offload.model.leaves import Leaves, flatten
 from offload.model.onlookers import add_onlooker, forget_onlooker, leave_onlookers
 from offload.model.strides import say_strides
+from offload.model.written import refuse_receiving, wait_for_writes, written_by
 from offload.torch_internals import (
     autograd_gradient,
     itself,
@@ -122,13 +123,13 @@ class Handle(torch.Tensor):
                 return item
             return values.setdefault(id(item), item.value()) if id(item) not in values else values[id(item)]
 
+        written = flatten(written_by(func, args, kwargs))
+        handles = {id(item): item for item in written if isinstance(item, Handle)}
+        for handle in handles.values():
+            refuse_receiving(func, handle._backing.name)
         result = func(*map_leaves(brought_in, args), **map_leaves(brought_in, kwargs))
-        written = [
-            args[position] if position < len(args) else kwargs.get(argument.name)
-            for position, argument in enumerate(func._schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        handles = {id(item): item for item in flatten(written) if isinstance(item, Handle)}
+        if handles:
+            wait_for_writes(func, result)
         for key, handle in handles.items():
             check_value(handle, values[key], handle._backing.name)
             handle._backing.write(values[key])

@@ -4,8 +4,8 @@ projection, a codebook.
 Code outside of a use writes to handles, which pass it on. Within one there are ordinary parameters. Their versions and
 addresses are looked at when the use ends: a change through autograd's eyes moves the one, ``parameter.data = tensor``
 the other. A change through ``.data``, an array or a view of these shows in the bytes alone. Where the memory is a copy
-in RAM, the change would go with that: hashes of its bytes are compared at each use. So are they where a backward runs
-the forward again, which must find what the first run has found.
+in RAM, the change would go with that: hashes of its bytes are compared at each use. Where a backward runs the forward
+again, the bytes before its first run and before the second are.
 
 Elsewhere they are compared in the first use with gradients and in the first one without, and from then on where they
 have changed. A hash of a device's memory would have the host wait for the device. And where the memory is that of the
@@ -40,7 +40,10 @@ class OwnWrites:
         self._mode = True
         """Of the use that is under way: with gradients."""
         self.always_looks = False
-        """At bytes in RAM, also where they are those of the weights."""
+        """At bytes in RAM when a use begins, also where they are those of the weights: a forward that is run again must
+        find what the first run has found."""
+        self._compares = True
+        """The bytes at the end of the use that is under way."""
         self._versions: list[int] = []
         self._hashes: list[int] = []
 
@@ -49,7 +52,9 @@ class OwnWrites:
         self._versions = list(map(_version, self._parameters))
         self._hashes = []
         self._mode = torch.is_grad_enabled()
-        if self._looks[self._mode] or ((is_copy or self.always_looks) and all(map(_is_here, self._views))):
+        are_here = all(map(_is_here, self._views))
+        self._compares = self._looks[self._mode] or (is_copy and are_here)
+        if self._compares or (self.always_looks and are_here):
             self._hashes = self.hashes()
 
     def end(self) -> Sequence[tuple[int, torch.Tensor, torch.Tensor | None]]:
@@ -57,7 +62,7 @@ class OwnWrites:
         was pointed to, if it was. Such a one is put back."""
         versions, addresses = list(map(_version, self._parameters)), list(map(_address, self._parameters))
         in_place = list(map(_address, self._views))
-        if versions == self._versions and addresses == in_place and not self._hashes:
+        if versions == self._versions and addresses == in_place and not self._compares:
             return ()
         return list(self._taken_over(versions, list(map(ne, addresses, in_place))))
 
@@ -65,7 +70,7 @@ class OwnWrites:
         self, versions: list[int], are_moved: list[bool]
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
         are_changed = list(map(or_, are_moved, map(ne, versions, self._versions)))
-        if self._hashes:
+        if self._compares:
             by_bytes = list(map(ne, self._hashes, self.hashes()))
             self._looks[self._mode] = any(by_bytes)
             are_changed = list(map(or_, are_changed, by_bytes))
@@ -76,11 +81,11 @@ class OwnWrites:
                 yield index, value, other if are_moved[index] else None
 
     def is_written(self) -> bool:
-        """Return whether ``end`` would find a write, as the use stands."""
+        """Tell whether ``end`` would find a write, as the use stands."""
         return (
             list(map(_version, self._parameters)) != self._versions
             or list(map(_address, self._parameters)) != list(map(_address, self._views))
-            or bool(self._hashes and self._hashes != self.hashes())
+            or (self._compares and self._hashes != self.hashes())
         )
 
     @property

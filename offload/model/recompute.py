@@ -338,8 +338,9 @@ def _not_to_be_run_again(name: str, reason: str) -> ConfigError:
 
 def _changed_since(name: str, what: str) -> OffloadError:
     return OffloadError(
-        f"unit {name}: {what} was changed between a forward and its backward, which runs that forward again and would "
-        f'find something else. Change it after the backward, or do not recompute: activations={{"{name}": "keep", ...}}'
+        f"unit {name}: {what} was changed after a forward had begun and before its backward, which runs that forward "
+        "again and would find something else. Change it after the backward, or do not recompute: "
+        f'activations={{"{name}": "keep", ...}}'
     )
 
 

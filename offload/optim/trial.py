@@ -142,8 +142,16 @@ class _Run:
         moments: list[_Moment] = []
         states: dict[nn.Parameter, States] = copied(self._states)
         for before in self._steps(shared, moments):
+            without = [parameter for parameter in self._all if parameter.grad is None]
+            left = _Moment(before, without, states)
             after, states = self._twin.run(before, self._order, states)
             _refuse_aliases(self._twin.kind.__name__, states)
+            if left.difference(_Moment(before, without, states)) is not None:
+                why = (
+                    "its step changes parameters, or their states, that have no gradient, and the engine's comes to "
+                    "those that have one: let it pass over the others, if parameter.grad is None: continue"
+                )
+                raise ConfigError(cannot(self._twin.kind.__name__, why))
             moments.append(_Moment(after, self._all, states))
         return moments
 

@@ -10,6 +10,7 @@ each step over the representatives with steps over some of them alone.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
@@ -177,6 +178,8 @@ def cut(value: Any) -> Any:
         return value.detach()[tuple(slice(SIDE) for _ in value.shape)].clone()
     if isinstance(value, Mapping):
         return {key: cut(item) for key, item in value.items()}
+    if isinstance(value, deque):
+        return deque(map(cut, value), value.maxlen)
     if isinstance(value, (list, tuple)):
         return type(value)(map(cut, value))
     return value
@@ -188,6 +191,8 @@ def copied(value: Any) -> Any:
         return value.detach().clone()
     if isinstance(value, Mapping):
         return {key: copied(item) for key, item in value.items()}
+    if isinstance(value, deque):
+        return deque(map(copied, value), value.maxlen)
     if type(value) in (list, tuple):
         return type(value)(map(copied, value))
     return value

@@ -225,7 +225,7 @@ def plan_device(needs: DeviceNeeds, device_bytes: int | None, free_bytes: int) -
             f"device_memory is too small: the least that works for this model is {readable_bytes(least)}, "
             f"{readable_bytes(device_bytes)} are given. Raise device_memory to {{needed}}.",
             least,
-            of_device=True,
+            budget="device_memory",
         )
     resident: Collection[int] = ()
     if unsupported_reason is None:

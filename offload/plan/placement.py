@@ -66,5 +66,6 @@ def make_plan(
             f"{readable_bytes(host_bytes)}, {readable_bytes(nvme_bytes)} are given. "
             "Raise nvme_capacity to {needed}, or raise host_memory.",
             needed,
+            budget="nvme_capacity",
         )
     return plan

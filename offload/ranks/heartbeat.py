@@ -248,7 +248,10 @@ class Heartbeat:
         }
         where = ", ".join(f"rank {rank} at {name}" for rank, (_, name) in known.items())
         if len(known) == self._size and all(stuck_s > self._timeout_s / 4 for stuck_s, _ in known.values()):
-            self._end_all(f"the ranks wait for each other: {where}")
+            self._end_all(
+                f"the ranks wait for each other: {where}. One of these is a call of all ranks together, to which the "
+                "others have not come: an `if rank == 0:` around it ends so (docs/ranks.md)."
+            )
         elif not self._has_told:
             self._has_told = True
             _log.warning("rank %d has waited for %.0f s for the others: %s", self._rank, waited_s, where)

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 # isort: split
 import lightning.pytorch
+import lightning.pytorch.tuner
 import pytorch_lightning
 from lightning_modules import (
     NUM_BLOCKS,
@@ -330,6 +331,17 @@ def test_a_second_fit_begins_with_the_weights_of_the_first(tmp_path, strategy):
         trainer.fit(module, loader(), loader(2, 5))
     assert len(own.losses) == 16
     assert own.losses == pytest.approx(plain.losses, rel=1e-5)
+
+
+def test_a_search_for_the_learning_rate_leaves_the_weights_as_they_were(tmp_path, strategy):
+    found = []
+    for chosen in ("auto", strategy()):
+        module, trainer = module_over(PL, lr=1e-3), trainer_over(PL, tmp_path, chosen)
+        before = bits(module)
+        search = PL.tuner.Tuner(trainer).lr_find(module, loader(4), num_training=4, update_attr=False)
+        assert all(torch.equal(value, before[name]) for name, value in bits(module).items())
+        found.append(search.results["loss"])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 def test_a_module_that_is_built_without_memory_has_the_weights_that_it_would_have(tmp_path, strategy):

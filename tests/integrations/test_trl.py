@@ -176,7 +176,7 @@ def test_a_budget_too_small_for_both_says_what_both_need(tmp_path: Path, run: Ca
     for given in (1, needed - 1):
         with pytest.raises(BudgetError, match="frozen") as refused:
             run(OffloadDPO, policy, reference, **dpo(tmp_path), offload={"nvme_path": tmp_path, "host_memory": given})
-    assert refused.value.needed_bytes == needed
+        assert refused.value.needed_bytes == needed and f"Raise host_memory to {needed}." in str(refused.value)
     assert not OffloadEngine.holds(policy) and not OffloadEngine.holds(reference)
     options = {"nvme_path": tmp_path, "host_memory": needed}
     assert len(losses(run(OffloadDPO, policy, reference, **dpo(tmp_path), offload=options))) == 4

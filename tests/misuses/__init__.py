@@ -25,6 +25,7 @@ _FILES = (
     "surgery",
     "inside_forward",
     "strangers",
+    "lightning",
     "features",
     "processes",
     "threads",

@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler, swa_utils
 from misuses.case import Family
 from misuses.place import ADAMW, losses, small, train_by_hand, values
 
-family = Family("optimizer_programs")
+family = Family("optimizer programs")
 
 _TOGETHER = "cannot run one parameter at a time"
 

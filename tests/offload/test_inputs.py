@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from tiny import Tiny
+from torch import nn
 
+from offload import OffloadEngine
 from offload.config import OffloadConfig
 from offload.device.host import Cpu
 from offload.model.inputs import Inputs
@@ -44,3 +47,29 @@ def test_the_converted_dtypes_are_those_of_the_models_parameters():
     model.norm.double()
     assert OffloadConfig(precision="fp32").converted_dtypes(model) == {torch.float64}
     assert OffloadConfig(precision="bf16").converted_dtypes(model) == {torch.float32, torch.float64}
+
+
+class OwnCasts(nn.Module):
+    """A block in bf16 of a model in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x.bfloat16()).float()
+
+
+def test_an_error_of_a_forward_that_casts_to_the_dtype_of_before_names_the_conversion():
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8), OwnCasts())
+    assert model(torch.ones(2, 8)).shape == (2, 8)
+    with pytest.warns(UserWarning, match="become torch.float32"):
+        engine = OffloadEngine(model)
+    for call in (engine, engine.module):
+        with pytest.raises(RuntimeError, match=r"converted the .* torch\.bfloat16 to.*precision=.*x\.to"):
+            call(torch.ones(2, 8))
+    with pytest.raises(RuntimeError) as raised:
+        engine(torch.ones(2, 9))
+    assert "converted" not in str(raised.value)
+    engine.unwrap()
+    assert not model._forward_hooks

@@ -876,6 +876,24 @@ def test_two_parameters_over_one_memory_are_refused():
     OffloadEngine(beside, **OPTIONS).close()
 
 
+@pytest.mark.parametrize(
+    ("strides", "is_refused"), [((0, 1), True), ((2, 1), True), ((3, 2), True), ((3, 5), False), ((1, 4), False)]
+)
+def test_a_parameter_with_several_elements_at_one_place_is_refused_where_it_is_trained(strides, is_refused):
+    model = built()
+    for trained in (False, True):
+        value = torch.arange(32.0).as_strided((4, 4), strides)
+        model.head.extra = nn.Parameter(value, requires_grad=trained)
+        if trained and is_refused:
+            with pytest.raises(ConfigError, match=r"head\.extra has several elements at one place"):
+                OffloadEngine(model, **OPTIONS)
+        else:
+            with pytest.warns(UserWarning, match="contiguous"):
+                engine = OffloadEngine(model, **OPTIONS)
+            assert model.head.extra.equal(value)
+            engine.unwrap()
+
+
 # Gradients that a step has used up.
 
 

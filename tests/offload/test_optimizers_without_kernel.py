@@ -4,7 +4,7 @@ with the reason."""
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -442,6 +442,38 @@ def test_a_state_that_is_the_parameter_itself_is_refused():
     model = net()
     with pytest.raises(ConfigError, match="state 'start' is the parameter itself"):
         OffloadEngine(model, optimizer=Pulled(model.parameters(), lr=0.1))
+
+
+def test_a_step_that_changes_parameters_without_a_gradient_is_refused_for_that_reason():
+    class Pulling(Stepwise):
+        def before(self, parameters):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.mul_(0.99)
+
+    model = net()
+    with pytest.raises(ConfigError, match=r"changes parameters.*that have no gradient"):
+        OffloadEngine(model, optimizer=Pulling(model.parameters(), lr=0.1))
+
+
+class Delayed(torch.optim.SGD):
+    """It steps by the gradient of two steps before, which waits in a queue."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    queue = self.state[p].setdefault("queue", deque(maxlen=3))
+                    queue.append(p.grad.clone())
+                    p.data.add_(queue[0], alpha=-group["lr"])
+
+
+def test_a_queue_of_tensors_is_a_state():
+    plain, own = net(), net()
+    with OffloadEngine(own, optimizer=Delayed(own.parameters(), lr=0.1), precision="fp32") as engine:
+        train(plain, Delayed(plain.parameters(), lr=0.1), 8)
+        train(own, engine.optimizer, 8)
+        assert all(map(torch.equal, plain.parameters(), own.parameters()))
 
 
 def test_a_result_of_the_step_that_nobody_gets_is_warned_of():

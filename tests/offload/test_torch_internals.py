@@ -47,6 +47,15 @@ def test_all_of_it_works_with_this_torch() -> None:
     torch_internals.check()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_trials_do_not_ask_for_the_default_dtype(dtype: torch.dtype) -> None:
+    torch.set_default_dtype(dtype)
+    try:
+        assert all(trial() for trial in torch_internals._TRIALS.values())
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def _expect_refusal(name: str, what: str) -> None:
     with pytest.raises(TorchUnsupported) as caught:
         torch_internals.check()

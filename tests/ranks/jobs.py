@@ -25,9 +25,10 @@ from ranks.programs import (
     weights_of,
 )
 from tiny import Tiny
+from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
-from offload import BudgetError, NonFiniteGradient, OffloadEngine, RankError
+from offload import BudgetError, ConfigError, NonFiniteGradient, OffloadEngine, RankError
 from offload.testing.simulated import SimulatedDevice
 
 
@@ -79,6 +80,31 @@ def changed_from_outside(rank: int, size: int, placement: Placement, folder: Pat
         module.blocks[2].up.bias.grad = None
         engine.optimizer.step()
         return weights_of(engine)
+
+
+def written_by_collectives(rank: int, size: int, placement: Placement, folder: Path) -> tuple[Any, ...]:
+    """``torch.distributed`` writes to gradients and weights, as in a loop that averages by hand; what has changed, and
+    what is said of a receive."""
+    with Program().placed(placement, folder) as engine:
+        weight = engine.module.blocks[0].up.weight
+        tokens, targets = batch(0, 0, rank, size)
+        engine.backward(loss_of(engine(tokens), targets))
+        mean = weight.grad.clone()
+        distributed.all_reduce(weight.grad)
+        summed = weight.grad.clone()
+        weight.grad.div_(size)
+        work = distributed.all_reduce(weight.grad.data, async_op=True)
+        work.wait()
+        again = weight.grad.clone()
+        before = weight.detach().clone()
+        distributed.all_reduce(weight.data)
+        doubled = weight.detach().clone()
+        said = ""
+        try:
+            distributed.recv(weight.data, 1 - rank)
+        except ConfigError as error:
+            said = str(error)
+        return bool(summed.equal(2 * mean)), bool(again.equal(2 * mean)), bool(doubled.equal(2 * before)), said
 
 
 def goes_on_from_states(rank: int, size: int, folder: Path) -> tuple[str, str]:

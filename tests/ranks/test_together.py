@@ -37,6 +37,12 @@ def test_weights_and_gradients_are_written_by_all_ranks(two: Pool, tmp_path: Pat
         torch.testing.assert_close(first[0][name], weight, rtol=0.01, atol=0.02)
 
 
+def test_collectives_of_the_user_write_to_weights_and_gradients(two: Pool, tmp_path: Path):
+    *wrote, said = same(two(jobs.written_by_collectives, ON_NVME, tmp_path))
+    assert wrote == [True] * 3
+    assert "blocks.0.up.weight has no memory that could be received into" in said
+
+
 def test_weights_and_states_are_taken_to_another_engine(two: Pool, tmp_path: Path):
     whole, in_parts = same(two(jobs.goes_on_from_states, tmp_path))
     assert whole == in_parts

@@ -21,11 +21,12 @@ from offload.errors import BudgetError
 class Sharing:
     """The budgets of one config, divided between a model that is trained and ``frozen``.
 
-    Budgets that are "auto" stay so for the one that is trained. Raises ``BudgetError`` if the frozen one needs all.
-    """
+    Budgets that are "auto" stay so for the one that is trained."""
 
     def __init__(self, config: OffloadConfig, frozen: nn.Module) -> None:
         self._frozen = frozen
+        self._least: dict[str, int] = {}
+        """Bytes of each budget that the frozen one has."""
         self._ours = config
         self._theirs = replace(
             config, optimizer=None, gradient_accumulation_steps=1, moments_dtype="fp32", weights=None
@@ -42,12 +43,9 @@ class Sharing:
         try:
             ours = OffloadEngine(model, replace(self._ours, optimizer=optimizer))
         except BudgetError as error:
-            least = self._theirs.host_memory if isinstance(self._theirs.host_memory, int) else 0
-            raise BudgetError(
-                f"{error.args[0]} That is without the frozen model, which needs {least:,} bytes of host_memory beside "
-                "it.",
-                error.needed_bytes + least,
-            ) from None
+            least = self._least.get(error.budget, 0)
+            told = f" The frozen model beside it takes {least:,} of these bytes." if least else ""
+            raise BudgetError(error.message + told, error.needed_bytes + least, budget=error.budget) from None
         try:
             return ours, OffloadEngine(self._frozen, self._with_nvme_left_by(ours))
         except BaseException:
@@ -57,15 +55,9 @@ class Sharing:
     def _divide(self, budget: str) -> None:
         """The least of ``budget`` for the frozen model, and the rest for the other."""
         whole = getattr(self._ours, budget)
-        least = _least(self._frozen, self._theirs, budget)
-        if whole != "auto":
-            if int(whole) <= least:
-                raise BudgetError(
-                    f"{budget}={int(whole):,} bytes is for two models, and the frozen one needs {least:,} of them: "
-                    "raise it",
-                    least + 1,
-                )
-            self._ours = OffloadConfig.of(self._ours, {budget: int(whole) - least})
+        self._least[budget] = least = _least(self._frozen, self._theirs, budget)
+        if whole != "auto":  # where nothing is left the model that is trained says what both need
+            self._ours = OffloadConfig.of(self._ours, {budget: max(int(whole) - least, 1)})
         self._theirs = OffloadConfig.of(self._theirs, {budget: least})
 
     def _with_nvme_left_by(self, engine: OffloadEngine) -> OffloadConfig:
@@ -78,11 +70,14 @@ class Sharing:
 
 
 def _least(model: nn.Module, config: OffloadConfig, budget: str) -> int:
-    """The least bytes of ``budget`` that an engine over ``model`` runs with. Changes nothing."""
+    """The least bytes of ``budget`` that an engine over ``model`` runs with. Changes nothing. Raises ``BudgetError`` if
+    another budget is too small for it alone."""
     nothing: dict[str, Any] = {budget: 1}
     try:
         OffloadEngine(model, config, **nothing).unwrap()
     except BudgetError as error:
+        if error.budget != budget:
+            raise
         return error.needed_bytes
     return 1
 
