@@ -14,6 +14,7 @@ from typing import cast
 import torch
 
 import aio_ext
+from aio_ext.profile import load_profile
 from offload.config import OffloadConfig
 from offload.device.host import Cpu
 from offload.device.protocol import Device, Processor
@@ -23,11 +24,13 @@ from offload.optim.choose import OptimizerChoice
 from offload.optim.formats import RAM_TILE_BYTES, Formats
 from offload.plan.buffers import NUM_LANDINGS, device_tile_bytes
 from offload.plan.device import AUTO_RESIDENT_SHARE, NUM_AHEAD, ON_HOST, DeviceNeeds, DevicePlan, plan_device
+from offload.plan.judge import ASSUMED_DRIVE, Conditions
 from offload.plan.placement import make_plan
 from offload.plan.plan import Plan, Tier, UnitPlan
 from offload.plan.ranks import RanksPlan, plans_of_ranks
 from offload.plan.update_log import log_bytes, with_update_log
 from offload.ranks.world import World
+from offload.report.report import Bandwidths
 from offload.tiers.store import run_bytes
 from offload.tiers.window import CopyWindow, window_class
 from offload.units import UnitSpec, largest_numel, num_nested
@@ -57,6 +60,10 @@ class HostRoom:
     ) -> tuple[DevicePlan, RanksPlan]:
         """No device has anything."""
         return ON_HOST, ranks
+
+    def conditions(self, config: OffloadConfig, drive: Bandwidths) -> Conditions | None:
+        """Conditions under which steps are played."""
+        return Conditions(drive, clipped=config.gradient_clipping > 0)
 
     def compute_host_bytes(self, config: OffloadConfig, units: Sequence[UnitSpec], ranks: RanksPlan) -> int:
         """Host memory that compute takes beside the plan's: autograd makes a gradient in memory of its own before it
@@ -112,6 +119,10 @@ class DeviceRoom:
         tight = ranks.tight()
         return plan_device(dataclasses.replace(needs, ranks=tight), given, self.free_bytes), tight
 
+    def conditions(self, config: OffloadConfig, drive: Bandwidths) -> Conditions | None:
+        """None: what a link and a device do beside the drive is not known before the first step."""
+        return None
+
     def compute_host_bytes(self, config: OffloadConfig, units: Sequence[UnitSpec], ranks: RanksPlan) -> int:
         """Host memory that gradients land in: as autograd has made them, or, where ranks have added theirs up, in
         fp32."""
@@ -123,13 +134,14 @@ class Room:
     """Room that a plan may take of a machine, measured or described.
 
     ``nvme_bytes`` bounds the records on NVMe; ``spare_bytes`` bounds them with their spare copies. ``compute`` is what
-    there is where the model computes.
+    there is where the model computes, ``drive`` are the rates of what is under the paths.
     """
 
     host_bytes: int
     nvme_bytes: int
     spare_bytes: float
     compute: HostRoom | DeviceRoom = ON_CPU
+    drive: Bandwidths = ASSUMED_DRIVE
 
 
 def plan_for(
@@ -210,7 +222,7 @@ def plan_within(
     temporary_bytes = choice.rule.temporary_bytes if choice is not None else 0
     device_plan, ranks = room.compute.plan(config, units, choice, ranks, room.host_bytes)
     on_host = [unit for unit in units if unit.index not in device_plan.resident]
-    make = partial(
+    place = partial(
         make_plan,
         on_host,
         Formats.of(config),
@@ -225,6 +237,17 @@ def plan_within(
         num_backwards=config.gradient_accumulation_steps,
         rereads=room.compute.computes,
     )
+
+    def make(*, speculative: bool) -> Plan:
+        """By playing a step, unless that takes more of NVMe than there is."""
+        conditions = room.compute.conditions(config, room.drive)
+        if conditions is not None:
+            with contextlib.suppress(BudgetError):
+                plan = place(speculative=speculative, conditions=conditions)
+                if store_bytes(plan, config, speculative=speculative) <= room.spare_bytes:
+                    return plan
+        return place(speculative=speculative)
+
     speculative = choice is not None and choice.rule.repeatable and not ranks.gathers
     plan = make(speculative=speculative)
     if speculative and store_bytes(plan, config, speculative=True) > room.spare_bytes:
@@ -264,7 +287,15 @@ def _room(config: OffloadConfig, units: Sequence[UnitSpec], processor: Processor
     spare_bytes = free_bytes_of(config.paths) * AUTO_SHARE / num_local if nvme == "auto" else nvme_bytes
     if config.durable and nvme == "auto":  # what an earlier run has there is gone on from in its place
         spare_bytes += sum(map(run_bytes, config.paths))
-    return Room(host_bytes, nvme_bytes, spare_bytes, _compute_room(processor, units))
+    return Room(host_bytes, nvme_bytes, spare_bytes, _compute_room(processor, units), _drive(config.paths))
+
+
+def _drive(paths: Sequence[Path]) -> Bandwidths:
+    """Rates of the I/O profile of the paths. What is measured without one comes after the plan."""
+    profile = load_profile(*paths) if paths else None
+    if profile is None:
+        return ASSUMED_DRIVE
+    return Bandwidths(profile.read_bytes_per_s, profile.write_bytes_per_s, profile.mixed_q, stored=True)
 
 
 def _compute_room(processor: Processor, units: Sequence[UnitSpec]) -> HostRoom | DeviceRoom:

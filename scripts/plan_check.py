@@ -77,7 +77,10 @@ class Case:
     @property
     def workload(self) -> Workload:
         clipped = self.clipping == "always"
-        return Workload(batch=self.batch, sequence=CONTEXT, precision=self.precision, clipped=clipped)
+        return Workload(
+            batch=self.batch, sequence=CONTEXT, precision=self.precision, clipped=clipped,
+            gradient_clipping=BOUNDS[self.clipping],
+        )  # fmt: skip
 
     def model(self) -> Model:
         shape = self.shape

@@ -74,6 +74,7 @@ def _workload(asked: Asked) -> Workload:
         moments_dtype=given["moments_dtype"],
         master_dtype=given["master_dtype"],
         optimizer=given["optimizer"],
+        gradient_clipping=given["gradient_clipping"],
         clipped=given["clipped"] == "always",
         activations=given["activations"],
         activation_memory=asked.activation_memory,

@@ -12,6 +12,7 @@ from offload.optim.formats import Formats
 from offload.plan.buffers import SquaresOf
 from offload.plan.ranks import RanksPlan
 from offload.units import UnitSpec, largest_numel, largest_trainable_numel, num_nested
+from offload.units.spread import spread_rank
 from swapper import align, readable_bytes
 
 MARGIN = 0.75
@@ -21,9 +22,6 @@ allocator cannot use every gap."""
 AUTO_RESIDENT_SHARE = 0.5
 """A model that takes at most this much of what is free is resident there altogether with "auto"; the rest is left to
 its activations, whose size nothing tells before the first step."""
-
-GOLDEN = 0.6180339887498949
-"""Multiples of it, less their whole parts, are spread evenly whatever their number."""
 
 NUM_AHEAD = 2
 """Units that may arrive on a device while others are in use there."""
@@ -149,7 +147,7 @@ class DeviceNeeds:
 
     def rank(self, index: int, num_first: int = 0) -> tuple[float, bool, float]:
         """Of a unit among those that may be resident: see ``plan_device``."""
-        return -self.saved_per_byte(index), index >= num_first, index * GOLDEN % 1
+        return -self.saved_per_byte(index), index >= num_first, spread_rank(index)
 
     def squares(self, resident: Collection[int]) -> int:
         """Sums of squares, when these units are resident there; none where they are worked out in host memory."""

@@ -8,10 +8,11 @@ from enum import Enum
 from functools import cached_property
 
 from offload.optim.formats import Formats
-from offload.plan.device import GOLDEN, MARGIN, ON_HOST, DeviceNeeds, DevicePlan, plan_device
+from offload.plan.device import MARGIN, ON_HOST, DeviceNeeds, DevicePlan, plan_device
 from offload.plan.ranks import ONE_RANK, RanksPlan
 from offload.report.report import Bandwidths
 from offload.units import Tile, UnitSpec
+from offload.units.spread import spread_rank
 from swapper import ReadOnlyFile, align
 
 _MIB = 1 << 20
@@ -182,8 +183,7 @@ class Plan:
         """
         training = bool(self.formats.grads)
         speculative = [item for item in self.units if self.speculative and item.streamed]
-        spilled = [item.unit for item in speculative if item.grads is Tier.NVME]
-        found = sum(unit.trainable_numel for unit in spilled) * self.formats.grads
+        found = sum(i.unit.trainable_numel for i in speculative if i.grads is Tier.NVME) * self.formats.grads
         again = sum(item.unit.numel for item in speculative) * self.formats.weights * self.device.computes
         nvme = self.nvme_bytes
         weights = nvme["weights"] + self.in_place_bytes
@@ -264,7 +264,7 @@ class Plan:
     def with_spares(self) -> Plan:
         """The plan with spare places for units in RAM, evenly spread, as many as the host's budget has room for."""
         room, chosen = self.host_budget_bytes - self.host_bytes, set()
-        for item in sorted(self.units, key=lambda item: item.unit.index * GOLDEN % 1):
+        for item in sorted(self.units, key=lambda item: spread_rank(item.unit.index)):
             if item.updated_in_ram and (nbytes := item.spare_bytes(self.formats)) <= room:
                 room -= nbytes
                 chosen.add(item.unit.index)

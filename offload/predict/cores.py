@@ -1,15 +1,16 @@
 """Work of a CPU that computes: what the engine does on the same cores beside the model's compute, and which share of
-them each part of the machine keeps busy (see [Note: Shared cores] in ``offload.predict.simulator``)."""
+them each part of the machine keeps busy (see [Note: Shared cores] in ``offload.play.simulator``)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from offload.optim.formats import Formats
+from offload.plan.moved import num_tiles
 from offload.plan.plan import Plan, Tier, UnitPlan
+from offload.play.schedule import UnitWork
+from offload.play.simulator import Shares
 from offload.predict.machine import Machine
-from offload.predict.schedule import UnitWork
-from offload.predict.simulator import Shares
 from offload.units import UnitSpec
 
 
@@ -44,11 +45,6 @@ class Own:
 def num_records(item: UnitPlan) -> int:
     """Of a unit: its weights, its gradients and each tile of its states, if they rest on NVMe."""
     return num_tiles(item) + (item.weights is Tier.NVME) + (item.grads is Tier.NVME)
-
-
-def num_tiles(item: UnitPlan) -> int:
-    """Of its states, on NVMe."""
-    return sum(tile.count for tile, tier in item.tiles if tier is Tier.NVME)
 
 
 def shares_of(

@@ -19,19 +19,20 @@ from offload.optim.choose import OptimizerChoice, choose, takes_elements
 from offload.optim.formats import DEFAULT_TILE_BYTES, Formats
 from offload.optim.rule import Rule
 from offload.plan.device import MARGIN
+from offload.plan.judge import ASSUMED_DRIVE
+from offload.plan.moved import places_of
 from offload.plan.plan import Plan, TilesOf
 from offload.plan.ranks import RanksPlan, plans_of_ranks
 from offload.planning import DeviceRoom, Room, plan_within
+from offload.play.schedule import Order, bound_seconds
 from offload.predict.activation_bytes import ActivationBytes, activation_bytes
 from offload.predict.cores import bound, shares_of
 from offload.predict.machine import CONTEXT_BYTES, Machine
 from offload.predict.model import Model
-from offload.predict.schedule import Order, bound_seconds
 from offload.predict.unit_costs import (
     kept_link_seconds,
     link_seconds,
     nvme_bytes,
-    places_of,
     receiving_seconds,
     works_of,
 )
@@ -305,7 +306,7 @@ def _cases(model: Model, machine: Machine, workload: Workload, activations: Acti
         config = replace(config, activations="host", activation_memory=activations.memory)
     formats = Formats.of(config)
     nvme = machine.nvme_bytes - activations.written if machine.nvme is not None else 0
-    room = Room(machine.host_bytes, nvme, float(nvme))
+    room = Room(machine.host_bytes, nvme, float(nvme), drive=machine.nvme or ASSUMED_DRIVE)
     if machine.device.computes:
         left = machine.device.memory_bytes - CONTEXT_BYTES - activations.computing
         given = left * MARGIN if workload.device_bytes is None else min(workload.device_bytes, left)

@@ -164,7 +164,7 @@ def _lost(
     compute: Callable[[], object], seconds: float, busy: float, sweep: Callable[[], object], meet: Callable[[], object]
 ) -> float:
     """Share of the cores' work that is lost where sweeps of an update go on beside ``compute``, which alone takes
-    ``seconds`` and keeps ``busy`` of them. See [Note: Lost cores] in ``offload.predict.simulator``."""
+    ``seconds`` and keeps ``busy`` of them. See [Note: Lost cores] in ``offload.play.simulator``."""
     alone, _ = _seconds(sweep, meet)
     is_over, ends = threading.Event(), [time.perf_counter()]
 

@@ -4,54 +4,16 @@ takes."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from offload.optim.formats import Formats
-from offload.plan.plan import Plan, Tier, UnitPlan
+from offload.plan.moved import UnitBytes, is_tied, places_of
+from offload.plan.plan import Plan, Tier
+from offload.play.schedule import KeptWork, Places, UnitWork
 from offload.predict.activation_bytes import ActivationBytes
 from offload.predict.cores import Own
 from offload.predict.machine import Machine
 from offload.predict.model import Model
-from offload.predict.schedule import KeptWork, Places, UnitWork
 from offload.predict.workload import Workload
 from offload.units import UnitSpec
-
-
-@dataclass(frozen=True)
-class _Bytes:
-    """Bytes that one unit moves over NVMe in a step: its weights, once; its states; its gradients."""
-
-    weights: int
-    trained: int
-    states: int
-    grads: int
-    in_memory: int
-    """Traffic of its update in host memory."""
-
-
-def _bytes(item: UnitPlan, formats: Formats) -> _Bytes:
-    unit, on_nvme = item.unit, Tier.NVME
-    states = sum(tile.nbytes for tile, _ in item.tiles)
-    sweep = 2 * states + unit.trainable_numel * (2 * formats.weights + formats.grads)
-    if item.weights is Tier.DEVICE:
-        return _Bytes(0, 0, 0, 0, 0)
-    return _Bytes(
-        unit.numel * formats.weights * (item.weights is on_nvme),
-        unit.trainable_numel * formats.weights * (item.weights is on_nvme),
-        sum(tile.nbytes for tile, tier in item.tiles if tier is on_nvme),
-        unit.trainable_numel * formats.grads * (item.grads is on_nvme),
-        sweep if unit.trainable_numel else 0,
-    )
-
-
-def places_of(plan: Plan) -> Places:
-    """Places that the plan has for units on their way."""
-    windows = len(plan.units)
-    if plan.device.all_bytes:
-        offloaded = len(plan.units) - (0 if plan.ranks.gathers else len(plan.device.resident))
-        windows = max(int(plan.device.weights_bytes / plan.device.all_bytes * offloaded), 2)
-    whole = windows if plan.ranks.device else len(plan.ranks.places)
-    return Places(plan.staging.num_slots or len(plan.units), windows, whole, plan.staging.num_grad_buffers)
 
 
 def works_of(
@@ -75,7 +37,7 @@ def works_of(
         stays = min(plan.device.weights_bytes / plan.device.all_bytes, 1.0)
     works = []
     for item, (forward, backward), unit, (share, kept) in zip(plan.units, compute, whole, keeping, strict=True):
-        one, uses = _bytes(item, formats), 2 if _tied(unit) else 1
+        one, uses = UnitBytes.of(item, formats), 2 if is_tied(unit) else 1
         per_element = 0.0 if item.weights is Tier.DEVICE else formats.weights / machine.device.link
         to_device, to_host = item.unit.numel * per_element, item.unit.trainable_numel * per_element
         works.append(
@@ -151,7 +113,7 @@ def kept_link_seconds(works: Sequence[UnitWork], workload: Workload) -> dict[str
 
 def nvme_bytes(plan: Plan, places: Places, workload: Workload, activations: ActivationBytes) -> tuple[int, int]:
     """Bytes that a rank reads and writes in a step. Units that still lie in their slots are read no more."""
-    moved = [_bytes(item, plan.formats) for item in plan.units]
+    moved = [UnitBytes.of(item, plan.formats) for item in plan.units]
     streamed = [index for index, one in enumerate(moved) if one.weights]
     lie = set(streamed[-max(places.slots - 2, 1) :])
     num_units, passes = len(moved), workload.passes
@@ -223,7 +185,3 @@ def _is_head(model: Model, unit: UnitSpec) -> bool:
     """It makes logits: all its products end in the vocabulary."""
     shapes = [spec.shape if spec.piece is None else spec.piece.whole.shape for spec in unit.parameters]
     return bool(model.vocabulary) and all(len(shape) == 2 and shape[0] == model.vocabulary for shape in shapes)
-
-
-def _tied(unit: UnitSpec) -> bool:
-    return any(len(spec.owners) > 1 for spec in unit.parameters)

@@ -31,6 +31,8 @@ class Workload:
     moments_dtype: MomentsDtype = "fp32"
     master_dtype: MasterDtype = "fp32"
     optimizer: str = "adamw"
+    gradient_clipping: float = 0.0
+    """The engine's option: with one, the plan is for steps with and without clipping."""
     clipped: bool = False
     activations: Mode = "keep"
     activation_memory: int | None = None
@@ -87,6 +89,7 @@ class Workload:
             master_dtype=self.master_dtype,
             optimizer=self.optimizer,
             gradient_accumulation_steps=self.micro_batches,
+            gradient_clipping=self.gradient_clipping,
             shard=self.shard,
             device_memory="auto" if self.device_bytes is None else self.device_bytes,
         )

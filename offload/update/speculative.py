@@ -36,13 +36,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum, auto
 
-from offload.plan.device import GOLDEN
 from offload.tiers.gradients.store import GradientStore
 from offload.tiers.gradients.unit import Loan
 from offload.tiers.home import Home, StoredHome, TileHomes, Transfer, UnitHomes
 from offload.tiers.weights.carrier import HostBuffer
 from offload.tiers.weights.shadow import Shadow
 from offload.units import UnitSpec
+from offload.units.spread import spread_rank
 from offload.update.step import UnitUpdate
 from offload.waiting import Failure, Monitor
 
@@ -191,7 +191,7 @@ class SpeculativeUpdates:
 
     def look_at_homes(self) -> None:
         """Units rest elsewhere than before. There is no speculative update now."""
-        spread = sorted(self.units, key=lambda unit: unit.index * GOLDEN % 1)
+        spread = sorted(self.units, key=lambda unit: spread_rank(unit.index))
         eligible = [unit.index for unit in spread if self.eligible(unit)]
         self._rank = {index: rank for rank, index in enumerate(eligible)}
         self._num_speculative = len(eligible)

@@ -17,11 +17,12 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 from offload import BudgetError, NonFiniteGradient, OffloadEngine
 from offload.optim.formats import Formats
-from offload.plan.device import GOLDEN, DeviceNeeds, DevicePlan, plan_device
+from offload.plan.device import DeviceNeeds, DevicePlan, plan_device
 from offload.plan.ranks import ONE_RANK
 from offload.testing.simulated import SimulatedDevice
 from offload.testing.stream import SimulatedEvent, SimulatedStream
 from offload.units.find import find_units
+from offload.units.spread import spread_rank
 
 Outcome = tuple[list[float], dict[str, torch.Tensor]]
 
@@ -54,7 +55,7 @@ def test_residents_are_those_that_fit_when_one_after_the_other_is_tried(seed: in
 
         def tried(num_first: int, budget: int = budget) -> set[int]:
             chosen: set[int] = set()
-            order = sorted(range(12), key=lambda i: (-needs.saved_per_byte(i), i >= num_first, i * GOLDEN % 1))
+            order = sorted(range(12), key=lambda i: (-needs.saved_per_byte(i), i >= num_first, spread_rank(i)))
             for index in order:
                 more = {*chosen, index}
                 _, comfortable, gradients, _ = needs.staged(more)

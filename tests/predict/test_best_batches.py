@@ -17,13 +17,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload import OffloadEngine
 from offload.cli import main
+from offload.play.schedule import KeptWork, Places, Steps, UnitWork, step_seconds
 from offload.predict.activation_bytes import activation_bytes
 from offload.predict.architecture import Architecture
 from offload.predict.best_batches import best_batches
 from offload.predict.machine import CONTEXT_BYTES, Machine, described, parse_drive
 from offload.predict.model import Model, from_architecture, from_count
 from offload.predict.prediction import predict
-from offload.predict.schedule import KeptWork, Places, Steps, UnitWork, step_seconds
 from offload.predict.workload import Workload
 
 SEQUENCE, BATCH = 64, 4

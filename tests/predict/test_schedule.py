@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offload.predict.schedule import Places, Steps, UnitWork, step_seconds
+from offload.play.schedule import Places, Steps, UnitWork, step_seconds
 
 NONE: frozenset[int] = frozenset()
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from offload.predict.schedule import Places, Steps, UnitWork, step_seconds
-from offload.predict.simulator import Job, Played, Row, Shares, Task
+from offload.play.schedule import Places, Steps, UnitWork, step_seconds
+from offload.play.simulator import Job, Played, Row, Shares, Task
 
 
 def ends(tasks: list[Task], jobs: list[Job], shares: Shares) -> list[float]:

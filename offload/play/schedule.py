@@ -1,7 +1,7 @@
 """The schedule of a step: when each unit is fetched, computed and updated, and what waits for what.
 
 One drive, one update thread, one link each way, the network and compute each do one thing at a time, unit by unit
-(``offload.predict.simulator``). So the step takes at least what the busiest of them takes, and more where one has to
+(``offload.play.simulator``). So the step takes at least what the busiest of them takes, and more where one has to
 wait for another. All ranks are taken to do the same at the same time, so one of them is played."""
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from offload.plan.device import GOLDEN
-from offload.predict.simulator import Job, Pile, Played, Row, Shares, Task
+from offload.play.simulator import Job, Pile, Played, Row, Shares, Task
+from offload.units.spread import spread_rank
 
 _STEPS = 4
 """The first ones begin with nothing on its way; the last one is a step among others."""
@@ -144,7 +144,7 @@ class Order:
         if self.clipped or not eligible:
             return [frozenset()]
         in_memory = [index for index in eligible if not self.works[index].update]
-        spread = sorted((index for index in eligible if self.works[index].update), key=lambda index: index * GOLDEN % 1)
+        spread = sorted((index for index in eligible if self.works[index].update), key=spread_rank)
         counts = {len(spread) * share // _EARLY_SHARES for share in range(_EARLY_SHARES + 1)}
         return [frozenset(in_memory + spread[:count]) for count in sorted(counts, reverse=True)]
 

@@ -1,0 +1,59 @@
+"""Bytes that each unit of a plan moves over NVMe in a step, and the places that it passes through: what is played."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offload.optim.formats import Formats
+from offload.plan.plan import Plan, Tier, UnitPlan
+from offload.play.schedule import Places
+from offload.units import UnitSpec
+
+
+@dataclass(frozen=True)
+class UnitBytes:
+    """Bytes that one unit moves over NVMe in a step: its weights, once; of them those that are trained; its states; its
+    gradients."""
+
+    weights: int
+    trained: int
+    states: int
+    grads: int
+    in_memory: int
+    """Traffic of its update in host memory."""
+
+    @classmethod
+    def of(cls, item: UnitPlan, formats: Formats) -> UnitBytes:
+        """Count them by the tiers of its records."""
+        unit, on_nvme = item.unit, Tier.NVME
+        states = sum(tile.nbytes for tile, _ in item.tiles)
+        sweep = 2 * states + unit.trainable_numel * (2 * formats.weights + formats.grads)
+        if item.weights is Tier.DEVICE:
+            return cls(0, 0, 0, 0, 0)
+        return cls(
+            unit.numel * formats.weights * (item.weights is on_nvme),
+            unit.trainable_numel * formats.weights * (item.weights is on_nvme),
+            sum(tile.nbytes for tile, tier in item.tiles if tier is on_nvme),
+            unit.trainable_numel * formats.grads * (item.grads is on_nvme),
+            sweep if unit.trainable_numel else 0,
+        )
+
+
+def num_tiles(item: UnitPlan) -> int:
+    """Tiles of its states on NVMe."""
+    return sum(tile.count for tile, tier in item.tiles if tier is Tier.NVME)
+
+
+def places_of(plan: Plan) -> Places:
+    """Places that the plan has for units on their way."""
+    windows = len(plan.units)
+    if plan.device.all_bytes:
+        offloaded = len(plan.units) - (0 if plan.ranks.gathers else len(plan.device.resident))
+        windows = max(int(plan.device.weights_bytes / plan.device.all_bytes * offloaded), 2)
+    whole = windows if plan.ranks.device else len(plan.ranks.places)
+    return Places(plan.staging.num_slots or len(plan.units), windows, whole, plan.staging.num_grad_buffers)
+
+
+def is_tied(unit: UnitSpec) -> bool:
+    """Several modules use a weight of it."""
+    return any(len(spec.owners) > 1 for spec in unit.parameters)

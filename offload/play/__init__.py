@@ -1,0 +1,1 @@
+"""A step, played: what waits for what, and how long each part of the machine is at it."""
