@@ -30,6 +30,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import date
+from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -138,8 +139,8 @@ def _arguments() -> argparse.Namespace:
         "--budgets",
         nargs="+",
         default=["all", "1/2", "1/4", "1/8", "least"],
-        help='host memory of the engine: "all", "least" (of a device, too), a share of the model state, bytes such as '
-        '600MiB, or "peer": the peak RSS of DeepSpeed with NVMe',
+        help='host memory of the engine: "all", "least" (of a device, too), a share of the model state such '
+        'as 1/2 or 0.5, bytes such as 600MiB, or "peer": the peak RSS of DeepSpeed with NVMe',
     )
     parser.add_argument(
         "--curve",
@@ -281,9 +282,9 @@ class _Comparison:
             return int(min(peaks)) if peaks else None
         if budget in ("all", "least"):
             return ALL if budget == "all" else 0
-        if "/" in budget:
-            part, whole = (int(number) for number in budget.split("/"))
-            return self._state_bytes * part // whole
+        share = Fraction(budget) if budget.strip("0123456789./") == "" else None
+        if share is not None and share <= 1:
+            return int(self._state_bytes * share)
         return int(parse_bytes("--budgets", budget))
 
     def _take_turn(self, contender: Contender, contenders: list[Contender]) -> None:
