@@ -24,7 +24,6 @@ ROUNDING = 1e-6
 """Numbers that are nearer to each other than this share of them are the same up to rounding."""
 
 _DATA = (bool, int, float, complex, str, bytes, NoneType, torch.Tensor)
-_EQUAL_BY_IDENTITY: Any = object.__eq__
 _CONTAINERS = (list, tuple, set, frozenset, dict)
 
 
@@ -187,7 +186,7 @@ def same(one: Any, another: Any, relative: float = ROUNDING) -> bool:
         return len(one) == len(another) and all(same(*pair, relative) for pair in pairs)
     if isinstance(one, torch.Generator):
         return torch.equal(one.get_state(), another.get_state())
-    if getattr(type(one), "__eq__", None) is _EQUAL_BY_IDENTITY and hasattr(one, "__dict__"):
+    if hasattr(one, "__dict__"):  # its own comparison, if it has one, is not made for tensors
         return one is another or same(vars(one), vars(another), relative)
     equal = one == another
     return bool(equal.all() if hasattr(equal, "all") else equal)

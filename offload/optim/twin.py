@@ -10,6 +10,7 @@ each step over the representatives with steps over some of them alone.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -195,4 +196,4 @@ def copied(value: Any) -> Any:
         return deque(map(copied, value), value.maxlen)
     if type(value) in (list, tuple):
         return type(value)(map(copied, value))
-    return value
+    return copy.deepcopy(value)  # an object of the optimizer's own: Shampoo's preconditioners hold tensors

@@ -468,10 +468,23 @@ class Delayed(torch.optim.SGD):
                     p.data.add_(queue[0], alpha=-group["lr"])
 
 
-def test_a_queue_of_tensors_is_a_state():
+class ByObject(torch.optim.SGD):
+    """Its momentum is in an object of its own, as Shampoo's preconditioners are."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    momentum = self.state[p].setdefault("momentum", SimpleNamespace(sum=torch.zeros_like(p)))
+                    momentum.sum.mul_(0.9).add_(p.grad)
+                    p.data.add_(momentum.sum, alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("kind", [Delayed, ByObject], ids=["a queue", "an object"])
+def test_tensors_within_something_else_are_a_state(kind):
     plain, own = net(), net()
-    with OffloadEngine(own, optimizer=Delayed(own.parameters(), lr=0.1), precision="fp32") as engine:
-        train(plain, Delayed(plain.parameters(), lr=0.1), 8)
+    with OffloadEngine(own, optimizer=kind(own.parameters(), lr=0.1), precision="fp32") as engine:
+        train(plain, kind(plain.parameters(), lr=0.1), 8)
         train(own, engine.optimizer, 8)
         assert all(map(torch.equal, plain.parameters(), own.parameters()))
 
