@@ -104,6 +104,7 @@ class Run:
             "nvme": Bandwidths(**saved["machine"]["nvme"]),
             "device": DeviceMachine(**saved["machine"]["device"]),
             "network": Network(**saved["machine"]["network"]),
+            "assumptions": tuple(saved["machine"]["assumptions"]),
         }
         return cls(Case(**saved["case"]), Machine(**machine), saved["turn"])
 

@@ -44,6 +44,7 @@ class Run:
         machine = dict(saved["machine"])
         machine |= {"cores": Cores(**machine["cores"]), "nvme": Bandwidths(**machine["nvme"])}
         machine |= {"device": DeviceMachine(**machine["device"]), "network": Network(**machine["network"])}
+        machine |= {"assumptions": tuple(machine["assumptions"])}
         return cls(Case(**saved["case"]), Machine(**machine), saved["seconds"], saved["memory"])
 
     def prediction(self) -> Prediction:

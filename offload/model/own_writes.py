@@ -52,7 +52,7 @@ class OwnWrites:
         self._versions = list(map(_version, self._parameters))
         self._hashes = []
         self._mode = torch.is_grad_enabled()
-        are_here = all(map(_is_here, self._views))
+        are_here = (is_copy or self.always_looks) and all(map(_is_here, self._views))
         self._compares = self._looks[self._mode] or (is_copy and are_here)
         if self._compares or (self.always_looks and are_here):
             self._hashes = self.hashes()

@@ -35,7 +35,7 @@ from offload.bench import subject as of_path
 from offload.bench.table import table
 from offload.cli import main
 from offload.optim.formats import DEFAULT_TILE_BYTES
-from offload.plan import placement
+from offload.plan import choice
 from swapper import create_store
 
 MIB = 1 << 20
@@ -204,7 +204,7 @@ def test_a_measurement_without_memory_for_a_block_is_refused() -> None:
 
 
 def test_what_is_measured_has_the_engines_buffers() -> None:
-    assert (REQUEST_BYTES, NUM_BUFFERS) == (DEFAULT_TILE_BYTES, placement._NUM_TILE_BUFFERS)
+    assert (REQUEST_BYTES, NUM_BUFFERS) == (DEFAULT_TILE_BYTES, choice._NUM_TILE_BUFFERS)
     for backend in ("io_uring", "threads"):
         in_flight = [setting.block_bytes * setting.depth for setting in settings.grid(backend)]
         assert max(in_flight) <= REQUEST_BYTES * NUM_BUFFERS

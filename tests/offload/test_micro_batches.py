@@ -343,7 +343,7 @@ def test_on_a_device_weights_come_in_once_in_each_direction_for_all_micro_batche
                 engine.together(batches(k), run) if together else [run(each) for each in batches(k)]
                 engine.step()
             copied[k, together] = engine.report().to_device_bytes
-    assert copied[4, False] > 3 * copied[1, False]
+    assert copied[4, False] > 2 * copied[1, False]  # some of the copies stay from one micro-batch to the next
     assert copied[4, True] <= copied[1, False]
 
 
