@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from offload.errors import BudgetError
 from offload.optim.formats import Formats
@@ -25,6 +25,7 @@ def make_plan(
     num_backwards: int = 1,
     rereads: bool = False,
     conditions: Conditions | None = None,
+    placements_of: Callable[..., Placements] = Placements,
 ) -> Plan:
     """Give every kind of every unit a tier, within the budgets, by traffic saved per byte.
 
@@ -42,11 +43,12 @@ def make_plan(
     Buffers take memory that records could rest in, and small tiles are more transfers. So every staging that fits is
     filled, and the plan is the one whose step costs least (``Records.step_cost``). More memory never costs more. With
     ``conditions`` those that cost least are played, and so are those of smaller budgets (``Placements.by_playing``).
+    ``placements_of`` makes them, or finds those that it has made of the same arguments.
 
     Raises ``BudgetError``, naming the least budget that works.
     """
-    placements = Placements(
-        units, formats, tiles_of, tile_bytes, compute_bytes, speculative, num_backwards, rereads, conditions
+    placements = placements_of(
+        tuple(units), formats, tiles_of, tile_bytes, compute_bytes, speculative, num_backwards, rereads, conditions
     )
     everything_bytes = placements.everything.total_bytes
     if everything_bytes <= host_bytes:
@@ -58,7 +60,9 @@ def make_plan(
             "Give an nvme_path, or raise host_memory to {needed}.",
             everything_bytes,
         )
-    plan = placements.choose(host_bytes).plan(host_bytes)
+    least_on_nvme = everything_bytes - host_bytes  # whatever is chosen
+    choose = placements.choose if least_on_nvme <= nvme_bytes else placements.by_cost
+    plan = choose(host_bytes).plan(host_bytes)
     needed = sum(plan.nvme_bytes.values())
     if needed > nvme_bytes:
         raise BudgetError(
