@@ -40,8 +40,9 @@ def make_plan(
     where nothing is trained. ``tile_bytes=None`` lets the tile shrink when memory is short, and grow where a device
     computes and nothing goes to NVMe. ``compute_bytes`` are taken beside all that.
 
-    Buffers take memory that records could rest in, and small tiles are more transfers. So every staging that fits is
-    filled, and the plan is the one whose step costs least (``Records.step_cost``). More memory never costs more. With
+    Buffers take memory that records could be stored in, and small tiles are more transfers. So every staging that fits
+    is filled, and the plan is the one whose step costs least (``Records.step_cost``). More memory never costs more.
+    With
     ``conditions`` those that cost least are played, and so are those of smaller budgets (``Placements.by_playing``).
     ``placements_of`` makes them, or finds those that it has made of the same arguments.
 
@@ -66,7 +67,7 @@ def make_plan(
     needed = sum(plan.nvme_bytes.values())
     if needed > nvme_bytes:
         raise BudgetError(
-            f"nvme_capacity is too small: {readable_bytes(needed)} must rest on NVMe where host memory is "
+            f"nvme_capacity is too small: {readable_bytes(needed)} must be stored on NVMe where host memory is "
             f"{readable_bytes(host_bytes)}, {readable_bytes(nvme_bytes)} are given. "
             "Raise nvme_capacity to {needed}, or raise host_memory.",
             needed,

@@ -1,4 +1,4 @@
-"""The plan: the tier in which every record rests, the buffers that the others pass through, and what a step moves."""
+"""The plan: the tier of every record, the buffers that the others pass through, and what a step moves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TilesOf = Callable[[UnitSpec, int], tuple[Tile, ...]]
 
 
 class Tier(Enum):
-    """Tier of memory in which bytes rest between uses. What a new one needs is listed in docs/design.md."""
+    """Tier of memory in which bytes are stored between uses. What a new one needs is listed in docs/design.md."""
 
     DEVICE = "device"
     HOST = "host"
@@ -74,7 +74,7 @@ class UnitPlan:
 
     @property
     def updated_in_ram(self) -> bool:
-        """All of it is trained, and rests in host memory with its states. What is frozen would be copied in vain."""
+        """All of it is trained, and is stored in host memory with its states. A copy of what is frozen is of no use."""
         is_trained = bool(self.tiles) and self.unit.trainable_numel == self.unit.numel
         return is_trained and all(tier is Tier.HOST for tier in (self.weights, *(t for _, t in self.tiles)))
 
@@ -84,7 +84,7 @@ class UnitPlan:
 
     @property
     def streamed(self) -> bool:
-        """Weights and all states rest on NVMe: nothing that an update writes is resident."""
+        """Weights and all states are stored on NVMe: nothing that an update writes is resident."""
         return bool(self.tiles) and all(tier is Tier.NVME for tier in (self.weights, *(t for _, t in self.tiles)))
 
     def on_device(self) -> UnitPlan:
@@ -122,17 +122,17 @@ class Plan:
 
     @cached_property
     def resident_bytes(self) -> dict[str, int]:
-        """Bytes of each kind that rest in host memory."""
+        """Bytes of each kind that are stored in host memory."""
         return self._bytes_in(Tier.HOST)
 
     @cached_property
     def nvme_bytes(self) -> dict[str, int]:
-        """Bytes of each kind that rest on NVMe."""
+        """Bytes of each kind that are stored on NVMe."""
         return self._bytes_in(Tier.NVME)
 
     @cached_property
     def in_place_bytes(self) -> int:
-        """Bytes of frozen weights that are read from the files that they were given in, and rest nowhere else."""
+        """Bytes of frozen weights that are read from the files that they were given in, and stored nowhere else."""
         units = (item.unit for item in self.units if item.weights is Tier.NVME)
         return sum(unit.numel - unit.stored_numel for unit in units) * self.formats.weights
 
@@ -253,7 +253,7 @@ class Plan:
 
     @property
     def model_state_bytes(self) -> int:
-        """Weights, master, moments and gradients, wherever they rest."""
+        """Weights, master, moments and gradients, wherever they are stored."""
         return sum(sum(self.memory[kind].values()) for kind in self.resident_bytes) + self.in_place_bytes
 
     def with_resident(self, resident: Sequence[UnitPlan], device: DevicePlan) -> Plan:
@@ -359,7 +359,7 @@ def _size(nbytes: int) -> str:
 
 
 def _reasons(plan: Plan) -> Iterator[str]:
-    """Reasons why things rest where they do."""
+    """Reasons why things are stored where they do."""
     on_host = [item for item in plan.units if item.unit.index not in plan.device.resident]
     training = bool(plan.formats.grads)
     if not plan.streams:
@@ -368,8 +368,8 @@ def _reasons(plan: Plan) -> Iterator[str]:
     elif plan.speculative:
         streamed = sum(1 for item in on_host if item.streamed)
         yield (
-            f"{streamed} of {len(on_host)} units rest on NVMe with weights and states, evenly spread, and are updated "
-            "during backward"
+            f"{streamed} of {len(on_host)} units are stored on NVMe with weights and states, evenly spread, and are "
+            "updated during backward"
             if streamed
             else "every unit has weights or states in RAM, and is updated after the step is certain"
         )
@@ -381,18 +381,18 @@ def _reasons(plan: Plan) -> Iterator[str]:
     else:
         in_ram = sum(1 for item in on_host if item.weights is Tier.HOST)
         yield (
-            f"the weights of {in_ram} of {len(on_host)} units rest in RAM, evenly spread"
+            f"the weights of {in_ram} of {len(on_host)} units are stored in RAM, evenly spread"
             if in_ram
-            else "no weights rest in RAM"
+            else "no weights are stored in RAM"
         )
     spared = sum(item.has_spares for item in on_host)
     if spared:
         yield f"{spared} of {len(on_host)} units have spare places in RAM, and are updated during backward"
     streamed_experts = sum(item.unit.experts is not None and item.weights is Tier.NVME for item in on_host)
     if streamed_experts:
-        yield f"{streamed_experts} experts rest on NVMe: those that a batch has no token for are not read"
+        yield f"{streamed_experts} experts are stored on NVMe: those that a batch has no token for are not read"
     if any(item.unit.reused for item in on_host):
-        gradients = " and its gradients rest" if training else " rests"
+        gradients = " and its gradients are stored" if training else " is stored"
         yield f"the tied weight in pieces{gradients} in RAM: each place that uses it would bring it in anew"
     if plan.spare_copy_bytes and training:
         second = f"{plan.spare_copy_bytes / _MIB:,.1f} MiB"
