@@ -25,6 +25,8 @@ _FILES = (
     "surgery",
     "inside_forward",
     "strangers",
+    "training_loops",
+    "structures",
     "lightning",
     "features",
     "processes",
