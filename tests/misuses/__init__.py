@@ -27,6 +27,7 @@ _FILES = (
     "strangers",
     "training_loops",
     "structures",
+    "groups_and_rates",
     "lightning",
     "features",
     "processes",
