@@ -28,6 +28,7 @@ _FILES = (
     "training_loops",
     "structures",
     "groups_and_rates",
+    "looking_in",
     "lightning",
     "features",
     "processes",
