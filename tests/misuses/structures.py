@@ -155,6 +155,28 @@ def slimmable(place):
     return trained(place, Net(Slim), call=call)
 
 
+@same_bits("slimmable layers whose width is an argument, and a table of widths that the model keeps")
+def slimmable_by_argument(place):
+    class Slim(Block):
+        def forward(self, x, width):
+            hidden = F.linear(x, self.up.weight[:width], self.up.bias[:width])
+            return x + F.linear(torch.tanh(hidden), self.down.weight[:, :width], self.down.bias)
+
+    class Widths(Net):
+        widths = (8, 20, WIDTH)
+
+        def forward(self, x):
+            found = []
+            for width in self.widths:
+                y = self.first(x)
+                for block in self.blocks:
+                    y = block(y, width=width)
+                found.append(self.last(y))
+            return torch.stack(found)
+
+    return trained(place, Widths(Slim))
+
+
 @same_bits("a forward makes an `nn.Linear` and gives it the module's own parameters")
 def layer_made_in_forward(place):
     class Making(Block):
@@ -1290,3 +1312,38 @@ def moved_splines(place):
                 block.coefficients.copy_(block.coefficients.roll(1, 1))
 
     return trained(place, Chain(Spline), after=after)
+
+
+# The same blocks, recomputed: what a backward asks for may lie behind something else than the outputs.
+
+
+def recomputed(body):
+    """The case, with ``activations="recompute"`` in the engine."""
+
+    def case(place):
+        wrap = place.wrap
+        options = {"activations": "recompute"} if place.has_engine else {}
+        place.wrap = functools.partial(wrap, **options)
+        return body(place)
+
+    return case
+
+
+for _body in (
+    equilibrium_with_a_hook,
+    keywords_and_named_tuples,
+    losses_in_a_list,
+    kinds_of_attention,
+    reversible_instance_norm,
+    adjoint_method,
+    reversible_blocks,
+    derivative_in_forward,
+    shared_groups,
+    slimmable_by_argument,
+    views_as_outputs,
+    architecture_search,
+):
+    _case = recomputed(_body)
+    _case.__name__ = f"{_body.__name__}_recomputed"
+    _title = next(case.title for case in family.cases if case.name == _body.__name__)
+    same_bits(f"{_title} (recomputed)")(_case)
