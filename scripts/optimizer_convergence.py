@@ -123,7 +123,7 @@ def curve(data: torch.Tensor, name: str, formats: list[str], lr: float, seeds: l
         for each in formats:
             found, nbytes = losses(data, name, each, lr, seed, steps)
             runs[each].append([sum(found[end - tenth : end]) / tenth for end in ends] + [nbytes])
-        print(f"\n{name}, learning rate {lr:g}, {steps} steps, {len(runs[formats[0]])} seeds: mean and half of the range")
+        print(f"\n{name}, learning rate {lr:g}, {len(runs[formats[0]])} seeds: mean and half of the range")
         print(f"| states | bytes | {' | '.join(f'{end} steps' for end in ends)} | against {formats[0]} |")
         print("|---|---|---|---|---|---|---|")
         for each in formats:

@@ -14,6 +14,7 @@ from torch import nn
 
 from aio_ext import available_backends
 from offload import memory
+from offload.config import OffloadConfig
 from offload.engine import OffloadEngine
 from offload.errors import BudgetError
 from offload.plan.plan import Plan
@@ -78,9 +79,11 @@ def tune(
     given |= {"moments_dtype": workload.moments_dtype, "master_dtype": workload.master_dtype}
     given |= {"gradient_accumulation_steps": workload.micro_batches}
     given |= {"activations": workload.activations} if workload.recomputed else {}
-    loop = {"batch": workload.batch, "together": False}
+    given |= {"activation_memory": workload.activation_memory} if workload.activation_memory is not None else {}
+    loop = {"batch": workload.batch, "together": workload.together}
     seconds, plan = _turn(build(), workload.sequence, {**given, **loop})
-    candidates: list[Options] = [{}, *_of_transfers(plan, options), *_of_batches(build(), workload, plan)]
+    candidates: list[Options] = [{}, *_of_transfers(plan, options), *_of_activations(workload)]
+    candidates += _of_batches(build(), workload, plan)
     rounds = {shown(settings): (settings, list[float]()) for settings in candidates}
     for number in range(_ROUNDS):
         for name, (settings, taken) in list(rounds.items()):
@@ -133,11 +136,23 @@ def _of_transfers(plan: Plan, options: Options) -> Iterator[Options]:
         yield from ({"tile_bytes": size * _MIB} for size in (2, 4, 16))
 
 
+def _of_activations(workload: Workload) -> Iterator[Options]:
+    """Other parts of host memory as the buffer of activations on their way to NVMe; and that units keep theirs, or
+    compute them once more, where memory allows it. The bits are the same."""
+    if workload.activations != "nvme":
+        return
+    yield {"activations": "auto"}
+    if workload.activation_memory is None:
+        default = int(OffloadConfig.activation_memory)
+        yield from ({"activation_memory": nbytes} for nbytes in (default // 2, default * 2))
+
+
 def _of_batches(model: Model, workload: Workload, plan: Plan) -> Iterator[Options]:
     """Micro-batches that run together, and one batch of all of them, whose blocks are recomputed if they must be."""
     if workload.micro_batches == 1:
         return
     batch = workload.batch * workload.micro_batches
+    as_one = {"batch": batch, "gradient_accumulation_steps": 1, **({"together": False} if workload.together else {})}
     kept = model.kept(workload.sequence, workload.dtype)
     free = _ACTIVATIONS_SHARE * max(memory.available_bytes() - plan.host_bytes, 0)
 
@@ -145,10 +160,10 @@ def _of_batches(model: Model, workload: Workload, plan: Plan) -> Iterator[Option
         return kept.nbytes(batch, recomputed=recomputed) <= free
 
     if fits(recomputed=workload.recomputed):
-        yield {"together": True}
-        yield {"batch": batch, "gradient_accumulation_steps": 1}
+        yield from () if workload.together else ({"together": True},)
+        yield as_one
     if not workload.recomputed and fits(recomputed=True):
-        yield {"batch": batch, "gradient_accumulation_steps": 1, "activations": "recompute"}
+        yield {**as_one, "activations": "recompute"}
 
 
 def _turn(model: Model, sequence: int, settings: Options) -> tuple[float, Plan]:

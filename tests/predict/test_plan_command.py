@@ -297,6 +297,31 @@ def test_micro_batches_run_together_and_as_one_batch_if_their_activations_fit(mo
     assert [trial.settings for trial in _tried({}, batch=2, micro_batches=3)] == [{}]
 
 
+def test_what_is_given_of_activations_and_of_the_loop_is_in_every_trial(monkeypatch: pytest.MonkeyPatch):
+    trained: list[dict[str, object]] = []
+
+    def turn(model: object, sequence: int, settings: dict[str, object]) -> tuple[float, object]:
+        trained.append(dict(settings))
+        return 1.0, SimpleNamespace(step_read_bytes=0, step_write_bytes=0, host_bytes=0)
+
+    monkeypatch.setattr("offload.predict.tuning._turn", turn)
+    given = {"activations": "nvme", "activation_memory": 32 << 20, "together": True, "micro_batches": 2}
+    settings = [trial.settings for trial in _tried({}, **given)]
+    as_one = {"batch": 2, "gradient_accumulation_steps": 1, "together": False}
+    assert settings == [{}, {"activations": "auto"}, as_one]
+    assert all(each["activation_memory"] == 32 << 20 for each in trained)
+    assert trained[0]["together"] is True and trained[0]["activations"] == "nvme"
+    halves = [trial.settings.get("activation_memory") for trial in _tried({}, activations="nvme")]
+    assert halves == [None, None, 32 << 20, 128 << 20]
+
+
+def test_activations_on_nvme_are_tuned_by_real_steps(tmp_path: Path):
+    settings = [
+        trial.settings for trial in _tried({"nvme_path": tmp_path, "host_memory": "256MiB"}, activations="nvme")
+    ]
+    assert settings[1:] == [{"activations": "auto"}, {"activation_memory": 32 << 20}, {"activation_memory": 128 << 20}]
+
+
 def test_a_setting_for_which_memory_is_too_small_is_left_out(monkeypatch: pytest.MonkeyPatch):
     def turn(model: object, sequence: int, settings: dict[str, object]) -> tuple[float, object]:
         if settings.get("tile_bytes") == 16 << 20:
@@ -315,7 +340,7 @@ def test_a_setting_of_transfers_is_tried_where_a_step_moves_something_alone(tmp_
 
 
 def _tried(
-    options: dict[str, object], say: Callable[[str], None] = lambda line: None, **workload: int
+    options: dict[str, object], say: Callable[[str], None] = lambda line: None, **workload: Any
 ) -> tuple[Trial, ...]:
     from offload.predict.model import Model
 
