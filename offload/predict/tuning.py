@@ -14,7 +14,7 @@ from torch import nn
 
 from aio_ext import available_backends
 from offload import memory
-from offload.config import OffloadConfig
+from offload.config import LEAST_TILE_BYTES, OffloadConfig
 from offload.engine import OffloadEngine
 from offload.errors import BudgetError
 from offload.plan.plan import Plan
@@ -27,7 +27,6 @@ _FASTER = 1.05
 _ROUNDS = 3
 _WARM_UP = 2
 _STEPS = 3
-_MIB = 1 << 20
 _ACTIVATIONS_SHARE = 0.5
 """Of the memory that the engine leaves free: what activations of a trial may take."""
 
@@ -133,7 +132,9 @@ def _of_transfers(plan: Plan, options: Options) -> Iterator[Options]:
             if backend != "portable":
                 yield {"io_backend": backend}
     if "tile_bytes" not in options:
-        yield from ({"tile_bytes": size * _MIB} for size in (2, 4, 16))
+        of_plan = plan.staging.tile_bytes
+        sizes = (of_plan // 4, of_plan // 2, of_plan * 2)
+        yield from ({"tile_bytes": size} for size in sizes if size >= LEAST_TILE_BYTES)
 
 
 def _of_activations(workload: Workload) -> Iterator[Options]:

@@ -326,7 +326,8 @@ def test_a_setting_for_which_memory_is_too_small_is_left_out(monkeypatch: pytest
     def turn(model: object, sequence: int, settings: dict[str, object]) -> tuple[float, object]:
         if settings.get("tile_bytes") == 16 << 20:
             raise BudgetError("too small: {needed}", 1 << 30)
-        return 1.0, SimpleNamespace(step_read_bytes=1, step_write_bytes=0, host_bytes=0)
+        staging = SimpleNamespace(tile_bytes=8 << 20)
+        return 1.0, SimpleNamespace(step_read_bytes=1, step_write_bytes=0, host_bytes=0, staging=staging)
 
     monkeypatch.setattr("offload.predict.tuning._turn", turn)
     said: list[str] = []
