@@ -81,6 +81,7 @@ def _workload(asked: Asked) -> Workload:
         together=given["together"],
         loss_rows=given["loss_rows"],
         shard=given["shard"],
+        exchange_dtype=given["exchange_dtype"],
         device_bytes=asked.device_bytes,
     )
 

@@ -118,6 +118,7 @@ def test_clipping_is_told_apart_where_it_is_set(capsys: pytest.CaptureFixture[st
         (["--parameters", "7e9", "--gpus", "8"], "--gpus and --nodes"),
         (["--parameters", "7e9", "--device-memory", "8GiB"], "--device-memory"),
         (["--parameters", "7e9", "--shard", "states"], "--shard is of several GPUs"),
+        (["--parameters", "7e9", "--exchange-dtype", "int8"], "--exchange-dtype is of several GPUs"),
         (["--parameters", "7e9", "--tune"], "--tune takes real steps"),
         (["model", "--write", "x.json"], "--write"),
         (["no_such_module:build"], "No module named 'no_such_module'"),
