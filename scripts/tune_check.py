@@ -27,7 +27,7 @@ from offload.predict import tuning
 from offload.predict.model import Model
 from offload.predict.workload import Workload
 
-WIDTH, DEPTH, VOCABULARY = 384, 8, 1024
+WIDTH, DEPTH, VOCABULARY = 256, 8, 512
 MEGA = 1e6
 
 
@@ -47,10 +47,10 @@ def row(drive: str, folder: Path, micro_batches: int, host_memory: str, rounds: 
     cells.append(f"{tuning.shown(closest.settings)}: {closest.median:.2f}")
     if found.defaults_stand:
         return " | ".join([*cells, "the defaults stand", ""])
-    settings = [{**found.options, **found.loop, **own} for own in (_defaults_of(found.best.settings, workload), {})]
+    settings = [{**found.options, **found.loop, **own} for own in (_defaults_of(found.best, workload), {})]
     turns = [[tuning._turn(build(), workload.sequence, each)[0] for each in settings] for _ in range(rounds)]
     before, after = (statistics.median(column) for column in zip(*turns, strict=True))
-    return " | ".join([*cells, f"{tuning.shown(found.best.settings)}", f"{before:.2f} and {after:.2f}"])
+    return " | ".join([*cells, tuning.shown(found.best), f"{before:.2f} and {after:.2f}"])
 
 
 def _defaults_of(settings: tuning.Options, workload: Workload) -> dict[str, object]:
@@ -62,7 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--drives", nargs="+", default=["200/200", "120/40", "40/40"], metavar="READ/WRITE")
     parser.add_argument("--micro-batches", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--host-memory", default="20MiB")
+    parser.add_argument("--host-memory", default="12MiB")
     parser.add_argument("--rounds", type=int, default=3, help="of the comparison afterwards")
     parser.add_argument("--path", type=Path, default=Path(), help="a folder on the drive that is throttled")
     given = parser.parse_args()

@@ -216,11 +216,10 @@ def tuned(asked: Asked) -> int:
     for trial in found.trials:
         spread = f"{min(trial.seconds):.3f} to {max(trial.seconds):.3f}"
         say(f"{settings_shown(trial.settings):<40} {trial.median:.3f} s a step ({spread})")
-    faster = found.trials[0].median / found.best.median
     say(
-        "the defaults stand: nothing beats them by 5 % and in every round"
+        "the defaults stand: nothing beats them by 5 % and in every round, twice"
         if found.defaults_stand
-        else f"{settings_shown(found.best.settings)} makes a step {faster:.2f} times as fast as the defaults"
+        else f"{settings_shown(found.best)} makes a step {found.faster:.2f} times as fast as the defaults"
     )
     say(f"engine = OffloadEngine(model, {', '.join(f'{name}={value!r}' for name, value in found.options.items())})")
     if found.loop["together"] or found.loop["batch"] != given["batch"]:

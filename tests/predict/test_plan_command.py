@@ -24,7 +24,7 @@ from offload.predict import known
 from offload.predict import plot as plot_module
 from offload.predict.machine import Cores, Machine
 from offload.predict.network import Network
-from offload.predict.tuning import Trial, best_of, tune
+from offload.predict.tuning import Trial, Tuned, ahead_of_first, tune
 from offload.predict.workload import Workload
 from offload.report.report import Bandwidths
 
@@ -255,8 +255,27 @@ def test_the_defaults_stand_unless_something_beats_them_in_every_round():
     lucky = Trial({"tile_bytes": 1}, (0.5, 1.2, 0.5))
     slightly = Trial({"tile_bytes": 2}, (0.98, 1.07, 0.98))
     better = Trial({"tile_bytes": 4}, (0.8, 0.9, 0.85))
-    assert best_of([defaults, lucky, slightly]) is defaults
-    assert best_of([defaults, lucky, better]) is better
+    best = Trial({"tile_bytes": 8}, (0.7, 0.8, 0.7))
+    assert ahead_of_first([defaults, lucky, slightly]) == []
+    assert ahead_of_first([defaults, better, lucky, best]) == [best, better]
+
+
+def test_what_is_ahead_by_luck_is_not_ahead_twice(monkeypatch: pytest.MonkeyPatch):
+    turns: list[dict[str, object]] = []
+
+    def turn(model: object, sequence: int, settings: dict[str, object]) -> tuple[float, object]:
+        own = {name: settings[name] for name in ("together", "batch") if settings[name] not in (False, 2)}
+        turns.append(own)
+        lucky = own == {"together": True} and turns.count(own) <= 3
+        seconds = 0.5 if lucky else 0.8 if own == {"batch": 4} and "activations" not in settings else 1.0
+        return seconds, SimpleNamespace(step_read_bytes=0, step_write_bytes=0, host_bytes=0)
+
+    monkeypatch.setattr("offload.predict.tuning._turn", turn)
+    found = _tuned({}, batch=2, micro_batches=2)
+    assert found.best == {"batch": 4, "gradient_accumulation_steps": 1} and not found.defaults_stand
+    assert found.faster == pytest.approx(1.25) and found.loop["batch"] == 4
+    lucky: dict[str, object] = {"together": True}
+    assert turns[3 * 4 : 3 * 4 + 6] == [lucky, {}, {}, lucky, lucky, {}]  # after three rounds of four settings
 
 
 def test_tuning_takes_real_steps_and_writes_what_makes_the_engine(
@@ -344,13 +363,17 @@ def test_a_setting_of_transfers_is_tried_where_a_step_moves_something_alone(tmp_
 def _tried(
     options: dict[str, object], say: Callable[[str], None] = lambda line: None, **workload: Any
 ) -> tuple[Trial, ...]:
+    return _tuned(options, say, **workload).trials
+
+
+def _tuned(options: dict[str, object], say: Callable[[str], None] = lambda line: None, **workload: Any) -> Tuned:
     from offload.predict.model import Model
 
     def build() -> Model:
         return Model("one", nn.Sequential(nn.Embedding(50, 8)), 1, 8, 0, 50)
 
     given = Workload(sequence=4, precision="fp32", **workload)
-    return tune(build, given, {"host_memory": "1MiB", **options}, say).trials
+    return tune(build, given, {"host_memory": "1MiB", **options}, say)
 
 
 def test_the_page_shows_what_the_code_gives(monkeypatch: pytest.MonkeyPatch):
