@@ -219,7 +219,7 @@ def tuned(asked: Asked) -> int:
     say(
         "the defaults stand: nothing beats them by 5 % and in every round, twice"
         if found.defaults_stand
-        else f"{settings_shown(found.best)} makes a step {found.faster:.2f} times as fast as the defaults"
+        else f"{settings_shown(found.best)} makes a step {found.faster:.2f} times as fast as the defaults, once more"
     )
     say(f"engine = OffloadEngine(model, {', '.join(f'{name}={value!r}' for name, value in found.options.items())})")
     if found.loop["together"] or found.loop["batch"] != given["batch"]:

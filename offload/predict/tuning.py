@@ -120,13 +120,16 @@ def _confirmed(ahead: Sequence[Trial], turn: Callable[[Options, str], float]) ->
     chosen. So its own rounds say nothing of it: it takes turns with the defaults again, each of which is first in turn.
     """
     for trial in ahead:
-        taken: dict[bool, list[float]] = {False: [], True: []}
+        defaults, own = list[float](), list[float]()
         for number in range(_ROUNDS):
-            for own in (False, True) if number % 2 else (True, False):
-                taken[own].append(turn(trial.settings if own else {}, f"once more, {number + 1} of {_ROUNDS}"))
-        defaults, again = (Trial(trial.settings if own else {}, tuple(taken[own])) for own in (False, True))
-        if _beats(again, defaults):
-            return trial.settings, defaults.median / again.median
+            turns: list[tuple[Options, list[float]]] = [(trial.settings, own), ({}, defaults)]
+            for settings, taken in reversed(turns) if number % 2 else turns:
+                taken.append(turn(settings, f"once more, {number + 1} of {_ROUNDS}"))
+            if own[-1] >= defaults[-1]:
+                break
+        first, again = Trial({}, tuple(defaults)), Trial(trial.settings, tuple(own))
+        if len(own) == _ROUNDS and _beats(again, first):
+            return trial.settings, first.median / again.median
     return {}, 1.0
 
 
