@@ -306,6 +306,28 @@ def test_tuning_takes_real_steps_and_writes_what_makes_the_engine(
     sys.modules.pop("tuned_models")
 
 
+def test_tuning_in_the_least_memory_is_within_what_the_plan_calls_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "least_models.py").write_text(
+        "from torch import nn\ndef build():\n    return nn.Sequential(*(nn.Linear(128, 128) for _ in range(6)))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    given: list[object] = []
+
+    def tuned(build: object, workload: object, options: dict[str, object], say: object) -> Tuned:
+        given.append(options["host_memory"])
+        return Tuned((Trial({}, (1.0, 1.0, 1.0)),), {}, 1.0, {}, {"together": False, "batch": 1})
+
+    monkeypatch.setattr("offload.predict.tuning.tune", tuned)
+    arguments = ["least_models:build", "--nvme-path", str(tmp_path), "--precision", "fp32", "--host-memory", "least"]
+    assert main(["plan", *arguments, "--sequence", "8", "--tune"]) == 0
+    assert "no setting that was not given bears on this step" in capsys.readouterr().out
+    assert main(["plan", *arguments, "--sequence", "8", "--json"]) == 0
+    assert given == [json.loads(capsys.readouterr().out)["machine"]["host_memory_bytes"]]
+    sys.modules.pop("least_models")
+
+
 def test_nothing_is_tried_again_that_was_given():
     settings = [trial.settings for trial in _tried({"io_backend": "threads", "tile_bytes": 1 << 20})]
     assert settings == [{}]
