@@ -13,6 +13,7 @@ from offload.predict.cores import Own
 from offload.predict.machine import Machine
 from offload.predict.model import Model
 from offload.predict.workload import Workload
+from offload.tiers.gradients.wire import WIRES
 from offload.units import UnitSpec
 
 
@@ -51,7 +52,7 @@ def works_of(
                 late=drive.seconds(one.grads),
                 to_device=to_device, to_device_again=to_device * (1 - stays), to_host=to_host,
                 gather=network.gather_seconds(unit.numel * formats.weights),
-                exchange=network.exchange_seconds(unit.trainable_numel * formats.weights),
+                exchange=network.exchange_seconds(sent_bytes(unit, workload)),
                 kept=kept, calls=uses, streamed=item.weights is Tier.NVME,
                 eligible=item.has_spares or (plan.speculative and item.streamed),
                 beside=one.in_memory * max(1 / machine.beside - 1 / machine.update, 0.0),
@@ -152,6 +153,11 @@ class _Drive:
         return (read_bytes / self._nvme.read + write_bytes / self._nvme.write) * self._overlap
 
 
+def sent_bytes(unit: UnitSpec, workload: Workload) -> int:
+    """Bytes of a whole unit's gradients as ranks send them."""
+    return WIRES[workload.exchange_dtype]().nbytes(unit.trainable_numel, workload.dtype)
+
+
 def receiving_seconds(
     machine: Machine, workload: Workload, plan: Plan, places: Places, whole: Sequence[UnitSpec]
 ) -> float:
@@ -160,7 +166,7 @@ def receiving_seconds(
     for backward in (False, True):
         brought = _brought(places, len(whole), workload.passes, backward=backward)
         gathered += sum(unit.numel * times for unit, times in zip(whole, brought, strict=True)) * plan.formats.weights
-    exchanged = sum(unit.trainable_numel for unit in whole) * plan.formats.weights * workload.passes
+    exchanged = sum(sent_bytes(unit, workload) for unit in whole) * workload.passes
     return network.received_bytes(network.gather_cores * gathered + network.exchange_cores * exchanged)
 
 
