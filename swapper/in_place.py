@@ -185,10 +185,20 @@ def part_checksum(address: int, nbytes: int) -> int:
     return digest(address, nbytes, _SEED)
 
 
-def edge_bytes(parts: Sequence[FilePart]) -> int:
-    """Memory beside the record that reading these parts takes."""
-    blocks = _beside([_Reading(part) for part in parts])
-    return blocks[-1].place_end if blocks else 0
+class ReadBytes(NamedTuple):
+    """Bytes that a read of some parts asks the drive for, and the memory beside the record that it takes."""
+
+    nbytes: int
+    edge_bytes: int
+
+    @classmethod
+    def of(cls, parts: Sequence[FilePart]) -> ReadBytes:
+        """Add them up."""
+        readings = [_Reading(part) for part in parts]
+        beside = _beside(readings)
+        wanted = [request for reading in readings for request in reading.requests(0)]
+        wanted += [request for blocks in beside for request in blocks.requests(0)]
+        return cls(sum(nbytes for _, _, nbytes in wanted), beside[-1].place_end if beside else 0)
 
 
 class InPlaceRecord:

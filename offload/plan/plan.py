@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -10,12 +10,11 @@ from functools import cached_property
 from offload.optim.formats import Formats
 from offload.plan.device import MARGIN, ON_HOST, DeviceNeeds, DevicePlan, plan_device
 from offload.plan.ranks import ONE_RANK, RanksPlan
+from offload.plan.routing import EVERYWHERE, Routing
 from offload.report.report import Bandwidths
 from offload.units import Tile, UnitSpec
 from offload.units.spread import spread_rank
 from swapper import ReadOnlyFile, align
-
-_MIB = 1 << 20
 
 TilesOf = Callable[[UnitSpec, int], tuple[Tile, ...]]
 """Divide a unit's states into tiles of at most so many bytes (``Rule.tiles_of``)."""
@@ -113,6 +112,8 @@ class Plan:
     """Memory that a rank takes for whole units, where there are several ranks and ``units`` are its shards."""
     device: DevicePlan = ON_HOST
     """Memory that the engine may hold on a device."""
+    routing: Routing = EVERYWHERE
+    """Experts that tokens are sent to, where it is known: a step reads no others."""
     vacant_bytes: dict[Tier, int] = field(default_factory=dict)
     """Reserved for units that have moved to a device since."""
     drives: Drives | None = None
@@ -179,40 +180,87 @@ class Plan:
         """NVMe reads of a step: weights for forward and for backward, and what an update needs.
 
         Updates during backward find the gradients where they came to; where a device computes, which has no use for the
-        weights in a slot any more, they bring them in again. What still lies in a slot is read no more.
+        weights in a slot any more, they bring them in again. What still lies in a slot is read no more. Of experts come
+        those that tokens are sent to, and the others for their update, if they are fused.
         """
         training = bool(self.formats.grads)
-        speculative = [item for item in self.units if self.speculative and item.streamed]
-        found = sum(i.unit.trainable_numel for i in speculative if i.grads is Tier.NVME) * self.formats.grads
-        again = sum(item.unit.numel for item in speculative) * self.formats.weights * self.device.computes
-        nvme = self.nvme_bytes
-        weights = nvme["weights"] + self.in_place_bytes
-        return weights * (2 if training else 1) + again + nvme["states"] + nvme["grads"] - found
+        sizes = [(item.unit, item.unit.read_bytes(self.formats.weights)) for item in self._streamed]
+        passing = sum(nbytes * self._read_share(unit) for unit, nbytes in sizes)
+        if not training:
+            return round(passing)
+        left_out = sum(nbytes * self._left_out(unit) for unit, nbytes in sizes)
+        early = [item for item in self._streamed if self.speculative and item.streamed]
+        again = sum(item.unit.numel for item in early) * self.formats.weights * self.device.computes
+        found = sum(self.routing.used(i.unit) * i.unit.trainable_numel for i in early if i.grads is Tier.NVME)
+        read = 2 * passing + left_out + again + self._moved_states + self._moved_grads
+        return round(read - found * self.formats.grads)
 
     @property
     def step_write_bytes(self) -> int:
         """NVMe writes of a step. Frozen weights are never written."""
         if not self.formats.grads:
             return 0
-        return self.spare_copy_bytes + self.nvme_bytes["grads"]
+        weights = sum(self._changed(item.unit.trainable_numel, item.unit) for item in self._streamed)
+        return round(weights * self.formats.weights + self._moved_states + self._moved_grads)
 
     @property
     def step_transfers(self) -> int:
         """Reads and writes of a step on NVMe: of a unit's weights, of a tile's states, of a tile's gradients."""
-        streamed = [item.unit for item in self.units if item.weights is Tier.NVME]
+        streamed, changed = [item.unit for item in self._streamed], self._changed
         if not self.formats.grads:
-            return sum(unit.count for unit in streamed)
-        of_weights = sum((2 + (unit.trainable_numel > 0)) * unit.count for unit in streamed)
-        tiles = ((tile, tier) for item in self.units for tile, tier in item.tiles)
-        of_states = sum(tile.count for tile, tier in tiles if tier is Tier.NVME)
+            return round(sum(self._read_share(unit) * unit.count for unit in streamed))
+        passing = sum((2 * self._read_share(unit) + self._left_out(unit)) * unit.count for unit in streamed)
+        written = sum(changed(unit.count, unit) for unit in streamed if unit.trainable_numel)
+        tiles = ((tile, tier, item.unit) for item in self.units for tile, tier in item.tiles)
+        of_states = sum(changed(tile.count, unit) for tile, tier, unit in tiles if tier is Tier.NVME)
         of_grads = sum(
-            tile.count * (1 if self.speculative and item.streamed else 2)
+            (2 * changed(1.0, item.unit) - self.routing.used(item.unit) * (self.speculative and item.streamed)) * tile.count
             for item in self.units
             if item.grads is Tier.NVME
             for tile, _ in item.tiles
         )
-        early = (item.unit.count for item in self.units if self.speculative and item.streamed)
-        return of_weights + sum(early) * self.device.computes + 2 * of_states + of_grads
+        early = (item.unit.count for item in self._streamed if self.speculative and item.streamed)
+        return round(passing + written + sum(early) * self.device.computes + 2 * of_states + of_grads)
+
+    @cached_property
+    def _streamed(self) -> tuple[UnitPlan, ...]:
+        """Units whose weights rest on NVMe."""
+        return tuple(item for item in self.units if item.weights is Tier.NVME)
+
+    def _read_share(self, unit: UnitSpec) -> float:
+        """Share of a streamed unit that a forward reads, and a backward."""
+        return self.routing.used(unit) * (1.0 if unit.experts is None else self._missed)
+
+    def _left_out(self, unit: UnitSpec) -> float:
+        """Share of a streamed unit that nothing but its update reads."""
+        return self._changed(1.0, unit) - self.routing.used(unit) if unit.trainable_numel else 0.0
+
+    def _changed(self, count: float, unit: UnitSpec) -> float:
+        """The part of a count of the unit that a step changes."""
+        return count * self.routing.changed(unit)
+
+    @cached_property
+    def _missed(self) -> float:
+        """Share of the experts on NVMe that are in no slot when tokens are sent to them. Where nothing is trained slots
+        hold those that were used last."""
+        if self.routing.missed is not None:
+            return self.routing.missed
+        if self.formats.grads:
+            return 1.0
+        count = sum(item.unit.count for item in self._streamed if item.unit.experts is not None)
+        return 1.0 - min(self.staging.num_slots / count, 1.0) if count else 1.0
+
+    @cached_property
+    def _moved_states(self) -> float:
+        """Bytes of states that a step reads from NVMe, and writes."""
+        tiles = ((item.unit, tile) for item in self.units for tile, tier in item.tiles if tier is Tier.NVME)
+        return sum(self._changed(align(tile.nbytes), unit) for unit, tile in tiles)
+
+    @cached_property
+    def _moved_grads(self) -> float:
+        """Bytes of gradients that a step writes to NVMe, and reads."""
+        spilled = (item.unit for item in self.units if item.grads is Tier.NVME)
+        return sum(self._changed(unit.trainable_numel, unit) for unit in spilled) * self.formats.grads
 
     @property
     def num_parameters(self) -> int:
@@ -261,6 +309,16 @@ class Plan:
         units = sorted((*self.units, *resident), key=lambda item: item.unit.index)
         return replace(self, units=tuple(units), device=device)
 
+    def with_use(self, routed: int, fetched: int, visited: int) -> Plan:
+        """The plan for steps whose tokens are sent to the same share of experts: of elements, those that were used,
+        those that were fetched for it, and those of all experts of the layers that were visited."""
+        if not routed:
+            return self
+        numel = sum(item.unit.numel for item in self.units if item.unit.experts is not None)
+        away = sum(item.unit.numel for item in self._streamed if item.unit.experts is not None)
+        missed = min(fetched * numel / (routed * away), 1.0) if away else None
+        return replace(self, routing=Routing(routed / visited, missed))
+
     def with_spares(self) -> Plan:
         """The plan with spare places for units in RAM, evenly spread, as many as the host's budget has room for."""
         room, chosen = self.host_budget_bytes - self.host_bytes, set()
@@ -295,153 +353,6 @@ class Plan:
         return replace(after, vacant_bytes=vacant if any(vacant.values()) else {})
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self))
+        from offload.plan.words import lines  # which looks at plans
 
-
-# In words and numbers, for people.
-
-_NAMES = {"nvme": "nvme MiB", "host": "host MiB", "device": "device MiB"}
-
-
-def _lines(plan: Plan) -> Iterator[str]:
-    yield (
-        f"{len(plan.units)} units, {plan.num_parameters:,} parameters, "
-        f"{plan.model_state_bytes / _MIB:,.1f} MiB of model state{' on this rank' if plan.ranks.gathers else ''}"
-    )
-    yield from _table(plan)
-    if parts := _staging(plan):
-        yield f"staging: {parts}"
-    yield f"host memory {plan.host_bytes / _MIB:,.1f} of {plan.host_budget_bytes / _MIB:,.1f} MiB"
-    yield from _reasons(plan)
-    yield from _step(plan)
-    if plan.device.computes:
-        yield str(plan.device)
-
-
-def _table(plan: Plan) -> Iterator[str]:
-    """Bytes of each kind in each tier, and in all. What is nowhere has no row."""
-    tiers = ["device", "host", "nvme"] if plan.device.computes else ["host", "nvme"]
-    rows = {kind: places for kind, places in plan.memory.items() if any(places.values())}
-    trained = max(sum(item.unit.trainable_numel for item in plan.units), 1)
-    rows["in all"] = {tier: sum(places.get(tier, 0) for places in rows.values()) for tier in tiers}
-    yield f"{'kind':<14}{'B/param':>8}" + "".join(f"{_NAMES[tier]:>14}" for tier in tiers)
-    for kind, places in rows.items():
-        width = ""
-        if kind in plan.resident_bytes:
-            each = plan.formats.weights if kind == "weights" else sum(places.values()) / trained
-            width = f"{each:.3g}"
-        yield f"{kind:<14}{width:>8}" + "".join(f"{places.get(tier, 0) / _MIB:>14,.1f}" for tier in tiers)
-
-
-def _staging(plan: Plan) -> str:
-    """The buffers that there are."""
-    staging = plan.staging
-    counts = {
-        f"weight slots of {_size(staging.slot_bytes)}": staging.num_slots,
-        f"gradient buffers of {_size(staging.grad_buffer_bytes)}": staging.num_grad_buffers,
-        f"tile buffers of {_size(staging.tile_buffer_bytes)}": staging.num_tile_buffers,
-    }
-    parts = [f"{count} {name}" for name, count in counts.items() if count]
-    ranks = plan.ranks
-    compute_bytes = plan.compute_bytes - ranks.nbytes - plan.activation_bytes
-    if compute_bytes:
-        parts.append(f"{_size(compute_bytes)} for {'gradients as they come' if plan.formats.grads else 'copies'}")
-    if plan.activation_bytes:
-        parts.append(f"{_size(plan.activation_bytes)} for activations")
-    if ranks.nbytes:
-        what = "whole units and their gradients" if plan.formats.grads else "whole units"
-        parts.append(f"{_size(ranks.nbytes)} for {what}, of which {ranks.num_ranks} ranks have shards")
-    return ", ".join(parts)
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / _MIB:,.1f} MiB" if nbytes >= _MIB // 10 else f"{nbytes / 1024:,.0f} KiB"
-
-
-def _reasons(plan: Plan) -> Iterator[str]:
-    """Reasons why things rest where they do."""
-    on_host = [item for item in plan.units if item.unit.index not in plan.device.resident]
-    training = bool(plan.formats.grads)
-    if not plan.streams:
-        if on_host:
-            yield "all of it fits into host memory"
-    elif plan.speculative:
-        streamed = sum(1 for item in on_host if item.streamed)
-        yield (
-            f"{streamed} of {len(on_host)} units rest on NVMe with weights and states, evenly spread, and are updated "
-            "during backward"
-            if streamed
-            else "every unit has weights or states in RAM, and is updated after the step is certain"
-        )
-    elif training:
-        yield (
-            "weights come to RAM first (a byte there saves 3 of traffic a step), then states or gradients (2), evenly "
-            "spread over the units"
-        )
-    else:
-        in_ram = sum(1 for item in on_host if item.weights is Tier.HOST)
-        yield (
-            f"the weights of {in_ram} of {len(on_host)} units rest in RAM, evenly spread"
-            if in_ram
-            else "no weights rest in RAM"
-        )
-    spared = sum(item.has_spares for item in on_host)
-    if spared:
-        yield f"{spared} of {len(on_host)} units have spare places in RAM, and are updated during backward"
-    streamed_experts = sum(item.unit.experts is not None and item.weights is Tier.NVME for item in on_host)
-    if streamed_experts:
-        yield f"{streamed_experts} experts rest on NVMe: those that a batch has no token for are not read"
-    if any(item.unit.reused for item in on_host):
-        gradients = " and its gradients rest" if training else " rests"
-        yield f"the tied weight in pieces{gradients} in RAM: each place that uses it would bring it in anew"
-    if plan.spare_copy_bytes and training:
-        second = f"{plan.spare_copy_bytes / _MIB:,.1f} MiB"
-        if plan.record_copies == 2:
-            yield "trained records on NVMe have a spare copy each: no write overwrites current bytes"
-        else:
-            yield (
-                f"trained records on NVMe are written in place, for want of {second} more: a write that fails loses "
-                "its record, and no update begins during backward"
-            )
-    if plan.in_place_bytes:
-        names = [str(file.path) for file in plan.files]
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        yield (
-            f"{_size(plan.in_place_bytes)} of frozen weights are read where they are, in {', '.join(names[:3])}{more}: "
-            "they take no room under nvme_path, and are never written"
-        )
-    if plan.nvme_bytes["grads"]:
-        yield "gradients are spilled to NVMe: the budget is below what would keep them all in RAM"
-    if plan.vacant_bytes:
-        vacant_ram, vacant_nvme = (nbytes / _MIB for nbytes in plan.vacant_bytes.values())
-        yield f"empty, of units that are on the device now: {vacant_ram:,.1f} MiB of RAM, {vacant_nvme:,.1f} on NVMe"
-
-
-def _step(plan: Plan) -> Iterator[str]:
-    """Bytes that a step moves, by what means, and the time that it must take."""
-    what = "step" if plan.formats.grads else "forward"
-    if not plan.streams:
-        yield f"a {what} moves nothing to or from NVMe"
-    else:
-        written = f" and writes {plan.step_write_bytes / _MIB:,.1f}" if plan.step_write_bytes else ""
-        moved = f"reads {plan.step_read_bytes / _MIB:,.1f}{written} MiB in {plan.step_transfers:,} transfers"
-        yield f"a {what} {moved}{_through(plan.drives)}"
-    taken = {name: seconds for name, seconds in plan.seconds.items() if seconds > 0}
-    if not taken:
-        return
-    limit = max(taken, key=lambda name: taken[name])
-    others = [f"{name} {seconds:.3g} s" for name, seconds in taken.items() if name != limit]
-    beside = f" (beside it {', '.join(others)})" if others else ""
-    until = "" if "compute" in taken else "; compute is known after a step"
-    yield f"that takes {taken[limit]:.3g} s or more, limited by {limit}{beside}{until}"
-
-
-def _through(drives: Drives | None) -> str:
-    if drives is None:
-        return ""
-    rates = drives.bandwidths
-    source = "by the stored profile" if rates.stored else "measured at the start"
-    return (
-        f", by {drives.backend}: {rates.read / 1e9:.2f} GB/s read and {rates.write / 1e9:.2f} GB/s written ({source}), "
-        f"{'one after the other' if rates.q < 1.1 else 'partly at once'}"
-    )
+        return "\n".join(lines(self))
