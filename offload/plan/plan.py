@@ -213,11 +213,11 @@ class Plan:
         written = sum(changed(unit.count, unit) for unit in streamed if unit.trainable_numel)
         tiles = ((tile, tier, item.unit) for item in self.units for tile, tier in item.tiles)
         of_states = sum(changed(tile.count, unit) for tile, tier, unit in tiles if tier is Tier.NVME)
+        spilled = (item for item in self.units if item.grads is Tier.NVME)
         of_grads = sum(
-            (2 * changed(1.0, item.unit) - self.routing.used(item.unit) * (self.speculative and item.streamed)) * tile.count
-            for item in self.units
-            if item.grads is Tier.NVME
-            for tile, _ in item.tiles
+            (2 * changed(1.0, item.unit) - self.routing.used(item.unit) * (self.speculative and item.streamed))
+            * sum(tile.count for tile, _ in item.tiles)
+            for item in spilled
         )
         early = (item.unit.count for item in self._streamed if self.speculative and item.streamed)
         return round(passing + written + sum(early) * self.device.computes + 2 * of_states + of_grads)

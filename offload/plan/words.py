@@ -99,12 +99,7 @@ def _reasons(plan: Plan) -> Iterator[str]:
     if spared:
         yield f"{spared} of {len(on_host)} units have spare places in RAM, and are updated during backward"
     if streamed_experts := _streamed_experts(plan):
-        known = plan.routing is not EVERYWHERE
-        told = (
-            f" (a forward is sent to {plan.routing.touched:.0%})"
-            if known
-            else ", so a step reads less than all of them"
-        )
+        told = "" if plan.routing is EVERYWHERE else f" (a forward is sent to {plan.routing.touched:.1%} of them)"
         yield f"{streamed_experts} experts rest on NVMe: those that a batch has no token for are not read{told}"
     if any(item.unit.reused for item in on_host):
         gradients = " and its gradients rest" if training else " rests"
