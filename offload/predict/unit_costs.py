@@ -31,7 +31,7 @@ def works_of(
     compute = compute_seconds(model, machine, workload, whole)
     keeping = _kept(model, machine, whole, activations, drive)
     copying = 0.0 if machine.device.computes else 2 * activations.leaving / machine.update  # each way
-    own = Own(machine, formats)
+    own = Own(machine, plan)
     stays = 1.0
     if plan.device.all_bytes:
         stays = min(plan.device.weights_bytes / plan.device.all_bytes, 1.0)
