@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeAlias
 
 from torch import nn
 
 from offload.errors import ConfigError
 from offload.model.handle import Handle
 from offload.units import ParameterSpec
+
+_Place: TypeAlias = tuple[ParameterSpec, nn.Parameter, object, nn.Module, str]
+"""A place of the model: the parameter that stood there at first, what it stood for, the module and the name."""
 
 
 class Standing:
@@ -22,13 +26,14 @@ class Standing:
             for spec, handle in parameters.items()
             for module, name in spec.owners
         ]
+        self._packed_places = [place for place in self._places if place[0].packing is not None]
         self._lost: set[ParameterSpec] = set()
         """Parameters that were said to be lost."""
 
     def lost(self, model: nn.Module) -> Iterator[str]:
         """The names of trained parameters that stand nowhere in the model any more; each is named once. Raises
         ``ConfigError`` for one that has become another one of the engine's."""
-        suspects = [spec for spec in self._gone() if spec.trainable and spec not in self._lost]
+        suspects = [spec for spec in self._gone(self._places) if spec.trainable and spec not in self._lost]
         present = {id(parameter) for parameter in model.parameters()} if suspects else set()
         for spec in suspects:
             handle = self._parameters[spec]
@@ -44,16 +49,16 @@ class Standing:
 
     def replaced(self) -> list[str]:
         """The names of quantised parameters that others stand in the place of; each is named once."""
-        found = [spec for spec in self._gone() if spec.packing is not None and spec not in self._lost]
+        found = [spec for spec in self._gone(self._packed_places) if spec not in self._lost]
         self._lost.update(found)
         return [spec.name for spec in found]
 
-    def _gone(self) -> Iterable[ParameterSpec]:
-        """Parameters that are not everywhere where the model had them, or are something else there by now
-        (``torch.utils.swap_tensors`` makes another one of them, or a value that looks at it). Each step asks."""
+    def _gone(self, places: Iterable[_Place]) -> Iterable[ParameterSpec]:
+        """Parameters of these places that are not everywhere where the model had them, or are something else there by
+        now (``torch.utils.swap_tensors`` makes another one of them, or a value that looks at it). Each step asks."""
         return dict.fromkeys(
             spec
-            for spec, handle, backing, module, name in self._places
+            for spec, handle, backing, module, name in places
             if module._parameters.get(name) is not handle
             or vars(handle).get("_backing") is not backing
             or not vars(handle).get("_is_managed")

@@ -247,9 +247,7 @@ class SpeculativeUpdates:
         del self.of_unit[unit.index]
         with self._changed:
             if speculative.stage is Stage.QUEUED:
-                with contextlib.suppress(ValueError):  # an interrupt may have come before it was put there
-                    self._queue.remove(speculative)
-                self._cancel(speculative)
+                self._unqueue(speculative)
             elif speculative.stage is Stage.RUNNING:
                 speculative.become(Stage.VOID)
                 self._changed.wait_until(
@@ -277,6 +275,8 @@ class SpeculativeUpdates:
                 elif stage is Stage.WRITTEN and wanted:
                     speculative.become(Stage.OVER)
                     del self.of_unit[update.unit.index]
+                elif stage is Stage.QUEUED:  # now: the update thread would run it for nothing
+                    self._unqueue(speculative)
             if stage is Stage.QUEUED or not wanted:
                 remaining.append(update)
             elif stage is Stage.WRITTEN:
@@ -349,6 +349,12 @@ class SpeculativeUpdates:
         for tile in speculative.tiles:
             tile.states.flip()
         self.shadow_of(speculative.unit).flip(speculative.unit)
+
+    def _unqueue(self, speculative: SpeculativeUpdate) -> None:
+        """It is asked for, and will not be carried out. Called with the monitor held."""
+        with contextlib.suppress(ValueError):  # an interrupt may have come before it was put there
+            self._queue.remove(speculative)
+        self._cancel(speculative)
 
     def _cancel(self, speculative: SpeculativeUpdate) -> None:
         """It has not begun, and never will. Called with the monitor held."""

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from busy_machine import allowed
 from faulty_queue import FaultPlan, faulty_queue, load, store
 
 from aio_ext import Memory, Queue, QueueError
@@ -238,7 +239,8 @@ def test_ctrl_c_ends_a_program_that_is_busy_within_two_seconds(backend: str, tmp
     start = time.monotonic()
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=30)
-    assert time.monotonic() - start < 2
+    took = time.monotonic() - start
+    assert took < allowed(2)
     assert stderr.rstrip().endswith(b"KeyboardInterrupt")
     assert process.returncode == -signal.SIGINT
 

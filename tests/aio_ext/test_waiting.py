@@ -11,6 +11,7 @@ import threading
 import time
 
 import pytest
+from busy_machine import allowed
 from faulty_queue import FaultPlan, faulty_queue
 
 from aio_ext import Memory, Queue, QueueError, Ticket
@@ -132,7 +133,8 @@ def test_ctrl_c_interrupts_a_wait_at_once(backend: str, memory: Memory, fd: int)
         start = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             ticket.wait()
-        assert time.monotonic() - start < 0.6
+        took = time.monotonic() - start
+        assert took < allowed(0.6)
         timer.join()
         plan.release()
         ticket.wait(10)

@@ -159,3 +159,14 @@ def test_however_an_update_ends_loans_and_holds_end_with_it_and_the_next_backwar
         carried_out(room)
         assert room.told() == []
         room.speculative.drop_all()
+
+
+def test_an_update_that_has_not_begun_at_the_verdict_is_not_begun_by_the_update_thread_while_others_are_confirmed():
+    room = Room(2)
+    room.write(0)
+    room.queue(1)
+    run: list[str] = []
+    flip = room.host.flip
+    room.host.flip = lambda unit: (run.extend(carried_out(room)), flip(unit))
+    remaining = room.speculative.confirm([room.update(1), room.update(0)])
+    assert [update.unit.name for update in remaining] == ["u1"] and not run

@@ -208,8 +208,6 @@ def test_updates_that_have_not_begun_when_the_step_comes_are_left_to_the_step():
         ("end hold", "u0"),
         ("end hold", "u1"),
         ("end hold", "u2"),
-        ("forget beside", "u0"),
-        ("forget beside", "u1"),
     ]
     assert carried_out(room) == []
 

@@ -21,6 +21,7 @@ from typing import Any
 import forked
 import pytest
 import torch
+from busy_machine import allowed
 
 from offload import OffloadEngine
 from offload.cli import main
@@ -328,7 +329,8 @@ def test_a_signal_ends_it_within_two_seconds_and_leaves_the_record_of_its_steps(
     run.send_signal(number)
     last = run.stderr.read().splitlines()[-1]
     assert run.wait() == status
-    assert time.monotonic() - sent < 2
+    took = time.monotonic() - sent
+    assert took < allowed(2)
     kept = re.fullmatch(rf"offload: stopped by {number.name}( after step (\d+), which is kept: .*)?", last)
     assert kept is not None, last
     assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
