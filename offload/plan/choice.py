@@ -15,6 +15,7 @@ from offload.plan.filling import Placement
 from offload.plan.judge import Conditions, Judge
 from offload.plan.plan import Plan, Staging, TilesOf
 from offload.plan.records import Records
+from offload.plan.routing import EVERYWHERE, Routing
 from offload.units import UnitSpec, largest_numel, num_nested
 from swapper import readable_bytes
 
@@ -51,8 +52,9 @@ class Placements:
         num_backwards: int = 1,
         rereads: bool = False,
         conditions: Conditions | None = None,
+        routing: Routing = EVERYWHERE,
     ) -> None:
-        self._records = cache(lambda size: Records(units, formats, tiles_of, size, num_backwards, rereads))
+        self._records = cache(lambda size: Records(units, formats, tiles_of, size, num_backwards, rereads, routing))
         self._compute_bytes, self._speculative = compute_bytes, speculative
         self._num_backwards, self._conditions = num_backwards, conditions
         self._stagings = list(_stagings(units, formats, tile_bytes, training=tiles_of is not None))
