@@ -28,6 +28,7 @@ from offload.plan.judge import ASSUMED_DRIVE, Conditions
 from offload.plan.placement import make_plan
 from offload.plan.plan import Plan, Tier, UnitPlan
 from offload.plan.ranks import RanksPlan, plans_of_ranks
+from offload.plan.routing import EVERYWHERE, Routing
 from offload.plan.update_log import log_bytes, with_update_log
 from offload.ranks.world import World
 from offload.report.report import Bandwidths
@@ -214,8 +215,10 @@ def plan_within(
     choice: OptimizerChoice | None,
     room: Room,
     ranks: RanksPlan,
+    routing: Routing = EVERYWHERE,
 ) -> Plan:
     """The plan for these units in this room, which looks at no machine; of several ``ranks`` they are a rank's shards.
+    ``routing`` is what is expected of experts.
     Raises ``BudgetError``, and ``StorageFull`` for ``durable`` without the room for it."""
     tile_bytes = None if config.tile_bytes == "auto" else int(config.tile_bytes)
     tiles_of = choice.rule.tiles_of if choice is not None else None
@@ -236,6 +239,7 @@ def plan_within(
         + temporary_bytes,
         num_backwards=config.gradient_accumulation_steps,
         rereads=room.compute.computes,
+        routing=routing,
     )
 
     def make(*, speculative: bool) -> Plan:

@@ -63,6 +63,10 @@ class Session:
         """The plan as it is now."""
         return self.parts.growth.plan
 
+    def plan_so_far(self) -> Plan:
+        """The plan for steps whose tokens are sent to as many experts as of late."""
+        return self.plan.with_use(*self.parts.tiers.host.cache.experts.recent)
+
     @property
     def last_report(self) -> Report | None:
         """Of the last step, if one was taken here."""

@@ -446,5 +446,5 @@ def _copied_bytes(tiers: Tiers, updates: Updates | None) -> Callable[[], tuple[i
 
 
 def _expert_use(cache: WeightCache[Any], bytes_each: int) -> ExpertUse:
-    """Bytes of experts that compute has used, and of those that were fetched for it."""
-    return ExpertUse(cache.routed_numel * bytes_each, cache.fetched_numel * bytes_each)
+    """Bytes of experts that compute has used, of those that were fetched for it, and of all that could have been."""
+    return ExpertUse(*(count * bytes_each for count in cache.experts.all))

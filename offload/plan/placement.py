@@ -9,6 +9,7 @@ from offload.optim.formats import Formats
 from offload.plan.choice import Placements
 from offload.plan.judge import Conditions
 from offload.plan.plan import Plan, TilesOf
+from offload.plan.routing import EVERYWHERE, Routing
 from offload.units import UnitSpec
 from swapper import readable_bytes
 
@@ -25,6 +26,7 @@ def make_plan(
     num_backwards: int = 1,
     rereads: bool = False,
     conditions: Conditions | None = None,
+    routing: Routing = EVERYWHERE,
 ) -> Plan:
     """Give every kind of every unit a tier, within the budgets, by traffic saved per byte.
 
@@ -42,11 +44,21 @@ def make_plan(
     Buffers take memory that records could rest in, and small tiles are more transfers. So every staging that fits is
     filled, and the plan is the one whose step costs least (``Records.step_cost``). More memory never costs more. With
     ``conditions`` those that cost least are played, and so are those of smaller budgets (``Placements.by_playing``).
+    ``routing`` tells of experts how many of them are expected to move.
 
     Raises ``BudgetError``, naming the least budget that works.
     """
     placements = Placements(
-        units, formats, tiles_of, tile_bytes, compute_bytes, speculative, num_backwards, rereads, conditions
+        units,
+        formats,
+        tiles_of,
+        tile_bytes,
+        compute_bytes,
+        speculative,
+        num_backwards,
+        rereads,
+        conditions,
+        routing,
     )
     everything_bytes = placements.everything.total_bytes
     if everything_bytes <= host_bytes:
