@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from offload.access import Zeroing
 from offload.assembly.parts import Assembly, Trained
 from offload.checkpoint.safetensors.model_weights import ModelWeights
 from offload.errors import BudgetError, ConfigError, warn
@@ -212,6 +213,7 @@ class Session:
             self.parts.hooks.reset()  # what it has left in use
         needed, free = self._room_for_all()
         if self.parts.ranks.all("the end (close())", needed <= free):
+            self.parts.access.zeroing = Zeroing.DONE  # nobody reads the gradients that go along
             try:
                 return OrdinaryParameters(model)
             except OffloadError:

@@ -271,7 +271,7 @@ class _Assembler:
     ) -> tuple[Hooks, Checkpoints, Trained]:
         """``had_states``: what the optimizer that was given has of earlier steps."""
         tiers, access, specs, of_model = shared.tiers, shared.access, shared.specs, shared.of_shards.of_model
-        named_order = [spec for p in self.model.parameters() for spec in specs.get(p, ())]
+        named_order = [spec for _, p in nn.Module.named_parameters(self.model) for spec in specs.get(p, ())]
         verdict = Verdict(self.run.shards, tiers.gradients, named_order, of_model, choice.rule)
         states = OptimizerStates(
             choice.rule, self.run.shards, specs, shared.backings, verdict, access, tiers.host.fence.wait_all
