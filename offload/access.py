@@ -10,6 +10,7 @@ from enum import Enum, auto
 import torch
 
 from offload.elements import Begin, Elements, Layout, Loan, NewElements
+from offload.errors import warn
 from offload.optim.rule import Rule
 from offload.ranks.agreement import fact_of
 from offload.ranks.ranks import Ranks
@@ -81,6 +82,7 @@ class ExternalAccess:
     failure: Failure
     spooled: Spooled
     zeroing: Zeroing = Zeroing.DONE
+    has_warned_of_used_gradients: bool = False
 
     def __post_init__(self) -> None:
         self.own_gradients.write = self.write_gradient
@@ -95,6 +97,16 @@ class ExternalAccess:
     def has_gradients(self, unit: UnitSpec) -> bool:
         """The unit's parameters have gradients, as far as that is known without a wait."""
         return self.gradients.has_any(unit) or self.own_gradients.has_any(unit)
+
+    def using_gradients(self, what: str) -> None:
+        """Gradients are about to be used or read: in PyTorch they might hold those of the last step, too."""
+        if self.zeroing is Zeroing.MISSED and not self.has_warned_of_used_gradients:
+            self.has_warned_of_used_gradients = True
+            warn(
+                f"{what}: there was no zero_grad() since the last step, and nothing was added to its gradients: "
+                "engine.optimizer.step() uses them up, as if zero_grad() came after it. To add up several backwards, "
+                "step after the last of them. Else call zero_grad() before the backward, as for any optimizer."
+            )
 
     def wait_for_updates(self) -> None:
         """Wait until the last step's update is done everywhere."""

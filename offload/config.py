@@ -30,7 +30,7 @@ _PRECISIONS: dict[torch.dtype, Literal["bf16", "fp16", "fp32"]] = {
     torch.float32: "fp32",
 }
 
-_LEAST_TILE_BYTES = 64 << 10
+LEAST_TILE_BYTES = 64 << 10
 
 ACTIVATIONS = ("keep", "recompute", "host", "nvme", "auto")
 """Values of the option, from the fastest to the one that takes the least memory, and the choice by a step."""
@@ -156,8 +156,8 @@ class OffloadConfig:
         self._check("device", option_values.as_device)
         for name in ("device_memory", "host_memory", "nvme_capacity", "tile_bytes"):
             self._check(name, option_values.parse_bytes)
-        if self.tile_bytes != "auto" and int(self.tile_bytes) < _LEAST_TILE_BYTES:
-            option_values.refuse("tile_bytes", f"at least {_LEAST_TILE_BYTES} bytes", self.tile_bytes)
+        if self.tile_bytes != "auto" and int(self.tile_bytes) < LEAST_TILE_BYTES:
+            option_values.refuse("tile_bytes", f"at least {LEAST_TILE_BYTES} bytes", self.tile_bytes)
         if self.weights is not None:
             self._check("weights", option_values.as_path)
         self._check("precision", option_values.as_choice, ("auto", *_DTYPES))

@@ -156,12 +156,12 @@ class OffloadEngine:
     def plan(self) -> Plan:
         """Placement of everything, and what a step moves and takes. ``print`` it."""
         session, seconds = self._session, {}
+        plan = session.plan_so_far()
         if session.bandwidths is not None:
-            plan = session.plan
             seconds["nvme"] = session.bandwidths.seconds(plan.step_read_bytes, plan.step_write_bytes)
         if session.last_report is not None:
             seconds["compute"] = session.last_report.compute_seconds
-        return replace(session.plan, seconds=seconds, drives=session.drives)
+        return replace(plan, seconds=seconds, drives=session.drives)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. Where ``precision`` has changed the dtype of weights, inputs of the dtype that they had are

@@ -29,6 +29,7 @@ from offload.plan.judge import ASSUMED_DRIVE, Conditions
 from offload.plan.placement import make_plan
 from offload.plan.plan import Plan, Tier, UnitPlan
 from offload.plan.ranks import RanksPlan, plans_of_ranks
+from offload.plan.routing import EVERYWHERE, Routing
 from offload.plan.update_log import log_bytes, with_update_log
 from offload.ranks.world import World
 from offload.report.report import Bandwidths
@@ -215,11 +216,12 @@ def plan_within(
     choice: OptimizerChoice | None,
     room: Room,
     ranks: RanksPlan,
+    routing: Routing = EVERYWHERE,
     placements_of: Callable[..., Placements] = Placements,
 ) -> Plan:
     """The plan for these units in this room, which looks at no machine; of several ``ranks`` they are a rank's shards.
-    ``placements_of`` as in ``make_plan``. Raises ``BudgetError``, and ``StorageFull`` for ``durable`` without the room.
-    """
+    ``routing`` is what is expected of experts; ``placements_of`` as in ``make_plan``.
+    Raises ``BudgetError``, and ``StorageFull`` for ``durable`` without the room for it."""
     tile_bytes = None if config.tile_bytes == "auto" else int(config.tile_bytes)
     tiles_of = choice.rule.tiles_of if choice is not None else None
     temporary_bytes = choice.rule.temporary_bytes if choice is not None else 0
@@ -239,6 +241,7 @@ def plan_within(
         + temporary_bytes,
         num_backwards=config.gradient_accumulation_steps,
         rereads=room.compute.computes,
+        routing=routing,
         placements_of=placements_of,
     )
 

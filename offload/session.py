@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from offload.access import Zeroing
 from offload.assembly.parts import Assembly, Trained
 from offload.checkpoint.safetensors.model_weights import ModelWeights
 from offload.errors import BudgetError, ConfigError, warn
@@ -61,6 +62,10 @@ class Session:
     def plan(self) -> Plan:
         """The plan as it is now."""
         return self.parts.growth.plan
+
+    def plan_so_far(self) -> Plan:
+        """The plan for steps whose tokens are sent to as many experts as of late."""
+        return self.plan.with_use(*self.parts.tiers.host.cache.experts.recent)
 
     @property
     def last_report(self) -> Report | None:
@@ -208,6 +213,7 @@ class Session:
             self.parts.hooks.reset()  # what it has left in use
         needed, free = self._room_for_all()
         if self.parts.ranks.all("the end (close())", needed <= free):
+            self.parts.access.zeroing = Zeroing.DONE  # nobody reads the gradients that go along
             try:
                 return OrdinaryParameters(model)
             except OffloadError:

@@ -109,7 +109,11 @@ class Step:
                 f"parameter {specs[0].name} was not to be trained when the engine was made: it has no optimizer states."
             )
         if not self.verdict.groups_may_change:
-            raise ConfigError("an optimizer without a kernel keeps the parameter groups that it was made with")
+            raise ConfigError(
+                "an optimizer without a kernel has room for the states of the parameter groups that it had when the "
+                "engine was made. Give it all of them then: those whose time is later with lr=0, or frozen by "
+                "requires_grad_(False) once the engine is made."
+            )
 
     def take_step(self, loss_scale: float | None = None) -> None:
         """Freeze the step, and start its update. An interrupt comes before, or when all of it is on its way."""

@@ -6,7 +6,7 @@ import weakref
 
 from torch import nn
 
-from offload.access import ExternalAccess, Zeroing
+from offload.access import ExternalAccess
 from offload.errors import warn
 from offload.model.handle import Handle
 from offload.model.hooks import Hooks
@@ -20,12 +20,11 @@ class StepWarnings:
         self._hooks = hooks
         self._access = access
         self._has_warned_of_empty_step = False
-        self._has_warned_of_used_gradients = False
 
     def before_step(self) -> None:
         """A step is about to be taken."""
         self._of_lost_parameters()
-        self._of_used_gradients()
+        self._access.using_gradients("engine.optimizer.step()")
 
     def empty_step(self) -> None:
         """No parameter took part in a step."""
@@ -47,16 +46,6 @@ class StepWarnings:
             f" {len(names)} parameters that came into the model later have one ({names[0]}, ...): add adapters before "
             "the engine is made, or give them an optimizer of their own."
         )
-
-    def _of_used_gradients(self) -> None:
-        """The gradients of this step would have been added to those of the last one in PyTorch."""
-        if self._access.zeroing is Zeroing.MISSED and not self._has_warned_of_used_gradients:
-            self._has_warned_of_used_gradients = True
-            warn(
-                "engine.optimizer.step(): there was no zero_grad() since the last step, and nothing was added to its "
-                "gradients: a step uses them up, as if zero_grad() came after it. To add up several backwards, step "
-                "after the last of them. Else call zero_grad() before the backward, as for any optimizer."
-            )
 
     def _of_lost_parameters(self) -> None:
         """Parameters that were replaced behind the engine."""

@@ -7,7 +7,9 @@ and prints after each step time, losses, a checksum of the adapter, the kernel's
 the drive, and what was routed. Two runs with other budgets have the same lines. ``--change`` flips a byte of a shard at
 the end, for as long as a forward takes, and prints what the engine says to that. ``generate DIR`` draws ``--tokens``
 tokens, and prints the kernel's count of what was read against what had to be: experts that were routed to and not
-there, and all else that rests on NVMe once a token.
+there, and all else that rests on NVMe once a token. ``pace DIR`` trains a second engine with all in memory, whose
+steps are what compute takes, throttles the drive so that the other one's reads take ``--ratio`` times as long, and
+prints, in turns, what a step takes of the longer of the two.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import peft
 import torch
 import transformers
 import xxhash
-from _cgroups import memory_limit
+from _cgroups import drive_limit, memory_limit
 from bench_frozen_base import moved, sweep
 from safetensors.torch import save_file
 from transformers.initialization import no_init_weights
@@ -196,6 +198,44 @@ def train_over(folder: Path, config: Any, arguments: argparse.Namespace, base_by
         engine.close(discard=True)
 
 
+def pace(arguments: argparse.Namespace) -> None:
+    folder, config = arguments.folder, transformers.Qwen3MoeConfig.from_pretrained(arguments.folder)
+
+    def made(host_memory: str) -> OffloadEngine:
+        return OffloadEngine(
+            deferred_init(build, config), weights=folder, nvme_path=arguments.store, host_memory=host_memory, lr=1e-3
+        )
+
+    def step(engine: OffloadEngine, number: int) -> tuple[float, int]:
+        """Seconds and bytes read."""
+        batch = torch.randint(0, 1024, (1, arguments.tokens), generator=torch.Generator().manual_seed(number))
+        start, before = time.perf_counter(), moved()[0]
+        engine.backward(engine(input_ids=batch, labels=batch).loss)
+        engine.step()
+        engine.synchronize()
+        return time.perf_counter() - start, moved()[0] - before
+
+    with made("16GiB") as resident, made(arguments.host_memory) as streaming:
+        computing, reading = (step(engine, 0) for engine in (resident, streaming))
+        compute_s, _ = step(resident, 1)
+        rate = step(streaming, 1)[1] / (arguments.ratio * compute_s)
+        print(
+            f"warm: resident {computing[0]:.2f} s, streaming {reading[0]:.2f} s; then compute {compute_s:.2f} s a step"
+        )
+        with drive_limit(os.getpid(), folder, rate, 1e9):
+            for number in range(2, 2 + arguments.steps):
+                (compute_s, _), (seconds, nbytes) = step(resident, number), step(streaming, number)
+                drive_s = nbytes / rate
+                print(
+                    f"turn {number - 1}: {seconds:.2f} s, {max(drive_s, compute_s) / seconds:.3f} of the bound; "
+                    f"{nbytes / 1e6:.1f} MB at {rate / 1e6:.2f} MB/s take {drive_s:.2f} s, compute {compute_s:.2f} s; "
+                    f"by the plan {streaming.plan.step_read_bytes / 1e6:.1f} MB",
+                    flush=True,
+                )
+        streaming.close(discard=True)
+        resident.close(discard=True)
+
+
 def generate(arguments: argparse.Namespace) -> None:
     engine = OffloadEngine.from_pretrained(
         transformers.AutoModelForCausalLM, arguments.folder, optimizer=None, nvme_path=arguments.store,
@@ -225,7 +265,7 @@ def generate(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["make", "train", "generate"])
+    parser.add_argument("what", choices=["make", "train", "pace", "generate"])
     parser.add_argument("folder", type=Path, help="where the files are, or are to be")
     parser.add_argument("--store", type=Path, default=Path(), help="a directory for what is trained")
     parser.add_argument("--layers", type=int, default=1)
@@ -235,13 +275,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--host-memory", default="1GiB")
+    parser.add_argument("--ratio", type=float, default=4.0, help="seconds of the drive for one of compute")
     parser.add_argument("--change", action="store_true", help="change a byte of a shard at the end, and put it back")
     parser.add_argument("--cgroup", type=float, help="GiB that the process may take, in a memory cgroup of its own")
     arguments = parser.parse_args()
     if arguments.what == "make":
         make(arguments.folder, config_of(arguments))
     else:
-        {"train": train, "generate": generate}[arguments.what](arguments)
+        {"train": train, "pace": pace, "generate": generate}[arguments.what](arguments)
 
 
 if __name__ == "__main__":

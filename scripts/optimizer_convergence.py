@@ -5,6 +5,10 @@ A small transformer learns bytes of this project's pages in bf16 under the engin
 learning rates run for a quarter of the steps; the best one runs all steps from two seeds. The table has the mean loss
 of the tenth of the steps before a half and before the end, and half of the difference of the two seeds. ``--only`` runs
 some optimizers, ``--formats`` some formats; ``--write`` puts each row into the page once it is there, beside others.
+
+``--curve SEED ...`` is a longer look at one optimizer: losses on the way, all formats with one learning rate. Seeds are
+the outer loop, so that a run that is cut off has whole ones. Formats with the same seed see the same tokens from the
+same weights: the last column is the difference to fp32 of each such pair.
 """
 
 from __future__ import annotations
@@ -111,15 +115,42 @@ def row(data: torch.Tensor, name: str, formats: str, steps: int) -> str:
     return f"| {name}, {formats} | {runs[0][1]:.1f} | {lr:g} | {cells[0]} | {cells[1]} |"
 
 
+def curve(data: torch.Tensor, name: str, formats: list[str], lr: float, seeds: list[int], steps: int) -> None:
+    """Print a table for each seed more."""
+    ends, tenth = [steps * part // 4 for part in (1, 2, 3, 4)], max(steps // 10, 1)
+    runs: dict[str, list[list[float]]] = {each: [] for each in formats}
+    for seed in seeds:
+        for each in formats:
+            found, nbytes = losses(data, name, each, lr, seed, steps)
+            runs[each].append([sum(found[end - tenth : end]) / tenth for end in ends] + [nbytes])
+        print(f"\n{name}, learning rate {lr:g}, {len(runs[formats[0]])} seeds: mean and half of the range")
+        print(f"| states | bytes | {' | '.join(f'{end} steps' for end in ends)} | against {formats[0]} |")
+        print("|---|---|---|---|---|---|---|")
+        for each in formats:
+            of_ends = [_with_range([run[index] for run in runs[each]], ".3f") for index in range(len(ends))]
+            pairs = [run[-2] - first[-2] for run, first in zip(runs[each], runs[formats[0]], strict=True)]
+            last = "" if each == formats[0] else _with_range(pairs, "+.4f")
+            print(f"| {each} | {runs[each][0][-1]:.1f} | {' | '.join(of_ends)} | {last} |", flush=True)
+
+
+def _with_range(values: list[float], form: str) -> str:
+    return f"{sum(values) / len(values):{form}} ± {(max(values) - min(values)) / 2:{form.lstrip('+')}}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=list(RATES), choices=list(RATES))
     parser.add_argument("--formats", nargs="*", default=list(FORMATS), choices=list(FORMATS), help="of states")
     parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--curve", nargs="+", type=int, metavar="SEED", help="with the largest learning rate of each")
     parser.add_argument("--write", action="store_true", help="into the page")
     given = parser.parse_args()
     warnings.filterwarnings("ignore", message="precision=")
     data = text()
+    if given.curve:
+        for name in given.only:
+            curve(data, name, given.formats, RATES[name][-1], given.curve, given.steps)
+        return
     before, _, rest = PAGE.read_text().partition(BEGIN)
     present, _, after = rest.partition(END)
     rows = dict(line[2:].split(" |", 1) for line in present.splitlines() if ", " in line.split("|")[1])

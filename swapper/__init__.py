@@ -27,7 +27,7 @@ from swapper.generation import (
     generation_metadata,
     open_generation,
 )
-from swapper.in_place import FilePart, InPlaceFiles, InPlaceRecord, ReadOnlyFile, edge_bytes
+from swapper.in_place import FilePart, InPlaceFiles, InPlaceRecord, ReadBytes, ReadOnlyFile
 from swapper.ranges import Ranges
 from swapper.scratch import Scratch, ScratchRange, open_scratch
 from swapper.spool import Spool, let_go
@@ -45,6 +45,7 @@ __all__ = [
     "Lease",
     "OffloadError",
     "Ranges",
+    "ReadBytes",
     "ReadOnlyFile",
     "Scratch",
     "ScratchRange",
@@ -65,7 +66,6 @@ __all__ = [
     "check_generation",
     "copy_generation",
     "create_store",
-    "edge_bytes",
     "generation_manifest",
     "generation_metadata",
     "let_go",

@@ -1,10 +1,10 @@
 """Records that lie in files of other people's, which are read where they are and never written.
 
 [Note: Aligned reads around unaligned bytes] A file has its tensors one after the other, at any byte; direct I/O asks
-for whole pages. Of each part the whole pages within go to a page of the part, and are moved by less than one when
-they have come; what is left at either end comes with the page that it is in, to pages beside the record. So do small
-parts, such as the scales of an expert: pages beside that are neighbours in the file come in one request, and no page
-comes twice among them. Nothing beyond the record is written.
+for whole blocks of the drive, of 512 bytes on most (``ReadOnlyFile.block_bytes``). Of each part the whole blocks within
+go to a block of the part, and are moved by less than one when they have come; what is left at either end comes with the
+block that it is in, to memory beside the record. So do small parts, such as the scales of an expert: blocks that are
+neighbours in the file come in one request, and none comes twice among them. Nothing beyond the record is written.
 
 [Note: A file that changes] The bytes of a part get their checksum when they are read for the first time, unless it was
 known before, and are verified from then on. Until then, and beside, the file's size, inode and time of change must stay
@@ -20,6 +20,7 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,6 +55,16 @@ class ReadOnlyFile:
         """Equal for copies of one file, and mostly for no other: name, bytes, checksum of the header."""
         return self.path.name, self.nbytes, self.header
 
+    @cached_property
+    def block_bytes(self) -> int:
+        """Multiples of it are where a direct read may begin and end, in the file and in memory: a page at most."""
+        return min(max(aio_ext.direct_io_alignment(self.descriptor)), PAGE_BYTES)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes up to the end of its last whole block."""
+        return self.nbytes - self.nbytes % self.block_bytes
+
 
 @dataclass(frozen=True)
 class FilePart:
@@ -73,7 +84,7 @@ class FilePart:
 
 
 _DIRECT_BYTES = 16 << 10
-"""A part with fewer bytes of whole pages comes with its neighbours: copying it costs less than a request of its own."""
+"""A part with fewer bytes of whole blocks comes with its neighbours: copying it costs less than one more request."""
 
 
 class _Piece(NamedTuple):
@@ -84,35 +95,34 @@ class _Piece(NamedTuple):
     target: int
 
 
-class _Pages:
-    """Neighbouring pages of a file that the record has pieces of. They come to ``place`` among the pages beside it."""
+class _Blocks:
+    """Neighbouring blocks of a file that the record has pieces of. They come to ``place`` in the memory beside it."""
 
     def __init__(self, file: ReadOnlyFile, start: int, place: int) -> None:
         self.file = file
         self.start = self.end = start
         self.place = place
         self._pieces: list[_Piece] = []
-        self._whole = file.nbytes // PAGE_BYTES * PAGE_BYTES
 
     @property
     def place_end(self) -> int:
         return self.place + self.end - self.start
 
     def add(self, piece: _Piece) -> None:
-        """A piece whose first page is one of these, or the next one."""
-        self.end = max(self.end, align(piece.start + piece.nbytes))
+        """A piece whose first block is one of these, or the next one."""
+        self.end = max(self.end, align(piece.start + piece.nbytes, self.file.block_bytes))
         self._pieces.append(piece)
 
-    def requests(self, pages: int) -> Iterator[tuple[int, int, int]]:
-        """Offset in the file, address and bytes of the read. What is behind the file's last whole page is left out."""
-        nbytes = min(self.end, self._whole) - self.start
+    def requests(self, beside: int) -> Iterator[tuple[int, int, int]]:
+        """Offset in the file, address and bytes of the read. What is behind the file's last whole block is left out."""
+        nbytes = min(self.end, self.file.whole_bytes) - self.start
         if nbytes > 0:
-            yield self.start, pages + self.place, nbytes
+            yield self.start, beside + self.place, nbytes
 
-    def settle(self, address: int, pages: int, files: InPlaceFiles) -> None:
+    def settle(self, address: int, beside: int, files: InPlaceFiles) -> None:
         """Bring the pieces to their places once the reads are over."""
-        at, behind = pages + self.place - self.start, max(self.start, self._whole)
-        if self.end > self._whole:
+        at, behind = beside + self.place - self.start, max(self.start, self.file.whole_bytes)
+        if self.end > self.file.whole_bytes:
             files.read_tail(self.file, behind, at + behind, self.file.nbytes - behind)
         for piece in self._pieces:
             ctypes.memmove(address + piece.target, at + piece.start, piece.nbytes)
@@ -124,13 +134,14 @@ class _Reading:
 
     def __init__(self, part: FilePart) -> None:
         begin, end = part.start, part.start + part.nbytes
-        first, last = align(begin), end - end % PAGE_BYTES
+        block = part.file.block_bytes
+        first, last = align(begin, block), end - end % block
         self.part = part
         self._target = part.offset + first - begin
-        """Place of the first whole page in the record."""
-        self._landing = part.offset if part.offset % PAGE_BYTES == 0 else align(self._target)
-        """The page of the record that it comes to. Where that is behind, the last page would end beyond the part."""
-        last -= PAGE_BYTES if self._landing > self._target else 0
+        """Place of the first whole block in the record."""
+        self._landing = part.offset if part.offset % block == 0 else align(self._target, block)
+        """The block of the record that it comes to. Where that is behind, the last one would end beyond the part."""
+        last -= block if self._landing > self._target else 0
         self._direct_start, self._direct_bytes = first, last - first
         self.expected: int | None = None
         """Checksum of the bytes, once it is known."""
@@ -140,30 +151,31 @@ class _Reading:
             behind = _Piece(last, end - last, part.offset + last - begin)
             pieces = [_Piece(begin, first - begin, part.offset), behind]
         self.pieces = [piece for piece in pieces if piece.nbytes]
-        """Pieces that are read into pages beside the record."""
+        """Pieces that are read into memory beside the record."""
 
     def requests(self, address: int) -> Iterator[tuple[int, int, int]]:
-        """Offset in the file, address and bytes of the read of whole pages, if there is one."""
+        """Offset in the file, address and bytes of the read of whole blocks, if there is one."""
         if self._direct_bytes:
             yield self._direct_start, address + self._landing, self._direct_bytes
 
     def settle(self, address: int, files: InPlaceFiles) -> None:
-        """Bring whole pages to their place once they have come."""
+        """Bring whole blocks to their place once they have come."""
         if self._direct_bytes:
             if self._landing != self._target:
                 ctypes.memmove(address + self._target, address + self._landing, self._direct_bytes)
             files.let_go(self.part.file, self._direct_start, self._direct_bytes)
 
 
-def _beside(readings: Sequence[_Reading]) -> list[_Pages]:
-    """The pages beside a record: pieces that are neighbours in a file come together, whatever parts they are of."""
-    found: list[_Pages] = []
+def _beside(readings: Sequence[_Reading]) -> list[_Blocks]:
+    """The blocks that come to memory beside a record: pieces that are neighbours in a file come together, whatever
+    parts they are of."""
+    found: list[_Blocks] = []
     numbers = {file: number for number, file in enumerate(dict.fromkeys(reading.part.file for reading in readings))}
     pieces = [(reading.part.file, piece) for reading in readings for piece in reading.pieces]
     for file, piece in sorted(pieces, key=lambda item: (numbers[item[0]], item[1].start)):
-        start = piece.start - piece.start % PAGE_BYTES
+        start = piece.start - piece.start % file.block_bytes
         if not found or found[-1].file is not file or start > found[-1].end:
-            found.append(_Pages(file, start, found[-1].place_end if found else 0))
+            found.append(_Blocks(file, start, align(found[-1].place_end, file.block_bytes) if found else 0))
         found[-1].add(piece)
     return found
 
@@ -173,10 +185,20 @@ def part_checksum(address: int, nbytes: int) -> int:
     return digest(address, nbytes, _SEED)
 
 
-def edge_bytes(parts: Sequence[FilePart]) -> int:
-    """Memory beside the record that reading these parts takes."""
-    pages = _beside([_Reading(part) for part in parts])
-    return pages[-1].place_end if pages else 0
+class ReadBytes(NamedTuple):
+    """Bytes that a read of some parts asks the drive for, and the memory beside the record that it takes."""
+
+    nbytes: int
+    edge_bytes: int
+
+    @classmethod
+    def of(cls, parts: Sequence[FilePart]) -> ReadBytes:
+        """Add them up."""
+        readings = [_Reading(part) for part in parts]
+        beside = _beside(readings)
+        wanted = [request for reading in readings for request in reading.requests(0)]
+        wanted += [request for blocks in beside for request in blocks.requests(0)]
+        return cls(sum(nbytes for _, _, nbytes in wanted), beside[-1].place_end if beside else 0)
 
 
 class InPlaceRecord:
@@ -204,26 +226,27 @@ class InPlaceRecord:
 
     def read(self, address: int, *, urgent: bool = False) -> Ticket:
         """Start reading the record into memory at ``address``, which begins on a page."""
-        files, pages = self._files, self._files.take_pages(self.edge_bytes)
+        files, beside = self._files, self._files.take_beside(self.edge_bytes)
 
         def submit(urgent: bool) -> Transfer:
             parts = self._readings
             wanted = [(reading.part.file, *request) for reading in parts for request in reading.requests(address)]
-            wanted += [(beside.file, *request) for beside in self._beside for request in beside.requests(pages.address)]
+            for blocks in self._beside:
+                wanted += [(blocks.file, *request) for request in blocks.requests(beside.address)]
             return _Several([files.submit(*request, urgent=urgent) for request in wanted])
 
         def judge() -> WeightsChanged | None:
             for reading in self._readings:
                 reading.settle(address, files)
-            for beside in self._beside:
-                beside.settle(address, pages.address, files)
+            for blocks in self._beside:
+                blocks.settle(address, beside.address, files)
             for file in dict.fromkeys(reading.part.file for reading in self._readings):
                 if (change := files.change_of(file)) is not None:
                     raise change
             return self._first_wrong(address)
 
         def end() -> None:
-            files.give_pages(pages)
+            files.give_beside(beside)
 
         return files.reads.begin(f"read of {self.name}", submit, judge, urgent=urgent, then=end)
 
@@ -268,7 +291,7 @@ class InPlaceFiles:
         self.files = tuple(files)
         self._queue = aio_ext.Queue(backend=backend, depth=queue_depth, block_bytes=block_bytes)
         self._opened: dict[ReadOnlyFile, _Opened] = {}
-        self._pages: list[Lease | aio_ext.Memory] = []
+        self._free_beside: list[Lease | aio_ext.Memory] = []
         """Memory for edges that no read has. Each change is one step of the interpreter, so there is no lock."""
         try:
             for file in self.files:
@@ -283,7 +306,7 @@ class InPlaceFiles:
     def use(self, arena: Arena, edge_bytes: int, num_reads: int) -> None:
         """Tell the queue where the buffers are, and take memory for the edges of so many reads at a time."""
         self._queue.register_memory(arena.address, arena.nbytes)
-        self._pages += [arena.lease(edge_bytes) for _ in range(num_reads) if edge_bytes]
+        self._free_beside += [arena.lease(edge_bytes) for _ in range(num_reads) if edge_bytes]
 
     def statistics(self) -> aio_ext.Statistics:
         """Counts of the reads so far."""
@@ -301,7 +324,7 @@ class InPlaceFiles:
         return None
 
     def submit(self, file: ReadOnlyFile, start: int, address: int, nbytes: int, *, urgent: bool) -> Transfer:
-        """Start reading whole pages."""
+        """Start reading whole blocks."""
         try:
             return self._queue.read(self._opened[file].number, start, address, nbytes, urgent)
         except OSError as error:
@@ -312,7 +335,7 @@ class InPlaceFiles:
             raise failed(f"read of {named(file.path)}", error) from error
 
     def read_tail(self, file: ReadOnlyFile, start: int, address: int, nbytes: int) -> None:
-        """Read what is behind the file's last whole page, which direct I/O does not give."""
+        """Read what is behind the file's last whole block, which direct I/O does not give."""
         memory = (ctypes.c_char * nbytes).from_address(address)
         if os.preadv(self._opened[file].descriptor.number, [memory], start) != nbytes:
             raise WeightsChanged(f"{named(file.path)} has been cut off while it is read in place.")
@@ -321,19 +344,19 @@ class InPlaceFiles:
         """Have the page cache forget what was read."""
         os.posix_fadvise(self._opened[file].descriptor.number, start, nbytes, os.POSIX_FADV_DONTNEED)
 
-    def take_pages(self, nbytes: int) -> Lease | aio_ext.Memory:
-        """Memory for the edges of a read, which ``give_pages`` takes back. There is more of it than was reserved only
+    def take_beside(self, nbytes: int) -> Lease | aio_ext.Memory:
+        """Memory for the edges of a read, which ``give_beside`` takes back. There is more of it than was reserved only
         if more is read at a time."""
         with contextlib.suppress(IndexError):
-            return self._pages.pop()
+            return self._free_beside.pop()
         return aio_ext.Memory(max(nbytes, PAGE_BYTES))
 
-    def give_pages(self, pages: Lease | aio_ext.Memory) -> None:
+    def give_beside(self, beside: Lease | aio_ext.Memory) -> None:
         """Nothing reads into them any more."""
-        if isinstance(pages, Lease):
-            self._pages.append(pages)
+        if isinstance(beside, Lease):
+            self._free_beside.append(beside)
         else:
-            pages.close()
+            beside.close()
 
     def close(self) -> None:
         """Wait for what is in flight, and close the files."""

@@ -33,6 +33,10 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         **_SMALL, head_dim=16, intermediate_size=96, intermediate_size_mlp=96, num_local_experts=4,
         num_experts_per_tok=1, interleave_moe_layer_step=1,
     ),
+    "glm4_moe": lambda: transformers.Glm4MoeConfig(
+        **_SMALL, head_dim=16, intermediate_size=96, moe_intermediate_size=48, n_routed_experts=8,
+        num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=1,
+    ),
 }  # fmt: skip
 
 

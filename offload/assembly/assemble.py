@@ -271,7 +271,7 @@ class _Assembler:
     ) -> tuple[Hooks, Checkpoints, Trained]:
         """``had_states``: what the optimizer that was given has of earlier steps."""
         tiers, access, specs, of_model = shared.tiers, shared.access, shared.specs, shared.of_shards.of_model
-        named_order = [spec for p in self.model.parameters() for spec in specs.get(p, ())]
+        named_order = [spec for _, p in nn.Module.named_parameters(self.model) for spec in specs.get(p, ())]
         verdict = Verdict(self.run.shards, tiers.gradients, named_order, of_model, choice.rule)
         states = OptimizerStates(
             choice.rule, self.run.shards, specs, shared.backings, verdict, access, tiers.host.fence.wait_all
@@ -446,5 +446,5 @@ def _copied_bytes(tiers: Tiers, updates: Updates | None) -> Callable[[], tuple[i
 
 
 def _expert_use(cache: WeightCache[Any], bytes_each: int) -> ExpertUse:
-    """Bytes of experts that compute has used, and of those that were fetched for it."""
-    return ExpertUse(cache.routed_numel * bytes_each, cache.fetched_numel * bytes_each)
+    """Bytes of experts that compute has used, of those that were fetched for it, and of all that could have been."""
+    return ExpertUse(*(count * bytes_each for count in cache.experts.all))

@@ -85,7 +85,8 @@ def plan_run(model: nn.Module, given: OffloadConfig, world: World, birth: Birth)
     else:
         shards = [shard_unit(unit, world.shards.own, world.shards.size) for unit in units]
         shards = [birth.in_place(shard, config.dtype) for shard in shards]
-    choice = choose(given, shards)
+    of_model = {id(parameter) for parameter in model.parameters()}
+    choice = choose(given, shards, lambda parameter: id(parameter) in of_model)
     _refuse_disagreement(model, given, units, choice, world, birth)
     _refuse_quantised_elsewhere(units, given, processor.torch_device)
     plan = plan_for(config, units, choice, processor, world, shards)
@@ -142,7 +143,7 @@ def _refuse_for_ranks(
     """Raise ``ConfigError`` for what several ranks cannot do, and on all of them if their models differ."""
     if world.size == 1:
         return
-    order = {id(parameter): index for index, parameter in enumerate(model.parameters())}
+    order = {id(parameter): index for index, (_, parameter) in enumerate(nn.Module.named_parameters(model))}
     specs = sorted(  # in the model's order: that of a unit depends on what is trained
         (spec for unit in units for spec in unit.parameters if spec.numel), key=lambda spec: order[id(spec.parameter)]
     )

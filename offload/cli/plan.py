@@ -62,6 +62,8 @@ def plan(
     shard: Annotated[Literal["auto", "states", "gradients", "weights"], Option(
         help="What GPUs hold parts of: optimizer states; gradients, too; weights, too; "
              "auto: the first one that needs no NVMe, else weights.")] = "auto",
+    exchange_dtype: Annotated[Literal["auto", "bf16", "int8"], Option(
+        help="What GPUs send each other gradients in; auto: as they are.")] = "auto",
     endurance: Annotated[str, Option(metavar="BYTES",
         help="What the SSDs of a node may write in their life (TBW).")] = "600TB",
     tokens: Annotated[str | None, Option(metavar="N", show_default=False,

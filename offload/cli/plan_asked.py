@@ -105,6 +105,8 @@ def _refuse_contradictions(given: Mapping[str, Any]) -> None:
         raise typer.BadParameter("--device-memory is of a machine with --gpu")
     if given["shard"] != "auto" and given["gpus"] * given["nodes"] == 1:
         raise typer.BadParameter("--shard is of several GPUs: give --gpus or --nodes")
+    if given["exchange_dtype"] != "auto" and given["gpus"] * given["nodes"] == 1:
+        raise typer.BadParameter("--exchange-dtype is of several GPUs: give --gpus or --nodes")
     if given["sustained_write"] is not None and not given["nvme"]:
         raise typer.BadParameter("--sustained-write is of drives that --nvme describes")
     if given["activations"] == "nvme" and not given["nvme"] and not given["nvme_path"]:

@@ -103,7 +103,7 @@ def _options(asked: Asked, prediction: Prediction) -> dict[str, Any]:
         options["nvme_path"] = [f"/mnt/nvme{number}" for number in range(len(asked.drives))]
     defaults = OffloadConfig()
     numbers = ("precision", "optimizer", "moments_dtype", "master_dtype")
-    for name in (*numbers, "gradient_accumulation_steps", "activations", "shard"):
+    for name in (*numbers, "gradient_accumulation_steps", "activations", "shard", "exchange_dtype"):
         if given[name] != getattr(defaults, name):
             options[name] = given[name]
     if prediction.activations.memory:

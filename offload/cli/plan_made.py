@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_module
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,6 +28,9 @@ from offload.predict.model import Model
 from offload.predict.prediction import Batches, Prediction, least_host_bytes, predict
 from offload.predict.workload import Workload
 from offload.ranks.host_cores import host_cores
+
+if TYPE_CHECKING:
+    from offload.predict.tuning import Tuned
 
 
 def planned(asked: Asked) -> int:
@@ -81,6 +84,7 @@ def _workload(asked: Asked) -> Workload:
         together=given["together"],
         loss_rows=given["loss_rows"],
         shard=given["shard"],
+        exchange_dtype=given["exchange_dtype"],
         device_bytes=asked.device_bytes,
     )
 
@@ -200,6 +204,9 @@ def tuned(asked: Asked) -> int:
     if asked.known is not None and not Path(name).expanduser().exists():
         raise ConfigError(f"--tune takes real steps, and of {name} only shapes are known: give its config.json")
     options: dict[str, Any] = {"gradient_clipping": given["gradient_clipping"], "host_memory": given["host_memory"]}
+    if asked.takes_least:
+        model, workload = _model(asked), _workload(asked)
+        options["host_memory"] = least_host_bytes(model, _machine(model, workload, asked), workload)
     if asked.paths:
         options["nvme_path"] = [str(path) for path in asked.paths]
     say = teller(to_programs=given["json"])
@@ -215,12 +222,7 @@ def tuned(asked: Asked) -> int:
     for trial in found.trials:
         spread = f"{min(trial.seconds):.3f} to {max(trial.seconds):.3f}"
         say(f"{settings_shown(trial.settings):<40} {trial.median:.3f} s a step ({spread})")
-    faster = found.trials[0].median / found.best.median
-    say(
-        "the defaults stand: nothing beats them by 5 % and in every round"
-        if found.defaults_stand
-        else f"{settings_shown(found.best.settings)} makes a step {faster:.2f} times as fast as the defaults"
-    )
+    say(_verdict(found, settings_shown(found.best)))
     say(f"engine = OffloadEngine(model, {', '.join(f'{name}={value!r}' for name, value in found.options.items())})")
     if found.loop["together"] or found.loop["batch"] != given["batch"]:
         together = ", by engine.together" if found.loop["together"] else ""
@@ -228,3 +230,11 @@ def tuned(asked: Asked) -> int:
     if write is not None:
         say(f"the same options are in {write}: OffloadEngine(model, **json.load(open({str(write)!r})))")
     return 0
+
+
+def _verdict(found: Tuned, best: str) -> str:
+    if len(found.trials) == 1:
+        return "the defaults stand: no setting that was not given bears on this step"
+    if found.defaults_stand:
+        return "the defaults stand: nothing beats them by 5 % and in every round, twice"
+    return f"{best} makes a step {found.faster:.2f} times as fast as the defaults, once more"

@@ -151,6 +151,7 @@ def _asked(facts: Facts) -> Iterator[str]:
         f"step: batch {workload['batch']}{micro} of {workload['sequence']:,} tokens, {workload['precision']}, "
         f"{workload['optimizer']} with {workload['moments_dtype']} moments"
         + (f", masters in {workload['master_dtype']}" if workload["master_dtype"] != "fp32" else "")
+        + (f", gradients sent in {workload['exchange_dtype']}" if workload["exchange_dtype"] != "auto" else "")
         + _ACTIVATIONS[workload["activations"]]
         + (f", logits of {workload['loss_rows']:,} tokens at a time" if workload["loss_rows"] else "")
         + (", every step clipped" if workload["clipped"] else "")

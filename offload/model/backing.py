@@ -348,8 +348,8 @@ class PlainGradientBacking:
         if self._own is not None:
             self._own.copy_(value)
             return
-        self._known()
         self._access.zeroing = Zeroing.DONE  # zeros, it may be
+        self._known()
         self._access.write_gradient(self._unit, self.spec, value)
 
     def begin_anew(self, value: torch.Tensor) -> bool:
@@ -370,8 +370,8 @@ class PlainGradientBacking:
         if self._own is not None:
             self._own.zero_()
             return
-        self._known()
         self._access.zeroing = Zeroing.DONE
+        self._known()
         with self._access.failure:
             self._access.changing([self._unit])
             self._access.gradients.zero(self._unit, self.spec)
@@ -394,6 +394,7 @@ class PlainGradientBacking:
     def _known(self) -> Gradient:
         """Return what is known of the gradient. Raises ``OffloadError`` if it is there no more."""
         self._access.before.settle()
+        self._access.using_gradients(self.name)
         found = self._access.gradients.find(self._unit, self.spec)
         if found is None or found.origin is not self.origin:
             raise OffloadError(

@@ -6,12 +6,13 @@ in turn, and it is released after the last.
 
 [Note: Why the bits are those of the loop] Each micro-batch computes what it computes alone. What they share is the
 weights, which stay as they are, the sums of gradients, and the random generators. A micro-batch begins the backward of
-a unit when those before it have begun theirs, so that gradients are added in the order of the loop. Once one draws
-random numbers in its forward, or changes weights there, it goes on alone to its end, and so does the next: that is the
-loop. The first forward of all runs alone, so that this is known before another one begins: what a model remembers of
-one forward (the state of a recurrent net) would be read by the next one before anything shows that it was changed. What
-has come in another order all the same is an error. None of it depends on the micro-batches using the same
-units in the same order; only the traffic that is saved does.
+a unit when those before it have begun theirs, so that gradients are added in the order of the loop. Where units are
+nested in it, such as experts, of which each micro-batch uses others, it waits once more before it gives the unit a
+gradient. Once one draws random numbers in its forward, or changes weights there, it goes on alone to its end, and so
+does the next: that is the loop. The first forward of all runs alone, so that this is known before another one begins:
+what a model remembers of one forward (the state of a recurrent net) would be read by the next one before anything shows
+that it was changed. What has come in another order all the same is an error. None of it depends on the micro-batches
+using the same units in the same order; only the traffic that is saved does.
 
 [Note: Why nothing hangs] One thread computes at any moment until all are over. Who stops to compute, by waiting or by
 its end, says who goes on; the first micro-batch that is not over may always. After an error each of the others ends at
@@ -105,6 +106,8 @@ class MicroBatch:
     stage: Stage = Stage.WAITING
     place: Place | None = None
     """The last use that it came to."""
+    has_begun: bool = False
+    """It waits there in the middle of a backward."""
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     """Semaphore that its thread waits for."""
     states: tuple[Any, ...] = ()
@@ -229,16 +232,21 @@ class MicroBatches:
                 "keep none)"
             )
         self.habits.are_seen |= backward
-        own.place, own.stage = Place(unit, backward), Stage.WAITING
+        own.place = Place(unit, backward)
+        self._pause(own)
+        own.used.add(unit)
+        own.last_unit = unit
+        self._last_place = own.place
+
+    def _pause(self, own: MicroBatch) -> None:
+        """Wait at its place until it is its turn."""
+        own.stage = Stage.WAITING
         following = self._following() or own
         self.hooks.keep(following.unit)
         if following is not own:
             self._give_turn(following)
             self._wait_for_turn(own)
         own.stage = Stage.COMPUTING
-        own.used.add(unit)
-        own.last_unit = unit
-        self._last_place = own.place
 
     def left(self, unit: UnitInModel, start: int) -> None:
         self._own.calls.setdefault(unit, set()).add(start)
@@ -253,6 +261,10 @@ class MicroBatches:
         own = self._own
         if not in_its_place:
             self._run_one_by_one(f"the gradient of {spec.name} comes outside of its unit's backward")
+        if self._is_ahead(own, unit):
+            own.place, own.has_begun = Place(unit, backward=True), True
+            self._pause(own)
+            own.has_begun = False
         last = self._last_giver.get(spec, -1)
         if own.index < last:
             self._refuse_order(own, last, f"gets a gradient of {spec.name}")
@@ -308,9 +320,18 @@ class MicroBatches:
         place = own.place
         if place is None or not place.backward:
             return False
+        if own.has_begun:
+            return self._is_ahead(own, place.unit)
         num_calls = max(own.num_calls(place.unit), 1)
-        before = [each for each in self._all[: own.index] if each.stage is not Stage.OVER]
-        return any(each.num_calls(place.unit) >= num_calls for each in before)
+        return any(each.num_calls(place.unit) >= num_calls for each in self._before(own))
+
+    def _is_ahead(self, own: MicroBatch, unit: UnitInModel) -> bool:
+        """One before it is in the middle of the backward of the unit."""
+        return any(unit is entry[0] for each in self._before(own) for entry in each.context.open)
+
+    def _before(self, own: MicroBatch) -> list[MicroBatch]:
+        """Those before it in a loop that are not over."""
+        return [each for each in self._all[: own.index] if each.stage is not Stage.OVER]
 
     def _give_turn(self, to: MicroBatch) -> None:
         """The other thread computes from now on, and this one touches nothing until it gets the turn again."""
@@ -392,7 +413,7 @@ class MicroBatches:
         else:
             self._run_one_by_one(reason)
         self._last_changer = own
-        before = [each for each in self._all[: own.index] if each.stage is not Stage.OVER]
+        before = self._before(own)
         if before:
             self._refuse_order(own, before[0].index, f"has changed an attribute of a {kind}")
 

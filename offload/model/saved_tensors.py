@@ -11,7 +11,8 @@ in before they are asked to give it back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import get_ident
 from typing import Any, Protocol
 
@@ -63,7 +64,7 @@ class SavedTensors:
             push_saved_tensors_hooks(self._hooks)
         else:
             with held_back():  # what is below goes with them: see ``take_out_saved_tensors_hooks``
-                call.hooks = HooksAbove(self.uses, below).pair, below
+                call.hooks = HooksAbove(self.uses, below).pair(), below
                 push_saved_tensors_hooks(call.hooks[0])
 
     def end(self, call: Call) -> None:
@@ -77,6 +78,21 @@ class SavedTensors:
         with held_back():
             take_out_saved_tensors_hooks(*call.hooks)
             call.hooks = None
+
+    @contextmanager
+    def above(self) -> Iterator[None]:
+        """Within, those on top, of a checkpoint of the engine's own, are below ours, as in [Note: Hooks below]: what it
+        keeps of a weight may be asked for when the use of the second run is over, by whatever is behind the outputs."""
+        below = top_saved_tensors_hooks()
+        assert below is not None
+        hooks = HooksAbove(self.uses, below).pair()
+        with held_back():
+            push_saved_tensors_hooks(hooks)
+        try:
+            yield
+        finally:
+            with held_back():
+                take_out_saved_tensors_hooks(hooks, below)
 
     @property
     def are_in_force(self) -> bool:
@@ -119,7 +135,11 @@ class HooksAbove:
     def __init__(self, uses: UsesOfUnits, below: SavedTensorsHooks) -> None:
         self.uses = uses
         self._pack_below, self._unpack_below = below
-        self.pair: SavedTensorsHooks = self.pack, self.unpack
+
+    def pair(self) -> SavedTensorsHooks:
+        """The two functions. Nothing here refers to them: what a graph keeps goes with it, and waits for no
+        collector."""
+        return self.pack, self.unpack
 
     def pack(self, tensor: torch.Tensor) -> Any:
         unit = unit_around(tensor, self.uses.context)

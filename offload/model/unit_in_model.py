@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -72,6 +73,9 @@ class SavesTensors(Protocol):
     @property
     def are_in_force(self) -> bool:
         """They see what autograd saves in this thread now."""
+
+    def above(self) -> AbstractContextManager[None]:
+        """Within, the hooks on top are below others of the engine's."""
 
     def begin(self, call: Call) -> None:
         """The call's forward begins in this thread."""

@@ -57,8 +57,11 @@ def takes_elements(optimizer: object) -> bool:
     return optimizer is None or kind in _KERNEL_OF_CLASS
 
 
-def choose(config: OffloadConfig, units: Sequence[UnitSpec]) -> OptimizerChoice | None:
-    """The rule for ``config.optimizer``; None if nothing is trained.
+def choose(
+    config: OffloadConfig, units: Sequence[UnitSpec], given: Callable[[nn.Parameter], bool] = lambda parameter: True
+) -> OptimizerChoice | None:
+    """The rule for ``config.optimizer``; None if nothing is trained. A name or a class is for the parameters that are
+    ``given``: a model may have a ``parameters`` of its own, which leaves some out.
 
     Raises ``ConfigError`` for options that the optimizer does not have, a parameter that is not the model's, or an
     optimizer that cannot run unit by unit.
@@ -66,9 +69,12 @@ def choose(config: OffloadConfig, units: Sequence[UnitSpec]) -> OptimizerChoice 
     optimizer = config.optimizer
     if optimizer is None:
         return None
-    trainable = [spec for unit in units for spec in unit.parameters if spec.trainable]
+    every = [spec for unit in units for spec in unit.parameters]
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        every = [spec for spec in every if given(spec.parameter)]
+    trainable = [spec for spec in every if spec.trainable]
     if isinstance(optimizer, str) and optimizer in MATRIX_OPTIMIZERS:
-        return _of_matrices(config, optimizer, [spec for unit in units for spec in unit.parameters])
+        return _of_matrices(config, optimizer, every)
     if isinstance(optimizer, str):
         kernel = NATIVE_OPTIMIZERS[optimizer]
         settings = _known_options(config.optimizer_settings, kernel.defaults, optimizer)

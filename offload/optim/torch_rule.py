@@ -121,7 +121,8 @@ class TorchRule(WholeParameters):
         if len(before.groups) != len(self._representatives):
             raise ConfigError(
                 f"optimizer {self._name} had {len(self._representatives)} parameter groups when the engine was made, "
-                f"and has {len(before.groups)} now: an optimizer without a kernel keeps its groups"
+                f"and has {len(before.groups)} now: an optimizer without a kernel keeps its groups. Give it all "
+                "of them before the engine is made, with options that change later"
             )
         self._index = {id(group): index for index, group in enumerate(optimizer.param_groups)}
         indices = frozenset(self._index[id(parameter.group)] for parameter in stepping.values())

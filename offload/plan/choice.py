@@ -8,19 +8,19 @@ from dataclasses import replace
 from functools import cache, cached_property
 from itertools import product
 
+from offload.config import LEAST_TILE_BYTES
 from offload.errors import BudgetError
 from offload.optim.formats import DEFAULT_TILE_BYTES, RAM_TILE_BYTES, Formats
 from offload.plan.filling import Placement
 from offload.plan.judge import Conditions, Judge
 from offload.plan.plan import Plan, Staging, TilesOf
 from offload.plan.records import Records
+from offload.plan.routing import EVERYWHERE, Routing
 from offload.units import UnitSpec, largest_numel, num_nested
 from swapper import readable_bytes
 
 _TILES_A_UNIT = 4
 """Tiles smaller than the largest unit's weights divided by this save no memory worth the speed they cost."""
-
-_LEAST_TILE_BYTES = 64 << 10
 
 _NUM_TILE_BUFFERS = 6
 """Enough for the disk to read, the kernel to work and the disk to write at the same time, and some to even out."""
@@ -52,8 +52,9 @@ class Placements:
         num_backwards: int = 1,
         rereads: bool = False,
         conditions: Conditions | None = None,
+        routing: Routing = EVERYWHERE,
     ) -> None:
-        self._records = cache(lambda size: Records(units, formats, tiles_of, size, num_backwards, rereads))
+        self._records = cache(lambda size: Records(units, formats, tiles_of, size, num_backwards, rereads, routing))
         self._compute_bytes, self._speculative = compute_bytes, speculative
         self._num_backwards, self._conditions = num_backwards, conditions
         self._stagings = list(_stagings(units, formats, tile_bytes, training=tiles_of is not None))
@@ -172,7 +173,7 @@ def _stagings(
     small against a slot save no memory worth their cost.
     """
     largest = largest_numel(units) * formats.weights
-    small = max(min(largest // _TILES_A_UNIT, DEFAULT_TILE_BYTES) // _LEAST_TILE_BYTES, 1) * _LEAST_TILE_BYTES
+    small = max(min(largest // _TILES_A_UNIT, DEFAULT_TILE_BYTES) // LEAST_TILE_BYTES, 1) * LEAST_TILE_BYTES
     least_slots = num_nested(units) + (1 if training else 0)
     for slots in (least_slots + 2, least_slots + 1):
         halved = (DEFAULT_TILE_BYTES >> shift for shift in range(DEFAULT_TILE_BYTES.bit_length()))

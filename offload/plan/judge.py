@@ -122,25 +122,26 @@ class _DriveCost:
         alone = read / drive.read + written / drive.write
         return cls(drive, drive.seconds(read, written) / alone if alone else 1.0)
 
-    def read(self, nbytes: int, transfers: int) -> float:
+    def read(self, nbytes: float, transfers: float) -> float:
         return (nbytes + transfers * TRANSFER_BYTES) / self.drive.read * self.overlap
 
-    def write(self, nbytes: int, transfers: int) -> float:
+    def write(self, nbytes: float, transfers: float) -> float:
         return (nbytes + transfers * TRANSFER_BYTES) / self.drive.write * self.overlap
 
 
 def _work(item: UnitPlan, plan: Plan, drive: _DriveCost, compute_rate: float) -> UnitWork:
     """``compute_rate`` are seconds of forward and backward for each element of the weights."""
-    unit, moved = item.unit, UnitBytes.of(item, plan.formats)
-    weights, states = unit.count * (moved.weights > 0), num_tiles(item)
-    trained = unit.count * (moved.trained > 0)
-    grads = sum(tile.count for tile, _ in item.tiles) * (moved.grads > 0)
+    unit, moved = item.unit, UnitBytes.of(item, plan)
+    used, changed = plan.routing.used(unit), plan.routing.changed(unit)
+    weights, states = unit.count * (moved.weights > 0) * used, num_tiles(item) * changed
+    trained = unit.count * (moved.trained > 0) * changed
+    grads = sum(tile.count for tile, _ in item.tiles) * (moved.grads > 0) * changed
     forward = unit.numel * compute_rate / 3
     return UnitWork(
         forward=forward,
         backward=2 * forward,
         fetch=drive.read(moved.weights, weights),
-        update=drive.read(moved.weights * (moved.trained > 0) + moved.states, trained + states)
+        update=drive.read(moved.updated * (moved.trained > 0) + moved.states, trained + states)
         + drive.write(moved.trained + moved.states, trained + states),
         sweep=moved.in_memory / _SWEEP,
         spill=drive.write(moved.grads, grads),

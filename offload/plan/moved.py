@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offload.optim.formats import Formats
 from offload.plan.plan import Plan, Tier, UnitPlan
 from offload.play.schedule import Places
 from offload.units import UnitSpec
@@ -12,30 +11,34 @@ from offload.units import UnitSpec
 
 @dataclass(frozen=True)
 class UnitBytes:
-    """Bytes that one unit moves over NVMe in a step: its weights, once; of them those that are trained; its states; its
-    gradients."""
+    """Bytes that one unit moves over NVMe in a step: its weights, for a forward or a backward; those that its update
+    reads, and of them those that are trained; its states; its gradients. Of experts as many as are expected."""
 
-    weights: int
-    trained: int
-    states: int
-    grads: int
-    in_memory: int
+    weights: float
+    updated: float
+    trained: float
+    states: float
+    grads: float
+    in_memory: float
     """Traffic of its update in host memory."""
 
     @classmethod
-    def of(cls, item: UnitPlan, formats: Formats) -> UnitBytes:
+    def of(cls, item: UnitPlan, plan: Plan) -> UnitBytes:
         """Count them by the tiers of its records."""
-        unit, on_nvme = item.unit, Tier.NVME
+        unit, on_nvme, formats = item.unit, Tier.NVME, plan.formats
+        if item.weights is Tier.DEVICE:
+            return cls(0, 0, 0, 0, 0, 0)
+        changed, used = plan.routing.changed(unit), plan.routing.used(unit)
         states = sum(tile.nbytes for tile, _ in item.tiles)
         sweep = 2 * states + unit.trainable_numel * (2 * formats.weights + formats.grads)
-        if item.weights is Tier.DEVICE:
-            return cls(0, 0, 0, 0, 0)
+        weights = unit.read_bytes(formats.weights) * (item.weights is on_nvme)
         return cls(
-            unit.numel * formats.weights * (item.weights is on_nvme),
-            unit.trainable_numel * formats.weights * (item.weights is on_nvme),
-            sum(tile.nbytes for tile, tier in item.tiles if tier is on_nvme),
-            unit.trainable_numel * formats.grads * (item.grads is on_nvme),
-            sweep if unit.trainable_numel else 0,
+            weights * used,
+            weights * (changed if unit.trainable_numel else used),
+            changed * unit.trainable_numel * formats.weights * (item.weights is on_nvme),
+            changed * sum(tile.nbytes for tile, tier in item.tiles if tier is on_nvme),
+            changed * unit.trainable_numel * formats.grads * (item.grads is on_nvme),
+            changed * sweep if unit.trainable_numel else 0,
         )
 
 

@@ -9,6 +9,7 @@ from offload.optim.formats import Formats
 from offload.plan.choice import Placements
 from offload.plan.judge import Conditions
 from offload.plan.plan import Plan, TilesOf
+from offload.plan.routing import EVERYWHERE, Routing
 from offload.units import UnitSpec
 from swapper import readable_bytes
 
@@ -25,6 +26,7 @@ def make_plan(
     num_backwards: int = 1,
     rereads: bool = False,
     conditions: Conditions | None = None,
+    routing: Routing = EVERYWHERE,
     placements_of: Callable[..., Placements] = Placements,
 ) -> Plan:
     """Give every kind of every unit a tier, within the budgets, by traffic saved per byte.
@@ -44,12 +46,22 @@ def make_plan(
     is filled, and the plan is the one whose step costs least (``Records.step_cost``). More memory never costs more.
     With
     ``conditions`` those that cost least are played, and so are those of smaller budgets (``Placements.by_playing``).
-    ``placements_of`` makes them, or finds those that it has made of the same arguments.
+    ``routing`` tells of experts how many of them are expected to move. ``placements_of`` makes placements, or finds
+    those that it has made of the same arguments.
 
     Raises ``BudgetError``, naming the least budget that works.
     """
     placements = placements_of(
-        tuple(units), formats, tiles_of, tile_bytes, compute_bytes, speculative, num_backwards, rereads, conditions
+        tuple(units),
+        formats,
+        tiles_of,
+        tile_bytes,
+        compute_bytes,
+        speculative,
+        num_backwards,
+        rereads,
+        conditions,
+        routing,
     )
     everything_bytes = placements.everything.total_bytes
     if everything_bytes <= host_bytes:

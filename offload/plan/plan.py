@@ -2,94 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from functools import cached_property
 
 from offload.optim.formats import Formats
 from offload.plan.device import MARGIN, ON_HOST, DeviceNeeds, DevicePlan, plan_device
 from offload.plan.ranks import ONE_RANK, RanksPlan
-from offload.report.report import Bandwidths
-from offload.units import Tile, UnitSpec
+from offload.plan.routing import EVERYWHERE, Routing
+from offload.plan.unit_plan import Drives, Staging, Tier, TilesOf, UnitPlan
+from offload.units import UnitSpec
 from offload.units.spread import spread_rank
 from swapper import ReadOnlyFile, align
 
+__all__ = ["Drives", "Plan", "Staging", "Tier", "TilesOf", "UnitPlan"]
+
 _MIB = 1 << 20
-
-TilesOf = Callable[[UnitSpec, int], tuple[Tile, ...]]
-"""Divide a unit's states into tiles of at most so many bytes (``Rule.tiles_of``)."""
-
-
-class Tier(Enum):
-    """Tier of memory in which bytes are stored between uses. What a new one needs is listed in docs/design.md."""
-
-    DEVICE = "device"
-    HOST = "host"
-    NVME = "nvme"
-
-
-@dataclass(frozen=True)
-class Drives:
-    """Mover of bytes to and from NVMe, and its rates."""
-
-    backend: str
-    bandwidths: Bandwidths
-
-
-@dataclass(frozen=True)
-class Staging:
-    """Numbers and sizes of the buffers that the records on NVMe pass through, and the size of a tile."""
-
-    num_slots: int
-    num_grad_buffers: int
-    num_tile_buffers: int
-    tile_bytes: int
-    slot_bytes: int = 0
-    grad_buffer_bytes: int = 0
-    tile_buffer_bytes: int = 0
-    edge_bytes: int = 0
-    """Beside each slot, for what is read from files that are not aligned."""
-
-    @property
-    def nbytes(self) -> int:
-        """Of all of them."""
-        slots = self.num_slots * (self.slot_bytes + self.edge_bytes)
-        grads = self.num_grad_buffers * self.grad_buffer_bytes
-        return slots + grads + self.num_tile_buffers * self.tile_buffer_bytes
-
-
-@dataclass(frozen=True)
-class UnitPlan:
-    """The tier of each kind of one unit. ``tiles`` are its optimizer states, each with its own tier."""
-
-    unit: UnitSpec
-    weights: Tier
-    grads: Tier
-    tiles: tuple[tuple[Tile, Tier], ...]
-    has_spares: bool = False
-    """Its records in host memory have a spare place each, so that it can be updated during backward."""
-    is_logged: bool = False
-    """A commit may write the gradients of its last step: see ``plan/update_log.py``."""
-
-    @property
-    def updated_in_ram(self) -> bool:
-        """All of it is trained, and is stored in host memory with its states. A copy of what is frozen is of no use."""
-        is_trained = bool(self.tiles) and self.unit.trainable_numel == self.unit.numel
-        return is_trained and all(tier is Tier.HOST for tier in (self.weights, *(t for _, t in self.tiles)))
-
-    def spare_bytes(self, formats: Formats) -> int:
-        """Host memory that its spare places take, or would take."""
-        return self.unit.numel * formats.weights + sum(align(tile.nbytes) for tile, _ in self.tiles)
-
-    @property
-    def streamed(self) -> bool:
-        """Weights and all states are stored on NVMe: nothing that an update writes is resident."""
-        return bool(self.tiles) and all(tier is Tier.NVME for tier in (self.weights, *(t for _, t in self.tiles)))
-
-    def on_device(self) -> UnitPlan:
-        """The same unit and tiles, resident on a device."""
-        return UnitPlan(self.unit, Tier.DEVICE, Tier.DEVICE, tuple((tile, Tier.DEVICE) for tile, _ in self.tiles))
 
 
 @dataclass(frozen=True)
@@ -113,6 +41,8 @@ class Plan:
     """Memory that a rank takes for whole units, where there are several ranks and ``units`` are its shards."""
     device: DevicePlan = ON_HOST
     """Memory that the engine may hold on a device."""
+    routing: Routing = EVERYWHERE
+    """Experts that tokens are sent to, where it is known: a step reads no others."""
     vacant_bytes: dict[Tier, int] = field(default_factory=dict)
     """Reserved for units that have moved to a device since."""
     drives: Drives | None = None
@@ -179,40 +109,87 @@ class Plan:
         """NVMe reads of a step: weights for forward and for backward, and what an update needs.
 
         Updates during backward find the gradients where they came to; where a device computes, which has no use for the
-        weights in a slot any more, they bring them in again. What still lies in a slot is read no more.
+        weights in a slot any more, they bring them in again. What still lies in a slot is read no more. Of experts come
+        those that tokens are sent to, and the others for their update, if they are fused.
         """
         training = bool(self.formats.grads)
-        speculative = [item for item in self.units if self.speculative and item.streamed]
-        found = sum(i.unit.trainable_numel for i in speculative if i.grads is Tier.NVME) * self.formats.grads
-        again = sum(item.unit.numel for item in speculative) * self.formats.weights * self.device.computes
-        nvme = self.nvme_bytes
-        weights = nvme["weights"] + self.in_place_bytes
-        return weights * (2 if training else 1) + again + nvme["states"] + nvme["grads"] - found
+        sizes = [(item.unit, item.unit.read_bytes(self.formats.weights)) for item in self._streamed]
+        passing = sum(nbytes * self._read_share(unit) for unit, nbytes in sizes)
+        if not training:
+            return round(passing)
+        left_out = sum(nbytes * self._left_out(unit) for unit, nbytes in sizes)
+        early = [item for item in self._streamed if self.speculative and item.streamed]
+        again = sum(item.unit.numel for item in early) * self.formats.weights * self.device.computes
+        found = sum(self.routing.used(i.unit) * i.unit.trainable_numel for i in early if i.grads is Tier.NVME)
+        read = 2 * passing + left_out + again + self._moved_states + self._moved_grads
+        return round(read - found * self.formats.grads)
 
     @property
     def step_write_bytes(self) -> int:
         """NVMe writes of a step. Frozen weights are never written."""
         if not self.formats.grads:
             return 0
-        return self.spare_copy_bytes + self.nvme_bytes["grads"]
+        weights = sum(self._changed(item.unit.trainable_numel, item.unit) for item in self._streamed)
+        return round(weights * self.formats.weights + self._moved_states + self._moved_grads)
 
     @property
     def step_transfers(self) -> int:
         """Reads and writes of a step on NVMe: of a unit's weights, of a tile's states, of a tile's gradients."""
-        streamed = [item.unit for item in self.units if item.weights is Tier.NVME]
+        streamed, changed = [item.unit for item in self._streamed], self._changed
         if not self.formats.grads:
-            return sum(unit.count for unit in streamed)
-        of_weights = sum((2 + (unit.trainable_numel > 0)) * unit.count for unit in streamed)
-        tiles = ((tile, tier) for item in self.units for tile, tier in item.tiles)
-        of_states = sum(tile.count for tile, tier in tiles if tier is Tier.NVME)
+            return round(sum(self._read_share(unit) * unit.count for unit in streamed))
+        passing = sum((2 * self._read_share(unit) + self._left_out(unit)) * unit.count for unit in streamed)
+        written = sum(changed(unit.count, unit) for unit in streamed if unit.trainable_numel)
+        tiles = ((tile, tier, item.unit) for item in self.units for tile, tier in item.tiles)
+        of_states = sum(changed(tile.count, unit) for tile, tier, unit in tiles if tier is Tier.NVME)
+        spilled = (item for item in self.units if item.grads is Tier.NVME)
         of_grads = sum(
-            tile.count * (1 if self.speculative and item.streamed else 2)
-            for item in self.units
-            if item.grads is Tier.NVME
-            for tile, _ in item.tiles
+            (2 * changed(1.0, item.unit) - self.routing.used(item.unit) * (self.speculative and item.streamed))
+            * sum(tile.count for tile, _ in item.tiles)
+            for item in spilled
         )
-        early = (item.unit.count for item in self.units if self.speculative and item.streamed)
-        return of_weights + sum(early) * self.device.computes + 2 * of_states + of_grads
+        early = (item.unit.count for item in self._streamed if self.speculative and item.streamed)
+        return round(passing + written + sum(early) * self.device.computes + 2 * of_states + of_grads)
+
+    @cached_property
+    def _streamed(self) -> tuple[UnitPlan, ...]:
+        """Units whose weights are stored on NVMe."""
+        return tuple(item for item in self.units if item.weights is Tier.NVME)
+
+    def _read_share(self, unit: UnitSpec) -> float:
+        """Share of a streamed unit that a forward reads, and a backward."""
+        return self.routing.used(unit) * (1.0 if unit.experts is None else self._missed)
+
+    def _left_out(self, unit: UnitSpec) -> float:
+        """Share of a streamed unit that nothing but its update reads."""
+        return self._changed(1.0, unit) - self.routing.used(unit) if unit.trainable_numel else 0.0
+
+    def _changed(self, count: float, unit: UnitSpec) -> float:
+        """The part of a count of the unit that a step changes."""
+        return count * self.routing.changed(unit)
+
+    @cached_property
+    def _missed(self) -> float:
+        """Share of the experts on NVMe that are in no slot when tokens are sent to them. Where nothing is trained slots
+        hold those that were used last."""
+        if self.routing.missed is not None:
+            return self.routing.missed
+        if self.formats.grads:
+            return 1.0
+        count = sum(item.unit.count for item in self._streamed if item.unit.experts is not None)
+        return 1.0 - min(self.staging.num_slots / count, 1.0) if count else 1.0
+
+    @cached_property
+    def _moved_states(self) -> float:
+        """Bytes of states that a step reads from NVMe, and writes."""
+        tiles = ((item.unit, tile) for item in self.units for tile, tier in item.tiles if tier is Tier.NVME)
+        return sum(self._changed(align(tile.nbytes), unit) for unit, tile in tiles)
+
+    @cached_property
+    def _moved_grads(self) -> float:
+        """Bytes of gradients that a step writes to NVMe, and reads."""
+        spilled = (item.unit for item in self.units if item.grads is Tier.NVME)
+        return sum(self._changed(unit.trainable_numel, unit) for unit in spilled) * self.formats.grads
 
     @property
     def num_parameters(self) -> int:
@@ -260,6 +237,16 @@ class Plan:
         """The plan with these units beside its own, which are resident in a device's memory."""
         units = sorted((*self.units, *resident), key=lambda item: item.unit.index)
         return replace(self, units=tuple(units), device=device)
+
+    def with_use(self, routed: int, fetched: int, visited: int) -> Plan:
+        """The plan for steps whose tokens are sent to the same share of experts: of elements, those that were used,
+        those that were fetched for it, and those of all experts of the layers that were visited."""
+        if not routed:
+            return self
+        numel = sum(item.unit.numel for item in self.units if item.unit.experts is not None)
+        away = sum(item.unit.numel for item in self._streamed if item.unit.experts is not None)
+        missed = min(fetched * numel / (routed * away), 1.0) if away else None
+        return replace(self, routing=Routing(routed / visited, missed))
 
     def with_spares(self) -> Plan:
         """The plan with spare places for units in RAM, evenly spread, as many as the host's budget has room for."""
@@ -388,9 +375,9 @@ def _reasons(plan: Plan) -> Iterator[str]:
     spared = sum(item.has_spares for item in on_host)
     if spared:
         yield f"{spared} of {len(on_host)} units have spare places in RAM, and are updated during backward"
-    streamed_experts = sum(item.unit.experts is not None and item.weights is Tier.NVME for item in on_host)
-    if streamed_experts:
-        yield f"{streamed_experts} experts are stored on NVMe: those that a batch has no token for are not read"
+    if streamed_experts := _streamed_experts(plan):
+        told = "" if plan.routing is EVERYWHERE else f" (a forward is sent to {plan.routing.touched:.1%} of them)"
+        yield f"{streamed_experts} experts are stored on NVMe: those that a batch has no token for are not read{told}"
     if any(item.unit.reused for item in on_host):
         gradients = " and its gradients are stored" if training else " is stored"
         yield f"the tied weight in pieces{gradients} in RAM: each place that uses it would bring it in anew"
@@ -417,6 +404,11 @@ def _reasons(plan: Plan) -> Iterator[str]:
         yield f"empty, of units that are on the device now: {vacant_ram:,.1f} MiB of RAM, {vacant_nvme:,.1f} on NVMe"
 
 
+def _streamed_experts(plan: Plan) -> int:
+    """Number of experts that are stored on NVMe."""
+    return sum(item.unit.count for item in plan.units if item.unit.experts is not None and item.weights is Tier.NVME)
+
+
 def _step(plan: Plan) -> Iterator[str]:
     """Bytes that a step moves, by what means, and the time that it must take."""
     what = "step" if plan.formats.grads else "forward"
@@ -424,7 +416,8 @@ def _step(plan: Plan) -> Iterator[str]:
         yield f"a {what} moves nothing to or from NVMe"
     else:
         written = f" and writes {plan.step_write_bytes / _MIB:,.1f}" if plan.step_write_bytes else ""
-        moved = f"reads {plan.step_read_bytes / _MIB:,.1f}{written} MiB in {plan.step_transfers:,} transfers"
+        reads = "reads" if plan.routing is not EVERYWHERE or not _streamed_experts(plan) else "reads at most"
+        moved = f"{reads} {plan.step_read_bytes / _MIB:,.1f}{written} MiB in {plan.step_transfers:,} transfers"
         yield f"a {what} {moved}{_through(plan.drives)}"
     taken = {name: seconds for name, seconds in plan.seconds.items() if seconds > 0}
     if not taken:

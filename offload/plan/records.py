@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from offload.optim.formats import Formats
 from offload.plan.plan import Plan, Staging, Tier, TilesOf, UnitPlan
+from offload.plan.routing import Routing
 from offload.units import UnitSpec, num_nested
 from swapper import align
 
@@ -39,9 +40,10 @@ class Records:
         tile_bytes: int,
         num_backwards: int,
         rereads: bool,
+        routing: Routing,
     ) -> None:
-        """``tiles_of`` is None where nothing is trained; ``num_backwards`` and ``rereads`` as in ``make_plan``."""
-        self.units, self.formats = units, formats
+        """``tiles_of`` is None where nothing is trained; the last three as in ``make_plan``."""
+        self.units, self.formats, self._routing = units, formats, routing
         self.num_comfortable_slots = num_nested(units) + (3 if formats.grads else 2)
         """Slots with which compute, the update and the next units have one each."""
         self._tiles = [tiles_of(unit, tile_bytes) if tiles_of is not None else () for unit in units]
@@ -57,19 +59,19 @@ class Records:
         self._unit_of_tile = np.repeat(np.arange(count), lengths)
         self._tile_counts = _integers(tile.count for tile in flat)
         self._tile_grads = _integers(tile.numel for tile in flat) * formats.grads
-        self._edges = _integers(align(unit.edge_bytes) for unit in units)
-        reads = 2 * num_backwards if formats.grads else 1
+        self._edges = _integers(align(unit.from_files.edge_bytes) for unit in units)
+        backwards = 2 * num_backwards if formats.grads else 1
+        reads = backwards * np.fromiter(map(routing.used, units), float)
         num_tiles = _integers(sum(tile.count for tile in tiles) for tiles in self._tiles)
         one_read = trained * formats.grads + num_tiles * TRANSFER_BYTES
-        self._transfer_costs = TRANSFER_BYTES * np.concatenate(
-            [(reads + (trained > 0)) * self._counts, num_tiles * reads, 2 * self._tile_counts]
-        )
+        transfers = [(reads + (trained > 0)) * self._counts, num_tiles * backwards, 2 * self._tile_counts]
+        self._transfer_costs = (TRANSFER_BYTES * np.concatenate(transfers)).astype(np.int64)
         self._saved = np.concatenate(
             [-rereads * (trained > 0) * (self.numel * formats.weights + self._counts * TRANSFER_BYTES), one_read]
         )
         """Bytes that an update during backward saves of a unit's weights and of its gradients."""
-        moved = [(self.numel * reads + trained) * formats.weights, trained * formats.grads * reads, 2 * states]
-        self._costs = np.concatenate(moved) + self._transfer_costs
+        moved = [(self.numel * reads + trained) * formats.weights, trained * formats.grads * backwards, 2 * states]
+        self._costs = (np.concatenate(moved) + self._transfer_costs).astype(np.int64)
 
     def small_units(self) -> list[int]:
         """The units whose transfers cost more than their bytes."""
@@ -137,7 +139,7 @@ class Records:
             UnitPlan(unit, weights, grads, tuple(zip(tiles, (tiers[n] for n in self.states_of(i)), strict=True)))
             for i, ((unit, weights, grads), tiles) in enumerate(zip(of_units, self._tiles, strict=True))
         )
-        return Plan(units, self.formats, staging, host_budget_bytes, compute_bytes)
+        return Plan(units, self.formats, staging, host_budget_bytes, compute_bytes, routing=self._routing)
 
 
 def _integers(values: Iterable[int]) -> Integers:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from offload.optim.formats import Formats
 from offload.plan.moved import num_tiles
 from offload.plan.plan import Plan, Tier, UnitPlan
 from offload.play.schedule import UnitWork
@@ -17,8 +16,8 @@ from offload.units import UnitSpec
 class Own:
     """Seconds of the engine's own work for a unit, by the part that does it. 0 where a device computes."""
 
-    def __init__(self, machine: Machine, formats: Formats) -> None:
-        self._machine, self._formats = machine, formats
+    def __init__(self, machine: Machine, plan: Plan) -> None:
+        self._machine, self._formats, self._routing = machine, plan.formats, plan.routing
         self._is_nothing = machine.device.computes
 
     def forward(self, item: UnitPlan) -> float:
@@ -27,7 +26,8 @@ class Own:
             return 0.0
         machine = self._machine
         others = num_records(item) - num_tiles(item)
-        return _alone(machine, item.unit.count * (machine.unit_seconds + others * machine.record_seconds)) / 2
+        used = item.unit.count * self._routing.used(item.unit)
+        return _alone(machine, used * (machine.unit_seconds + others * machine.record_seconds)) / 2
 
     def backward(self, item: UnitPlan, whole: UnitSpec, uses: int) -> float:
         """The same, and gradients are put away, or added to those of another of the ``uses``."""
@@ -39,7 +39,10 @@ class Own:
 
     def update(self, item: UnitPlan) -> float:
         """Of the update's thread: each tile that passes NVMe is asked for, waited for and sent off."""
-        return 0.0 if self._is_nothing else _alone(self._machine, num_tiles(item) * self._machine.record_seconds)
+        if self._is_nothing:
+            return 0.0
+        tiles = num_tiles(item) * self._routing.changed(item.unit)
+        return _alone(self._machine, tiles * self._machine.record_seconds)
 
 
 def num_records(item: UnitPlan) -> int:
@@ -55,7 +58,7 @@ def shares_of(
     if machine.device.computes:
         return Shares()
     one = min(1 / machine.cores.count, 1.0)
-    asking = sum(Own(machine, plan.formats).update(item) for item in plan.units)
+    asking = sum(Own(machine, plan).update(item) for item in plan.units)
     sweeps = sum(work.sweep for work in works)
     return Shares(
         compute=machine.cores.busy,

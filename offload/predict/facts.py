@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from offload.optim.choose import takes_elements
+from offload.plan.routing import Routing
 from offload.predict.advice import Advice, Way
 from offload.predict.best_batches import BestBatch
 from offload.predict.endurance import Endurance
@@ -72,7 +73,12 @@ def _of_model(prediction: Prediction) -> Iterator[str]:
         reach = f"reach {prediction.machine.products / 1e9:,.0f} GFLOPS in products (--cores)"
         yield f"{workload.optimizer} looks at whole matrices, on the CPU, whose cores {reach}"
     if model.active < 1:
-        yield "each expert moves by itself, and a step sends tokens to all of them"
+        tokens = workload.tokens * prediction.machine.num_ranks
+        touched = Routing.of_tokens(tokens, model.active).touched
+        yield (
+            f"each expert moves by itself: {tokens:,} tokens at a time are sent to {touched:.1%} of a layer's, if all "
+            "are chosen equally often"
+        )
 
 
 def _of_step(prediction: Prediction, endurance: Endurance) -> dict[str, Any]:

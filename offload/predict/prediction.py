@@ -24,6 +24,7 @@ from offload.plan.judge import ASSUMED_DRIVE
 from offload.plan.moved import places_of
 from offload.plan.plan import Plan, TilesOf
 from offload.plan.ranks import RanksPlan, plans_of_ranks
+from offload.plan.routing import Routing
 from offload.planning import DeviceRoom, Room, plan_within
 from offload.play.schedule import Order, bound_seconds
 from offload.predict.activation_bytes import ActivationBytes, activation_bytes
@@ -239,7 +240,7 @@ def least_host_bytes(model: Model, machine: Machine, workload: Workload) -> int:
 @dataclass(frozen=True)
 class _Case:
     """Case that a rank's plan depends on: the ``whole`` units, its ``shards`` of them, what whole units take there, and
-    what activations take of NVMe (``kept_bytes``)."""
+    what activations take of NVMe (``kept_bytes``). ``routing`` is what is expected of the tokens of a pass."""
 
     whole: Sequence[UnitSpec]
     shards: Sequence[UnitSpec]
@@ -248,6 +249,7 @@ class _Case:
     room: Room
     ranks: RanksPlan
     kept_bytes: int
+    routing: Routing
 
     def products(self, unit: UnitSpec) -> float:
         """FLOP of the products that the unit's update takes."""
@@ -256,7 +258,7 @@ class _Case:
     def plan(self, room: Room | None = None) -> Plan:
         """The rank's plan, in another room if one is given. Raises ``BudgetError``."""
         room = self.room if room is None else room
-        return plan_within(self.config, self.shards, self.choice, room, self.ranks, _placements)
+        return plan_within(self.config, self.shards, self.choice, room, self.ranks, self.routing, _placements)
 
     def shortage(self) -> Shortage:
         """Find the budget that is too small: the first that still is when the others are not."""
@@ -317,8 +319,9 @@ def _cases(model: Model, machine: Machine, workload: Workload, activations: Acti
         given = left * MARGIN if workload.device_bytes is None else min(workload.device_bytes, left)
         budget = max(int(given), 0)
         config, room = replace(config, device_memory=budget), replace(room, compute=DeviceRoom(budget))
+    routing = Routing.of_tokens(workload.tokens * count, model.active)  # what one rank needs comes from all of them
     for ranks in plans_of_ranks(whole, formats, workload.shard, count, count, device=machine.device.computes):
-        yield _Case(whole, shards, config, choice, room, ranks, activations.written)
+        yield _Case(whole, shards, config, choice, room, ranks, activations.written, routing)
 
 
 @functools.lru_cache(maxsize=8)

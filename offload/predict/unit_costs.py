@@ -13,6 +13,7 @@ from offload.predict.cores import Own
 from offload.predict.machine import Machine
 from offload.predict.model import Model
 from offload.predict.workload import Workload
+from offload.tiers.gradients.wire import WIRES
 from offload.units import UnitSpec
 
 
@@ -31,27 +32,28 @@ def works_of(
     compute = compute_seconds(model, machine, workload, whole)
     keeping = _kept(model, machine, whole, activations, drive)
     copying = 0.0 if machine.device.computes else 2 * activations.leaving / machine.update  # each way
-    own = Own(machine, formats)
+    own = Own(machine, plan)
     stays = 1.0
     if plan.device.all_bytes:
         stays = min(plan.device.weights_bytes / plan.device.all_bytes, 1.0)
     works = []
     for item, (forward, backward), unit, (share, kept) in zip(plan.units, compute, whole, keeping, strict=True):
-        one, uses = UnitBytes.of(item, formats), 2 if is_tied(unit) else 1
+        one, uses = UnitBytes.of(item, plan), 2 if is_tied(unit) else 1
         per_element = 0.0 if item.weights is Tier.DEVICE else formats.weights / machine.device.link
-        to_device, to_host = item.unit.numel * per_element, item.unit.trainable_numel * per_element
+        to_device = item.unit.numel * per_element * plan.routing.used(unit)
+        to_host = item.unit.trainable_numel * per_element * plan.routing.changed(unit)
         works.append(
             UnitWork(
                 forward=forward + own.forward(item) + share * copying,
                 backward=backward + own.backward(item, unit, uses) + share * copying,
                 fetch=drive.seconds(one.weights),
-                update=drive.seconds(one.weights + one.states, one.trained + one.states),
+                update=drive.seconds(one.updated + one.states, one.trained + one.states),
                 sweep=one.in_memory / machine.update + products(item.unit) / machine.products + own.update(item),
                 spill=drive.seconds(0, one.grads),
                 late=drive.seconds(one.grads),
                 to_device=to_device, to_device_again=to_device * (1 - stays), to_host=to_host,
                 gather=network.gather_seconds(unit.numel * formats.weights),
-                exchange=network.exchange_seconds(unit.trainable_numel * formats.weights),
+                exchange=network.exchange_seconds(sent_bytes(unit, workload)),
                 kept=kept, calls=uses, streamed=item.weights is Tier.NVME,
                 eligible=item.has_spares or (plan.speculative and item.streamed),
                 beside=one.in_memory * max(1 / machine.beside - 1 / machine.update, 0.0),
@@ -113,19 +115,20 @@ def kept_link_seconds(works: Sequence[UnitWork], workload: Workload) -> dict[str
 
 def nvme_bytes(plan: Plan, places: Places, workload: Workload, activations: ActivationBytes) -> tuple[int, int]:
     """Bytes that a rank reads and writes in a step. Units that still lie in their slots are read no more."""
-    moved = [UnitBytes.of(item, plan.formats) for item in plan.units]
+    moved = [UnitBytes.of(item, plan) for item in plan.units]
     streamed = [index for index, one in enumerate(moved) if one.weights]
     lie = set(streamed[-max(places.slots - 2, 1) :])
     num_units, passes = len(moved), workload.passes
     forward, backward = (_brought(places, num_units, passes, backward=again) for again in (False, True))
-    read = plan.step_read_bytes
+    read = float(plan.step_read_bytes)
     for index in streamed:  # of which the plan's bytes have two reads
         again = backward[index] * (index not in lie)
         read += moved[index].weights * (forward[index] + again - 2)
     grads = sum(one.grads for one in moved) * (passes - 1)
     if workload.clipped and plan.speculative:  # gradients are read by updates that begin later
         read += sum(one.grads for item, one in zip(plan.units, moved, strict=True) if item.streamed)
-    return read + grads + activations.read * passes, plan.step_write_bytes + grads + activations.written * passes
+    written = plan.step_write_bytes + grads + activations.written * passes
+    return round(read + grads + activations.read * passes), round(written)
 
 
 def _brought(places: Places, num_units: int, passes: int, *, backward: bool) -> list[int]:
@@ -152,6 +155,11 @@ class _Drive:
         return (read_bytes / self._nvme.read + write_bytes / self._nvme.write) * self._overlap
 
 
+def sent_bytes(unit: UnitSpec, workload: Workload) -> int:
+    """Bytes of a whole unit's gradients as ranks send them."""
+    return WIRES[workload.exchange_dtype]().nbytes(unit.trainable_numel, workload.dtype)
+
+
 def receiving_seconds(
     machine: Machine, workload: Workload, plan: Plan, places: Places, whole: Sequence[UnitSpec]
 ) -> float:
@@ -160,7 +168,7 @@ def receiving_seconds(
     for backward in (False, True):
         brought = _brought(places, len(whole), workload.passes, backward=backward)
         gathered += sum(unit.numel * times for unit, times in zip(whole, brought, strict=True)) * plan.formats.weights
-    exchanged = sum(unit.trainable_numel for unit in whole) * plan.formats.weights * workload.passes
+    exchanged = sum(sent_bytes(unit, workload) for unit in whole) * workload.passes
     return network.received_bytes(network.gather_cores * gathered + network.exchange_cores * exchanged)
 
 

@@ -15,6 +15,7 @@ Mode = Literal["keep", "recompute", "host", "nvme"]
 Precision = Literal["bf16", "fp16", "fp32"]
 MomentsDtype = Literal["fp32", "bf16", "int8"]
 MasterDtype = Literal["fp32", "bf16"]
+ExchangeDtype = Literal["auto", "bf16", "int8"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,8 @@ class Workload:
     """Tokens of which logits exist at a time, by ``cross_entropy_in_tiles``; None: all."""
     shard: Literal["auto", "states", "gradients", "weights"] = "auto"
     """Parts of the state that ranks hold shards of."""
+    exchange_dtype: ExchangeDtype = "auto"
+    """Format in which ranks send each other gradients."""
     device_bytes: int | None = None
     """``device_memory``; None: what activations leave."""
 
@@ -91,5 +94,6 @@ class Workload:
             gradient_accumulation_steps=self.micro_batches,
             gradient_clipping=self.gradient_clipping,
             shard=self.shard,
+            exchange_dtype=self.exchange_dtype,
             device_memory="auto" if self.device_bytes is None else self.device_bytes,
         )

@@ -88,6 +88,8 @@ class ExpertUse:
     """Of experts that tokens were sent to, for each forward and each backward of a layer once."""
     read_bytes: int = 0
     """Of experts that were read from NVMe for it, those included that were read ahead in vain."""
+    visited_bytes: int = 0
+    """Of all experts of the layers that tokens passed, for each forward and each backward once."""
 
     @property
     def hit_rate(self) -> float:
@@ -96,7 +98,11 @@ class ExpertUse:
 
     def since(self, start: ExpertUse) -> ExpertUse:
         """Difference to an earlier moment."""
-        return ExpertUse(self.routed_bytes - start.routed_bytes, self.read_bytes - start.read_bytes)
+        return ExpertUse(
+            self.routed_bytes - start.routed_bytes,
+            self.read_bytes - start.read_bytes,
+            self.visited_bytes - start.visited_bytes,
+        )
 
 
 @dataclass(frozen=True)

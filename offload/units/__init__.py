@@ -1,7 +1,7 @@
 """Parts that a model is cut into: the units that move together, their parameters, and large weights in pieces."""
 
 from offload.units.distributed_tensor import Distribution, local_tensor
-from offload.units.experts import Experts, FusedExperts
+from offload.units.experts import Experts, FusedExperts, SeparateExperts
 from offload.units.packed import Packing
 from offload.units.pieces import Piece, WeightInPieces
 from offload.units.shard import shard_unit
@@ -26,6 +26,7 @@ __all__ = [
     "Packing",
     "ParameterSpec",
     "Piece",
+    "SeparateExperts",
     "Site",
     "Tile",
     "UnitSpec",

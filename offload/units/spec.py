@@ -15,7 +15,7 @@ from offload.units.distributed_tensor import Distribution
 from offload.units.experts import Experts
 from offload.units.packed import Packing
 from offload.units.pieces import Piece, WeightInPieces
-from swapper import PAGE_BYTES, FilePart, edge_bytes
+from swapper import PAGE_BYTES, FilePart, ReadBytes
 
 GRAIN = PAGE_BYTES // 2
 """Elements that a unit's length is a multiple of, so that 16-bit and 32-bit pieces of it both fill whole pages."""
@@ -156,9 +156,13 @@ class UnitSpec:
         return self.trainable_numel if self.in_files else self.numel
 
     @cached_property
-    def edge_bytes(self) -> int:
-        """Memory beside the unit's own that reading its parts of files takes."""
-        return edge_bytes(self.in_files)
+    def from_files(self) -> ReadBytes:
+        """Return what a read of its parts of files takes."""
+        return ReadBytes.of(self.in_files)
+
+    def read_bytes(self, element_bytes: int) -> int:
+        """Bytes of the drive that a read of its weights asks for, of so many bytes an element."""
+        return self.stored_numel * element_bytes + self.from_files.nbytes
 
     @cached_property
     def trainable(self) -> tuple[ParameterSpec, ...]:

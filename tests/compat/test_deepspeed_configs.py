@@ -137,7 +137,10 @@ SHAPES = {
     ),
     "bf16 with small states": (
         {**BATCH, "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
-        {**PLAIN, "precision": "bf16", "moments_dtype": "bf16"}, None,
+        {**PLAIN, "precision": "bf16", "moments_dtype": "bf16", "master_dtype": "bf16"}, None,
+    ),
+    "small states of a block that is off": (
+        {**BATCH, "bf16": {"enabled": False, "bf16_master_weights_and_grads": True}}, PLAIN, None,
     ),
     "bfloat16 by its old name": ({**BATCH, "bfloat16": {"enabled": True}}, {**PLAIN, "precision": "bf16"}, None),
     "Adam is AdamW": (
@@ -234,7 +237,11 @@ SHAPES = {
     "ZeRO++": (
         zero(3, zero_quantized_weights=True, zero_hpz_partition_size=8, zero_quantized_gradients=True,
              reduce_bucket_size=10000000, reduce_scatter=True),
-        PLAIN, None,
+        {**PLAIN, "exchange_dtype": "int8"}, None,
+    ),
+    "ZeRO++ and bf16 between ranks: the fewest bytes": (
+        {**zero(3, zero_quantized_gradients=True), "communication_data_type": "bf16"},
+        {**PLAIN, "exchange_dtype": "int8"}, None,
     ),
     "budgets of ours beside theirs": (
         {**zero(3, offload_optimizer=nvme()), "offload_engine": {"host_memory": "20GiB", "durable": 1}},
@@ -330,6 +337,7 @@ CONTRADICTIONS = [
     ({**BATCH, "optimizer": {"type": "Adam", "params": {"learning_rate": 1}}}, "unknown key 'learning_rate' in opt"),
     ({**BATCH, "optimizer": {"type": "SGD", "params": {"lr": 1.0, "momentun": 1}}}, "did you mean 'momentum'?"),
     ({**BATCH, "optimizer": {"type": "OneBitAdam"}}, "optimizer.type='OneBitAdam' is not there"),
+    ({**BATCH, "optimizer": {"type": "ZeroOneAdam"}}, "zero_quantized_gradients for gradients in 8 bits"),
     ({**BATCH, "optimizer": {"type": "Adamm"}}, "did you mean 'Adam'?"),
     ({**BATCH, "optimizer": {"type": "Adam", "params": {"max_grad_norm": 1.0}}}, "write gradient_clipping at the top"),
     ({**BATCH, "scheduler": {"type": "WarmUpLR"}}, "did you mean 'WarmupLR'?"),

@@ -68,6 +68,28 @@ def test_generation_has_the_tokens_of_the_plain_model(kind: str, tmp_path: Path)
         assert all(map(torch.equal, found.logits, expected.logits))
 
 
+def test_micro_batches_that_use_other_experts_run_together_with_the_bits_of_the_loop(tmp_path: Path) -> None:
+    """One that is held up at its experts gives the router its gradient before those after it, all the same."""
+    runs: list[Any] = []
+    for together in (False, True):
+        model = built(CONFIGS["glm4_moe"]())
+        with OffloadEngine(model, **ADAMW, nvme_path=tmp_path, gradient_accumulation_steps=3) as engine:
+
+            def of(tokens: torch.Tensor, engine: OffloadEngine = engine) -> float:
+                loss = engine(input_ids=tokens, labels=tokens).loss
+                engine.backward(loss)
+                return float(loss)
+
+            losses = []
+            for step in range(3):
+                tokens = [text(seed=10 * step + number) for number in range(3)]
+                losses.append(engine.together(tokens, of) if together else [of(each) for each in tokens])
+                engine.step()
+            runs.append((losses, {name: p.detach().clone() for name, p in model.named_parameters()}))
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(value, runs[1][1][name]) for name, value in runs[0][1].items())
+
+
 def test_an_expert_is_a_unit_and_the_layer_around_it_is_another() -> None:
     units = {unit.name: unit for unit in find_units(built(CONFIGS["gpt_oss"]()), in_pieces=True)}
     expert = units["model.layers.1.mlp.experts[5:6]"]

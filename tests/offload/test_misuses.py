@@ -20,7 +20,8 @@ _SLICE = [
     *("averages_swapped", "group_decays_otherwise", "norm_of_all_later", "step_looks_at_model"),
     *("dp_sgd", "parametrized_before", "loader_forked", "interrupt_in_backward", "unwrapped"),
     *("energy_in_block", "main_grad_by_function", "jacobian_in_recomputed", "recorded_in_recomputed"),
-    *("swapped_parameters", "weights_transposed_before"),
+    *("swapped_parameters", "weights_transposed_before", "gan_of_two_backwards", "overridden_methods"),
+    *("equilibrium_with_a_hook_recomputed", "keywords_and_named_tuples_recomputed", "group_split_by_hand_torch"),
 ]
 
 

@@ -24,7 +24,7 @@ from offload.predict import known
 from offload.predict import plot as plot_module
 from offload.predict.machine import Cores, Machine
 from offload.predict.network import Network
-from offload.predict.tuning import Trial, best_of, tune
+from offload.predict.tuning import Trial, Tuned, ahead_of_first, tune
 from offload.predict.workload import Workload
 from offload.report.report import Bandwidths
 
@@ -118,6 +118,7 @@ def test_clipping_is_told_apart_where_it_is_set(capsys: pytest.CaptureFixture[st
         (["--parameters", "7e9", "--gpus", "8"], "--gpus and --nodes"),
         (["--parameters", "7e9", "--device-memory", "8GiB"], "--device-memory"),
         (["--parameters", "7e9", "--shard", "states"], "--shard is of several GPUs"),
+        (["--parameters", "7e9", "--exchange-dtype", "int8"], "--exchange-dtype is of several GPUs"),
         (["--parameters", "7e9", "--tune"], "--tune takes real steps"),
         (["model", "--write", "x.json"], "--write"),
         (["no_such_module:build"], "No module named 'no_such_module'"),
@@ -254,8 +255,29 @@ def test_the_defaults_stand_unless_something_beats_them_in_every_round():
     lucky = Trial({"tile_bytes": 1}, (0.5, 1.2, 0.5))
     slightly = Trial({"tile_bytes": 2}, (0.98, 1.07, 0.98))
     better = Trial({"tile_bytes": 4}, (0.8, 0.9, 0.85))
-    assert best_of([defaults, lucky, slightly]) is defaults
-    assert best_of([defaults, lucky, better]) is better
+    best = Trial({"tile_bytes": 8}, (0.7, 0.8, 0.7))
+    assert ahead_of_first([defaults, lucky, slightly]) == []
+    assert ahead_of_first([defaults, better, lucky, best]) == [best, better]
+
+
+def test_what_is_ahead_by_luck_is_not_ahead_twice(monkeypatch: pytest.MonkeyPatch):
+    turns: list[dict[str, object]] = []
+
+    def turn(model: object, sequence: int, settings: dict[str, object]) -> tuple[float, object]:
+        own = {name: settings[name] for name in ("together", "batch") if settings[name] not in (False, 2)}
+        turns.append(own)
+        lucky = own == {"together": True} and turns.count(own) <= 3
+        seconds = 0.5 if lucky else 0.8 if own == {"batch": 4} and "activations" not in settings else 1.0
+        return seconds, SimpleNamespace(step_read_bytes=0, step_write_bytes=0, host_bytes=0)
+
+    monkeypatch.setattr("offload.predict.tuning._turn", turn)
+    found = _tuned({}, batch=2, micro_batches=2)
+    assert found.best == {"batch": 4, "gradient_accumulation_steps": 1} and not found.defaults_stand
+    assert found.faster == pytest.approx(1.25) and found.loop["batch"] == 4
+    lucky: dict[str, object] = {"together": True}
+    better: dict[str, object] = {"batch": 4}
+    once_more = turns[3 * 4 :]  # after three rounds of four settings
+    assert once_more == [lucky, {}, better, {}, {}, better, better, {}]
 
 
 def test_tuning_takes_real_steps_and_writes_what_makes_the_engine(
@@ -284,6 +306,28 @@ def test_tuning_takes_real_steps_and_writes_what_makes_the_engine(
     sys.modules.pop("tuned_models")
 
 
+def test_tuning_in_the_least_memory_is_within_what_the_plan_calls_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "least_models.py").write_text(
+        "from torch import nn\ndef build():\n    return nn.Sequential(*(nn.Linear(128, 128) for _ in range(6)))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    given: list[object] = []
+
+    def tuned(build: object, workload: object, options: dict[str, object], say: object) -> Tuned:
+        given.append(options["host_memory"])
+        return Tuned((Trial({}, (1.0, 1.0, 1.0)),), {}, 1.0, {}, {"together": False, "batch": 1})
+
+    monkeypatch.setattr("offload.predict.tuning.tune", tuned)
+    arguments = ["least_models:build", "--nvme-path", str(tmp_path), "--precision", "fp32", "--host-memory", "least"]
+    assert main(["plan", *arguments, "--sequence", "8", "--tune"]) == 0
+    assert "no setting that was not given bears on this step" in capsys.readouterr().out
+    assert main(["plan", *arguments, "--sequence", "8", "--json"]) == 0
+    assert given == [json.loads(capsys.readouterr().out)["machine"]["host_memory_bytes"]]
+    sys.modules.pop("least_models")
+
+
 def test_nothing_is_tried_again_that_was_given():
     settings = [trial.settings for trial in _tried({"io_backend": "threads", "tile_bytes": 1 << 20})]
     assert settings == [{}]
@@ -297,11 +341,37 @@ def test_micro_batches_run_together_and_as_one_batch_if_their_activations_fit(mo
     assert [trial.settings for trial in _tried({}, batch=2, micro_batches=3)] == [{}]
 
 
+def test_what_is_given_of_activations_and_of_the_loop_is_in_every_trial(monkeypatch: pytest.MonkeyPatch):
+    trained: list[dict[str, object]] = []
+
+    def turn(model: object, sequence: int, settings: dict[str, object]) -> tuple[float, object]:
+        trained.append(dict(settings))
+        return 1.0, SimpleNamespace(step_read_bytes=0, step_write_bytes=0, host_bytes=0)
+
+    monkeypatch.setattr("offload.predict.tuning._turn", turn)
+    given = {"activations": "nvme", "activation_memory": 32 << 20, "together": True, "micro_batches": 2}
+    settings = [trial.settings for trial in _tried({}, **given)]
+    as_one = {"batch": 2, "gradient_accumulation_steps": 1, "together": False}
+    assert settings == [{}, {"activations": "auto"}, as_one]
+    assert all(each["activation_memory"] == 32 << 20 for each in trained)
+    assert trained[0]["together"] is True and trained[0]["activations"] == "nvme"
+    halves = [trial.settings.get("activation_memory") for trial in _tried({}, activations="nvme")]
+    assert halves == [None, None, 32 << 20, 128 << 20]
+
+
+def test_activations_on_nvme_are_tuned_by_real_steps(tmp_path: Path):
+    settings = [
+        trial.settings for trial in _tried({"nvme_path": tmp_path, "host_memory": "256MiB"}, activations="nvme")
+    ]
+    assert settings[1:] == [{"activations": "auto"}, {"activation_memory": 32 << 20}, {"activation_memory": 128 << 20}]
+
+
 def test_a_setting_for_which_memory_is_too_small_is_left_out(monkeypatch: pytest.MonkeyPatch):
     def turn(model: object, sequence: int, settings: dict[str, object]) -> tuple[float, object]:
         if settings.get("tile_bytes") == 16 << 20:
             raise BudgetError("too small: {needed}", 1 << 30)
-        return 1.0, SimpleNamespace(step_read_bytes=1, step_write_bytes=0, host_bytes=0)
+        staging = SimpleNamespace(tile_bytes=8 << 20)
+        return 1.0, SimpleNamespace(step_read_bytes=1, step_write_bytes=0, host_bytes=0, staging=staging)
 
     monkeypatch.setattr("offload.predict.tuning._turn", turn)
     said: list[str] = []
@@ -315,15 +385,19 @@ def test_a_setting_of_transfers_is_tried_where_a_step_moves_something_alone(tmp_
 
 
 def _tried(
-    options: dict[str, object], say: Callable[[str], None] = lambda line: None, **workload: int
+    options: dict[str, object], say: Callable[[str], None] = lambda line: None, **workload: Any
 ) -> tuple[Trial, ...]:
+    return _tuned(options, say, **workload).trials
+
+
+def _tuned(options: dict[str, object], say: Callable[[str], None] = lambda line: None, **workload: Any) -> Tuned:
     from offload.predict.model import Model
 
     def build() -> Model:
         return Model("one", nn.Sequential(nn.Embedding(50, 8)), 1, 8, 0, 50)
 
     given = Workload(sequence=4, precision="fp32", **workload)
-    return tune(build, given, {"host_memory": "1MiB", **options}, say).trials
+    return tune(build, given, {"host_memory": "1MiB", **options}, say)
 
 
 def test_the_page_shows_what_the_code_gives(monkeypatch: pytest.MonkeyPatch):

@@ -32,7 +32,7 @@ from offload.predict.model import Model, from_architecture, from_count
 from offload.predict.network import Network
 from offload.predict.prediction import Batches, Prediction, least_host_bytes, predict
 from offload.predict.variants import BASES, Lora
-from offload.predict.workload import Workload
+from offload.predict.workload import ExchangeDtype, Precision, Workload
 from offload.report.report import Bandwidths
 from offload.units import Tile
 
@@ -219,6 +219,44 @@ def test_each_placement_gathers_and_keeps_what_it_says():
     states, gradients, weights = (sum(one.plan.ranks.buffers) for one in found.values() if one.plan)
     assert states >= 4 * numel > 4 * gradients == 4 * weights
     assert predict(model, machine, Workload(activations="recompute", micro_batches=micro_batches)).shard == "states"
+
+
+@pytest.mark.parametrize(
+    ("precision", "exchange_dtype", "bytes_each"),
+    [
+        ("fp32", "auto", 4),
+        ("fp32", "bf16", 2),
+        ("fp32", "int8", 1 + 4 / 256),
+        ("bf16", "bf16", 2),
+        ("bf16", "int8", 1 + 4 / 256),
+    ],
+)
+def test_gradients_take_the_network_for_the_bytes_that_they_are_sent_in(
+    precision: Precision, exchange_dtype: ExchangeDtype, bytes_each: float
+):
+    model = from_count(10**9)
+    machine = described("h100", host_bytes=1 << 40, gpus=8, nodes=4)
+    workload = Workload(precision=precision, shard="states", exchange_dtype=exchange_dtype, activations="recompute")
+    found = predict(model, machine, workload)
+    whole, network = model.units(workload.dtype, 32), machine.network
+    trained = sum(unit.trainable_numel for unit in whole)
+    exchanged = sum(network.exchange_seconds(unit.trainable_numel * bytes_each) for unit in whole)
+    as_they_are = sum(network.exchange_seconds(unit.trainable_numel * workload.dtype.itemsize) for unit in whole)
+    exact = predict(model, machine, replace(workload, exchange_dtype="auto"))
+    assert trained >= 10**9 and exact.links["network"] - found.links["network"] == pytest.approx(
+        as_they_are - exchanged, abs=1e-9
+    )
+    assert found.seconds <= exact.seconds
+
+
+def test_what_ranks_receive_of_gradients_takes_cores_for_the_bytes_that_they_are_sent_in():
+    model, by_cores = tiny(), 1e-9
+    network = Network(4, 4, 1e9, 1e9, math.inf, wait_seconds=0.0, exchange_cores=by_cores)
+    machine = here(1 << 30, network=network)
+    exact, eight = (predict(model, machine, replace(SMALL, exchange_dtype=each)) for each in ("auto", "int8"))
+    trained = sum(unit.trainable_numel for unit in model.units(torch.float32, 4))
+    less = 3 / 4 * trained * (4 - 1 - 4 / 256) * by_cores * SMALL.micro_batches
+    assert exact.links["compute"] - eight.links["compute"] == pytest.approx(less, rel=0.01)
 
 
 def test_ranks_that_compute_on_cpus_take_the_plan_that_the_engine_makes_for_them():

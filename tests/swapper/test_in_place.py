@@ -46,11 +46,15 @@ def read(record: InPlaceRecord, nbytes: int) -> bytes:
         return ctypes.string_at(memory.address, nbytes)
 
 
+@pytest.mark.parametrize("block_bytes", [PAGE_BYTES, None])
 @pytest.mark.parametrize("offset", [0, 64, PAGE_BYTES, PAGE_BYTES + 192])
 @pytest.mark.parametrize("start", [0, 1, 100, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 8, 3 * PAGE_BYTES - 5])
 def test_parts_of_any_length_at_any_byte_come_to_their_place_and_nothing_else_is_touched(
-    start: int, offset: int, file: ReadOnlyFile, files: InPlaceFiles, content: bytes
+    start: int, offset: int, block_bytes: int | None, file: ReadOnlyFile, files: InPlaceFiles, content: bytes
 ) -> None:
+    """In blocks of a page, as some drives want them, and in those of the drive that is here."""
+    if block_bytes is not None:
+        file.__dict__["block_bytes"] = block_bytes
     around = (0, 1, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + 1, 2 * PAGE_BYTES, FILE_BYTES)
     for end in sorted({min(start + length, FILE_BYTES) for length in around} | {5 * PAGE_BYTES, FILE_BYTES - 1}):
         nbytes = end - start
@@ -76,13 +80,23 @@ def test_small_neighbours_come_in_one_request_whatever_their_order(file: ReadOnl
         offset += align(length)
     files = InPlaceFiles([file])
     record = InPlaceRecord("an expert", record_parts, size, files)
-    assert record.edge_bytes == align(50 + sum(lengths))
+    assert record.edge_bytes == align(50 + sum(lengths), file.block_bytes)
     found = read(record, size)
     for part in record_parts:
         assert found[part.offset : part.offset + part.nbytes] == content[part.start : part.start + part.nbytes]
     counts = files.statistics().read
     assert (counts.operations, counts.bytes) == (1, record.edge_bytes)
     files.close()
+
+
+def test_no_more_is_read_of_a_file_than_the_blocks_of_the_drive_that_a_part_lies_in(
+    file: ReadOnlyFile, files: InPlaceFiles
+) -> None:
+    block = aio_ext.direct_io_alignment(file.descriptor)[1]
+    for start, nbytes in ((700, 5_000), (PAGE_BYTES + 3, 3 * PAGE_BYTES)):
+        before = files.statistics().read.bytes
+        read(InPlaceRecord("it", [FilePart(file, start, nbytes, 0)], 4 * PAGE_BYTES, files), 4 * PAGE_BYTES)
+        assert files.statistics().read.bytes - before <= align(nbytes, block) + block
 
 
 def test_several_parts_of_several_files_make_one_record(tmp_path: Path, file: ReadOnlyFile, content: bytes) -> None:

@@ -28,6 +28,9 @@ _CLIPPING = 1.0
 _SHARDS = ("states", "states", "gradients", "weights")
 """By stage: what ranks hold parts of."""
 
+_IN_BF16 = {"bf16_optimizer_states": "moments_dtype", "bf16_master_weights_and_grads": "master_dtype"}
+"""Options that are "bf16" by a key of the block of bf16."""
+
 
 @dataclass(frozen=True)
 class Translation:
@@ -131,8 +134,9 @@ def _precision(fp16: Mapping[str, Any], bf16: Mapping[str, Any], sources: Source
     if len(on) == 2:
         raise ConfigError("fp16.enabled and bf16.enabled are both true: turn one off")
     options: dict[str, Any] = {"precision": on[0] if on else "auto"}
-    if on == ["bf16"] and bf16.get("bf16_optimizer_states") is True:
-        options["moments_dtype"] = "bf16"
+    for key, option in _IN_BF16.items():
+        if on == ["bf16"] and bf16.get(key) is True:
+            options[option] = "bf16"
     return options
 
 
@@ -154,7 +158,9 @@ def _zero(zero: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _exchange(given: Mapping[str, Any]) -> dict[str, Any]:
-    """``exchange_dtype``, where gradients are to be sent in fewer bytes."""
+    """``exchange_dtype``, where gradients are to be sent in fewer bytes: the fewest that the file asks for."""
+    if given.get("zero_optimization", {}).get("zero_quantized_gradients") is True:
+        return {"exchange_dtype": "int8"}
     return {"exchange_dtype": "bf16"} if given.get("communication_data_type") == "bf16" else {}
 
 

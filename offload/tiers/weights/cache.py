@@ -39,6 +39,7 @@ from offload.report.meter import Meter
 from offload.tiers.fence import UpdateFence
 from offload.tiers.home import Transfer
 from offload.tiers.weights.carrier import Carrier
+from offload.tiers.weights.expert_counts import ExpertCounts
 from offload.tiers.weights.pin import WITHOUT_PLACE, Entry, P, Pin, Purpose, UnitState
 from offload.tiers.weights.ranking import Ranking
 from offload.tiers.weights.routed_order import RoutedOrder
@@ -94,9 +95,7 @@ class WeightCache(Generic[P]):
         self._lent: set[UnitSpec] = set()
         """Units whose places speculative updates have."""
         self._order = order_of(self.units)
-        self.routed_numel = self.fetched_numel = 0
-        """Elements of experts that compute has used, each once in a visit of its layer, and of those that were fetched
-        for it or for others, since the cache was made."""
+        self.experts = ExpertCounts(self.units)
         self._forward_under_way = False
         """Compute has used units since the last step was frozen."""
         self._spares: list[Any] = []
@@ -275,7 +274,7 @@ class WeightCache(Generic[P]):
         self._forward_under_way = True
         try:
             if self._order.use(entry.unit.index):
-                self.routed_numel += entry.unit.numel
+                self.experts.use(entry.unit, self._order.visit)
         except BaseException:
             self._order = order_of(self.units)
             raise
@@ -300,7 +299,7 @@ class WeightCache(Generic[P]):
             self._waiting.add(pin)
             with self.meter.stall("slot") if pin.purpose is Purpose.COMPUTE else contextlib.nullcontext():
                 self._bring_by(pin)
-            self._count_fetch(pin.entry)
+            self.experts.fetch(pin.entry.unit)
         finally:
             self._waiting.discard(pin)
 
@@ -421,14 +420,9 @@ class WeightCache(Generic[P]):
                 return
             if not self._try_to_bring(entry, must=False):
                 return
-            self._count_fetch(entry)
+            self.experts.fetch(entry.unit)
             seen.add(index)
             num_ahead += 1
-
-    def _count_fetch(self, entry: Entry[P]) -> None:
-        """Compute, which needs the unit or is expected to, has it brought in."""
-        if entry.unit.experts is not None:
-            self.fetched_numel += entry.unit.numel
 
     # Without the monitor: the unit is pinned.
 
