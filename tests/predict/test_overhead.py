@@ -13,7 +13,7 @@ import pytest
 import torch
 from tiny import Tiny
 
-from offload.predict import probe
+from offload.predict import prediction, probe
 from offload.predict.machine import Cores, Machine
 from offload.predict.model import Model
 from offload.predict.overhead import record_seconds, unit_seconds
@@ -47,6 +47,25 @@ def test_each_record_that_passes_nvme_is_charged_to_the_cores():
         predict(model, replace(resident, record_seconds=1.0), workload).seconds
         == predict(model, resident, workload).seconds
     )
+
+
+def test_placements_of_one_batch_are_kept_for_another_and_are_the_same_as_new_ones():
+    machine = Machine(
+        host_bytes=0, nvme_bytes=1 << 40, nvme=Bandwidths(2e9, 4e9, 1.0), cores=Cores(5e10, 5e10), update=4e10,
+        checksum=2e10, unit_seconds=0.0, record_seconds=0.0,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = Model("tiny", Tiny(), 4, 128, 0, 256)
+    small, large = (Workload(batch=batch, sequence=16, precision="fp32") for batch in (4, 8))
+    machine = replace(machine, host_bytes=least_host_bytes(model, machine, small))
+    assert predict(model, machine, small).fits
+    made = prediction._placements.cache_info().misses
+    kept = predict(model, machine, large).plan
+    assert prediction._placements.cache_info().misses == made
+    prediction._placements.cache_clear()
+    for cache in (prediction.predict, prediction._placed):
+        cache.cache_clear()
+    assert predict(model, machine, large).plan == kept
 
 
 def test_gradients_are_put_away_at_the_rate_that_a_backward_has_shown():
